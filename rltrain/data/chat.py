@@ -1,0 +1,292 @@
+"""The one place that turns a conversation into token ids: chat template, prompt length, truncation, stop tokens.
+
+Left out: images and videos. A prompt that holds any is refused here by name.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rltrain.data.rows import MAX_REPORTED_PROBLEMS, PromptRow, Rows
+from rltrain.errors import DataError
+
+TRUNCATIONS = ("error", "left", "right", "middle")
+
+_ENCODE_CHUNK_ROWS = 512
+
+Message = dict[str, Any]
+
+
+class ChatEncoder:
+    """Conversations to token ids and back, by the tokenizer and chat template of a model folder (or hub name).
+
+    The tokenizer is loaded on first use and left out of a pickle, so the object may be handed to any process.
+    ``chat_template`` replaces the model's own: Jinja text, or the path of a file that holds it. ``template_kwargs`` are
+    handed to the template (``enable_thinking`` and the like).
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        trust_remote_code: bool = False,
+        chat_template: str | None = None,
+        template_kwargs: dict[str, Any] | None = None,
+    ):
+        self.path = str(path)
+        self.trust_remote_code = trust_remote_code
+        self.chat_template = chat_template
+        self.template_kwargs = dict(template_kwargs or {})
+
+    def __repr__(self) -> str:
+        return f"ChatEncoder({self.path!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        names = ("path", "trust_remote_code", "chat_template", "template_kwargs")
+        return {name: self.__dict__[name] for name in names}
+
+    def encode(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of a conversation, ending where the assistant starts to answer."""
+        return self.encode_batch([messages])[0]
+
+    def encode_batch(self, conversations: Sequence[Sequence[Message]]) -> list[list[int]]:
+        """``encode`` of several conversations; much faster than one by one."""
+        for messages in conversations:
+            _refuse_media(messages)
+        try:
+            return self.tokenizer.apply_chat_template(
+                [list(messages) for messages in conversations],
+                tokenize=True,
+                add_generation_prompt=True,
+                return_dict=False,  # transformers 5 returns a BatchEncoding by default
+                **self.template_kwargs,
+            )
+        except Exception as error:
+            if not _is_template_error(error):
+                raise
+            raise DataError(f"the chat template of {self.path!r} refuses the conversation: {error}") from error
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Text of an answer, special tokens left out."""
+        return self.decode_batch([ids])[0]
+
+    def decode_batch(self, rows: Sequence[Sequence[int] | np.ndarray]) -> list[str]:
+        """``decode`` of several answers."""
+        lists = [row.tolist() if hasattr(row, "tolist") else list(row) for row in rows]
+        return self.tokenizer.batch_decode(lists, skip_special_tokens=True)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The transformers tokenizer, its chat template checked."""
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(self.path, trust_remote_code=self.trust_remote_code)
+        except (OSError, ValueError, KeyError) as error:
+            raise DataError(
+                f"no tokenizer could be loaded from actor_rollout_ref.model.path={self.path!r}: {error}"
+            ) from error
+        if self.chat_template is not None:
+            tokenizer.chat_template = _template_text(self.chat_template)
+        if not tokenizer.chat_template:
+            raise DataError(
+                f"the tokenizer in {self.path!r} has no chat template, so prompts cannot be written as its model expects "
+                "them. Use an instruction-tuned model, put a chat_template.jinja into the folder, or set "
+                "actor_rollout_ref.model.custom_chat_template to a Jinja template or a file with one."
+            )
+        return tokenizer
+
+    @cached_property
+    def eos_token_ids(self) -> list[int]:
+        """Every token that ends an answer: the tokenizer's and those of generation_config.json; ascending."""
+        found = {self.tokenizer.eos_token_id, *_generation_eos(self.path)} - {None}
+        if not found:
+            raise DataError(f"neither the tokenizer nor generation_config.json in {self.path!r} names an eos token.")
+        return sorted(found)
+
+    @property
+    def pad_token_id(self) -> int:
+        """The tokenizer's pad token, or a stop token where it has none."""
+        pad = self.tokenizer.pad_token_id
+        return self.eos_token_ids[0] if pad is None else pad
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens of the tokenizer, added ones included (a model's embedding may be larger)."""
+        return len(self.tokenizer)
+
+
+@dataclass(frozen=True)
+class PromptStore:
+    """Token ids of prompts, one after another. NumPy only: readable without torch or a tokenizer.
+
+    Prompt ``i`` is ``values[offsets[i]:offsets[i + 1]]`` (int32) and belongs to row ``row_index[i]`` of the rows it was
+    made from; ``num_dropped`` rows were too long.
+    """
+
+    values: np.ndarray
+    offsets: np.ndarray
+    row_index: np.ndarray
+    num_dropped: int
+
+    def __len__(self) -> int:
+        return len(self.row_index)
+
+    def __repr__(self) -> str:
+        return f"<PromptStore: {len(self)} prompts, {len(self.values)} tokens, {self.num_dropped} dropped>"
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens per prompt, int64."""
+        return np.diff(self.offsets)
+
+    def prompt(self, i: int) -> np.ndarray:
+        """Token ids of prompt ``i`` (int32, a view)."""
+        if not 0 <= i < len(self):
+            raise IndexError(f"prompt {i} of {len(self)}")
+        return self.values[self.offsets[i] : self.offsets[i + 1]]
+
+
+def encode_prompts(
+    rows: Rows,
+    encoder: ChatEncoder,
+    max_prompt_length: int,
+    filter_overlong: bool = False,
+    truncation: str = "error",
+) -> PromptStore:
+    """Token ids of all rows no longer than ``max_prompt_length``.
+
+    A longer prompt is dropped (``filter_overlong``) or else treated by ``truncation``: ``error`` raises, ``left`` keeps
+    its last tokens, ``right`` its first, ``middle`` half of each. Go on with ``rows.select(store.row_index)``: prompt i
+    of the store is then row i of the rows.
+    """
+    if truncation not in TRUNCATIONS:
+        raise DataError(f"data.truncation={truncation!r} is not one of {', '.join(TRUNCATIONS)}.")
+    kept, row_index, overlong = [], [], []
+    for position, ids in enumerate(_encode_rows(rows, encoder)):
+        if len(ids) > max_prompt_length:
+            if filter_overlong or truncation == "error":
+                overlong.append((position, len(ids)))
+                continue
+            ids = truncate(ids, max_prompt_length, truncation)
+        row_index.append(position)
+        kept.append(np.asarray(ids, dtype=np.int32))
+    if overlong and not filter_overlong:
+        raise DataError(_overlong_report(rows, overlong, max_prompt_length))
+    if not kept:
+        shortest = min(length for _, length in overlong)
+        raise DataError(
+            f"data.filter_overlong_prompts=True leaves no prompt: all {len(rows)} are longer than "
+            f"data.max_prompt_length={max_prompt_length} tokens (the shortest has {shortest})."
+        )
+    return PromptStore(
+        values=np.concatenate(kept),
+        offsets=np.cumsum([0, *map(len, kept)], dtype=np.int64),
+        row_index=np.asarray(row_index, dtype=np.int64),
+        num_dropped=len(overlong),
+    )
+
+
+def truncate(ids: list[int], limit: int, how: str) -> list[int]:
+    """At most ``limit`` of ``ids``: the last (``left``), the first (``right``) or half of each (``middle``)."""
+    if len(ids) <= limit:
+        return ids
+    if how == "left":
+        return ids[len(ids) - limit :]
+    if how == "right":
+        return ids[:limit]
+    head = limit // 2
+    return ids[:head] + ids[len(ids) - (limit - head) :]
+
+
+def _encode_rows(rows: Rows, encoder: ChatEncoder) -> Iterator[list[int]]:
+    """Token ids row by row; templated in chunks, and again one by one where a chunk fails, to name the row."""
+    for position in range(len(rows)):
+        if rows.media(position):
+            raise DataError(
+                f"{rows.origin(position)} holds {' and '.join(rows.media(position))}: "
+                "vision prompts are not in this version; use text rows."
+            )
+    stream: Iterator[PromptRow] = iter(rows)
+    for start in range(0, len(rows), _ENCODE_CHUNK_ROWS):
+        prompts = [row.prompt for row in islice(stream, _ENCODE_CHUNK_ROWS)]
+        try:
+            yield from encoder.encode_batch(prompts)
+        except DataError:
+            for position, prompt in enumerate(prompts, start):
+                try:
+                    encoder.encode(prompt)
+                except DataError as error:
+                    raise DataError(f"{rows.origin(position)}: {error}") from error
+            raise
+
+
+def _overlong_report(rows: Rows, overlong: list[tuple[int, int]], limit: int) -> str:
+    longest = max(length for _, length in overlong)
+    lines = [f"{rows.origin(position)}: {length} tokens" for position, length in overlong[:MAX_REPORTED_PROBLEMS]]
+    if len(overlong) > len(lines):
+        lines.append(f"… and {len(overlong) - len(lines)} more")
+    return "\n  ".join(
+        [
+            f"{len(overlong)} of {len(rows)} prompts are longer than data.max_prompt_length={limit} tokens. Try "
+            f"data.filter_overlong_prompts=True, data.max_prompt_length={longest}, or data.truncation=left.",
+            *lines,
+        ]
+    )
+
+
+def _refuse_media(messages: Sequence[Message]) -> None:
+    for message in messages:
+        content = message.get("content")
+        kinds = {part.get("type") for part in content if isinstance(part, dict)} if isinstance(content, list) else set()
+        if kinds - {"text"}:
+            raise DataError(
+                f"a message holds {', '.join(sorted(map(str, kinds - {'text'})))}: vision prompts are not in this version."
+            )
+
+
+def _is_template_error(error: Exception) -> bool:
+    from jinja2.exceptions import TemplateError
+
+    return isinstance(error, (TemplateError, TypeError))
+
+
+def _template_text(template: str) -> str:
+    if "{" in template:
+        return template
+    try:
+        return Path(template).expanduser().read_text(encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"the chat template {template!r} is neither Jinja text nor a readable file: {error}") from error
+
+
+def _generation_eos(path: str) -> set[int]:
+    if not Path(path).is_dir():
+        return _hub_generation_eos(path)
+    file = Path(path) / "generation_config.json"
+    if not file.exists():
+        return set()
+    try:
+        eos = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+    except (OSError, ValueError, AttributeError) as error:
+        raise DataError(f"{str(file)!r} cannot be read as JSON ({error}).") from error
+    return _as_set(eos)
+
+
+def _hub_generation_eos(name: str) -> set[int]:
+    from transformers import GenerationConfig
+
+    try:
+        return _as_set(GenerationConfig.from_pretrained(name).eos_token_id)
+    except OSError:  # the repository has no generation_config.json
+        return set()
+
+
+def _as_set(eos: int | list[int] | None) -> set[int]:
+    return set() if eos is None else {eos} if isinstance(eos, int) else set(eos)

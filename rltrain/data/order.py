@@ -1,0 +1,54 @@
+"""Which rows step k trains on: a pure function of the seed and k, so the data position of a run is one integer."""
+
+import numpy as np
+
+from rltrain.errors import DataError
+
+
+class BatchOrder:
+    """Shuffled batches of ``batch_size`` out of ``num_rows``; the incomplete tail of an epoch is left out.
+
+    Epoch ``e`` ranks the rows by 64-bit keys drawn from ``Philox(SeedSequence([seed mod 2**64, e]))``. NumPy guarantees
+    the raw stream of a bit generator across versions (not that of ``permutation``), so an old run resumes in its order.
+    """
+
+    def __init__(self, num_rows: int, batch_size: int, seed: int, shuffle: bool = True):
+        if batch_size < 1:
+            raise DataError(f"data.train_batch_size={batch_size} must be at least 1.")
+        if num_rows < batch_size:
+            raise DataError(
+                f"data.train_batch_size={batch_size} is more than the {num_rows} prompts in data.train_files "
+                f"(after filtering). Try data.train_batch_size={max(num_rows, 1)}, or give more prompts."
+            )
+        self.num_rows = num_rows
+        self.batch_size = batch_size
+        self.seed = seed
+        self.shuffle = shuffle
+        self._cached: tuple[int, np.ndarray] | None = None
+
+    def __repr__(self) -> str:
+        return f"BatchOrder({self.num_rows}, {self.batch_size}, seed={self.seed}, shuffle={self.shuffle})"
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.num_rows // self.batch_size
+
+    def epoch(self, step: int) -> int:
+        """The epoch (from 0) that step ``step`` (from 0) belongs to."""
+        return step // self.steps_per_epoch
+
+    def rows(self, step: int) -> list[int]:
+        """Row numbers of step ``step``, counted from 0: ``batch_size`` distinct numbers below ``num_rows``."""
+        if step < 0:
+            raise ValueError(f"step {step} is negative; steps are counted from 0")
+        epoch, offset = divmod(step, self.steps_per_epoch)
+        start = offset * self.batch_size
+        return self._permutation(epoch)[start : start + self.batch_size].tolist()
+
+    def _permutation(self, epoch: int) -> np.ndarray:
+        if not self.shuffle:
+            return np.arange(self.num_rows)
+        if self._cached is None or self._cached[0] != epoch:
+            stream = np.random.Philox(np.random.SeedSequence([self.seed % 2**64, epoch]))
+            self._cached = (epoch, np.argsort(stream.random_raw(self.num_rows), kind="stable"))
+        return self._cached[1]

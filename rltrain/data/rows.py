@@ -1,0 +1,321 @@
+"""verl's parquet schema: what a row must hold, and errors that name the file, the row and the field.
+
+A ``Rows`` keeps the Arrow tables it read and builds a ``PromptRow`` when asked for one, so a process that takes it from
+Ray's object store shares the memory. Lists stay Python lists (pandas would make them arrays, which chat templates reject).
+"""
+
+import hashlib
+import logging
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rltrain.errors import DataError
+
+MAX_REPORTED_PROBLEMS = 5
+MEDIA_COLUMNS = ("images", "videos")
+
+logger = logging.getLogger(__name__)
+
+_READ_CHUNK_ROWS = 1024
+_HASH_BLOCK_BYTES = 1 << 20
+_FULL_HASH_LIMIT_BYTES = 1 << 30
+_SAMPLED_BLOCKS = 256
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """One row of a verl parquet file. ``prompt`` is a list of ``{"role": ..., "content": ...}`` messages."""
+
+    data_source: str
+    prompt: list[dict[str, Any]]
+    ability: str | None
+    reward_style: str
+    ground_truth: Any
+    extra_info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Keys:
+    """Which columns hold the prompt and the data source (``data.prompt_key``, ``data.reward_fn_key``)."""
+
+    prompt: str
+    source: str
+
+    def required(self) -> tuple[str, ...]:
+        return (self.prompt, self.source, "reward_model")
+
+    def optional(self) -> tuple[str, ...]:
+        return ("ability", "extra_info")
+
+
+@dataclass(frozen=True)
+class _File:
+    """One file: its table and its digest."""
+
+    path: str
+    table: pa.Table
+    digest: str
+
+
+class Rows:
+    """Rows of one or more parquet files, in file order. Sequence of ``PromptRow``; picklable; never changes."""
+
+    def __init__(self, files: Sequence[_File], keys: _Keys, index: np.ndarray):
+        self._files = tuple(files)
+        self._keys = keys
+        self._index = index
+        ends = np.cumsum([file.table.num_rows for file in self._files]).tolist()
+        self._starts = [0, *ends[:-1]]
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def __getitem__(self, position: int) -> PromptRow:
+        file, row = self._locate(position)
+        names = [name for name in file.table.column_names if name not in MEDIA_COLUMNS]
+        return _build({name: file.table.column(name)[row].as_py() for name in names}, self._keys)
+
+    def __iter__(self) -> Iterator[PromptRow]:
+        for position in range(len(self)):
+            yield self[position]
+
+    def __repr__(self) -> str:
+        return f"<Rows: {len(self)} of {', '.join(file.path for file in self._files)}>"
+
+    def origin(self, position: int) -> str:
+        """Where a row came from, for messages: ``'train.parquet' row 17`` (rows are counted from 0)."""
+        file, row = self._locate(position)
+        return f"{file.path!r} row {row}"
+
+    def media(self, position: int) -> dict[str, list[Any]]:
+        """The images and videos of a row, by column name; empty for a text row."""
+        file, row = self._locate(position)
+        present = [name for name in MEDIA_COLUMNS if name in file.table.column_names]
+        values = {name: file.table.column(name)[row].as_py() for name in present}
+        return {name: value for name, value in values.items() if value}
+
+    def select(self, indices: Sequence[int] | np.ndarray) -> "Rows":
+        """The rows at ``indices``, in that order, as new ``Rows``. No data is copied."""
+        return Rows(self._files, self._keys, self._index[np.asarray(indices, dtype=np.int64)])
+
+    def data_sources(self) -> dict[str, int]:
+        """Position of the first row of every data source."""
+        first: dict[str, int] = {}
+        columns = [file.table.column(self._keys.source).to_pylist() for file in self._files]
+        names = [name for column in columns for name in column]
+        for position, row in enumerate(self._index.tolist()):
+            first.setdefault(names[row], position)
+        return first
+
+    def fingerprint(self) -> str:
+        """SHA-256 of the files' content, their columns and sizes, and of which rows are used, in which order.
+
+        Independent of where the files lie. A file rewritten by another program counts as changed even if its rows did
+        not. Files above 1 GiB are read in 256 blocks spread over the file.
+        """
+        digest = hashlib.sha256()
+        for file in self._files:
+            digest.update(f"{file.digest} {file.table.num_rows} {','.join(file.table.column_names)}\n".encode())
+        digest.update(f"{self._keys} {len(self)}\n".encode())
+        digest.update(np.ascontiguousarray(self._index, dtype="<i8").tobytes())
+        return digest.hexdigest()
+
+    def _locate(self, position: int) -> tuple[_File, int]:
+        if not -len(self) <= position < len(self):
+            raise IndexError(f"row {position} of {len(self)}")
+        row = int(self._index[position])
+        number = bisect_right(self._starts, row) - 1
+        return self._files[number], row - self._starts[number]
+
+
+def read_rows(
+    files: str | Sequence[str],
+    *,
+    prompt_key: str = "prompt",
+    reward_fn_key: str = "data_source",
+    max_rows: int = -1,
+    on_bad_row: str = "error",
+) -> Rows:
+    """Read and check verl-style parquet files; every row is looked at before anything is started.
+
+    ``max_rows`` keeps the first so many rows over all files (-1: all). ``on_bad_row="drop"`` leaves bad rows out instead
+    of raising. Raises DataError naming file, row, field, what is wrong and what to do; up to five problems at once.
+    """
+    if on_bad_row not in ("error", "drop"):
+        raise ValueError(f"on_bad_row={on_bad_row!r}: use 'error' or 'drop'")
+    paths = [files] if isinstance(files, (str, Path)) else list(files)
+    if not paths:
+        raise DataError("no data file was given. Try data.train_files=train.parquet data.val_files=test.parquet.")
+    keys = _Keys(prompt_key, reward_fn_key)
+    opened, kept, problems, start = [], [], [], 0
+    for path in map(str, paths):
+        room = None if max_rows < 0 else max(max_rows - start, 0)
+        file = _open(path, keys, room)
+        bad = _check_table(file, keys)
+        problems += list(bad.values())
+        kept += [start + row for row in range(file.table.num_rows) if row not in bad]
+        start += file.table.num_rows
+        opened.append(file)
+    if problems and on_bad_row == "error":
+        raise DataError(_report(problems))
+    if problems:
+        logger.warning("left out %s", _report(problems))
+    if not kept:
+        raise DataError(f"no usable row in {', '.join(map(str, paths))} ({start} read, {len(problems)} bad).")
+    return Rows(opened, keys, np.asarray(kept, dtype=np.int64))
+
+
+def _open(path: str, keys: _Keys, max_rows: int | None) -> _File:
+    if "://" in path:
+        raise DataError(f"{path!r} is a remote address; copy the file to a local disk and give its path.")
+    local = Path(path).expanduser()
+    if not local.exists():
+        raise DataError(f"data file {path!r} does not exist (looked at {local.absolute()}).")
+    if local.is_dir():
+        raise DataError(f"{path!r} is a folder; list its parquet files: data.train_files='[{path}/a.parquet,…]'.")
+    if local.stat().st_size == 0:
+        raise DataError(f"data file {path!r} is empty (0 bytes); write it again.")
+    try:
+        with pq.ParquetFile(local, page_checksum_verification=True) as source:
+            schema = source.schema_arrow
+            _check_schema(path, schema, keys)
+            wanted = {*keys.required(), *keys.optional(), *MEDIA_COLUMNS}
+            table = source.read(columns=[name for name in schema.names if name in wanted])
+        digest = _digest(local)
+    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
+        raise DataError(
+            f"data file {path!r} cannot be read as parquet: it is truncated, damaged or of another format "
+            f"({_first_line(error)}). Write or copy it again."
+        ) from error
+    return _File(path, table if max_rows is None else table.slice(0, max_rows), digest)
+
+
+def _check_schema(path: str, schema: pa.Schema, keys: _Keys) -> None:
+    names = list(schema.names)
+    missing = [name for name in keys.required() if name not in names]
+    if missing:
+        hint = "" if keys.prompt not in missing else " Or name its prompt column with data.prompt_key=NAME."
+        raise DataError(
+            f"{path!r} has no column {', '.join(map(repr, missing))}; it has {', '.join(map(repr, names)) or 'none'}. "
+            f"A verl file holds {', '.join(map(repr, keys.required()))}; "
+            f"see python -m rltrain.data_preprocess.gsm8k --help for a converter.{hint}"
+        )
+    reward = schema.field("reward_model").type
+    if not pa.types.is_struct(reward) or reward.get_field_index("ground_truth") < 0:
+        raise DataError(
+            f"{path!r}: column 'reward_model' is {reward}; it must be a struct such as "
+            "{'style': 'rule', 'ground_truth': '72'}."
+        )
+
+
+def _check_table(file: _File, keys: _Keys) -> dict[int, str]:
+    """Problem of every bad row, by row number."""
+    bad: dict[int, str] = {}
+    text = file.table.drop_columns([name for name in MEDIA_COLUMNS if name in file.table.column_names])
+    for start in range(0, text.num_rows, _READ_CHUNK_ROWS):
+        try:
+            records = text.slice(start, _READ_CHUNK_ROWS).to_pylist()
+        except UnicodeDecodeError as error:
+            raise DataError(f"{file.path!r} rows {start} and after hold text that is not UTF-8 ({error}).") from error
+        for row, record in enumerate(records, start):
+            problem = _problem(record, keys)
+            if problem:
+                bad[row] = f"{file.path!r} row {row}: {problem}"
+    return bad
+
+
+def _problem(record: dict[str, Any], keys: _Keys) -> str | None:
+    """What is wrong with a row, or None."""
+    problem = _prompt_problem(record[keys.prompt], keys.prompt)
+    if problem:
+        return problem
+    source = record[keys.source]
+    if not isinstance(source, str) or not source:
+        return f"field {keys.source!r} is {_short(source)}; it must be a name such as 'openai/gsm8k'."
+    reward = record["reward_model"]
+    if not isinstance(reward, dict):
+        return f"field 'reward_model' is {_short(reward)}; it must be {{'style': 'rule', 'ground_truth': …}}."
+    style = reward.get("style")
+    if style is not None and not isinstance(style, str):
+        return f"field 'reward_model.style' is {_short(style)}; it must be text: 'rule' or 'model'."
+    if reward.get("ground_truth") is None and style != "model":
+        return "field 'reward_model.ground_truth' is missing; give the right answer, or set style to 'model'."
+    ability = record.get("ability")
+    if ability is not None and not isinstance(ability, str):
+        return f"field 'ability' is {_short(ability)}; it must be text or null."
+    extra = record.get("extra_info")
+    if extra is not None and not isinstance(extra, dict):
+        return f"field 'extra_info' is {_short(extra)}; it must be a struct such as {{'index': 0}}."
+    return None
+
+
+def _prompt_problem(prompt: Any, name: str) -> str | None:
+    if isinstance(prompt, str):
+        # Not wrapped silently: such a string often went through a chat template already.
+        return f"field {name!r} is a plain string; it must be a list of messages: [{{'role': 'user', 'content': the text}}]."
+    if not isinstance(prompt, list) or not prompt:
+        return f"field {name!r} is {_short(prompt)}; it must be a non-empty list of messages."
+    for number, message in enumerate(prompt):
+        where = f"field '{name}[{number}]"
+        if not isinstance(message, dict):
+            return f"{where}' is {_short(message)}; it must be {{'role': …, 'content': …}}."
+        role, content = message.get("role"), message.get("content")
+        if not isinstance(role, str) or not role:
+            return f"{where}.role' is {_short(role)}; it must be 'system', 'user', 'assistant' or 'tool'."
+        if not isinstance(content, (str, list)):
+            return f"{where}.content' is {_short(content)}; it must be text."
+    return None
+
+
+def _build(record: dict[str, Any], keys: _Keys) -> PromptRow:
+    reward = record["reward_model"]
+    # Parquet gives every message of a column the same keys, null where absent; templates ask "is the key there".
+    prompt = [{key: value for key, value in message.items() if value is not None} for message in record[keys.prompt]]
+    return PromptRow(
+        data_source=record[keys.source],
+        prompt=prompt,
+        ability=record.get("ability"),
+        reward_style=reward.get("style") or "rule",
+        ground_truth=reward.get("ground_truth"),
+        extra_info=record.get("extra_info") or {},
+    )
+
+
+def _digest(path: Path) -> str:
+    size = path.stat().st_size
+    if size <= _FULL_HASH_LIMIT_BYTES:
+        starts: Sequence[int] = range(0, size, _HASH_BLOCK_BYTES)
+    else:
+        starts = np.linspace(0, size - _HASH_BLOCK_BYTES, _SAMPLED_BLOCKS, dtype=np.int64).tolist()
+    digest = hashlib.sha256(str(size).encode())
+    with path.open("rb") as stream:
+        for start in starts:
+            stream.seek(start)
+            digest.update(stream.read(_HASH_BLOCK_BYTES))
+    return digest.hexdigest()
+
+
+def _report(problems: list[str]) -> str:
+    shown = problems[:MAX_REPORTED_PROBLEMS]
+    if len(problems) > len(shown):
+        shown.append(f"… and {len(problems) - len(shown)} more bad rows")
+    head = "1 bad row:" if len(problems) == 1 else f"{len(problems)} bad rows:"
+    return "\n  ".join([head, *shown])
+
+
+def _short(value: Any) -> str:
+    if value is None:
+        return "null"
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '…'}"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]

@@ -1,0 +1,176 @@
+import json
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from rltrain.data.chat import ChatEncoder, encode_prompts, truncate
+from rltrain.data.rows import read_rows
+from rltrain.errors import DataError
+
+ASK = [{"role": "user", "content": "what is 3 + 4 ?"}]
+ASK_IDS = [1, 5, 8, 9, 15, 10, 16, 11, 2, 1, 6]
+
+
+@pytest.fixture
+def encoder(tokenizer_folder):
+    return ChatEncoder(str(tokenizer_folder))
+
+
+@pytest.fixture
+def rows(tmp_path, write, good_row):
+    prompts = [[{"role": "user", "content": "what is " + "7 " * length}] for length in (1, 9, 2, 12)]
+    return read_rows(write(tmp_path / "rows.parquet", [good_row(i, prompt=p) for i, p in enumerate(prompts)]))
+
+
+def copy_folder(source, target, **generation):
+    target.mkdir()
+    for file in source.iterdir():
+        (target / file.name).write_bytes(file.read_bytes())
+    if generation:
+        (target / "generation_config.json").write_text(json.dumps(generation))
+    return target
+
+
+def test_a_conversation_becomes_the_template_s_tokens_and_the_opening_of_the_answer(encoder):
+    assert encoder.encode(ASK) == ASK_IDS
+    assert all(type(token) is int for token in encoder.encode(ASK))
+
+
+def test_a_batch_encodes_as_one_by_one(encoder):
+    other = [{"role": "system", "content": "is"}, {"role": "user", "content": "5"}]
+    assert encoder.encode_batch([ASK, other]) == [encoder.encode(ASK), encoder.encode(other)]
+
+
+def test_decode_leaves_special_tokens_out(encoder):
+    assert encoder.decode([16, 2]) == "4"
+    assert encoder.decode(np.array([16, 10, 2], dtype=np.int32)) == "4 +"
+    assert encoder.decode_batch([[16], []]) == ["4", ""]
+
+
+def test_stop_tokens_are_those_of_tokenizer_and_generation_config(encoder, tokenizer_folder, tmp_path):
+    assert encoder.eos_token_ids == [2, 3]
+    assert encoder.pad_token_id == 4
+    assert encoder.vocab_size == 62
+    single = copy_folder(tokenizer_folder, tmp_path / "single", eos_token_id=3)
+    assert ChatEncoder(str(single)).eos_token_ids == [2, 3]
+    (single / "generation_config.json").unlink()
+    assert ChatEncoder(str(single)).eos_token_ids == [2]
+    (single / "generation_config.json").write_text("{")
+    with pytest.raises(DataError, match="generation_config"):
+        _ = ChatEncoder(str(single)).eos_token_ids
+
+
+def test_a_missing_template_or_tokenizer_says_what_to_do(tokenizer_folder, tmp_path):
+    bare = copy_folder(tokenizer_folder, tmp_path / "bare")
+    (bare / "chat_template.jinja").unlink()
+    with pytest.raises(DataError, match=r"no chat template.*custom_chat_template"):
+        ChatEncoder(str(bare)).encode(ASK)
+    own = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    assert ChatEncoder(str(bare), chat_template=own).encode(ASK) == [8, 9, 15, 10, 16, 11]
+    (tmp_path / "own.jinja").write_text(own)
+    assert ChatEncoder(str(bare), chat_template=str(tmp_path / "own.jinja")).encode(ASK) == [8, 9, 15, 10, 16, 11]
+    with pytest.raises(DataError, match="neither Jinja text nor"):
+        ChatEncoder(str(bare), chat_template="no/such.jinja").encode(ASK)
+    with pytest.raises(DataError, match=r"actor_rollout_ref\.model\.path"):
+        ChatEncoder(str(tmp_path / "nothing")).encode(ASK)
+
+
+def test_template_kwargs_reach_the_template(tokenizer_folder):
+    own = "{{ messages[0]['content'] if enable_thinking else 'user' }}"
+    assert ChatEncoder(str(tokenizer_folder), chat_template=own).encode(ASK) == [5]
+    thinking = ChatEncoder(str(tokenizer_folder), chat_template=own, template_kwargs={"enable_thinking": True})
+    assert len(thinking.encode(ASK)) == 6
+
+
+def test_an_encoder_pickles_without_its_tokenizer(encoder):
+    encoder.encode(ASK)
+    data = pickle.dumps(encoder)
+    assert len(data) < 2000
+    assert pickle.loads(data).encode(ASK) == ASK_IDS
+
+
+def test_a_refusing_template_names_file_and_row(tmp_path, write, good_row, tokenizer_folder):
+    strict = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}what"
+    path = write(
+        tmp_path / "r.parquet", [good_row(0), good_row(1, prompt=[{"role": "system", "content": "a"}]), good_row(2)]
+    )
+    with pytest.raises(DataError, match=r"r\.parquet' row 1: .*no system role"):
+        encode_prompts(read_rows(path), ChatEncoder(str(tokenizer_folder), chat_template=strict), 9)
+
+
+def test_vision_prompts_are_refused_by_name(tmp_path, write, good_row, encoder):
+    path = write(tmp_path / "v.parquet", [good_row(0, images=[]), good_row(1, images=[{"bytes": b"x"}])])
+    with pytest.raises(DataError, match=r"v\.parquet' row 1 .*vision prompts are not in this version"):
+        encode_prompts(read_rows(path), encoder, 99)
+    with pytest.raises(DataError, match="vision prompts are not in this version"):
+        encoder.encode([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what"}]}])
+
+
+def test_prompts_are_stored_end_to_end_without_padding(rows, encoder):
+    store = encode_prompts(rows, encoder, 99)
+    assert len(store) == 4
+    assert store.num_dropped == 0
+    assert (store.values.dtype, store.offsets.dtype, store.row_index.dtype) == (np.int32, np.int64, np.int64)
+    assert [store.prompt(i).tolist() for i in range(4)] == [encoder.encode(row.prompt) for row in rows]
+    assert store.lengths.tolist() == [8, 16, 9, 19]
+    with pytest.raises(IndexError):
+        store.prompt(4)
+
+
+def test_overlong_prompts_are_filtered_and_rows_follow(rows, encoder):
+    store = encode_prompts(rows, encoder, 9, filter_overlong=True)
+    assert store.row_index.tolist() == [0, 2]
+    assert store.num_dropped == 2
+    kept = rows.select(store.row_index)
+    assert [encoder.encode(row.prompt) for row in kept] == [store.prompt(i).tolist() for i in range(2)]
+    with pytest.raises(DataError, match=r"leaves no prompt.*max_prompt_length=3.*shortest has 8"):
+        encode_prompts(rows, encoder, 3, filter_overlong=True)
+
+
+def test_overlong_prompts_are_an_error_with_file_row_and_length(rows, encoder):
+    with pytest.raises(DataError) as caught:
+        encode_prompts(rows, encoder, 9, truncation="error")
+    message = str(caught.value)
+    for part in ("2 of 4", "rows.parquet' row 1: 16 tokens", "row 3: 19 tokens", "data.max_prompt_length=19"):
+        assert part in message
+    assert len(encode_prompts(rows, encoder, 19, truncation="error")) == 4
+
+
+@pytest.mark.parametrize(
+    ("how", "limit", "expected"),
+    [
+        ("left", 3, [4, 5, 6]),
+        ("right", 3, [1, 2, 3]),
+        ("middle", 4, [1, 2, 5, 6]),
+        ("middle", 3, [1, 5, 6]),
+        ("middle", 1, [6]),
+        ("left", 6, [1, 2, 3, 4, 5, 6]),
+    ],
+)
+def test_truncation_keeps_the_named_side(how, limit, expected):
+    assert truncate([1, 2, 3, 4, 5, 6], limit, how) == expected
+
+
+@pytest.mark.parametrize("how", ["left", "right", "middle"])
+def test_truncated_prompts_fit_and_none_is_dropped(rows, encoder, how):
+    store = encode_prompts(rows, encoder, 9, truncation=how)
+    assert store.lengths.tolist() == [8, 9, 9, 9]
+    assert store.prompt(1).tolist() == truncate(encoder.encode(rows[1].prompt), 9, how)
+
+
+def test_an_unknown_truncation_is_named(rows, encoder):
+    with pytest.raises(DataError, match=r"data\.truncation='top'"):
+        encode_prompts(rows, encoder, 8, truncation="top")
+
+
+def test_a_prompt_store_is_read_without_torch_or_transformers(rows, encoder, tmp_path):
+    (tmp_path / "store.pickle").write_bytes(pickle.dumps(encode_prompts(rows, encoder, 99)))
+    code = (
+        "import pickle, sys; store = pickle.load(open(sys.argv[1], 'rb')); print(len(store), store.prompt(0)[0]);"
+        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, tmp_path / "store.pickle"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "4 1\n"), done.stderr

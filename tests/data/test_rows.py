@@ -1,0 +1,212 @@
+import pickle
+import random
+import shutil
+
+import pytest
+
+from rltrain.data.rows import read_rows
+from rltrain.errors import DataError
+
+
+def problem(path, **options):
+    with pytest.raises(DataError) as caught:
+        read_rows(path, **options)
+    return str(caught.value)
+
+
+def test_rows_come_back_as_written_with_lists_as_lists(tmp_path, write, good_row):
+    path = write(tmp_path / "a.parquet", [good_row(i, extra_info={"index": i, "tags": ["x", "y"]}) for i in range(5)])
+    rows = read_rows(path)
+    assert len(rows) == 5
+    row = rows[3]
+    assert (row.data_source, row.ability, row.reward_style, row.ground_truth) == ("openai/gsm8k", "math", "rule", "4")
+    assert row.prompt == [{"role": "user", "content": "what is 3 + 1 ?"}]
+    assert row.extra_info == {"index": 3, "tags": ["x", "y"]}
+    assert isinstance(row.prompt, list)
+    assert isinstance(row.extra_info["tags"], list)
+    assert rows[-1] == list(rows)[4]
+    with pytest.raises(IndexError):
+        rows[5]
+
+
+def test_several_files_with_different_structs_are_one_sequence(tmp_path, write, good_row):
+    one = write(tmp_path / "a.parquet", [good_row(0), good_row(1)])
+    two = write(
+        tmp_path / "b.parquet",
+        [
+            good_row(
+                7, reward_model={"style": "model", "ground_truth": 8}, extra_info={"question": "q"}, data_source="x/y"
+            )
+        ],
+    )
+    rows = read_rows([one, two])
+    assert [row.ground_truth for row in rows] == ["1", "2", 8]
+    assert rows[2].extra_info == {"question": "q"}
+    assert rows.origin(2) == f"{two!r} row 0"
+    assert rows.data_sources() == {"openai/gsm8k": 0, "x/y": 2}
+    assert [row.ground_truth for row in rows.select([2, 0])] == [8, "1"]
+    assert rows.select([2, 0]).data_sources() == {"x/y": 0, "openai/gsm8k": 1}
+
+
+def test_optional_columns_may_be_absent_and_null_message_keys_disappear(tmp_path, write, good_row):
+    row = good_row()
+    del row["ability"], row["extra_info"]
+    row["prompt"] = [{"role": "system", "content": "s", "name": "n"}, {"role": "user", "content": "u"}]
+    got = read_rows(write(tmp_path / "a.parquet", [row]))[0]
+    assert (got.ability, got.extra_info) == (None, {})
+    assert got.prompt[1] == {"role": "user", "content": "u"}
+
+
+def test_other_prompt_and_source_columns_are_used(tmp_path, write, good_row):
+    row = good_row()
+    row["messages"], row["origin"] = row.pop("prompt"), row.pop("data_source")
+    path = write(tmp_path / "a.parquet", [row])
+    assert read_rows(path, prompt_key="messages", reward_fn_key="origin")[0].data_source == "openai/gsm8k"
+    assert "'prompt'" in problem(path, reward_fn_key="origin")
+    assert "data.prompt_key" in problem(path, reward_fn_key="origin")
+
+
+def test_max_rows_counts_over_all_files(tmp_path, write, good_row):
+    paths = [write(tmp_path / f"{name}.parquet", [good_row(i) for i in range(3)]) for name in "ab"]
+    assert [row.ground_truth for row in read_rows(paths, max_rows=4)] == ["1", "2", "3", "1"]
+    assert len(read_rows(paths, max_rows=2)) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "fix"),
+    [
+        ({"prompt": None}, "'prompt'", "non-empty list of messages"),
+        ({"prompt": []}, "'prompt'", "non-empty list of messages"),
+        ({"prompt": [{"role": "user", "content": None}]}, "'prompt[0].content'", "must be text"),
+        ({"prompt": [{"role": None, "content": "a"}]}, "'prompt[0].role'", "'user'"),
+        ({"prompt": [None]}, "'prompt[0]'", "'role'"),
+        ({"data_source": None}, "'data_source'", "openai/gsm8k"),
+        ({"data_source": ""}, "'data_source'", "openai/gsm8k"),
+        ({"reward_model": None}, "'reward_model'", "ground_truth"),
+        ({"reward_model": {"style": "rule", "ground_truth": None}}, "'reward_model.ground_truth'", "style"),
+    ],
+)
+def test_a_bad_row_is_named_with_file_row_and_field(tmp_path, write, good_row, changes, field, fix):
+    path = write(tmp_path / "bad.parquet", [good_row(0), good_row(1), good_row(2, **changes)])
+    message = problem(path)
+    for part in ("bad.parquet", "row 2", field, fix):
+        assert part in message
+    assert len(read_rows(path, on_bad_row="drop")) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"prompt": "what is 1 + 1 ?"}, ["row 0", "plain string", "'role': 'user'"]),
+        ({"prompt": {"role": "user", "content": "x"}}, ["row 0", "'prompt' is dict"]),
+        ({"data_source": 7}, ["row 0", "'data_source' is int 7"]),
+        ({"ability": 7}, ["row 0", "'ability' is int 7"]),
+        ({"extra_info": "{}"}, ["row 0", "'extra_info' is str"]),
+        ({"reward_model": "72"}, ["'reward_model' is string", "'ground_truth': '72'"]),
+        ({"reward_model": {"style": "rule"}}, ["'reward_model' is struct", "'ground_truth': '72'"]),
+        ({"reward_model": {"style": 3, "ground_truth": "1"}}, ["row 0", "'reward_model.style' is int 3"]),
+    ],
+)
+def test_wrong_types_are_named(tmp_path, write, good_row, changes, parts):
+    message = problem(write(tmp_path / "bad.parquet", [good_row(**changes)]))
+    assert all(part in message for part in parts), message
+
+
+def test_a_missing_column_lists_what_is_there(tmp_path, write, good_row):
+    row = good_row()
+    del row["reward_model"]
+    message = problem(write(tmp_path / "bad.parquet", [row]))
+    assert "no column 'reward_model'" in message
+    assert "'data_source'" in message
+
+
+def test_up_to_five_problems_are_reported_together(tmp_path, write, good_row):
+    rows = [good_row(i, data_source=None if i % 2 else "openai/gsm8k") for i in range(20)]
+    message = problem(write(tmp_path / "bad.parquet", rows))
+    assert message.startswith("10 bad rows:")
+    assert [f"row {i}:" in message for i in (1, 3, 5, 7, 9, 11)] == [True] * 5 + [False]
+    assert "5 more" in message
+
+
+def test_files_that_are_not_there_or_not_parquet_are_named(tmp_path):
+    text = tmp_path / "text.parquet"
+    text.write_text("hello")
+    empty = tmp_path / "empty.parquet"
+    empty.touch()
+    assert "does not exist" in problem(str(tmp_path / "no.parquet"))
+    assert "cannot be read as parquet" in problem(str(text))
+    assert "0 bytes" in problem(str(empty))
+    assert "is a folder" in problem(str(tmp_path))
+    assert "remote address" in problem("hdfs://host/a.parquet")
+    assert "no data file" in problem([])
+
+
+def test_a_file_without_rows_is_an_error(tmp_path, good_row):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.Table.from_pylist([good_row()]).slice(0, 0), tmp_path / "none.parquet")
+    assert "no usable row" in problem(str(tmp_path / "none.parquet"))
+
+
+def test_a_truncated_file_is_an_error(tmp_path, write, good_row):
+    path = tmp_path / "a.parquet"
+    write(path, [good_row(i) for i in range(50)])
+    whole = path.read_bytes()
+    for size in (3, 100, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        assert "cannot be read as parquet" in problem(str(path))
+
+
+def test_one_flipped_bit_in_the_data_never_changes_a_row_silently(tmp_path, write, good_row):
+    path = tmp_path / "a.parquet"
+    write(path, [good_row(i) for i in range(200)])
+    whole, base = path.read_bytes(), list(read_rows(str(path)))
+    footer = int.from_bytes(whole[-8:-4], "little") + 8
+    num_raised = 0
+    for position in random.Random(0).sample(range(4, len(whole) - footer), 60):
+        damaged = bytearray(whole)
+        damaged[position] ^= 1
+        path.write_bytes(damaged)
+        try:
+            rows = list(read_rows(str(path)))
+        except DataError:
+            num_raised += 1
+        else:
+            assert rows == base  # a bit that carries no row, such as a page statistic
+    assert num_raised > 45
+
+
+def test_the_fingerprint_notices_every_change_and_nothing_else(tmp_path, write, good_row):
+    rows = [good_row(i) for i in range(10)]
+    path = write(tmp_path / "a.parquet", rows)
+    base = read_rows(path).fingerprint()
+    shutil.copy(path, tmp_path / "moved.parquet")
+    assert read_rows(path).fingerprint() == base
+    assert read_rows(str(tmp_path / "moved.parquet")).fingerprint() == base
+    changed = [*rows[:9], good_row(9, reward_model={"style": "rule", "ground_truth": "11"})]
+    others = [
+        read_rows(write(tmp_path / "b.parquet", changed)),
+        read_rows(write(tmp_path / "c.parquet", rows[:9])),
+        read_rows(write(tmp_path / "d.parquet", [rows[1], rows[0], *rows[2:]])),
+        read_rows([path, path]),
+        read_rows(path, max_rows=9),
+        read_rows(path).select(range(9)),
+        read_rows(path).select([1, 0, *range(2, 10)]),
+    ]
+    assert len({base, *(other.fingerprint() for other in others)}) == 8
+
+
+def test_rows_survive_a_pickle(tmp_path, write, good_row):
+    rows = read_rows(write(tmp_path / "a.parquet", [good_row(i) for i in range(4)])).select([3, 1])
+    copy = pickle.loads(pickle.dumps(rows))
+    assert list(copy) == list(rows)
+    assert copy.fingerprint() == rows.fingerprint()
+    assert copy.origin(0) == rows.origin(0)
+
+
+def test_images_are_kept_but_not_carried_by_a_row(tmp_path, write, good_row):
+    rows = read_rows(write(tmp_path / "a.parquet", [good_row(0, images=[{"bytes": b"x"}]), good_row(1, images=[])]))
+    assert rows.media(0) == {"images": [{"bytes": b"x"}]}
+    assert rows.media(1) == {}
+    assert rows[0].ground_truth == "1"

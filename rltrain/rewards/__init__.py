@@ -1,0 +1,1 @@
+"""Rewards: scorers by data source, and a pool of killable processes that runs them."""

@@ -1,0 +1,37 @@
+"""Arithmetic problems such as ``12+7=?``: an exact integer."""
+
+import re
+from typing import Any
+
+from rltrain.rewards.registry import scorer
+
+_TAIL_CHARS = 300
+# A minus sign right after a digit is an operator, not a sign.
+_NUMBER = re.compile(r"(?:(?<![0-9])-)?[0-9][0-9.,]*")
+
+
+def extract_answer(solution: str) -> str | None:
+    """The number after the last ``=``; without any ``=``, the last number. None if there is none, or not an integer."""
+    tail = solution[-_TAIL_CHARS:]
+    equals = tail.rfind("=")
+    numbers = _NUMBER.findall(tail, equals + 1)
+    if not numbers:
+        return None
+    return _integer(numbers[0] if equals >= 0 else numbers[-1])
+
+
+@scorer("rltrain/arithmetic")
+def arithmetic(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
+    """1 if the answer's integer is the ground truth, else 0."""
+    answer = extract_answer(solution_str)
+    return float(answer is not None and answer == _integer(str(ground_truth).strip()))
+
+
+def _integer(number: str) -> str | None:
+    """Canonical text of an integer (no conversion: an answer may be a million digits long)."""
+    number = number.rstrip(".,").replace(",", "")
+    sign, digits = ("-", number[1:]) if number.startswith("-") else ("", number)
+    if not digits.isascii() or not digits.isdigit():
+        return None
+    digits = digits.lstrip("0") or "0"
+    return digits if digits == "0" else sign + digits

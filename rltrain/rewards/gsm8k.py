@@ -1,0 +1,40 @@
+"""GSM8K: the number after the last ``####``, compared as text (Cobbe et al. 2021)."""
+
+import re
+from typing import Any
+
+from rltrain.rewards.registry import scorer
+
+_TAIL_CHARS = 300
+_MARK = "#### "
+# One pass each: a single class of characters repeated, nothing to go back to.
+_STRICT = re.compile(r"-?\$?[0-9.,]+")
+_NUMBER = re.compile(r"-?[0-9][0-9.,]*")
+
+
+def extract_answer(solution: str, method: str = "strict") -> str | None:
+    """The answer's number, commas and dollar signs removed, or None. Only the last 300 characters are read.
+
+    ``strict``: the number right after the last ``#### `` that has one. ``flexible``: the last number of the text.
+    """
+    tail = solution[-_TAIL_CHARS:]
+    if method == "flexible":
+        numbers = _NUMBER.findall(tail)
+        return _clean(numbers[-1].rstrip(".,")) if numbers else None
+    mark = tail.rfind(_MARK)
+    while mark >= 0:
+        match = _STRICT.match(tail, mark + len(_MARK))
+        if match:
+            return _clean(match.group())
+        mark = tail.rfind(_MARK, 0, mark)
+    return None
+
+
+@scorer("openai/gsm8k")
+def gsm8k(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
+    """1 if the strict answer is the ground truth, character by character after commas and ``$`` are removed; else 0."""
+    return float(extract_answer(solution_str) == _clean(str(ground_truth)))
+
+
+def _clean(number: str) -> str:
+    return number.replace(",", "").replace("$", "")

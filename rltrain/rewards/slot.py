@@ -1,0 +1,174 @@
+"""A slot: one process that scores one answer at a time, killed and replaced when an answer takes too long."""
+
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from rltrain.errors import RewardError
+from rltrain.rewards.child import send
+from rltrain.rewards.registry import CustomReward
+
+START_TIMEOUT_S = 120.0
+
+_MAX_REPLY_BYTES = 1 << 20
+_CRASH_CHARS = 2000
+_COMMAND = "import sys; sys.path[:] = {path!r}; from rltrain.rewards.child import main; main({fd}, {parent})"
+
+
+@dataclass(frozen=True)
+class Score:
+    """What came of one answer. ``value`` is None unless ``status`` is ``ok``; ``error`` then says what happened."""
+
+    value: float | None
+    status: Literal["ok", "timeout", "crashed", "rejected"]
+    error: str | None = None
+    extras: dict[str, float | str] = field(default_factory=dict)
+
+
+class _Expired(Exception):
+    """No reply within the deadline."""
+
+
+class _Died(Exception):
+    """The process ended, or sent something that is no reply."""
+
+
+class Slot:
+    """Scores answers in a process of its own: at most ``timeout_s`` each, whatever the reward function does.
+
+    The process is an interpreter started afresh (not a fork), in a session of its own; what it prints is discarded. It
+    ends with the thread that started it. Not for use from several threads at once.
+    """
+
+    def __init__(self, custom: CustomReward | None = None, timeout_s: float = 5.0):
+        self.custom = custom
+        self.timeout_s = timeout_s
+        self._process: subprocess.Popen | None = None
+        self._start()
+
+    def __enter__(self) -> "Slot":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the process that scores, None once closed."""
+        return None if self._process is None else self._process.pid
+
+    def score(self, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Score:
+        """Score one answer. Raises RewardError only where no answer could be scored: no scorer, failing imports."""
+        self._prepare(data_source)
+        try:
+            reply = self._exchange((data_source, solution_str, ground_truth, extra_info), self.timeout_s)
+        except _Expired:
+            self._restart()
+            return Score(None, "timeout", f"no score after {self.timeout_s:g} s (reward.timeout_s)")
+        except _Died:
+            error = self._obituary()
+            self._restart()
+            return Score(None, "crashed", error)
+        if reply["status"] == "ok":
+            return Score(float(reply["value"]), "ok", None, reply["extras"])
+        return Score(None, reply["status"], reply["error"])
+
+    def close(self) -> None:
+        """End the process, and those it started, now."""
+        if self._process is None:
+            return
+        self._channel.close()
+        with suppress(ProcessLookupError, PermissionError):  # macOS refuses for a process that has ended
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._process = None
+        self._crash_log.close()
+
+    def _start(self) -> None:
+        self._channel, far_end = socket.socketpair()
+        self._crash_log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
+        self._prepared: set[str] = set()
+        with far_end:
+            code = _COMMAND.format(path=sys.path, fd=far_end.fileno(), parent=os.getpid())
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", code],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=self._crash_log,
+                pass_fds=[far_end.fileno()],
+                start_new_session=True,
+            )
+        self._channel.settimeout(START_TIMEOUT_S)
+        send(self._channel, pickle.dumps(self.custom))
+
+    def _restart(self) -> None:
+        self.close()
+        self._start()
+
+    def _prepare(self, data_source: str) -> None:
+        if self._process is None:
+            raise RuntimeError("the slot is closed")
+        if data_source in self._prepared:
+            return
+        try:
+            reply = self._exchange((data_source,), START_TIMEOUT_S)
+        except _Expired:
+            self._restart()
+            reply = {"status": "refused", "error": f"importing what scores it took more than {START_TIMEOUT_S:g} s"}
+        except _Died:
+            reply = {"status": "refused", "error": self._obituary()}
+            self._restart()
+        if reply["status"] != "ready":
+            raise RewardError(reply["error"])
+        self._prepared.add(data_source)
+
+    def _exchange(self, request: tuple, timeout_s: float) -> dict[str, Any]:
+        deadline = time.monotonic() + timeout_s
+        try:
+            self._channel.settimeout(timeout_s)
+            send(self._channel, pickle.dumps(request))
+            size = int.from_bytes(self._read(8, deadline), "big")
+            if size > _MAX_REPLY_BYTES:
+                raise _Died
+            reply = json.loads(self._read(size, deadline))
+        except TimeoutError:
+            raise _Expired from None
+        except (OSError, ValueError):
+            raise _Died from None
+        if not isinstance(reply, dict) or reply.get("status") not in ("ready", "refused", "ok", "crashed", "rejected"):
+            raise _Died
+        return reply
+
+    def _read(self, size: int, deadline: float) -> bytes:
+        data = b""
+        while len(data) < size:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                raise TimeoutError
+            self._channel.settimeout(remaining)
+            part = self._channel.recv(size - len(data))
+            if not part:
+                raise _Died
+            data += part
+        return data
+
+    def _obituary(self) -> str:
+        """How the process ended, and where in the user's code if it could still say so."""
+        assert self._process is not None
+        try:
+            code = self._process.wait(timeout=1)
+        except subprocess.TimeoutExpired:
+            return "the reward function broke the connection to its process"
+        how = f"ended with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
+        self._crash_log.seek(0)
+        last_words = self._crash_log.read(_CRASH_CHARS).decode(errors="replace").strip()
+        return f"the reward function's process {how}" + (f":\n{last_words}" if last_words else "")

@@ -1,0 +1,46 @@
+import textwrap
+
+import pytest
+
+from rltrain.rewards.registry import CustomReward
+from rltrain.rewards.slot import Slot
+
+
+@pytest.fixture
+def custom(tmp_path):
+    """Writes a reward file and describes it as the config would."""
+
+    def make(code, name="compute_score", **kwargs):
+        path = tmp_path / "my_reward.py"
+        path.write_text(textwrap.dedent(code))
+        return CustomReward(str(path), name, kwargs)
+
+    return make
+
+
+@pytest.fixture
+def slot(custom):
+    """Makes slots that run a body of ``compute_score``; closes them after the test."""
+    slots = []
+
+    def make(body, timeout_s=2.0):
+        lines = textwrap.indent(textwrap.dedent(body).strip(), "    ")
+        code = f"def compute_score(data_source, solution_str, ground_truth, extra_info):\n{lines}\n"
+        slots.append(Slot(custom(code), timeout_s))
+        return slots[-1]
+
+    yield make
+    for made in slots:
+        made.close()
+
+
+@pytest.fixture(scope="session")
+def local_ray():
+    import ray
+
+    started = not ray.is_initialized()
+    if started:
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    yield ray
+    if started:
+        ray.shutdown()

@@ -1,0 +1,239 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from rltrain.errors import RewardError
+from rltrain.rewards.registry import CustomReward
+from rltrain.rewards.slot import Slot
+
+CALL = ("any/source", "an answer", "42", {"index": 7})
+
+
+def gone(pid):
+    """True once a process has ended, within a second."""
+    for _ in range(100):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        with open(f"/proc/{pid}/stat") as stream:
+            if stream.read().rpartition(")")[2].split()[0] == "Z":
+                return True
+        time.sleep(0.01)
+    return False
+
+
+def test_a_score_comes_back_with_its_extras(slot):
+    score = slot("return {'score': len(solution_str), 'acc': True, 'pred': ground_truth, 'i': extra_info['index']}").score(*CALL)
+    assert (score.value, score.status, score.error) == (9.0, "ok", None)
+    assert score.extras == {"acc": 1.0, "pred": "42", "i": 7.0}
+
+
+@pytest.mark.parametrize(
+    ("returned", "value"),
+    [
+        ("1", 1.0),
+        ("True", 1.0),
+        ("-0.5", -0.5),
+        ("{'score': 2}", 2.0),
+        ("__import__('numpy').float32(0.5)", 0.5),
+        ("__import__('numpy').bool_(True)", 1.0),
+    ],
+)
+def test_one_finite_number_is_a_score(slot, returned, value):
+    assert slot(f"return {returned}").score(*CALL).value == value
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        "None",
+        "float('nan')",
+        "float('inf')",
+        "'1'",
+        "[1.0]",
+        "(1.0, {})",
+        "{}",
+        "{'score': None}",
+        "{'score': float('nan')}",
+        "__import__('numpy').ones(1)",
+        "10 ** 400",
+        "type('Odd', (), {'ndim': 0, 'item': lambda self: 1 / 0})()",
+        "type('Odd', (), {'__repr__': lambda self: 1 / 0})()",
+    ],
+)
+def test_anything_else_is_rejected_with_the_reason(slot, returned):
+    score = slot(f"return {returned}").score(*CALL)
+    assert (score.value, score.status) == (None, "rejected")
+    assert score.error
+
+
+def test_extras_that_are_no_numbers_do_not_spoil_the_score(slot):
+    score = slot("return {'score': 1, 'bad': [1], 'none': None, 'nan': float('nan'), 'long': 'x' * 10000}").score(*CALL)
+    assert score.value == 1.0
+    assert list(score.extras) == ["long"]
+    assert len(score.extras["long"]) <= 256
+
+
+def test_an_exception_carries_the_user_s_own_traceback(slot):
+    made = slot("return helper()\n\ndef helper():\n    return {}['no such key']".replace("\n\ndef", "\ndef"))
+    score = made.score(*CALL)
+    assert score.status == "crashed"
+    assert "my_reward.py" in score.error
+    assert "rewards/child.py" not in score.error
+
+
+@pytest.mark.parametrize("body", ["raise KeyError('x')", "import sys; sys.exit(0)", "raise KeyboardInterrupt", "return f()"])
+def test_whatever_is_raised_the_process_goes_on(slot, body):
+    made = slot(f"def f(): return f()\nif solution_str == 'good': return 1\n{body}")
+    pid = made.pid
+    assert made.score(*CALL).status == "crashed"
+    assert made.score("s", "good", "", {}).value == 1.0
+    assert made.pid == pid
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "while True: pass",
+        "import time; time.sleep(60)",
+        "import re; re.match('(a+)+$', 'a' * 60 + 'b')",  # holds the interpreter lock: no thread could stop it
+        "import signal, time; signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 32)); time.sleep(60)",
+        "import subprocess; subprocess.run(['sleep', '60'])",
+    ],
+)
+def test_a_hanging_answer_is_killed_at_its_deadline_and_the_next_one_is_scored(slot, body):
+    made = slot(f"if solution_str == 'good': return 1\n{body}", timeout_s=0.3)
+    assert made.score("s", "good", "", {}).value == 1.0
+    pid, start = made.pid, time.monotonic()
+    score = made.score(*CALL)
+    assert time.monotonic() - start < 1.5
+    assert (score.value, score.status) == (None, "timeout")
+    assert "0.3 s" in score.error
+    assert gone(pid)
+    assert made.score("s", "good", "", {}).value == 1.0
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("import os; os._exit(3)", "exit code 3"),
+        ("import ctypes; ctypes.string_at(0)", "SIGSEGV"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "SIGKILL"),
+    ],
+)
+def test_a_dying_process_is_reported_and_replaced(slot, body, said):
+    made = slot(f"if solution_str == 'good': return 1\n{body}")
+    score = made.score(*CALL)
+    assert (score.value, score.status) == (None, "crashed")
+    assert said in score.error
+    if said == "SIGSEGV":
+        assert "my_reward.py" in score.error
+    assert made.score("s", "good", "", {}).value == 1.0
+
+
+def test_a_flood_of_output_does_not_block(slot):
+    body = """
+        import os, sys
+        print('x' * 1_000_000); sys.stderr.write('y' * 1_000_000); os.write(1, b'z' * 1_000_000)
+        os.system('yes | head -c 1000000')
+        return 1
+    """
+    assert slot(body, timeout_s=5).score(*CALL).value == 1.0
+
+
+def test_long_answers_pass_and_a_long_error_is_cut(slot):
+    made = slot("if ground_truth: raise ValueError(solution_str)\nreturn len(solution_str)")
+    assert made.score("s", "é" * 3_000_000, "", {}).value == 3_000_000
+    assert len(made.score("s", "x" * 3_000_000, "t", {}).error) <= 4000
+
+
+def test_writing_into_the_connection_ends_that_answer_only(slot):
+    body = """
+        import os
+        if solution_str == 'good': return 1
+        for descriptor in range(3, 64):
+            try: os.write(descriptor, b'x' * 64)
+            except OSError: pass
+    """
+    made = slot(body)
+    assert made.score(*CALL).status in ("crashed", "timeout")
+    assert made.score("s", "good", "", {}).value == 1.0
+
+
+def test_the_process_imports_neither_torch_nor_ray_nor_numpy(slot):
+    assert slot("import sys; return len({'torch', 'ray', 'numpy'} & set(sys.modules))").score(*CALL).value == 0.0
+
+
+def test_a_slow_import_is_not_the_first_answer_s_fault(custom):
+    code = "import time\ntime.sleep(0.8)\ndef compute_score(**kwargs): return 1\n"
+    with Slot(custom(code), timeout_s=0.4) as made:
+        assert made.score(*CALL).value == 1.0
+
+
+def test_close_leaves_no_process_not_even_a_grandchild(slot):
+    made = slot("import subprocess; return subprocess.Popen(['sleep', '60']).pid")
+    grandchild, pid = int(made.score(*CALL).value), made.pid
+    made.close()
+    made.close()
+    assert gone(pid)
+    assert gone(grandchild)
+    with pytest.raises(RuntimeError, match="closed"):
+        made.score(*CALL)
+
+
+def test_a_killed_owner_takes_even_a_hanging_slot_along(custom, tmp_path):
+    reward = custom("def compute_score(**kwargs):\n    while True: pass\n")
+    code = f"""
+import sys, threading
+from rltrain.rewards.slot import Slot
+from rltrain.rewards.registry import CustomReward
+slot = Slot(CustomReward({reward.path!r}), timeout_s=60)
+slot._prepare("s")
+print(slot.pid, flush=True)
+slot.score("s", "a", "b", {{}})
+"""
+    owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    pid = int(owner.stdout.readline())
+    time.sleep(0.2)
+    owner.send_signal(signal.SIGKILL)
+    owner.wait()
+    owner.stdout.close()
+    assert gone(pid)
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("import no_such_module_anywhere", "No module named 'no_such_module_anywhere'"),
+        ("def compute_score(:", "SyntaxError"),
+        ("def other(): pass\nfrom os.path import join", "it defines other"),
+        ("async def compute_score(**kwargs): return 1", "async"),
+        ("def compute_score(solution, truth): return 1", "cannot be called with data_source, solution_str"),
+        ("import os; os._exit(4)", "exit code 4"),
+        ("raise SystemExit", "SystemExit"),
+    ],
+)
+def test_a_reward_file_that_cannot_be_used_is_an_error_with_its_reason(custom, code, said):
+    with Slot(custom(code)) as made, pytest.raises(RewardError) as caught:
+        made.score(*CALL)
+    assert said in str(caught.value)
+
+
+def test_a_missing_reward_file_and_an_unknown_source_say_what_to_type():
+    with Slot(CustomReward("no/such.py")) as made, pytest.raises(RewardError, match=r"path='no/such\.py' is not a file"):
+        made.score(*CALL)
+    with Slot() as made, pytest.raises(RewardError) as caught:
+        made.score(*CALL)
+    for part in ("data_source='any/source'", "openai/gsm8k", "reasoning_gym/*", "custom_reward_function.path"):
+        assert part in str(caught.value)
+
+
+def test_reward_kwargs_and_rows_reach_the_function(custom):
+    code = "def f(data_source, solution_str, ground_truth, extra_info, scale): return scale * len(data_source + ground_truth)"
+    with Slot(custom(code, name="f", scale=3)) as made:
+        assert made.score(*CALL).value == 36.0

@@ -1,0 +1,55 @@
+"""The Ray cluster: start or join it, and reserve the devices of a run."""
+
+from __future__ import annotations
+
+import os
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group
+
+from rltrain.config.schema import Config
+from rltrain.device import Device
+from rltrain.env import driver_environment
+from rltrain.errors import ConfigError, WorkerLost
+
+_RESERVE_TIMEOUT_S = 120
+
+
+def start_ray(cfg: Config, device: Device) -> None:
+    """Join the cluster at ``ray_kwargs.ray_init.address`` (or RAY_ADDRESS), else start a local one.
+
+    On a local CPU run each worker takes one CPU slot, so there are as many slots as workers ask for, whatever the machine.
+    """
+    init = cfg.ray_kwargs.ray_init
+    address = init.address or os.environ.get("RAY_ADDRESS")
+    os.environ.update(driver_environment())
+    if address:
+        ray.init(address=address, log_to_driver=False)
+        return
+    if cfg.trainer.nnodes > 1:
+        raise ConfigError(
+            f"trainer.nnodes={cfg.trainer.nnodes} needs a running Ray cluster. Start it with scripts/ray_start.sh on every node, "
+            "then set ray_kwargs.ray_init.address=auto."
+        )
+    num_cpus = init.num_cpus or max(os.cpu_count() or 1, cfg.trainer.n_gpus_per_node)
+    ray.init(num_cpus=num_cpus, include_dashboard=False, log_to_driver=False)
+
+
+def reserve(cfg: Config, device: Device) -> list[PlacementGroup]:
+    """One placement group a node, with one bundle a device; nodes differ. Raises WorkerLost when they do not come up."""
+    trainer = cfg.trainer
+    bundle = {"CPU": 1.0} if device.is_cpu else {"CPU": 1.0, device.ray_resource: 1.0}
+    groups = [
+        placement_group([dict(bundle)] * trainer.n_gpus_per_node, strategy="STRICT_PACK") for _ in range(trainer.nnodes)
+    ]
+    _, waiting = ray.wait([group.ready() for group in groups], num_returns=len(groups), timeout=_RESERVE_TIMEOUT_S)
+    if waiting:
+        have = {
+            name: amount for name, amount in ray.cluster_resources().items() if name in ("CPU", device.ray_resource)
+        }
+        raise WorkerLost(
+            f"{len(waiting)} of {trainer.nnodes} nodes with {trainer.n_gpus_per_node} free {device.ray_resource} slots each did not "
+            f"come up in {_RESERVE_TIMEOUT_S} s. The cluster has {have} on {len(ray.nodes())} nodes. "
+            "Check trainer.nnodes and trainer.n_gpus_per_node, or start the missing nodes."
+        )
+    return groups

@@ -1,0 +1,200 @@
+"""WorkerGroup: spawn one worker process a device, call a method on all of them, hear of the first real error."""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+import torch
+import torch.distributed as dist
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from rltrain.controller.samples import Request, assemble, driver_bytes
+from rltrain.device import Device
+from rltrain.env import worker_environment
+from rltrain.errors import RltrainError, WorkerError, WorkerLost
+
+# After the first error, how long to listen for the error that caused it.
+_ROOT_CAUSE_S = 3.0
+_SYMPTOMS = ("gloo", "nccl", "hccl", "connection closed", "connection reset", "broken pipe")
+
+
+@ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"control": 1})
+class _Host:
+    """The process of one rank. It resolves requests into batches, so that workers know nothing of Ray."""
+
+    def __init__(self, rank: int, world: int, threads: int) -> None:
+        self._rank, self._world, self._threads = rank, world, threads
+        self._worker: Any = None
+
+    def open_store(self) -> tuple[str, int]:
+        """Rank 0: listen on a port the system picks, so that no other process can take it in between."""
+        host = ray.util.get_node_ip_address()
+        self._store = dist.TCPStore(host, 0, self._world, is_master=True, wait_for_workers=False)
+        return host, self._store.port
+
+    def join(self, host: str, port: int, backend: str) -> dict[str, Any]:
+        """Enter the process group. Returns who this is."""
+        torch.set_num_threads(self._threads)
+        store = self._store if self._rank == 0 else dist.TCPStore(host, port, self._world, is_master=False)
+        dist.init_process_group(backend, store=store, rank=self._rank, world_size=self._world)
+        return {"pid": os.getpid(), "node": socket.gethostname()}
+
+    def build(self, worker: str, kwargs: dict[str, Any]) -> None:
+        """Make the worker: ``module:Class``, with references in ``kwargs`` fetched."""
+        module, _, name = worker.partition(":")
+        fetched = {key: ray.get(value) if isinstance(value, ray.ObjectRef) else value for key, value in kwargs.items()}
+        self._worker = getattr(importlib.import_module(module), name)(**fetched)
+
+    def run(self, method: str, args: Sequence[Any]) -> Any:
+        """Call the worker's method; a Request among the arguments arrives as a Batch."""
+        return getattr(self._worker, method)(*[_resolve(arg) for arg in args])
+
+    def leave(self) -> None:
+        """Leave the process group together."""
+        dist.barrier()
+        dist.destroy_process_group()
+
+    @ray.method(concurrency_group="control")
+    def stacks(self) -> str:
+        """The Python stacks of all threads, also while ``run`` is busy."""
+        with tempfile.TemporaryFile("w+") as file:
+            faulthandler.dump_traceback(file)
+            file.seek(0)
+            return file.read()
+
+
+def _resolve(arg: Any) -> Any:
+    if not isinstance(arg, Request):
+        return arg
+    return assemble(arg, ray.get([piece.ref[0] for piece in arg.pieces]))
+
+
+class WorkerGroup:
+    """One worker a device. Errors of any rank surface as one RltrainError that names role, rank and cause."""
+
+    def __init__(self, role: str, placement: Sequence[PlacementGroup], device: Device, threads: int) -> None:
+        self._role = role
+        self._device = device
+        self.bytes_through_driver = 0
+        bundles = [(group, index) for group in placement for index in range(group.bundle_count)]
+        self.world = len(bundles)
+        self._hosts = [self._spawn(rank, group, index, threads) for rank, (group, index) in enumerate(bundles)]
+        self._who: list[dict[str, Any]] = []
+
+    def _spawn(self, rank: int, group: PlacementGroup, index: int, threads: int) -> Any:
+        resource = self._device.ray_resource
+        demand: dict[str, Any] = {"num_cpus": 1}
+        if resource == "GPU":
+            demand["num_gpus"] = 1
+        elif resource != "CPU":
+            demand["resources"] = {resource: 1}
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+        environment = {"env_vars": worker_environment(self._device.kind, threads)}
+        return _Host.options(scheduling_strategy=strategy, runtime_env=environment, **demand).remote(  # type: ignore[attr-defined]
+            rank, self.world, threads
+        )
+
+    def start(self, worker: str, kwargs: dict[str, Any]) -> None:
+        """Connect the ranks and build ``worker`` ("module:Class") on each."""
+        host, port = self._gather([self._hosts[0].open_store.remote()], "start")[0]
+        self._who = self._gather([each.join.remote(host, port, self._device.backend) for each in self._hosts], "start")
+        self._gather([each.build.remote(worker, kwargs) for each in self._hosts], "start")
+
+    @property
+    def pids(self) -> list[int]:
+        return [who["pid"] for who in self._who]
+
+    def call(self, method: str, args: Sequence[Any] = (), per_rank: Sequence[Sequence[Any]] | None = None) -> list[Any]:
+        """Run ``method`` on all ranks with ``args``, or with ``per_rank[rank]``, and wait for all results."""
+        return [numbers for *_, numbers in self.call_with_payload(method, args, per_rank, num_objects=0)]
+
+    def call_with_payload(
+        self,
+        method: str,
+        args: Sequence[Any] = (),
+        per_rank: Sequence[Sequence[Any]] | None = None,
+        *,
+        num_objects: int,
+    ) -> list[list[Any]]:
+        """As `call`, for methods that return (object, ..., numbers): objects stay in the store, as references."""
+        all_args = per_rank if per_rank is not None else [args] * self.world
+        self.bytes_through_driver += sum(driver_bytes(each) for each in all_args)
+        calls = [
+            host.run.options(num_returns=num_objects + 1).remote(method, each)
+            for host, each in zip(self._hosts, all_args, strict=True)
+        ]
+        returned = [refs if isinstance(refs, list) else [refs] for refs in calls]
+        numbers = self._gather([refs[-1] for refs in returned], method)
+        self.bytes_through_driver += sum(driver_bytes(each) for each in numbers)
+        return [[*refs[:-1], each] for refs, each in zip(returned, numbers, strict=True)]
+
+    def stop(self) -> None:
+        """End all workers, the orderly way if they still answer."""
+        leaving = [host.leave.remote() for host in self._hosts]
+        ray.wait(leaving, num_returns=len(leaving), timeout=10)
+        self.kill()
+
+    def kill(self) -> None:
+        for host in self._hosts:
+            ray.kill(host, no_restart=True)
+
+    def _gather(self, refs: list[Any], phase: str) -> list[Any]:
+        results: dict[int, Any] = {}
+        errors: dict[int, Exception] = {}
+        waiting = {ref: rank for rank, ref in enumerate(refs)}
+        deadline = float("inf")
+        while waiting and time.monotonic() < deadline:
+            ready, _ = ray.wait(list(waiting), num_returns=1, timeout=0.5)
+            for ref in ready:
+                rank = waiting.pop(ref)
+                try:
+                    results[rank] = ray.get(ref)
+                except (ray.exceptions.RayError, Exception) as error:  # noqa: BLE001 - every error is reported by _explain
+                    errors[rank] = error
+                    deadline = min(deadline, time.monotonic() + _ROOT_CAUSE_S)
+        if errors:
+            self.kill()
+            raise self._explain(errors, phase)
+        return [results[rank] for rank in range(len(refs))]
+
+    def _explain(self, errors: dict[int, Exception], phase: str) -> RltrainError:
+        """The error that most likely caused the others: a death before an exception before a broken connection."""
+        rank = min(errors, key=lambda each: (_severity(errors[each]), each))
+        error = errors[rank]
+        who = self._who[rank] if rank < len(self._who) else {"pid": "?", "node": "?"}
+        place = f"{self._role} worker, rank {rank} of {self.world} (pid {who['pid']} on {who['node']}), in {phase}"
+        if isinstance(error, ray.exceptions.ActorDiedError | ray.exceptions.ActorUnavailableError):
+            return WorkerLost(
+                f"{place}: the process died ({_first_line(error)}). "
+                "Run the same command again: it continues from the newest checkpoint."
+            )
+        cause = getattr(error, "cause", None) or error
+        if isinstance(cause, RltrainError):
+            return cause
+        if "out of memory" in str(cause).lower() or isinstance(cause, MemoryError):
+            return WorkerLost(
+                f"{place}: out of memory: {_first_line(cause)}. Lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu (or the "
+                "micro-batch size), actor_rollout_ref.rollout.max_num_seqs, or set actor_rollout_ref.actor.fsdp_config.param_offload=True."
+            )
+        return WorkerError(f"{place}: {type(cause).__name__}: {cause}\n{getattr(error, 'traceback_str', '')}")
+
+
+def _severity(error: Exception) -> int:
+    if isinstance(error, ray.exceptions.ActorDiedError):
+        return 0
+    text = str(getattr(error, "cause", None) or error).lower()
+    return 2 if any(symptom in text for symptom in _SYMPTOMS) else 1
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

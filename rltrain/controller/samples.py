@@ -1,0 +1,130 @@
+"""Samples: what the driver knows of a batch. Numbers it owns; payload it only points at.
+
+Payload (tokens, log-probs, texts) stays in Ray's object store where a worker produced it. The driver hands out `Request`s:
+which objects to fetch and which rows of them, resolved inside the worker that needs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rltrain.batch import Batch
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One object in the store: the given columns of the given samples, in that order."""
+
+    ref: Any
+    columns: tuple[str, ...]
+    ids: Array
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows ``rows`` of the object behind ``ref[0]`` are wanted at ``places``. A ref in a list is not fetched by Ray itself."""
+
+    ref: list[Any]
+    columns: tuple[str, ...]
+    rows: Array
+    places: Array
+
+
+@dataclass(frozen=True)
+class Request:
+    """A batch to be put together by the worker that receives it."""
+
+    num_samples: int
+    pieces: list[Piece]
+    numbers: dict[str, Array] = field(default_factory=dict)
+
+
+class Samples:
+    """n samples, known by their ids 0..n-1. ``numbers[name]`` is one number a sample."""
+
+    def __init__(self, num_samples: int) -> None:
+        self.num_samples = num_samples
+        self.numbers: dict[str, Array] = {}
+        self._parts: list[Part] = []
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, name: str) -> Array:
+        try:
+            return self.numbers[name]
+        except KeyError:
+            raise KeyError(f"the samples have no number '{name}' (known: {', '.join(sorted(self.numbers))})") from None
+
+    def update(self, numbers: Mapping[str, Array]) -> None:
+        """Add per-sample numbers [n]."""
+        for name, values in numbers.items():
+            if len(values) != self.num_samples:
+                raise ValueError(f"'{name}' has {len(values)} numbers for {self.num_samples} samples")
+            self.numbers[name] = np.asarray(values)
+
+    def attach(self, parts: Sequence[Part]) -> None:
+        """Add payload columns that now exist in the object store."""
+        self._parts.extend(parts)
+
+    def parts_with(self, column: str) -> list[Part]:
+        """The objects that hold ``column``."""
+        return [part for part in self._parts if column in part.columns]
+
+    def request(self, ids: Array, columns: Sequence[str], numbers: Sequence[str] = ()) -> Request:
+        """The given samples in the given order. Raises KeyError when a column is not there for every one of them."""
+        pieces = []
+        for part in self._parts:
+            wanted = tuple(name for name in part.columns if name in columns)
+            row_of = np.full(self.num_samples, -1, dtype=np.int32)
+            row_of[part.ids] = np.arange(len(part.ids))
+            places = np.flatnonzero(row_of[ids] >= 0).astype(np.int32)
+            if wanted and len(places):
+                pieces.append(Piece([part.ref], wanted, row_of[ids[places]], places))
+        for name in columns:
+            have = sum(len(piece.rows) for piece in pieces if name in piece.columns)
+            if have != len(ids):
+                raise KeyError(f"column '{name}' is there for {have} of {len(ids)} samples")
+        return Request(len(ids), pieces, {name: self[name][ids] for name in numbers})
+
+
+def assemble(request: Request, objects: Sequence[Batch]) -> Batch:
+    """The requested batch, from the fetched objects (one a piece)."""
+    batch = Batch()
+    if not request.num_samples:
+        return batch
+    for name in dict.fromkeys(name for piece in request.pieces for name in piece.columns):
+        having = [(piece, found) for piece, found in zip(request.pieces, objects, strict=True) if name in piece.columns]
+        joined = Batch.concat([Batch({name: found[name]}).select(piece.rows) for piece, found in having])
+        order = np.argsort(np.concatenate([piece.places for piece, _ in having]), kind="stable")
+        batch.update(joined.select(order))
+    batch.update({name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in request.numbers.items()})
+    return batch
+
+
+_REFERENCE_BYTES = 28
+
+
+def driver_bytes(value: Any) -> int:
+    """Bytes that ``value`` takes through the driver: arrays by their size, a reference as 28 bytes, other leaves as 8."""
+    if isinstance(value, np.ndarray):
+        return int(value.nbytes)
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, Piece):
+        return _REFERENCE_BYTES + value.rows.nbytes + value.places.nbytes
+    if isinstance(value, Request):
+        return driver_bytes(value.numbers) + driver_bytes(value.pieces)
+    if isinstance(value, Mapping):
+        return sum(driver_bytes(item) for item in value.values())
+    if isinstance(value, list | tuple):
+        return sum(driver_bytes(item) for item in value)
+    return 8

@@ -1,0 +1,142 @@
+"""The one file that knows NPU, CUDA and CPU.
+
+Everything else asks this module for a `Device` and uses its methods. The NPU branch is written against the signatures of
+torch_npu's real wheels and has not been run on Ascend hardware; the CUDA branch has not been run either.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from rltrain.errors import ConfigError
+
+_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
+_RAY_RESOURCES = {"cpu": "CPU", "cuda": "GPU", "npu": "NPU"}
+# Dense bf16 peak in FLOP/s, from the vendors' data sheets.
+_PEAK_FLOPS = {
+    "H100": 989e12,
+    "H200": 989e12,
+    "H800": 989e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "H20": 148e12,
+    "L40": 181e12,
+    "Ascend910": 354e12,
+    "910B": 354e12,
+}
+
+
+@dataclass(frozen=True)
+class Device:
+    """One kind of accelerator. Each worker process sees exactly one (Ray sets the visible devices), so its index is 0."""
+
+    kind: str
+
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device("cpu") if self.kind == "cpu" else torch.device(self.kind, 0)
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.kind == "cpu"
+
+    @property
+    def backend(self) -> str:
+        """Process group backend, with gloo beside it for CPU tensors."""
+        return _BACKENDS[self.kind]
+
+    @property
+    def ray_resource(self) -> str:
+        return _RAY_RESOURCES[self.kind]
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """What ``dtype=auto`` means here: bf16 on accelerators, fp32 on CPU."""
+        return torch.float32 if self.is_cpu else torch.bfloat16
+
+    def _module(self) -> Any:
+        return torch.get_device_module(self.kind)
+
+    def activate(self) -> None:
+        """Make the device current for this thread."""
+        if not self.is_cpu:
+            self._module().set_device(0)
+
+    def synchronize(self) -> None:
+        """Wait for queued kernels, so that a clock read afterwards is true."""
+        if not self.is_cpu:
+            self._module().synchronize()
+
+    def empty_cache(self) -> None:
+        """Hand cached blocks back, so that another allocator can have them."""
+        if not self.is_cpu:
+            self._module().empty_cache()
+
+    def peak_memory_gb(self) -> dict[str, float]:
+        """``perf/*memory*`` metrics: peaks of this process since it started, in GiB."""
+        memory = {"perf/cpu_memory_used_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
+        if not self.is_cpu:
+            memory["perf/max_memory_allocated_gb"] = self._module().max_memory_allocated() / 2**30
+            memory["perf/max_memory_reserved_gb"] = self._module().max_memory_reserved() / 2**30
+        return memory
+
+    def peak_flops(self) -> float | None:
+        """Dense bf16 FLOP/s of this device, or None when unknown (always on CPU)."""
+        if self.is_cpu:
+            return None
+        name = self._module().get_device_name(0)
+        return next((flops for key, flops in sorted(_PEAK_FLOPS.items(), reverse=True) if key in name), None)
+
+
+@cache
+def detect() -> str:
+    """The kind of accelerator in this process: npu, cuda or cpu."""
+    if _npu_available():
+        return "npu"
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _npu_available() -> bool:
+    # Importing torch_npu without CANN fails in several ways: ImportError, OSError or RuntimeError.
+    try:
+        import torch_npu  # noqa: F401
+    except (ImportError, OSError, RuntimeError):
+        return False
+    return bool(torch.get_device_module("npu").is_available())
+
+
+def get_device(name: str) -> Device:
+    """``trainer.device``: auto, cpu, cuda or npu."""
+    kind = detect() if name == "auto" else name
+    if kind not in _BACKENDS:
+        raise ConfigError(f"trainer.device={name} is not a device rltrain knows. Use auto, npu, cuda or cpu.")
+    return Device(kind)
+
+
+def resolve_dtype(name: str, device: Device) -> torch.dtype:
+    """A dtype key: auto, float32/fp32, bfloat16/bf16 or float16/fp16."""
+    names = {
+        "float32": "float32",
+        "fp32": "float32",
+        "bfloat16": "bfloat16",
+        "bf16": "bfloat16",
+        "float16": "float16",
+        "fp16": "float16",
+    }
+    if name == "auto":
+        return device.compute_dtype
+    if name not in names:
+        raise ConfigError(f"'{name}' is not a dtype. Use auto, {', '.join(names)}.")
+    return getattr(torch, names[name])
+
+
+def threads_per_worker(workers_on_this_node: int) -> int:
+    """CPU threads of one worker: the node's cores shared out. Oversubscribed OpenMP threads spin and cost a factor of ten."""
+    return max(1, len(os.sched_getaffinity(0)) // workers_on_this_node)

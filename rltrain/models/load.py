@@ -1,0 +1,72 @@
+"""Hugging Face models in, out of a folder or the hub."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from rltrain.errors import ConfigError
+
+
+def load_config(
+    path: str, *, trust_remote_code: bool = False, override: dict[str, Any] | None = None
+) -> PretrainedConfig:
+    """The model's config with ``model.override_config`` applied. Raises ConfigError when the folder is not a model."""
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"actor_rollout_ref.model.path={path} is not a Hugging Face model: {error}") from error
+    for key, value in (override or {}).items():
+        if not hasattr(config, key):
+            raise ConfigError(
+                f"actor_rollout_ref.model.override_config.{key}: {type(config).__name__} has no such field."
+            )
+        setattr(config, key, value)
+    return config
+
+
+def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
+    """A copy with every dropout at zero: it would make the importance ratio of an unchanged policy differ from 1."""
+    config = copy.deepcopy(config)
+    for key, value in vars(config).items():
+        if ("dropout" in key or key.endswith("_pdrop")) and isinstance(value, float):
+            setattr(config, key, 0.0)
+    return config
+
+
+def read_weights(
+    path: str, config: PretrainedConfig, dtype: torch.dtype, *, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """The model with its weights, on the CPU, in ``dtype``."""
+    return AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, trust_remote_code=trust_remote_code)
+
+
+def empty_model(
+    config: PretrainedConfig, attention: str, dtype: torch.dtype, *, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """The module structure on the meta device: no memory, no weights."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
+        )
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The repeated blocks, as the model itself names them: what FSDP shards one by one."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    layers = [module for module in model.modules() if type(module).__name__ in names]
+    if not layers:
+        raise ConfigError(
+            f"{type(model).__name__} does not name its decoder layers (_no_split_modules); rltrain cannot shard it."
+        )
+    return layers
+
+
+def source_dtype(config: PretrainedConfig) -> torch.dtype:
+    """The dtype of the checkpoint the model came from."""
+    dtype = getattr(config, "dtype", None)
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32

@@ -1,0 +1,39 @@
+"""AdamW, the learning-rate schedule, and the check that stands before every optimizer step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from rltrain.config.schema import OptimConfig
+
+
+def make_optimizer(parameters: Iterable[nn.Parameter], cfg: OptimConfig) -> torch.optim.AdamW:
+    """AdamW over the sharded fp32 master weights."""
+    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    betas = (cfg.betas[0], cfg.betas[1])
+    return torch.optim.AdamW(trainable, lr=cfg.lr, betas=betas, weight_decay=cfg.weight_decay)
+
+
+def learning_rate(step: int, cfg: OptimConfig, warmup_steps: int, total_steps: int) -> float:
+    """Learning rate of trainer step ``step`` (from 0): linear warm-up, then constant or cosine to ``min_lr_ratio``.
+
+    A pure function of the step, so a resumed run needs no scheduler state. All optimizer steps of a trainer step share it.
+    """
+    if step < warmup_steps:
+        return cfg.lr * (step + 1) / (warmup_steps + 1)
+    if cfg.lr_scheduler_type == "constant":
+        return cfg.lr
+    progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
+    wave = 0.5 * (1 + math.cos(math.pi * 2 * cfg.num_cycles * min(progress, 1.0)))
+    return cfg.lr * (cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * max(0.0, wave))
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+    """Scale gradients to a global norm of at most ``max_norm``; returns the norm before clipping (a plain scalar tensor)."""
+    norm = torch.nn.utils.clip_grad_norm_(list(parameters), max_norm)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm

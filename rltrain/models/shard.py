@@ -1,0 +1,91 @@
+"""FSDP2: shard a model over the ranks, and fill the shards from one copy of the weights on rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PretrainedConfig
+
+from rltrain.device import Device
+from rltrain.models import attention
+from rltrain.models.forward import PolicyModel
+from rltrain.models.load import decoder_layers, empty_model, read_weights, without_dropout
+
+PREFIX = "causal_lm."
+
+
+def make_mesh(device: Device, fsdp_size: int = -1) -> DeviceMesh:
+    """All ranks in one shard group, or (``fsdp_size`` given) replicas of shard groups of that size (HSDP)."""
+    world = dist.get_world_size()
+    if fsdp_size in (-1, 0) or fsdp_size >= world:
+        return init_device_mesh(device.kind, (world,), mesh_dim_names=("shard",))
+    return init_device_mesh(device.kind, (world // fsdp_size, fsdp_size), mesh_dim_names=("replicate", "shard"))
+
+
+def sharded_policy(
+    path: str,
+    config: PretrainedConfig,
+    mesh: DeviceMesh,
+    device: Device,
+    *,
+    master_dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    gradient_checkpointing: bool,
+    reshard_after_forward: bool = True,
+    trust_remote_code: bool = False,
+) -> PolicyModel:
+    """The policy, one shard on each rank. Only rank 0 reads the weights; no rank ever holds more than one layer whole."""
+    attention.register()
+    config = without_dropout(config)
+    model = empty_model(config, attention.NAME, master_dtype, trust_remote_code=trust_remote_code)
+    # Memory that is never written costs nothing: this allocates address space, and fully_shard touches only the shard.
+    model.to_empty(device="cpu")
+    model.tie_weights()
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    policy = PolicyModel(model)
+    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    for layer in decoder_layers(model):
+        fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_after_forward)
+    fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_after_forward)
+    source = (
+        read_weights(path, config, master_dtype, trust_remote_code=trust_remote_code) if dist.get_rank() == 0 else None
+    )
+    _fill(policy, source, device)
+    return policy
+
+
+def _fill(policy: PolicyModel, source: nn.Module | None, device: Device) -> None:
+    parameters = dict(source.named_parameters()) if source else {}
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            assert isinstance(parameter, DTensor)
+            full = (
+                parameters[name.removeprefix(PREFIX)] if source else torch.empty(parameter.shape, dtype=parameter.dtype)
+            )
+            full = full.detach().to(device.torch_device)
+            shard = distribute_tensor(full, parameter.device_mesh, parameter.placements)
+            parameter.to_local().copy_(shard.to_local())
+        buffers = dict(source.named_buffers()) if source else {}
+        for name, buffer in policy.named_buffers():
+            if source:
+                buffer.copy_(buffers[name.removeprefix(PREFIX)])
+            dist.broadcast(buffer, src=0)
+
+
+def named_weights(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, full tensor on the device) of every parameter and buffer, one at a time, in one order on all ranks.
+
+    A collective: every rank must run the whole iterator. Tied weights come once, under their first name.
+    """
+    for name, parameter in policy.named_parameters():
+        full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        yield name.removeprefix(PREFIX), full.detach()
+    for name, buffer in policy.named_buffers():
+        yield name.removeprefix(PREFIX), buffer

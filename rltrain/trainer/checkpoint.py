@@ -1,0 +1,158 @@
+"""The run folder: one owner at a time, checkpoints that exist whole or not at all, and the newest whole one to resume from."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import IO, Any
+
+from rltrain.errors import CheckpointError, ConfigError, DiskError
+
+log = logging.getLogger(__name__)
+_STEP_FOLDER = re.compile(r"global_step_(\d+)")
+_MANIFEST = "manifest.json"
+
+
+class RunFolder:
+    """``trainer.default_local_dir``. Holding the object holds the lock; the kernel frees it even after kill -9."""
+
+    def __init__(self, path: str) -> None:
+        self.path = Path(path).expanduser().resolve()
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise DiskError(f"trainer.default_local_dir={path} cannot be created: {error}") from error
+        self._lock = self._take_lock()
+        for leftover in self.path.glob(".tmp_*"):
+            log.warning("removing %s, left by a save that was interrupted", leftover)
+            shutil.rmtree(leftover)
+
+    def _take_lock(self) -> IO[str]:
+        file = open(self.path / "run.lock", "a+")  # noqa: SIM115 - held for the life of the run
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            owner = file.read().strip() or "another process"
+            raise ConfigError(
+                f"{self.path} is in use by {owner}. Wait for it, stop it, or choose another trainer.experiment_name."
+            ) from None
+        file.truncate(0)
+        file.write(f"pid {os.getpid()} on {socket.gethostname()}, started {time.strftime('%Y-%m-%d %H:%M:%S')}")
+        file.flush()
+        return file
+
+    def release(self) -> None:
+        self._lock.close()
+
+    def write(self, name: str, text: str) -> None:
+        """Write a small file of the run whole or not at all."""
+        temporary = self.path / f".{name}.tmp"
+        temporary.write_text(text)
+        os.replace(temporary, self.path / name)
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def step_folder(self, step: int) -> Path:
+        return self.path / f"global_step_{step}"
+
+    def begin_save(self, step: int) -> Path:
+        """An empty temporary folder for the checkpoint of ``step``. Refuses to replace a checkpoint that exists."""
+        if self.step_folder(step).exists():
+            raise CheckpointError(f"{self.step_folder(step)} exists already; a checkpoint is never overwritten.")
+        folder = self.path / f".tmp_global_step_{step}_{os.getpid()}"
+        folder.mkdir()
+        return folder
+
+    def commit(self, folder: Path, step: int) -> Path:
+        """Manifest, fsync, one rename: from here on the checkpoint exists."""
+        manifest = {"step": step, "files": _describe(folder)}
+        (folder / _MANIFEST).write_text(json.dumps(manifest, indent=1))
+        for file in folder.rglob("*"):
+            _sync(file)
+        _sync(folder)
+        final = self.step_folder(step)
+        os.rename(folder, final)
+        _sync(self.path)
+        return final
+
+    def prune(self, keep: int | None) -> None:
+        """Remove all but the newest ``keep`` checkpoints (None or less than 1: keep all)."""
+        if keep is None or keep < 1:
+            return
+        for step in self.steps()[:-keep]:
+            shutil.rmtree(self.step_folder(step))
+
+    def steps(self) -> list[int]:
+        """Steps with a checkpoint folder, whole or not, ascending."""
+        found = [_STEP_FOLDER.fullmatch(entry.name) for entry in self.path.iterdir() if entry.is_dir()]
+        return sorted(int(match[1]) for match in found if match)
+
+    def newest(self) -> Path | None:
+        """The newest checkpoint that agrees with its manifest; those that do not are named and passed over."""
+        for step in reversed(self.steps()):
+            folder = self.step_folder(step)
+            if problem := find_damage(folder):
+                log.warning("passing over %s: %s", folder, problem)
+                continue
+            return folder
+        return None
+
+
+def find_damage(folder: Path, check_digests: bool = False) -> str | None:
+    """What is wrong with a checkpoint folder, or None. Sizes always; SHA-256 digests on request."""
+    try:
+        files: dict[str, dict[str, Any]] = json.loads((folder / _MANIFEST).read_text())["files"]
+    except (OSError, ValueError, KeyError) as error:
+        return f"its {_MANIFEST} cannot be read ({error})"
+    for name, expected in files.items():
+        file = folder / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != expected["bytes"]:
+            return f"{name} has {file.stat().st_size} bytes instead of {expected['bytes']}"
+        if check_digests and _sha256(file) != expected["sha256"]:
+            return f"{name} has changed since it was written"
+    return None
+
+
+def read_progress(folder: Path) -> dict[str, Any]:
+    """``progress.json`` of a checkpoint. Raises CheckpointError when the folder is not a whole checkpoint."""
+    if problem := find_damage(folder):
+        raise CheckpointError(f"{folder} cannot be resumed from: {problem}.")
+    return json.loads((folder / "progress.json").read_text())
+
+
+def _describe(folder: Path) -> dict[str, dict[str, Any]]:
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    with ThreadPoolExecutor(8) as pool:
+        digests = list(pool.map(_sha256, files))
+    return {
+        str(file.relative_to(folder)): {"bytes": file.stat().st_size, "sha256": digest}
+        for file, digest in zip(files, digests, strict=True)
+    }
+
+
+def _sha256(file: Path) -> str:
+    digest = hashlib.sha256()
+    with open(file, "rb") as stream:
+        while block := stream.read(2**22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

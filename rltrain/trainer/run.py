@@ -1,0 +1,178 @@
+"""From a validated config to an exit code: data, cluster, workers, loop, report."""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+
+import numpy as np
+import ray
+import torch
+import transformers
+
+from rltrain import __version__
+from rltrain.config.load import LoadedConfig, to_yaml
+from rltrain.config.schema import Config
+from rltrain.controller.cluster import reserve, start_ray
+from rltrain.controller.group import WorkerGroup
+from rltrain.data.chat import ChatEncoder, PromptStore, encode_prompts
+from rltrain.data.order import BatchOrder
+from rltrain.data.rows import Rows, read_rows
+from rltrain.device import Device, get_device, threads_per_worker
+from rltrain.errors import Interrupted
+from rltrain.report import report
+from rltrain.rewards.pool import RewardPool
+from rltrain.trainer.checkpoint import RunFolder
+from rltrain.trainer.plan import Plan, describe, make_plan
+from rltrain.trainer.ppo import PPOTrainer, StopFlag
+from rltrain.trainer.roles import Policy, Scorers
+from rltrain.trainer.saving import Saver
+from rltrain.trainer.tracking import Tracker
+
+log = logging.getLogger(__name__)
+_WORKER = "rltrain.workers.actor_rollout_ref:ActorRolloutRefWorker"
+
+
+def run_training(loaded: LoadedConfig) -> int:
+    """Train as configured. Returns the exit code; raises RltrainError for what a user can mend."""
+    cfg = loaded.config
+    device = get_device(cfg.trainer.device)
+    rows, prompts = load_data(cfg)
+    plan = make_plan(cfg, len(prompts["train"]))
+    log.info("%s", describe(plan, cfg))
+    folder = RunFolder(cfg.trainer.default_local_dir)
+    try:
+        start_ray(cfg, device)
+        with stop_on_signal() as stop:
+            _train(loaded, plan, device, rows, prompts, folder, stop)
+    finally:
+        ray.shutdown()
+        folder.release()
+    sys.stdout.write(report(folder.path) + "\n")
+    return 0
+
+
+def _train(
+    loaded: LoadedConfig,
+    plan: Plan,
+    device: Device,
+    rows: dict[str, Rows],
+    prompts: dict[str, PromptStore],
+    folder: RunFolder,
+    stop: StopFlag,
+) -> None:
+    cfg = loaded.config
+    with_reference = needs_reference(cfg)
+    group = WorkerGroup(
+        "actor_rollout_ref", reserve(cfg, device), device, threads_per_worker(cfg.trainer.n_gpus_per_node)
+    )
+    # A Config object would arrive as a reference too; only the data is big enough to be shared.
+    group.start(_WORKER, {"cfg": cfg, "prompts": ray.put(prompts), "with_reference": with_reference})
+    pool = RewardPool(
+        cfg.custom_reward_function,
+        num_workers=cfg.reward.num_workers,
+        timeout_s=cfg.reward.timeout_s,
+        on_error=cfg.reward.on_error,
+        splits={name: ray.put(each) for name, each in rows.items()},
+    )
+    pool.check("train", rows["train"][0])
+    group.call("init_model")
+    saver = Saver(cfg, folder, group, rows["train"].fingerprint())
+    first_step = saver.resume()
+    if first_step:
+        log.info("resuming after step %d of %d from %s", first_step, plan.total_steps, folder.step_folder(first_step))
+    write_run_files(folder, loaded, plan)
+    tracker = Tracker(
+        cfg.trainer.logger,
+        folder.path,
+        first_step=first_step,
+        total_steps=plan.total_steps,
+        project=cfg.trainer.project_name,
+        name=cfg.trainer.experiment_name,
+        config=asdict(cfg),
+    )
+    order = BatchOrder(len(prompts["train"]), plan.prompts_per_step, cfg.data.seed, cfg.data.shuffle)
+    policy = Policy(group, has_reference=with_reference, has_kl_loss=cfg.actor_rollout_ref.actor.use_kl_loss)
+    trainer = PPOTrainer(cfg, plan, policy, Scorers(pool, rows), order, tracker, saver, stop)
+    try:
+        trainer.fit(first_step)
+    finally:
+        tracker.close()
+        pool.shutdown()
+    group.stop()
+
+
+def needs_reference(cfg: Config) -> bool:
+    """Whether anything uses the KL to the reference policy."""
+    return cfg.actor_rollout_ref.actor.use_kl_loss or cfg.algorithm.use_kl_in_reward
+
+
+def load_data(cfg: Config) -> tuple[dict[str, Rows], dict[str, PromptStore]]:
+    """Read, check and tokenise the train and validation prompts; rows whose prompt is filtered out are gone from both."""
+    data = cfg.data
+    encoder = ChatEncoder(
+        cfg.actor_rollout_ref.model.path, trust_remote_code=cfg.actor_rollout_ref.model.trust_remote_code
+    )
+    rows: dict[str, Rows] = {}
+    prompts: dict[str, PromptStore] = {}
+    for split, files, limit in (
+        ("train", data.train_files, data.train_max_samples),
+        ("val", data.val_files, data.val_max_samples),
+    ):
+        if not files:
+            continue
+        found = read_rows(files, prompt_key=data.prompt_key, reward_fn_key=data.reward_fn_key, max_rows=limit)
+        store = encode_prompts(found, encoder, data.max_prompt_length, data.filter_overlong_prompts, data.truncation)
+        rows[split], prompts[split] = found.select(store.row_index), store
+        log.info(
+            "%s: %d prompts (%d too long and left out), %s",
+            split,
+            len(store),
+            store.num_dropped,
+            rows[split].data_sources(),
+        )
+    return rows, prompts
+
+
+@contextmanager
+def stop_on_signal() -> Iterator[StopFlag]:
+    """The first SIGINT or SIGTERM asks for a stop after the step; the second stops at once. Installed after Ray's own."""
+    stop = StopFlag()
+
+    def handle(number: int, _frame: object) -> None:
+        name = signal.Signals(number).name
+        if stop.requested:
+            raise Interrupted(
+                f"stopped by a second {name}; the newest checkpoint is intact, run the same command again to go on."
+            )
+        stop.requested = True
+        log.warning("%s: finishing this step, saving, then stopping (again: stop at once)", name)
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def write_run_files(folder: RunFolder, loaded: LoadedConfig, plan: Plan) -> None:
+    """config.yaml (secrets masked), plan.json, env.json: what this run was."""
+    folder.write("config.yaml", to_yaml(loaded.config))
+    folder.write("plan.json", json.dumps(asdict(plan), indent=1, default=str))
+    versions = {
+        "rltrain": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "ray": ray.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "machine": platform.platform(),
+    }
+    folder.write("env.json", json.dumps(versions, indent=1))

@@ -28,7 +28,9 @@ def gone(pid):
 
 
 def test_a_score_comes_back_with_its_extras(slot):
-    score = slot("return {'score': len(solution_str), 'acc': True, 'pred': ground_truth, 'i': extra_info['index']}").score(*CALL)
+    score = slot(
+        "return {'score': len(solution_str), 'acc': True, 'pred': ground_truth, 'i': extra_info['index']}"
+    ).score(*CALL)
     assert (score.value, score.status, score.error) == (9.0, "ok", None)
     assert score.extras == {"acc": 1.0, "pred": "42", "i": 7.0}
 
@@ -87,7 +89,9 @@ def test_an_exception_carries_the_user_s_own_traceback(slot):
     assert "rewards/child.py" not in score.error
 
 
-@pytest.mark.parametrize("body", ["raise KeyError('x')", "import sys; sys.exit(0)", "raise KeyboardInterrupt", "return f()"])
+@pytest.mark.parametrize(
+    "body", ["raise KeyError('x')", "import sys; sys.exit(0)", "raise KeyboardInterrupt", "return f()"]
+)
 def test_whatever_is_raised_the_process_goes_on(slot, body):
     made = slot(f"def f(): return f()\nif solution_str == 'good': return 1\n{body}")
     pid = made.pid
@@ -225,7 +229,10 @@ def test_a_reward_file_that_cannot_be_used_is_an_error_with_its_reason(custom, c
 
 
 def test_a_missing_reward_file_and_an_unknown_source_say_what_to_type():
-    with Slot(CustomReward("no/such.py")) as made, pytest.raises(RewardError, match=r"path='no/such\.py' is not a file"):
+    with (
+        Slot(CustomReward("no/such.py")) as made,
+        pytest.raises(RewardError, match=r"path='no/such\.py' is not a file"),
+    ):
         made.score(*CALL)
     with Slot() as made, pytest.raises(RewardError) as caught:
         made.score(*CALL)

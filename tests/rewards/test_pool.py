@@ -1,0 +1,135 @@
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rltrain.data.rows import read_rows
+from rltrain.errors import RewardError, WorkerLost
+from rltrain.rewards.pool import RewardPool
+
+LENGTH = """
+    def compute_score(data_source, solution_str, ground_truth, extra_info):
+        if solution_str == "hang":
+            while True: pass
+        if solution_str == "crash":
+            raise ValueError("no thanks")
+        extras = {"acc": len(solution_str)} if solution_str.startswith("a") else {}
+        return {"score": float(ground_truth), "pred": solution_str, **extras}
+"""
+
+
+@pytest.fixture
+def rows(tmp_path):
+    records = [
+        {
+            "data_source": "rltrain/arithmetic",
+            "prompt": [{"role": "user", "content": f"{i}+1=?"}],
+            "reward_model": {"style": "rule", "ground_truth": str(i + 1)},
+        }
+        for i in range(20)
+    ]
+    pq.write_table(pa.Table.from_pylist(records), tmp_path / "rows.parquet")
+    return read_rows(str(tmp_path / "rows.parquet"))
+
+
+@pytest.fixture
+def pool(local_ray, rows):
+    pools = []
+
+    def make(reward=None, num_workers=2, timeout_s=1.0, on_error=-2.0):
+        pools.append(RewardPool(reward, num_workers, timeout_s, on_error, {"train": local_ray.put(rows)}))
+        return pools[-1]
+
+    yield make
+    for made in pools:
+        made.shutdown()
+
+
+def job(ray, texts, rows, positions=None):
+    positions = range(len(rows)) if positions is None else positions
+    return ray.put(texts), np.array(rows), np.array(list(positions))
+
+
+def test_scores_come_back_in_job_order_with_the_built_in_scorer(local_ray, pool):
+    made = pool()
+    jobs = [
+        job(local_ray, [str(i + 1) for i in range(20)], range(20)),
+        job(local_ray, ["no", "3", "no", "5"], [4, 2, 1], positions=[3, 1, 0]),
+        job(local_ray, [], []),
+    ]
+    columns = made.score("train", jobs)
+    assert columns["score"].tolist() == [1.0] * 20 + [1.0, 1.0, 0.0]
+    assert columns["score"].dtype == np.float64
+    assert columns["reward_failed"].tolist() == [0.0] * 23
+    assert made.score("train", [])["score"].shape == (0,)
+
+
+def test_answers_are_fetched_by_the_workers_not_by_the_driver(local_ray, pool, monkeypatch):
+    made = pool()
+    jobs = [job(local_ray, ["1" * 100_000, "2"], [0, 1])]
+    sizes = []
+    get = local_ray.get
+    monkeypatch.setattr(local_ray, "get", lambda ref, **options: sizes.append(ref) or get(ref, **options))
+    assert made.score("train", jobs)["score"].tolist() == [0.0, 1.0]
+    assert jobs[0][0] not in sizes
+
+
+def test_failures_count_on_error_and_are_shown(local_ray, pool, custom):
+    made = pool(custom(LENGTH))
+    columns = made.score("train", [job(local_ray, ["aaa", "hang", "b", "crash", "a", "c"], [0, 1, 2, 3, 4, 5])])
+    assert columns["score"].tolist() == [1.0, -2.0, 3.0, -2.0, 5.0, 6.0]
+    assert columns["reward_failed"].tolist() == [0, 1, 0, 1, 0, 0]
+    assert columns["reward_timeout"].tolist() == [0, 1, 0, 0, 0, 0]
+    np.testing.assert_array_equal(columns["acc"], [3, np.nan, np.nan, np.nan, 1, np.nan])
+    assert "pred" not in columns
+
+
+def test_a_mostly_failing_batch_stops_with_the_first_traceback(local_ray, pool, custom):
+    made = pool(custom(LENGTH), num_workers=1)
+    with pytest.raises(RewardError) as caught:
+        made.score("train", [job(local_ray, ["crash", "a", "crash", "crash"], [0, 1, 2, 3])])
+    for part in ("more than half", "3 crashed", "ValueError: no thanks", "my_reward.py"):
+        assert part in str(caught.value)
+    assert made.score("train", [job(local_ray, ["crash", "a"], [0, 1])])["reward_failed"].tolist() == [1, 0]
+
+
+def test_check_finds_a_broken_reward_file_before_training(pool, custom):
+    with pytest.raises(RewardError) as caught:
+        pool(custom("import no_such_module_anywhere")).check("train")
+    assert "No module named 'no_such_module_anywhere'" in str(caught.value)
+    assert "ray::" not in str(caught.value)
+
+
+def test_check_scores_the_ground_truth_as_the_answer(pool, custom):
+    made = pool()
+    assert [score.value for score in made.check("train")] == [1.0]
+    assert [score.value for score in made.check("train", [3, 4])] == [1.0, 1.0]
+    crashing = pool(custom("def compute_score(**kwargs): raise ValueError('bare')"), num_workers=1)
+    assert crashing.check("train")[0].status == "crashed"
+
+
+def test_a_killed_worker_is_a_clear_error(local_ray, pool):
+    made = pool(num_workers=1)
+    made.check("train")
+    local_ray.kill(made._workers[0])
+    with pytest.raises(WorkerLost, match="reward worker process is gone"):
+        made.score("train", [job(local_ray, ["1"], [0])])
+
+
+def test_shutdown_leaves_no_process(local_ray, pool, custom):
+    import os
+    import time
+
+    made = pool(custom("import os\ndef compute_score(**kwargs): return os.getpid()"))
+    pids = {int(pid) for pid in made.score("train", [job(local_ray, ["x"] * 20, range(20))])["score"]}
+    assert len(pids) == 2
+    made.shutdown()
+    deadline = time.monotonic() + 5
+    while any(os.path.exists(f"/proc/{pid}") for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+
+def test_a_pool_has_at_least_one_worker(local_ray):
+    with pytest.raises(RewardError, match=r"reward\.num_workers=0"):
+        RewardPool(None, 0, 1.0, 0.0, {})

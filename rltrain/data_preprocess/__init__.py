@@ -1,0 +1,1 @@
+"""Converters to verl's parquet schema, one per data set: ``python -m rltrain.data_preprocess.NAME --help``."""

@@ -1,0 +1,102 @@
+"""Generate problems of a reasoning-gym task (pip install reasoning-gym). Nothing is downloaded."""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # run as a file: this folder, which has a reasoning_gym.py, comes first on the path
+    sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]
+
+from rltrain.data_preprocess.common import Row, Splits, arguments, at_least, row, run
+from rltrain.data_preprocess.gsm8k import DATA_SOURCE as GSM8K
+from rltrain.data_preprocess.gsm8k import INSTRUCTION as GSM8K_INSTRUCTION
+from rltrain.errors import DataError
+from rltrain.rewards.reasoning_gym import PREFIX, check_task
+
+INSTRUCTION = "Give your final answer between <answer> and </answer> tags."
+_MAX_TEST_DRAWS_PER_ROW = 20
+# Entry i of a data set with seed s is that of seed s + 1 at i - 1, so the streams are put far apart.
+_SEED_STRIDE = 20_000_000
+
+
+def generate(task: str, num_train: int, num_test: int, *, seed: int, as_gsm8k: bool = False) -> dict[str, list[Row]]:
+    """Train rows from ``seed``, test rows from another stream; a question of one never appears in the other.
+
+    ``as_gsm8k`` writes rows of openai/gsm8k: its instruction, and a plain number as ground truth.
+    """
+    check_task(task)
+    make = _gsm8k_row if as_gsm8k else _task_row
+    train = list(_entries(task, num_train, seed * _SEED_STRIDE))
+    taken = {entry["question"] for entry in train}
+    test: list[dict[str, Any]] = []
+    for entry in _entries(task, num_test * _MAX_TEST_DRAWS_PER_ROW, seed * _SEED_STRIDE + _SEED_STRIDE // 2):
+        if len(test) == num_test:
+            break
+        if entry["question"] not in taken:
+            taken.add(entry["question"])
+            test.append(entry)
+    if len(test) < num_test:
+        raise DataError(
+            f"reasoning-gym task {task!r} has only {len(test)} questions outside the training set. "
+            "Try a smaller --num-train or --num-test."
+        )
+    return {
+        split: [make(task, entry, split, index) for index, entry in enumerate(entries)]
+        for split, entries in (("train", train), ("test", test))
+    }
+
+
+def _entries(task: str, size: int, seed: int) -> Iterator[dict[str, Any]]:
+    import reasoning_gym
+
+    if size:
+        data = reasoning_gym.create_dataset(task, size=size, seed=seed)
+        yield from (data[index] for index in range(size))
+
+
+def _task_row(task: str, entry: dict[str, Any], split: str, index: int) -> Row:
+    try:
+        text = json.dumps(entry, ensure_ascii=False)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"entries of reasoning-gym task {task!r} cannot be stored as JSON: {error}") from error
+    return row(
+        PREFIX + task,
+        f"{entry['question']}\n{INSTRUCTION}",
+        str(entry["answer"]),
+        ability="reasoning",
+        split=split,
+        index=index,
+        extra={"task": task, "entry": text},
+    )
+
+
+def _gsm8k_row(task: str, entry: dict[str, Any], split: str, index: int) -> Row:
+    truth = str(entry["answer"]).replace(",", "")
+    if not truth.removeprefix("-").replace(".", "", 1).isdigit():
+        raise DataError(f"--as-gsm8k needs numeric answers; {task!r} answers {truth!r}. Use --task gsm_symbolic.")
+    text = f"{entry['question']} {GSM8K_INSTRUCTION}"
+    extra = {"question": entry["question"], "answer": f"#### {truth}"}
+    return row(GSM8K, text, truth, ability="math", split=split, index=index, extra=extra)
+
+
+def convert(options: argparse.Namespace) -> Splits:
+    """Rows for the options of the command line."""
+    return generate(options.task, options.num_train, options.num_test, seed=options.seed, as_gsm8k=options.as_gsm8k)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line."""
+    parser = arguments(__doc__ or "", output="~/data/reasoning_gym")
+    parser.add_argument("--task", default="chain_sum", help="a reasoning-gym task, such as basic_arithmetic")
+    parser.add_argument("--num-train", type=at_least(0), default=1024, help="training problems")
+    parser.add_argument("--num-test", type=at_least(0), default=128, help="test problems")
+    parser.add_argument("--seed", type=at_least(0), default=0, help="another seed gives other problems")
+    parser.add_argument("--as-gsm8k", action="store_true", help="rows of openai/gsm8k, for tasks with numeric answers")
+    return run(convert, parser.parse_args(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

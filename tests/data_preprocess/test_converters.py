@@ -1,0 +1,244 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rltrain.data.rows import read_rows
+from rltrain.data_preprocess import arithmetic, gsm8k, reasoning_gym
+from rltrain.data_preprocess.common import row, write_splits
+from rltrain.errors import DataError
+from rltrain.rewards.registry import find_scorer
+
+ROOT = Path(__file__).parents[2]
+
+
+def load(folder, split):
+    return list(read_rows(str(folder / f"{split}.parquet")))
+
+
+def question(one):
+    return one.prompt[-1]["content"]
+
+
+def swapped(text):
+    left, _, right = text.removesuffix("=?").partition("+")
+    return f"{right}+{left}=?"
+
+
+def test_arithmetic_truths_are_right_and_score_one(tmp_path):
+    options = ["--num-train", "60", "--num-test", "20", "--operators", "+-*", "--max-operand", "30"]
+    assert arithmetic.main([*options, "--output", str(tmp_path)]) == 0
+    rows = load(tmp_path, "train") + load(tmp_path, "test")
+    assert len(rows) == 80
+    assert {operator for one in rows for operator in "+-*" if operator in question(one)} == set("+-*")
+    for one in rows:
+        assert one.ground_truth == str(eval(question(one).removesuffix("=?")))
+        assert find_scorer(one.data_source)(one.ground_truth, one.ground_truth, one.extra_info) == 1.0
+
+
+@pytest.mark.parametrize(("max_operand", "num_train", "num_test"), [(9, 300, 20), (99, 500, 100), (10**9, 50, 10)])
+def test_held_out_arithmetic_is_not_in_train_not_even_swapped(max_operand, num_train, num_test):
+    splits = arithmetic.generate(num_train, num_test, seed=3, max_operand=max_operand, operators="+")
+    train, test = ([one["prompt"][0]["content"] for one in splits[split]] for split in ("train", "test"))
+    assert (len(train), len(test), len(set(test))) == (num_train, num_test, num_test)
+    assert not set(test) & set(train)
+    assert not {swapped(text) for text in test} & (set(train) | {t for t in test if swapped(t) != t})
+    num_possible = (max_operand + 1) ** 2 - len({*test, *map(swapped, test)})
+    assert len(set(train)) == min(num_train, num_possible)
+
+
+def test_small_problem_spaces_repeat_train_and_refuse_test(capsys):
+    splits = arithmetic.generate(100, 2, seed=0, max_operand=2, operators="+")
+    texts = [one["prompt"][0]["content"] for one in splits["train"]]
+    assert len(texts) == 100
+    assert len(set(texts)) >= 5
+    assert len(set(texts)) == len(set(texts[: len(set(texts))]))  # all come once before one comes twice
+    assert arithmetic.main(["--max-operand", "1", "--num-test", "50", "--output", "/nowhere"]) == 2
+    assert "--max-operand 1" in capsys.readouterr().err
+    assert arithmetic.main(["--max-operand", "10000000000", "--output", "/nowhere"]) == 2
+    assert "between 1 and 1000000000" in capsys.readouterr().err
+    assert arithmetic.main(["--operators", "+/", "--output", "/nowhere"]) == 2
+    assert "division" in capsys.readouterr().err
+
+
+def test_the_same_options_give_the_same_bytes_and_another_seed_other_rows(tmp_path):
+    for folder, seed in (("a", 0), ("b", 0), ("c", 1), ("a", 0)):
+        options = ["--num-train", "40", "--num-test", "8", "--seed", str(seed), "--output", str(tmp_path / folder)]
+        assert arithmetic.main(options) == 0
+    one, two, other = ((tmp_path / folder / "train.parquet").read_bytes() for folder in "abc")
+    assert one == two
+    assert one != other
+    assert sorted(file.name for file in (tmp_path / "a").iterdir()) == ["test.parquet", "train.parquet"]
+
+
+def test_pages_carry_checksums_and_a_sample_is_shown(tmp_path, capsys):
+    assert arithmetic.main(["--num-train", "40", "--num-test", "8", "--output", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "train: 40 rows" in shown
+    assert "test: 8 rows" in shown
+    assert '"data_source": "rltrain/arithmetic"' in shown
+    path = tmp_path / "train.parquet"
+    whole = bytearray(path.read_bytes())
+    at = whole.find(b"=?")
+    whole[at] ^= 1
+    path.write_bytes(whole)
+    with pytest.raises(DataError):
+        read_rows(str(path))
+
+
+def test_a_row_that_training_would_refuse_is_never_written(tmp_path):
+    with pytest.raises(DataError, match="data_source"):
+        write_splits(tmp_path, {"train": [row("", "q", "1", ability="math", split="train", index=0)]})
+    mixed = [row("a", "q", "1", ability="math", split="train", index=0, extra={"x": x}) for x in ("text", [1])]
+    with pytest.raises(DataError, match="extra_info"):
+        write_splits(tmp_path, {"train": mixed})
+    assert list(tmp_path.iterdir()) == []
+
+
+GSM8K = [
+    {"question": "Natalia sold 48 and then half. How many?", "answer": "48/2 = <<48/2=24>>24\n#### 72"},
+    {"question": "A car costs $1,234?", "answer": "It is.\n#### $1,234"},
+]
+
+
+def write_jsonl(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def check_gsm8k(folder):
+    rows = load(folder, "train")
+    assert [one.ground_truth for one in rows] == ["72", "1234"]
+    assert question(rows[0]) == GSM8K[0]["question"] + " " + gsm8k.INSTRUCTION
+    assert rows[0].extra_info == {"split": "train", "index": 0, **GSM8K[0]}
+    assert [find_scorer(one.data_source)("so\n#### " + one.ground_truth, one.ground_truth, {}) for one in rows] == [
+        1,
+        1,
+    ]
+    assert len(load(folder, "test")) == 1
+
+
+def test_gsm8k_from_jsonl_files(tmp_path):
+    write_jsonl(tmp_path / "train.jsonl", GSM8K)
+    write_jsonl(tmp_path / "test.jsonl", GSM8K[:1])
+    assert gsm8k.main(["--input", str(tmp_path), "--output", str(tmp_path / "out")]) == 0
+    check_gsm8k(tmp_path / "out")
+    files = ["--input", str(tmp_path / "train.jsonl"), "--test-input", str(tmp_path / "test.jsonl")]
+    assert gsm8k.main([*files, "--output", str(tmp_path / "two")]) == 0
+    check_gsm8k(tmp_path / "two")
+
+
+def test_gsm8k_from_the_hub_s_folder_layout(tmp_path):
+    for config, records in (("main", GSM8K), ("socratic", GSM8K[:1])):
+        (tmp_path / config).mkdir()
+        for split in ("train", "test"):
+            part = records if split == "train" else records[:1]
+            pq.write_table(pa.Table.from_pylist(part), tmp_path / config / f"{split}-00000-of-00001.parquet")
+    assert gsm8k.main(["--input", str(tmp_path), "--output", str(tmp_path / "out")]) == 0
+    check_gsm8k(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ({"question": "q", "answer": "no number"}, "row 1: field 'answer' has no number after '####'"),
+        ({"question": "q"}, "row 1: fields 'question' and 'answer' must be text"),
+        ("text", "row 1: fields 'question' and 'answer' must be text"),
+    ],
+)
+def test_a_bad_gsm8k_row_is_named(tmp_path, capsys, record, said):
+    write_jsonl(tmp_path / "train.jsonl", [GSM8K[0], record])
+    assert gsm8k.main(["--input", str(tmp_path), "--output", str(tmp_path / "out")]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_missing_or_broken_gsm8k_input_says_what_to_give(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    output = ["--output", str(tmp_path / "out")]
+    assert gsm8k.main(output) == 2
+    assert "pip install datasets" in capsys.readouterr().err
+    assert gsm8k.main(["--input", str(tmp_path), *output]) == 2
+    assert "train.jsonl and test.jsonl" in capsys.readouterr().err
+    (tmp_path / "train.jsonl").write_text("{broken")
+    assert gsm8k.main(["--input", str(tmp_path), *output]) == 2
+    assert "cannot be read as jsonl" in capsys.readouterr().err
+
+
+def test_reasoning_gym_rows_score_one_with_their_answer(tmp_path):
+    pytest.importorskip("reasoning_gym")
+    options = ["--task", "basic_arithmetic", "--num-train", "12", "--num-test", "5", "--output", str(tmp_path)]
+    assert reasoning_gym.main(options) == 0
+    rows = load(tmp_path, "train") + load(tmp_path, "test")
+    assert len({question(one) for one in rows}) == 17
+    for one in rows:
+        assert one.data_source == "reasoning_gym/basic_arithmetic"
+        scorer = find_scorer(one.data_source)
+        assert scorer(f"<answer>{one.ground_truth}</answer>", one.ground_truth, one.extra_info) == 1.0
+        assert scorer("<answer>x</answer>", one.ground_truth, one.extra_info) < 0.1
+
+
+def test_reasoning_gym_as_gsm8k_has_the_instruction_and_a_plain_number(tmp_path):
+    pytest.importorskip("reasoning_gym")
+    options = [
+        "--task",
+        "gsm_symbolic",
+        "--num-train",
+        "20",
+        "--num-test",
+        "4",
+        "--as-gsm8k",
+        "--output",
+        str(tmp_path),
+    ]
+    assert reasoning_gym.main(options) == 0
+    for one in load(tmp_path, "train"):
+        assert one.data_source == "openai/gsm8k"
+        assert question(one).endswith(gsm8k.INSTRUCTION)
+        float(one.ground_truth)
+        assert find_scorer(one.data_source)(f"#### {one.ground_truth}", one.ground_truth, {}) == 1.0
+
+
+def test_reasoning_gym_streams_do_not_overlap():
+    pytest.importorskip("reasoning_gym")
+    splits = {seed: reasoning_gym.generate("chain_sum", 200, 20, seed=seed) for seed in (0, 1)}
+    sets = {
+        (seed, name): {one["prompt"][0]["content"] for one in part}
+        for seed in splits
+        for name, part in splits[seed].items()
+    }
+    assert not sets[0, "train"] & sets[0, "test"]
+    assert len(sets[0, "train"] & sets[1, "train"]) < 20
+
+
+def test_reasoning_gym_mistakes_are_named(capsys, tmp_path):
+    pytest.importorskip("reasoning_gym")
+    output = ["--num-train", "4", "--num-test", "2", "--output", str(tmp_path)]
+    for options, said in (
+        (["--task", "no_such_task"], "no task 'no_such_task'"),
+        (["--task", "countdown"], "runs the answer as Python code"),
+        (["--task", "sentence_reordering", "--as-gsm8k"], "--as-gsm8k needs numeric answers"),
+    ):
+        assert reasoning_gym.main([*options, *output]) == 2
+        assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("script", "options"),
+    [
+        ("arithmetic", ["--num-train", "4", "--num-test", "2"]),
+        ("reasoning_gym", ["--num-train", "4", "--num-test", "2"]),
+        ("gsm8k", ["--input", "INPUT"]),
+    ],
+)
+def test_converters_run_as_files_from_the_repository_root(tmp_path, script, options):
+    if script == "reasoning_gym":
+        pytest.importorskip("reasoning_gym")
+    write_jsonl(tmp_path / "train.jsonl", GSM8K)
+    options = [str(tmp_path) if option == "INPUT" else option for option in options]
+    command = [sys.executable, f"data_preprocess/{script}.py", *options, "--output", str(tmp_path / "out")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert load(tmp_path / "out", "train")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group
@@ -53,3 +54,13 @@ def reserve(cfg: Config, device: Device) -> list[PlacementGroup]:
             "Check trainer.nnodes and trainer.n_gpus_per_node, or start the missing nodes."
         )
     return groups
+
+
+def share(value: Any) -> ray.ObjectRef:
+    """Put ``value`` into the object store once; workers that get the reference read it from there."""
+    return ray.put(value)
+
+
+def stop_ray() -> None:
+    """Leave the cluster; a local one ends."""
+    ray.shutdown()

@@ -55,6 +55,12 @@ def empty_model(
         )
 
 
+def recompute_activations(model: PreTrainedModel) -> None:
+    """Gradient checkpointing of every decoder layer (transformers renamed the method on its way from 5.5 to 5.23)."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The repeated blocks, as the model itself names them: what FSDP shards one by one."""
     names = set(getattr(model, "_no_split_modules", None) or ())

@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 from rltrain.device import Device
 from rltrain.models import attention
 from rltrain.models.forward import PolicyModel
-from rltrain.models.load import decoder_layers, empty_model, read_weights, without_dropout
+from rltrain.models.load import decoder_layers, empty_model, read_weights, recompute_activations, without_dropout
 
 PREFIX = "causal_lm."
 
@@ -48,7 +48,7 @@ def sharded_policy(
     model.to_empty(device="cpu")
     model.tie_weights()
     if gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        recompute_activations(model)
     policy = PolicyModel(model)
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     for layer in decoder_layers(model):

@@ -43,6 +43,7 @@ class RunFolder:
         except BlockingIOError:
             file.seek(0)
             owner = file.read().strip() or "another process"
+            file.close()
             raise ConfigError(
                 f"{self.path} is in use by {owner}. Wait for it, stop it, or choose another trainer.experiment_name."
             ) from None

@@ -10,16 +10,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-
-import numpy as np
-import ray
-import torch
-import transformers
+from importlib.metadata import version
 
 from rltrain import __version__
 from rltrain.config.load import LoadedConfig, to_yaml
 from rltrain.config.schema import Config
-from rltrain.controller.cluster import reserve, start_ray
+from rltrain.controller.cluster import reserve, share, start_ray, stop_ray
 from rltrain.controller.group import WorkerGroup
 from rltrain.data.chat import ChatEncoder, PromptStore, encode_prompts
 from rltrain.data.order import BatchOrder
@@ -28,6 +24,7 @@ from rltrain.device import Device, get_device, threads_per_worker
 from rltrain.errors import Interrupted
 from rltrain.report import report
 from rltrain.rewards.pool import RewardPool
+from rltrain.rewards.registry import CustomReward
 from rltrain.trainer.checkpoint import RunFolder
 from rltrain.trainer.plan import Plan, describe, make_plan
 from rltrain.trainer.ppo import PPOTrainer, StopFlag
@@ -52,7 +49,7 @@ def run_training(loaded: LoadedConfig) -> int:
         with stop_on_signal() as stop:
             _train(loaded, plan, device, rows, prompts, folder, stop)
     finally:
-        ray.shutdown()
+        stop_ray()
         folder.release()
     sys.stdout.write(report(folder.path) + "\n")
     return 0
@@ -73,15 +70,16 @@ def _train(
         "actor_rollout_ref", reserve(cfg, device), device, threads_per_worker(cfg.trainer.n_gpus_per_node)
     )
     # A Config object would arrive as a reference too; only the data is big enough to be shared.
-    group.start(_WORKER, {"cfg": cfg, "prompts": ray.put(prompts), "with_reference": with_reference})
+    group.start(_WORKER, {"cfg": cfg, "prompts": share(prompts), "with_reference": with_reference})
+    custom = cfg.custom_reward_function
     pool = RewardPool(
-        cfg.custom_reward_function,
+        CustomReward(custom.path, custom.name, dict(custom.reward_kwargs)) if custom.path else None,
         num_workers=cfg.reward.num_workers,
         timeout_s=cfg.reward.timeout_s,
         on_error=cfg.reward.on_error,
-        splits={name: ray.put(each) for name, each in rows.items()},
+        splits={name: share(each) for name, each in rows.items()},
     )
-    pool.check("train", rows["train"][0])
+    pool.check("train")
     group.call("init_model")
     saver = Saver(cfg, folder, group, rows["train"].fingerprint())
     first_step = saver.resume()
@@ -166,12 +164,9 @@ def write_run_files(folder: RunFolder, loaded: LoadedConfig, plan: Plan) -> None
     """config.yaml (secrets masked), plan.json, env.json: what this run was."""
     folder.write("config.yaml", to_yaml(loaded.config))
     folder.write("plan.json", json.dumps(asdict(plan), indent=1, default=str))
-    versions = {
+    packages = ("torch", "transformers", "ray", "omegaconf", "numpy", "pyarrow", "safetensors")
+    versions = {name: version(name) for name in packages} | {
         "rltrain": __version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "ray": ray.__version__,
-        "numpy": np.__version__,
         "python": platform.python_version(),
         "machine": platform.platform(),
     }

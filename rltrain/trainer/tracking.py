@@ -29,6 +29,8 @@ CONSOLE = {
 
 
 class Sink(Protocol):
+    """Somewhere metrics go."""
+
     def log(self, step: int, metrics: dict[str, float]) -> None: ...
 
     def close(self) -> None: ...
@@ -77,6 +79,8 @@ class Console:
 
 
 class TensorBoard:
+    """Scalars for TensorBoard; on resume the events after the resumed step are purged."""
+
     def __init__(self, folder: Path, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
@@ -92,6 +96,8 @@ class TensorBoard:
 
 
 class WandB:
+    """A Weights & Biases run (needs the wandb package)."""
+
     def __init__(self, project: str, name: str, config: dict[str, Any], folder: Path) -> None:
         import wandb
 

@@ -1,0 +1,109 @@
+"""Workers in real processes: errors surface with role, rank and cause, within seconds."""
+
+import os
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+import ray
+import torch
+
+from rltrain.batch import Batch
+from rltrain.controller.cluster import start_ray
+from rltrain.controller.group import WorkerGroup
+from rltrain.controller.samples import Part, Samples
+from rltrain.device import get_device
+from rltrain.errors import NonFiniteError, WorkerError, WorkerLost
+from rltrain.ragged import Ragged
+from tests.tiny import small_config
+
+
+class ToyWorker:
+    """What a worker may do, good and bad."""
+
+    def __init__(self, tag: str) -> None:
+        self.tag = tag
+        self.rank = torch.distributed.get_rank()
+
+    def who(self) -> str:
+        return f"{self.tag}{self.rank}"
+
+    def make(self, start: int):
+        return Batch({"tokens": Ragged.from_rows([torch.full((2,), start), torch.full((3,), start + 1)])}), {"made": 2}
+
+    def read(self, batch: Batch):
+        return {"sum": int(batch.ragged("tokens").values.sum()), "rows": len(batch)}
+
+    def fail(self) -> None:
+        if self.rank == 1:
+            raise ValueError("the answer was 41")
+        torch.distributed.barrier()
+
+    def fail_with_ours(self) -> None:
+        raise NonFiniteError("nothing finite here")
+
+    def out_of_memory(self) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    def hang(self) -> None:
+        torch.distributed.barrier() if self.rank == 0 else time.sleep(60)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def local_ray():
+    start_ray(small_config(), get_device("cpu"))
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def group():
+    placement = ray.util.placement_group([{"CPU": 1}] * 2, strategy="STRICT_PACK")
+    group = WorkerGroup("toy", [placement], get_device("cpu"), threads=1)
+    group.start("tests.controller.test_group:ToyWorker", {"tag": ray.put("w")})
+    yield group
+    group.kill()
+    ray.util.remove_placement_group(placement)
+
+
+def test_payload_stays_in_the_store_and_finds_its_reader(group):
+    assert group.call("who") == ["w0", "w1"]
+    made = group.call_with_payload("make", per_rank=[[10], [20]], num_objects=1)
+    assert all(isinstance(ref, ray.ObjectRef) and numbers == {"made": 2} for ref, numbers in made)
+    samples = Samples(4)
+    samples.attach([Part(ref, ("tokens",), ids) for (ref, _), ids in zip(made, (np.array([0, 1]), np.array([2, 3])), strict=True)])
+    requests = [[samples.request(np.array([3, 0]), ["tokens"])], [samples.request(np.array([1]), ["tokens"])]]
+    assert group.call("read", per_rank=requests) == [{"sum": 3 * 21 + 2 * 10, "rows": 2}, {"sum": 3 * 11, "rows": 1}]
+
+
+def test_the_first_real_error_names_role_rank_and_cause(group):
+    started = time.monotonic()
+    with pytest.raises(WorkerError) as caught:
+        group.call("fail")
+    assert time.monotonic() - started < 10
+    message = str(caught.value)
+    assert "toy worker, rank 1 of 2" in message
+    assert "ValueError: the answer was 41" in message
+    assert "in fail" in message  # the worker's own traceback
+
+
+def test_our_own_errors_keep_their_type(group):
+    with pytest.raises(NonFiniteError, match="nothing finite here"):
+        group.call("fail_with_ours")
+
+
+def test_out_of_memory_says_what_to_lower(group):
+    with pytest.raises(WorkerLost, match="ppo_max_token_len_per_gpu"):
+        group.call("out_of_memory")
+
+
+def test_a_killed_worker_is_reported_within_ten_seconds(group):
+    started = time.monotonic()
+    threading.Timer(1.0, os.kill, [group.pids[1], signal.SIGKILL]).start()
+    with pytest.raises(WorkerLost) as caught:
+        group.call("hang")
+    assert time.monotonic() - started < 10
+    assert f"rank 1 of 2 (pid {group.pids[1]}" in str(caught.value)
+    assert caught.value.exit_code == 75

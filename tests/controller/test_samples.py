@@ -1,0 +1,58 @@
+import numpy as np
+import pytest
+import torch
+
+from rltrain.batch import Batch
+from rltrain.controller.samples import Part, Samples, assemble, driver_bytes
+from rltrain.ragged import Ragged
+
+
+def tokens_of(ids) -> Batch:
+    """Sample i has i + 1 tokens of value i."""
+    return Batch({"tokens": Ragged.from_rows([torch.full((i + 1,), i) for i in ids]), "prompt_length": torch.tensor([10 * i for i in ids])})
+
+
+@pytest.fixture
+def samples():
+    samples = Samples(5)
+    for ids in ([3, 0], [1, 4, 2]):
+        samples.attach([Part(tokens_of(ids), ("tokens", "prompt_length"), np.array(ids))])
+    samples.attach([Part(Batch({"score": torch.arange(5.0)}), ("score",), np.arange(5))])
+    samples.update({"advantage": np.array([0.0, 0.1, 0.2, 0.3, 0.4])})
+    return samples
+
+
+def resolve(request) -> Batch:
+    return assemble(request, [piece.ref[0] for piece in request.pieces])
+
+
+def test_a_request_brings_the_wanted_rows_in_the_wanted_order(samples):
+    batch = resolve(samples.request(np.array([4, 0, 1]), ["tokens", "prompt_length", "score"], ["advantage"]))
+    assert [row.tolist() for row in batch.ragged("tokens").rows()] == [[4] * 5, [0], [1, 1]]
+    assert batch.dense("prompt_length").tolist() == [40, 0, 10]
+    assert batch.dense("score").tolist() == [4.0, 0.0, 1.0]
+    assert batch.dense("advantage").tolist() == [0.4, 0.0, 0.1]
+
+
+def test_a_sample_may_be_requested_twice(samples):
+    assert resolve(samples.request(np.array([2, 2]), ["prompt_length"])).dense("prompt_length").tolist() == [20, 20]
+
+
+def test_an_empty_request_is_an_empty_batch(samples):
+    assert len(resolve(samples.request(np.array([], dtype=np.int64), ["tokens"]))) == 0
+
+
+def test_a_column_that_is_not_there_for_all_is_named(samples):
+    samples.attach([Part(None, ("ref_log_probs",), np.array([0, 1]))])
+    with pytest.raises(KeyError, match="'ref_log_probs' is there for 2 of 3 samples"):
+        samples.request(np.array([0, 1, 2]), ["ref_log_probs"])
+
+
+def test_bytes_through_the_driver_do_not_grow_with_tokens(samples):
+    long = Samples(5)
+    rows = [torch.zeros(10_000 * (i + 1)) for i in range(5)]
+    long.attach([Part(Batch({"tokens": Ragged.from_rows(rows)}), ("tokens",), np.arange(5))])
+    short = Samples(5)
+    short.attach([Part(tokens_of(range(5)), ("tokens",), np.arange(5))])
+    ids = np.arange(5)
+    assert driver_bytes([long.request(ids, ["tokens"])]) == driver_bytes([short.request(ids, ["tokens"])])

@@ -1,0 +1,77 @@
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rltrain.batch import Batch
+from rltrain.ragged import Ragged
+
+row_lengths = st.lists(st.integers(0, 5), min_size=1, max_size=6)
+
+
+def make(lengths: list[int]) -> Ragged:
+    return Ragged(torch.arange(sum(lengths), dtype=torch.float32), torch.tensor(lengths))
+
+
+@given(row_lengths, st.data())
+def test_select_takes_rows_in_the_given_order(lengths, data):
+    ragged = make(lengths)
+    picks = data.draw(st.lists(st.integers(0, len(lengths) - 1), max_size=8))
+    selected = ragged.select(picks)
+    assert [row.tolist() for row in selected.rows()] == [ragged[pick].tolist() for pick in picks]
+
+
+@given(row_lengths)
+def test_row_sum_and_mean_equal_a_loop(lengths):
+    ragged = make(lengths)
+    assert ragged.sum().tolist() == [float(row.sum()) for row in ragged.rows()]
+    assert torch.allclose(ragged.mean(), torch.tensor([float(row.mean()) if len(row) else 0.0 for row in ragged.rows()]))
+
+
+@given(row_lengths, st.integers(0, 6))
+def test_split_and_concat_are_inverse(lengths, cut):
+    cut = min(cut, len(lengths))
+    ragged = make(lengths)
+    parts = ragged.split([cut, len(lengths) - cut])
+    assert [len(part) for part in parts] == [cut, len(lengths) - cut]
+    assert Ragged.concat(parts) == ragged
+
+
+@given(row_lengths)
+def test_positions_restart_in_every_row(lengths):
+    assert make(lengths).positions.tolist() == [place for length in lengths for place in range(length)]
+
+
+def test_broadcast_repeats_a_number_over_its_row():
+    assert make([2, 0, 1]).broadcast(torch.tensor([5.0, 6.0, 7.0])).values.tolist() == [5.0, 5.0, 7.0]
+
+
+def test_a_batch_names_the_column_it_lacks():
+    batch = Batch({"score": torch.zeros(2)})
+    try:
+        batch["tokens"]
+    except KeyError as error:
+        assert "no column 'tokens'" in str(error)
+        assert "score" in str(error)
+    else:
+        raise AssertionError("a missing column must be an error")
+
+
+def test_a_batch_refuses_a_column_of_another_length():
+    batch = Batch({"score": torch.zeros(2)})
+    try:
+        batch.update({"text": ["a"]})
+    except ValueError as error:
+        assert "'text' has 1 rows" in str(error)
+    else:
+        raise AssertionError("columns of different length must be an error")
+
+
+def test_batch_select_split_concat_keep_columns_together():
+    batch = Batch({"tokens": make([1, 2, 3]), "score": torch.tensor([1.0, 2.0, 3.0]), "text": ["a", "b", "c"]})
+    picked = batch.select([2, 0])
+    assert picked.ragged("tokens").lengths.tolist() == [3, 1]
+    assert picked.dense("score").tolist() == [3.0, 1.0]
+    assert picked["text"] == ["c", "a"]
+    again = Batch.concat(batch.split([1, 0, 2]))
+    assert again.ragged("tokens") == batch.ragged("tokens")
+    assert again["text"] == ["a", "b", "c"]

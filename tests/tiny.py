@@ -1,0 +1,61 @@
+"""Things small enough to make in a test."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
+
+CHARACTERS = "0123456789+-=? "
+SPECIALS = ["<pad>", "<eos>", "<user>", "<assistant>", "<unk>"]
+TEMPLATE = (
+    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def save_tiny_tokenizer(folder: Path) -> None:
+    """One token a character, with a chat template."""
+    vocabulary = {token: number for number, token in enumerate([*SPECIALS, *CHARACTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>",
+        additional_special_tokens=["<user>", "<assistant>"],
+    )  # fmt: skip
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(folder)
+
+
+def save_tiny_model(folder: Path, seed: int = 0) -> Path:
+    """A random two-layer Qwen3 over the tiny tokenizer."""
+    save_tiny_tokenizer(folder)
+    config = Qwen3Config(
+        vocab_size=len(CHARACTERS) + len(SPECIALS), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, max_position_embeddings=128, tie_word_embeddings=True, eos_token_id=1, pad_token_id=0,
+        bos_token_id=None, initializer_range=0.2,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def write_arithmetic(file: Path, rows: Iterable[int]) -> Path:
+    """Sums of small numbers in verl's schema."""
+    records = []
+    for index in rows:
+        left, right = index % 7, index % 4
+        records.append(
+            {
+                "data_source": "rltrain/arithmetic",
+                "prompt": [{"role": "user", "content": f"{left}+{right}=?"}],
+                "ability": "math",
+                "reward_model": {"style": "rule", "ground_truth": str(left + right)},
+                "extra_info": {"index": index, "split": "train"},
+            }
+        )
+    pq.write_table(pa.Table.from_pylist(records), file, write_page_checksum=True)
+    return file

@@ -1,0 +1,59 @@
+import json
+
+import numpy as np
+import pytest
+
+from rltrain.errors import DataError
+from rltrain.report import learning_summary, phase_table, read_metrics, report
+from rltrain.trainer.tracking import JsonLines
+from rltrain.trainer.validation import validation_metrics
+
+
+def test_mean_best_and_worst_over_n_answers_for_each_source():
+    numbers = {"reward": np.array([1.0, 0.0, 0.0, 0.0, 0.5, 0.5]), "format": np.array([1.0, 1.0, 1.0, 1.0, np.nan, np.nan])}
+    metrics = validation_metrics(["a", "a", "b"], numbers, 2)
+    assert metrics["val-core/a/reward/mean@2"] == 0.25
+    assert metrics["val-core/a/reward/best@2"] == 0.5
+    assert metrics["val-core/a/reward/worst@2"] == 0.0
+    assert metrics["val-core/b/reward/mean@2"] == 0.5
+    assert metrics["val-aux/a/format/mean@2"] == 1.0
+    assert "val-aux/b/format/mean@2" not in metrics
+
+
+def test_acc_is_the_core_variable_where_a_scorer_gives_it():
+    metrics = validation_metrics(["a"], {"reward": np.array([-1.0]), "acc": np.array([0.0])}, 1)
+    assert metrics == {"val-aux/a/reward/mean@1": -1.0, "val-core/a/acc/mean@1": 0.0}
+
+
+def lines(count: int) -> list[dict]:
+    return [{"step": i, "timing_s/step": 2.0 + i, "timing_s/gen": 1.0, "critic/score/mean": i / 10} for i in range(1, count + 1)]
+
+
+def test_the_table_leaves_out_the_first_step_of_several():
+    table = phase_table(lines(3))
+    assert "Mean of 2 of 3 steps" in table
+    assert any(row.split()[:2] == ["step", "4.500000"] for row in table.splitlines())
+
+
+def test_learning_summary_compares_start_and_end():
+    assert "0.100 (first 1 steps) -> 0.400 (last 1 steps)" in learning_summary(lines(4))
+
+
+def test_a_resumed_run_drops_the_lines_after_the_resumed_step(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("".join(json.dumps({"step": step}) + "\n" for step in (1, 2, 3, 4)) + '{"step": 5, "trunc')
+    writer = JsonLines(file, resumed_step=2)
+    writer.log(3, {"x": 1.0})
+    writer.close()
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3]
+
+
+def test_a_fresh_run_starts_its_own_file(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    JsonLines(tmp_path / "metrics.jsonl", resumed_step=0).close()
+    assert read_metrics(tmp_path) == []
+
+
+def test_a_report_of_nothing_says_what_to_give(tmp_path):
+    with pytest.raises(DataError, match="Give the run folder"):
+        report(tmp_path)

@@ -1,3 +1,6 @@
+import os
+import time
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -108,26 +111,28 @@ def test_check_scores_the_ground_truth_as_the_answer(pool, custom):
     assert crashing.check("train")[0].status == "crashed"
 
 
-def test_a_killed_worker_is_a_clear_error(local_ray, pool):
-    made = pool(num_workers=1)
-    made.check("train")
-    local_ray.kill(made._workers[0])
-    with pytest.raises(WorkerLost, match="reward worker process is gone"):
-        made.score("train", [job(local_ray, ["1"], [0])])
-
-
-def test_shutdown_leaves_no_process(local_ray, pool, custom):
-    import os
-    import time
-
-    made = pool(custom("import os\ndef compute_score(**kwargs): return os.getpid()"))
-    pids = {int(pid) for pid in made.score("train", [job(local_ray, ["x"] * 20, range(20))])["score"]}
-    assert len(pids) == 2
-    made.shutdown()
+def wait_until_gone(pids):
     deadline = time.monotonic() + 5
     while any(os.path.exists(f"/proc/{pid}") for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+
+def test_a_killed_worker_is_a_clear_error_and_takes_its_process_along(local_ray, pool, custom):
+    made = pool(custom("import os\ndef compute_score(**kwargs): return os.getpid()"), num_workers=1)
+    pid = int(made.check("train")[0].value)
+    local_ray.kill(made._workers[0])
+    with pytest.raises(WorkerLost, match="reward worker process is gone"):
+        made.score("train", [job(local_ray, ["1"], [0])])
+    wait_until_gone([pid])
+
+
+def test_shutdown_leaves_no_process(local_ray, pool, custom):
+    made = pool(custom("import os\ndef compute_score(**kwargs): return os.getpid()"))
+    pids = {int(pid) for pid in made.score("train", [job(local_ray, ["x"] * 20, range(20))])["score"]}
+    assert len(pids) == 2
+    made.shutdown()
+    wait_until_gone(pids)
 
 
 def test_a_pool_has_at_least_one_worker(local_ray):

@@ -28,4 +28,6 @@ def tiny_model(tmp_path_factory) -> Path:
 def arithmetic_files(tmp_path_factory) -> tuple[Path, Path]:
     """train.parquet (24 rows) and test.parquet (6 rows) in verl's schema."""
     folder = tmp_path_factory.mktemp("arithmetic")
-    return write_arithmetic(folder / "train.parquet", range(24)), write_arithmetic(folder / "test.parquet", range(24, 30))
+    return write_arithmetic(folder / "train.parquet", range(24)), write_arithmetic(
+        folder / "test.parquet", range(24, 30)
+    )

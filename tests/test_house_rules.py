@@ -69,7 +69,9 @@ def test_heavy_packages_stay_in_their_homes(file):
         assert homes is None or own.startswith(homes), f"{own} may not import {name}"
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if file.name != "device.py"], ids=lambda file: str(file.relative_to(PACKAGE)))
+@pytest.mark.parametrize(
+    "file", [file for file in FILES if file.name != "device.py"], ids=lambda file: str(file.relative_to(PACKAGE))
+)
 def test_only_device_py_knows_accelerators(file):
     assert not re.search(r"torch\.(cuda|npu)\b", file.read_text())
 
@@ -112,7 +114,11 @@ def test_public_functions_and_classes_say_what_they_are():
 
 def test_main_guard_of_the_repo_speaks_of_the_project_alone():
     forbidden = re.compile(r"/work/|issue #?\d+|pypi\.org|this session", re.IGNORECASE)
-    tracked = [file for pattern in ("*.md", "scripts/*", "examples/*", "docs/**/*", "rltrain/**/*.py") for file in ROOT.glob(pattern)]
+    tracked = [
+        file
+        for pattern in ("*.md", "scripts/*", "examples/*", "docs/**/*", "rltrain/**/*.py")
+        for file in ROOT.glob(pattern)
+    ]
     for file in tracked:
         if file.is_file() and file.suffix in (".md", ".py", ".sh", ".txt", ""):
             assert not forbidden.search(file.read_text()), file

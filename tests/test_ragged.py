@@ -24,7 +24,9 @@ def test_select_takes_rows_in_the_given_order(lengths, data):
 def test_row_sum_and_mean_equal_a_loop(lengths):
     ragged = make(lengths)
     assert ragged.sum().tolist() == [float(row.sum()) for row in ragged.rows()]
-    assert torch.allclose(ragged.mean(), torch.tensor([float(row.mean()) if len(row) else 0.0 for row in ragged.rows()]))
+    assert torch.allclose(
+        ragged.mean(), torch.tensor([float(row.mean()) if len(row) else 0.0 for row in ragged.rows()])
+    )
 
 
 @given(row_lengths, st.integers(0, 6))

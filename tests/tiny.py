@@ -59,3 +59,43 @@ def write_arithmetic(file: Path, rows: Iterable[int]) -> Path:
         )
     pq.write_table(pa.Table.from_pylist(records), file, write_page_checksum=True)
     return file
+
+
+def small_run(model: Path, files: tuple[Path, Path], folder: Path, **changes: object) -> list[str]:
+    """Arguments of a run of a few seconds: 4 prompts x 4 answers a step, two optimizer steps, 2 trainer steps on one CPU process.
+
+    ``changes``: dotted keys with ``__`` for the dots.
+    """
+    keys = {
+        "algorithm.adv_estimator": "grpo",
+        "data.train_files": files[0],
+        "data.val_files": files[1],
+        "data.train_batch_size": 4,
+        "data.max_prompt_length": 16,
+        "data.max_response_length": 8,
+        "actor_rollout_ref.model.path": model,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 2,
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 64,
+        "actor_rollout_ref.actor.optim.lr": 1e-3,
+        "actor_rollout_ref.actor.use_kl_loss": True,
+        "actor_rollout_ref.actor.entropy_coeff": 0.01,
+        "actor_rollout_ref.rollout.n": 4,
+        "trainer.device": "cpu",
+        "trainer.n_gpus_per_node": 1,
+        "trainer.logger": "console",
+        "trainer.val_before_train": False,
+        "trainer.total_training_steps": 2,
+        "trainer.default_local_dir": folder,
+    }
+    keys |= {name.replace("__", "."): value for name, value in changes.items()}
+    return [f"{name}={value}" for name, value in keys.items()]
+
+
+def small_config():
+    """The defaults, on the CPU."""
+    from rltrain.config.schema import Config
+
+    config = Config()
+    config.trainer.device = "cpu"
+    config.trainer.n_gpus_per_node = 2
+    return config

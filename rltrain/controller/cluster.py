@@ -10,7 +10,7 @@ from ray.util.placement_group import PlacementGroup, placement_group
 
 from rltrain.config.schema import Config
 from rltrain.device import Device
-from rltrain.env import driver_environment
+from rltrain.env import prepare_driver, ray_address
 from rltrain.errors import ConfigError, WorkerLost
 
 _RESERVE_TIMEOUT_S = 120
@@ -22,8 +22,8 @@ def start_ray(cfg: Config, device: Device) -> None:
     On a local CPU run each worker takes one CPU slot, so there are as many slots as workers ask for, whatever the machine.
     """
     init = cfg.ray_kwargs.ray_init
-    address = init.address or os.environ.get("RAY_ADDRESS")
-    os.environ.update(driver_environment())
+    address = init.address or ray_address()
+    prepare_driver()
     if address:
         ray.init(address=address, log_to_driver=False)
         return

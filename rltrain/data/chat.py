@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from rltrain.config.schema import Config
 from rltrain.data.rows import MAX_REPORTED_PROBLEMS, PromptRow, Rows
 from rltrain.errors import DataError
 
@@ -120,6 +121,17 @@ class ChatEncoder:
     def vocab_size(self) -> int:
         """Number of tokens of the tokenizer, added ones included (a model's embedding may be larger)."""
         return len(self.tokenizer)
+
+
+def chat_encoder(cfg: Config) -> ChatEncoder:
+    """The encoder that ``model.path``, ``model.custom_chat_template`` and ``data.apply_chat_template_kwargs`` ask for."""
+    model = cfg.actor_rollout_ref.model
+    return ChatEncoder(
+        str(model.path),
+        trust_remote_code=model.trust_remote_code,
+        chat_template=model.custom_chat_template,
+        template_kwargs=dict(cfg.data.apply_chat_template_kwargs),
+    )
 
 
 @dataclass(frozen=True)

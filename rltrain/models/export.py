@@ -13,8 +13,8 @@ from rltrain.models.forward import PolicyModel
 from rltrain.models.load import empty_model, source_dtype
 from rltrain.models.shard import named_weights
 
-# Everything of the source folder but weights and what save_pretrained writes itself.
-_WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".onnx"}
+# What tokenizers, processors, chat templates and generation configs are made of.
+_COPIED_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken", ".py"}
 _WRITTEN_HERE = {"config.json", "model.safetensors.index.json", "pytorch_model.bin.index.json"}
 
 
@@ -42,5 +42,5 @@ def _copy_tokenizer(source: str, folder: Path) -> None:
         AutoTokenizer.from_pretrained(source).save_pretrained(folder)
         return
     for file in sorted(Path(source).iterdir()):
-        if file.is_file() and file.suffix not in _WEIGHT_SUFFIXES and file.name not in _WRITTEN_HERE:
+        if file.is_file() and file.suffix in _COPIED_SUFFIXES and file.name not in _WRITTEN_HERE:
             shutil.copy2(file, folder / file.name)

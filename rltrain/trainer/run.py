@@ -17,7 +17,7 @@ from rltrain.config.load import LoadedConfig, to_yaml
 from rltrain.config.schema import Config
 from rltrain.controller.cluster import reserve, share, start_ray, stop_ray
 from rltrain.controller.group import WorkerGroup
-from rltrain.data.chat import ChatEncoder, PromptStore, encode_prompts
+from rltrain.data.chat import PromptStore, chat_encoder, encode_prompts
 from rltrain.data.order import BatchOrder
 from rltrain.data.rows import Rows, read_rows
 from rltrain.device import Device, get_device, threads_per_worker
@@ -79,7 +79,8 @@ def _train(
         on_error=cfg.reward.on_error,
         splits={name: share(each) for name, each in rows.items()},
     )
-    pool.check("train")
+    for split in rows:
+        pool.check(split)
     group.call("init_model")
     saver = Saver(cfg, folder, group, rows["train"].fingerprint())
     first_step = saver.resume()

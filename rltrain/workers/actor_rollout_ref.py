@@ -19,7 +19,7 @@ from rltrain.algorithms.aggregation import Denominators
 from rltrain.algorithms.policy_losses import PolicyLossInputs
 from rltrain.batch import Batch
 from rltrain.config.schema import Config
-from rltrain.data.chat import ChatEncoder, PromptStore
+from rltrain.data.chat import PromptStore, chat_encoder
 from rltrain.device import get_device, resolve_dtype
 from rltrain.errors import NonFiniteError
 from rltrain.models.export import export_huggingface
@@ -76,7 +76,7 @@ class ActorRolloutRefWorker:
         self._config = load_config(
             model_cfg.path, trust_remote_code=model_cfg.trust_remote_code, override=dict(model_cfg.override_config)
         )
-        self._encoder = ChatEncoder(model_cfg.path, trust_remote_code=model_cfg.trust_remote_code)
+        self._encoder = chat_encoder(self._cfg)
         self._policy = self._load_policy(
             resolve_dtype(fsdp_cfg.model_dtype, self._device), model_cfg.enable_gradient_checkpointing
         )

@@ -17,7 +17,9 @@ def by_loop(scores: list[float], groups: list[int], norm_by_std: bool) -> list[f
 
 
 def test_grpo_by_hand():
-    inputs = OutcomeInputs(torch.tensor([1.0, 0.0, 0.0, 1.0, 5.0, 5.0], dtype=torch.float64), torch.tensor([7, 7, 7, 7, 3, 3]))
+    inputs = OutcomeInputs(
+        torch.tensor([1.0, 0.0, 0.0, 1.0, 5.0, 5.0], dtype=torch.float64), torch.tensor([7, 7, 7, 7, 3, 3])
+    )
     # group 7: mean 1/2, unbiased variance 4 * 1/4 / 3 = 1/3, so (1/2) * sqrt(3); group 3 has no spread.
     expected = torch.tensor([3**0.5 / 2, -(3**0.5) / 2, -(3**0.5) / 2, 3**0.5 / 2, 0, 0], dtype=torch.float64)
     assert torch.allclose(grpo(inputs, True), expected, atol=1e-5)

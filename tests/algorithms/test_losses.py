@@ -47,7 +47,9 @@ def test_clip_ratio_alone_works_and_the_pair_wins():
     assert clip_range(ActorConfig(clip_ratio=0.1, clip_ratio_high=0.28)) == ClipRange(0.1, 0.28, 3.0)
 
 
-@pytest.mark.parametrize(("kind", "value"), [("kl", 0.5), ("abs", 0.5), ("mse", 0.125), ("low_var_kl", 2.718281828**-0.5 - 1 + 0.5)])
+@pytest.mark.parametrize(
+    ("kind", "value"), [("kl", 0.5), ("abs", 0.5), ("mse", 0.125), ("low_var_kl", 2.718281828**-0.5 - 1 + 0.5)]
+)
 def test_kl_estimators_by_hand(kind, value):
     assert float(kl_per_token(torch.tensor([-1.0]), torch.tensor([-1.5]), kind)) == pytest.approx(value, abs=1e-6)
 
@@ -59,7 +61,7 @@ def test_a_step_on_the_kl_loss_lowers_the_kl(kind):
 
     def exact() -> torch.Tensor:
         log_pi = torch.log_softmax(logits, -1)
-        return (log_pi.exp() * (log_pi - torch.log_softmax(reference, -1))).sum()
+        return (log_pi.exp() * (log_pi - torch.log_softmax(reference, -1))).sum().detach()
 
     before = float(exact())
     log_pi, log_ref = torch.log_softmax(logits, -1), torch.log_softmax(reference, -1)
@@ -71,7 +73,9 @@ def test_a_step_on_the_kl_loss_lowers_the_kl(kind):
 
 
 @given(
-    st.lists(st.integers(0, 4), min_size=1, max_size=6).filter(sum), st.sampled_from(AGGREGATION_MODES), st.randoms(use_true_random=False)
+    st.lists(st.integers(0, 4), min_size=1, max_size=6).filter(sum),
+    st.sampled_from(AGGREGATION_MODES),
+    st.randoms(use_true_random=False),
 )
 def test_aggregation_is_the_same_for_any_cut(lengths, mode, random):
     denominators = Denominators(sum(lengths), sum(length > 0 for length in lengths), 8)
@@ -88,15 +92,27 @@ def test_aggregation_is_the_same_for_any_cut(lengths, mode, random):
 def test_aggregation_by_hand():
     lengths, losses = torch.tensor([1, 3]), torch.tensor([4.0, 1.0, 2.0, 3.0])
     denominators = Denominators(tokens=4, sequences=2, max_response_length=10)
-    expected = {"token-mean": 2.5, "seq-mean-token-sum": 5.0, "seq-mean-token-mean": 3.0, "seq-mean-token-sum-norm": 0.5}
-    assert {mode: float((token_weights(mode, lengths, denominators) * losses).sum()) for mode in AGGREGATION_MODES} == pytest.approx(expected)
+    expected = {
+        "token-mean": 2.5,
+        "seq-mean-token-sum": 5.0,
+        "seq-mean-token-mean": 3.0,
+        "seq-mean-token-sum-norm": 0.5,
+    }
+    assert {
+        mode: float((token_weights(mode, lengths, denominators) * losses).sum()) for mode in AGGREGATION_MODES
+    } == pytest.approx(expected)
 
 
 def test_entropy_bonus_and_kl_enter_with_their_signs():
     cfg = ActorConfig(entropy_coeff=0.1, kl_loss_coef=0.5, kl_loss_type="kl", use_kl_loss=True)
     inputs = PolicyLossInputs(torch.zeros(2), torch.zeros(2), torch.ones(2))
     result = actor_loss(
-        inputs, torch.tensor([2]), Denominators(2, 1, 4), cfg, entropy=torch.full((2,), 3.0), ref_log_probs=torch.full((2,), -1.0)
+        inputs,
+        torch.tensor([2]),
+        Denominators(2, 1, 4),
+        cfg,
+        entropy=torch.full((2,), 3.0),
+        ref_log_probs=torch.full((2,), -1.0),
     )
     assert float(result.shares["pg_loss"]) == pytest.approx(-1.0)
     assert float(result.loss) == pytest.approx(-1.0 - 0.1 * 3.0 + 0.5 * 1.0)

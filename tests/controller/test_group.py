@@ -73,7 +73,9 @@ def test_payload_stays_in_the_store_and_finds_its_reader(group):
     made = group.call_with_payload("make", per_rank=[[10], [20]], num_objects=1)
     assert all(isinstance(ref, ray.ObjectRef) and numbers == {"made": 2} for ref, numbers in made)
     samples = Samples(4)
-    samples.attach([Part(ref, ("tokens",), ids) for (ref, _), ids in zip(made, (np.array([0, 1]), np.array([2, 3])), strict=True)])
+    samples.attach(
+        [Part(ref, ("tokens",), ids) for (ref, _), ids in zip(made, (np.array([0, 1]), np.array([2, 3])), strict=True)]
+    )
     requests = [[samples.request(np.array([3, 0]), ["tokens"])], [samples.request(np.array([1]), ["tokens"])]]
     assert group.call("read", per_rank=requests) == [{"sum": 3 * 21 + 2 * 10, "rows": 2}, {"sum": 3 * 11, "rows": 1}]
 

@@ -9,7 +9,12 @@ from rltrain.ragged import Ragged
 
 def tokens_of(ids) -> Batch:
     """Sample i has i + 1 tokens of value i."""
-    return Batch({"tokens": Ragged.from_rows([torch.full((i + 1,), i) for i in ids]), "prompt_length": torch.tensor([10 * i for i in ids])})
+    return Batch(
+        {
+            "tokens": Ragged.from_rows([torch.full((i + 1,), i) for i in ids]),
+            "prompt_length": torch.tensor([10 * i for i in ids]),
+        }
+    )
 
 
 @pytest.fixture

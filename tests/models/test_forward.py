@@ -3,7 +3,15 @@
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, CohereConfig, GraniteConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3MoeConfig,
+)
 
 from rltrain.batch import Batch
 from rltrain.device import get_device
@@ -84,7 +92,11 @@ def test_packed_log_probs_entropy_and_gradient_equal_transformers(model_folder):
     assert torch.allclose(entropy, expected_entropy, atol=5e-6)
     (log_probs.sum() + 0.3 * entropy.sum()).backward()
     (expected.sum() + 0.3 * expected_entropy.sum()).backward()
-    found = {name.removeprefix("causal_lm."): p.grad.full_tensor() for name, p in policy.named_parameters() if p.grad is not None}
+    found = {
+        name.removeprefix("causal_lm."): p.grad.full_tensor()
+        for name, p in policy.named_parameters()
+        if p.grad is not None
+    }
     for name, parameter in plain.named_parameters():
         scale = parameter.grad.abs().max().clamp(min=1e-3)
         assert torch.allclose(found[name] / scale, parameter.grad / scale, atol=2e-5), name
@@ -123,7 +135,13 @@ def test_samples_do_not_see_each_other(tiny_model):
 
     def log_probs(rows):
         count = len(rows)
-        batch = Batch({"tokens": Ragged.from_rows(rows), "prompt_length": torch.full((count,), 2), "response_length": torch.zeros(count)})
+        batch = Batch(
+            {
+                "tokens": Ragged.from_rows(rows),
+                "prompt_length": torch.full((count,), 2),
+                "response_length": torch.zeros(count),
+            }
+        )
         with torch.no_grad():
             return policy(pack(batch, torch.device("cpu")), 1.0, False)[0]
 

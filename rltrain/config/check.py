@@ -1,0 +1,265 @@
+"""Rules between keys. All errors at once; each names key, value and way out."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rltrain.config.keys import all_keys
+from rltrain.config.load import LoadedConfig
+from rltrain.config.schema import Config
+from rltrain.errors import ConfigError
+
+_A = "actor_rollout_ref."
+_DEVICES = ("auto", "npu", "cuda", "cpu")
+_LOGGERS = ("console", "tensorboard", "wandb")
+# key -> its allowed values
+_CHOICES = {
+    "data.truncation": ("error", "left", "right", "middle"),
+    _A + "actor.strategy": ("fsdp2", "fsdp"),
+    _A + "actor.optim.lr_scheduler_type": ("constant", "cosine"),
+    "algorithm.kl_ctrl.type": ("fixed", "adaptive"),
+    "trainer.device": _DEVICES,
+    "trainer.resume_mode": ("auto", "disable", "resume_path"),
+    "trainer.on_nonfinite": ("stop", "skip"),
+}
+# key -> smallest value
+_AT_LEAST = {
+    "data.train_batch_size": 1,
+    "data.max_prompt_length": 1,
+    "data.max_response_length": 1,
+    _A + "actor.ppo_mini_batch_size": 1,
+    _A + "actor.ppo_epochs": 1,
+    _A + "actor.ppo_micro_batch_size_per_gpu": 1,
+    _A + "actor.ppo_max_token_len_per_gpu": 1,
+    _A + "actor.ulysses_sequence_parallel_size": 1,
+    _A + "actor.optim.lr": 0,
+    _A + "actor.clip_ratio": 0,
+    _A + "actor.clip_ratio_c": 1,
+    _A + "rollout.n": 1,
+    _A + "rollout.temperature": 0,
+    _A + "rollout.max_num_seqs": 1,
+    _A + "rollout.tensor_model_parallel_size": 1,
+    _A + "rollout.val_kwargs.n": 1,
+    "trainer.nnodes": 1,
+    "trainer.n_gpus_per_node": 1,
+    "trainer.total_epochs": 1,
+    "trainer.total_training_steps": 1,
+    "reward.num_workers": 1,
+    "reward.timeout_s": 0.01,
+}
+# key -> the values this version can run, and what to do instead
+_AVAILABLE: dict[str, tuple[tuple[Any, ...], str]] = {
+    "algorithm.adv_estimator": (("grpo",), "Use algorithm.adv_estimator=grpo."),
+    "algorithm.use_kl_in_reward": ((False,), "Use actor_rollout_ref.actor.use_kl_loss=True."),
+    "algorithm.filter_groups.enable": ((False,), "Leave it out."),
+    "reward_model.enable": ((False,), "Use the rule rewards, or custom_reward_function.path."),
+    "reward_model.reward_manager": (("naive",), "Use reward_model.reward_manager=naive."),
+    _A + "actor.policy_loss.loss_mode": (("vanilla",), "Use loss_mode=vanilla."),
+    _A + "actor.kl_loss_type": (("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"), "Use kl_loss_type=low_var_kl."),
+    _A + "actor.loss_agg_mode": (
+        ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"),
+        "Use loss_agg_mode=token-mean.",
+    ),
+    _A + "actor.shuffle": ((False,), "Leave it out: the order of prompts is shuffled by data.shuffle."),
+    _A + "actor.ulysses_sequence_parallel_size": ((1,), "Use 1, and a token budget that holds the longest sequence."),
+    _A + "ref.ulysses_sequence_parallel_size": ((1,), "Use 1."),
+    _A + "model.lora_rank": ((0,), "Use lora_rank=0: all weights are trained."),
+    _A + "rollout.name": (("hf",), "Use rollout.name=hf."),
+    _A + "rollout.tensor_model_parallel_size": ((1,), "Use 1 with rollout.name=hf."),
+}
+
+
+def get(config: Config, key: str) -> Any:
+    """The value of a dotted key."""
+    value: Any = config
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def check(loaded: LoadedConfig) -> None:
+    """Raise ConfigError with every rule that the config breaks."""
+    config = loaded.config
+    problems = [*_values(config), *_batch(config), *_budgets(config), *_rest(config)]
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def unavailable(config: Config) -> list[str]:
+    """What the config asks for that this version cannot run; each with what to use instead."""
+    lines = []
+    for key, (values, advice) in _AVAILABLE.items():
+        value = get(config, key)
+        if value not in values:
+            lines.append(f"{key}={value} is not in this version. {advice}")
+    return lines
+
+
+def missing_files(config: Config) -> list[str]:
+    """Local files and folders that the config names and that are not there."""
+    lines = []
+    named = [("data.train_files", path) for path in as_list(config.data.train_files)]
+    named += [("data.val_files", path) for path in as_list(config.data.val_files)]
+    named += [("custom_reward_function.path", path) for path in as_list(config.custom_reward_function.path)]
+    model = config.actor_rollout_ref.model.path
+    if model and model.startswith(("/", ".", "~")):
+        named.append((_A + "model.path", model))
+    if config.trainer.resume_mode == "resume_path":
+        named.append(("trainer.resume_from_path", str(config.trainer.resume_from_path)))
+    for key, path in named:
+        if not Path(path).expanduser().exists():
+            lines.append(f"{key}: {path} does not exist.{_nearest_file(Path(path).expanduser())}")
+    return lines
+
+
+def without_effect(loaded: LoadedConfig) -> list[str]:
+    """The keys the user set that change nothing in the chosen mode, and why."""
+    config, explicit = loaded.config, loaded.explicit
+    lines = [f"{key}: {text[0].lower()}{text[1:]}" for key, text in _no_effect_texts(config) if key in explicit]
+    actor, ref, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.actor_rollout_ref.rollout
+    for prefix, dynamic, budget, dynamic_key in (
+        (_A + "actor.ppo_micro_batch_size", actor.use_dynamic_bsz, _A + "actor.ppo_max_token_len_per_gpu", "actor.use_dynamic_bsz"),
+        (_A + "ref.log_prob_micro_batch_size", ref.log_prob_use_dynamic_bsz, _A + "ref.log_prob_max_token_len_per_gpu",
+         "ref.log_prob_use_dynamic_bsz"),
+        (_A + "rollout.log_prob_micro_batch_size", rollout.log_prob_use_dynamic_bsz, _A + "rollout.log_prob_max_token_len_per_gpu",
+         "rollout.log_prob_use_dynamic_bsz"),
+    ):  # fmt: skip
+        if dynamic:
+            dead = [key for key in (prefix, prefix + "_per_gpu") if key in explicit]
+            lines += [f"{key}: no effect: {dynamic_key}=True cuts by tokens ({budget})" for key in dead]
+        elif budget in explicit:
+            lines.append(f"{budget}: no effect: {dynamic_key}=False cuts by samples ({prefix}_per_gpu)")
+    val = rollout.val_kwargs
+    if val.n > 1 and (not val.do_sample or val.temperature == 0):
+        lines.append(
+            f"{_A}rollout.val_kwargs.n={val.n}: no effect: validation is greedy, so one answer says all; set do_sample=True"
+        )
+    if not actor.use_kl_loss:
+        lines += [
+            f"{key}: no effect: use_kl_loss=False"
+            for key in (_A + "actor.kl_loss_coef", _A + "actor.kl_loss_type")
+            if key in explicit
+        ]
+    if "trainer.critic_warmup" in explicit and config.trainer.critic_warmup > 0:
+        lines.append("trainer.critic_warmup: no effect: there is no critic")
+    if not as_list(config.data.val_files) and (config.trainer.test_freq > 0):
+        lines.append("trainer.test_freq: no effect: data.val_files is not set")
+    return lines
+
+
+def as_list(value: Any) -> list[str]:
+    """A list key that may be null or a bare string."""
+    if value is None:
+        return []
+    return [str(item) for item in value] if isinstance(value, list | tuple) else [str(value)]
+
+
+def _no_effect_texts(config: Config) -> Iterator[tuple[str, str]]:
+    """Keys whose help text says that they have no effect, unless they are set to what happens anyway."""
+    always = {
+        _A + "model.use_remove_padding": True,
+        "trainer.balance_batch": True,
+        _A + "actor.use_torch_compile": False,
+    }
+    engine = config.actor_rollout_ref.rollout.name
+    for key, known in all_keys().items():
+        if f"(no effect with name={engine}" in known.help:
+            yield key, f"no effect with rollout.name={engine}"
+        elif (
+            known.help.startswith("No effect")
+            and get(config, key) != always.get(key, object())
+            and get(config, key) is not None
+        ):
+            yield key, known.help.rstrip(".")
+
+
+def _values(config: Config) -> Iterator[str]:
+    for key, values in _CHOICES.items():
+        if get(config, key) not in values:
+            yield f"{key}={get(config, key)}: use one of {', '.join(values)}."
+    for key, least in _AT_LEAST.items():
+        value = get(config, key)
+        if value is not None and value < least:
+            yield f"{key}={value}: it must be at least {least}."
+    for key in ("rollout.top_p", "rollout.val_kwargs.top_p", "rollout.gpu_memory_utilization"):
+        value = get(config, _A + key)
+        if not 0 < value <= 1:
+            yield f"{_A}{key}={value}: it must be over 0 and at most 1."
+    for logger in config.trainer.logger:
+        if logger not in _LOGGERS:
+            yield f"trainer.logger={config.trainer.logger}: '{logger}' is not a tracker rltrain has. Use {', '.join(_LOGGERS)}."
+
+
+def _batch(config: Config) -> Iterator[str]:
+    actor, rollout, prompts = (
+        config.actor_rollout_ref.actor,
+        config.actor_rollout_ref.rollout,
+        config.data.train_batch_size,
+    )
+    if prompts % actor.ppo_mini_batch_size:
+        yield (
+            f"data.train_batch_size={prompts} is not a multiple of {_A}actor.ppo_mini_batch_size={actor.ppo_mini_batch_size}, so some prompts "
+            f"would be left out of every step. Try ppo_mini_batch_size={_largest_divisor(prompts, actor.ppo_mini_batch_size)}."
+        )
+    if config.algorithm.adv_estimator == "grpo" and rollout.n < 2:
+        yield (
+            f"algorithm.adv_estimator=grpo compares answers to one prompt, so {_A}rollout.n must be >= 2 (got {rollout.n}). "
+            f"Try {_A}rollout.n=8."
+        )
+    if rollout.do_sample and rollout.temperature == 0:
+        yield f"{_A}rollout.temperature=0 makes all answers to a prompt alike, and nothing is learned. Try 1.0."
+    devices = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    for key, size in (
+        (_A + "actor.ulysses_sequence_parallel_size", actor.ulysses_sequence_parallel_size),
+        (_A + "rollout.tensor_model_parallel_size", rollout.tensor_model_parallel_size),
+    ):
+        if size and devices % size:
+            yield f"{key}={size} does not divide the {devices} devices (trainer.nnodes x trainer.n_gpus_per_node)."
+
+
+def _budgets(config: Config) -> Iterator[str]:
+    actor, ref, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.actor_rollout_ref.rollout
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    for key, dynamic, tokens, group in (
+        ("actor.ppo_max_token_len_per_gpu", actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu, actor.ulysses_sequence_parallel_size),
+        ("rollout.log_prob_max_token_len_per_gpu", rollout.log_prob_use_dynamic_bsz, rollout.log_prob_max_token_len_per_gpu,
+         actor.ulysses_sequence_parallel_size),
+        ("ref.log_prob_max_token_len_per_gpu", ref.log_prob_use_dynamic_bsz, ref.log_prob_max_token_len_per_gpu,
+         ref.ulysses_sequence_parallel_size),
+    ):  # fmt: skip
+        if dynamic and tokens * group < longest:
+            yield (
+                f"{_A}{key}={tokens} cannot hold the longest sequence: data.max_prompt_length + data.max_response_length = {longest} tokens"
+                + (f" over {group} devices" if group > 1 else "")
+                + f". Set it to at least {-(-longest // group)}."
+            )
+    if not actor.use_dynamic_bsz and actor.ppo_micro_batch_size_per_gpu is None and actor.ppo_micro_batch_size is None:
+        yield f"{_A}actor.use_dynamic_bsz=False needs {_A}actor.ppo_micro_batch_size_per_gpu (samples per forward on one device). Try 4."
+    if actor.ppo_micro_batch_size is not None and actor.ppo_micro_batch_size_per_gpu is not None:
+        yield f"{_A}actor.ppo_micro_batch_size and …_per_gpu are both set. Keep {_A}actor.ppo_micro_batch_size_per_gpu."
+
+
+def _rest(config: Config) -> Iterator[str]:
+    trainer = config.trainer
+    if not config.actor_rollout_ref.model.path:
+        yield f"{_A}model.path is not set. Give a Hugging Face folder or hub name."
+    if not as_list(config.data.train_files):
+        yield "data.train_files is not set. Give one or more parquet files (see data_preprocess/)."
+    if trainer.resume_mode == "resume_path" and not trainer.resume_from_path:
+        yield "trainer.resume_mode=resume_path needs trainer.resume_from_path=…/global_step_N."
+    if len(config.actor_rollout_ref.actor.optim.betas) != 2:
+        yield f"{_A}actor.optim.betas={config.actor_rollout_ref.actor.optim.betas}: give two numbers."
+
+
+def _largest_divisor(number: int, limit: int) -> int:
+    return next(size for size in range(min(limit, number), 0, -1) if number % size == 0)
+
+
+def _nearest_file(path: Path) -> str:
+    if not path.parent.is_dir():
+        return ""
+    near = difflib.get_close_matches(path.name, [entry.name for entry in path.parent.iterdir()], n=1)
+    return f" Did you mean {path.parent / near[0]}?" if near else ""

@@ -1,0 +1,129 @@
+"""Files and dotted overrides -> one typed `Config`. All mistakes are reported together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from rltrain.config.keys import all_keys, free_form_parent, is_known, nearest
+from rltrain.config.renames import ignored_because, refused_because, rename
+from rltrain.config.schema import Config
+from rltrain.errors import ConfigError
+
+_SECRETS = ("password", "secret", "api_key", "apikey", "access_key", "_token", "auth_token")
+
+
+@dataclass(frozen=True)
+class LoadedConfig:
+    """config: resolved. explicit: the keys the user set, in our spelling. warnings: renames, and keys without effect."""
+
+    config: Config
+    explicit: frozenset[str] = frozenset()
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass
+class _Reader:
+    tree: DictConfig = field(default_factory=lambda: OmegaConf.structured(Config))
+    explicit: set[str] = field(default_factory=set)
+    warnings: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def set(self, written: str, value: Any) -> None:
+        """Take over one key, in any spelling."""
+        key = rename(written)
+        if key != written:
+            self.warnings.append(f"{written} is called {key} here")
+        if advice := refused_because(key):
+            self.problems.append(f"'{written}' is not a key of this trainer; {advice}.")
+        elif is_known(key):
+            self._assign(key, value)
+        elif why := ignored_because(key):
+            self.warnings.append(f"{written} has no effect: {why}")
+        else:
+            meant = nearest(key)
+            hint = f" Did you mean {', '.join(meant)}?" if meant else " See --help."
+            self.problems.append(f"unknown key '{written}'.{hint}")
+
+    def _assign(self, key: str, value: Any) -> None:
+        known = all_keys().get(key)
+        if known and known.type_name.startswith("list") and isinstance(value, str):
+            value = [value]
+        try:
+            OmegaConf.update(self.tree, key, value, force_add=free_form_parent(key) is not None)
+        except OmegaConfBaseException:
+            expected = known.type_name if known else "a plain value"
+            self.problems.append(f"{key}={value}: expected {expected}, got {type(value).__name__}.")
+        self.explicit.add(key)
+
+
+def load_config(overrides: Sequence[str], files: Sequence[str] = ()) -> LoadedConfig:
+    """Defaults < each file < each ``key=value``; later wins. Raises ConfigError with every problem found."""
+    reader = _Reader()
+    for file in files:
+        for key, value in _leaves(_read_file(file), ""):
+            reader.set(key, value)
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        key = key.lstrip("+").strip()
+        if not equals or not key:
+            reader.problems.append(
+                f"'{override}' is not of the form key=value. Quote values with spaces; flags are listed by --help."
+            )
+            continue
+        try:
+            reader.set(key, OmegaConf.from_dotlist([f"value={text}"]).value)
+        except (YAMLError, OmegaConfBaseException) as error:
+            reader.problems.append(
+                f"{key}={text}: the value is not valid YAML ({str(error).splitlines()[0]}). Quote it."
+            )
+    if reader.problems:
+        raise ConfigError("\n".join(reader.problems))
+    try:
+        config = OmegaConf.to_object(reader.tree)
+    except OmegaConfBaseException as error:
+        raise ConfigError(str(error).splitlines()[0]) from error
+    assert isinstance(config, Config)
+    return LoadedConfig(config, frozenset(reader.explicit), tuple(reader.warnings))
+
+
+def to_yaml(config: Config) -> str:
+    """The resolved configuration, secrets masked."""
+    return OmegaConf.to_yaml(OmegaConf.create(_masked(OmegaConf.to_container(OmegaConf.structured(config)))))
+
+
+def _masked(value: Any, name: str = "") -> Any:
+    if isinstance(value, dict):
+        return {key: _masked(item, str(key)) for key, item in value.items()}
+    if isinstance(value, str) and value and any(secret in name.lower() for secret in _SECRETS):
+        return "***"
+    return value
+
+
+def _read_file(file: str) -> dict[str, Any]:
+    if not Path(file).is_file():
+        raise ConfigError(f"--config {file}: there is no such file.")
+    try:
+        content = OmegaConf.to_container(OmegaConf.load(file))
+    except (YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"--config {file} is not valid YAML: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"--config {file}: expected a mapping of keys to values.")
+    content.pop("defaults", None)  # Hydra's list of files; the values it stands for are the defaults here
+    return {str(key): value for key, value in content.items()}
+
+
+def _leaves(tree: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        known = all_keys().get(rename(key))
+        if isinstance(value, dict) and not (known and known.free_form):
+            yield from _leaves(value, f"{key}.")
+        else:
+            yield key, value

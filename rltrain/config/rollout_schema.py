@@ -1,0 +1,94 @@
+"""Keys under actor_rollout_ref.rollout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+_ACTOR = "${actor_rollout_ref.actor."
+
+
+@dataclass
+class ValKwargs:
+    """How validation answers are sampled."""
+
+    do_sample: bool = False
+    """Sample; False: greedy, whatever the temperature."""
+    n: int = 1
+    """Answers per validation prompt."""
+    temperature: float = 0.0
+    """Sampling temperature; 0: greedy."""
+    top_k: int = -1
+    """Sample among the k likeliest tokens; -1: all."""
+    top_p: float = 1.0
+    """Sample among the likeliest tokens that hold this probability."""
+
+
+@dataclass
+class RolloutConfig:
+    """Generation, and the pass that recomputes the log-probs of what was generated."""
+
+    name: str = "hf"
+    """Engine: hf (embedded decode loop)."""
+    mode: str = "sync"
+    """No effect: every step generates with the current weights."""
+    n: int = 1
+    """Answers per prompt."""
+    temperature: float = 1.0
+    """Sampling temperature; log-probs in training are those of this temperature."""
+    top_k: int = -1
+    """Sample among the k likeliest tokens; -1, 0, or more than the vocabulary: all."""
+    top_p: float = 1.0
+    """Sample among the likeliest tokens that hold this probability."""
+    do_sample: bool = True
+    """Sample; False: greedy."""
+    ignore_eos: bool = False
+    """Go on to max_response_length past the end token."""
+    seed: int | None = None
+    """Decides all sampling; null: data.seed."""
+    val_kwargs: ValKwargs = field(default_factory=ValKwargs)
+    """Validation sampling."""
+    dtype: str = "auto"
+    """dtype of the engine's weights: auto is bfloat16 on NPU and GPU, float32 on CPU."""
+    tensor_model_parallel_size: int = 1
+    """Devices per engine replica."""
+    data_parallel_size: int = 1
+    """No effect: the number of replicas follows from the devices."""
+    gpu_memory_utilization: float = 0.5
+    """Share of device memory for the engine (no effect with name=hf)."""
+    max_num_seqs: int = 256
+    """Most answers an engine decodes at once."""
+    max_num_batched_tokens: int = 8192
+    """Most tokens an engine computes at once (no effect with name=hf)."""
+    max_model_len: int | None = None
+    """Longest sequence of the engine; null: prompt plus response limit (no effect with name=hf)."""
+    enforce_eager: bool = True
+    """Run the engine without graphs (no effect with name=hf)."""
+    enable_chunked_prefill: bool = True
+    """Prefill long prompts in pieces (no effect with name=hf)."""
+    enable_prefix_caching: bool = True
+    """Reuse the cache of common prefixes (no effect with name=hf: the answers to a prompt always share its prefill)."""
+    free_cache_engine: bool = True
+    """Free the engine's memory outside generation (always done)."""
+    load_format: str = "auto"
+    """No effect: the engine gets its weights from the trainer."""
+    layered_summon: bool = False
+    """No effect: weights are always gathered one by one."""
+    multi_stage_wake_up: bool = False
+    """No effect: the engine is always woken in stages."""
+    calculate_log_probs: bool = True
+    """No effect: the engine always returns log-probs."""
+    disable_log_stats: bool = True
+    """No effect with name=hf."""
+    update_weights_bucket_megabytes: int = 512
+    """Weights are handed to the engine in pieces of this size (no effect with name=hf)."""
+    engine_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Free-form arguments of the engine, under its name."""
+    log_prob_micro_batch_size_per_gpu: int | None = None
+    """old_log_prob pass: samples per forward on one device, when log_prob_use_dynamic_bsz=False."""
+    log_prob_micro_batch_size: int | None = None
+    """Old: the same over all data-parallel ranks."""
+    log_prob_use_dynamic_bsz: bool = _ACTOR + "use_dynamic_bsz}"  # type: ignore[assignment]
+    """old_log_prob pass: cut by tokens instead of by samples."""
+    log_prob_max_token_len_per_gpu: int = _ACTOR + "ppo_max_token_len_per_gpu}"  # type: ignore[assignment]
+    """old_log_prob pass: tokens per forward on one device."""

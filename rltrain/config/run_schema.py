@@ -1,0 +1,170 @@
+"""Keys outside actor_rollout_ref: algorithm, critic, rewards, trainer, Ray."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class KLControlConfig:
+    """Weight of the KL in the reward."""
+
+    type: str = "fixed"
+    """fixed or adaptive."""
+    kl_coef: float = 0.001
+    """Weight (adaptive: at the start)."""
+    horizon: int = 10000
+    """Adaptive: samples over which the weight adapts."""
+    target_kl: float = 0.1
+    """Adaptive: the KL to hold."""
+
+
+@dataclass
+class FilterGroupsConfig:
+    """DAPO's dynamic sampling."""
+
+    enable: bool = False
+    """Generate again in place of groups whose answers all score alike."""
+    metric: str = "acc"
+    """What is compared."""
+    max_num_gen_batches: int = 0
+    """Most extra rounds of generation."""
+
+
+@dataclass
+class AlgorithmConfig:
+    """How advantages come from rewards."""
+
+    adv_estimator: str = "gae"
+    """Advantage estimator: grpo."""
+    gamma: float = 1.0
+    """Discount of later rewards (gae)."""
+    lam: float = 1.0
+    """GAE's lambda."""
+    norm_adv_by_std_in_grpo: bool = True
+    """grpo: divide by the standard deviation of the group; False: Dr. GRPO."""
+    use_kl_in_reward: bool = False
+    """Subtract the KL to the reference from the reward."""
+    kl_penalty: str = "kl"
+    """Estimator of that KL."""
+    kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
+    """Weight of that KL."""
+    filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
+    """Dynamic sampling."""
+
+
+@dataclass
+class CustomRewardConfig:
+    """Your own reward function."""
+
+    path: str | None = None
+    """Python file with the function; null: the built-in scorer of each data_source."""
+    name: str = "compute_score"
+    """Function (data_source, solution_str, ground_truth, extra_info) -> number, or dict with 'score'."""
+    reward_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Free-form: further keyword arguments of the function."""
+
+
+@dataclass
+class RewardConfig:
+    """Where and how long scorers run."""
+
+    num_workers: int = 1
+    """Processes that score answers."""
+    timeout_s: float = 10.0
+    """Seconds one answer may take; then its scorer is killed and the answer counts as failed."""
+    on_error: float = 0.0
+    """Score of an answer that could not be scored (counted in reward/error_rate)."""
+
+
+@dataclass
+class RewardModelConfig:
+    """Rewards by a model."""
+
+    enable: bool = False
+    """Score answers with a reward model."""
+    reward_manager: str = "naive"
+    """How rule rewards are computed: naive (one answer at a time)."""
+    reward_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Free-form: arguments of the reward manager."""
+    launch_reward_fn_async: bool = False
+    """No effect: scoring always runs in its own processes."""
+
+
+@dataclass
+class TrainerConfig:
+    """The run: devices, steps, validation, saving, logging."""
+
+    device: str = "auto"
+    """auto, npu, cuda or cpu."""
+    nnodes: int = 1
+    """Nodes."""
+    n_gpus_per_node: int = 8
+    """Devices (and so workers) per node; on a CPU the number of worker processes."""
+    total_epochs: int = 30
+    """Passes over the training prompts."""
+    total_training_steps: int | None = None
+    """Steps; where set it wins over total_epochs."""
+    critic_warmup: int = 0
+    """Steps in which only the critic learns (no effect without a critic)."""
+    val_before_train: bool = True
+    """Validate before the first step."""
+    val_only: bool = False
+    """Stop after that validation."""
+    test_freq: int = -1
+    """Validate every so many steps and after the last; -1: never."""
+    save_freq: int = -1
+    """Save every so many steps; -1: only at the end."""
+    save_at_end: bool = True
+    """Save when the run ends or is stopped by a signal."""
+    default_local_dir: str = "checkpoints/${trainer.project_name}/${trainer.experiment_name}"
+    """Run folder: checkpoints, metrics, logs. On several nodes it must be storage that all of them see."""
+    max_actor_ckpt_to_keep: int | None = None
+    """Checkpoints to keep; null: all."""
+    max_critic_ckpt_to_keep: int | None = None
+    """No effect: a checkpoint holds all roles; see max_actor_ckpt_to_keep."""
+    resume_mode: str = "auto"
+    """auto (newest checkpoint in the run folder), disable, or resume_path."""
+    resume_from_path: str | None = None
+    """Checkpoint folder (global_step_N) for resume_mode=resume_path."""
+    resume_weights_only: bool = False
+    """Take only the weights from the checkpoint and start at step 0."""
+    project_name: str = "rltrain"
+    """Name for trackers and the default run folder."""
+    experiment_name: str = "run"
+    """Name for trackers and the default run folder."""
+    logger: list[str] = field(default_factory=lambda: ["console", "tensorboard"])
+    """console, tensorboard, wandb. metrics.jsonl is always written."""
+    on_nonfinite: str = "stop"
+    """When a loss or gradient is not finite: stop, or skip the optimizer step (three in a row stop)."""
+    balance_batch: bool = True
+    """No effect: samples are always spread over devices by length."""
+    log_val_generations: int = 0
+    """No effect in this version."""
+    rollout_data_dir: str | None = None
+    """No effect in this version."""
+    validation_data_dir: str | None = None
+    """No effect in this version."""
+    default_hdfs_dir: str | None = None
+    """No effect: mount remote storage and set default_local_dir."""
+    del_local_ckpt_after_load: bool = False
+    """No effect: see max_actor_ckpt_to_keep."""
+
+
+@dataclass
+class RayInitConfig:
+    """Arguments of ray.init."""
+
+    address: str | None = None
+    """Cluster to join ("auto" finds the one on this node); null: RAY_ADDRESS, else a local Ray."""
+    num_cpus: int | None = None
+    """CPU slots of a local Ray; null: the larger of cores and workers."""
+
+
+@dataclass
+class RayConfig:
+    """Ray."""
+
+    ray_init: RayInitConfig = field(default_factory=RayInitConfig)
+    """Arguments of ray.init."""

@@ -1,0 +1,38 @@
+"""Every environment variable that rltrain sets, in one place. What a user has set already is left alone."""
+
+from __future__ import annotations
+
+import os
+
+# Ascend, as vllm-ascend's and HCCL's documentation ask for reinforcement learning. Not verified on hardware.
+_NPU = {
+    "HCCL_CONNECT_TIMEOUT": "1500",
+    "HCCL_EXEC_TIMEOUT": "3600",
+    "HCCL_HOST_SOCKET_PORT_RANGE": "60000-60050",
+    "HCCL_NPU_SOCKET_PORT_RANGE": "61000-61050",
+    "TASK_QUEUE_ENABLE": "2",
+    # Weights in the NZ layout cannot be overwritten in place.
+    "VLLM_ASCEND_ENABLE_NZ": "0",
+}
+_CUDA = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+# Big activations come and go: do not hand them back to the kernel every time. Waiting OpenMP threads must not spin.
+_CPU = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "1073741824", "OMP_WAIT_POLICY": "PASSIVE"}
+_BY_DEVICE = {"npu": _NPU, "cuda": _CUDA, "cpu": _CPU}
+
+
+def worker_environment(device: str, threads: int) -> dict[str, str]:
+    """Environment of a worker process on ``device`` (npu, cuda, cpu) with ``threads`` CPU threads."""
+    wanted = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", **_BY_DEVICE[device]}
+    return {name: os.environ.get(name, value) for name, value in wanted.items()}
+
+
+def prepare_driver() -> None:
+    """Environment of the driver, before Ray starts."""
+    # Ray warns that it will stop hiding devices from actors that ask for none; that is what we want.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+
+
+def ray_address() -> str | None:
+    """The cluster that RAY_ADDRESS points at, or None."""
+    return os.environ.get("RAY_ADDRESS") or None

@@ -1,0 +1,162 @@
+"""``python -m rltrain.main_ppo key=value ...``: parse, check, run."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+from rltrain import __version__
+from rltrain.errors import ConfigError, RltrainError
+
+USAGE = """\
+usage: python -m rltrain.main_ppo [--config FILE]... [key=value]...
+
+Train a language model with PPO or GRPO. Keys are verl's; later settings win: defaults < --config files < key=value.
+
+  --help [SECTION]   keys of a section (or of all), with type, default and meaning
+  --version          version of rltrain
+  --print-config     print the resolved configuration and stop
+  --dry-run          print what a run would do, what has no effect and what does not fit, and stop
+  --config FILE      read settings from a YAML file (repeatable)
+"""
+
+
+@dataclass
+class _Arguments:
+    overrides: list[str] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
+    help: str | None = None
+    version: bool = False
+    print_config: bool = False
+    dry_run: bool = False
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code; see errors.py for what each means."""
+    try:
+        return _run(_parse(sys.argv[1:] if argv is None else argv))
+    except RltrainError as error:
+        sys.stdout.flush()
+        sys.stderr.write(
+            "".join(
+                f"error: {line}\n" if not number else f"       {line}\n"
+                for number, line in enumerate(str(error).splitlines())
+            )
+        )
+        return error.exit_code
+
+
+def _run(arguments: _Arguments) -> int:
+    if arguments.help is not None:
+        sys.stdout.write(_help(arguments.help))
+        return 0
+    if arguments.version:
+        sys.stdout.write(f"rltrain {__version__}\n")
+        return 0
+    from rltrain.config.check import check, missing_files, unavailable, without_effect
+    from rltrain.config.load import load_config, to_yaml
+
+    loaded = load_config(arguments.overrides, arguments.files)
+    if arguments.print_config:
+        sys.stdout.write(to_yaml(loaded.config))
+        return 0
+    check(loaded)
+    does_not_fit = unavailable(loaded.config)
+    missing = missing_files(loaded.config)
+    notes = [*loaded.warnings, *without_effect(loaded)]
+    if arguments.dry_run:
+        sys.stdout.write(_dry_run(loaded.config, notes, does_not_fit, missing))
+        return 0
+    if problems := [*does_not_fit, *missing]:
+        raise ConfigError("\n".join(problems))
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    for note in notes:
+        logging.getLogger(__name__).warning("note: %s", note)
+    from rltrain.trainer.run import run_training
+
+    return run_training(loaded)
+
+
+def _parse(argv: list[str]) -> _Arguments:
+    arguments = _Arguments()
+    rest = iter(argv)
+    for word in rest:
+        if word in ("-h", "--help"):
+            arguments.help = next(rest, "")
+        elif word == "--version":
+            arguments.version = True
+        elif word == "--print-config":
+            arguments.print_config = True
+        elif word == "--dry-run":
+            arguments.dry_run = True
+        elif word == "--config" or word.startswith("--config="):
+            arguments.files.append(word.partition("=")[2] or next(rest, ""))
+        elif word.startswith(("--config-path", "--config-name", "--config-dir", "--cfg", "--multirun")):
+            raise ConfigError(
+                f"{word} is Hydra's, which is not used here. Put settings in a YAML file and give --config FILE (repeatable)."
+            )
+        elif word.startswith("-"):
+            raise ConfigError(
+                f"unknown flag {word}. Flags: --help, --version, --print-config, --dry-run, --config FILE; settings are key=value."
+            )
+        else:
+            arguments.overrides.append(word)
+    return arguments
+
+
+def _help(section: str) -> str:
+    from rltrain.config.keys import all_keys, nearest, sections
+
+    keys = [key for name, key in all_keys().items() if not section or name == section or name.startswith(section + ".")]
+    if not keys:
+        near = [name for name in sections() if section.rpartition(".")[2] in name] or nearest(section)
+        raise ConfigError(f"--help {section}: there is no such section or key. Try {', '.join(near[:3]) or '--help'}.")
+    lines = [] if section else [USAGE]
+    shown = ""
+    for key in keys:
+        parent = key.name.rpartition(".")[0]
+        if parent != shown:
+            shown = parent
+            lines.append(f"\n{parent}: {sections().get(parent, '')}")
+        lines.append(f"  {key.name.rpartition('.')[2]} ({key.type_name}) = {_show(key.default)}\n      {key.help}")
+    return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def _show(default: Any) -> str:
+    return "null" if default is None else str(default)
+
+
+def _dry_run(config: Any, notes: list[str], does_not_fit: list[str], missing: list[str]) -> str:
+    from rltrain.config.check import as_list
+    from rltrain.trainer.plan import describe, make_plan
+
+    prompts = (
+        None
+        if any(line.startswith("data.train_files") for line in missing)
+        else _count_rows(as_list(config.data.train_files))
+    )
+    parts = [describe(make_plan(config, prompts), config)]
+    for title, lines in (
+        ("no effect", notes),
+        ("does not fit this version (a run would refuse)", does_not_fit),
+        ("missing here (a run would refuse)", missing),
+    ):
+        if lines:
+            parts.append(title + "\n" + "\n".join(f"  {line}" for line in lines))
+    return "\n".join(parts) + "\n"
+
+
+def _count_rows(files: list[str]) -> int:
+    """Rows before filtering, from the files' footers."""
+    import pyarrow.parquet as pq
+
+    try:
+        return sum(pq.ParquetFile(file).metadata.num_rows for file in files)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"data.train_files={files}: not readable as parquet: {error}") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,153 @@
+"""The plan: every count that follows from the config. Computed once, exact or an error, never changed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rltrain.config.schema import Config
+from rltrain.errors import ConfigError
+
+_A = "actor_rollout_ref."
+
+
+@dataclass(frozen=True)
+class PassBudget:
+    """What one forward on one data-parallel rank may hold: tokens, or samples."""
+
+    max_tokens: int | None
+    max_samples: int | None
+
+    def __str__(self) -> str:
+        return f"{self.max_tokens:,} tokens" if self.max_tokens else f"{self.max_samples} samples"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Counts of one run. Prompts are rows of data; samples are answers."""
+
+    num_nodes: int
+    devices_per_node: int
+    num_devices: int
+    sequence_parallel_size: int
+    data_parallel_size: int
+    prompts_per_step: int
+    answers_per_prompt: int
+    samples_per_step: int
+    prompts_per_mini_batch: int
+    samples_per_mini_batch: int
+    optimizer_steps_per_step: int
+    num_engine_replicas: int
+    update_budget: PassBudget
+    log_prob_budget: PassBudget
+    ref_budget: PassBudget
+    num_prompts: int | None
+    steps_per_epoch: int | None
+    total_steps: int
+    lr_warmup_steps: int
+
+
+def make_plan(config: Config, num_prompts: int | None = None) -> Plan:
+    """Raises ConfigError where something does not divide. ``num_prompts``: rows left after filtering, when known.
+
+    Without ``num_prompts`` and without ``trainer.total_training_steps`` the number of steps is not known: total_steps is 0.
+    """
+    actor, ref, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.actor_rollout_ref.rollout
+    devices = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    group = actor.ulysses_sequence_parallel_size
+    ranks = devices // group
+    prompts, mini = config.data.train_batch_size, min(actor.ppo_mini_batch_size, config.data.train_batch_size)
+    steps_per_epoch = num_prompts // prompts if num_prompts is not None else None
+    if steps_per_epoch == 0:
+        raise ConfigError(
+            f"data.train_batch_size={prompts} is more than the {num_prompts} prompts that are left to train on. "
+            f"Lower it, or raise data.max_prompt_length."
+        )
+    total = config.trainer.total_training_steps or (steps_per_epoch or 0) * config.trainer.total_epochs
+    optim = actor.optim
+    fallback = actor.ppo_micro_batch_size_per_gpu or _per_rank(actor.ppo_micro_batch_size, ranks, "actor.ppo_micro_batch_size")
+    return Plan(
+        num_nodes=config.trainer.nnodes,
+        devices_per_node=config.trainer.n_gpus_per_node,
+        num_devices=devices,
+        sequence_parallel_size=group,
+        data_parallel_size=ranks,
+        prompts_per_step=prompts,
+        answers_per_prompt=rollout.n,
+        samples_per_step=prompts * rollout.n,
+        prompts_per_mini_batch=mini,
+        samples_per_mini_batch=mini * rollout.n,
+        optimizer_steps_per_step=actor.ppo_epochs * prompts // mini,
+        num_engine_replicas=devices // rollout.tensor_model_parallel_size,
+        update_budget=_budget(actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu * group, fallback),
+        log_prob_budget=_budget(
+            rollout.log_prob_use_dynamic_bsz,
+            rollout.log_prob_max_token_len_per_gpu * group,
+            rollout.log_prob_micro_batch_size_per_gpu
+            or _per_rank(rollout.log_prob_micro_batch_size, ranks, "rollout.log_prob_micro_batch_size")
+            or fallback,
+        ),
+        ref_budget=_budget(
+            ref.log_prob_use_dynamic_bsz,
+            ref.log_prob_max_token_len_per_gpu * ref.ulysses_sequence_parallel_size,
+            ref.log_prob_micro_batch_size_per_gpu
+            or _per_rank(ref.log_prob_micro_batch_size, ranks, "ref.log_prob_micro_batch_size")
+            or fallback,
+        ),
+        num_prompts=num_prompts,
+        steps_per_epoch=steps_per_epoch,
+        total_steps=total,
+        lr_warmup_steps=optim.lr_warmup_steps if optim.lr_warmup_steps >= 0 else round(optim.lr_warmup_steps_ratio * total),
+    )
+
+
+def describe(plan: Plan, config: Config) -> str:
+    """The plan in words and numbers."""
+    rollout = config.actor_rollout_ref.rollout
+    per_replica = plan.samples_per_step / plan.num_engine_replicas
+    rows = [
+        ("devices", f"{plan.num_nodes} x {plan.devices_per_node} = {plan.num_devices} ({config.trainer.device})"),
+        ("data-parallel", f"{plan.data_parallel_size} (sequence-parallel {plan.sequence_parallel_size})"),
+        ("prompts per step", f"{plan.prompts_per_step:,}"),
+        ("samples per step", f"{plan.samples_per_step:,} ({plan.answers_per_prompt} answers to each prompt)"),
+        ("engine replicas", f"{plan.num_engine_replicas} ({rollout.name}, {rollout.tensor_model_parallel_size} devices each, about "
+         f"{per_replica:g} samples each)"),
+        ("optimizer steps per step", f"{plan.optimizer_steps_per_step} (mini-batches of {plan.prompts_per_mini_batch:,} prompts = "
+         f"{plan.samples_per_mini_batch:,} samples)"),
+        ("micro-batch, update", f"at most {plan.update_budget} per data-parallel rank"),
+        ("micro-batch, old_log_prob", f"at most {plan.log_prob_budget} per data-parallel rank"),
+        ("micro-batch, ref", f"at most {plan.ref_budget} per data-parallel rank"),
+        ("longest sequence", f"{config.data.max_prompt_length + config.data.max_response_length:,} tokens"),
+        ("steps", _steps(plan, config)),
+        ("saving", _saving(config)),
+    ]  # fmt: skip
+    width = max(len(name) for name, _ in rows)
+    return "plan\n" + "\n".join(f"  {name.ljust(width)}  {value}" for name, value in rows)
+
+
+def _steps(plan: Plan, config: Config) -> str:
+    if not plan.total_steps:
+        return f"{config.trainer.total_epochs} epochs (their length is known once data.train_files is read)"
+    if plan.steps_per_epoch is None:
+        return f"{plan.total_steps:,}"
+    left_out = (plan.num_prompts or 0) - plan.steps_per_epoch * plan.prompts_per_step
+    tail = f", {left_out} prompts of each left out as an incomplete batch" if left_out else ""
+    return f"{plan.total_steps:,} ({plan.steps_per_epoch:,} per epoch of {plan.num_prompts:,} prompts{tail})"
+
+
+def _saving(config: Config) -> str:
+    every = f"every {config.trainer.save_freq} steps" if config.trainer.save_freq > 0 else ""
+    at_end = "at the end" if config.trainer.save_at_end else ""
+    return (" and ".join(part for part in (every, at_end) if part) or "never") + f", in {config.trainer.default_local_dir}"
+
+
+def _budget(dynamic: bool, max_tokens: int, max_samples: int | None) -> PassBudget:
+    return PassBudget(max_tokens, None) if dynamic else PassBudget(None, max_samples or 1)
+
+
+def _per_rank(total: int | None, ranks: int, key: str) -> int | None:
+    """A global micro-batch size, shared out over the data-parallel ranks."""
+    if total is None:
+        return None
+    if total % ranks:
+        raise ConfigError(f"{_A}{key}={total} is for all {ranks} data-parallel ranks and does not divide. Use {_A}{key}_per_gpu.")
+    return total // ranks

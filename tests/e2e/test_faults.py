@@ -1,0 +1,145 @@
+"""Pulling the plug: the command as a user starts it, in its own process."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rltrain.report import read_metrics
+from tests.tiny import small_run
+
+
+@pytest.fixture
+def start():
+    """Start the command; afterwards nothing it started is left."""
+    processes = []
+
+    def start(args: list[str]) -> subprocess.Popen:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "rltrain.main_ppo", *args],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def wait_for_step(folder: Path, step: int, process: subprocess.Popen, limit_s: float = 90) -> None:
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline and process.poll() is None:
+        if (folder / "metrics.jsonl").exists() and any(line["step"] >= step for line in read_metrics(folder)):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"step {step} did not come; the run says:\n{process.communicate(timeout=5)[0]}")
+
+
+def worker_pids(driver: int) -> list[int]:
+    """Training workers below ``driver``: Ray actors that have a process of ours open."""
+    listing = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
+    parents = {int(line.split()[0]): int(line.split()[1]) for line in listing.splitlines()[1:]}
+
+    def below(pid: int) -> bool:
+        while pid in parents:
+            pid = parents[pid]
+            if pid == driver:
+                return True
+        return False
+
+    return [
+        int(line.split()[0])
+        for line in listing.splitlines()[1:]
+        if "ray::_Host" in line and below(int(line.split()[0]))
+    ]
+
+
+def test_a_killed_worker_ends_the_run_and_the_same_command_goes_on(start, tiny_model, arithmetic_files, tmp_path):
+    args = small_run(tiny_model, arithmetic_files, tmp_path, trainer__total_training_steps=100000, trainer__save_freq=2)
+    process = start(args)
+    wait_for_step(tmp_path, 3, process)
+    victim = worker_pids(process.pid)[0]
+    os.kill(victim, signal.SIGKILL)
+    killed = time.monotonic()
+    output, _ = process.communicate(timeout=60)
+    assert time.monotonic() - killed < 20  # the error within seconds; the rest is Ray's own shutdown
+    assert process.returncode == 75
+    message = output[output.index("error:") :]
+    assert re.search(rf"rank 0 of 1 \(pid {victim} on .*the process died", message)
+    assert "Run the same command again" in message
+    assert "Traceback" not in message
+    saved = max(int(folder.name.rpartition("_")[2]) for folder in tmp_path.glob("global_step_*"))
+    again = start([*args, f"trainer.total_training_steps={saved + 1}"])
+    output, _ = again.communicate(timeout=90)
+    assert again.returncode == 0, output
+    assert [line["step"] for line in read_metrics(tmp_path)] == list(range(1, saved + 2))
+
+
+def test_sigterm_finishes_the_step_saves_and_exits_zero(start, tiny_model, arithmetic_files, tmp_path):
+    process = start(small_run(tiny_model, arithmetic_files, tmp_path, trainer__total_training_steps=100000))
+    wait_for_step(tmp_path, 2, process)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    last = read_metrics(tmp_path)[-1]["step"]
+    assert [folder.name for folder in tmp_path.glob("global_step_*")] == [f"global_step_{last}"]
+
+
+def test_kill_nine_of_the_driver_frees_the_folder(start, tiny_model, arithmetic_files, tmp_path):
+    args = small_run(tiny_model, arithmetic_files, tmp_path, trainer__total_training_steps=100000, trainer__save_freq=1)
+    process = start(args)
+    wait_for_step(tmp_path, 2, process)
+    process.kill()
+    process.communicate()
+    again = start([*args, "trainer.total_training_steps=2"])
+    output, _ = again.communicate(timeout=90)
+    assert again.returncode == 0, output
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"algorithm__adv_estimater": "grpo"}, ["unknown key 'algorithm.adv_estimater'", "algorithm.adv_estimator"]),
+        ({"data__train_files": "/no/such/file.parquet"}, ["/no/such/file.parquet"]),
+        ({"actor_rollout_ref__rollout__n": 1}, ["rollout.n"]),
+        ({"actor_rollout_ref__model__path": "/no/such/model"}, ["/no/such/model"]),
+    ],
+)
+def test_what_a_user_mistypes_is_an_error_without_traceback(
+    start, tiny_model, arithmetic_files, tmp_path, change, words
+):
+    process = start(small_run(tiny_model, arithmetic_files, tmp_path, **change))
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 2, output
+    assert "Traceback" not in output
+    assert "error:" in output
+    for word in words:
+        assert word in output
+
+
+def test_a_broken_row_is_named_before_any_worker_starts(start, tiny_model, arithmetic_files, tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = pq.read_table(arithmetic_files[0]).to_pylist()
+    table[5]["prompt"] = None
+    broken = tmp_path / "broken.parquet"
+    pq.write_table(pa.Table.from_pylist(table), broken)
+    process = start(small_run(tiny_model, (broken, arithmetic_files[1]), tmp_path / "run"))
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 2, output
+    assert "broken.parquet" in output
+    assert re.search(r"row 5\b", output)
+    assert "prompt" in output
+    assert "ray" not in output.lower()

@@ -1,0 +1,214 @@
+"""The real command on a tiny model: real Ray, real FSDP2 workers, real reward processes."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rltrain.main_ppo import main
+from rltrain.report import read_metrics
+from tests.tiny import small_run
+
+TIMERS = {
+    "gen",
+    "reshard",
+    "generate_sequences",
+    "reward",
+    "old_log_prob",
+    "ref",
+    "adv",
+    "update_actor",
+    "step",
+    "other",
+}
+
+
+def weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    return load_file(folder / f"global_step_{step}" / "huggingface" / "model.safetensors")
+
+
+def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+@pytest.fixture(scope="module")
+def reference_run(tiny_model, arithmetic_files, tmp_path_factory):
+    """One process, token budget 64, with validation and a save after step 1."""
+    folder = tmp_path_factory.mktemp("reference")
+    changes = {
+        "trainer__val_before_train": True,
+        "trainer__test_freq": 1,
+        "trainer__save_freq": 1,
+        "trainer__logger": "tensorboard",
+    }
+    assert main(small_run(tiny_model, arithmetic_files, folder, **changes)) == 0
+    return folder
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"actor_rollout_ref__actor__ppo_max_token_len_per_gpu": 25},
+        {"actor_rollout_ref__actor__use_dynamic_bsz": False, "actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu": 3,
+         "actor_rollout_ref__rollout__log_prob_micro_batch_size_per_gpu": 5, "actor_rollout_ref__ref__log_prob_micro_batch_size_per_gpu": 2},
+        {"trainer__n_gpus_per_node": 2},
+    ],
+    ids=["smaller_token_budget", "micro_batches_by_count", "two_processes"],
+)  # fmt: skip
+def test_loss_gradient_and_weights_do_not_depend_on_the_cut(
+    reference_run, tiny_model, arithmetic_files, tmp_path, changes
+):
+    assert main(small_run(tiny_model, arithmetic_files, tmp_path, **changes)) == 0
+    assert largest_difference(weights(reference_run, 2), weights(tmp_path, 2)) < 1e-5
+    before = [line for line in read_metrics(reference_run) if line["step"]]
+    for one, other in zip(before, read_metrics(tmp_path), strict=True):
+        for name in (
+            "actor/loss",
+            "actor/pg_loss",
+            "actor/kl_loss",
+            "actor/entropy_loss",
+            "actor/grad_norm",
+            "actor/ppo_kl",
+            "actor/entropy",
+        ):
+            assert one[name] == pytest.approx(other[name], abs=1e-5), name
+
+
+def test_every_timer_is_there_and_the_phases_add_up(reference_run):
+    lines = [line for line in read_metrics(reference_run) if line["step"]]
+    assert len(lines) == 2
+    for line in lines:
+        assert {f"timing_s/{name}" for name in TIMERS} <= line.keys()
+        phases = sum(
+            line[f"timing_s/{name}"] for name in ("gen", "reward", "old_log_prob", "ref", "adv", "update_actor")
+        )
+        assert phases + line["timing_s/other"] == pytest.approx(line["timing_s/step"])
+        assert 0 <= line["timing_s/other"] < 0.03 * line["timing_s/step"]
+        assert line["timing_s/reshard"] + line["timing_s/generate_sequences"] <= line["timing_s/gen"]
+    assert {"timing_s/testing", "timing_s/save_checkpoint"} <= lines[-1].keys()
+
+
+def test_validation_runs_before_during_and_at_the_end(reference_run):
+    key = "val-core/rltrain/arithmetic/reward/mean@1"
+    assert [line["step"] for line in read_metrics(reference_run) if key in line] == [0, 1, 2]
+
+
+def test_the_engine_agrees_with_the_trainer_after_every_sync(reference_run):
+    for line in read_metrics(reference_run):
+        assert line["step"] == 0 or line["rollout/log_prob_gap/max"] < 1e-5
+
+
+def test_bytes_through_the_driver_are_few(reference_run):
+    assert all(line["perf/driver_bytes_per_sample"] < 200 for line in read_metrics(reference_run) if line["step"])
+
+
+def test_the_run_folder_says_what_the_run_was(reference_run):
+    assert {"config.yaml", "plan.json", "env.json", "metrics.jsonl", "run.lock"} <= {
+        file.name for file in reference_run.iterdir()
+    }
+    assert list((reference_run / "tensorboard").glob("events.*"))
+    manifest = json.loads((reference_run / "global_step_2" / "manifest.json").read_text())
+    assert {"progress.json", "actor/.metadata", "huggingface/model.safetensors"} <= manifest["files"].keys()
+
+
+def test_the_export_is_a_model_that_transformers_loads(reference_run, tiny_model):
+    folder = reference_run / "global_step_2" / "huggingface"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    start = AutoModelForCausalLM.from_pretrained(tiny_model)
+    ids = torch.tensor([[2, 5, 6, 7]])
+    assert not torch.allclose(model(ids).logits, start(ids).logits)
+    assert "lm_head.weight" not in load_file(folder / "model.safetensors")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        assert (folder / name).read_bytes() == (tiny_model / name).read_bytes()
+    messages = [{"role": "user", "content": "1+2=?"}]
+    rendered = [
+        AutoTokenizer.from_pretrained(path).apply_chat_template(messages, return_dict=False)
+        for path in (folder, tiny_model)
+    ]
+    assert rendered[0] == rendered[1]
+
+
+@pytest.mark.parametrize("cut", [4, 6, 7], ids=["mid_epoch", "epoch_end", "after_epoch_end"])
+def test_resume_continues_bit_for_bit(tiny_model, arithmetic_files, tmp_path, cut, straight_run):
+    """24 prompts, 4 a step: an epoch is 6 steps."""
+    for steps in (cut, 8):
+        assert main(small_run(tiny_model, arithmetic_files, tmp_path, trainer__total_training_steps=steps)) == 0
+    assert largest_difference(weights(straight_run, 8), weights(tmp_path, 8)) == 0
+    pairs = list(zip(read_metrics(straight_run), read_metrics(tmp_path), strict=True))
+    assert len(pairs) == 8
+    assert all(
+        one["actor/loss"] == other["actor/loss"] and one["training/epoch"] == other["training/epoch"]
+        for one, other in pairs
+    )
+
+
+@pytest.fixture(scope="module")
+def straight_run(tiny_model, arithmetic_files, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("straight")
+    assert main(small_run(tiny_model, arithmetic_files, folder, trainer__total_training_steps=8)) == 0
+    return folder
+
+
+def test_a_checkpoint_of_one_process_resumes_on_two(straight_run, tiny_model, arithmetic_files, tmp_path):
+    assert main(small_run(tiny_model, arithmetic_files, tmp_path, trainer__total_training_steps=6)) == 0
+    assert (
+        main(
+            small_run(
+                tiny_model, arithmetic_files, tmp_path, trainer__total_training_steps=8, trainer__n_gpus_per_node=2
+            )
+        )
+        == 0
+    )
+    assert largest_difference(weights(straight_run, 8), weights(tmp_path, 8)) < 1e-5
+
+
+def test_another_run_in_the_same_folder_is_refused(reference_run, tiny_model, arithmetic_files, capsys):
+    args = small_run(tiny_model, arithmetic_files, reference_run, data__seed=2, trainer__total_training_steps=3)
+    assert main(args) == 2
+    message = capsys.readouterr().err
+    assert "data.seed: 1 then, 2 now" in message
+    assert "resume_weights_only" in message
+
+
+def test_a_custom_reward_function_is_used(tiny_model, arithmetic_files, tmp_path):
+    scorer = tmp_path / "reward.py"
+    scorer.write_text(
+        "def short(data_source, solution_str, ground_truth, extra_info, scale):\n"
+        "    return {'score': scale * (len(solution_str) < 4), 'length': len(solution_str)}\n"
+    )
+    args = small_run(
+        tiny_model, arithmetic_files, tmp_path / "run", custom_reward_function__path=scorer, custom_reward_function__name="short",
+        custom_reward_function__reward_kwargs__scale=2.0, trainer__total_training_steps=1,
+    )  # fmt: skip
+    assert main(args) == 0
+    line = read_metrics(tmp_path / "run")[-1]
+    assert line["critic/score/max"] == 2.0
+    assert line["reward/error_rate"] == 0.0
+
+
+def test_a_reward_function_that_always_fails_stops_the_run_with_its_traceback(
+    tiny_model, arithmetic_files, tmp_path, capsys
+):
+    scorer = tmp_path / "reward.py"
+    scorer.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 1 / 0\n")
+    assert main(small_run(tiny_model, arithmetic_files, tmp_path / "run", custom_reward_function__path=scorer)) == 2
+    assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_a_non_finite_loss_makes_no_optimizer_step(tiny_model, arithmetic_files, tmp_path, capsys, caplog):
+    scorer = tmp_path / "reward.py"
+    scorer.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 3e38 * len(solution_str)\n"
+    )
+    caplog.set_level(logging.INFO)
+    assert main(small_run(tiny_model, arithmetic_files, tmp_path / "run", custom_reward_function__path=scorer,
+                          algorithm__norm_adv_by_std_in_grpo=False)) == 70  # fmt: skip
+    assert "no optimizer step was made" in capsys.readouterr().err
+    assert list((tmp_path / "run" / "incidents").glob("*.pt"))
+    assert not list((tmp_path / "run").glob("global_step_*"))

@@ -1,3 +1,4 @@
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -48,24 +49,14 @@ def test_broadcast_repeats_a_number_over_its_row():
 
 
 def test_a_batch_names_the_column_it_lacks():
-    batch = Batch({"score": torch.zeros(2)})
-    try:
-        batch["tokens"]
-    except KeyError as error:
-        assert "no column 'tokens'" in str(error)
-        assert "score" in str(error)
-    else:
-        raise AssertionError("a missing column must be an error")
+    with pytest.raises(KeyError, match=r"no column 'tokens' \(columns: score\)"):
+        Batch({"score": torch.zeros(2)})["tokens"]
 
 
 def test_a_batch_refuses_a_column_of_another_length():
     batch = Batch({"score": torch.zeros(2)})
-    try:
+    with pytest.raises(ValueError, match="'text' has 1 rows, the batch has 2"):
         batch.update({"text": ["a"]})
-    except ValueError as error:
-        assert "'text' has 1 rows" in str(error)
-    else:
-        raise AssertionError("columns of different length must be an error")
 
 
 def test_batch_select_split_concat_keep_columns_together():

@@ -223,7 +223,7 @@ class RefConfig:
 class ModelConfig:
     """The model that is trained."""
 
-    path: str | None = None
+    path: str = ""
     """Hugging Face folder or hub name (required)."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""

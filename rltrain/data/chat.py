@@ -127,7 +127,7 @@ def chat_encoder(cfg: Config) -> ChatEncoder:
     """The encoder that ``model.path``, ``model.custom_chat_template`` and ``data.apply_chat_template_kwargs`` ask for."""
     model = cfg.actor_rollout_ref.model
     return ChatEncoder(
-        str(model.path),
+        model.path,
         trust_remote_code=model.trust_remote_code,
         chat_template=model.custom_chat_template,
         template_kwargs=dict(cfg.data.apply_chat_template_kwargs),

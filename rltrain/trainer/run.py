@@ -115,9 +115,7 @@ def needs_reference(cfg: Config) -> bool:
 def load_data(cfg: Config) -> tuple[dict[str, Rows], dict[str, PromptStore]]:
     """Read, check and tokenise the train and validation prompts; rows whose prompt is filtered out are gone from both."""
     data = cfg.data
-    encoder = ChatEncoder(
-        cfg.actor_rollout_ref.model.path, trust_remote_code=cfg.actor_rollout_ref.model.trust_remote_code
-    )
+    encoder = chat_encoder(cfg)
     rows: dict[str, Rows] = {}
     prompts: dict[str, PromptStore] = {}
     for split, files, limit in (

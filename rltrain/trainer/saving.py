@@ -80,7 +80,7 @@ class Saver:
     def _choose(self) -> Path | None:
         trainer = self._cfg.trainer
         if trainer.resume_mode == "resume_path":
-            return Path(trainer.resume_from_path)
+            return Path(trainer.resume_from_path or "")
         if trainer.resume_mode == "auto":
             return self._folder.newest()
         if steps := self._folder.steps():

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import ItemsView, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rltrain.ragged import Ragged
 
 Column: TypeAlias = Ragged | Tensor | list[Any]
+Rows: TypeAlias = Sequence[int] | NDArray[np.integer[Any]]
 
 
 class Batch:
@@ -69,7 +72,7 @@ class Batch:
             raise TypeError(f"column '{name}' is a {type(column).__name__}, not a Tensor")
         return column
 
-    def select(self, rows: Sequence[int]) -> Batch:
+    def select(self, rows: Rows) -> Batch:
         """The given samples, in the given order."""
         return Batch({name: _select(column, rows) for name, column in self._columns.items()})
 
@@ -93,7 +96,7 @@ class Batch:
         return f"Batch(samples={len(self)}, columns={sorted(self._columns)})"
 
 
-def _select(column: Column, rows: Sequence[int]) -> Column:
+def _select(column: Column, rows: Rows) -> Column:
     if isinstance(column, Ragged):
         return column.select(rows)
     if isinstance(column, Tensor):
@@ -116,4 +119,4 @@ def _concat(columns: Sequence[Column]) -> Column:
         return Ragged.concat(columns)  # type: ignore[arg-type]
     if isinstance(first, Tensor):
         return torch.cat(columns)  # type: ignore[arg-type]
-    return [item for column in columns for item in column]
+    return [item for column in columns for item in column]  # type: ignore[union-attr]

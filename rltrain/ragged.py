@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -60,7 +63,7 @@ class Ragged:
         """All rows as views."""
         return list(self.values.split(self.lengths.tolist()))
 
-    def select(self, rows: Tensor | Sequence[int]) -> Ragged:
+    def select(self, rows: Tensor | Sequence[int] | NDArray[np.integer[Any]]) -> Ragged:
         """The given rows, in the given order; a row may be taken more than once."""
         index = torch.as_tensor(rows, dtype=torch.long, device=self.lengths.device)
         lengths = self.lengths[index]

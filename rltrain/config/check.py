@@ -201,8 +201,8 @@ def _batch(config: Config) -> Iterator[str]:
     )
     if prompts % actor.ppo_mini_batch_size:
         yield (
-            f"data.train_batch_size={prompts} is not a multiple of {_A}actor.ppo_mini_batch_size={actor.ppo_mini_batch_size}, so some prompts "
-            f"would be left out of every step. Try ppo_mini_batch_size={_largest_divisor(prompts, actor.ppo_mini_batch_size)}."
+            f"data.train_batch_size={prompts} is not a multiple of {_A}actor.ppo_mini_batch_size={actor.ppo_mini_batch_size}, so "
+            f"some prompts would be left out of every step. Try ppo_mini_batch_size={_largest_divisor(prompts, actor.ppo_mini_batch_size)}."
         )
     if config.algorithm.adv_estimator == "grpo" and rollout.n < 2:
         yield (

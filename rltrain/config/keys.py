@@ -71,7 +71,8 @@ def _walk(owner: type, prefix: str) -> Iterator[Key]:
         if dataclasses.is_dataclass(hints[field.name]):
             yield from _walk(hints[field.name], name + ".")
         else:
-            default = field.default if field.default is not dataclasses.MISSING else field.default_factory()  # type: ignore[misc]
+            factory = field.default_factory
+            default = field.default if factory is dataclasses.MISSING else factory()
             type_name = str(field.type).replace("typing.", "")
             yield Key(name, type_name, default, texts[field.name], type_name.startswith("dict"))
 
@@ -79,7 +80,7 @@ def _walk(owner: type, prefix: str) -> Iterator[Key]:
 def _sections(owner: type, prefix: str) -> Iterator[tuple[str, str]]:
     hints = _hints(owner)
     for field in dataclasses.fields(owner):
-        kind = hints[field.name]
+        kind: type = hints[field.name]
         if dataclasses.is_dataclass(kind):
             yield prefix + field.name, (inspect.getdoc(kind) or "").splitlines()[0]
             yield from _sections(kind, f"{prefix}{field.name}.")

@@ -27,7 +27,6 @@ _ROOT_CAUSE_S = 3.0
 _SYMPTOMS = ("gloo", "nccl", "hccl", "connection closed", "connection reset", "broken pipe")
 
 
-@ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"control": 1})
 class _Host:
     """The process of one rank. It resolves requests into batches, so that workers know nothing of Ray."""
 
@@ -72,6 +71,10 @@ class _Host:
             return file.read()
 
 
+# No restarts and no retries: a repeated optimizer step would be applied twice.
+_REMOTE_HOST: Any = ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"control": 1})(_Host)  # type: ignore[call-overload]
+
+
 def _resolve(arg: Any) -> Any:
     if not isinstance(arg, Request):
         return arg
@@ -99,7 +102,7 @@ class WorkerGroup:
             demand["resources"] = {resource: 1}
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
         environment = {"env_vars": worker_environment(self._device.kind, threads)}
-        return _Host.options(scheduling_strategy=strategy, runtime_env=environment, **demand).remote(  # type: ignore[attr-defined]
+        return _REMOTE_HOST.options(scheduling_strategy=strategy, runtime_env=environment, **demand).remote(
             rank, self.world, threads
         )
 

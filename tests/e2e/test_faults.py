@@ -34,7 +34,8 @@ def start():
     for process in processes:
         if process.poll() is None:
             process.kill()
-        process.communicate()
+        process.wait()
+        process.stdout.close()
 
 
 def wait_for_step(folder: Path, step: int, process: subprocess.Popen, limit_s: float = 90) -> None:

@@ -54,12 +54,16 @@ def reference_run(tiny_model, arithmetic_files, tmp_path_factory):
     "changes",
     [
         {"actor_rollout_ref__actor__ppo_max_token_len_per_gpu": 25},
-        {"actor_rollout_ref__actor__use_dynamic_bsz": False, "actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu": 3,
-         "actor_rollout_ref__rollout__log_prob_micro_batch_size_per_gpu": 5, "actor_rollout_ref__ref__log_prob_micro_batch_size_per_gpu": 2},
+        {
+            "actor_rollout_ref__actor__use_dynamic_bsz": False,
+            "actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu": 3,
+            "actor_rollout_ref__rollout__log_prob_micro_batch_size_per_gpu": 5,
+            "actor_rollout_ref__ref__log_prob_micro_batch_size_per_gpu": 2,
+        },
         {"trainer__n_gpus_per_node": 2},
     ],
     ids=["smaller_token_budget", "micro_batches_by_count", "two_processes"],
-)  # fmt: skip
+)
 def test_loss_gradient_and_weights_do_not_depend_on_the_cut(
     reference_run, tiny_model, arithmetic_files, tmp_path, changes
 ):

@@ -111,7 +111,8 @@ def _help(section: str) -> str:
 
     keys = [key for name, key in all_keys().items() if not section or name == section or name.startswith(section + ".")]
     if not keys:
-        near = [name for name in sections() if section.rpartition(".")[2] in name] or nearest(section)
+        leaf = section.rpartition(".")[2]
+        near = [name for name in sections() if name.rpartition(".")[2] == leaf] or nearest(section)
         raise ConfigError(f"--help {section}: there is no such section or key. Try {', '.join(near[:3]) or '--help'}.")
     lines = [] if section else [USAGE]
     shown = ""

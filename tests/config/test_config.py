@@ -1,0 +1,244 @@
+"""The configuration a user types: spellings, mistakes, traps."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rltrain.config.check import check, missing_files, unavailable, without_effect
+from rltrain.config.keys import all_keys, is_known
+from rltrain.config.load import load_config, to_yaml
+from rltrain.config.renames import RENAMED
+from rltrain.errors import ConfigError
+
+A = "actor_rollout_ref."
+# What every valid config needs.
+BASE = [f"{A}model.path=m", "data.train_files=t.parquet", "algorithm.adv_estimator=grpo", f"{A}rollout.n=4"]
+KEYS_FILE = Path(__file__).parent / "keys.txt"
+
+
+def problems(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check(load_config([*BASE, *overrides]))
+    return str(caught.value)
+
+
+def notes(*overrides: str) -> str:
+    loaded = load_config([*BASE, *overrides])
+    check(loaded)
+    return "\n".join([*loaded.warnings, *without_effect(loaded)])
+
+
+def test_the_list_of_keys_is_frozen():
+    """Regenerate after a deliberate change: python -m tests.config.test_config"""
+    assert sorted(all_keys()) == KEYS_FILE.read_text().split()
+
+
+def test_every_key_has_a_help_text():
+    assert [key.name for key in all_keys().values() if len(key.help) < 5] == []
+
+
+def test_values_are_typed_and_later_wins(tmp_path):
+    base, mine = tmp_path / "base.yaml", tmp_path / "mine.yaml"
+    base.write_text("data:\n  seed: 5\n  train_batch_size: 32\ntrainer:\n  logger: console\n")
+    mine.write_text("data.seed: 6\n")
+    loaded = load_config(
+        ["data.train_batch_size=64", "data.train_batch_size=16", "+data.shuffle=False"], [str(base), str(mine)]
+    )
+    assert (loaded.config.data.seed, loaded.config.data.train_batch_size, loaded.config.data.shuffle) == (6, 16, False)
+    assert loaded.config.trainer.logger == ["console"]
+    assert {"data.seed", "data.train_batch_size", "data.shuffle", "trainer.logger"} <= loaded.explicit
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        ('trainer.logger=["console","tensorboard"]', "trainer.logger", ["console", "tensorboard"]),
+        ("trainer.logger=['console']", "trainer.logger", ["console"]),
+        ("trainer.logger=console", "trainer.logger", ["console"]),
+        ("data.train_files=['a.parquet','b.parquet']", "data.train_files", ["a.parquet", "b.parquet"]),
+        (f"{A}actor.optim.lr=1e-6", f"{A}actor.optim.lr", 1e-6),
+        (f"{A}rollout.temperature=1", f"{A}rollout.temperature", 1.0),
+        ("trainer.total_training_steps=null", "trainer.total_training_steps", None),
+        ("data.shuffle=false", "data.shuffle", False),
+        ("++data.truncation=left", "data.truncation", "left"),
+    ],
+)
+def test_yaml_flow_values(override, key, value):
+    found = load_config([override]).config
+    for name in key.split("."):
+        found = getattr(found, name)
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_a_wrong_key_is_answered_with_the_nearest():
+    with pytest.raises(
+        ConfigError, match=r"unknown key 'algorithm.adv_estimater'. Did you mean algorithm.adv_estimator"
+    ):
+        load_config(["algorithm.adv_estimater=grpo"])
+    with pytest.raises(ConfigError, match="actor_rollout_ref.rollout.temperature"):
+        load_config(["rollout.temperature=0.5"])
+
+
+def test_all_mistakes_are_reported_at_once():
+    with pytest.raises(ConfigError) as caught:
+        load_config(["data.sed=1", "data.train_batch_size=many", "oops", "trainer.logger=["])
+    assert [
+        word in str(caught.value)
+        for word in ("data.sed", "expected int, got str", "'oops' is not of the form", "not valid YAML")
+    ] == [True] * 4
+
+
+def test_types_are_checked_without_guessing():
+    with pytest.raises(ConfigError, match=r"data.seed=1.5: expected int, got float"):
+        load_config(["data.seed=1.5"])
+
+
+def test_free_form_dictionaries_take_any_key():
+    config = load_config(
+        [f"+{A}model.override_config.rope_theta=5.0", "reward_model.reward_kwargs.overlong_buffer_cfg.len=16"]
+    ).config
+    assert config.actor_rollout_ref.model.override_config == {"rope_theta": 5.0}
+    assert config.reward_model.reward_kwargs == {"overlong_buffer_cfg": {"len": 16}}
+
+
+@pytest.mark.parametrize("old", RENAMED)
+def test_every_renamed_key_lands_on_a_key_that_exists(old):
+    new = RENAMED[old]
+    assert (
+        is_known(new) or (new.endswith(".") and any(key.startswith(new) for key in all_keys())) or is_known(new + "x")
+    )
+
+
+def test_both_spellings_work_and_the_new_name_is_said():
+    for key in (f"{A}actor.grad_clip", f"{A}actor.optim.clip_grad"):
+        assert load_config([f"{key}=0.5"]).config.actor_rollout_ref.actor.optim.clip_grad == 0.5
+    assert f"{A}actor.grad_clip is called {A}actor.optim.clip_grad here" in notes(f"{A}actor.grad_clip=0.5")
+    assert (
+        load_config([f"{A}actor.optim.warmup_style=cosine"]).config.actor_rollout_ref.actor.optim.lr_scheduler_type
+        == "cosine"
+    )
+    assert load_config(["reward.custom_reward_function.path=r.py"]).config.custom_reward_function.path == "r.py"
+    assert load_config(["ray_init.num_cpus=3"]).config.ray_kwargs.ray_init.num_cpus == 3
+
+
+@pytest.mark.parametrize(
+    ("key", "advice"),
+    [
+        (f"{A}actor.megatron.tensor_model_parallel_size", "ulysses_sequence_parallel_size"),
+        (f"{A}ref.megatron.param_offload", "fsdp_config.param_offload"),
+        (f"{A}actor.megatron.override_transformer_config.recompute_granularity", "enable_gradient_checkpointing"),
+        ("hydra.run.dir", "--config FILE"),
+        (f"{A}rollout.multi_turn.tool_config_path", "single-turn"),
+    ],
+)
+def test_a_key_of_another_backend_says_what_to_use(key, advice):
+    with pytest.raises(ConfigError, match=advice):
+        load_config([f"{key}=1"])
+
+
+def test_the_rollout_and_reference_budgets_follow_the_actor():
+    config = load_config(
+        [f"{A}actor.ppo_max_token_len_per_gpu=999", f"{A}actor.use_dynamic_bsz=False"]
+    ).config.actor_rollout_ref
+    assert config.ref.log_prob_max_token_len_per_gpu == config.rollout.log_prob_max_token_len_per_gpu == 999
+    assert not config.ref.log_prob_use_dynamic_bsz
+
+
+def test_keys_that_do_nothing_in_the_chosen_mode_say_so():
+    dynamic = notes(f"{A}actor.ppo_micro_batch_size_per_gpu=1", f"{A}ref.log_prob_micro_batch_size_per_gpu=1")
+    assert f"{A}actor.ppo_micro_batch_size_per_gpu: no effect" in dynamic
+    assert f"{A}ref.log_prob_micro_batch_size_per_gpu: no effect" in dynamic
+    counted = notes(
+        f"{A}actor.use_dynamic_bsz=False",
+        f"{A}actor.ppo_micro_batch_size_per_gpu=2",
+        f"{A}actor.ppo_max_token_len_per_gpu=4096",
+    )
+    assert f"{A}actor.ppo_max_token_len_per_gpu: no effect" in counted
+    assert "ppo_micro_batch_size_per_gpu" not in counted.replace(
+        "cuts by samples (actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu)", ""
+    )
+    assert "validation is greedy" in notes(f"{A}rollout.val_kwargs.n=8")
+    assert "use_kl_loss=False" in notes(f"{A}actor.kl_loss_coef=0.1")
+    assert f"{A}rollout.gpu_memory_utilization: no effect with rollout.name=hf" in notes(
+        f"{A}rollout.gpu_memory_utilization=0.4"
+    )
+    assert "no effect: there is no critic" in notes("critic.optim.lr=1e-5").replace(
+        "critic.optim.lr has no effect:", "no effect:"
+    )
+    assert notes(f"{A}model.use_remove_padding=True", "trainer.balance_batch=True") == ""
+    assert notes(f"{A}model.use_remove_padding=False").startswith(f"{A}model.use_remove_padding: no effect")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["data.train_batch_size=100", f"{A}actor.ppo_mini_batch_size=32"], "Try ppo_mini_batch_size=25"),
+        ([f"{A}rollout.n=1"], f"Try {A}rollout.n=8"),
+        ([f"{A}rollout.temperature=0"], "makes all answers to a prompt alike"),
+        (["data.max_response_length=20000"], "Set it to at least 20512"),
+        ([f"{A}actor.use_dynamic_bsz=False"], "needs actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"),
+        ([f"{A}actor.ppo_micro_batch_size=8", f"{A}actor.ppo_micro_batch_size_per_gpu=8"], "both set"),
+        (["data.truncation=center"], "use one of error, left, right, middle"),
+        (["trainer.logger=mlflow"], "'mlflow' is not a tracker"),
+        ([f"{A}rollout.top_p=0"], "over 0 and at most 1"),
+        (["trainer.n_gpus_per_node=0"], "at least 1"),
+        (["trainer.resume_mode=resume_path"], "needs trainer.resume_from_path"),
+        ([f"{A}model.path=''"], "model.path is not set"),
+        (["data.train_files=null"], "data.train_files is not set"),
+        ([f"{A}actor.ulysses_sequence_parallel_size=3"], "does not divide the 8 devices"),
+    ],
+)
+def test_rules_between_keys(overrides, words):
+    assert words in problems(*overrides)
+
+
+def test_several_broken_rules_come_together():
+    text = problems(f"{A}rollout.n=1", "data.truncation=center", "reward.num_workers=0")
+    assert all(word in text for word in ("rollout.n", "data.truncation", "reward.num_workers"))
+
+
+def test_what_this_version_cannot_run_is_listed_with_a_way_out():
+    lines = unavailable(load_config([*BASE, f"{A}rollout.name=vllm", "algorithm.adv_estimator=gae"]).config)
+    assert any("rollout.name=vllm" in line and "rollout.name=hf" in line for line in lines)
+    assert any("adv_estimator=gae" in line for line in lines)
+    assert unavailable(load_config(BASE).config) == []
+
+
+def test_a_missing_file_is_answered_with_the_nearest(tmp_path):
+    (tmp_path / "train.parquet").touch()
+    lines = missing_files(load_config([*BASE, f"data.train_files={tmp_path}/trian.parquet"]).config)
+    assert lines == [
+        f"data.train_files: {tmp_path}/trian.parquet does not exist. Did you mean {tmp_path}/train.parquet?"
+    ]
+
+
+def test_secrets_are_masked_and_lengths_are_not():
+    config = load_config([*BASE, f"{A}rollout.engine_kwargs.vllm.api_key=abc123"]).config
+    text = to_yaml(config)
+    assert "abc123" not in text
+    assert "ppo_max_token_len_per_gpu: 16384" in text
+    assert "default_local_dir: checkpoints/rltrain/run" in text
+
+
+def test_a_printed_config_can_be_read_back(tmp_path):
+    config = load_config([*BASE, f"{A}model.override_config.rope_theta=5.0"]).config
+    file = tmp_path / "config.yaml"
+    file.write_text(to_yaml(config))
+    assert load_config([], [str(file)]).config == config
+
+
+def test_help_needs_neither_torch_nor_ray_nor_omegaconf():
+    code = (
+        "import sys; from rltrain.main_ppo import main; main(['--help']); "
+        "heavy = {'torch', 'ray', 'transformers', 'omegaconf'} & set(sys.modules); sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "actor_rollout_ref.rollout" in done.stdout
+
+
+if __name__ == "__main__":
+    KEYS_FILE.write_text("\n".join(sorted(all_keys())) + "\n")

@@ -1,0 +1,79 @@
+"""The command line."""
+
+import shlex
+
+from rltrain import __version__
+from rltrain.main_ppo import main
+
+# The published 64-device command, entry point and paths changed.
+BOBA = shlex.split("""
+algorithm.adv_estimator=grpo data.train_files=/data/train.parquet data.val_files=/data/val.parquet data.train_batch_size=128
+data.max_prompt_length=1024 data.max_response_length=27648 data.filter_overlong_prompts=True data.truncation=error
+actor_rollout_ref.model.path=/models/DeepSeek-R1-Distill-Qwen-7B actor_rollout_ref.actor.optim.lr=1e-6
+actor_rollout_ref.actor.ppo_mini_batch_size=32 actor_rollout_ref.ref.fsdp_config.param_offload=True
+actor_rollout_ref.actor.fsdp_config.param_offload=True actor_rollout_ref.actor.fsdp_config.optimizer_offload=True
+actor_rollout_ref.model.use_remove_padding=True actor_rollout_ref.actor.ulysses_sequence_parallel_size=4
+actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1 actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=1
+actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1 actor_rollout_ref.ref.log_prob_use_dynamic_bsz=True
+actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=30000 actor_rollout_ref.actor.use_dynamic_bsz=True
+actor_rollout_ref.actor.ppo_max_token_len_per_gpu=30000 actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True
+actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=30000 actor_rollout_ref.actor.use_kl_loss=True
+actor_rollout_ref.actor.kl_loss_coef=0.001 actor_rollout_ref.actor.kl_loss_type=low_var_kl actor_rollout_ref.actor.entropy_coeff=0
+actor_rollout_ref.model.enable_gradient_checkpointing=True actor_rollout_ref.rollout.tensor_model_parallel_size=2
+actor_rollout_ref.rollout.name=sglang actor_rollout_ref.rollout.gpu_memory_utilization=0.4 actor_rollout_ref.rollout.n=16
+actor_rollout_ref.rollout.temperature=0.6 actor_rollout_ref.rollout.top_k=1000000 actor_rollout_ref.rollout.top_p=1.0
+algorithm.use_kl_in_reward=False trainer.critic_warmup=0 trainer.logger='[console,tensorboard]' trainer.project_name=verl_grpo_boba
+trainer.experiment_name=ds_7b_fsdp_sglang trainer.n_gpus_per_node=8 trainer.nnodes=8 trainer.val_before_train=False trainer.save_freq=50
+trainer.test_freq=-1 trainer.total_epochs=15000
+""")
+
+
+def test_the_published_command_is_planned(capsys):
+    assert main([*BOBA, "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    for words in (
+        "8 x 8 = 64", "data-parallel              16", "2,048 (16 answers", "32 (sglang, 2 devices each", "4 (mini-batches of 32 prompts",
+        "at most 120,000 tokens", "28,672 tokens",
+    ):  # fmt: skip
+        assert words in text
+    no_effect = text[text.index("no effect\n") : text.index("does not fit")]
+    for key in ("actor.ppo", "ref.log_prob", "rollout.log_prob"):
+        assert f"actor_rollout_ref.{key}_micro_batch_size_per_gpu: no effect" in no_effect
+    assert "rollout.name=sglang" in text[text.index("does not fit") :]
+    assert "/data/train.parquet does not exist" in text
+
+
+def test_a_run_that_does_not_fit_is_refused_before_anything_starts(capsys):
+    assert main(BOBA) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert "rollout.name=sglang" in error
+    assert "/data/train.parquet does not exist" in error
+
+
+def test_version_help_and_printed_config(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"rltrain {__version__}\n"
+    assert main(["--help", "actor_rollout_ref.rollout.val_kwargs"]) == 0
+    text = capsys.readouterr().out
+    assert "do_sample (bool) = False" in text
+    assert "train_files" not in text
+    assert main(["--print-config", "data.seed=7"]) == 0
+    assert "seed: 7" in capsys.readouterr().out
+
+
+def test_help_for_a_section_that_is_not_there_names_those_that_are(capsys):
+    assert main(["--help", "rollout"]) == 2
+    assert "actor_rollout_ref.rollout" in capsys.readouterr().err
+
+
+def test_flags_of_other_tools_are_explained(capsys):
+    assert main(["--config-name=ppo_megatron"]) == 2
+    assert "--config FILE" in capsys.readouterr().err
+    assert main(["--dryrun"]) == 2
+    assert "--dry-run" in capsys.readouterr().err
+
+
+def test_a_config_file_that_is_not_there_is_named(capsys):
+    assert main(["--config", "/no/such.yaml", "--dry-run"]) == 2
+    assert "/no/such.yaml" in capsys.readouterr().err

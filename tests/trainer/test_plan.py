@@ -1,0 +1,67 @@
+import pytest
+
+from rltrain.config.load import load_config
+from rltrain.errors import ConfigError
+from rltrain.trainer.plan import PassBudget, describe, make_plan
+
+A = "actor_rollout_ref."
+
+
+def plan(*overrides: str, num_prompts: int | None = None):
+    return make_plan(load_config(list(overrides)).config, num_prompts)
+
+
+def test_the_arithmetic_of_a_64_device_run():
+    found = plan(
+        "data.train_batch_size=128", f"{A}actor.ppo_mini_batch_size=32", f"{A}rollout.n=16", f"{A}actor.ulysses_sequence_parallel_size=4",
+        f"{A}rollout.tensor_model_parallel_size=2", f"{A}actor.ppo_max_token_len_per_gpu=30000", "trainer.nnodes=8",
+        "trainer.n_gpus_per_node=8", "trainer.total_epochs=3", num_prompts=1000,
+    )  # fmt: skip
+    assert found.num_devices == 64
+    assert found.data_parallel_size == 16
+    assert found.samples_per_step == 2048
+    assert found.optimizer_steps_per_step == 4
+    assert found.samples_per_mini_batch == 512
+    assert found.num_engine_replicas == 32
+    assert found.update_budget == found.log_prob_budget == found.ref_budget == PassBudget(120_000, None)
+    assert (found.steps_per_epoch, found.total_steps) == (7, 21)
+
+
+def test_total_training_steps_wins_over_epochs():
+    assert plan("data.train_batch_size=8", "trainer.total_training_steps=500", "trainer.total_epochs=1", num_prompts=16).total_steps == 500
+
+
+def test_micro_batches_by_count_and_the_old_global_sizes():
+    found = plan(
+        f"{A}actor.use_dynamic_bsz=False", f"{A}actor.ppo_micro_batch_size=16", f"{A}ref.log_prob_micro_batch_size_per_gpu=5",
+        "trainer.n_gpus_per_node=4",
+    )  # fmt: skip
+    assert found.update_budget == PassBudget(None, 4)
+    assert found.log_prob_budget == PassBudget(None, 4)
+    assert found.ref_budget == PassBudget(None, 5)
+    with pytest.raises(ConfigError, match="does not divide"):
+        plan(f"{A}actor.use_dynamic_bsz=False", f"{A}actor.ppo_micro_batch_size=6", "trainer.n_gpus_per_node=4")
+
+
+def test_epochs_over_the_same_batch_multiply_the_optimizer_steps():
+    assert plan("data.train_batch_size=8", f"{A}actor.ppo_mini_batch_size=4", f"{A}actor.ppo_epochs=3").optimizer_steps_per_step == 6
+
+
+def test_warm_up_steps_or_their_share():
+    steps = ["data.train_batch_size=8", "trainer.total_training_steps=200"]
+    assert plan(*steps, f"{A}actor.optim.lr_warmup_steps_ratio=0.05").lr_warmup_steps == 10
+    assert plan(*steps, f"{A}actor.optim.lr_warmup_steps_ratio=0.05", f"{A}actor.optim.lr_warmup_steps=3").lr_warmup_steps == 3
+
+
+def test_fewer_prompts_than_a_batch_is_an_error():
+    with pytest.raises(ConfigError, match=r"data.train_batch_size=8 is more than the 7 prompts"):
+        plan("data.train_batch_size=8", num_prompts=7)
+
+
+def test_the_description_says_what_is_left_out_and_when_it_saves():
+    config = load_config(["data.train_batch_size=8"]).config
+    text = describe(make_plan(config, 20), config)
+    assert "4 prompts of each left out" in text
+    assert "at the end" in text
+    never = load_config(["trainer.save_at_end=False"]).config
+    assert "never" in describe(make_plan(never), never)

@@ -78,7 +78,7 @@ def test_a_wrong_key_is_answered_with_the_nearest():
         ConfigError, match=r"unknown key 'algorithm.adv_estimater'. Did you mean algorithm.adv_estimator"
     ):
         load_config(["algorithm.adv_estimater=grpo"])
-    with pytest.raises(ConfigError, match="actor_rollout_ref.rollout.temperature"):
+    with pytest.raises(ConfigError, match=r"actor_rollout_ref\.rollout\.temperature"):
         load_config(["rollout.temperature=0.5"])
 
 

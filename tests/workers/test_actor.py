@@ -1,0 +1,152 @@
+"""The hybrid worker in this very process: no Ray, one rank."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from rltrain.algorithms.aggregation import Denominators
+from rltrain.batch import Batch
+from rltrain.config.load import load_config
+from rltrain.data.chat import chat_encoder, encode_prompts
+from rltrain.data.rows import read_rows
+from rltrain.errors import NonFiniteError
+from rltrain.models.forward import pack
+from rltrain.workers.actor_rollout_ref import ActorRolloutRefWorker, GenerateTask, MiniBatch
+from rltrain.workers.rollout.base import Sampling
+from tests.tiny import small_run
+
+TASK = GenerateTask("train", (0, 1, 2, 3), Sampling(4, 8), seed=1, step=1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def make_worker(tiny_model, arithmetic_files, tmp_path, **changes) -> ActorRolloutRefWorker:
+    config = load_config(small_run(tiny_model, arithmetic_files, tmp_path, **changes)).config
+    store = encode_prompts(read_rows(str(arithmetic_files[0])), chat_encoder(config), 16, True)
+    worker = ActorRolloutRefWorker(config, {"train": store}, with_reference=True)
+    worker.init_model()
+    return worker
+
+
+@pytest.fixture
+def worker(tiny_model, arithmetic_files, tmp_path):
+    return make_worker(tiny_model, arithmetic_files, tmp_path)
+
+
+def scored(worker: ActorRolloutRefWorker) -> Batch:
+    """A batch that is ready for the update."""
+    batch, _, _ = worker.generate(TASK)
+    sizes = [5, 6, 5]
+    batch.update(worker.log_probs(batch, sizes)[0])
+    batch.update(worker.ref_log_probs(batch, sizes)[0])
+    batch.update({"advantage": torch.linspace(-1, 1, len(batch))})
+    return batch
+
+
+def whole_batch(batch: Batch, sizes=(16,)) -> MiniBatch:
+    lengths = batch.dense("response_length")
+    return MiniBatch(tuple(sizes), Denominators(int(lengths.sum()), len(batch), 8))
+
+
+@pytest.mark.parametrize("sizes", [(16,), (5, 6, 5), (1,) * 16])
+def test_with_one_optimizer_step_the_importance_ratio_is_one(worker, sizes):
+    """The update's forward, in any micro-batches, gives the log-probs of the old_log_prob pass."""
+    batch = scored(worker)
+    worker._policy.train()
+    for micro in batch.split(sizes):
+        log_probs, _ = worker._policy(pack(micro, torch.device("cpu")), 1.0, False)
+        ratio = (log_probs - micro.ragged("old_log_probs").values).exp()
+        assert float((ratio - 1).abs().max().detach()) < 1e-6
+
+
+def test_before_the_first_update_actor_reference_and_engine_agree(worker):
+    batch = scored(worker)
+    actor, reference, engine = (batch.ragged(name).values for name in ("old_log_probs", "ref_log_probs", "rollout_log_probs"))
+    assert torch.equal(actor, reference)
+    assert torch.allclose(actor, engine, atol=1e-5)
+
+
+def test_an_update_moves_the_actor_and_not_the_reference(worker):
+    batch = scored(worker)
+    numbers = worker.update(batch, [whole_batch(batch)], 1e-3)
+    assert numbers["grad_norm"][0] > 0
+    again = worker.log_probs(batch, [16])[0].ragged("old_log_probs").values
+    good = batch.dense("advantage").repeat_interleave(batch.dense("response_length")) > 0
+    change = again - batch.ragged("old_log_probs").values
+    assert change[good].mean() > change[~good].mean()
+    assert torch.equal(worker.ref_log_probs(batch, [16])[0].ragged("ref_log_probs").values, batch.ragged("ref_log_probs").values)
+
+
+def test_generation_after_an_update_uses_the_new_weights(worker):
+    batch = scored(worker)
+    for _ in range(3):
+        worker.update(batch, [whole_batch(batch)], 1e-2)
+    later = dataclasses.replace(TASK, step=2)
+    fresh, _, _ = worker.generate(later)
+    _, numbers = worker.log_probs(fresh, [16])
+    assert numbers["gap_max"] < 1e-5
+
+
+def test_a_skipped_weight_sync_shows_in_the_gap(worker):
+    batch = scored(worker)
+    worker.generate(TASK)
+    worker.update(batch, [whole_batch(batch)], 1e-2)
+    stale = batch  # its log-probs are the old engine's
+    _, numbers = worker.log_probs(stale, [16])
+    assert numbers["gap_max"] > 1e-3
+
+
+def test_the_gradient_is_the_same_for_any_cut(worker):
+    batch = scored(worker)
+    norms = []
+    for sizes in [(16,), (3, 7, 6), (1,) * 16, (16, 0)]:
+        for micro in batch.split(sizes):
+            worker._backward(micro, whole_batch(batch).denominators)
+        norms.append(torch.cat([p.grad.full_tensor().flatten() for p in worker._policy.parameters()]))
+        worker._policy.zero_grad()
+    for other in norms[1:]:
+        assert torch.allclose(norms[0], other, atol=1e-6)
+
+
+def test_samples_are_repeatable_and_texts_belong_to_them(worker):
+    one, texts, numbers = worker.generate(TASK)
+    two, *_ = worker.generate(TASK)
+    assert one.ragged("tokens") == two.ragged("tokens")
+    assert len(texts) == 16
+    assert np.array_equal(numbers["prompt_length"] + numbers["response_length"], one.ragged("tokens").lengths.numpy())
+
+
+def test_skip_leaves_the_weights_alone(tiny_model, arithmetic_files, tmp_path):
+    worker = make_worker(tiny_model, arithmetic_files, tmp_path, trainer__on_nonfinite="skip")
+    batch = scored(worker)
+    batch.update({"advantage": torch.full((16,), float("nan"))})
+    before = {name: p.full_tensor().clone() for name, p in worker._policy.named_parameters()}
+    assert worker.update(batch, [whole_batch(batch)], 1e-2)["skipped"].tolist() == [1.0]
+    assert all(torch.equal(p.full_tensor(), before[name]) for name, p in worker._policy.named_parameters())
+    stop = make_worker(tiny_model, arithmetic_files, tmp_path)
+    with pytest.raises(NonFiniteError, match="no optimizer step was made"):
+        stop.update(batch, [whole_batch(batch)], 1e-2)
+
+
+def test_parameters_and_optimizer_can_rest_on_the_host(tiny_model, arithmetic_files, tmp_path):
+    """On the CPU the moves are to where things are: the same path, the same numbers."""
+    plain = make_worker(tiny_model, arithmetic_files, tmp_path)
+    offloading = make_worker(
+        tiny_model, arithmetic_files, tmp_path, actor_rollout_ref__actor__fsdp_config__param_offload=True,
+        actor_rollout_ref__actor__fsdp_config__optimizer_offload=True, actor_rollout_ref__ref__fsdp_config__param_offload=True,
+    )  # fmt: skip
+    results = []
+    for worker in (plain, offloading):
+        for _ in range(2):
+            batch = scored(worker)
+            worker.update(batch, [whole_batch(batch)], 1e-3)
+        results.append(worker.log_probs(batch, [16])[0].ragged("old_log_probs").values)
+    assert torch.equal(*results)

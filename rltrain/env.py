@@ -30,6 +30,8 @@ def prepare_driver() -> None:
     """Environment of the driver, before Ray starts."""
     # Ray warns that it will stop hiding devices from actors that ask for none; that is what we want.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # Ray runs its workers at low priority, which starves training as soon as anything else runs on the machine.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
 

@@ -47,8 +47,8 @@ setup_env() {
         # First and alone, so that nothing else pulls gigabytes of CUDA packages.
         install "${constraints[@]}" torch ${TORCH_INDEX:+--index-url "$TORCH_INDEX"}
     fi
-    say "environment: rltrain[$extras]"
-    install "${constraints[@]}" -e "$REPO[$extras]"
+    say "environment: rltrain${extras:+[$extras]}"
+    install "${constraints[@]}" -e "$REPO${extras:+[$extras]}"
     echo "$stamp" >>"$VENV/rltrain-stamp"
     say "environment: ready"
 }

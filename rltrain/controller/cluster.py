@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any
 
@@ -25,7 +26,7 @@ def start_ray(cfg: Config, device: Device) -> None:
     address = init.address or ray_address()
     prepare_driver()
     if address:
-        ray.init(address=address, log_to_driver=False)
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         return
     if cfg.trainer.nnodes > 1:
         raise ConfigError(
@@ -33,7 +34,7 @@ def start_ray(cfg: Config, device: Device) -> None:
             "then set ray_kwargs.ray_init.address=auto."
         )
     num_cpus = init.num_cpus or max(os.cpu_count() or 1, cfg.trainer.n_gpus_per_node)
-    ray.init(num_cpus=num_cpus, include_dashboard=False, log_to_driver=False)
+    ray.init(num_cpus=num_cpus, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
 
 
 def reserve(cfg: Config, device: Device) -> list[PlacementGroup]:

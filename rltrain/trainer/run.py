@@ -81,7 +81,8 @@ def _train(
     )
     for split in rows:
         pool.check(split)
-    group.call("init_model")
+    sizes = group.call("init_model")
+    log.info("%d workers, %.1f million parameters", group.world, sizes[0]["num_parameters"] / 1e6)
     saver = Saver(cfg, folder, group, rows["train"].fingerprint())
     first_step = saver.resume()
     if first_step:
@@ -127,13 +128,8 @@ def load_data(cfg: Config) -> tuple[dict[str, Rows], dict[str, PromptStore]]:
         found = read_rows(files, prompt_key=data.prompt_key, reward_fn_key=data.reward_fn_key, max_rows=limit)
         store = encode_prompts(found, encoder, data.max_prompt_length, data.filter_overlong_prompts, data.truncation)
         rows[split], prompts[split] = found.select(store.row_index), store
-        log.info(
-            "%s: %d prompts (%d too long and left out), %s",
-            split,
-            len(store),
-            store.num_dropped,
-            rows[split].data_sources(),
-        )
+        sources = ", ".join(rows[split].data_sources())
+        log.info("%s: %d prompts of %s (%d too long and left out)", split, len(store), sources, store.num_dropped)
     return rows, prompts
 
 

@@ -10,18 +10,22 @@ cd "$REPO"
 MODEL="$("$PYTHON" scripts/convert_smollm2.py | tail -n 1)"
 DATA=outputs/smollm2_gsm/data
 RUN="${RUN:-outputs/smollm2_gsm/run_$(date +%Y%m%d_%H%M%S)}"
-"$PYTHON" -m rltrain.data_preprocess.reasoning_gym --task gsm_symbolic --as-gsm8k --num-train 256 --num-test 8 --output "$DATA" >/dev/null
+# Word problems, and small sums in the same form: a model of this size is seldom right about the former.
+"$PYTHON" -m rltrain.data_preprocess.reasoning_gym --task gsm_symbolic --as-gsm8k --worked-example \
+    --num-train 128 --num-test 8 --output "$DATA/words" >/dev/null
+"$PYTHON" -m rltrain.data_preprocess.reasoning_gym --task chain_sum --as-gsm8k --worked-example \
+    --settings min_terms=2 max_terms=2 min_digits=1 max_digits=1 --num-train 128 --num-test 8 --output "$DATA/sums" >/dev/null
 
 train() {
     "$PYTHON" -m rltrain.main_ppo \
         algorithm.adv_estimator=grpo \
-        data.train_files="$DATA/train.parquet" data.val_files="$DATA/test.parquet" \
-        data.train_batch_size=4 data.max_prompt_length=256 data.max_response_length=128 data.filter_overlong_prompts=True \
-        actor_rollout_ref.model.path="$MODEL" \
-        actor_rollout_ref.actor.optim.lr=1e-5 actor_rollout_ref.actor.ppo_mini_batch_size=4 \
-        actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1024 \
+        data.train_files="['$DATA/words/train.parquet','$DATA/sums/train.parquet']" data.val_files="$DATA/sums/test.parquet" \
+        data.train_batch_size=8 data.max_prompt_length=320 data.max_response_length=96 data.filter_overlong_prompts=True \
+        actor_rollout_ref.model.path="$MODEL" actor_rollout_ref.model.enable_gradient_checkpointing=False \
+        actor_rollout_ref.actor.optim.lr=1e-5 actor_rollout_ref.actor.ppo_mini_batch_size=8 \
+        actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1024 actor_rollout_ref.actor.fsdp_config.compute_dtype=bfloat16 \
         actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.001 \
-        actor_rollout_ref.rollout.name=hf actor_rollout_ref.rollout.n=4 actor_rollout_ref.rollout.dtype=bfloat16 \
+        actor_rollout_ref.rollout.name=hf actor_rollout_ref.rollout.n=4 actor_rollout_ref.rollout.temperature=0.7 actor_rollout_ref.rollout.dtype=bfloat16 \
         trainer.device=cpu trainer.n_gpus_per_node=2 trainer.logger='["console","tensorboard"]' \
         trainer.val_before_train=False trainer.save_freq=2 \
         trainer.project_name=smollm2 trainer.experiment_name=gsm trainer.default_local_dir="$RUN" "$@"

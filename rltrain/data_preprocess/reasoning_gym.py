@@ -16,23 +16,39 @@ from rltrain.data_preprocess.gsm8k import INSTRUCTION as GSM8K_INSTRUCTION
 from rltrain.errors import DataError
 from rltrain.rewards.reasoning_gym import PREFIX, check_task
 
+# One worked problem in gsm8k's form, for models that are too small to follow the instruction alone.
+WORKED_EXAMPLE = [
+    {"role": "user", "content": f"Tom has 3 boxes with 4 pens each. How many pens does he have? {GSM8K_INSTRUCTION}"},
+    {"role": "assistant", "content": "Each box has 4 pens and there are 3 boxes, so Tom has 3 * 4 = 12 pens.\n#### 12"},
+]
 INSTRUCTION = "Give your final answer between <answer> and </answer> tags."
 _MAX_TEST_DRAWS_PER_ROW = 20
 # Entry i of a data set with seed s is that of seed s + 1 at i - 1, so the streams are put far apart.
 _SEED_STRIDE = 20_000_000
 
 
-def generate(task: str, num_train: int, num_test: int, *, seed: int, as_gsm8k: bool = False) -> dict[str, list[Row]]:
+def generate(
+    task: str,
+    num_train: int,
+    num_test: int,
+    *,
+    seed: int,
+    as_gsm8k: bool = False,
+    worked_example: bool = False,
+    settings: dict[str, Any] | None = None,
+) -> dict[str, list[Row]]:
     """Train rows from ``seed``, test rows from another stream; a question of one never appears in the other.
 
-    ``as_gsm8k`` writes rows of openai/gsm8k: its instruction, and a plain number as ground truth.
+    ``as_gsm8k`` writes rows of openai/gsm8k: its instruction, and a plain number as ground truth; ``worked_example`` puts one
+    solved problem before the question. ``settings`` go to the task's own configuration.
     """
     check_task(task)
     make = _gsm8k_row if as_gsm8k else _task_row
-    train = list(_entries(task, num_train, seed * _SEED_STRIDE))
+    settings = settings or {}
+    train = list(_entries(task, num_train, seed * _SEED_STRIDE, settings))
     taken = {entry["question"] for entry in train}
     test: list[dict[str, Any]] = []
-    for entry in _entries(task, num_test * _MAX_TEST_DRAWS_PER_ROW, seed * _SEED_STRIDE + _SEED_STRIDE // 2):
+    for entry in _entries(task, num_test * _MAX_TEST_DRAWS_PER_ROW, seed * _SEED_STRIDE + _SEED_STRIDE // 2, settings):
         if len(test) == num_test:
             break
         if entry["question"] not in taken:
@@ -43,17 +59,24 @@ def generate(task: str, num_train: int, num_test: int, *, seed: int, as_gsm8k: b
             f"reasoning-gym task {task!r} has only {len(test)} questions outside the training set. "
             "Try a smaller --num-train or --num-test."
         )
-    return {
+    rows = {
         split: [make(task, entry, split, index) for index, entry in enumerate(entries)]
         for split, entries in (("train", train), ("test", test))
     }
+    if as_gsm8k and worked_example:
+        for each in (*rows["train"], *rows["test"]):
+            each["prompt"] = [*WORKED_EXAMPLE, *each["prompt"]]
+    return rows
 
 
-def _entries(task: str, size: int, seed: int) -> Iterator[dict[str, Any]]:
+def _entries(task: str, size: int, seed: int, settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
     import reasoning_gym
 
     if size:
-        data = reasoning_gym.create_dataset(task, size=size, seed=seed)
+        try:
+            data = reasoning_gym.create_dataset(task, size=size, seed=seed, **settings)
+        except (TypeError, AssertionError) as error:
+            raise DataError(f"--settings {settings} do not fit reasoning-gym task {task!r}: {error}") from error
         yield from (data[index] for index in range(size))
 
 
@@ -84,7 +107,25 @@ def _gsm8k_row(task: str, entry: dict[str, Any], split: str, index: int) -> Row:
 
 def convert(options: argparse.Namespace) -> Splits:
     """Rows for the options of the command line."""
-    return generate(options.task, options.num_train, options.num_test, seed=options.seed, as_gsm8k=options.as_gsm8k)
+    return generate(
+        options.task,
+        options.num_train,
+        options.num_test,
+        seed=options.seed,
+        as_gsm8k=options.as_gsm8k,
+        worked_example=options.worked_example,
+        settings=dict(options.settings),
+    )
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form name=value")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -95,6 +136,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--num-test", type=at_least(0), default=128, help="test problems")
     parser.add_argument("--seed", type=at_least(0), default=0, help="another seed gives other problems")
     parser.add_argument("--as-gsm8k", action="store_true", help="rows of openai/gsm8k, for tasks with numeric answers")
+    parser.add_argument("--worked-example", action="store_true", help="with --as-gsm8k: one solved problem before each question")
+    parser.add_argument("--settings", nargs="*", type=_setting, default=[], help="name=value of the task, such as max_terms=3")
     return run(convert, parser.parse_args(argv))
 
 

@@ -252,3 +252,22 @@ def test_converters_run_as_files_from_the_repository_root(tmp_path, script, opti
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert load(tmp_path / "out", "train")
+
+
+def test_reasoning_gym_can_show_a_worked_example_and_set_the_task(tmp_path):
+    from rltrain.data_preprocess.reasoning_gym import WORKED_EXAMPLE, generate
+
+    made = generate("chain_sum", 4, 2, seed=0, as_gsm8k=True, worked_example=True, settings={"min_terms": 2, "max_terms": 2})
+    for each in (*made["train"], *made["test"]):
+        assert each["prompt"][:2] == WORKED_EXAMPLE
+        assert len(each["prompt"]) == 3
+        assert each["extra_info"]["question"].count(" + ") + each["extra_info"]["question"].count(" - ") == 1
+    plain = generate("chain_sum", 4, 2, seed=0, as_gsm8k=True, settings={"min_terms": 2, "max_terms": 2})
+    assert [each["prompt"][2:] for each in made["train"]] == [each["prompt"] for each in plain["train"]]
+
+
+def test_settings_that_a_reasoning_gym_task_does_not_have_are_named():
+    from rltrain.data_preprocess.reasoning_gym import generate
+
+    with pytest.raises(DataError, match="'no_such': 1"):
+        generate("chain_sum", 1, 0, seed=0, settings={"no_such": 1})

@@ -216,7 +216,7 @@ def test_reasoning_gym_streams_do_not_overlap():
 def test_a_reasoning_gym_question_is_in_one_split_only(monkeypatch):
     pytest.importorskip("reasoning_gym")
     entries = [{"question": f"q{number}", "answer": "1"} for number in (0, 1, 2, 3, 1, 4, 0, 5)]
-    monkeypatch.setattr(reasoning_gym, "_entries", lambda task, size, seed: iter(entries[:3] if seed == 0 else entries))
+    monkeypatch.setattr(reasoning_gym, "_entries", lambda task, size, seed, settings: iter(entries[:3] if seed == 0 else entries))
     splits = reasoning_gym.generate("chain_sum", 3, 2, seed=0)
     assert [one["extra_info"]["entry"][14:16] for one in splits["test"]] == ["q3", "q4"]
     with pytest.raises(DataError, match="only 3 questions outside the training set"):

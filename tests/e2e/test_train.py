@@ -216,3 +216,21 @@ def test_a_non_finite_loss_makes_no_optimizer_step(tiny_model, arithmetic_files,
     assert "no optimizer step was made" in capsys.readouterr().err
     assert list((tmp_path / "run" / "incidents").glob("*.pt"))
     assert not list((tmp_path / "run").glob("global_step_*"))
+
+
+def test_grpo_learns_what_is_rewarded(tiny_model, arithmetic_files, tmp_path):
+    """From a random model: answers that begin with an even digit."""
+    scorer = tmp_path / "reward.py"
+    scorer.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return float(solution_str[:1] in {'0', '2', '4', '6', '8'})\n"
+    )
+    args = small_run(
+        tiny_model, arithmetic_files, tmp_path / "run", custom_reward_function__path=scorer, trainer__total_training_steps=30,
+        data__train_batch_size=8, actor_rollout_ref__actor__ppo_mini_batch_size=8, actor_rollout_ref__rollout__n=8,
+        actor_rollout_ref__actor__entropy_coeff=0, actor_rollout_ref__actor__optim__lr=5e-3, actor_rollout_ref__actor__kl_loss_coef=0,
+    )  # fmt: skip
+    assert main(args) == 0
+    scores = [line["critic/score/mean"] for line in read_metrics(tmp_path / "run")]
+    assert sum(scores[:3]) / 3 < 0.5
+    assert sum(scores[-3:]) / 3 > sum(scores[:3]) / 3 + 0.3

@@ -109,3 +109,17 @@ def final_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     if cap := getattr(config, "final_logit_softcapping", None):
         logits = torch.tanh(logits / cap) * cap
     return logits
+
+
+def model_numbers(policy: PolicyModel) -> dict[str, int]:
+    """num_parameters; matmul_parameters (without the input embedding, with the head); attention_width = layers x heads x head size."""
+    config = policy.causal_lm.config.get_text_config()
+    total = sum(parameter.numel() for parameter in policy.parameters())
+    embedding = next(policy.causal_lm.get_input_embeddings().parameters())
+    tied = embedding is next(policy.causal_lm.get_output_embeddings().parameters())
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return {
+        "num_parameters": total,
+        "matmul_parameters": total if tied else total - embedding.numel(),
+        "attention_width": config.num_hidden_layers * config.num_attention_heads * head_size,
+    }

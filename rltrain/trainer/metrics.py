@@ -109,6 +109,21 @@ def throughput_metrics(samples: Samples, timing: Metrics, num_devices: int) -> M
     return metrics
 
 
+def flops_metrics(
+    samples: Samples, timing: Metrics, model: dict[str, Any], num_devices: int, epochs: int
+) -> Metrics:
+    """``perf/mfu/actor``: model FLOPs of the update without recompute / (seconds x devices x bf16 peak); nothing where the peak is unknown.
+
+    6 FLOPs a weight and token (forward and backward, input embedding not counted), and causal attention: 6 x layers x heads x
+    head size x length^2 a sequence (Narayanan et al. 2021, appendix, halved for causality).
+    """
+    if not model.get("peak_flops"):
+        return {}
+    lengths = (samples["prompt_length"] + samples["response_length"]).astype(np.float64)
+    flops = 6 * model["matmul_parameters"] * lengths.sum() + 6 * model["attention_width"] * np.square(lengths).sum()
+    return {"perf/mfu/actor": float(epochs * flops / (timing["timing_s/update_actor"] * num_devices * model["peak_flops"]))}
+
+
 def worker_timing(results: Sequence[dict[str, Any]]) -> Metrics:
     """``timing_s/<name>``: mean over ranks of what the workers measured themselves, and ``_max``: the slowest rank."""
     timing: Metrics = {}

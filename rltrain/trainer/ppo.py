@@ -97,6 +97,7 @@ class PPOTrainer:
                 metrics |= self._update(samples, mini_batches, layout.update, step)  # maximise the clipped surrogate
         timing = timer.metrics() | generated
         metrics |= timing | m.throughput_metrics(samples, timing, self.plan.num_devices)
+        metrics |= m.flops_metrics(samples, timing, self.actor.model, self.plan.num_devices, self.cfg.actor_rollout_ref.actor.ppo_epochs)
         return metrics | self._describe(samples, layout.update, step)
 
     def _training_task(self, rows: list[int], step: int) -> GenerateTask:
@@ -183,10 +184,12 @@ class PPOTrainer:
     def fit(self, first_step: int) -> int:
         """Run steps ``first_step`` + 1 to the last of the plan, with validation and saving. Returns the last step done."""
         trainer = self.cfg.trainer
-        if trainer.val_before_train and not first_step and self.rewards.has_validation:
-            self._tracker.log(0, self.validate(0))
+        if self.rewards.has_validation and (trainer.val_only or (trainer.val_before_train and not first_step)):
+            self._tracker.log(first_step, self.validate(first_step))
         if trainer.val_only:
             return first_step
+        if first_step >= self.plan.total_steps:
+            log.info("nothing left to do: the run already has its %d steps (trainer.total_training_steps)", self.plan.total_steps)
         step = first_step
         for step in range(first_step + 1, self.plan.total_steps + 1):
             started = time.perf_counter()

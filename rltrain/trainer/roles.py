@@ -22,8 +22,9 @@ _GENERATED = ("tokens", "prompt_length", "response_length", "rollout_log_probs")
 class Policy:
     """Actor, rollout engine and reference: one worker group, addressed with samples and layouts."""
 
-    def __init__(self, group: WorkerGroup, *, has_reference: bool, has_kl_loss: bool) -> None:
+    def __init__(self, group: WorkerGroup, model: dict[str, Any], *, has_reference: bool, has_kl_loss: bool) -> None:
         self._group = group
+        self.model = model
         self.has_reference = has_reference
         self._has_kl_loss = has_kl_loss
         self.generated_ids: list[Ids] = []

@@ -98,7 +98,7 @@ def _train(
         config=asdict(cfg),
     )
     order = BatchOrder(len(prompts["train"]), plan.prompts_per_step, cfg.data.seed, cfg.data.shuffle)
-    policy = Policy(group, has_reference=with_reference, has_kl_loss=cfg.actor_rollout_ref.actor.use_kl_loss)
+    policy = Policy(group, sizes[0], has_reference=with_reference, has_kl_loss=cfg.actor_rollout_ref.actor.use_kl_loss)
     trainer = PPOTrainer(cfg, plan, policy, Scorers(pool, rows), order, tracker, saver, stop)
     try:
         trainer.fit(first_step)

@@ -23,7 +23,7 @@ from rltrain.data.chat import PromptStore, chat_encoder
 from rltrain.device import get_device, resolve_dtype
 from rltrain.errors import NonFiniteError
 from rltrain.models.export import export_huggingface
-from rltrain.models.forward import PolicyModel, pack
+from rltrain.models.forward import PolicyModel, model_numbers, pack
 from rltrain.models.load import load_config
 from rltrain.models.optim import clip_gradients, make_optimizer
 from rltrain.models.shard import make_mesh, sharded_policy
@@ -70,7 +70,7 @@ class ActorRolloutRefWorker:
         self._version = 0
 
     def init_model(self) -> Numbers:
-        """Load actor, reference and engine. Returns sizes for the banner."""
+        """Load actor, reference and engine. Returns sizes, for the log and for counting FLOPs."""
         self._device.activate()
         model_cfg, fsdp_cfg = self._model_cfg, self._actor_cfg.fsdp_config
         self._config = load_config(
@@ -102,7 +102,7 @@ class ActorRolloutRefWorker:
             param_offload=fsdp_cfg.param_offload,
             optimizer_offload=fsdp_cfg.optimizer_offload,
         )
-        return {"num_parameters": sum(parameter.numel() for parameter in self._policy.parameters())}
+        return model_numbers(self._policy) | {"peak_flops": self._device.peak_flops()}
 
     def _load_policy(self, master_dtype: torch.dtype, gradient_checkpointing: bool) -> PolicyModel:
         fsdp_cfg = self._actor_cfg.fsdp_config

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rltrain import __version__
-from rltrain.errors import ConfigError, RltrainError
+from rltrain.errors import ConfigError, Interrupted, RltrainError
 
 USAGE = """\
 usage: python -m rltrain.main_ppo [--config FILE]... [key=value]...
@@ -46,6 +46,9 @@ def main(argv: list[str] | None = None) -> int:
             )
         )
         return error.exit_code
+    except KeyboardInterrupt:
+        sys.stderr.write("error: interrupted before training began\n")
+        return Interrupted.exit_code
 
 
 def _run(arguments: _Arguments) -> int:

@@ -67,9 +67,12 @@ class RunFolder:
         return self.path / f"global_step_{step}"
 
     def begin_save(self, step: int) -> Path:
-        """An empty temporary folder for the checkpoint of ``step``. Refuses to replace a checkpoint that exists."""
-        if self.step_folder(step).exists():
-            raise CheckpointError(f"{self.step_folder(step)} exists already; a checkpoint is never overwritten.")
+        """An empty temporary folder for the checkpoint of ``step``. A whole checkpoint is never replaced, a damaged one is put aside."""
+        existing = self.step_folder(step)
+        if existing.exists():
+            if not find_damage(existing):
+                raise CheckpointError(f"{existing} exists already; a checkpoint is never overwritten.")
+            os.rename(existing, existing.with_name(f"damaged_{existing.name}_{int(time.time())}"))
         folder = self.path / f".tmp_global_step_{step}_{os.getpid()}"
         folder.mkdir()
         return folder

@@ -14,7 +14,7 @@ from rltrain.algorithms.aggregation import Denominators
 from rltrain.config.schema import Config
 from rltrain.controller.samples import Samples
 from rltrain.data.order import BatchOrder
-from rltrain.errors import NonFiniteError
+from rltrain.errors import NonFiniteError, RewardError
 from rltrain.models.optim import learning_rate
 from rltrain.trainer import metrics as m
 from rltrain.trainer.balance import Ids, Layout, lay_out, rank_tokens
@@ -193,7 +193,11 @@ class PPOTrainer:
         step = first_step
         for step in range(first_step + 1, self.plan.total_steps + 1):
             started = time.perf_counter()
-            metrics = self.step(step)
+            try:
+                metrics = self.step(step)
+            except RewardError:
+                self._saver.rescue(step - 1)
+                raise
             last = step == self.plan.total_steps
             if self.rewards.has_validation and trainer.test_freq > 0 and (last or step % trainer.test_freq == 0):
                 metrics |= self.validate(step)

@@ -21,7 +21,7 @@ from rltrain.data.chat import PromptStore, chat_encoder, encode_prompts
 from rltrain.data.order import BatchOrder
 from rltrain.data.rows import Rows, read_rows
 from rltrain.device import Device, get_device, threads_per_worker
-from rltrain.errors import Interrupted
+from rltrain.errors import DataError, Interrupted
 from rltrain.report import report
 from rltrain.rewards.pool import RewardPool
 from rltrain.rewards.registry import CustomReward
@@ -83,7 +83,7 @@ def _train(
         pool.check(split)
     sizes = group.call("init_model")
     log.info("%d workers, %.1f million parameters", group.world, sizes[0]["num_parameters"] / 1e6)
-    saver = Saver(cfg, folder, group, rows["train"].fingerprint())
+    saver = Saver(cfg, folder, group, rows["train"].fingerprint(), sizes[0]["num_parameters"])
     first_step = saver.resume()
     if first_step:
         log.info("resuming after step %d of %d from %s", first_step, plan.total_steps, folder.step_folder(first_step))
@@ -127,6 +127,8 @@ def load_data(cfg: Config) -> tuple[dict[str, Rows], dict[str, PromptStore]]:
             continue
         found = read_rows(files, prompt_key=data.prompt_key, reward_fn_key=data.reward_fn_key, max_rows=limit)
         store = encode_prompts(found, encoder, data.max_prompt_length, data.filter_overlong_prompts, data.truncation)
+        if not len(store):
+            raise DataError(f"data.{split}_files={files}: no prompt is left. Raise data.max_prompt_length={data.max_prompt_length}.")
         rows[split], prompts[split] = found.select(store.row_index), store
         sources = ", ".join(rows[split].data_sources())
         log.info("%s: %d prompts of %s (%d too long and left out)", split, len(store), sources, store.num_dropped)

@@ -10,7 +10,7 @@ from typing import Any
 from rltrain.config.schema import Config
 from rltrain.controller.group import WorkerGroup
 from rltrain.errors import CheckpointError, DiskError
-from rltrain.trainer.checkpoint import RunFolder, read_progress
+from rltrain.trainer.checkpoint import RunFolder, find_damage, read_progress
 from rltrain.trainer.timing import StepTimer
 
 # A resumed run must agree on these, or "continues as if never stopped" would be a lie.
@@ -27,12 +27,14 @@ FROZEN_KEYS = (
 class Saver:
     """Writes a checkpoint of the whole run: shards, progress, and a Hugging Face folder."""
 
-    def __init__(self, cfg: Config, folder: RunFolder, group: WorkerGroup, dataset_fingerprint: str) -> None:
+    def __init__(self, cfg: Config, folder: RunFolder, group: WorkerGroup, dataset_fingerprint: str, num_parameters: int) -> None:
         self._cfg = cfg
         self._folder = folder
         self._group = group
         self._fingerprint = dataset_fingerprint
-        self._bytes_last_time = 0
+        # Master weights and two moments in float32, and the exported model; the next one is as large as the last.
+        self._bytes_needed = 16 * num_parameters
+        self._last_step = 0
 
     def due(self, step: int, stopping: bool) -> bool:
         """Every ``save_freq`` steps, and when the run ends unless ``save_at_end`` is off."""
@@ -43,20 +45,34 @@ class Saver:
         """Save step ``step``; returns its timing. Raises DiskError naming needed and free space."""
         timer = StepTimer()
         with timer("save_checkpoint"):
+            self._check_space(step)
             temporary = self._folder.begin_save(step)
             try:
                 self._write(temporary, step)
                 final = self._folder.commit(temporary, step)
             except OSError as error:
                 shutil.rmtree(temporary, ignore_errors=True)
-                free = shutil.disk_usage(self._folder.path).free / 2**30
-                raise DiskError(
-                    f"checkpoint of step {step} could not be written: {error} ({free:.1f} GiB free at {self._folder.path}, the last one "
-                    f"took {self._bytes_last_time / 2**30:.1f} GiB). Older checkpoints are intact. Free space and run the same command again."
-                ) from error
-            self._bytes_last_time = sum(file.stat().st_size for file in final.rglob("*") if file.is_file())
+                raise DiskError(f"checkpoint of step {step} could not be written: {error}. {self._space()}") from error
+            self._last_step = step
+            self._bytes_needed = sum(file.stat().st_size for file in final.rglob("*") if file.is_file())
             self._folder.prune(self._cfg.trainer.max_actor_ckpt_to_keep)
         return timer.metrics()
+
+    def rescue(self, step: int) -> None:
+        """Save step ``step`` if it is not saved yet: an error that is not the workers' leaves their state whole."""
+        if step > self._last_step and self._cfg.trainer.save_at_end:
+            self.save(step)
+
+    def _check_space(self, step: int) -> None:
+        if shutil.disk_usage(self._folder.path).free < self._bytes_needed:
+            raise DiskError(f"there is no room for the checkpoint of step {step}. {self._space()}")
+
+    def _space(self) -> str:
+        free = shutil.disk_usage(self._folder.path).free / 2**30
+        return (
+            f"{self._folder.path} has {free:.2f} GiB free and a checkpoint takes about {self._bytes_needed / 2**30:.2f} GiB. Older "
+            "checkpoints are intact. Free space (or set trainer.max_actor_ckpt_to_keep) and run the same command again."
+        )
 
     def _write(self, temporary: Path, step: int) -> None:
         self._group.call("save", [str(temporary / "actor")])
@@ -69,26 +85,33 @@ class Saver:
         """Load what ``trainer.resume_mode`` points at; returns the step it was saved after (0: start from scratch)."""
         trainer = self._cfg.trainer
         folder = self._choose()
-        if folder is None:
-            return 0
-        progress = read_progress(folder)
-        if not trainer.resume_weights_only:
-            self._refuse_other_run(folder, progress)
-        self._group.call("load", [str(folder / "actor"), trainer.resume_weights_only])
-        return 0 if trainer.resume_weights_only else int(progress["global_step"])
+        step = 0
+        if folder is not None:
+            progress = read_progress(folder)
+            step = 0 if trainer.resume_weights_only else int(progress["global_step"])
+            if not trainer.resume_weights_only:
+                self._refuse_other_run(folder, progress)
+        self._refuse_later_checkpoints(step)
+        if folder is not None:
+            self._group.call("load", [str(folder / "actor"), trainer.resume_weights_only])
+        self._last_step = step
+        return step
 
     def _choose(self) -> Path | None:
         trainer = self._cfg.trainer
         if trainer.resume_mode == "resume_path":
             return Path(trainer.resume_from_path or "")
-        if trainer.resume_mode == "auto":
-            return self._folder.newest()
-        if steps := self._folder.steps():
+        return self._folder.newest() if trainer.resume_mode == "auto" else None
+
+    def _refuse_later_checkpoints(self, step: int) -> None:
+        """A run that starts below a checkpoint of its own folder would meet it hours later, when it saves."""
+        later = [each for each in self._folder.steps() if each > step and not find_damage(self._folder.step_folder(each))]
+        if later:
             raise CheckpointError(
-                f"{self._folder.path} already holds checkpoints (newest: step {steps[-1]}) and trainer.resume_mode=disable would start over "
-                "on top of them. Choose another trainer.experiment_name, remove the folder, or set trainer.resume_mode=auto."
+                f"{self._folder.path} already holds a checkpoint of step {later[-1]}, and this run would start after step {step}. "
+                "Choose another trainer.experiment_name (or trainer.default_local_dir), remove the folder, or go on from the newest "
+                "with trainer.resume_mode=auto trainer.resume_weights_only=False."
             )
-        return None
 
     def _refuse_other_run(self, folder: Path, progress: dict[str, Any]) -> None:
         now = frozen_values(self._cfg) | {"dataset": self._fingerprint}

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rltrain.main_ppo import main
 from rltrain.report import read_metrics
+from rltrain.trainer import saving
 from tests.tiny import small_run
 
 TIMERS = {
@@ -178,6 +180,57 @@ def test_another_run_in_the_same_folder_is_refused(reference_run, tiny_model, ar
     message = capsys.readouterr().err
     assert "data.seed: 1 then, 2 now" in message
     assert "resume_weights_only" in message
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"trainer__resume_mode": "disable"}, {"trainer__resume_weights_only": True}],
+    ids=["fresh", "weights_only"],
+)
+def test_a_run_that_would_meet_its_old_checkpoints_is_refused_at_the_start(
+    reference_run, tiny_model, arithmetic_files, capsys, changes
+):
+    assert main(small_run(tiny_model, arithmetic_files, reference_run, **changes)) == 2
+    assert "already holds a checkpoint of step 2" in capsys.readouterr().err
+
+
+def test_weights_alone_start_a_new_run(reference_run, tiny_model, arithmetic_files, tmp_path):
+    args = small_run(
+        tiny_model, arithmetic_files, tmp_path, trainer__resume_mode="resume_path", trainer__resume_weights_only=True,
+        trainer__resume_from_path=reference_run / "global_step_1", trainer__total_training_steps=1, data__seed=9,
+    )  # fmt: skip
+    assert main(args) == 0
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1]
+    assert largest_difference(weights(reference_run, 1), weights(tmp_path, 1)) > 0
+
+
+def test_a_full_disk_is_noticed_before_a_byte_is_written(tiny_model, arithmetic_files, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(saving.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9 - 1000, 1000))
+    assert main(small_run(tiny_model, arithmetic_files, tmp_path)) == 74
+    error = capsys.readouterr().err
+    assert "there is no room for the checkpoint of step 2" in error
+    assert "GiB free" in error
+    assert not [entry.name for entry in tmp_path.iterdir() if "global_step" in entry.name]
+
+
+def test_a_reward_outage_after_the_first_step_saves_what_was_learned(tiny_model, arithmetic_files, tmp_path):
+    scorer = tmp_path / "reward.py"
+    scorer.write_text(
+        "import pathlib\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info, folder):\n"
+        "    if 'step\": 2' in (pathlib.Path(folder) / 'metrics.jsonl').read_text():\n"
+        "        raise OSError('the scoring server is gone')\n"
+        "    return float(len(solution_str) % 2)\n"
+    )
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").touch()
+    args = small_run(
+        tiny_model, arithmetic_files, run, custom_reward_function__path=scorer, custom_reward_function__reward_kwargs__folder=run,
+        trainer__total_training_steps=5,
+    )  # fmt: skip
+    assert main(args) == 2
+    assert [entry.name for entry in run.glob("global_step_*")] == ["global_step_2"]
 
 
 def test_a_custom_reward_function_is_used(tiny_model, arithmetic_files, tmp_path):

@@ -160,7 +160,7 @@ def test_writing_into_the_connection_ends_that_answer_only(slot):
     body = """
         import os
         if solution_str == 'good': return 1
-        for descriptor in range(3, 64):
+        for descriptor in range(3, 1024):
             try: os.write(descriptor, b'x' * 64)
             except OSError: pass
     """

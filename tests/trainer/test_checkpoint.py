@@ -74,6 +74,14 @@ def test_a_checkpoint_is_never_overwritten(folder):
         folder.begin_save(1)
 
 
+def test_a_damaged_checkpoint_makes_way_for_a_new_one_of_its_step(folder):
+    save(folder, 1)
+    (folder.step_folder(1) / "actor" / "shard.bin").unlink()
+    save(folder, 1)
+    assert folder.newest() == folder.step_folder(1)
+    assert len(list(folder.path.glob("damaged_global_step_1_*"))) == 1
+
+
 def test_pruning_keeps_the_newest(folder):
     for step in (1, 2, 3, 10):
         save(folder, step)

@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM
 from rltrain.device import get_device
 from rltrain.models.load import load_config
 from rltrain.workers.rollout.base import Sampling, sample_seeds, uniforms
-from rltrain.workers.rollout.hf import HFRollout, choose, restrict
+from rltrain.workers.rollout.hf import HFRollout, choose, random_block, restrict
 
 EOS = 1
 PROMPTS = [np.array(ids, dtype=np.int32) for ids in ([2, 5, 6, 3], [2, 7, 3], [2, 8, 9, 10, 11, 3], [4])]
@@ -88,16 +88,22 @@ def test_an_engine_without_weights_refuses(tiny_model, plain):
 def test_sampling_follows_the_distribution():
     torch.manual_seed(0)
     logits = torch.randn(1, 30).expand(100_000, 30)
-    noise = torch.from_numpy(uniforms(sample_seeds(3, 1, range(100_000), 1), 0, 1)[:, 0])
+    noise = torch.from_numpy(random_block(sample_seeds(3, 1, range(100_000), 1), 0)[:, 0])
     tokens, _ = choose(logits, noise, Sampling(1, 1))
     assert torch.allclose(torch.bincount(tokens, minlength=30) / 100_000, logits[0].softmax(-1), atol=0.006)
 
 
 def test_a_token_without_mass_is_never_chosen():
     logits = torch.tensor([[0.0, float("-inf"), 0.0, float("-inf")]])
-    edge = torch.tensor([0.0, 0.25, 0.5, 1 - 2**-53], dtype=torch.float64)
+    edge = torch.tensor([0.0, 0.25, 0.5, 1 - 2**-23])
     tokens, _ = choose(logits.expand(4, 4), edge, Sampling(1, 1))
     assert set(tokens.tolist()) <= {0, 2}
+
+
+def test_the_largest_random_number_stays_below_any_total():
+    totals = torch.rand(100_000) * 2 + 1e-3
+    assert bool((totals * np.float32(1 - 2**-23) < totals).all())
+    assert random_block(np.arange(1000, dtype=np.uint64), 0).max() <= np.float32(1 - 2**-23)
 
 
 def test_top_k_and_top_p_restrict():

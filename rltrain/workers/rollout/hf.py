@@ -86,7 +86,7 @@ class HFRollout:
         noise = torch.empty(0)
         for step in range(sampling.max_tokens):
             if step % _BLOCK == 0:
-                noise = torch.from_numpy(uniforms(seeds, step, _BLOCK)).to(self._device)
+                noise = torch.from_numpy(random_block(seeds, step)).to(self._device)
             tokens, log_probs = choose(final_logits(self._model, hidden), noise[rows, step % _BLOCK], sampling)
             ended = torch.isin(tokens, self._eos) & (not sampling.ignore_eos)
             answers.write(rows, step, tokens, log_probs, ended)
@@ -146,8 +146,17 @@ class _Answers:
         return Generation(tokens.to("cpu"), log_probs.to("cpu"), (~self.ended).cpu())
 
 
+def random_block(seeds: NDArray[np.uint64], start: int) -> NDArray[np.float32]:
+    """Random numbers ``start`` to ``start + _BLOCK`` of each seed, in [0, 1 - 2^-23].
+
+    So far below 1 that the product with a float32 total is smaller than the total: the search for it never runs past the last token
+    that has any mass. In float32, because not every accelerator computes in float64.
+    """
+    return np.minimum(uniforms(seeds, start, _BLOCK), 1 - 2.0**-23).astype(np.float32)
+
+
 def choose(logits: Tensor, noise: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Sample one token a row by inverting the distribution function at ``noise`` (uniform in [0, 1), float64).
+    """Sample one token a row by inverting the distribution function at ``noise`` (as from `random_block`).
 
     logits [n, vocabulary] -> token ids [n] and their log-probs [n].
     """
@@ -156,10 +165,7 @@ def choose(logits: Tensor, noise: Tensor, sampling: Sampling) -> tuple[Tensor, T
         return tokens, torch.log_softmax(logits, -1).gather(-1, tokens[:, None])[:, 0]
     log_probs = torch.log_softmax(logits / sampling.temperature, -1)
     mass = restrict(log_probs.exp(), sampling.top_k, sampling.top_p).cumsum(-1)
-    total = mass[:, -1:]
-    # Strictly below the total, so that the search never runs past the last token that has any mass.
-    target = torch.minimum((noise[:, None] * total.double()).float(), torch.nextafter(total, torch.zeros_like(total)))
-    tokens = torch.searchsorted(mass, target, right=True)[:, 0]
+    tokens = torch.searchsorted(mass, noise[:, None] * mass[:, -1:], right=True)[:, 0]
     return tokens, log_probs.gather(-1, tokens[:, None])[:, 0]
 
 

@@ -17,13 +17,16 @@ _NPU = {
 _CUDA = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 # Big activations come and go: do not hand them back to the kernel every time. Waiting OpenMP threads must not spin.
 _CPU = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "1073741824", "OMP_WAIT_POLICY": "PASSIVE"}
+# A user who sets these for the driver means the workers too, on every node.
+_PASSED_ON = ("HF_HUB_OFFLINE", "HF_ENDPOINT")
 _BY_DEVICE = {"npu": _NPU, "cuda": _CUDA, "cpu": _CPU}
 
 
 def worker_environment(device: str, threads: int) -> dict[str, str]:
     """Environment of a worker process on ``device`` (npu, cuda, cpu) with ``threads`` CPU threads."""
     wanted = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", **_BY_DEVICE[device]}
-    return {name: os.environ.get(name, value) for name, value in wanted.items()}
+    passed_on = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+    return {name: os.environ.get(name, value) for name, value in wanted.items()} | passed_on
 
 
 def prepare_driver() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,24 +54,25 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(arguments: _Arguments) -> int:
     if arguments.help is not None:
-        sys.stdout.write(_help(arguments.help))
+        _write(_help(arguments.help))
         return 0
     if arguments.version:
         sys.stdout.write(f"rltrain {__version__}\n")
         return 0
-    from rltrain.config.check import check, missing_files, unavailable, without_effect
+    from rltrain.config.check import check, missing_files, unavailable
+    from rltrain.config.effects import without_effect
     from rltrain.config.load import load_config, to_yaml
 
     loaded = load_config(arguments.overrides, arguments.files)
     if arguments.print_config:
-        sys.stdout.write(to_yaml(loaded.config))
+        _write(to_yaml(loaded.config))
         return 0
     check(loaded)
     does_not_fit = unavailable(loaded.config)
     missing = missing_files(loaded.config)
     notes = [*loaded.warnings, *without_effect(loaded)]
     if arguments.dry_run:
-        sys.stdout.write(_dry_run(loaded.config, notes, does_not_fit, missing))
+        _write(_dry_run(loaded.config, notes, does_not_fit, missing))
         return 0
     if problems := [*does_not_fit, *missing]:
         raise ConfigError("\n".join(problems))
@@ -80,6 +82,14 @@ def _run(arguments: _Arguments) -> int:
     from rltrain.trainer.run import run_training
 
     return run_training(loaded)
+
+
+def _write(text: str) -> None:
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:  # a reader such as head has seen enough; nothing must be written at exit either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parse(argv: list[str]) -> _Arguments:
@@ -95,7 +105,10 @@ def _parse(argv: list[str]) -> _Arguments:
         elif word == "--dry-run":
             arguments.dry_run = True
         elif word == "--config" or word.startswith("--config="):
-            arguments.files.append(word.partition("=")[2] or next(rest, ""))
+            file = word.partition("=")[2] or next(rest, "")
+            if not file:
+                raise ConfigError("--config needs a file: --config base.yaml.")
+            arguments.files.append(file)
         elif word.startswith(("--config-path", "--config-name", "--config-dir", "--cfg", "--multirun")):
             raise ConfigError(
                 f"{word} is Hydra's, which is not used here. Put settings in a YAML file and give --config FILE (repeatable)."
@@ -136,12 +149,13 @@ def _dry_run(config: Any, notes: list[str], does_not_fit: list[str], missing: li
     from rltrain.config.check import as_list
     from rltrain.trainer.plan import describe, make_plan
 
-    prompts = (
-        None
-        if any(line.startswith("data.train_files") for line in missing)
-        else _count_rows(as_list(config.data.train_files))
-    )
+    prompts = None
+    if not any(line.startswith("data.train_files") for line in missing):
+        rows, limit = _count_rows(as_list(config.data.train_files)), config.data.train_max_samples
+        prompts = min(rows, limit) if limit >= 0 else rows
     parts = [describe(make_plan(config, prompts), config)]
+    if prompts is not None and config.data.filter_overlong_prompts:
+        parts.append("  (prompts are counted before filter_overlong_prompts: a run may have fewer)")
     for title, lines in (
         ("no effect", notes),
         ("does not fit this version (a run would refuse)", does_not_fit),

@@ -1,6 +1,11 @@
 """The command line."""
 
 import shlex
+import subprocess
+import sys
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from rltrain import __version__
 from rltrain.main_ppo import main
@@ -32,8 +37,8 @@ def test_the_published_command_is_planned(capsys):
     assert main([*BOBA, "--dry-run"]) == 0
     text = capsys.readouterr().out
     for words in (
-        "8 x 8 = 64", "data-parallel              16", "2,048 (16 answers", "32 (sglang, 2 devices each", "4 (mini-batches of 32 prompts",
-        "at most 120,000 tokens", "28,672 tokens",
+        "8 x 8 = 64", "data-parallel              16", "at most 128 samples each", "2,048 (16 answers",
+        "32 (sglang, 2 devices each, at most 64 samples each", "4 (mini-batches of 32 prompts", "at most 120,000 tokens", "28,672 tokens",
     ):  # fmt: skip
         assert words in text
     no_effect = text[text.index("no effect\n") : text.index("does not fit")]
@@ -49,6 +54,29 @@ def test_a_run_that_does_not_fit_is_refused_before_anything_starts(capsys):
     assert error.startswith("error: ")
     assert "rollout.name=sglang" in error
     assert "/data/train.parquet does not exist" in error
+
+
+def test_a_dry_run_counts_the_rows_that_a_run_would_take(tmp_path, capsys):
+    file = tmp_path / "train.parquet"
+    pq.write_table(pa.table({"prompt": [str(row) for row in range(700)]}), file)
+    here = [*BOBA, f"data.train_files=['{file}','{file}']", "--dry-run"]
+    assert main(here) == 0
+    text = capsys.readouterr().out
+    assert "10 per epoch of 1,400 prompts, 120 prompts of each left out" in text
+    assert "counted before filter_overlong_prompts" in text
+    assert main([*here, "data.train_max_samples=300"]) == 0
+    assert "2 per epoch of 300 prompts" in capsys.readouterr().out
+
+
+def test_help_into_a_closed_pipe_is_no_traceback():
+    done = subprocess.run(
+        f"{sys.executable} -m rltrain.main_ppo --help | true",
+        shell=True,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stderr == ""
 
 
 def test_version_help_and_printed_config(capsys):
@@ -70,6 +98,8 @@ def test_help_for_a_section_that_is_not_there_names_those_that_are(capsys):
 def test_flags_of_other_tools_are_explained(capsys):
     assert main(["--config-name=ppo_megatron"]) == 2
     assert "--config FILE" in capsys.readouterr().err
+    assert main(["--config"]) == 2
+    assert "--config needs a file" in capsys.readouterr().err
     assert main(["--dryrun"]) == 2
     assert "--dry-run" in capsys.readouterr().err
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rltrain.config.keys import all_keys
 from rltrain.config.load import LoadedConfig
 from rltrain.config.schema import Config
 from rltrain.errors import ConfigError
@@ -15,10 +14,15 @@ from rltrain.errors import ConfigError
 _A = "actor_rollout_ref."
 _DEVICES = ("auto", "npu", "cuda", "cpu")
 _LOGGERS = ("console", "tensorboard", "wandb")
+_DTYPES = ("auto", "float32", "fp32", "bfloat16", "bf16", "float16", "fp16")
+_CONTENTS = ("model", "optimizer", "extra", "hf_model")
 # key -> its allowed values
 _CHOICES = {
     "data.truncation": ("error", "left", "right", "middle"),
     _A + "actor.strategy": ("fsdp2", "fsdp"),
+    _A + "actor.fsdp_config.model_dtype": _DTYPES,
+    _A + "actor.fsdp_config.compute_dtype": _DTYPES,
+    _A + "rollout.dtype": _DTYPES,
     _A + "actor.optim.lr_scheduler_type": ("constant", "cosine"),
     "algorithm.kl_ctrl.type": ("fixed", "adaptive"),
     "trainer.device": _DEVICES,
@@ -32,17 +36,29 @@ _AT_LEAST = {
     "data.max_response_length": 1,
     _A + "actor.ppo_mini_batch_size": 1,
     _A + "actor.ppo_epochs": 1,
+    _A + "actor.ppo_micro_batch_size": 1,
     _A + "actor.ppo_micro_batch_size_per_gpu": 1,
     _A + "actor.ppo_max_token_len_per_gpu": 1,
     _A + "actor.ulysses_sequence_parallel_size": 1,
     _A + "actor.optim.lr": 0,
+    _A + "actor.optim.weight_decay": 0,
+    _A + "actor.optim.num_cycles": 0,
+    _A + "actor.kl_loss_coef": 0,
     _A + "actor.clip_ratio": 0,
+    _A + "actor.clip_ratio_low": 0,
+    _A + "actor.clip_ratio_high": 0,
     _A + "actor.clip_ratio_c": 1,
+    _A + "ref.log_prob_micro_batch_size": 1,
+    _A + "ref.log_prob_micro_batch_size_per_gpu": 1,
+    _A + "ref.ulysses_sequence_parallel_size": 1,
+    _A + "rollout.log_prob_micro_batch_size": 1,
+    _A + "rollout.log_prob_micro_batch_size_per_gpu": 1,
     _A + "rollout.n": 1,
-    _A + "rollout.temperature": 0,
     _A + "rollout.max_num_seqs": 1,
     _A + "rollout.tensor_model_parallel_size": 1,
     _A + "rollout.val_kwargs.n": 1,
+    _A + "rollout.val_kwargs.temperature": 0,
+    "ray_kwargs.ray_init.num_cpus": 1,
     "trainer.nnodes": 1,
     "trainer.n_gpus_per_node": 1,
     "trainer.total_epochs": 1,
@@ -67,6 +83,7 @@ _AVAILABLE: dict[str, tuple[tuple[Any, ...], str]] = {
     _A + "actor.ulysses_sequence_parallel_size": ((1,), "Use 1, and a token budget that holds the longest sequence."),
     _A + "ref.ulysses_sequence_parallel_size": ((1,), "Use 1."),
     _A + "model.lora_rank": ((0,), "Use lora_rank=0: all weights are trained."),
+    _A + "rollout.multi_turn.enable": ((False,), "Answers are single-turn: leave it out."),
     _A + "rollout.name": (("hf",), "Use rollout.name=hf."),
     _A + "rollout.tensor_model_parallel_size": ((1,), "Use 1 with rollout.name=hf."),
 }
@@ -83,7 +100,15 @@ def get(config: Config, key: str) -> Any:
 def check(loaded: LoadedConfig) -> None:
     """Raise ConfigError with every rule that the config breaks."""
     config = loaded.config
-    problems = [*_values(config), *_batch(config), *_budgets(config), *_rest(config)]
+    problems = [
+        *_values(config),
+        *_ranges(config),
+        *uneven(config),
+        *_answers(config),
+        *_budgets(config),
+        *_sizes(config),
+        *_rest(config),
+    ]
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -115,65 +140,11 @@ def missing_files(config: Config) -> list[str]:
     return lines
 
 
-def without_effect(loaded: LoadedConfig) -> list[str]:
-    """The keys the user set that change nothing in the chosen mode, and why."""
-    config, explicit = loaded.config, loaded.explicit
-    lines = [f"{key}: {text[0].lower()}{text[1:]}" for key, text in _no_effect_texts(config) if key in explicit]
-    actor, ref, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.actor_rollout_ref.rollout
-    for prefix, dynamic, budget, dynamic_key in (
-        (_A + "actor.ppo_micro_batch_size", actor.use_dynamic_bsz, _A + "actor.ppo_max_token_len_per_gpu", "actor.use_dynamic_bsz"),
-        (_A + "ref.log_prob_micro_batch_size", ref.log_prob_use_dynamic_bsz, _A + "ref.log_prob_max_token_len_per_gpu",
-         "ref.log_prob_use_dynamic_bsz"),
-        (_A + "rollout.log_prob_micro_batch_size", rollout.log_prob_use_dynamic_bsz, _A + "rollout.log_prob_max_token_len_per_gpu",
-         "rollout.log_prob_use_dynamic_bsz"),
-    ):  # fmt: skip
-        if dynamic:
-            dead = [key for key in (prefix, prefix + "_per_gpu") if key in explicit]
-            lines += [f"{key}: no effect: {dynamic_key}=True cuts by tokens ({budget})" for key in dead]
-        elif budget in explicit:
-            lines.append(f"{budget}: no effect: {dynamic_key}=False cuts by samples ({prefix}_per_gpu)")
-    val = rollout.val_kwargs
-    if val.n > 1 and (not val.do_sample or val.temperature == 0):
-        lines.append(
-            f"{_A}rollout.val_kwargs.n={val.n}: no effect: validation is greedy, so one answer says all; set do_sample=True"
-        )
-    if not actor.use_kl_loss:
-        lines += [
-            f"{key}: no effect: use_kl_loss=False"
-            for key in (_A + "actor.kl_loss_coef", _A + "actor.kl_loss_type")
-            if key in explicit
-        ]
-    if "trainer.critic_warmup" in explicit and config.trainer.critic_warmup > 0:
-        lines.append("trainer.critic_warmup: no effect: there is no critic")
-    if not as_list(config.data.val_files) and (config.trainer.test_freq > 0):
-        lines.append("trainer.test_freq: no effect: data.val_files is not set")
-    return lines
-
-
 def as_list(value: Any) -> list[str]:
     """A list key that may be null or a bare string."""
     if value is None:
         return []
     return [str(item) for item in value] if isinstance(value, list | tuple) else [str(value)]
-
-
-def _no_effect_texts(config: Config) -> Iterator[tuple[str, str]]:
-    """Keys whose help text says that they have no effect, unless they are set to what happens anyway."""
-    always = {
-        _A + "model.use_remove_padding": True,
-        "trainer.balance_batch": True,
-        _A + "actor.use_torch_compile": False,
-    }
-    engine = config.actor_rollout_ref.rollout.name
-    for key, known in all_keys().items():
-        if f"(no effect with name={engine}" in known.help:
-            yield key, f"no effect with rollout.name={engine}"
-        elif (
-            known.help.startswith("No effect")
-            and get(config, key) != always.get(key, object())
-            and get(config, key) is not None
-        ):
-            yield key, known.help.rstrip(".")
 
 
 def _values(config: Config) -> Iterator[str]:
@@ -182,42 +153,74 @@ def _values(config: Config) -> Iterator[str]:
             yield f"{key}={get(config, key)}: use one of {', '.join(values)}."
     for key, least in _AT_LEAST.items():
         value = get(config, key)
-        if value is not None and value < least:
+        if value is not None and not value >= least:  # so that nan does not pass
             yield f"{key}={value}: it must be at least {least}."
+    for logger in config.trainer.logger:
+        if logger not in _LOGGERS:
+            yield f"trainer.logger={config.trainer.logger}: '{logger}' is not a tracker rltrain has. Use {', '.join(_LOGGERS)}."
+    contents = config.actor_rollout_ref.actor.checkpoint.save_contents
+    for part in contents:
+        if part not in _CONTENTS:
+            yield f"{_A}actor.checkpoint.save_contents={contents}: '{part}' is not a part of a checkpoint. Use {', '.join(_CONTENTS)}."
+
+
+def _ranges(config: Config) -> Iterator[str]:
     for key in ("rollout.top_p", "rollout.val_kwargs.top_p", "rollout.gpu_memory_utilization"):
         value = get(config, _A + key)
         if not 0 < value <= 1:
             yield f"{_A}{key}={value}: it must be over 0 and at most 1."
-    for logger in config.trainer.logger:
-        if logger not in _LOGGERS:
-            yield f"trainer.logger={config.trainer.logger}: '{logger}' is not a tracker rltrain has. Use {', '.join(_LOGGERS)}."
+    for key in ("lr_warmup_steps_ratio", "min_lr_ratio"):
+        value = get(config, f"{_A}actor.optim.{key}")
+        if not 0 <= value <= 1:
+            yield f"{_A}actor.optim.{key}={value}: it must be between 0 and 1."
+    for key in ("rollout.temperature", "actor.optim.clip_grad"):
+        value = get(config, _A + key)
+        if not value > 0:
+            yield f"{_A}{key}={value}: it must be over 0. Try 1.0."
+    betas = config.actor_rollout_ref.actor.optim.betas
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        yield f"{_A}actor.optim.betas={betas}: give two numbers from 0 to below 1, such as [0.9,0.999]."
 
 
-def _batch(config: Config) -> Iterator[str]:
-    actor, rollout, prompts = (
-        config.actor_rollout_ref.actor,
-        config.actor_rollout_ref.rollout,
-        config.data.train_batch_size,
-    )
-    if prompts % actor.ppo_mini_batch_size:
+def uneven(config: Config) -> Iterator[str]:
+    """Everything that must divide and does not: nothing is ever rounded."""
+    actor, ref, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.actor_rollout_ref.rollout
+    prompts, mini = config.data.train_batch_size, actor.ppo_mini_batch_size
+    if min(prompts, mini) > 0 and prompts % mini:
         yield (
-            f"data.train_batch_size={prompts} is not a multiple of {_A}actor.ppo_mini_batch_size={actor.ppo_mini_batch_size}, so "
-            f"some prompts would be left out of every step. Try ppo_mini_batch_size={_largest_divisor(prompts, actor.ppo_mini_batch_size)}."
+            f"data.train_batch_size={prompts} is not a multiple of {_A}actor.ppo_mini_batch_size={mini}, so "
+            f"some prompts would be left out of every step. Try ppo_mini_batch_size={_largest_divisor(prompts, mini)}."
         )
-    if config.algorithm.adv_estimator == "grpo" and rollout.n < 2:
+    devices = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    for key, size in (
+        ("actor.ulysses_sequence_parallel_size", actor.ulysses_sequence_parallel_size),
+        ("ref.ulysses_sequence_parallel_size", ref.ulysses_sequence_parallel_size),
+        ("rollout.tensor_model_parallel_size", rollout.tensor_model_parallel_size),
+        ("actor.fsdp_config.fsdp_size", min(actor.fsdp_config.fsdp_size, devices)),
+    ):
+        if size > 0 and devices % size:
+            yield f"{_A}{key}={size} does not divide the {devices} devices (trainer.nnodes x trainer.n_gpus_per_node)."
+    ranks = max(1, devices // max(1, actor.ulysses_sequence_parallel_size))
+    for key, dynamic, total in (
+        ("actor.ppo_micro_batch_size", actor.use_dynamic_bsz, actor.ppo_micro_batch_size),
+        ("ref.log_prob_micro_batch_size", ref.log_prob_use_dynamic_bsz, ref.log_prob_micro_batch_size),
+        ("rollout.log_prob_micro_batch_size", rollout.log_prob_use_dynamic_bsz, rollout.log_prob_micro_batch_size),
+    ):
+        if not dynamic and total is not None and total % ranks:
+            yield f"{_A}{key}={total} is for all {ranks} data-parallel ranks and does not divide. Use {_A}{key}_per_gpu."
+
+
+def _answers(config: Config) -> Iterator[str]:
+    rollout = config.actor_rollout_ref.rollout
+    if config.algorithm.adv_estimator != "grpo":
+        return
+    if rollout.n < 2:
         yield (
             f"algorithm.adv_estimator=grpo compares answers to one prompt, so {_A}rollout.n must be >= 2 (got {rollout.n}). "
             f"Try {_A}rollout.n=8."
         )
-    if rollout.do_sample and rollout.temperature == 0:
-        yield f"{_A}rollout.temperature=0 makes all answers to a prompt alike, and nothing is learned. Try 1.0."
-    devices = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    for key, size in (
-        (_A + "actor.ulysses_sequence_parallel_size", actor.ulysses_sequence_parallel_size),
-        (_A + "rollout.tensor_model_parallel_size", rollout.tensor_model_parallel_size),
-    ):
-        if size and devices % size:
-            yield f"{key}={size} does not divide the {devices} devices (trainer.nnodes x trainer.n_gpus_per_node)."
+    if not rollout.do_sample:
+        yield f"{_A}rollout.do_sample=False makes all answers to a prompt alike, and grpo learns nothing from them. Leave it out."
 
 
 def _budgets(config: Config) -> Iterator[str]:
@@ -236,10 +239,29 @@ def _budgets(config: Config) -> Iterator[str]:
                 + (f" over {group} devices" if group > 1 else "")
                 + f". Set it to at least {-(-longest // group)}."
             )
-    if not actor.use_dynamic_bsz and actor.ppo_micro_batch_size_per_gpu is None and actor.ppo_micro_batch_size is None:
-        yield f"{_A}actor.use_dynamic_bsz=False needs {_A}actor.ppo_micro_batch_size_per_gpu (samples per forward on one device). Try 4."
-    if actor.ppo_micro_batch_size is not None and actor.ppo_micro_batch_size_per_gpu is not None:
-        yield f"{_A}actor.ppo_micro_batch_size and …_per_gpu are both set. Keep {_A}actor.ppo_micro_batch_size_per_gpu."
+
+
+def _sizes(config: Config) -> Iterator[str]:
+    """Micro-batches by count: one size each; the log-prob passes may leave theirs out and take the update's."""
+    actor, ref, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.actor_rollout_ref.rollout
+    update = (actor.ppo_micro_batch_size, actor.ppo_micro_batch_size_per_gpu)
+    for key, dynamic, switch, pair in (
+        ("actor.ppo_micro_batch_size", actor.use_dynamic_bsz, "actor.use_dynamic_bsz", update),
+        ("ref.log_prob_micro_batch_size", ref.log_prob_use_dynamic_bsz, "ref.log_prob_use_dynamic_bsz",
+         (ref.log_prob_micro_batch_size, ref.log_prob_micro_batch_size_per_gpu)),
+        ("rollout.log_prob_micro_batch_size", rollout.log_prob_use_dynamic_bsz, "rollout.log_prob_use_dynamic_bsz",
+         (rollout.log_prob_micro_batch_size, rollout.log_prob_micro_batch_size_per_gpu)),
+    ):  # fmt: skip
+        if None not in pair:
+            yield f"{_A}{key} and …_per_gpu are both set. Keep {_A}{key}_per_gpu."
+        # Where the update cuts by samples too, its own missing size is the one error to mend.
+        if (
+            not dynamic
+            and pair == (None, None)
+            and update == (None, None)
+            and (pair is update or actor.use_dynamic_bsz)
+        ):
+            yield f"{_A}{switch}=False needs {_A}{key}_per_gpu (samples per forward on one device). Try 4."
 
 
 def _rest(config: Config) -> Iterator[str]:
@@ -250,8 +272,6 @@ def _rest(config: Config) -> Iterator[str]:
         yield "data.train_files is not set. Give one or more parquet files (see data_preprocess/)."
     if trainer.resume_mode == "resume_path" and not trainer.resume_from_path:
         yield "trainer.resume_mode=resume_path needs trainer.resume_from_path=…/global_step_N."
-    if len(config.actor_rollout_ref.actor.optim.betas) != 2:
-        yield f"{_A}actor.optim.betas={config.actor_rollout_ref.actor.optim.betas}: give two numbers."
 
 
 def _largest_divisor(number: int, limit: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,12 +12,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from rltrain.config.keys import all_keys, free_form_parent, is_known, nearest
+from rltrain.config.keys import all_keys, free_form_parent, is_known, nearest, sections
 from rltrain.config.renames import ignored_because, refused_because, rename
 from rltrain.config.schema import Config
 from rltrain.errors import ConfigError
 
-_SECRETS = ("password", "secret", "api_key", "apikey", "access_key", "_token", "auth_token")
+_SECRET = re.compile(r"password|secret|api_?key|access_key|(^|_)tokens?$", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -36,16 +37,22 @@ class _Reader:
     problems: list[str] = field(default_factory=list)
 
     def set(self, written: str, value: Any) -> None:
-        """Take over one key, in any spelling."""
+        """Take over one key, in any spelling. A mapping is taken over key by key."""
+        for each, leaf in _leaves({written: value}, ""):
+            self._set_leaf(each, leaf)
+
+    def _set_leaf(self, written: str, value: Any) -> None:
         key = rename(written)
         if key != written:
             self.warnings.append(f"{written} is called {key} here")
-        if advice := refused_because(key):
-            self.problems.append(f"'{written}' is not a key of this trainer; {advice}.")
-        elif is_known(key):
+        if is_known(key):
             self._assign(key, value)
+        elif advice := refused_because(key):
+            self.problems.append(f"'{written}' is not a key of this trainer; {advice}.")
         elif why := ignored_because(key):
             self.warnings.append(f"{written} has no effect: {why}")
+        elif key in sections():
+            self.problems.append(f"'{written}' is a section, not a value. Its keys: --help {key}.")
         else:
             meant = nearest(key)
             hint = f" Did you mean {', '.join(meant)}?" if meant else " See --help."
@@ -58,8 +65,9 @@ class _Reader:
         try:
             OmegaConf.update(self.tree, key, value, force_add=free_form_parent(key) is not None)
         except OmegaConfBaseException:
-            expected = known.type_name if known else "a plain value"
-            self.problems.append(f"{key}={value}: expected {expected}, got {type(value).__name__}.")
+            expected = known.type_name.replace("None", "null") if known else "a plain value"
+            shown, found = ("null", "null") if value is None else (value, type(value).__name__)
+            self.problems.append(f"{key}={shown}: expected {expected}, got {found}.")
         self.explicit.add(key)
 
 
@@ -67,7 +75,7 @@ def load_config(overrides: Sequence[str], files: Sequence[str] = ()) -> LoadedCo
     """Defaults < each file < each ``key=value``; later wins. Raises ConfigError with every problem found."""
     reader = _Reader()
     for file in files:
-        for key, value in _leaves(_read_file(file), ""):
+        for key, value in _read_file(file).items():
             reader.set(key, value)
     for override in overrides:
         key, equals, text = override.partition("=")
@@ -78,7 +86,7 @@ def load_config(overrides: Sequence[str], files: Sequence[str] = ()) -> LoadedCo
             )
             continue
         try:
-            reader.set(key, OmegaConf.from_dotlist([f"value={text}"]).value)
+            reader.set(key, _parse_value(key, text))
         except (YAMLError, OmegaConfBaseException) as error:
             reader.problems.append(
                 f"{key}={text}: the value is not valid YAML ({str(error).splitlines()[0]}). Quote it."
@@ -88,7 +96,8 @@ def load_config(overrides: Sequence[str], files: Sequence[str] = ()) -> LoadedCo
     try:
         config = OmegaConf.to_object(reader.tree)
     except OmegaConfBaseException as error:
-        raise ConfigError(str(error).splitlines()[0]) from error
+        where = f"{error.full_key}: " if error.full_key else ""
+        raise ConfigError(f"{where}{str(error).splitlines()[0]}") from error
     assert isinstance(config, Config)
     return LoadedConfig(config, frozenset(reader.explicit), tuple(reader.warnings))
 
@@ -101,8 +110,17 @@ def to_yaml(config: Config) -> str:
 def _masked(value: Any, name: str = "") -> Any:
     if isinstance(value, dict):
         return {key: _masked(item, str(key)) for key, item in value.items()}
-    if isinstance(value, str) and value and any(secret in name.lower() for secret in _SECRETS):
+    if isinstance(value, str) and value and _SECRET.search(name):
         return "***"
+    return value
+
+
+def _parse_value(key: str, text: str) -> Any:
+    """YAML flow syntax; ``${other.key}`` is kept for later. A text key takes what is written: 007 is a name, not a number."""
+    value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)["value"]  # type: ignore[call-overload, index]
+    known = all_keys().get(rename(key))
+    if known and known.type_name.startswith("str") and isinstance(value, bool | int | float):
+        return text.strip()
     return value
 
 
@@ -120,10 +138,12 @@ def _read_file(file: str) -> dict[str, Any]:
 
 
 def _leaves(tree: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    """Dotted keys and their values; a free-form dictionary is one value."""
     for name, value in tree.items():
         key = f"{prefix}{name}"
-        known = all_keys().get(rename(key))
-        if isinstance(value, dict) and not (known and known.free_form):
+        if name == "_target_":  # Hydra's class names
+            continue
+        if isinstance(value, dict) and rename(key) not in all_keys():
             yield from _leaves(value, f"{key}.")
         else:
             yield key, value

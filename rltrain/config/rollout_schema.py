@@ -25,6 +25,14 @@ class ValKwargs:
 
 
 @dataclass
+class MultiTurnConfig:
+    """Conversations with tools or an environment."""
+
+    enable: bool = False
+    """Let an answer take several turns."""
+
+
+@dataclass
 class RolloutConfig:
     """Generation, and the pass that recomputes the log-probs of what was generated."""
 
@@ -48,6 +56,8 @@ class RolloutConfig:
     """Decides all sampling; null: data.seed."""
     val_kwargs: ValKwargs = field(default_factory=ValKwargs)
     """Validation sampling."""
+    multi_turn: MultiTurnConfig = field(default_factory=MultiTurnConfig)
+    """Several turns."""
     dtype: str = "auto"
     """dtype of the engine's weights: auto is bfloat16 on NPU and GPU, float32 on CPU."""
     tensor_model_parallel_size: int = 1
@@ -69,7 +79,7 @@ class RolloutConfig:
     enable_prefix_caching: bool = True
     """Reuse the cache of common prefixes (no effect with name=hf: the answers to a prompt always share its prefill)."""
     free_cache_engine: bool = True
-    """Free the engine's memory outside generation (always done)."""
+    """No effect: the engine's memory is always freed outside generation."""
     load_format: str = "auto"
     """No effect: the engine gets its weights from the trainer."""
     layered_summon: bool = False
@@ -83,7 +93,7 @@ class RolloutConfig:
     update_weights_bucket_megabytes: int = 512
     """Weights are handed to the engine in pieces of this size (no effect with name=hf)."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Free-form arguments of the engine, under its name."""
+    """Free-form arguments of the engine, under its name (no effect with name=hf)."""
     log_prob_micro_batch_size_per_gpu: int | None = None
     """old_log_prob pass: samples per forward on one device, when log_prob_use_dynamic_bsz=False."""
     log_prob_micro_batch_size: int | None = None

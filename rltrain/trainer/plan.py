@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rltrain.config.check import uneven
 from rltrain.config.schema import Config
 from rltrain.errors import ConfigError
-
-_A = "actor_rollout_ref."
 
 
 @dataclass(frozen=True)
@@ -33,10 +32,13 @@ class Plan:
     prompts_per_step: int
     answers_per_prompt: int
     samples_per_step: int
+    most_samples_per_rank: int
+    num_mini_batches: int
     prompts_per_mini_batch: int
     samples_per_mini_batch: int
     optimizer_steps_per_step: int
     num_engine_replicas: int
+    most_samples_per_replica: int
     update_budget: PassBudget
     log_prob_budget: PassBudget
     ref_budget: PassBudget
@@ -49,13 +51,17 @@ class Plan:
 def make_plan(config: Config, num_prompts: int | None = None) -> Plan:
     """Raises ConfigError where something does not divide. ``num_prompts``: rows left after filtering, when known.
 
+    Samples alone need not divide: passes are balanced over ranks sample by sample, engines are given whole prompts.
     Without ``num_prompts`` and without ``trainer.total_training_steps`` the number of steps is not known: total_steps is 0.
     """
+    if problems := list(uneven(config)):
+        raise ConfigError("\n".join(problems))
     actor, ref, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.actor_rollout_ref.rollout
     devices = config.trainer.nnodes * config.trainer.n_gpus_per_node
     group = actor.ulysses_sequence_parallel_size
     ranks = devices // group
-    prompts, mini = config.data.train_batch_size, min(actor.ppo_mini_batch_size, config.data.train_batch_size)
+    replicas = devices // rollout.tensor_model_parallel_size
+    prompts, mini = config.data.train_batch_size, actor.ppo_mini_batch_size
     steps_per_epoch = num_prompts // prompts if num_prompts is not None else None
     if steps_per_epoch == 0:
         raise ConfigError(
@@ -64,7 +70,7 @@ def make_plan(config: Config, num_prompts: int | None = None) -> Plan:
         )
     total = config.trainer.total_training_steps or (steps_per_epoch or 0) * config.trainer.total_epochs
     optim = actor.optim
-    fallback = actor.ppo_micro_batch_size_per_gpu or _per_rank(actor.ppo_micro_batch_size, ranks, "actor.ppo_micro_batch_size")
+    update_size = actor.ppo_micro_batch_size_per_gpu or _share(actor.ppo_micro_batch_size, ranks)
     return Plan(
         num_nodes=config.trainer.nnodes,
         devices_per_node=config.trainer.n_gpus_per_node,
@@ -74,43 +80,46 @@ def make_plan(config: Config, num_prompts: int | None = None) -> Plan:
         prompts_per_step=prompts,
         answers_per_prompt=rollout.n,
         samples_per_step=prompts * rollout.n,
+        most_samples_per_rank=-(-prompts * rollout.n // ranks),
+        num_mini_batches=prompts // mini,
         prompts_per_mini_batch=mini,
         samples_per_mini_batch=mini * rollout.n,
-        optimizer_steps_per_step=actor.ppo_epochs * prompts // mini,
-        num_engine_replicas=devices // rollout.tensor_model_parallel_size,
-        update_budget=_budget(actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu * group, fallback),
+        optimizer_steps_per_step=actor.ppo_epochs * (prompts // mini),
+        num_engine_replicas=replicas,
+        most_samples_per_replica=-(-prompts // replicas) * rollout.n,
+        update_budget=_budget(actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu * group, update_size),
         log_prob_budget=_budget(
             rollout.log_prob_use_dynamic_bsz,
             rollout.log_prob_max_token_len_per_gpu * group,
             rollout.log_prob_micro_batch_size_per_gpu
-            or _per_rank(rollout.log_prob_micro_batch_size, ranks, "rollout.log_prob_micro_batch_size")
-            or fallback,
+            or _share(rollout.log_prob_micro_batch_size, ranks)
+            or update_size,
         ),
         ref_budget=_budget(
             ref.log_prob_use_dynamic_bsz,
             ref.log_prob_max_token_len_per_gpu * ref.ulysses_sequence_parallel_size,
-            ref.log_prob_micro_batch_size_per_gpu
-            or _per_rank(ref.log_prob_micro_batch_size, ranks, "ref.log_prob_micro_batch_size")
-            or fallback,
+            ref.log_prob_micro_batch_size_per_gpu or _share(ref.log_prob_micro_batch_size, ranks) or update_size,
         ),
         num_prompts=num_prompts,
         steps_per_epoch=steps_per_epoch,
         total_steps=total,
-        lr_warmup_steps=optim.lr_warmup_steps if optim.lr_warmup_steps >= 0 else round(optim.lr_warmup_steps_ratio * total),
+        lr_warmup_steps=optim.lr_warmup_steps
+        if optim.lr_warmup_steps >= 0
+        else round(optim.lr_warmup_steps_ratio * total),
     )
 
 
 def describe(plan: Plan, config: Config) -> str:
     """The plan in words and numbers."""
     rollout = config.actor_rollout_ref.rollout
-    per_replica = plan.samples_per_step / plan.num_engine_replicas
     rows = [
         ("devices", f"{plan.num_nodes} x {plan.devices_per_node} = {plan.num_devices} ({config.trainer.device})"),
-        ("data-parallel", f"{plan.data_parallel_size} (sequence-parallel {plan.sequence_parallel_size})"),
+        ("data-parallel", f"{plan.data_parallel_size} (sequence-parallel {plan.sequence_parallel_size}, at most "
+         f"{plan.most_samples_per_rank:,} samples each)"),
         ("prompts per step", f"{plan.prompts_per_step:,}"),
         ("samples per step", f"{plan.samples_per_step:,} ({plan.answers_per_prompt} answers to each prompt)"),
-        ("engine replicas", f"{plan.num_engine_replicas} ({rollout.name}, {rollout.tensor_model_parallel_size} devices each, about "
-         f"{per_replica:g} samples each)"),
+        ("engine replicas", f"{plan.num_engine_replicas} ({rollout.name}, {rollout.tensor_model_parallel_size} devices each, at most "
+         f"{plan.most_samples_per_replica:,} samples each)"),
         ("optimizer steps per step", f"{plan.optimizer_steps_per_step} (mini-batches of {plan.prompts_per_mini_batch:,} prompts = "
          f"{plan.samples_per_mini_batch:,} samples)"),
         ("micro-batch, update", f"at most {plan.update_budget} per data-parallel rank"),
@@ -137,17 +146,15 @@ def _steps(plan: Plan, config: Config) -> str:
 def _saving(config: Config) -> str:
     every = f"every {config.trainer.save_freq} steps" if config.trainer.save_freq > 0 else ""
     at_end = "at the end" if config.trainer.save_at_end else ""
-    return (" and ".join(part for part in (every, at_end) if part) or "never") + f", in {config.trainer.default_local_dir}"
+    return (
+        " and ".join(part for part in (every, at_end) if part) or "never"
+    ) + f", in {config.trainer.default_local_dir}"
 
 
 def _budget(dynamic: bool, max_tokens: int, max_samples: int | None) -> PassBudget:
     return PassBudget(max_tokens, None) if dynamic else PassBudget(None, max_samples or 1)
 
 
-def _per_rank(total: int | None, ranks: int, key: str) -> int | None:
-    """A global micro-batch size, shared out over the data-parallel ranks."""
-    if total is None:
-        return None
-    if total % ranks:
-        raise ConfigError(f"{_A}{key}={total} is for all {ranks} data-parallel ranks and does not divide. Use {_A}{key}_per_gpu.")
-    return total // ranks
+def _share(total: int | None, ranks: int) -> int | None:
+    """A global micro-batch size, shared out over the data-parallel ranks (that it divides was checked where it counts)."""
+    return None if total is None else total // ranks

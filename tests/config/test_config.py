@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rltrain.config.check import check, missing_files, unavailable, without_effect
+from rltrain.config.check import check, missing_files, unavailable
+from rltrain.config.effects import without_effect
 from rltrain.config.keys import all_keys, is_known
 from rltrain.config.load import load_config, to_yaml
 from rltrain.config.renames import RENAMED
@@ -96,6 +97,39 @@ def test_types_are_checked_without_guessing():
         load_config(["data.seed=1.5"])
 
 
+def test_a_value_may_follow_another_key():
+    config = load_config(
+        [
+            "trainer.experiment_name=a",
+            "trainer.default_local_dir=runs/${trainer.experiment_name}",
+            f"{A}rollout.log_prob_max_token_len_per_gpu=${{data.max_prompt_length}}",
+        ]
+    ).config
+    assert config.trainer.default_local_dir == "runs/a"
+    assert config.actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu == 512
+    with pytest.raises(ConfigError, match=r"trainer.default_local_dir: .*trainer.nmae"):
+        load_config(["trainer.default_local_dir=runs/${trainer.nmae}"])
+
+
+def test_a_section_may_be_given_as_a_mapping():
+    loaded = load_config(
+        [f"{A}actor.optim={{lr: 1e-5, weight_decay: 0.1}}", "reward.custom_reward_function={path: r.py}"]
+    )
+    optim = loaded.config.actor_rollout_ref.actor.optim
+    assert (optim.lr, optim.weight_decay, optim.clip_grad) == (1e-5, 0.1, 1.0)
+    assert loaded.config.custom_reward_function.path == "r.py"
+    assert f"{A}actor.optim.lr" in loaded.explicit
+    with pytest.raises(ConfigError, match=r"unknown key 'actor_rollout_ref.actor.optim.lrr'"):
+        load_config([f"{A}actor.optim={{lrr: 1e-5}}"])
+    with pytest.raises(ConfigError, match="'data' is a section"):
+        load_config(["data=gsm8k"])
+
+
+@pytest.mark.parametrize("name", ["007", "1e3", "true", "2024-01-01", "a=b"])
+def test_a_name_that_looks_like_a_number_stays_as_it_is_written(name):
+    assert load_config([f"trainer.experiment_name={name}"]).config.trainer.experiment_name == name
+
+
 def test_free_form_dictionaries_take_any_key():
     config = load_config(
         [f"+{A}model.override_config.rope_theta=5.0", "reward_model.reward_kwargs.overlong_buffer_cfg.len=16"]
@@ -148,7 +182,8 @@ def test_the_rollout_and_reference_budgets_follow_the_actor():
 
 
 def test_keys_that_do_nothing_in_the_chosen_mode_say_so():
-    dynamic = notes(f"{A}actor.ppo_micro_batch_size_per_gpu=1", f"{A}ref.log_prob_micro_batch_size_per_gpu=1")
+    kl = f"{A}actor.use_kl_loss=True"
+    dynamic = notes(kl, f"{A}actor.ppo_micro_batch_size_per_gpu=1", f"{A}ref.log_prob_micro_batch_size_per_gpu=1")
     assert f"{A}actor.ppo_micro_batch_size_per_gpu: no effect" in dynamic
     assert f"{A}ref.log_prob_micro_batch_size_per_gpu: no effect" in dynamic
     counted = notes(
@@ -162,7 +197,7 @@ def test_keys_that_do_nothing_in_the_chosen_mode_say_so():
     )
     assert "validation is greedy" in notes(f"{A}rollout.val_kwargs.n=8")
     assert "use_kl_loss=False" in notes(f"{A}actor.kl_loss_coef=0.1")
-    assert f"{A}rollout.gpu_memory_utilization: no effect with rollout.name=hf" in notes(
+    assert f"{A}rollout.gpu_memory_utilization: no effect: the engine is rollout.name=hf" in notes(
         f"{A}rollout.gpu_memory_utilization=0.4"
     )
     assert "no effect: there is no critic" in notes("critic.optim.lr=1e-5").replace(
@@ -177,7 +212,8 @@ def test_keys_that_do_nothing_in_the_chosen_mode_say_so():
     [
         (["data.train_batch_size=100", f"{A}actor.ppo_mini_batch_size=32"], "Try ppo_mini_batch_size=25"),
         ([f"{A}rollout.n=1"], f"Try {A}rollout.n=8"),
-        ([f"{A}rollout.temperature=0"], "makes all answers to a prompt alike"),
+        ([f"{A}rollout.temperature=0"], "rollout.temperature=0.0: it must be over 0"),
+        ([f"{A}rollout.do_sample=False"], "makes all answers to a prompt alike"),
         (["data.max_response_length=20000"], "Set it to at least 20512"),
         ([f"{A}actor.use_dynamic_bsz=False"], "needs actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"),
         ([f"{A}actor.ppo_micro_batch_size=8", f"{A}actor.ppo_micro_batch_size_per_gpu=8"], "both set"),
@@ -189,6 +225,25 @@ def test_keys_that_do_nothing_in_the_chosen_mode_say_so():
         ([f"{A}model.path=''"], "model.path is not set"),
         (["data.train_files=null"], "data.train_files is not set"),
         ([f"{A}actor.ulysses_sequence_parallel_size=3"], "does not divide the 8 devices"),
+        ([f"{A}actor.fsdp_config.fsdp_size=3"], "fsdp_size=3 does not divide the 8 devices"),
+        ([f"{A}actor.ppo_mini_batch_size=0"], "ppo_mini_batch_size=0: it must be at least 1"),
+        (["data.train_batch_size=-4"], "train_batch_size=-4: it must be at least 1"),
+        (
+            [f"{A}rollout.log_prob_use_dynamic_bsz=False"],
+            "needs actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",
+        ),
+        ([f"{A}ref.log_prob_micro_batch_size=8", f"{A}ref.log_prob_micro_batch_size_per_gpu=8"], "both set"),
+        ([f"{A}actor.use_dynamic_bsz=False", f"{A}actor.ppo_micro_batch_size=6"], "for all 8 data-parallel ranks"),
+        ([f"{A}rollout.log_prob_micro_batch_size_per_gpu=0"], "at least 1"),
+        ([f"{A}actor.optim.lr=.nan"], "lr=nan: it must be at least 0"),
+        ([f"{A}actor.optim.betas=[2,3]"], "betas=[2.0, 3.0]: give two numbers"),
+        ([f"{A}actor.optim.clip_grad=0"], "clip_grad=0.0: it must be over 0"),
+        ([f"{A}actor.optim.lr_warmup_steps_ratio=5"], "between 0 and 1"),
+        ([f"{A}actor.clip_ratio_low=-1"], "at least 0"),
+        ([f"{A}actor.fsdp_config.model_dtype=half"], "use one of auto, float32"),
+        ([f"{A}rollout.dtype=half"], "use one of auto, float32"),
+        ([f"{A}rollout.val_kwargs.temperature=-1"], "at least 0"),
+        ([f"{A}actor.checkpoint.save_contents=[weights]"], "'weights' is not a part of a checkpoint"),
     ],
 )
 def test_rules_between_keys(overrides, words):
@@ -216,9 +271,13 @@ def test_a_missing_file_is_answered_with_the_nearest(tmp_path):
 
 
 def test_secrets_are_masked_and_lengths_are_not():
-    config = load_config([*BASE, f"{A}rollout.engine_kwargs.vllm.api_key=abc123"]).config
+    secrets = [
+        f"custom_reward_function.reward_kwargs.{name}=abc123" for name in ("api_key", "hf_token", "token", "Password")
+    ]
+    config = load_config([*BASE, *secrets, "custom_reward_function.reward_kwargs.tokenizer=t5"]).config
     text = to_yaml(config)
     assert "abc123" not in text
+    assert "tokenizer: t5" in text
     assert "ppo_max_token_len_per_gpu: 16384" in text
     assert "default_local_dir: checkpoints/rltrain/run" in text
 

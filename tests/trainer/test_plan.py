@@ -7,6 +7,9 @@ from rltrain.trainer.plan import PassBudget, describe, make_plan
 A = "actor_rollout_ref."
 
 
+EIGHT = ["data.train_batch_size=8", f"{A}actor.ppo_mini_batch_size=8"]
+
+
 def plan(*overrides: str, num_prompts: int | None = None):
     return make_plan(load_config(list(overrides)).config, num_prompts)
 
@@ -22,13 +25,15 @@ def test_the_arithmetic_of_a_64_device_run():
     assert found.samples_per_step == 2048
     assert found.optimizer_steps_per_step == 4
     assert found.samples_per_mini_batch == 512
+    assert found.num_mini_batches == 4
     assert found.num_engine_replicas == 32
+    assert (found.most_samples_per_rank, found.most_samples_per_replica) == (128, 64)
     assert found.update_budget == found.log_prob_budget == found.ref_budget == PassBudget(120_000, None)
     assert (found.steps_per_epoch, found.total_steps) == (7, 21)
 
 
 def test_total_training_steps_wins_over_epochs():
-    assert plan("data.train_batch_size=8", "trainer.total_training_steps=500", "trainer.total_epochs=1", num_prompts=16).total_steps == 500
+    assert plan(*EIGHT, "trainer.total_training_steps=500", "trainer.total_epochs=1", num_prompts=16).total_steps == 500
 
 
 def test_micro_batches_by_count_and_the_old_global_sizes():
@@ -43,23 +48,54 @@ def test_micro_batches_by_count_and_the_old_global_sizes():
         plan(f"{A}actor.use_dynamic_bsz=False", f"{A}actor.ppo_micro_batch_size=6", "trainer.n_gpus_per_node=4")
 
 
+def test_a_size_that_is_not_used_need_not_divide():
+    assert plan(f"{A}actor.ppo_micro_batch_size=6", "trainer.n_gpus_per_node=4").update_budget.max_tokens == 16384
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["data.train_batch_size=100", f"{A}actor.ppo_mini_batch_size=32"],
+        ["data.train_batch_size=8", f"{A}actor.ppo_mini_batch_size=32"],
+        [f"{A}actor.ulysses_sequence_parallel_size=3"],
+        [f"{A}rollout.tensor_model_parallel_size=3"],
+    ],
+)
+def test_nothing_is_rounded_in_silence(overrides):
+    with pytest.raises(ConfigError, match="not a multiple|does not divide"):
+        plan(*overrides)
+
+
+def test_answers_that_do_not_divide_are_spread_as_evenly_as_whole_prompts_allow():
+    found = plan(*EIGHT, f"{A}rollout.n=3", "trainer.n_gpus_per_node=5")
+    assert (found.samples_per_step, found.most_samples_per_rank, found.most_samples_per_replica) == (24, 5, 6)
+
+
 def test_epochs_over_the_same_batch_multiply_the_optimizer_steps():
-    assert plan("data.train_batch_size=8", f"{A}actor.ppo_mini_batch_size=4", f"{A}actor.ppo_epochs=3").optimizer_steps_per_step == 6
+    assert (
+        plan(
+            "data.train_batch_size=8", f"{A}actor.ppo_mini_batch_size=4", f"{A}actor.ppo_epochs=3"
+        ).optimizer_steps_per_step
+        == 6
+    )
 
 
 def test_warm_up_steps_or_their_share():
-    steps = ["data.train_batch_size=8", "trainer.total_training_steps=200"]
+    steps = [*EIGHT, "trainer.total_training_steps=200"]
     assert plan(*steps, f"{A}actor.optim.lr_warmup_steps_ratio=0.05").lr_warmup_steps == 10
-    assert plan(*steps, f"{A}actor.optim.lr_warmup_steps_ratio=0.05", f"{A}actor.optim.lr_warmup_steps=3").lr_warmup_steps == 3
+    assert (
+        plan(*steps, f"{A}actor.optim.lr_warmup_steps_ratio=0.05", f"{A}actor.optim.lr_warmup_steps=3").lr_warmup_steps
+        == 3
+    )
 
 
 def test_fewer_prompts_than_a_batch_is_an_error():
     with pytest.raises(ConfigError, match=r"data.train_batch_size=8 is more than the 7 prompts"):
-        plan("data.train_batch_size=8", num_prompts=7)
+        plan(*EIGHT, num_prompts=7)
 
 
 def test_the_description_says_what_is_left_out_and_when_it_saves():
-    config = load_config(["data.train_batch_size=8"]).config
+    config = load_config(EIGHT).config
     text = describe(make_plan(config, 20), config)
     assert "4 prompts of each left out" in text
     assert "at the end" in text

@@ -1,0 +1,180 @@
+"""Keys the user set that change nothing in the chosen mode, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from rltrain.config.check import as_list, get
+from rltrain.config.keys import all_keys, free_form_parent
+from rltrain.config.load import LoadedConfig
+from rltrain.config.schema import Config
+
+_A = "actor_rollout_ref."
+
+# Keys without effect, and the value that says what happens anyway: no note for that one.
+_ANYWAY: dict[str, Any] = {
+    _A + "hybrid_engine": True,
+    _A + "model.use_remove_padding": True,
+    _A + "rollout.calculate_log_probs": True,
+    _A + "rollout.data_parallel_size": 1,
+    _A + "rollout.free_cache_engine": True,
+    _A + "rollout.mode": "sync",
+    "data.return_raw_chat": True,
+    "trainer.balance_batch": True,
+}
+
+# Keys (a prefix ends in a dot), the condition under which they change nothing, and why. The first that holds is said.
+_MODES: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
+    (
+        (_A + "actor.kl_loss_coef", _A + "actor.kl_loss_type"),
+        lambda cfg: not cfg.actor_rollout_ref.actor.use_kl_loss,
+        "use_kl_loss=False",
+    ),
+    (
+        (_A + "ref.",),
+        lambda cfg: not (cfg.actor_rollout_ref.actor.use_kl_loss or cfg.algorithm.use_kl_in_reward),
+        "there is no reference policy with use_kl_loss=False",
+    ),
+    (
+        tuple(
+            f"{_A}ref.fsdp_config.{name}"
+            for name in ("model_dtype", "compute_dtype", "fsdp_size", "reshard_after_forward", "optimizer_offload")
+        ),
+        lambda cfg: True,
+        "the reference is sharded and computed like the actor (actor.fsdp_config)",
+    ),
+    (
+        (_A + "actor.clip_ratio",),
+        lambda cfg: (
+            None not in (cfg.actor_rollout_ref.actor.clip_ratio_low, cfg.actor_rollout_ref.actor.clip_ratio_high)
+        ),
+        "clip_ratio_low and clip_ratio_high are both set",
+    ),
+    (
+        (_A + "actor.optim.min_lr_ratio", _A + "actor.optim.num_cycles"),
+        lambda cfg: cfg.actor_rollout_ref.actor.optim.lr_scheduler_type == "constant",
+        "lr_scheduler_type=constant",
+    ),
+    (
+        (_A + "actor.optim.lr_warmup_steps_ratio",),
+        lambda cfg: cfg.actor_rollout_ref.actor.optim.lr_warmup_steps >= 0,
+        "lr_warmup_steps is set",
+    ),
+    (
+        (_A + "model.lora_alpha", _A + "model.target_modules"),
+        lambda cfg: cfg.actor_rollout_ref.model.lora_rank == 0,
+        "lora_rank=0",
+    ),
+    (
+        tuple(f"{_A}rollout.val_kwargs.{name}" for name in ("temperature", "top_k", "top_p")),
+        lambda cfg: not cfg.actor_rollout_ref.rollout.val_kwargs.do_sample,
+        "validation is greedy; set val_kwargs.do_sample=True",
+    ),
+    (
+        ("algorithm.gamma", "algorithm.lam"),
+        lambda cfg: cfg.algorithm.adv_estimator == "grpo",
+        "adv_estimator=grpo gives all tokens of an answer the same advantage",
+    ),
+    (
+        ("algorithm.kl_penalty", "algorithm.kl_ctrl."),
+        lambda cfg: not cfg.algorithm.use_kl_in_reward,
+        "use_kl_in_reward=False",
+    ),
+    (
+        ("algorithm.filter_groups.metric", "algorithm.filter_groups.max_num_gen_batches"),
+        lambda cfg: not cfg.algorithm.filter_groups.enable,
+        "filter_groups.enable=False",
+    ),
+    (
+        ("reward_model.reward_kwargs",),
+        lambda cfg: cfg.reward_model.reward_manager == "naive",
+        "reward_manager=naive takes no arguments; for a function of your own use custom_reward_function.reward_kwargs",
+    ),
+    (("trainer.critic_warmup",), lambda cfg: cfg.trainer.critic_warmup > 0, "there is no critic"),
+    (
+        ("trainer.resume_from_path",),
+        lambda cfg: cfg.trainer.resume_mode != "resume_path",
+        "set trainer.resume_mode=resume_path to use it",
+    ),
+    (
+        ("trainer.test_freq",),
+        lambda cfg: cfg.trainer.test_freq > 0 and not as_list(cfg.data.val_files),
+        "data.val_files is not set",
+    ),
+)
+
+
+def without_effect(loaded: LoadedConfig) -> list[str]:
+    """One line for each key the user set that changes nothing in the chosen mode."""
+    notes: dict[str, str] = {}
+    for key, why in [*_by_mode(loaded), *_by_help(loaded), *_micro_batches(loaded)]:
+        notes.setdefault(key, f"{key}: no effect: {why}")
+    return [*notes.values(), *_greedy_validation(loaded.config), *_whole_checkpoints(loaded)]
+
+
+def _by_mode(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
+    for names, holds, why in _MODES:
+        for key in _set_by_user(loaded, names) if holds(loaded.config) else ():
+            yield key, why
+
+
+def _set_by_user(loaded: LoadedConfig, names: tuple[str, ...]) -> list[str]:
+    """The explicit keys among ``names``, in their sections ("a.b."), or in their free-form dictionaries."""
+    return [
+        key
+        for key in sorted(loaded.explicit)
+        if key in names
+        or free_form_parent(key) in names
+        or any(name.endswith(".") and key.startswith(name) for name in names)
+    ]
+
+
+def _by_help(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
+    """Keys whose help text says that they have no effect, or none with the chosen engine."""
+    engine = loaded.config.actor_rollout_ref.rollout.name
+    for key in sorted(loaded.explicit):
+        known = all_keys()[free_form_parent(key) or key]
+        if f"(no effect with name={engine}" in known.help:
+            yield key, f"the engine is rollout.name={engine}"
+        elif known.help.startswith("No effect") and not _says_nothing(loaded.config, known.name):
+            text = known.help.removeprefix("No effect").lstrip(": ").rstrip(".")
+            yield key, text or "it is not in this version"
+
+
+def _says_nothing(config: Config, key: str) -> bool:
+    value = get(config, key)
+    return value == _ANYWAY[key] if key in _ANYWAY else value in (None, False)
+
+
+def _micro_batches(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
+    roles = loaded.config.actor_rollout_ref
+    for size, dynamic, budget, switch in (
+        ("actor.ppo_micro_batch_size", roles.actor.use_dynamic_bsz, "actor.ppo_max_token_len_per_gpu", "actor.use_dynamic_bsz"),
+        ("ref.log_prob_micro_batch_size", roles.ref.log_prob_use_dynamic_bsz, "ref.log_prob_max_token_len_per_gpu",
+         "ref.log_prob_use_dynamic_bsz"),
+        ("rollout.log_prob_micro_batch_size", roles.rollout.log_prob_use_dynamic_bsz, "rollout.log_prob_max_token_len_per_gpu",
+         "rollout.log_prob_use_dynamic_bsz"),
+    ):  # fmt: skip
+        if dynamic:
+            for key in _set_by_user(loaded, (_A + size, f"{_A}{size}_per_gpu")):
+                yield key, f"{switch}=True cuts by tokens ({_A}{budget})"
+        else:
+            for key in _set_by_user(loaded, (_A + budget,)):
+                yield key, f"{switch}=False cuts by samples ({_A}{size}_per_gpu)"
+
+
+def _greedy_validation(config: Config) -> Iterator[str]:
+    val = config.actor_rollout_ref.rollout.val_kwargs
+    if val.n > 1 and (not val.do_sample or val.temperature == 0):
+        yield (
+            f"{_A}rollout.val_kwargs.n={val.n}: no effect: validation is greedy, so one answer says all; "
+            "set do_sample=True and a temperature"
+        )
+
+
+def _whole_checkpoints(loaded: LoadedConfig) -> Iterator[str]:
+    key = _A + "actor.checkpoint.save_contents"
+    left_out = {"model", "optimizer", "extra"} - set(loaded.config.actor_rollout_ref.actor.checkpoint.save_contents)
+    if key in loaded.explicit and left_out:
+        yield f"{key}: no effect: {', '.join(sorted(left_out))} left out, but always saved, so that every checkpoint can be resumed"

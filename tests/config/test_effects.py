@@ -1,0 +1,100 @@
+"""Settings that change nothing are said to change nothing, and only those."""
+
+import pytest
+
+from rltrain.config.check import check, unavailable
+from rltrain.config.effects import _ANYWAY, _MODES, without_effect
+from rltrain.config.keys import all_keys, is_known
+from rltrain.config.load import load_config
+from rltrain.errors import ConfigError
+
+A = "actor_rollout_ref."
+BASE = [f"{A}model.path=m", "data.train_files=t.parquet", "algorithm.adv_estimator=grpo", f"{A}rollout.n=4"]
+
+
+def notes(*overrides: str) -> list[str]:
+    loaded = load_config([*BASE, *overrides])
+    check(loaded)
+    return without_effect(loaded)
+
+
+def test_the_tables_name_keys_that_exist():
+    assert all(is_known(key) for key in _ANYWAY)
+    for names, _, _ in _MODES:
+        assert all(is_known(name) or any(key.startswith(name) for key in all_keys()) for name in names), names
+
+
+def test_a_plain_command_has_no_notes():
+    assert notes() == []
+
+
+@pytest.mark.parametrize(
+    ("key", "dead", "alive"),
+    [
+        (f"{A}actor.kl_loss_coef=0.1", [], [f"{A}actor.use_kl_loss=True"]),
+        (f"{A}ref.fsdp_config.param_offload=True", [], [f"{A}actor.use_kl_loss=True"]),
+        (f"{A}actor.clip_ratio=0.1", [f"{A}actor.clip_ratio_low=0.2", f"{A}actor.clip_ratio_high=0.3"], [f"{A}actor.clip_ratio_low=0.2"]),
+        (f"{A}actor.optim.min_lr_ratio=0.1", [], [f"{A}actor.optim.lr_scheduler_type=cosine"]),
+        (f"{A}actor.optim.lr_warmup_steps_ratio=0.1", [f"{A}actor.optim.lr_warmup_steps=3"], []),
+        (f"{A}rollout.val_kwargs.top_p=0.7", [], [f"{A}rollout.val_kwargs.do_sample=True"]),
+        ("trainer.resume_from_path=c/global_step_5", [], ["trainer.resume_mode=resume_path"]),
+        ("trainer.test_freq=5", [], ["data.val_files=v.parquet"]),
+        (f"{A}model.lora_alpha=32", [], [f"{A}model.lora_rank=8"]),
+        ("algorithm.kl_ctrl.kl_coef=0.1", [], ["algorithm.use_kl_in_reward=True"]),
+        ("algorithm.gamma=0.9", [], ["algorithm.adv_estimator=gae"]),
+        ("+reward_model.reward_kwargs.overlong_buffer_cfg.enable=True", [], ["reward_model.reward_manager=dapo"]),
+        (f"+{A}rollout.engine_kwargs.vllm.disable_mm_preprocessor_cache=True", [], [f"{A}rollout.name=vllm"]),
+        (f"{A}rollout.free_cache_engine=False", [], [f"{A}rollout.free_cache_engine=True"]),
+        (f"{A}rollout.mode=async", [], [f"{A}rollout.mode=sync"]),
+        (f"{A}model.use_fused_kernels=True", [], [f"{A}model.use_fused_kernels=False"]),
+        (f"{A}rollout.load_format=dummy_dtensor", [], None),
+        (f"{A}actor.checkpoint.save_contents=[model]", [], [f"{A}actor.checkpoint.save_contents=[model,optimizer,extra]"]),
+    ],
+)  # fmt: skip
+def test_a_key_is_named_in_the_modes_where_it_is_dead_and_only_there(key, dead, alive):
+    name = key.partition("=")[0].lstrip("+")
+    assert [note for note in notes(key, *dead) if note.startswith(f"{name}: no effect: ")]
+    if alive is not None:
+        assert not [note for note in notes(key, *alive) if note.startswith(f"{name}:")]
+
+
+def test_each_key_is_named_once():
+    lines = notes(f"{A}ref.log_prob_micro_batch_size_per_gpu=1", f"{A}ref.use_torch_compile=True")
+    assert [line.partition(":")[0] for line in lines] == [
+        f"{A}ref.log_prob_micro_batch_size_per_gpu",
+        f"{A}ref.use_torch_compile",
+    ]
+
+
+def test_settings_of_the_reference_that_follow_the_actor_say_so():
+    lines = notes(
+        f"{A}actor.use_kl_loss=True", f"{A}ref.fsdp_config.model_dtype=bf16", f"{A}ref.fsdp_config.param_offload=True"
+    )
+    assert len(lines) == 1
+    assert lines[0].startswith(f"{A}ref.fsdp_config.model_dtype: no effect: the reference is sharded")
+
+
+def test_clip_ratio_alone_sets_both_sides():
+    actor = load_config([f"{A}actor.clip_ratio=0.1"]).config.actor_rollout_ref.actor
+    assert (actor.clip_ratio, actor.clip_ratio_low, actor.clip_ratio_high) == (0.1, None, None)
+
+
+def test_what_would_change_the_run_is_never_a_mere_note():
+    for key in (
+        f"{A}rollout.multi_turn.enable",
+        "reward_model.enable",
+        "reward.reward_model.enable",
+        "algorithm.filter_groups.enable",
+    ):
+        assert unavailable(load_config([*BASE, f"{key}=True"]).config), key
+        assert not unavailable(load_config([*BASE, f"{key}=False"]).config), key
+    assert unavailable(load_config([*BASE, f"{A}actor.kl_loss_type=full"]).config)
+
+
+def test_words_of_refused_keys_are_free_to_use_in_free_form_dictionaries():
+    kwargs = load_config(
+        ["custom_reward_function.reward_kwargs.sandbox_fusion_url=u"]
+    ).config.custom_reward_function.reward_kwargs
+    assert kwargs == {"sandbox_fusion_url": "u"}
+    with pytest.raises(ConfigError, match="calls your sandbox"):
+        load_config(["reward_model.sandbox_fusion.url=u"])

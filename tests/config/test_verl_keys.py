@@ -1,0 +1,21 @@
+"""The keys that most published verl scripts set, most frequent first, each with a value they give it."""
+
+from pathlib import Path
+
+import pytest
+
+from rltrain.config.load import load_config
+from rltrain.errors import ConfigError
+
+RANKED = [line for line in (Path(__file__).parent / "verl_keys.txt").read_text().splitlines() if line]
+
+
+@pytest.mark.parametrize("override", RANKED, ids=lambda override: override.partition("=")[0])
+def test_a_common_key_is_accepted_or_answered_with_what_to_use(override):
+    if "megatron." not in override and "tool_config_path" not in override:
+        load_config([override])
+        load_config([f"+{override}"])
+    else:
+        with pytest.raises(ConfigError, match=r"use|leave|single-turn") as caught:
+            load_config([override])
+        assert "unknown key" not in str(caught.value)

@@ -239,8 +239,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--target-accuracy", type=float, default=0.35, help="stop when so many sampled answers are right"
     )
-    parser.add_argument("--slip-rate", type=float, default=0.4, help="share of the answers shown that have a slip")
-    parser.add_argument("--batch-size", type=int, default=128, help="problems per warm-up step")
+    parser.add_argument("--slip-rate", type=float, default=0.35, help="share of the answers shown that have a slip")
+    parser.add_argument("--batch-size", type=int, default=64, help="problems per warm-up step")
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate of the warm-up")
     parser.add_argument("--seed", type=int, default=0, help="decides weights, order and slips")
     options = parser.parse_args(argv)

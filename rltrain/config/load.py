@@ -102,9 +102,14 @@ def load_config(overrides: Sequence[str], files: Sequence[str] = ()) -> LoadedCo
     return LoadedConfig(config, frozenset(reader.explicit), tuple(reader.warnings))
 
 
+def to_dict(config: Config) -> dict[str, Any]:
+    """The resolved configuration as plain values, secrets masked."""
+    return _masked(OmegaConf.to_container(OmegaConf.structured(config)))
+
+
 def to_yaml(config: Config) -> str:
     """The resolved configuration, secrets masked."""
-    return OmegaConf.to_yaml(OmegaConf.create(_masked(OmegaConf.to_container(OmegaConf.structured(config)))))
+    return OmegaConf.to_yaml(OmegaConf.create(to_dict(config)))
 
 
 def _masked(value: Any, name: str = "") -> Any:

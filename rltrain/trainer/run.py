@@ -13,7 +13,7 @@ from dataclasses import asdict
 from importlib.metadata import version
 
 from rltrain import __version__
-from rltrain.config.load import LoadedConfig, to_yaml
+from rltrain.config.load import LoadedConfig, to_dict, to_yaml
 from rltrain.config.schema import Config
 from rltrain.controller.cluster import reserve, share, start_ray, stop_ray
 from rltrain.controller.group import WorkerGroup
@@ -85,8 +85,6 @@ def _train(
     log.info("%d workers, %.1f million parameters", group.world, sizes[0]["num_parameters"] / 1e6)
     saver = Saver(cfg, folder, group, rows["train"].fingerprint(), sizes[0]["num_parameters"])
     first_step = saver.resume()
-    if first_step:
-        log.info("resuming after step %d of %d from %s", first_step, plan.total_steps, folder.step_folder(first_step))
     write_run_files(folder, loaded, plan)
     tracker = Tracker(
         cfg.trainer.logger,
@@ -95,7 +93,7 @@ def _train(
         total_steps=plan.total_steps,
         project=cfg.trainer.project_name,
         name=cfg.trainer.experiment_name,
-        config=asdict(cfg),
+        config=to_dict(cfg),
     )
     order = BatchOrder(len(prompts["train"]), plan.prompts_per_step, cfg.data.seed, cfg.data.shuffle)
     policy = Policy(group, sizes[0], has_reference=with_reference, has_kl_loss=cfg.actor_rollout_ref.actor.use_kl_loss)

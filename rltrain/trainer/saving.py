@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from rltrain.controller.group import WorkerGroup
 from rltrain.errors import CheckpointError, DiskError
 from rltrain.trainer.checkpoint import RunFolder, find_damage, read_progress
 from rltrain.trainer.timing import StepTimer
+
+log = logging.getLogger(__name__)
 
 # A resumed run must agree on these, or "continues as if never stopped" would be a lie.
 FROZEN_KEYS = (
@@ -93,6 +96,7 @@ class Saver:
                 self._refuse_other_run(folder, progress)
         self._refuse_later_checkpoints(step)
         if folder is not None:
+            log.info("resuming from %s%s", folder, ", weights only" if trainer.resume_weights_only else f": {step} steps are done")
             self._group.call("load", [str(folder / "actor"), trainer.resume_weights_only])
         self._last_step = step
         return step

@@ -237,7 +237,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--task", choices=["arithmetic"], default="arithmetic", help="what the file holds")
     parser.add_argument("--steps", type=int, default=400, help="most warm-up steps")
     parser.add_argument(
-        "--target-accuracy", type=float, default=0.35, help="stop when so many sampled answers are right"
+        "--target-accuracy", type=float, default=0.3, help="stop when so many sampled answers are right"
     )
     parser.add_argument("--slip-rate", type=float, default=0.35, help="share of the answers shown that have a slip")
     parser.add_argument("--batch-size", type=int, default=64, help="problems per warm-up step")

@@ -38,7 +38,7 @@ def start_ray(cfg: Config, device: Device) -> None:
 
 
 def reserve(cfg: Config, device: Device) -> list[PlacementGroup]:
-    """One placement group a node, with one bundle a device; nodes differ. Raises WorkerLost when they do not come up."""
+    """One placement group a node, with one bundle a device. Raises WorkerLost when they do not come up."""
     trainer = cfg.trainer
     bundle = {"CPU": 1.0} if device.is_cpu else {"CPU": 1.0, device.ray_resource: 1.0}
     groups = [

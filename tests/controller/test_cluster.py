@@ -1,0 +1,52 @@
+"""Devices of several nodes, on a cluster of raylets that claim to have NPUs."""
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+from rltrain.controller import cluster as subject
+from rltrain.controller.cluster import reserve, start_ray
+from rltrain.device import Device, get_device
+from rltrain.errors import ConfigError, WorkerLost
+from tests.tiny import small_config
+
+
+@pytest.fixture(scope="module", autouse=True)
+def two_nodes():
+    cluster = Cluster()
+    for _ in range(2):
+        cluster.add_node(num_cpus=4, resources={"NPU": 2}, include_dashboard=False)
+    ray.init(address=cluster.address, log_to_driver=False)
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+
+
+def settings(nnodes: int):
+    config = small_config()
+    config.trainer.nnodes, config.trainer.n_gpus_per_node = nnodes, 2
+    return config
+
+
+def test_each_node_gives_its_own_devices():
+    groups = reserve(settings(2), Device("npu"))
+    tables = [ray.util.placement_group_table(group) for group in groups]
+    nodes = [set(table["bundles_to_node_id"].values()) for table in tables]
+    assert [len(node) for node in nodes] == [1, 1]
+    assert nodes[0] != nodes[1]
+    assert all(bundle["NPU"] == 1.0 for table in tables for bundle in table["bundles"].values())
+    for group in groups:
+        ray.util.remove_placement_group(group)
+
+
+def test_nodes_that_do_not_come_up_are_counted(monkeypatch):
+    monkeypatch.setattr(subject, "_RESERVE_TIMEOUT_S", 3)
+    with pytest.raises(WorkerLost, match="1 of 3 nodes with 2 free NPU slots each did not come up in 3 s") as caught:
+        reserve(settings(3), Device("npu"))
+    assert "on 2 nodes" in str(caught.value)
+
+
+def test_several_nodes_need_a_cluster(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(ConfigError, match=r"trainer.nnodes=2 needs a running Ray cluster"):
+        start_ray(settings(2), get_device("cpu"))

@@ -26,8 +26,8 @@ say "training: GRPO, 32 prompts x 8 answers a step, into $RUN"
     data.train_files="$OUT/data/train.parquet" data.val_files="$OUT/data/test.parquet" \
     data.train_batch_size=32 data.max_prompt_length=32 data.max_response_length=8 \
     actor_rollout_ref.model.path="$MODEL" actor_rollout_ref.model.enable_gradient_checkpointing=False \
-    actor_rollout_ref.actor.optim.lr=2e-4 actor_rollout_ref.actor.optim.lr_warmup_steps=5 \
-    actor_rollout_ref.actor.optim.weight_decay=0.0 actor_rollout_ref.actor.ppo_mini_batch_size=8 \
+    actor_rollout_ref.actor.optim.lr=1e-4 actor_rollout_ref.actor.optim.lr_warmup_steps=5 \
+    actor_rollout_ref.actor.optim.weight_decay=0.0 actor_rollout_ref.actor.ppo_mini_batch_size=16 \
     actor_rollout_ref.rollout.name=hf actor_rollout_ref.rollout.n=8 actor_rollout_ref.rollout.temperature=1.0 \
     actor_rollout_ref.rollout.val_kwargs.do_sample=True actor_rollout_ref.rollout.val_kwargs.temperature=1.0 \
     actor_rollout_ref.rollout.val_kwargs.n=4 \

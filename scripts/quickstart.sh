@@ -17,7 +17,7 @@ say "data: sums of numbers up to 49"
 "$PYTHON" -m rltrain.data_preprocess.arithmetic --output "$OUT/data" --num-train 2048 --num-test 128 --max-operand 49 --seed 0 >/dev/null
 if [ ! -e "$MODEL/config.json" ]; then
     say "model: making a small one and warming it up (under a minute)"
-    "$PYTHON" scripts/make_small_model.py --output "$MODEL" --train "$OUT/data/train.parquet" --seed 0
+    "$PYTHON" scripts/make_small_model.py --output "$MODEL" --train "$OUT/data/train.parquet" --seed 1
 fi
 
 say "training: GRPO, 32 prompts x 8 answers a step, into $RUN"

@@ -32,7 +32,7 @@ say "training: GRPO, 32 prompts x 8 answers a step, into $RUN"
     actor_rollout_ref.rollout.val_kwargs.do_sample=True actor_rollout_ref.rollout.val_kwargs.temperature=1.0 \
     actor_rollout_ref.rollout.val_kwargs.n=4 \
     trainer.device=cpu trainer.nnodes=1 trainer.n_gpus_per_node=1 \
-    trainer.total_training_steps=120 trainer.test_freq=60 trainer.save_freq=-1 trainer.val_before_train=True \
+    trainer.total_training_steps=100 trainer.test_freq=50 trainer.save_freq=-1 trainer.val_before_train=True \
     trainer.logger='["console","tensorboard"]' trainer.project_name=quickstart trainer.experiment_name=arithmetic \
     trainer.default_local_dir="$RUN" "$@"
 say "done: the table again with '$PYTHON -m rltrain.report $RUN', curves with 'tensorboard --logdir $RUN/tensorboard'"

@@ -18,7 +18,11 @@ trap 'rm -f "$HEAD_FILE"' EXIT
 
 # Ray keeps running inside a step of its own on every node; node 0 is the head.
 srun --overlap bash -c 'RANK=$SLURM_NODEID bash scripts/ray_start.sh && sleep infinity' &
-while [ ! -s "$HEAD_FILE" ]; do sleep 1; done
+until=$((SECONDS + ${WAIT_S:-360}))
+while [ ! -s "$HEAD_FILE" ]; do
+    [ "$SECONDS" -lt "$until" ] || { echo "error: no Ray head after ${WAIT_S:-360} s; see what ray_start.sh printed above" >&2; exit 1; }
+    sleep 1
+done
 
 launch="$1"
 shift

@@ -25,9 +25,9 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from rltrain.batch import Batch
 from rltrain.device import get_device
-from rltrain.models.forward import pack
+from rltrain.models.forward import PolicyModel, pack
 from rltrain.models.load import load_config
-from rltrain.models.shard import make_mesh, named_weights, sharded_policy
+from rltrain.models.shard import make_mesh, named_weights, sharded_model
 from rltrain.ragged import Ragged
 from rltrain.workers.rollout.base import Sampling, sample_seeds
 from rltrain.workers.rollout.hf import HFRollout
@@ -69,7 +69,7 @@ def training_rows(policy, plain, answer_lengths: list[int]) -> list[tuple[str, f
     def packed(backward: bool) -> None:
         with torch.set_grad_enabled(backward):
             for micro in micros:
-                log_probs, _ = policy(pack(micro, CPU), 1.0, False)
+                log_probs, *_ = policy(pack(micro, CPU), 1.0, False)
                 if backward:
                     log_probs.sum().backward()
         policy.zero_grad()
@@ -131,7 +131,8 @@ def main() -> None:
     plain.save_pretrained(folder)
     config = load_config(str(folder))
     device = get_device("cpu")
-    policy = sharded_policy(
+    policy = sharded_model(
+        PolicyModel,
         str(folder),
         config,
         make_mesh(device),

@@ -13,6 +13,7 @@ PHASES = (
     "generate_sequences",
     "reshard",
     "gen",
+    "gen_max",
     "reward",
     "old_log_prob",
     "ref",

@@ -1,55 +1,277 @@
-"""Advantage estimators: how much better an answer was than expected."""
+"""Advantage estimators: how much better an answer, or a token of it, was than expected.
+
+Two kinds. An *outcome* estimator compares whole answers, one number each, and runs on the driver. A *token* estimator gives
+every token its own advantage; it runs where the tokens are, and whitening, which needs the whole batch, is applied later
+from its moments.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-EPSILON = 1e-6
+from rltrain.config.algorithm_schema import AlgorithmConfig
+from rltrain.plugin import is_plugin, load_plugin
+from rltrain.ragged import Ragged
+
+STD_EPSILON = 1e-6
+_VARIANCE_EPSILON = 1e-8
 
 
 @dataclass(frozen=True)
 class OutcomeInputs:
-    """One number an answer.
+    """One number an answer, all [n].
 
-    scores: reward of each answer [n], float. groups: which prompt each answers [n], int64; answers to one prompt share it.
+    scores: reward of the whole answer. groups: which prompt it answers; answers to one prompt share it. lengths: its tokens.
+    terms: the parts a reward is made of, by name (gdpo).
     """
 
     scores: Tensor
     groups: Tensor
+    lengths: Tensor
+    terms: dict[str, Tensor] = field(default_factory=dict)
 
 
-AdvantageEstimator = Callable[[OutcomeInputs, bool], Tensor]
-ADVANTAGE_ESTIMATORS: dict[str, AdvantageEstimator] = {}
+@dataclass(frozen=True)
+class TokenInputs:
+    """rewards, values: one number a token. baselines [n]: reward of a greedy answer to the same prompt (remax)."""
+
+    rewards: Ragged
+    values: Ragged | None = None
+    baselines: Tensor | None = None
 
 
-def advantage_estimator(name: str) -> Callable[[AdvantageEstimator], AdvantageEstimator]:
-    """Register a function as ``algorithm.adv_estimator=name``."""
+@dataclass(frozen=True)
+class TokenAdvantages:
+    """advantages (before whitening) and returns, one number a token."""
 
-    def register(function: AdvantageEstimator) -> AdvantageEstimator:
-        ADVANTAGE_ESTIMATORS[name] = function
+    advantages: Ragged
+    returns: Ragged
+
+
+OutcomeEstimator = Callable[[OutcomeInputs, AlgorithmConfig], Tensor]
+TokenEstimator = Callable[[TokenInputs, AlgorithmConfig], TokenAdvantages]
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """A function under its config name. ``whitens``: its token advantages are whitened over the batch before they are used."""
+
+    outcome: OutcomeEstimator | None = None
+    token: TokenEstimator | None = None
+    whitens: bool = False
+
+
+ESTIMATORS: dict[str, Estimator] = {}
+
+
+def outcome_estimator(name: str) -> Callable[[OutcomeEstimator], OutcomeEstimator]:
+    """Register ``function(OutcomeInputs, AlgorithmConfig) -> [n]`` as ``algorithm.adv_estimator=name``."""
+
+    def register(function: OutcomeEstimator) -> OutcomeEstimator:
+        ESTIMATORS[name] = Estimator(outcome=function)
         return function
 
     return register
 
 
-@advantage_estimator("grpo")
-def grpo(inputs: OutcomeInputs, norm_by_std: bool) -> Tensor:
+def token_estimator(name: str, *, whitens: bool = False) -> Callable[[TokenEstimator], TokenEstimator]:
+    """Register ``function(TokenInputs, AlgorithmConfig) -> TokenAdvantages`` as ``algorithm.adv_estimator=name``."""
+
+    def register(function: TokenEstimator) -> TokenEstimator:
+        ESTIMATORS[name] = Estimator(token=function, whitens=whitens)
+        return function
+
+    return register
+
+
+def find_estimator(name: str) -> Estimator:
+    """The estimator of ``algorithm.adv_estimator``. One from FILE.py:NAME is an outcome estimator unless its file registers it."""
+    if not is_plugin(name):
+        return ESTIMATORS[name]
+    function = load_plugin("algorithm.adv_estimator", name)
+    registered = (each for each in ESTIMATORS.values() if function in (each.outcome, each.token))
+    return next(registered, Estimator(outcome=function))
+
+
+# -- token estimators --------------------------------------------------------------------------------------------------
+
+
+@token_estimator("gae", whitens=True)
+def gae(inputs: TokenInputs, cfg: AlgorithmConfig) -> TokenAdvantages:
+    """A_t = sum_k (gamma lam)^k delta_{t+k}, delta_t = r_t + gamma V_{t+1} - V_t   (Schulman et al. 2016, eq. 16).
+
+    V is 0 after the last token. Returns R_t = A_t + V_t, of the advantages before whitening.
+    """
+    assert inputs.values is not None
+    values = inputs.values.values
+    last = inputs.values.positions == inputs.values.lengths[inputs.values.row_ids] - 1
+    following = torch.where(last, torch.zeros_like(values), values.roll(-1))
+    deltas = inputs.rewards.values + cfg.gamma * following - values
+    advantages = suffix_sums(inputs.rewards.like(deltas), cfg.gamma * cfg.lam)
+    return TokenAdvantages(advantages, advantages.like(advantages.values + values))
+
+
+@token_estimator("reinforce_plus_plus", whitens=True)
+def reinforce_plus_plus(inputs: TokenInputs, cfg: AlgorithmConfig) -> TokenAdvantages:
+    """A_t = G_t = r_t + gamma G_{t+1}, whitened over all tokens of the batch   (Hu 2025, REINFORCE++)."""
+    returns = suffix_sums(inputs.rewards, cfg.gamma)
+    return TokenAdvantages(returns, returns)
+
+
+@token_estimator("remax")
+def remax(inputs: TokenInputs, cfg: AlgorithmConfig) -> TokenAdvantages:
+    """A_t = sum_{u >= t} r_u - r(greedy answer to the same prompt)   (Li et al. 2024, ReMax)."""
+    assert inputs.baselines is not None
+    returns = suffix_sums(inputs.rewards, 1.0)
+    baselines = returns.broadcast(inputs.baselines.to(returns.values.dtype))
+    return TokenAdvantages(returns.like(returns.values - baselines.values), returns)
+
+
+def suffix_sums(rewards: Ragged, decay: float) -> Ragged:
+    """S_t = x_t + decay S_{t+1} in every row."""
+    lengths, longest = rewards.lengths, int(rewards.lengths.max()) if len(rewards) else 0
+    from_end = lengths[rewards.row_ids] - 1 - rewards.positions
+    grid = rewards.values.new_zeros(longest, len(rewards))
+    grid[from_end, rewards.row_ids] = rewards.values
+    for place in range(1, longest):
+        grid[place] += decay * grid[place - 1]
+    return rewards.like(grid[from_end, rewards.row_ids])
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Count, sum and sum of squares of some numbers: they add up over ranks."""
+
+    count: float
+    total: float
+    squares: float
+
+    def whitening(self) -> tuple[float, float]:
+        """(shift, scale) so that (x - shift) * scale has mean 0 and unbiased variance 1 (up to 1e-8 under the root)."""
+        if self.count < 2:
+            return 0.0, 1.0
+        mean = self.total / self.count
+        variance = max(self.squares / self.count - mean * mean, 0.0) * self.count / (self.count - 1)
+        return mean, (variance + _VARIANCE_EPSILON) ** -0.5
+
+
+# -- outcome estimators ------------------------------------------------------------------------------------------------
+
+
+@outcome_estimator("grpo")
+def grpo(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
     """A_i = (r_i - mean of group) / (std of group + 1e-6)   (Shao et al. 2024, DeepSeekMath, section 4.1).
 
-    The standard deviation is the unbiased one. ``norm_by_std=False``: A_i = r_i - mean of group (Liu et al. 2025,
-    Dr. GRPO). Returns one advantage an answer [n]; every token of the answer has it.
+    The standard deviation is the unbiased one. ``norm_adv_by_std_in_grpo=False``: A_i = r_i - mean of group (Liu et al. 2025,
+    Dr. GRPO).
     """
-    groups = inputs.groups.unique(return_inverse=True)[1]
-    count = torch.zeros(int(groups.max()) + 1, dtype=inputs.scores.dtype).index_add(
-        0, groups, torch.ones_like(inputs.scores)
+    groups = _Groups(inputs.groups)
+    centred = groups.centred(inputs.scores)
+    return centred / (groups.std(inputs.scores) + STD_EPSILON) if cfg.norm_adv_by_std_in_grpo else centred
+
+
+@outcome_estimator("rloo")
+def rloo(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
+    """A_i = r_i - mean of the other answers of the group   (Ahmadian et al. 2024, eq. 8)."""
+    groups = _Groups(inputs.groups)
+    return groups.centred(inputs.scores) * groups.size / (groups.size - 1)
+
+
+@outcome_estimator("opo")
+def opo(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
+    """A_i = r_i - (sum_j length_j r_j) / (sum_j length_j) in the group   (Hao et al. 2025, OPO)."""
+    groups = _Groups(inputs.groups)
+    lengths = inputs.lengths.to(inputs.scores.dtype)
+    baseline = groups.sum(lengths * inputs.scores) / groups.sum(lengths).clamp(min=1)
+    return torch.where(groups.flat(inputs.scores), torch.zeros_like(baseline), inputs.scores - baseline)
+
+
+@outcome_estimator("grpo_passk")
+def grpo_passk(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
+    """The best answer of a group gets r_best - r_second (over the group's std + 1e-6 unless switched off), the others 0.
+
+    Chen et al. 2025, pass@k training. A tie for the best gives 0 to all.
+    """
+    groups = _Groups(inputs.groups)
+    best = groups.largest(inputs.scores)
+    is_best = inputs.scores == best
+    second = groups.largest(inputs.scores.masked_fill(is_best, -torch.inf))
+    lead = torch.where(is_best & (groups.sum(is_best.to(best.dtype)) == 1), best - second, torch.zeros_like(best))
+    return lead / (groups.std(inputs.scores) + STD_EPSILON) if cfg.norm_adv_by_std_in_grpo else lead
+
+
+@outcome_estimator("gpg")
+def gpg(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
+    """A_i = alpha (r_i - mean of group), alpha = answers / answers in groups with a spread   (Chu et al. 2025, GPG).
+
+    The paper counts groups without a gradient; verl counts scores that are not 0, which differs where wrong answers score
+    other than 0 or a whole group is right.
+    """
+    groups = _Groups(inputs.groups)
+    useful = int((~groups.flat(inputs.scores)).sum())
+    return groups.centred(inputs.scores) * (len(inputs.scores) / max(useful, 1))
+
+
+@outcome_estimator("reinforce_plus_plus_baseline")
+def reinforce_plus_plus_baseline(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
+    """r_i - mean of group, whitened over all tokens of the batch   (Hu 2025, REINFORCE++-baseline)."""
+    return _whiten(_Groups(inputs.groups).centred(inputs.scores), inputs.lengths)
+
+
+@outcome_estimator("gdpo")
+def gdpo(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
+    """GRPO's advantage of every reward term by itself, their weighted sum, whitened over all tokens   (Liu et al. 2026, GDPO).
+
+    The terms are ``gdpo_reward_keys``, weighted by ``gdpo_reward_weights`` (1 each when left out).
+    """
+    weights = cfg.gdpo_reward_weights or [1.0] * len(cfg.gdpo_reward_keys)
+    groups = _Groups(inputs.groups)
+    total = torch.zeros_like(inputs.scores)
+    for name, weight in zip(cfg.gdpo_reward_keys, weights, strict=True):
+        term = inputs.terms[name]
+        spread = groups.std(term) + STD_EPSILON if cfg.norm_adv_by_std_in_grpo else 1.0
+        total = total + weight * groups.centred(term) / spread
+    return _whiten(total, inputs.lengths)
+
+
+class _Groups:
+    """Answers to one prompt. Results are [n]: what holds for the group of each answer."""
+
+    def __init__(self, groups: Tensor) -> None:
+        self._index = groups.unique(return_inverse=True)[1]
+        self._count = int(self._index.max()) + 1
+        self.size = self.sum(torch.ones(len(groups), dtype=torch.float64))
+        if bool((self.size < 2).any()):
+            raise ValueError("a prompt has one answer, and this advantage estimator compares answers to one prompt")
+
+    def sum(self, values: Tensor) -> Tensor:
+        return torch.zeros(self._count, dtype=values.dtype).index_add(0, self._index, values)[self._index]
+
+    def largest(self, values: Tensor) -> Tensor:
+        start = torch.full((self._count,), -torch.inf, dtype=values.dtype)
+        return start.scatter_reduce(0, self._index, values, "amax")[self._index]
+
+    def flat(self, values: Tensor) -> Tensor:
+        """Whether all values of the group are the same: then nothing is to be learnt, to the last bit."""
+        return self.largest(values) == -self.largest(-values)
+
+    def centred(self, values: Tensor) -> Tensor:
+        difference = values - self.sum(values) / self.size
+        return torch.where(self.flat(values), torch.zeros_like(difference), difference)
+
+    def std(self, values: Tensor) -> Tensor:
+        return (self.sum(self.centred(values).square()) / (self.size - 1)).sqrt()
+
+
+def _whiten(advantages: Tensor, lengths: Tensor) -> Tensor:
+    """Mean 0 and unbiased variance 1 over tokens, where every token of answer i has ``advantages[i]``."""
+    weights = lengths.to(advantages.dtype)
+    moments = Moments(
+        float(weights.sum()), float((weights * advantages).sum()), float((weights * advantages.square()).sum())
     )
-    mean = torch.zeros_like(count).index_add(0, groups, inputs.scores) / count
-    centred = inputs.scores - mean[groups]
-    if not norm_by_std:
-        return centred
-    variance = torch.zeros_like(count).index_add(0, groups, centred.square()) / (count - 1).clamp(min=1)
-    return centred / (variance.sqrt()[groups] + EPSILON)
+    shift, scale = moments.whitening()
+    return (advantages - shift) * scale

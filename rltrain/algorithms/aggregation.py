@@ -11,39 +11,42 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rltrain.ragged import Ragged
+
 AGGREGATION_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
 @dataclass(frozen=True)
 class Denominators:
-    """Counts over one global mini-batch: loss tokens, sequences with at least one loss token, longest allowed response."""
+    """Counts over one global mini-batch: loss tokens, sequences with at least one of them; and what -norm divides by."""
 
     tokens: int
     sequences: int
-    max_response_length: int
+    horizon: int
 
 
-def token_weights(mode: str, lengths: Tensor, denominators: Denominators) -> Tensor:
+def token_weights(mode: str, mask: Ragged, denominators: Denominators) -> Tensor:
     """Weight of each token, so that ``(weights * token_losses).sum()`` over all ranks is the aggregated loss.
 
-    ``lengths``: loss tokens of each sequence [n]. Returns [lengths.sum()].
+    ``mask``: 1 where a token counts, 0 where it does not [tokens]. Returns [tokens].
 
     - token-mean: 1 / tokens (DAPO)
     - seq-mean-token-sum: 1 / sequences
-    - seq-mean-token-mean: 1 / (sequences * length of the sequence) (GRPO paper)
-    - seq-mean-token-sum-norm: 1 / (sequences * max_response_length) (Dr. GRPO)
+    - seq-mean-token-mean: 1 / (sequences * loss tokens of the sequence) (GRPO paper)
+    - seq-mean-token-sum-norm: 1 / (sequences * horizon) (Dr. GRPO)
     """
     sequences = max(denominators.sequences, 1)
     if mode == "token-mean":
-        per_sequence = torch.full_like(lengths, 1.0 / max(denominators.tokens, 1), dtype=torch.float32)
-    elif mode == "seq-mean-token-sum":
-        per_sequence = torch.full_like(lengths, 1.0 / sequences, dtype=torch.float32)
-    elif mode == "seq-mean-token-mean":
-        per_sequence = 1.0 / (sequences * lengths.clamp(min=1).float())
-    elif mode == "seq-mean-token-sum-norm":
-        per_sequence = torch.full_like(
-            lengths, 1.0 / (sequences * denominators.max_response_length), dtype=torch.float32
-        )
-    else:
-        raise ValueError(f"unknown aggregation mode '{mode}' (known: {', '.join(AGGREGATION_MODES)})")
-    return per_sequence.repeat_interleave(lengths)
+        return mask.values / max(denominators.tokens, 1)
+    if mode == "seq-mean-token-sum":
+        return mask.values / sequences
+    if mode == "seq-mean-token-mean":
+        return mask.values * mask.broadcast(1.0 / (sequences * mask.sum().clamp(min=1))).values
+    if mode == "seq-mean-token-sum-norm":
+        return mask.values / (sequences * denominators.horizon)
+    raise ValueError(f"unknown aggregation mode '{mode}' (known: {', '.join(AGGREGATION_MODES)})")
+
+
+def all_ones(lengths: Tensor, device: torch.device | str = "cpu") -> Ragged:
+    """The mask under which every token counts."""
+    return Ragged(torch.ones(int(lengths.sum()), device=device), lengths.to(device))

@@ -1,10 +1,16 @@
-"""Estimators of KL(policy || reference) from the log-probs of sampled tokens. Schulman 2020, "Approximating KL divergence"."""
+"""KL(policy || reference): estimates from the log-probs of sampled tokens, the exact one, and its weight in the reward.
+
+Schulman 2020, "Approximating KL divergence".
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
+
+from rltrain.config.algorithm_schema import KLControlConfig
 
 
 def k1(log_ratio: Tensor) -> Tensor:
@@ -40,5 +46,25 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def kl_per_token(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
-    """KL estimate of each sampled token. Shapes: [tokens], [tokens] -> [tokens]; differentiable in ``log_probs``."""
-    return KL_ESTIMATORS[kind](log_probs - ref_log_probs)
+    """KL estimate of each sampled token. Shapes: [tokens], [tokens] -> [tokens]; differentiable in ``log_probs``.
+
+    A name with ``+`` has the estimator's value and k2's gradient, because the gradient of k1 or k3 is not that of the KL.
+    """
+    log_ratio = log_probs - ref_log_probs
+    if not kind.endswith("+"):
+        return KL_ESTIMATORS[kind](log_ratio)
+    carrier = k2(log_ratio)
+    return carrier + (KL_ESTIMATORS[kind[:-1]](log_ratio) - carrier).detach()
+
+
+def exact_kl(log_softmax: Tensor, ref_log_softmax: Tensor) -> Tensor:
+    """sum_v pi(v) (log pi(v) - log pi_ref(v)): [tokens, vocabulary] twice -> [tokens]; differentiable in the first."""
+    return (log_softmax.exp() * (log_softmax - ref_log_softmax)).sum(-1)
+
+
+def adapted_kl_coef(coef: float, kl: float, num_samples: int, cfg: KLControlConfig) -> float:
+    """Weight of the KL in the next step's reward: proportional control towards ``target_kl`` (Ziegler et al. 2019, section 2.2)."""
+    if cfg.type == "fixed":
+        return coef
+    error = float(torch.tensor(kl / cfg.target_kl - 1).clamp(-0.2, 0.2))
+    return coef * (1 + error * num_samples / cfg.horizon)

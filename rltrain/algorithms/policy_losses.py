@@ -1,4 +1,7 @@
-"""Policy losses: one number a token, before aggregation."""
+"""Policy losses: one number a token, before aggregation.
+
+Notation: r = pi / pi_old of a token, A its advantage, [1 - low, 1 + high] the clip range, sg[] no gradient.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +11,42 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rltrain.config.schema import ActorConfig
+from rltrain.plugin import is_plugin, load_plugin
+from rltrain.ragged import Ragged
+
+_LOG_RATIO_BOUND = 20.0
+
 
 @dataclass(frozen=True)
 class PolicyLossInputs:
-    """All of shape [tokens], over the answers of one micro-batch laid end to end; only ``log_probs`` carries gradient."""
+    """One micro-batch of whole answers, laid end to end; all [tokens], only ``log_probs`` carries gradient.
+
+    mask: 1 where a token counts, with the length of every answer. selected: tokens chosen over the whole mini-batch, for
+    losses that ask for a selection.
+    """
 
     log_probs: Tensor
     old_log_probs: Tensor
     advantages: Tensor
+    mask: Ragged
+    selected: Tensor | None = None
 
+    @property
+    def log_ratio(self) -> Tensor:
+        """log r, clamped to +-20."""
+        return (self.log_probs - self.old_log_probs).clamp(-_LOG_RATIO_BOUND, _LOG_RATIO_BOUND)
 
-@dataclass(frozen=True)
-class ClipRange:
-    """PPO's clipping: ratio within [1 - low, 1 + high]; for negative advantages the loss is at most -A * dual (dual clip)."""
+    def to(self, device: torch.device) -> PolicyLossInputs:
+        """All tensors on ``device`` (there is no selection yet)."""
+        return PolicyLossInputs(
+            self.log_probs.to(device), self.old_log_probs.to(device), self.advantages.to(device), self.mask.to(device)
+        )
 
-    low: float
-    high: float
-    dual: float
+    def sequence_mean(self, values: Tensor) -> Tensor:
+        """Mean over the tokens that count, of the answer that each token belongs to."""
+        masked = self.mask.like(values * self.mask.values)
+        return self.mask.broadcast(masked.sum() / self.mask.sum().clamp(min=1)).values
 
 
 @dataclass(frozen=True)
@@ -35,37 +57,200 @@ class PolicyLoss:
     statistics: dict[str, Tensor]
 
 
-PolicyLossFunction = Callable[[PolicyLossInputs, ClipRange], PolicyLoss]
-POLICY_LOSSES: dict[str, PolicyLossFunction] = {}
+@dataclass(frozen=True)
+class BatchMeans:
+    """Means over all tokens of the global mini-batch."""
+
+    advantage: float
+    log_prob: float
 
 
-def policy_loss(name: str) -> Callable[[PolicyLossFunction], PolicyLossFunction]:
+PolicyLossFunction = Callable[[PolicyLossInputs, ActorConfig], PolicyLoss]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which tokens of the global mini-batch a loss treats differently: those with the smallest keys.
+
+    keys(inputs, noise, means, cfg) -> [tokens], infinite for tokens that are no candidates; noise [tokens] is uniform in
+    [0, 1) and depends on the token alone. share(cfg): the part of all tokens to select (at least one token).
+    """
+
+    keys: Callable[[PolicyLossInputs, Tensor, BatchMeans, ActorConfig], Tensor]
+    share: Callable[[ActorConfig], float]
+
+
+@dataclass(frozen=True)
+class PolicyLossEntry:
+    """A registered loss. silent_at_zero: a token without advantage has no gradient, so answers without any may be left out."""
+
+    function: PolicyLossFunction
+    selection: Selection | None = None
+    silent_at_zero: bool = False
+
+
+POLICY_LOSSES: dict[str, PolicyLossEntry] = {}
+
+
+def policy_loss(
+    name: str, *, selection: Selection | None = None, silent_at_zero: bool = False
+) -> Callable[[PolicyLossFunction], PolicyLossFunction]:
     """Register a function as ``actor.policy_loss.loss_mode=name``."""
 
     def register(function: PolicyLossFunction) -> PolicyLossFunction:
-        POLICY_LOSSES[name] = function
+        POLICY_LOSSES[name] = PolicyLossEntry(function, selection, silent_at_zero)
         return function
 
     return register
 
 
-@policy_loss("vanilla")
-def vanilla(inputs: PolicyLossInputs, clip: ClipRange) -> PolicyLoss:
-    """max(-A r, -A clip(r, 1 - low, 1 + high)), r = pi / pi_old   (Schulman et al. 2017, eq. 7).
+def find_policy_loss(name: str) -> PolicyLossEntry:
+    """The loss of ``actor.policy_loss.loss_mode``, which may be FILE.py:NAME."""
+    if not is_plugin(name):
+        return POLICY_LOSSES[name]
+    function = load_plugin("actor_rollout_ref.actor.policy_loss.loss_mode", name)
+    return next((each for each in POLICY_LOSSES.values() if each.function is function), PolicyLossEntry(function))
 
-    With A < 0 the loss is bounded by -A * dual (Ye et al. 2020, dual-clip PPO, eq. 5). log r is clamped to +-20.
+
+def clip_range(cfg: ActorConfig) -> tuple[float, float]:
+    """(low, high): ``clip_ratio`` alone, or the asymmetric pair where it is set."""
+    low = cfg.clip_ratio if cfg.clip_ratio_low is None else cfg.clip_ratio_low
+    high = cfg.clip_ratio if cfg.clip_ratio_high is None else cfg.clip_ratio_high
+    return low, high
+
+
+def _ppo(ratio: Tensor, advantages: Tensor, cfg: ActorConfig) -> tuple[Tensor, Tensor]:
+    """-A r and -A clip(r, 1 - low, 1 + high); the loss is the larger of the two (Schulman et al. 2017, eq. 7)."""
+    low, high = clip_range(cfg)
+    return -advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high)
+
+
+def _statistics(inputs: PolicyLossInputs, **more: Tensor) -> dict[str, Tensor]:
+    return {"ppo_kl": -inputs.log_ratio.detach(), **{name: value.detach().float() for name, value in more.items()}}
+
+
+@policy_loss("vanilla", silent_at_zero=True)
+def vanilla(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
+    """max(-A r, -A clip(r, 1 - low, 1 + high))   (Schulman et al. 2017, eq. 7).
+
+    With A < 0 the loss is bounded by -A * clip_ratio_c (Ye et al. 2020, dual-clip PPO, eq. 5).
     """
-    log_ratio = (inputs.log_probs - inputs.old_log_probs).clamp(-20, 20)
-    ratio = log_ratio.exp()
-    unclipped = -inputs.advantages * ratio
-    clipped = -inputs.advantages * ratio.clamp(1 - clip.low, 1 + clip.high)
+    unclipped, clipped = _ppo(inputs.log_ratio.exp(), inputs.advantages, cfg)
     pessimistic = torch.maximum(unclipped, clipped)
-    bound = -inputs.advantages * clip.dual
+    bound = -inputs.advantages * cfg.clip_ratio_c
     losses = torch.where(inputs.advantages < 0, torch.minimum(pessimistic, bound), pessimistic)
-    with torch.no_grad():
-        statistics = {
-            "ppo_kl": -log_ratio,
-            "pg_clipfrac": (clipped > unclipped).float(),
-            "pg_clipfrac_lower": ((pessimistic > bound) & (inputs.advantages < 0)).float(),
-        }
-    return PolicyLoss(losses, statistics)
+    held = (pessimistic > bound) & (inputs.advantages < 0)
+    return PolicyLoss(losses, _statistics(inputs, pg_clipfrac=clipped > unclipped, pg_clipfrac_lower=held))
+
+
+@policy_loss("gspo", silent_at_zero=True)
+def gspo(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
+    """PPO's clip on the ratio of the whole answer, s = exp(mean_t log r_t); token form s pi / sg[pi]   (Zheng et al. 2025, GSPO-token)."""
+    sequence = inputs.sequence_mean(inputs.log_ratio).detach()
+    ratio = (inputs.log_probs - inputs.log_probs.detach() + sequence).clamp(max=10.0).exp()
+    unclipped, clipped = _ppo(ratio, inputs.advantages, cfg)
+    return PolicyLoss(torch.maximum(unclipped, clipped), _statistics(inputs, pg_clipfrac=clipped > unclipped))
+
+
+@policy_loss("gpg", silent_at_zero=True)
+def gpg(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
+    """-A log pi: the plain policy gradient   (Chu et al. 2025, GPG)."""
+    return PolicyLoss(-inputs.advantages * inputs.log_probs, _statistics(inputs))
+
+
+@policy_loss("cispo", silent_at_zero=True)
+def cispo(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
+    """-sg[clip(r, 1 - low, 1 + high)] A log pi: the weight is clipped, no token is dropped   (MiniMax 2025, M1)."""
+    low, high = clip_range(cfg)
+    ratio = inputs.log_ratio.exp().detach()
+    weight = ratio.clamp(1 - low, 1 + high)
+    return PolicyLoss(-weight * inputs.advantages * inputs.log_probs, _statistics(inputs, pg_clipfrac=weight != ratio))
+
+
+@policy_loss("sapo", silent_at_zero=True)
+def sapo(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
+    """-A (4 / tau) sigmoid(tau (r - 1)), tau = tau_pos for A > 0 else tau_neg: a soft gate, no clip   (Gao et al. 2025, SAPO)."""
+    ratio = inputs.log_ratio.exp()
+    tau = torch.where(inputs.advantages > 0, cfg.tau_pos, cfg.tau_neg)
+    return PolicyLoss(-inputs.advantages * torch.sigmoid(tau * (ratio - 1)) * 4 / tau, _statistics(inputs))
+
+
+@policy_loss("geo_mean", silent_at_zero=True)
+def geo_mean(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
+    """-A exp(mean_t clip(log r_t, -low, high)), the clip pessimistic by the sign of A   (Zhao et al. 2025, GMPO).
+
+    A is the mean advantage of the answer. Every token of an answer carries the answer's loss, so seq-mean-token-mean is the
+    paper's objective.
+    """
+    low, high = clip_range(cfg)
+    log_ratio, sign = inputs.log_ratio, inputs.advantages.sign()
+    bounded = log_ratio.clamp(-low, high)
+    pessimistic = sign * torch.minimum(sign * log_ratio, sign * bounded)
+    ratio = inputs.sequence_mean(torch.where(sign == 0, log_ratio, pessimistic)).exp()
+    losses = -inputs.sequence_mean(inputs.advantages) * ratio
+    return PolicyLoss(losses, _statistics(inputs, pg_clipfrac=(pessimistic != log_ratio) & (sign != 0)))
+
+
+def _covariance(inputs: PolicyLossInputs, means: BatchMeans) -> Tensor:
+    return (inputs.advantages - means.advantage) * (inputs.log_probs.detach() - means.log_prob)
+
+
+def _clip_cov_keys(inputs: PolicyLossInputs, noise: Tensor, means: BatchMeans, cfg: ActorConfig) -> Tensor:
+    unclipped, clipped = _ppo(inputs.log_ratio.exp(), inputs.advantages, cfg)
+    covariance = _covariance(inputs, means)
+    within = (covariance > cfg.policy_loss.clip_cov_lb) & (covariance < cfg.policy_loss.clip_cov_ub)
+    return noise.masked_fill(~(within & (clipped <= unclipped) & (inputs.mask.values > 0)), torch.inf)
+
+
+@policy_loss("clip_cov", selection=Selection(_clip_cov_keys, lambda cfg: cfg.policy_loss.clip_cov_ratio))
+def clip_cov(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
+    """PPO without gradient on a few random tokens whose log-prob and advantage covary strongly   (Cui et al. 2025, Clip-Cov).
+
+    Selected, over the whole mini-batch: clip_cov_ratio of all tokens, among those with covariance within (clip_cov_lb,
+    clip_cov_ub) that PPO would not clip.
+    """
+    assert inputs.selected is not None
+    unclipped, clipped = _ppo(inputs.log_ratio.exp(), inputs.advantages, cfg)
+    losses = torch.maximum(unclipped, clipped).masked_fill(inputs.selected, 0.0)
+    return PolicyLoss(losses, _statistics(inputs, pg_clipfrac=(clipped > unclipped) | inputs.selected))
+
+
+def _kl_cov_keys(inputs: PolicyLossInputs, noise: Tensor, means: BatchMeans, cfg: ActorConfig) -> Tensor:
+    return (-_covariance(inputs, means)).masked_fill(inputs.mask.values == 0, torch.inf)
+
+
+@policy_loss("kl_cov", selection=Selection(_kl_cov_keys, lambda cfg: cfg.policy_loss.kl_cov_ratio))
+def kl_cov(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
+    """-A r, and + ppo_kl_coef |log r| on the kl_cov_ratio of tokens that covary most   (Cui et al. 2025, KL-Cov)."""
+    assert inputs.selected is not None
+    log_ratio = inputs.log_ratio
+    penalty = cfg.policy_loss.ppo_kl_coef * log_ratio.abs()
+    losses = -inputs.advantages * log_ratio.exp() + penalty * inputs.selected
+    return PolicyLoss(losses, _statistics(inputs, pg_clipfrac=inputs.selected))
+
+
+def _dppo(inputs: PolicyLossInputs, divergence: Tensor, cfg: ActorConfig) -> PolicyLoss:
+    """-sg[min(r, clip_ratio_c)] A log pi, without tokens that moved further than the clip range in the direction of A."""
+    low, high = clip_range(cfg)
+    ratio = inputs.log_ratio.exp().detach()
+    up = (inputs.advantages > 0) & (ratio > 1) & (divergence > high)
+    down = (inputs.advantages < 0) & (ratio < 1) & (divergence > low)
+    weight = ratio.clamp(max=cfg.clip_ratio_c).masked_fill(up | down, 0.0)
+    return PolicyLoss(-weight * inputs.advantages * inputs.log_probs, _statistics(inputs, pg_clipfrac=up | down))
+
+
+@policy_loss("dppo_tv", silent_at_zero=True)
+def dppo_tv(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
+    """A trust region in total variation: tokens with |pi - pi_old| over the clip range are dropped   (Qi et al. 2026, DPPO)."""
+    moved = (inputs.log_probs.detach().exp() - inputs.old_log_probs.exp()).abs()
+    return _dppo(inputs, moved, cfg)
+
+
+@policy_loss("dppo_kl", silent_at_zero=True)
+def dppo_kl(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
+    """As dppo_tv, with the KL of the two-way choice "this token or another"   (Qi et al. 2026, DPPO)."""
+    old, new = inputs.old_log_probs.exp(), inputs.log_probs.detach().exp()
+    tiny = 1e-8
+    this = old * ((old + tiny) / (new + tiny)).log()
+    other = (1 - old) * ((1 - old + tiny) / (1 - new + tiny)).log()
+    return _dppo(inputs, this + other, cfg)

@@ -16,6 +16,15 @@ _DEVICES = ("auto", "npu", "cuda", "cpu")
 _LOGGERS = ("console", "tensorboard", "wandb")
 _DTYPES = ("auto", "float32", "fp32", "bfloat16", "bf16", "float16", "fp16")
 _CONTENTS = ("model", "optimizer", "extra", "hf_model")
+TOKEN_ESTIMATORS = ("gae", "reinforce_plus_plus", "remax")
+COMPARING_ESTIMATORS = ("grpo", "rloo", "opo", "grpo_passk", "gpg", "gdpo", "reinforce_plus_plus_baseline")
+POLICY_LOSSES = (
+    "vanilla", "gspo", "gpg", "cispo", "sapo", "geo_mean", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl",
+)  # fmt: skip
+_KL = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "low_var_kl+", "k3+", "full")
+_AGGREGATION = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+# Keys that may also be FILE.py:NAME.
+PLUGINS = ("algorithm.adv_estimator", _A + "actor.policy_loss.loss_mode")
 # key -> its allowed values
 _CHOICES = {
     "data.truncation": ("error", "left", "right", "middle"),
@@ -24,7 +33,19 @@ _CHOICES = {
     _A + "actor.fsdp_config.compute_dtype": _DTYPES,
     _A + "rollout.dtype": _DTYPES,
     _A + "actor.optim.lr_scheduler_type": ("constant", "cosine"),
+    _A + "actor.policy_loss.loss_mode": POLICY_LOSSES,
+    _A + "actor.kl_loss_type": _KL,
+    _A + "actor.loss_agg_mode": _AGGREGATION,
+    "critic.loss_agg_mode": _AGGREGATION,
+    "critic.strategy": ("fsdp2", "fsdp"),
+    "critic.optim.lr_scheduler_type": ("constant", "cosine"),
+    "critic.model.fsdp_config.model_dtype": _DTYPES,
+    "critic.model.fsdp_config.compute_dtype": _DTYPES,
+    "algorithm.adv_estimator": TOKEN_ESTIMATORS + COMPARING_ESTIMATORS,
+    "algorithm.kl_penalty": _KL,
     "algorithm.kl_ctrl.type": ("fixed", "adaptive"),
+    "algorithm.rollout_correction.rollout_is": (None, "token", "sequence"),
+    "algorithm.rollout_correction.loss_type": ("ppo_clip", "reinforce"),
     "trainer.device": _DEVICES,
     "trainer.resume_mode": ("auto", "disable", "resume_path"),
     "trainer.on_nonfinite": ("stop", "skip"),
@@ -48,6 +69,23 @@ _AT_LEAST = {
     _A + "actor.clip_ratio_low": 0,
     _A + "actor.clip_ratio_high": 0,
     _A + "actor.clip_ratio_c": 1,
+    _A + "actor.loss_scale_factor": 1,
+    _A + "actor.policy_loss.clip_cov_ratio": 0,
+    _A + "actor.policy_loss.kl_cov_ratio": 0,
+    _A + "actor.policy_loss.ppo_kl_coef": 0,
+    "algorithm.kl_ctrl.kl_coef": 0,
+    "algorithm.kl_ctrl.horizon": 1,
+    "algorithm.filter_groups.max_num_gen_batches": 0,
+    "critic.ppo_mini_batch_size": 1,
+    "critic.ppo_epochs": 1,
+    "critic.ppo_micro_batch_size_per_gpu": 1,
+    "critic.forward_micro_batch_size_per_gpu": 1,
+    "critic.cliprange_value": 0,
+    "critic.optim.lr": 0,
+    "critic.optim.weight_decay": 0,
+    "data.gen_batch_size": 1,
+    "reward_model.micro_batch_size_per_gpu": 1,
+    "reward_model.overlong_buffer.penalty_factor": 0,
     _A + "ref.log_prob_micro_batch_size": 1,
     _A + "ref.log_prob_micro_batch_size_per_gpu": 1,
     _A + "ref.ulysses_sequence_parallel_size": 1,
@@ -68,18 +106,7 @@ _AT_LEAST = {
 }
 # key -> the values this version can run, and what to do instead
 _AVAILABLE: dict[str, tuple[tuple[Any, ...], str]] = {
-    "algorithm.adv_estimator": (("grpo",), "Use algorithm.adv_estimator=grpo."),
-    "algorithm.use_kl_in_reward": ((False,), "Use actor_rollout_ref.actor.use_kl_loss=True."),
-    "algorithm.filter_groups.enable": ((False,), "Leave it out."),
-    "reward_model.enable": ((False,), "Use the rule rewards, or custom_reward_function.path."),
-    "reward_model.reward_manager": (("naive",), "Use reward_model.reward_manager=naive."),
-    _A + "actor.policy_loss.loss_mode": (("vanilla",), "Use loss_mode=vanilla."),
-    _A + "actor.kl_loss_type": (("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"), "Use kl_loss_type=low_var_kl."),
-    _A + "actor.loss_agg_mode": (
-        ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"),
-        "Use loss_agg_mode=token-mean.",
-    ),
-    _A + "actor.shuffle": ((False,), "Leave it out: the order of prompts is shuffled by data.shuffle."),
+    "reward_model.reward_manager": (("naive", "dapo"), "Use reward_model.reward_manager=naive."),
     _A + "actor.ulysses_sequence_parallel_size": ((1,), "Use 1, and a token budget that holds the longest sequence."),
     _A + "ref.ulysses_sequence_parallel_size": ((1,), "Use 1."),
     _A + "model.lora_rank": ((0,), "Use lora_rank=0: all weights are trained."),
@@ -105,6 +132,8 @@ def check(loaded: LoadedConfig) -> None:
         *_ranges(config),
         *uneven(config),
         *_answers(config),
+        *_algorithm(config),
+        *_reward_model(config),
         *_budgets(config),
         *_sizes(config),
         *_rest(config),
@@ -129,9 +158,10 @@ def missing_files(config: Config) -> list[str]:
     named = [("data.train_files", path) for path in as_list(config.data.train_files)]
     named += [("data.val_files", path) for path in as_list(config.data.val_files)]
     named += [("custom_reward_function.path", path) for path in as_list(config.custom_reward_function.path)]
-    model = config.actor_rollout_ref.model.path
-    if model and model.startswith(("/", ".", "~")):
-        named.append((_A + "model.path", model))
+    named += [(key, get(config, key).rpartition(":")[0]) for key in PLUGINS if ":" in get(config, key)]
+    for key in (_A + "model.path", "critic.model.path", "reward_model.model.path"):
+        if (model := get(config, key) or "").startswith(("/", ".", "~")):
+            named.append((key, model))
     if config.trainer.resume_mode == "resume_path":
         named.append(("trainer.resume_from_path", str(config.trainer.resume_from_path)))
     for key, path in named:
@@ -149,8 +179,10 @@ def as_list(value: Any) -> list[str]:
 
 def _values(config: Config) -> Iterator[str]:
     for key, values in _CHOICES.items():
-        if get(config, key) not in values:
-            yield f"{key}={get(config, key)}: use one of {', '.join(values)}."
+        value = get(config, key)
+        if value not in values and not (key in PLUGINS and ":" in value):
+            own = ", or a function of your own: FILE.py:NAME" if key in PLUGINS else ""
+            yield f"{key}={value}: use one of {', '.join('null' if each is None else each for each in values)}{own}."
     for key, least in _AT_LEAST.items():
         value = get(config, key)
         if value is not None and not value >= least:  # so that nan does not pass
@@ -191,6 +223,12 @@ def uneven(config: Config) -> Iterator[str]:
             f"data.train_batch_size={prompts} is not a multiple of {_A}actor.ppo_mini_batch_size={mini}, so "
             f"some prompts would be left out of every step. Try ppo_mini_batch_size={_largest_divisor(prompts, mini)}."
         )
+    mini = config.critic.ppo_mini_batch_size
+    if config.algorithm.adv_estimator == "gae" and min(prompts, mini) > 0 and prompts % mini:
+        yield (
+            f"data.train_batch_size={prompts} is not a multiple of critic.ppo_mini_batch_size={mini}. "
+            f"Try critic.ppo_mini_batch_size={_largest_divisor(prompts, mini)}."
+        )
     devices = config.trainer.nnodes * config.trainer.n_gpus_per_node
     for key, size in (
         ("actor.ulysses_sequence_parallel_size", actor.ulysses_sequence_parallel_size),
@@ -211,20 +249,56 @@ def uneven(config: Config) -> Iterator[str]:
 
 
 def _answers(config: Config) -> Iterator[str]:
-    rollout = config.actor_rollout_ref.rollout
-    if config.algorithm.adv_estimator != "grpo":
+    """What compares the answers to one prompt needs several that differ."""
+    rollout, algorithm = config.actor_rollout_ref.rollout, config.algorithm
+    needs = f"algorithm.adv_estimator={algorithm.adv_estimator}"
+    if algorithm.filter_groups.enable:
+        needs = "algorithm.filter_groups.enable=True"
+    elif algorithm.adv_estimator not in COMPARING_ESTIMATORS:
         return
     if rollout.n < 2:
-        yield (
-            f"algorithm.adv_estimator=grpo compares answers to one prompt, so {_A}rollout.n must be >= 2 (got {rollout.n}). "
-            f"Try {_A}rollout.n=8."
-        )
+        yield f"{needs} compares answers to one prompt, so {_A}rollout.n must be >= 2 (got {rollout.n}). Try {_A}rollout.n=8."
     if not rollout.do_sample:
-        yield f"{_A}rollout.do_sample=False makes all answers to a prompt alike, and grpo learns nothing from them. Leave it out."
+        yield f"{_A}rollout.do_sample=False makes all answers to a prompt alike, and nothing is learnt from them. Leave it out."
+
+
+def _algorithm(config: Config) -> Iterator[str]:
+    algorithm, correction = config.algorithm, config.algorithm.rollout_correction
+    for key in ("gamma", "lam"):
+        if not 0 <= getattr(algorithm, key) <= 1:
+            yield f"algorithm.{key}={getattr(algorithm, key)}: it must be between 0 and 1."
+    if algorithm.adv_estimator == "gdpo" and not algorithm.gdpo_reward_keys:
+        yield "algorithm.adv_estimator=gdpo needs algorithm.gdpo_reward_keys, the numbers a scorer returns, such as [acc,format]."
+    weights = algorithm.gdpo_reward_weights
+    if weights is not None and len(weights) != len(algorithm.gdpo_reward_keys):
+        yield f"algorithm.gdpo_reward_weights={weights}: give one weight for each of gdpo_reward_keys={algorithm.gdpo_reward_keys}."
+    if not algorithm.kl_ctrl.target_kl > 0:
+        yield f"algorithm.kl_ctrl.target_kl={algorithm.kl_ctrl.target_kl}: it must be over 0."
+    for read, name in (
+        (correction.importance_bounds, "rollout_is_threshold"),
+        (correction.rejection_rules, "rollout_rs"),
+    ):
+        try:
+            read()
+        except ValueError as error:
+            value = getattr(correction, name)
+            yield f"algorithm.rollout_correction.{name}={value}: {error}. See --help algorithm.rollout_correction."
+
+
+def _reward_model(config: Config) -> Iterator[str]:
+    model, buffer = config.reward_model, config.reward_model.overlong_buffer
+    if model.enable and not model.model.path:
+        yield "reward_model.enable=True needs reward_model.model.path, a sequence classifier with one label."
+    if model.reward_manager == "dapo" and buffer.enable and not 0 < buffer.len <= config.data.max_response_length:
+        yield (
+            f"reward_model.overlong_buffer.len={buffer.len}: it must be at least 1 and at most "
+            f"data.max_response_length={config.data.max_response_length}."
+        )
 
 
 def _budgets(config: Config) -> Iterator[str]:
     actor, ref, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.actor_rollout_ref.rollout
+    critic = config.critic
     longest = config.data.max_prompt_length + config.data.max_response_length
     for key, dynamic, tokens, group in (
         ("actor.ppo_max_token_len_per_gpu", actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu, actor.ulysses_sequence_parallel_size),
@@ -232,10 +306,17 @@ def _budgets(config: Config) -> Iterator[str]:
          actor.ulysses_sequence_parallel_size),
         ("ref.log_prob_max_token_len_per_gpu", ref.log_prob_use_dynamic_bsz, ref.log_prob_max_token_len_per_gpu,
          ref.ulysses_sequence_parallel_size),
+        ("critic.ppo_max_token_len_per_gpu", critic.use_dynamic_bsz, critic.ppo_max_token_len_per_gpu, 1),
+        ("critic.forward_max_token_len_per_gpu", critic.use_dynamic_bsz, critic.forward_max_token_len_per_gpu, 1),
     ):  # fmt: skip
+        if key.startswith("critic."):
+            if config.algorithm.adv_estimator != "gae":
+                continue
+        else:
+            key = _A + key
         if dynamic and tokens * group < longest:
             yield (
-                f"{_A}{key}={tokens} cannot hold the longest sequence: data.max_prompt_length + data.max_response_length = {longest} tokens"
+                f"{key}={tokens} cannot hold the longest sequence: data.max_prompt_length + data.max_response_length = {longest} tokens"
                 + (f" over {group} devices" if group > 1 else "")
                 + f". Set it to at least {-(-longest // group)}."
             )

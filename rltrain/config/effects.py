@@ -45,6 +45,43 @@ _MODES: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
         "the reference is sharded and computed like the actor (actor.fsdp_config)",
     ),
     (
+        (
+            _A + "ref.log_prob_micro_batch_size",
+            _A + "ref.log_prob_micro_batch_size_per_gpu",
+            _A + "ref.log_prob_max_token_len_per_gpu",
+            _A + "ref.log_prob_use_dynamic_bsz",
+        ),
+        lambda cfg: not cfg.algorithm.use_kl_in_reward and cfg.actor_rollout_ref.actor.kl_loss_type == "full",
+        "kl_loss_type=full runs the reference inside the update",
+    ),
+    *(
+        (
+            (f"{_A}actor.{key}",),
+            lambda cfg, modes=modes: _loss(cfg) not in modes and ":" not in _loss(cfg),
+            f"only loss_mode={' or '.join(modes)} uses it",
+        )
+        for key, modes in {
+            "clip_ratio_c": ("vanilla", "dppo_tv", "dppo_kl"),
+            "tau_pos": ("sapo",),
+            "tau_neg": ("sapo",),
+            "policy_loss.clip_cov_ratio": ("clip_cov",),
+            "policy_loss.clip_cov_lb": ("clip_cov",),
+            "policy_loss.clip_cov_ub": ("clip_cov",),
+            "policy_loss.kl_cov_ratio": ("kl_cov",),
+            "policy_loss.ppo_kl_coef": ("kl_cov",),
+        }.items()
+    ),
+    (
+        (_A + "actor.clip_ratio", _A + "actor.clip_ratio_low", _A + "actor.clip_ratio_high"),
+        lambda cfg: _loss(cfg) in ("gpg", "sapo", "kl_cov"),
+        "this loss_mode clips nothing",
+    ),
+    (
+        (_A + "actor.loss_scale_factor",),
+        lambda cfg: cfg.actor_rollout_ref.actor.loss_agg_mode != "seq-mean-token-sum-norm",
+        "only loss_agg_mode=seq-mean-token-sum-norm uses it",
+    ),
+    (
         (_A + "actor.clip_ratio",),
         lambda cfg: (
             None not in (cfg.actor_rollout_ref.actor.clip_ratio_low, cfg.actor_rollout_ref.actor.clip_ratio_high)
@@ -72,9 +109,86 @@ _MODES: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
         "validation is greedy; set val_kwargs.do_sample=True",
     ),
     (
-        ("algorithm.gamma", "algorithm.lam"),
-        lambda cfg: cfg.algorithm.adv_estimator == "grpo",
-        "adv_estimator=grpo gives all tokens of an answer the same advantage",
+        ("algorithm.gamma",),
+        lambda cfg: (
+            cfg.algorithm.adv_estimator not in ("gae", "reinforce_plus_plus") and ":" not in cfg.algorithm.adv_estimator
+        ),
+        "only adv_estimator=gae and reinforce_plus_plus discount",
+    ),
+    (
+        ("algorithm.lam",),
+        lambda cfg: cfg.algorithm.adv_estimator != "gae" and ":" not in cfg.algorithm.adv_estimator,
+        "only adv_estimator=gae uses it",
+    ),
+    (
+        ("algorithm.norm_adv_by_std_in_grpo",),
+        lambda cfg: (
+            cfg.algorithm.adv_estimator not in ("grpo", "grpo_passk", "gdpo") and ":" not in cfg.algorithm.adv_estimator
+        ),
+        "only adv_estimator=grpo, grpo_passk and gdpo use it",
+    ),
+    (
+        ("algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_weights"),
+        lambda cfg: cfg.algorithm.adv_estimator != "gdpo",
+        "only adv_estimator=gdpo uses it",
+    ),
+    (
+        ("critic.", "trainer.critic_warmup"),
+        lambda cfg: cfg.algorithm.adv_estimator != "gae",
+        "there is no critic without algorithm.adv_estimator=gae",
+    ),
+    (
+        ("algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl"),
+        lambda cfg: cfg.algorithm.kl_ctrl.type == "fixed",
+        "kl_ctrl.type=fixed",
+    ),
+    (
+        (
+            "algorithm.rollout_correction.rollout_is_threshold",
+            "algorithm.rollout_correction.rollout_is_batch_normalize",
+        ),
+        lambda cfg: cfg.algorithm.rollout_correction.rollout_is is None,
+        "rollout_is is null",
+    ),
+    (
+        ("algorithm.rollout_correction.rollout_is", "algorithm.rollout_correction.rollout_is_threshold"),
+        lambda cfg: _bypass(cfg) and cfg.algorithm.rollout_correction.loss_type == "ppo_clip",
+        "with bypass_mode and loss_type=ppo_clip the ratio itself is taken against the engine",
+    ),
+    (
+        ("algorithm.rollout_correction.rollout_is_batch_normalize",),
+        lambda cfg: _bypass(cfg),
+        "with bypass_mode weights follow from each micro-batch as it is computed",
+    ),
+    (
+        ("algorithm.rollout_correction.rollout_rs_threshold",),
+        lambda cfg: not cfg.algorithm.rollout_correction.rollout_rs,
+        "rollout_rs is null",
+    ),
+    (
+        ("algorithm.rollout_correction.loss_type",),
+        lambda cfg: not _bypass(cfg),
+        "bypass_mode=False",
+    ),
+    (
+        (
+            _A + "actor.policy_loss.loss_mode",
+            _A + "actor.clip_ratio",
+            _A + "actor.clip_ratio_low",
+            _A + "actor.clip_ratio_high",
+            _A + "actor.clip_ratio_c",
+        ),
+        lambda cfg: _bypass(cfg) and cfg.algorithm.rollout_correction.loss_type == "reinforce",
+        "rollout_correction.loss_type=reinforce is a policy loss of its own",
+    ),
+    (
+        (
+            _A + "rollout.log_prob_micro_batch_size",
+            _A + "rollout.log_prob_micro_batch_size_per_gpu",
+            _A + "rollout.log_prob_use_dynamic_bsz",
+        ),
+        lambda cfg: _bypass(cfg),
+        "with bypass_mode no old_log_prob pass is made",
     ),
     (
         ("algorithm.kl_penalty", "algorithm.kl_ctrl."),
@@ -87,11 +201,27 @@ _MODES: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
         "filter_groups.enable=False",
     ),
     (
-        ("reward_model.reward_kwargs",),
-        lambda cfg: cfg.reward_model.reward_manager == "naive",
-        "reward_manager=naive takes no arguments; for a function of your own use custom_reward_function.reward_kwargs",
+        ("data.gen_batch_size",),
+        lambda cfg: not cfg.algorithm.filter_groups.enable,
+        "filter_groups.enable=False",
     ),
-    (("trainer.critic_warmup",), lambda cfg: cfg.trainer.critic_warmup > 0, "there is no critic"),
+    (
+        ("reward_model.overlong_buffer.",),
+        lambda cfg: cfg.reward_model.reward_manager != "dapo",
+        "only reward_manager=dapo uses it",
+    ),
+    (
+        (
+            "reward_model.model.",
+            "reward_model.weight",
+            "reward_model.rule_weight",
+            "reward_model.micro_batch_size_per_gpu",
+            "reward_model.use_dynamic_bsz",
+            "reward_model.forward_max_token_len_per_gpu",
+        ),
+        lambda cfg: not cfg.reward_model.enable,
+        "reward_model.enable=False",
+    ),
     (
         ("trainer.resume_from_path",),
         lambda cfg: cfg.trainer.resume_mode != "resume_path",
@@ -103,6 +233,14 @@ _MODES: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
         "data.val_files is not set",
     ),
 )
+
+
+def _loss(cfg: Config) -> str:
+    return cfg.actor_rollout_ref.actor.policy_loss.loss_mode
+
+
+def _bypass(cfg: Config) -> bool:
+    return cfg.algorithm.rollout_correction.bypass_mode
 
 
 def without_effect(loaded: LoadedConfig) -> list[str]:

@@ -1,57 +1,9 @@
-"""Keys outside actor_rollout_ref: algorithm, critic, rewards, trainer, Ray."""
+"""Keys of the run itself: reward functions, trainer, Ray."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
-
-
-@dataclass
-class KLControlConfig:
-    """Weight of the KL in the reward."""
-
-    type: str = "fixed"
-    """fixed or adaptive."""
-    kl_coef: float = 0.001
-    """Weight (adaptive: at the start)."""
-    horizon: int = 10000
-    """Adaptive: samples over which the weight adapts."""
-    target_kl: float = 0.1
-    """Adaptive: the KL to hold."""
-
-
-@dataclass
-class FilterGroupsConfig:
-    """DAPO's dynamic sampling."""
-
-    enable: bool = False
-    """Generate again in place of groups whose answers all score alike."""
-    metric: str = "acc"
-    """What is compared."""
-    max_num_gen_batches: int = 0
-    """Most extra rounds of generation."""
-
-
-@dataclass
-class AlgorithmConfig:
-    """How advantages come from rewards."""
-
-    adv_estimator: str = "gae"
-    """Advantage estimator: grpo."""
-    gamma: float = 1.0
-    """Discount of later rewards (gae)."""
-    lam: float = 1.0
-    """GAE's lambda."""
-    norm_adv_by_std_in_grpo: bool = True
-    """grpo: divide by the standard deviation of the group; False: Dr. GRPO."""
-    use_kl_in_reward: bool = False
-    """Subtract the KL to the reference from the reward."""
-    kl_penalty: str = "kl"
-    """Estimator of that KL."""
-    kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
-    """Weight of that KL."""
-    filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
-    """Dynamic sampling."""
 
 
 @dataclass
@@ -79,20 +31,6 @@ class RewardConfig:
 
 
 @dataclass
-class RewardModelConfig:
-    """Rewards by a model."""
-
-    enable: bool = False
-    """Score answers with a reward model."""
-    reward_manager: str = "naive"
-    """How rule rewards are computed: naive (one answer at a time)."""
-    reward_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Free-form: arguments of the reward manager."""
-    launch_reward_fn_async: bool = False
-    """No effect: scoring always runs in its own processes."""
-
-
-@dataclass
 class TrainerConfig:
     """The run: devices, steps, validation, saving, logging."""
 
@@ -107,7 +45,7 @@ class TrainerConfig:
     total_training_steps: int | None = None
     """Steps; where set it wins over total_epochs."""
     critic_warmup: int = 0
-    """Steps in which only the critic learns (no effect without a critic)."""
+    """The actor learns from this step on; before it only the critic does (gae)."""
     val_before_train: bool = True
     """Validate before the first step."""
     val_only: bool = False

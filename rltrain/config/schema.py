@@ -8,15 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from rltrain.config.algorithm_schema import AlgorithmConfig
+from rltrain.config.critic_schema import CriticConfig, RewardModelConfig
+from rltrain.config.model_schema import CheckpointConfig, FSDPConfig, OptimConfig
 from rltrain.config.rollout_schema import RolloutConfig
-from rltrain.config.run_schema import (
-    AlgorithmConfig,
-    CustomRewardConfig,
-    RayConfig,
-    RewardConfig,
-    RewardModelConfig,
-    TrainerConfig,
-)
+from rltrain.config.run_schema import CustomRewardConfig, RayConfig, RewardConfig, TrainerConfig
 
 _ACTOR = "${actor_rollout_ref.actor."
 
@@ -31,6 +27,8 @@ class DataConfig:
     """Parquet file or list of files to validate on; null: no validation."""
     train_batch_size: int = 1024
     """Prompts per step. The incomplete tail of an epoch is left out."""
+    gen_batch_size: int | None = None
+    """Prompts per round of generation with algorithm.filter_groups; null: train_batch_size."""
     max_prompt_length: int = 512
     """Longest prompt in tokens, chat template included."""
     max_response_length: int = 512
@@ -68,73 +66,21 @@ class DataConfig:
 
 
 @dataclass
-class OptimConfig:
-    """AdamW and its learning rate."""
-
-    lr: float = 1e-6
-    """Peak learning rate."""
-    lr_warmup_steps: int = -1
-    """Steps of linear warm-up; negative: lr_warmup_steps_ratio of all steps."""
-    lr_warmup_steps_ratio: float = 0.0
-    """Share of all steps that warm up, when lr_warmup_steps is negative."""
-    lr_scheduler_type: str = "constant"
-    """After warm-up: constant or cosine."""
-    min_lr_ratio: float = 0.0
-    """Cosine ends at this share of lr."""
-    num_cycles: float = 0.5
-    """Cosine waves over the run; 0.5 goes down once."""
-    weight_decay: float = 0.01
-    """Decoupled weight decay."""
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
-    """AdamW's decay rates of first and second moment."""
-    clip_grad: float = 1.0
-    """Largest global gradient norm (actor.grad_clip is the old name)."""
-    total_training_steps: int = -1
-    """No effect: the plan knows the number of steps."""
-
-
-@dataclass
-class FSDPConfig:
-    """How a model is sharded and where it rests."""
-
-    param_offload: bool = False
-    """Keep the parameters in host memory while they are not needed."""
-    optimizer_offload: bool = False
-    """Keep the optimizer state in host memory outside the update."""
-    model_dtype: str = "float32"
-    """dtype of the master weights."""
-    compute_dtype: str = "auto"
-    """dtype of forward and backward: auto is bfloat16 on NPU and GPU, float32 on CPU. Gradients are reduced in float32."""
-    fsdp_size: int = -1
-    """Ranks that share one copy of the weights; -1: all. Smaller: replicas of shard groups (HSDP)."""
-    reshard_after_forward: bool = True
-    """Free gathered weights after the forward of each layer."""
-    forward_prefetch: bool = False
-    """No effect: FSDP2 prefetches by itself."""
-    offload_policy: bool = False
-    """No effect: use param_offload and optimizer_offload."""
-    wrap_policy: dict[str, Any] = field(default_factory=dict)
-    """No effect: the model's own decoder layers are wrapped."""
-    mixed_precision: dict[str, Any] = field(default_factory=dict)
-    """No effect: see compute_dtype."""
-
-
-@dataclass
 class PolicyLossConfig:
     """Which surrogate is maximised."""
 
     loss_mode: str = "vanilla"
-    """Policy loss: vanilla (PPO with dual clip)."""
-
-
-@dataclass
-class CheckpointConfig:
-    """What a checkpoint holds."""
-
-    save_contents: list[str] = field(default_factory=lambda: ["model", "optimizer", "extra", "hf_model"])
-    """model, optimizer and extra are always saved together; hf_model adds a Hugging Face folder."""
-    load_contents: list[str] = field(default_factory=lambda: ["model", "optimizer", "extra"])
-    """No effect: see trainer.resume_weights_only."""
+    """vanilla (PPO with dual clip), gspo, gpg, cispo, sapo, geo_mean, clip_cov, kl_cov, dppo_tv, dppo_kl, or your own: FILE.py:NAME."""
+    clip_cov_ratio: float = 0.0002
+    """clip_cov: share of tokens that get no gradient."""
+    clip_cov_lb: float = 1.0
+    """clip_cov: smallest covariance of such a token."""
+    clip_cov_ub: float = 5.0
+    """clip_cov: largest covariance of such a token."""
+    kl_cov_ratio: float = 0.0002
+    """kl_cov: share of tokens that are held back by a KL."""
+    ppo_kl_coef: float = 0.1
+    """kl_cov: weight of that KL."""
 
 
 @dataclass
@@ -164,7 +110,7 @@ class ActorConfig:
     ppo_epochs: int = 1
     """Passes over each batch."""
     shuffle: bool = False
-    """Shuffle the prompts of a batch before it is cut into mini-batches."""
+    """Shuffle the prompts of a batch, anew for every pass, before it is cut into mini-batches."""
     clip_ratio: float = 0.2
     """PPO clips the importance ratio to [1 - clip_ratio, 1 + clip_ratio]."""
     clip_ratio_low: float | None = None
@@ -172,9 +118,15 @@ class ActorConfig:
     clip_ratio_high: float | None = None
     """Upper clip range; null: clip_ratio."""
     clip_ratio_c: float = 3.0
-    """Dual clip: with a negative advantage A the loss is at most -A * clip_ratio_c."""
+    """Dual clip: with a negative advantage A the loss is at most -A * clip_ratio_c. dppo_tv, dppo_kl: largest weight of a token."""
+    tau_pos: float = 1.0
+    """sapo: temperature of the gate for positive advantages."""
+    tau_neg: float = 1.05
+    """sapo: temperature of the gate for the others."""
     loss_agg_mode: str = "token-mean"
     """token-mean, seq-mean-token-sum, seq-mean-token-mean or seq-mean-token-sum-norm, over the global mini-batch."""
+    loss_scale_factor: int | None = None
+    """seq-mean-token-sum-norm divides by this; null: data.max_response_length."""
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus."""
     use_kl_loss: bool = False
@@ -182,7 +134,7 @@ class ActorConfig:
     kl_loss_coef: float = 0.001
     """Weight of that KL."""
     kl_loss_type: str = "low_var_kl"
-    """Estimator: kl (k1), abs, mse (k2), low_var_kl (k3)."""
+    """kl (k1), abs, mse (k2), low_var_kl (k3); with + (k3+): its value with the gradient of k2; full: the exact KL over the vocabulary."""
     ulysses_sequence_parallel_size: int = 1
     """Devices that share one sequence."""
     use_torch_compile: bool = False
@@ -279,6 +231,8 @@ class Config:
     """Actor, rollout engine and reference."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     """Advantages."""
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    """Value function (gae)."""
     custom_reward_function: CustomRewardConfig = field(default_factory=CustomRewardConfig)
     """Your own reward function."""
     reward: RewardConfig = field(default_factory=RewardConfig)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import importlib
+import operator
 import os
 import socket
 import tempfile
@@ -50,12 +51,12 @@ class _Host:
     def build(self, worker: str, kwargs: dict[str, Any]) -> None:
         """Make the worker: ``module:Class``, with references in ``kwargs`` fetched."""
         module, _, name = worker.partition(":")
-        fetched = {key: ray.get(value) if isinstance(value, ray.ObjectRef) else value for key, value in kwargs.items()}
+        fetched = {key: _fetch(value) for key, value in kwargs.items()}
         self._worker = getattr(importlib.import_module(module), name)(**fetched)
 
     def run(self, method: str, args: Sequence[Any]) -> Any:
-        """Call the worker's method; a Request among the arguments arrives as a Batch."""
-        return getattr(self._worker, method)(*[_resolve(arg) for arg in args])
+        """Call the worker's method ("role.method" for one of a role); a Request among the arguments arrives as a Batch."""
+        return operator.attrgetter(method)(self._worker)(*[_resolve(arg) for arg in args])
 
     def leave(self) -> None:
         """Leave the process group together."""
@@ -73,6 +74,12 @@ class _Host:
 
 # No restarts and no retries: a repeated optimizer step would be applied twice.
 _REMOTE_HOST: Any = ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"control": 1})(_Host)  # type: ignore[call-overload]
+
+
+def _fetch(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _fetch(each) for key, each in value.items()}
+    return ray.get(value) if isinstance(value, ray.ObjectRef) else value
 
 
 def _resolve(arg: Any) -> Any:

@@ -14,18 +14,24 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rltrain.batch import Batch
+from rltrain.batch import Batch, Column
 
 Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
 class Part:
-    """One object in the store: the given columns of the given samples, in that order."""
+    """One object in the store: the given columns of the given samples; sample ``ids[i]`` is its row ``rows[i]``."""
 
     ref: Any
     columns: tuple[str, ...]
     ids: Array
+    rows: Array
+
+
+def whole(ref: Any, columns: tuple[str, ...], ids: Array) -> Part:
+    """An object that holds the samples ``ids`` in that order and nothing else."""
+    return Part(ref, columns, ids, np.arange(len(ids)))
 
 
 @dataclass(frozen=True)
@@ -79,13 +85,29 @@ class Samples:
         """The objects that hold ``column``."""
         return [part for part in self._parts if column in part.columns]
 
+    @classmethod
+    def join(cls, pieces: Sequence[tuple[Samples, Array]]) -> Samples:
+        """The chosen samples (by id, in order) of several `Samples` as one, numbered anew from 0."""
+        joined = cls(sum(len(ids) for _, ids in pieces))
+        start = 0
+        for samples, ids in pieces:
+            new_id = np.full(len(samples), -1)
+            new_id[ids] = start + np.arange(len(ids))
+            for part in samples._parts:
+                kept = new_id[part.ids] >= 0
+                joined.attach([Part(part.ref, part.columns, new_id[part.ids][kept], part.rows[kept])])
+            start += len(ids)
+        for name in pieces[0][0].numbers:
+            joined.update({name: np.concatenate([samples[name][ids] for samples, ids in pieces])})
+        return joined
+
     def request(self, ids: Array, columns: Sequence[str], numbers: Sequence[str] = ()) -> Request:
         """The given samples in the given order. Raises KeyError when a column is not there for every one of them."""
         pieces = []
         for part in self._parts:
             wanted = tuple(name for name in part.columns if name in columns)
             row_of = np.full(self.num_samples, -1, dtype=np.int32)
-            row_of[part.ids] = np.arange(len(part.ids))
+            row_of[part.ids] = part.rows
             places = np.flatnonzero(row_of[ids] >= 0).astype(np.int32)
             if wanted and len(places):
                 pieces.append(Piece([part.ref], wanted, row_of[ids[places]], places))
@@ -96,18 +118,22 @@ class Samples:
         return Request(len(ids), pieces, {name: self[name][ids] for name in numbers})
 
 
-def assemble(request: Request, objects: Sequence[Batch]) -> Batch:
-    """The requested batch, from the fetched objects (one a piece)."""
+def assemble(request: Request, objects: Sequence[Batch | list[Any]]) -> Batch:
+    """The requested batch, from the fetched objects (one a piece). A list is an object of one column."""
     batch = Batch()
     if not request.num_samples:
         return batch
     for name in dict.fromkeys(name for piece in request.pieces for name in piece.columns):
         having = [(piece, found) for piece, found in zip(request.pieces, objects, strict=True) if name in piece.columns]
-        joined = Batch.concat([Batch({name: found[name]}).select(piece.rows) for piece, found in having])
+        joined = Batch.concat([Batch({name: _column(found, name)}).select(piece.rows) for piece, found in having])
         order = np.argsort(np.concatenate([piece.places for piece, _ in having]), kind="stable")
         batch.update(joined.select(order))
     batch.update({name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in request.numbers.items()})
     return batch
+
+
+def _column(found: Batch | list[Any], name: str) -> Column:
+    return found if isinstance(found, list) else found[name]
 
 
 _REFERENCE_BYTES = 28

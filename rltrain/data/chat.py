@@ -56,15 +56,15 @@ class ChatEncoder:
         """Token ids of a conversation, ending where the assistant starts to answer."""
         return self.encode_batch([messages])[0]
 
-    def encode_batch(self, conversations: Sequence[Sequence[Message]]) -> list[list[int]]:
-        """``encode`` of several conversations; much faster than one by one."""
+    def encode_batch(self, conversations: Sequence[Sequence[Message]], *, answered: bool = False) -> list[list[int]]:
+        """``encode`` of several conversations; much faster than one by one. ``answered``: the last message is the assistant's."""
         for messages in conversations:
             _refuse_media(messages)
         try:
             return self.tokenizer.apply_chat_template(
                 [list(messages) for messages in conversations],
                 tokenize=True,
-                add_generation_prompt=True,
+                add_generation_prompt=not answered,
                 return_dict=False,  # transformers 5 returns a BatchEncoding by default
                 **self.template_kwargs,
             )

@@ -1,17 +1,20 @@
-"""The packed forward pass: log-probs of the answers' tokens under the policy, and their entropy.
+"""The packed forward pass: log-probs of the answers' tokens under the policy, their entropy and exact KL; values and scores.
 
 Both the log-prob passes and the update go through here, with the same packing, so an unchanged policy has ratio 1.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from rltrain.algorithms.kl import exact_kl
 from rltrain.batch import Batch
 from rltrain.models.attention import SEGMENTS
 
@@ -52,47 +55,119 @@ def pack(batch: Batch, device: torch.device) -> PackedInputs:
     )
 
 
-class PolicyModel(nn.Module):
-    """A causal language model whose forward returns log-probs, never logits. It is the unit that FSDP wraps."""
+def pack_whole(rows: Sequence[Sequence[int]], device: torch.device) -> PackedInputs:
+    """Rows of token ids, with the last token of each as the place that is asked for. No rows pack to one dummy token."""
+    if not rows:
+        return pack(Batch(), device)
+    lengths = torch.tensor([len(row) for row in rows])
+    tokens = torch.tensor([token for row in rows for token in row])
+    positions = torch.cat([torch.arange(len(row)) for row in rows])
+    ends = lengths.cumsum(0) - 1
+    return PackedInputs(
+        tokens.to(device), positions.to(device), tuple(lengths.tolist()), ends.to(device), tokens[ends].to(device)
+    )
 
-    def __init__(self, causal_lm: PreTrainedModel) -> None:
+
+class TokenScores(NamedTuple):
+    """log pi(label), entropy of pi, exact KL(pi || pi_ref): each [answer tokens] in fp32, or None where not asked for."""
+
+    log_probs: Tensor
+    entropy: Tensor | None
+    kl: Tensor | None
+
+
+class ReferenceStates(NamedTuple):
+    """Last hidden states of the reference at the predictors [answer tokens, hidden], and its head (states -> fp32 logits)."""
+
+    hidden: Tensor
+    logits: Callable[[Tensor], Tensor]
+
+
+class PackedModel(nn.Module):
+    """A Hugging Face model over packed sequences: the unit that FSDP wraps."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
-        self.causal_lm = causal_lm
+        self.model = model
 
-    def forward(self, inputs: PackedInputs, temperature: float, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
-        """Returns log pi(label) and the entropy of pi at each answer token, both [answer tokens] in fp32.
-
-        pi is softmax(logits / temperature): the distribution that was sampled from, before top-k and top-p.
-        """
-        hidden = self.causal_lm.base_model(
+    def hidden(self, inputs: PackedInputs) -> Tensor:
+        """Last hidden states [total, hidden]."""
+        return self.model.base_model(
             input_ids=inputs.tokens[None],
             position_ids=inputs.positions[None],
             use_cache=False,
             **{SEGMENTS: inputs.segments},
         ).last_hidden_state[0]
-        rows = max(1, LOGITS_CHUNK // self.causal_lm.config.get_text_config().vocab_size)
-        chunks = zip(hidden[inputs.predictors].split(rows), inputs.labels.split(rows), strict=True)
-        results = [self._score(states, labels, temperature, with_entropy) for states, labels in chunks]
-        log_probs = torch.cat([result[0] for result in results])
+
+
+class PolicyModel(PackedModel):
+    """A causal language model whose forward returns log-probs, never logits."""
+
+    def forward(
+        self,
+        inputs: PackedInputs,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+        reference: ReferenceStates | None = None,
+        *,
+        states_only: bool = False,
+    ) -> TokenScores | Tensor:
+        """Scores of the labels. pi is softmax(logits / temperature): what was sampled from, before top-k and top-p.
+
+        ``reference``: also the exact KL to it. ``states_only``: the hidden states at the predictors instead.
+        """
+        hidden = self.hidden(inputs)
+        if states_only:
+            return hidden[inputs.predictors]
+        rows = max(1, LOGITS_CHUNK // self.model.config.get_text_config().vocab_size)
+        results = []
+        for start in range(0, max(len(inputs.labels), 1), rows):
+            part = slice(start, start + rows)
+            theirs = reference.hidden[part] if reference else None
+            arguments = (hidden[inputs.predictors[part]], inputs.labels[part], temperature, with_entropy, theirs)
+            results.append(self._score(*arguments, reference.logits if reference else None))
+        log_probs, entropy, kl = (torch.cat(parts) for parts in zip(*results, strict=True))
         # Keeps every parameter in the graph when there is no answer token at all (a rank that only keeps step).
         log_probs = log_probs + 0.0 * hidden.float().sum() if not inputs.labels.numel() else log_probs
-        return log_probs, torch.cat([result[1] for result in results]) if with_entropy else None
+        return TokenScores(log_probs, entropy if with_entropy else None, kl if reference else None)
 
-    def _score(self, hidden: Tensor, labels: Tensor, temperature: float, with_entropy: bool) -> tuple[Tensor, Tensor]:
+    def _score(self, *arguments: object) -> tuple[Tensor, Tensor, Tensor]:
         if torch.is_grad_enabled():
-            return checkpoint(self._log_probs, hidden, labels, temperature, with_entropy, use_reentrant=False)
-        return self._log_probs(hidden, labels, temperature, with_entropy)
+            return checkpoint(self._log_probs, *arguments, use_reentrant=False)
+        return self._log_probs(*arguments)  # type: ignore[arg-type]
 
     def _log_probs(
-        self, hidden: Tensor, labels: Tensor, temperature: float, with_entropy: bool
-    ) -> tuple[Tensor, Tensor]:
-        logits = final_logits(self.causal_lm, hidden) / temperature
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        temperature: float,
+        with_entropy: bool,
+        ref_hidden: Tensor | None,
+        ref_logits: Callable[[Tensor], Tensor] | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        logits = final_logits(self.model, hidden) / temperature
         normaliser = logits.logsumexp(-1)
         log_probs = logits.gather(-1, labels[:, None])[:, 0] - normaliser
-        if not with_entropy:
-            return log_probs, log_probs.detach()
-        entropy = normaliser - (torch.softmax(logits, -1) * logits).sum(-1)
-        return log_probs, entropy
+        entropy = kl = log_probs.detach()
+        if with_entropy:
+            entropy = normaliser - (torch.softmax(logits, -1) * logits).sum(-1)
+        if ref_hidden is not None and ref_logits is not None:
+            with torch.no_grad():
+                theirs = torch.log_softmax(ref_logits(ref_hidden) / temperature, -1)
+            kl = exact_kl(logits - normaliser[:, None], theirs)
+        return log_probs, entropy, kl
+
+
+class ScalarModel(PackedModel):
+    """A sequence classifier with one label: a number at every place that is asked for. Critic and reward model."""
+
+    def forward(self, inputs: PackedInputs) -> Tensor:
+        """The head's output at the predictors [answer tokens], in fp32."""
+        hidden = self.hidden(inputs)
+        states = hidden[inputs.predictors].float()
+        head: Any = self.model.score
+        values = states @ head.weight[0].float()
+        return values if inputs.labels.numel() else values + 0.0 * hidden.float().sum()
 
 
 def final_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
@@ -111,12 +186,12 @@ def final_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     return logits
 
 
-def model_numbers(policy: PolicyModel) -> dict[str, int]:
+def model_numbers(policy: PackedModel) -> dict[str, int]:
     """num_parameters; matmul_parameters (without the input embedding, with the head); attention_width = layers x heads x head size."""
-    config = policy.causal_lm.config.get_text_config()
+    config = policy.model.config.get_text_config()
     total = sum(parameter.numel() for parameter in policy.parameters())
-    embedding = next(policy.causal_lm.get_input_embeddings().parameters())
-    tied = embedding is next(policy.causal_lm.get_output_embeddings().parameters())
+    embedding = next(policy.model.get_input_embeddings().parameters())
+    tied = embedding is next(policy.model.get_output_embeddings().parameters())
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return {
         "num_parameters": total,

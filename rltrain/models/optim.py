@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from rltrain.config.schema import OptimConfig
+from rltrain.config.model_schema import OptimConfig
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], cfg: OptimConfig) -> torch.optim.AdamW:

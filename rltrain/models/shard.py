@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,10 +15,11 @@ from transformers import PretrainedConfig
 
 from rltrain.device import Device
 from rltrain.models import attention
-from rltrain.models.forward import PolicyModel
+from rltrain.models.forward import PackedModel, PolicyModel, ScalarModel
 from rltrain.models.load import decoder_layers, empty_model, read_weights, recompute_activations, without_dropout
 
-PREFIX = "causal_lm."
+PREFIX = "model."
+Model = TypeVar("Model", PolicyModel, ScalarModel)
 
 
 def make_mesh(device: Device, fsdp_size: int = -1) -> DeviceMesh:
@@ -28,7 +30,8 @@ def make_mesh(device: Device, fsdp_size: int = -1) -> DeviceMesh:
     return init_device_mesh(device.kind, (world // fsdp_size, fsdp_size), mesh_dim_names=("replicate", "shard"))
 
 
-def sharded_policy(
+def sharded_model(
+    kind: type[Model],
     path: str,
     config: PretrainedConfig,
     mesh: DeviceMesh,
@@ -39,32 +42,33 @@ def sharded_policy(
     gradient_checkpointing: bool,
     reshard_after_forward: bool = True,
     trust_remote_code: bool = False,
-) -> PolicyModel:
-    """The policy, one shard on each rank. Only rank 0 reads the weights; no rank ever holds more than one layer whole."""
+) -> Model:
+    """The model, one shard on each rank. Only rank 0 reads the weights; no rank ever holds more than one layer whole."""
     attention.register()
     config = without_dropout(config)
-    model = empty_model(config, attention.NAME, master_dtype, trust_remote_code=trust_remote_code)
+    scalar = issubclass(kind, ScalarModel)
+    model = empty_model(config, attention.NAME, master_dtype, scalar=scalar, trust_remote_code=trust_remote_code)
     # Memory that is never written costs nothing: this allocates address space, and fully_shard touches only the shard.
     model.to_empty(device="cpu")
     model.tie_weights()
     if gradient_checkpointing:
         recompute_activations(model)
-    policy = PolicyModel(model)
+    packed = kind(model)
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     for layer in decoder_layers(model):
         fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_after_forward)
-    fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_after_forward)
-    source = (
-        read_weights(path, config, master_dtype, trust_remote_code=trust_remote_code) if dist.get_rank() == 0 else None
-    )
-    _fill(policy, source, device)
-    return policy
+    fully_shard(packed, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_after_forward)
+    source = None
+    if dist.get_rank() == 0:
+        source = read_weights(path, config, master_dtype, scalar=scalar, trust_remote_code=trust_remote_code)
+    _fill(packed, source, device)
+    return packed
 
 
-def _fill(policy: PolicyModel, source: nn.Module | None, device: Device) -> None:
+def _fill(packed: PackedModel, source: nn.Module | None, device: Device) -> None:
     parameters = dict(source.named_parameters()) if source else {}
     with torch.no_grad():
-        for name, parameter in policy.named_parameters():
+        for name, parameter in packed.named_parameters():
             assert isinstance(parameter, DTensor)
             full = (
                 parameters[name.removeprefix(PREFIX)] if source else torch.empty(parameter.shape, dtype=parameter.dtype)
@@ -73,19 +77,19 @@ def _fill(policy: PolicyModel, source: nn.Module | None, device: Device) -> None
             shard = distribute_tensor(full, parameter.device_mesh, parameter.placements)
             parameter.to_local().copy_(shard.to_local())
         buffers = dict(source.named_buffers()) if source else {}
-        for name, buffer in policy.named_buffers():
+        for name, buffer in packed.named_buffers():
             if source:
                 buffer.copy_(buffers[name.removeprefix(PREFIX)])
             dist.broadcast(buffer, src=0)
 
 
-def named_weights(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
+def named_weights(packed: PackedModel) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, full tensor on the device) of every parameter and buffer, one at a time, in one order on all ranks.
 
     A collective: every rank must run the whole iterator. Tied weights come once, under their first name.
     """
-    for name, parameter in policy.named_parameters():
+    for name, parameter in packed.named_parameters():
         full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
         yield name.removeprefix(PREFIX), full.detach()
-    for name, buffer in policy.named_buffers():
+    for name, buffer in packed.named_buffers():
         yield name.removeprefix(PREFIX), buffer

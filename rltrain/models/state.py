@@ -12,27 +12,27 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from rltrain.errors import CheckpointError
-from rltrain.models.forward import PolicyModel
+from rltrain.models.forward import PackedModel
 from rltrain.models.shard import PREFIX
 
 
-def save_training_state(policy: PolicyModel, optimizer: torch.optim.Optimizer, folder: str) -> None:
+def save_training_state(packed: PackedModel, optimizer: torch.optim.Optimizer, folder: str) -> None:
     """Every rank writes its own shards (a collective)."""
-    dcp.save(_state(policy, optimizer), checkpoint_id=folder)
+    dcp.save(_state(packed, optimizer), checkpoint_id=folder)
 
 
-def load_training_state(policy: PolicyModel, optimizer: torch.optim.Optimizer | None, folder: str) -> None:
+def load_training_state(packed: PackedModel, optimizer: torch.optim.Optimizer | None, folder: str) -> None:
     """Read weights, and unless ``optimizer`` is None its state, into the shards of this run (a collective)."""
     try:
-        dcp.load(_state(policy, optimizer), checkpoint_id=folder)
+        dcp.load(_state(packed, optimizer), checkpoint_id=folder)
     except dcp.api.CheckpointException as error:
         causes = "; ".join(f"rank {rank}: {failure}" for rank, failure in error.failures.items())
         raise CheckpointError(f"{folder} cannot be loaded into this model: {causes}") from error
 
 
-def _state(policy: PolicyModel, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+def _state(packed: PackedModel, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     """The tensors themselves, not copies: loading writes into them."""
-    parameters = {name.removeprefix(PREFIX): parameter for name, parameter in policy.named_parameters()}
+    parameters = {name.removeprefix(PREFIX): parameter for name, parameter in packed.named_parameters()}
     state: dict[str, Any] = {"model": {name: parameter.detach() for name, parameter in parameters.items()}}
     if optimizer is not None:
         state["optimizer"] = {name: _moments(optimizer, parameter) for name, parameter in parameters.items()}

@@ -14,14 +14,11 @@ Metrics = dict[str, float]
 
 
 def sample_metrics(samples: Samples, max_prompt_length: int) -> Metrics:
-    """Scores, rewards, advantages, returns and lengths. ``clip_ratio`` of answers is the share cut off by the limit."""
+    """Scores, rewards and lengths. ``clip_ratio`` of answers is the share cut off by the limit."""
     lengths = samples["response_length"]
     metrics: Metrics = {}
     for name, values in (("critic/score", samples["score"]), ("critic/rewards", samples["reward"])):
         metrics |= _spread(name, values)
-    # Every token of an answer carries its advantage, so the mean is weighted by length.
-    for name in ("critic/advantages", "critic/returns"):
-        metrics |= _spread(name, samples["advantage"], weights=lengths)
     metrics |= _spread("response_length", lengths) | {"response_length/clip_ratio": float(samples["truncated"].mean())}
     prompts = samples["prompt_length"]
     metrics |= _spread("prompt_length", prompts) | {
@@ -40,23 +37,68 @@ def _spread(name: str, values: NDArray[Any], weights: NDArray[Any] | None = None
     }
 
 
+def outcome_advantage_metrics(samples: Samples) -> Metrics:
+    """Advantages and returns, where every token of an answer carries the answer's: the mean is weighted by length."""
+    lengths, values = samples["response_length"], samples["advantage"]
+    return _spread("critic/advantages", values, lengths) | _spread("critic/returns", values, lengths)
+
+
+def token_advantage_metrics(sums: dict[str, float], shift: float, scale: float) -> Metrics:
+    """Whitened advantages, returns, and of a critic its values and the share of the returns' variance they explain."""
+    metrics: Metrics = {}
+    for name, (offset, factor) in {"advantages": (shift, scale), "returns": (0.0, 1.0), "values": (0.0, 1.0)}.items():
+        if f"{name}/count" in sums:
+            mean = sums[f"{name}/total"] / max(sums[f"{name}/count"], 1)
+            for kind, value in (("mean", mean), ("max", sums[f"{name}/max"]), ("min", sums[f"{name}/min"])):
+                metrics[f"critic/{name}/{kind}"] = (value - offset) * factor
+    if "errors/count" in sums:
+        unexplained = _variance(sums, "errors") / (_variance(sums, "returns") + 1e-5)
+        metrics["critic/vf_explained_var"] = 1.0 - unexplained
+    return metrics
+
+
+def _variance(sums: dict[str, float], name: str) -> float:
+    count = max(sums[f"{name}/count"], 1)
+    return max(sums[f"{name}/squares"] / count - (sums[f"{name}/total"] / count) ** 2, 0.0)
+
+
 def reward_metrics(samples: Samples) -> Metrics:
-    """How often scoring failed (not: how often answers were wrong)."""
+    """How often scoring failed (not: how often answers were wrong), and what the score is made of."""
     failed, timeout = samples["reward_failed"], samples["reward_timeout"]
-    return {"reward/error_rate": float(failed.mean()), "reward/timeout_rate": float(timeout.mean())}
+    metrics = {"reward/error_rate": float(failed.mean()), "reward/timeout_rate": float(timeout.mean())}
+    terms = {"rule": "rule_score", "model": "model_score", "overlong": "overlong"}
+    having = {name: column for name, column in terms.items() if column in samples.numbers}
+    if len(having) > 1:
+        metrics |= {f"reward/{name}/mean": float(samples[column].mean()) for name, column in having.items()}
+    return metrics
 
 
-def update_metrics(results: Sequence[dict[str, Any]], tokens: NDArray[np.int64]) -> Metrics:
+def add_up(results: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Sums over ranks; of names that begin with ``max/`` or end so the largest, of ``/min`` the smallest."""
+    total: dict[str, float] = {}
+    for result in results:
+        for name, value in result.items():
+            if name.startswith("max/") or name.endswith("/max"):
+                total[name] = max(total.get(name, -np.inf), value)
+            elif name.endswith("/min"):
+                total[name] = min(total.get(name, np.inf), value)
+            else:
+                total[name] = total.get(name, 0.0) + value
+    return total
+
+
+def update_metrics(results: Sequence[dict[str, Any]], tokens: NDArray[np.int64], prefix: str) -> Metrics:
     """Sum over ranks, divide token sums by the tokens of each mini-batch [optimizer steps], then mean over optimizer steps."""
     metrics: Metrics = {}
-    for key in results[0]:
+    for key in dict.fromkeys(name for result in results for name in result):
         kind, _, name = key.partition("/")
+        total = sum(result.get(key, 0.0) for result in results)
         if kind == "share":
-            metrics[f"actor/{name}"] = float(np.mean(sum(result[key] for result in results)))
-        elif kind == "token":
-            metrics[f"actor/{name}"] = float(np.mean(sum(result[key] for result in results) / np.maximum(tokens, 1)))
-    metrics["actor/grad_norm"] = float(np.mean(results[0]["grad_norm"]))
-    metrics["actor/steps_skipped"] = float(np.sum(results[0]["skipped"]))
+            metrics[f"{prefix}/{name}"] = float(np.mean(total))
+        elif kind == "token" and not name.startswith("mismatch/"):
+            metrics[f"{prefix}/{name}"] = float(np.mean(total / np.maximum(tokens, 1)))
+    metrics[f"{prefix}/grad_norm"] = float(np.mean(results[0]["grad_norm"]))
+    metrics[f"{prefix}/steps_skipped"] = float(np.sum(results[0]["skipped"]))
     return metrics | peak_memory(results)
 
 
@@ -66,24 +108,58 @@ def peak_memory(results: Sequence[dict[str, Any]]) -> Metrics:
     return {name: max(float(result[name]) for result in results) for name in names}
 
 
-def engine_gap_metrics(results: Sequence[dict[str, Any]], tokens: int) -> Metrics:
-    """How far the engine's log-probs and probabilities are from the trainer's, over all sampled tokens."""
-    total = max(tokens, 1)
-    having = [result for result in results if "gap_sum" in result]
-    return {
-        "rollout/log_prob_gap/mean": sum(result["gap_sum"] for result in having) / total,
-        "rollout/log_prob_gap/max": max((result["gap_max"] for result in having), default=0.0),
-        "training/rollout_probs_diff_mean": sum(result["prob_gap_sum"] for result in having) / total,
-        "training/rollout_probs_diff_max": max((result["prob_gap_max"] for result in having), default=0.0),
+def first_step_mismatch(results: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """With bypass_mode the engine is compared in the first optimizer step, which still has the weights that were sampled with."""
+    mark = "token/mismatch/"
+    return add_up([{name.removeprefix(mark): value[0] for name, value in each.items() if name.startswith(mark)} for each in results])
+
+
+def mismatch_metrics(sums: dict[str, float]) -> Metrics:
+    """How far the engine's policy is from the trainer's on the sampled tokens, and what the rollout correction did about it.
+
+    kl, k3_kl: estimates of KL(engine || trainer) per token. ppl: exp of the mean negative log-prob of an answer, mean over
+    answers. chi2: mean of w^2 - 1 over tokens (seq: of the product of w over answers), w = pi_trainer / pi_engine.
+    """
+    if not sums:
+        return {}
+    tokens, sequences = max(sums["tokens"], 1), max(sums["sequences"], 1)
+    metrics = {
+        "rollout/log_prob_gap/mean": sums["gap"] / tokens,
+        "training/rollout_probs_diff_mean": sums["prob_gap"] / tokens,
+        "rollout_corr/kl": sums["k1"] / tokens,
+        "rollout_corr/k3_kl": sums["k3"] / tokens,
+        "rollout_corr/training_ppl": sums["train_ppl"] / sequences,
+        "rollout_corr/rollout_ppl": sums["engine_ppl"] / sequences,
+        "rollout_corr/log_ppl_diff": (sums["engine_log_ppl"] - sums["train_log_ppl"]) / sequences,
+        "rollout_corr/log_ppl_abs_diff": sums["log_ppl_gap"] / sequences,
+        "rollout_corr/chi2_token": sums["w_squared"] / tokens - 1,
+        "rollout_corr/chi2_seq": sums["w_product_squared"] / sequences - 1,
     }
+    if "max/gap" in sums:
+        metrics |= {"rollout/log_prob_gap/max": sums["max/gap"], "training/rollout_probs_diff_max": sums["max/prob_gap"]}
+    if "is" in sums:
+        metrics |= {
+            "rollout_corr/rollout_is_mean": sums["is"] / tokens,
+            "rollout_corr/rollout_is_max": sums["max/is"],
+            "rollout_corr/rollout_is_min": -sums["max/minus_is"],
+            "rollout_corr/rollout_is_eff_sample_size": sums["is"] ** 2 / (tokens * max(sums["is_squared"], 1e-12)),
+            "rollout_corr/rollout_is_ratio_fraction_high": sums["is_high"] / tokens,
+            "rollout_corr/rollout_is_ratio_fraction_low": sums["is_low"] / tokens,
+        }
+    if "rejected" in sums:
+        metrics["rollout_corr/rollout_rs_masked_fraction"] = sums["rejected"] / tokens
+        metrics["rollout_corr/rollout_rs_seq_masked_fraction"] = sums["sequences_rejected"] / sequences
+    return metrics
 
 
-def balance_metrics(before: Sequence[int], after: Sequence[int]) -> Metrics:
+def balance_metrics(samples: Samples, num_engines: int, after: Sequence[int]) -> Metrics:
     """Tokens per data-parallel rank if samples stayed where they were generated, and as they are spread."""
+    lengths = samples["prompt_length"] + samples["response_length"]
+    before = np.bincount(samples["engine"], weights=lengths, minlength=num_engines)
     return {
-        "global_seqlen/min": float(min(before)),
-        "global_seqlen/max": float(max(before)),
-        "global_seqlen/minmax_diff": float(max(before) - min(before)),
+        "global_seqlen/min": float(before.min()),
+        "global_seqlen/max": float(before.max()),
+        "global_seqlen/minmax_diff": float(before.max() - before.min()),
         "global_seqlen/balanced_min": float(min(after)),
         "global_seqlen/balanced_max": float(max(after)),
         "global_seqlen/mean": float(np.mean(after)),
@@ -103,7 +179,7 @@ def throughput_metrics(samples: Samples, timing: Metrics, num_devices: int) -> M
     }
     if timing.get("timing_s/old_log_prob"):
         metrics["perf/old_log_prob_throughput"] = total / (timing["timing_s/old_log_prob"] * num_devices)
-    for name, tokens in (("gen", response), ("ref", total), ("adv", total), ("update_actor", total)):
+    for name, tokens in (("gen", response), ("ref", total), ("values", total), ("adv", total), ("update_critic", total), ("update_actor", total)):
         if f"timing_s/{name}" in timing:
             metrics[f"timing_per_token_ms/{name}"] = 1000 * timing[f"timing_s/{name}"] / max(tokens, 1)
     return metrics
@@ -117,7 +193,7 @@ def flops_metrics(
     6 FLOPs a weight and token (forward and backward, input embedding not counted), and causal attention: 6 x layers x heads x
     head size x length^2 a sequence (Narayanan et al. 2021, appendix, halved for causality).
     """
-    if not model.get("peak_flops"):
+    if not model.get("peak_flops") or "timing_s/update_actor" not in timing:
         return {}
     lengths = (samples["prompt_length"] + samples["response_length"]).astype(np.float64)
     flops = 6 * model["matmul_parameters"] * lengths.sum() + 6 * model["attention_width"] * np.square(lengths).sum()

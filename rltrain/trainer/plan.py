@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rltrain.config.check import uneven
+from rltrain.config.model_schema import OptimConfig
 from rltrain.config.schema import Config
 from rltrain.errors import ConfigError
 
@@ -37,15 +38,25 @@ class Plan:
     prompts_per_mini_batch: int
     samples_per_mini_batch: int
     optimizer_steps_per_step: int
+    prompts_per_round: int
+    max_generation_rounds: int
+    critic_prompts_per_mini_batch: int
     num_engine_replicas: int
     most_samples_per_replica: int
     update_budget: PassBudget
     log_prob_budget: PassBudget
     ref_budget: PassBudget
+    values_budget: PassBudget
+    critic_budget: PassBudget
     num_prompts: int | None
     steps_per_epoch: int | None
     total_steps: int
     lr_warmup_steps: int
+    critic_lr_warmup_steps: int
+
+
+# Rounds of dynamic sampling in a step, unless filter_groups.max_num_gen_batches says.
+_DEFAULT_ROUNDS = 10
 
 
 def make_plan(config: Config, num_prompts: int | None = None) -> Plan:
@@ -62,14 +73,16 @@ def make_plan(config: Config, num_prompts: int | None = None) -> Plan:
     ranks = devices // group
     replicas = devices // rollout.tensor_model_parallel_size
     prompts, mini = config.data.train_batch_size, actor.ppo_mini_batch_size
-    steps_per_epoch = num_prompts // prompts if num_prompts is not None else None
+    filtering, critic = config.algorithm.filter_groups, config.critic
+    drawn = (config.data.gen_batch_size or prompts) if filtering.enable else prompts
+    steps_per_epoch = num_prompts // drawn if num_prompts is not None else None
     if steps_per_epoch == 0:
+        key = "gen_batch_size" if drawn != prompts else "train_batch_size"
         raise ConfigError(
-            f"data.train_batch_size={prompts} is more than the {num_prompts} prompts that are left to train on. "
+            f"data.{key}={drawn} is more than the {num_prompts} prompts that are left to train on. "
             f"Lower it, or raise data.max_prompt_length."
         )
     total = config.trainer.total_training_steps or (steps_per_epoch or 0) * config.trainer.total_epochs
-    optim = actor.optim
     update_size = actor.ppo_micro_batch_size_per_gpu or _share(actor.ppo_micro_batch_size, ranks)
     return Plan(
         num_nodes=config.trainer.nnodes,
@@ -85,6 +98,9 @@ def make_plan(config: Config, num_prompts: int | None = None) -> Plan:
         prompts_per_mini_batch=mini,
         samples_per_mini_batch=mini * rollout.n,
         optimizer_steps_per_step=actor.ppo_epochs * (prompts // mini),
+        prompts_per_round=drawn,
+        max_generation_rounds=(filtering.max_num_gen_batches or _DEFAULT_ROUNDS) if filtering.enable else 1,
+        critic_prompts_per_mini_batch=critic.ppo_mini_batch_size,
         num_engine_replicas=replicas,
         most_samples_per_replica=-(-prompts // replicas) * rollout.n,
         update_budget=_budget(actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu * group, update_size),
@@ -100,13 +116,22 @@ def make_plan(config: Config, num_prompts: int | None = None) -> Plan:
             ref.log_prob_max_token_len_per_gpu * ref.ulysses_sequence_parallel_size,
             ref.log_prob_micro_batch_size_per_gpu or _share(ref.log_prob_micro_batch_size, ranks) or update_size,
         ),
+        values_budget=_budget(
+            critic.use_dynamic_bsz, critic.forward_max_token_len_per_gpu, critic.forward_micro_batch_size_per_gpu or update_size
+        ),
+        critic_budget=_budget(
+            critic.use_dynamic_bsz, critic.ppo_max_token_len_per_gpu, critic.ppo_micro_batch_size_per_gpu or update_size
+        ),
         num_prompts=num_prompts,
         steps_per_epoch=steps_per_epoch,
         total_steps=total,
-        lr_warmup_steps=optim.lr_warmup_steps
-        if optim.lr_warmup_steps >= 0
-        else round(optim.lr_warmup_steps_ratio * total),
+        lr_warmup_steps=_warmup_steps(actor.optim, total),
+        critic_lr_warmup_steps=_warmup_steps(critic.optim, total),
     )
+
+
+def _warmup_steps(optim: OptimConfig, total: int) -> int:
+    return optim.lr_warmup_steps if optim.lr_warmup_steps >= 0 else round(optim.lr_warmup_steps_ratio * total)
 
 
 def describe(plan: Plan, config: Config) -> str:

@@ -1,4 +1,4 @@
-"""The roles of a step as the trainer speaks of them: the policy (actor, rollout, reference) and the scorers."""
+"""The models of a step as the trainer speaks of them: policy (actor, rollout, reference), critic, reward model."""
 
 from __future__ import annotations
 
@@ -7,27 +7,77 @@ from typing import Any
 
 import numpy as np
 
+from rltrain.config.schema import Config
 from rltrain.controller.group import WorkerGroup
-from rltrain.controller.samples import Part, Samples
-from rltrain.data.rows import Rows
-from rltrain.rewards.pool import RewardPool
+from rltrain.controller.samples import Samples, whole
 from rltrain.trainer import metrics as m
 from rltrain.trainer.balance import Ids, Layout
 from rltrain.trainer.metrics import Metrics
-from rltrain.workers.actor_rollout_ref import GenerateTask, MiniBatch
+from rltrain.workers.actor_rollout_ref import GenerateTask, UpdateTask
+from rltrain.workers.updater import MiniBatch
 
-_GENERATED = ("tokens", "prompt_length", "response_length", "rollout_log_probs")
+_PROMPT_AND_ANSWER = ("tokens", "prompt_length", "response_length")
+_GENERATED = (*_PROMPT_AND_ANSWER, "rollout_log_probs")
+Numbers = dict[str, Any]
 
 
-class Policy:
-    """Actor, rollout engine and reference: one worker group, addressed with samples and layouts."""
+class _Role:
+    """Calls methods of one role on all ranks, with samples by reference."""
 
-    def __init__(self, group: WorkerGroup, model: dict[str, Any], *, has_reference: bool, has_kl_loss: bool) -> None:
+    def __init__(self, group: WorkerGroup, name: str) -> None:
         self._group = group
-        self.model = model
-        self.has_reference = has_reference
-        self._has_kl_loss = has_kl_loss
-        self.generated_ids: list[Ids] = []
+        self._name = name
+
+    def _score(
+        self,
+        method: str,
+        samples: Samples,
+        layout: Layout,
+        columns: Sequence[str],
+        made: Sequence[str],
+        arguments: Sequence[Any] | None = None,
+        numbers: Sequence[str] = (),
+    ) -> list[Numbers]:
+        """Run a pass and attach the columns it made. Numbers that are arrays [n] become numbers of the samples."""
+        work = [
+            [samples.request(ids, columns, numbers), *(arguments if arguments is not None else [layout.flat_sizes(rank)])]
+            for rank, ids in enumerate(layout.ids)
+        ]
+        results = self._group.call_with_payload(method, per_rank=work, num_objects=1)
+        having = [(ids, ref, found) for ids, (ref, found) in zip(layout.ids, results, strict=True) if len(ids)]
+        samples.attach([whole(ref, tuple(made), ids) for ids, ref, _ in having])
+        scalars: list[Numbers] = []
+        placed: dict[str, np.ndarray] = {}
+        for ids, _, found in having:
+            scalars.append({name: value for name, value in found.items() if not isinstance(value, np.ndarray)})
+            for name, values in found.items():
+                if isinstance(values, np.ndarray):
+                    placed.setdefault(name, np.zeros(len(samples), values.dtype))[ids] = values
+        samples.update(placed)
+        return scalars
+
+    def save(self, folder: str) -> None:
+        """Write model and optimizer."""
+        self._group.call(f"{self._name}.save", [folder])
+
+    def load(self, folder: str, weights_only: bool) -> None:
+        """Read them back."""
+        self._group.call(f"{self._name}.load", [folder, weights_only])
+
+
+class Policy(_Role):
+    """Actor, rollout engine and reference."""
+
+    def __init__(self, group: WorkerGroup, cfg: Config) -> None:
+        super().__init__(group, "actor")
+        actor, algorithm = cfg.actor_rollout_ref.actor, cfg.algorithm
+        self._correction = algorithm.rollout_correction
+        self._old = "rollout_log_probs" if self._correction.bypass_mode else "old_log_probs"
+        self._kl_in_reward = algorithm.use_kl_in_reward
+        self._ref_in_loss = actor.use_kl_loss and actor.kl_loss_type != "full"
+        self._exact_kl_only = algorithm.use_kl_in_reward and algorithm.kl_penalty == "full" and not self._ref_in_loss
+        # The exact KL of the loss needs no pass of its own: the update runs the reference.
+        self.has_reference_pass = self._kl_in_reward or self._ref_in_loss
 
     def generate(self, task: GenerateTask) -> tuple[Samples, Metrics]:
         """Spread the prompts over the engines and collect what the driver needs to know of the answers."""
@@ -37,48 +87,59 @@ class Policy:
             GenerateTask(task.split, tuple(task.rows[i] for i in share), task.sampling, task.seed, task.step)
             for share in shares
         ]
-        results = self._group.call_with_payload("generate", per_rank=[[each] for each in tasks], num_objects=2)
+        results = self._group.call_with_payload("actor.generate", per_rank=[[each] for each in tasks], num_objects=2)
         samples = Samples(len(task.rows) * n)
-        self.generated_ids = [(share[:, None] * n + np.arange(n)).ravel() for share in shares]
-        having = [(ids, result) for ids, result in zip(self.generated_ids, results, strict=True) if len(ids)]
-        for ids, (payload, texts, _) in having:
-            samples.attach([Part(payload, _GENERATED, ids), Part(texts, ("text",), ids)])
+        having = [((share[:, None] * n + np.arange(n)).ravel(), *found) for share, found in zip(shares, results, strict=True)]
+        having = [each for each in having if len(each[0])]
+        for ids, payload, texts, _ in having:
+            samples.attach([whole(payload, _GENERATED, ids), whole(texts, ("text",), ids)])
         for name in ("prompt_length", "response_length", "truncated"):
-            samples.update({name: np.concatenate([numbers[name] for _, (_, _, numbers) in having])})
+            samples.update({name: np.concatenate([numbers[name] for *_, numbers in having])})
         places = np.arange(len(task.rows)).repeat(n)
-        samples.update({"group": places, "row": np.array(task.rows)[places]})
+        engine = np.arange(len(shares)).repeat([len(share) * n for share in shares])
+        samples.update({"group": places, "row": np.array(task.rows)[places], "engine": engine})
         return samples, m.worker_timing([numbers for *_, numbers in results])
 
     def log_probs(self, samples: Samples, layout: Layout) -> Metrics:
-        """Attach ``old_log_probs``; returns the entropy and the gap between engine and trainer."""
-        results = self._score("log_probs", samples, layout, [*_GENERATED], "old_log_probs")
-        tokens = int(samples["response_length"].sum())
-        entropy = sum(result["entropy_sum"] for result in results) / max(tokens, 1)
-        return {"actor/entropy": entropy} | m.engine_gap_metrics(results, tokens)
+        """Attach ``old_log_probs`` and the rollout correction; returns entropy, mismatch and correction metrics."""
+        made = ["old_log_probs"]
+        made += ["is_weights"] if self._correction.rollout_is else []
+        made += ["loss_mask"] if self._correction.rollout_rs else []
+        sums = m.add_up(self._score("actor.log_probs", samples, layout, _GENERATED, made))
+        return {"actor/entropy": sums["entropy"] / max(sums["tokens"], 1)} | m.mismatch_metrics(sums)
 
     def ref_log_probs(self, samples: Samples, layout: Layout) -> None:
-        """Attach ``ref_log_probs``."""
-        self._score("ref_log_probs", samples, layout, [*_GENERATED[:3]], "ref_log_probs")
+        """Attach ``ref_log_probs``, and with a KL in the reward ``ref_kl``; the samples get ``kl_sum``."""
+        columns = [*_PROMPT_AND_ANSWER, self._old] if self._kl_in_reward else _PROMPT_AND_ANSWER
+        made = [] if self._exact_kl_only else ["ref_log_probs"]
+        made += ["ref_kl"] if self._kl_in_reward else []
+        self._score("actor.ref_log_probs", samples, layout, columns, made)
 
-    def _score(
-        self, method: str, samples: Samples, layout: Layout, columns: Sequence[str], made: str
-    ) -> list[dict[str, Any]]:
-        work = [[samples.request(ids, columns), layout.flat_sizes(rank)] for rank, ids in enumerate(layout.ids)]
-        results = self._group.call_with_payload(method, per_rank=work, num_objects=1)
-        samples.attach([Part(ref, (made,), ids) for (ref, _), ids in zip(results, layout.ids, strict=True) if len(ids)])
-        return [numbers for _, numbers in results]
+    def token_advantages(self, samples: Samples, layout: Layout, kl_coef: float, columns: Sequence[str]) -> Numbers:
+        """Attach ``advantages`` and ``returns``; returns their sums over all ranks. columns: payload the estimator needs."""
+        wanted = ["response_length", *columns]
+        wanted += ["ref_kl"] if self._kl_in_reward else []
+        wanted += ["loss_mask"] if self._correction.rollout_rs and not self._correction.bypass_mode else []
+        numbers = ["score", *(["baseline"] if "baseline" in samples.numbers else [])]
+        return m.add_up(self._score("advantages", samples, layout, wanted, ["advantages", "returns"], [kl_coef], numbers))
 
-    def update(
-        self, samples: Samples, layout: Layout, work: list[list[MiniBatch]], learning_rate: float
-    ) -> list[dict[str, Any]]:
+    def update(self, samples: Samples, layout: Layout, tasks: list[UpdateTask], *, token_level: bool) -> list[Numbers]:
         """Run the optimizer steps; returns what each rank summed."""
-        columns = ["tokens", "prompt_length", "response_length", "old_log_probs"]
-        columns += ["ref_log_probs"] if self._has_kl_loss else []
-        args = [
-            [samples.request(ids, columns, numbers=["advantage"]), mini_batches, learning_rate]
-            for ids, mini_batches in zip(layout.ids, work, strict=True)
+        columns = [*_PROMPT_AND_ANSWER, self._old]
+        columns += ["ref_log_probs"] if self._ref_in_loss else []
+        columns += ["advantages"] if token_level else []
+        if not self._correction.bypass_mode:
+            columns += ["is_weights"] if self._correction.rollout_is else []
+            columns += ["loss_mask"] if self._correction.rollout_rs else []
+        numbers = ["sample"] if token_level else ["sample", "advantage"]
+        work = [
+            [samples.request(ids, columns, numbers), task] for ids, task in zip(layout.ids, tasks, strict=True)
         ]
-        return self._group.call("update", per_rank=args)
+        return self._group.call("actor.update", per_rank=work)
+
+    def export(self, folder: str) -> None:
+        """Write the policy as a Hugging Face folder."""
+        self._group.call("actor.export", [folder])
 
     def take_driver_bytes(self) -> int:
         """Bytes that went through the driver since the last call."""
@@ -86,34 +147,49 @@ class Policy:
         return taken
 
 
-class Scorers:
-    """Rule rewards, computed in their own processes from texts that never pass through the driver."""
+class Critic(_Role):
+    """The value function."""
 
-    def __init__(self, pool: RewardPool, rows: dict[str, Rows]) -> None:
-        self._pool = pool
-        self._rows = rows
+    def __init__(self, group: WorkerGroup, *, with_mask: bool) -> None:
+        super().__init__(group, "critic")
+        self._with_mask = with_mask
 
-    @property
-    def has_validation(self) -> bool:
-        return "val" in self._rows
+    def values(self, samples: Samples, layout: Layout) -> None:
+        """Attach ``values``."""
+        self._score("critic.values", samples, layout, _PROMPT_AND_ANSWER, ["values"])
 
-    def num_rows(self, split: str) -> int:
-        return len(self._rows[split])
-
-    def data_sources(self, split: str) -> list[str]:
-        return [row.data_source for row in self._rows[split]]
-
-    def score(self, split: str, samples: Samples) -> dict[str, np.ndarray]:
-        """``score`` and ``reward`` (the same until something is subtracted), failures, and the scorer's extra columns [n]."""
-        parts = samples.parts_with("text")
-        jobs = [(part.ref, samples["row"][part.ids], np.arange(len(part.ids))) for part in parts]
-        ids = np.concatenate([part.ids for part in parts])
-        results = self._pool.score(split, jobs)
-        ordered = {name: _in_order(values, ids) for name, values in results.items()}
-        return ordered | {"reward": ordered["score"]}
+    def update(self, samples: Samples, layout: Layout, work: list[list[MiniBatch]], learning_rate: float) -> list[Numbers]:
+        """Run the optimizer steps; returns what each rank summed."""
+        columns = [*_PROMPT_AND_ANSWER, "values", "returns", *(["loss_mask"] if self._with_mask else [])]
+        return self._group.call(
+            "critic.update",
+            per_rank=[
+                [samples.request(ids, columns), mini_batches, learning_rate]
+                for ids, mini_batches in zip(layout.ids, work, strict=True)
+            ],
+        )
 
 
-def _in_order(values: np.ndarray, ids: Ids) -> np.ndarray:
-    placed = np.empty(len(values), dtype=np.float64)
-    placed[ids] = values
-    return placed
+class RewardModel(_Role):
+    """The reward model."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        super().__init__(group, "reward_model")
+
+    def score(self, split: str, samples: Samples) -> np.ndarray:
+        """Score of each answer [n], whose text is spread over the ranks by length."""
+        shares = _deal(samples["prompt_length"] + samples["response_length"], self._group.world)
+        work = [[samples.request(ids, ["text"], ["row"]), split] for ids in shares]
+        scores = np.zeros(len(samples))
+        for ids, numbers in zip(shares, self._group.call("reward_model.score", per_rank=work), strict=True):
+            scores[ids] = numbers["model_score"]
+        return scores
+
+
+def _deal(lengths: np.ndarray, num_ranks: int) -> list[Ids]:
+    """Samples dealt out from the longest, back and forth, so that every rank gets about as many tokens."""
+    order = np.argsort(-lengths, kind="stable")
+    place = np.arange(len(order))
+    turn, seat = np.divmod(place, num_ranks)
+    rank = np.where(turn % 2 == 0, seat, num_ranks - 1 - seat)
+    return [np.sort(order[rank == each]) for each in range(num_ranks)]

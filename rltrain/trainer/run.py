@@ -7,10 +7,11 @@ import logging
 import platform
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.metadata import version
+from typing import Any
 
 from rltrain import __version__
 from rltrain.config.load import LoadedConfig, to_dict, to_yaml
@@ -21,25 +22,31 @@ from rltrain.data.chat import PromptStore, chat_encoder, encode_prompts
 from rltrain.data.order import BatchOrder
 from rltrain.data.rows import Rows, read_rows
 from rltrain.device import Device, get_device, threads_per_worker
-from rltrain.errors import DataError, Interrupted
+from rltrain.errors import ConfigError, DataError, Interrupted
 from rltrain.report import report
 from rltrain.rewards.pool import RewardPool
 from rltrain.rewards.registry import CustomReward
+from rltrain.rewards.slot import Score
+from rltrain.trainer.advantage import check_plugins
 from rltrain.trainer.checkpoint import RunFolder
+from rltrain.trainer.experience import Experience
 from rltrain.trainer.plan import Plan, describe, make_plan
 from rltrain.trainer.ppo import PPOTrainer, StopFlag
-from rltrain.trainer.roles import Policy, Scorers
+from rltrain.trainer.rewards import Rewards
+from rltrain.trainer.roles import Critic, Policy, RewardModel
 from rltrain.trainer.saving import Saver
 from rltrain.trainer.tracking import Tracker
 
 log = logging.getLogger(__name__)
-_WORKER = "rltrain.workers.actor_rollout_ref:ActorRolloutRefWorker"
+_WORKER = "rltrain.workers.hybrid:HybridWorker"
 
 
 def run_training(loaded: LoadedConfig) -> int:
     """Train as configured. Returns the exit code; raises RltrainError for what a user can mend."""
     cfg = loaded.config
     device = get_device(cfg.trainer.device)
+    if problems := check_plugins(cfg):
+        raise ConfigError("\n".join(problems))
     rows, prompts = load_data(cfg)
     plan = make_plan(cfg, len(prompts["train"]))
     log.info("%s", describe(plan, cfg))
@@ -65,26 +72,20 @@ def _train(
     stop: StopFlag,
 ) -> None:
     cfg = loaded.config
-    with_reference = needs_reference(cfg)
-    group = WorkerGroup(
-        "actor_rollout_ref", reserve(cfg, device), device, threads_per_worker(cfg.trainer.n_gpus_per_node)
-    )
+    splits = {name: share(each) for name, each in rows.items()}
+    group = WorkerGroup("hybrid", reserve(cfg, device), device, threads_per_worker(cfg.trainer.n_gpus_per_node))
     # A Config object would arrive as a reference too; only the data is big enough to be shared.
-    group.start(_WORKER, {"cfg": cfg, "prompts": share(prompts), "with_reference": with_reference})
-    custom = cfg.custom_reward_function
-    pool = RewardPool(
-        CustomReward(custom.path, custom.name, dict(custom.reward_kwargs)) if custom.path else None,
-        num_workers=cfg.reward.num_workers,
-        timeout_s=cfg.reward.timeout_s,
-        on_error=cfg.reward.on_error,
-        splits={name: share(each) for name, each in rows.items()},
-    )
-    for split in rows:
-        pool.check(split)
-    sizes = group.call("init_model")
+    group.start(_WORKER, {"cfg": cfg, "prompts": share(prompts), "rows": splits if cfg.reward_model.enable else None})
+    pool = start_pool(cfg, splits)
+    with_critic = cfg.algorithm.adv_estimator == "gae"
+    sizes = group.call("init_models", [needs_reference(cfg), with_critic])
     log.info("%d workers, %.1f million parameters", group.world, sizes[0]["num_parameters"] / 1e6)
-    saver = Saver(cfg, folder, group, rows["train"].fingerprint(), sizes[0]["num_parameters"])
-    first_step = saver.resume()
+    policy = Policy(group, cfg)
+    with_mask = bool(cfg.algorithm.rollout_correction.rollout_rs) and not cfg.algorithm.rollout_correction.bypass_mode
+    critic = Critic(group, with_mask=with_mask) if with_critic else None
+    others = {"critic": critic} if critic else {}
+    saver = Saver(cfg, folder, policy, others, rows["train"].fingerprint(), sizes[0]["num_parameters"])
+    first_step, progress = saver.resume()
     write_run_files(folder, loaded, plan)
     tracker = Tracker(
         cfg.trainer.logger,
@@ -95,15 +96,50 @@ def _train(
         name=cfg.trainer.experiment_name,
         config=to_dict(cfg),
     )
-    order = BatchOrder(len(prompts["train"]), plan.prompts_per_step, cfg.data.seed, cfg.data.shuffle)
-    policy = Policy(group, sizes[0], has_reference=with_reference, has_kl_loss=cfg.actor_rollout_ref.actor.use_kl_loss)
-    trainer = PPOTrainer(cfg, plan, policy, Scorers(pool, rows), order, tracker, saver, stop)
+    order = BatchOrder(len(prompts["train"]), plan.prompts_per_round, cfg.data.seed, cfg.data.shuffle)
+    model = RewardModel(group) if cfg.reward_model.enable else None
+    rewards = Rewards(cfg.reward_model, rows, pool, model, cfg.data.max_response_length)
+    trainer = PPOTrainer(cfg, plan, policy, critic, rewards, Experience(cfg, plan, policy, rewards, order), sizes[0])
+    trainer.restore(progress)
     try:
-        trainer.fit(first_step)
+        trainer.fit(first_step, tracker, saver, stop)
     finally:
         tracker.close()
-        pool.shutdown()
+        if pool:
+            pool.shutdown()
     group.stop()
+
+
+def start_pool(cfg: Config, splits: dict[str, Any]) -> RewardPool | None:
+    """The rule scorers, tried on one row of every data source; None where a reward model alone decides."""
+    if cfg.reward_model.enable and cfg.reward_model.rule_weight == 0:
+        return None
+    custom = cfg.custom_reward_function
+    pool = RewardPool(
+        CustomReward(custom.path, custom.name, dict(custom.reward_kwargs)) if custom.path else None,
+        num_workers=cfg.reward.num_workers,
+        timeout_s=cfg.reward.timeout_s,
+        on_error=cfg.reward.on_error,
+        splits=splits,
+    )
+    for split in splits:
+        scores = pool.check(split)
+        if split == "train":
+            check_columns(cfg, scores)
+    return pool
+
+
+def check_columns(cfg: Config, scores: Sequence[Score]) -> None:
+    """Raise ConfigError if the config names numbers that the scorers do not return (as far as one row of each source shows)."""
+    algorithm = cfg.algorithm
+    wanted = [("algorithm.gdpo_reward_keys", name) for name in algorithm.gdpo_reward_keys]
+    if algorithm.filter_groups.enable and algorithm.filter_groups.metric not in ("acc", "seq_reward"):
+        wanted.append(("algorithm.filter_groups.metric", algorithm.filter_groups.metric))
+    for key, name in wanted:
+        missing = [score for score in scores if score.status == "ok" and name not in (*score.extras, "score")]
+        if missing:
+            have = ", ".join(["score", *sorted(missing[0].extras)])
+            raise ConfigError(f"{key}={name}: a scorer of data.train_files returns no number of that name. It returns {have}.")
 
 
 def needs_reference(cfg: Config) -> bool:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rltrain.config.schema import Config
-from rltrain.controller.group import WorkerGroup
 from rltrain.errors import CheckpointError, DiskError
 from rltrain.trainer.checkpoint import RunFolder, find_damage, read_progress
 from rltrain.trainer.timing import StepTimer
@@ -27,16 +28,50 @@ FROZEN_KEYS = (
 )
 
 
-class Saver:
-    """Writes a checkpoint of the whole run: shards, progress, and a Hugging Face folder."""
+@dataclass(frozen=True)
+class Progress:
+    """The driver's own state. batches_drawn: rounds of prompts taken so far. kl_coef: weight of the KL in the reward."""
 
-    def __init__(self, cfg: Config, folder: RunFolder, group: WorkerGroup, dataset_fingerprint: str, num_parameters: int) -> None:
+    batches_drawn: int = 0
+    kl_coef: float | None = None
+
+
+class Role(Protocol):
+    """A model with state of its own: it goes into a folder of the checkpoint under the role's name."""
+
+    def save(self, folder: str) -> None:
+        """Write it."""
+
+    def load(self, folder: str, weights_only: bool) -> None:
+        """Read it back."""
+
+
+class Exporter(Role, Protocol):
+    """The policy, which can also be written as a Hugging Face folder."""
+
+    def export(self, folder: str) -> None:
+        """Write that folder."""
+
+
+class Saver:
+    """Writes a checkpoint of the whole run: shards of every role, progress, and a Hugging Face folder."""
+
+    def __init__(
+        self,
+        cfg: Config,
+        folder: RunFolder,
+        actor: Exporter,
+        others: Mapping[str, Role],
+        dataset_fingerprint: str,
+        num_parameters: int,
+    ) -> None:
         self._cfg = cfg
         self._folder = folder
-        self._group = group
+        self._actor = actor
+        self._roles: dict[str, Role] = {"actor": actor, **others}
         self._fingerprint = dataset_fingerprint
         # Master weights and two moments in float32, and the exported model; the next one is as large as the last.
-        self._bytes_needed = 16 * num_parameters
+        self._bytes_needed = (4 + 12 * len(self._roles)) * num_parameters
         self._last_step = 0
 
     def due(self, step: int, stopping: bool) -> bool:
@@ -44,14 +79,14 @@ class Saver:
         freq = self._cfg.trainer.save_freq
         return (freq > 0 and step % freq == 0) or (stopping and self._cfg.trainer.save_at_end)
 
-    def save(self, step: int) -> dict[str, float]:
+    def save(self, step: int, progress: Progress) -> dict[str, float]:
         """Save step ``step``; returns its timing. Raises DiskError naming needed and free space."""
         timer = StepTimer()
         with timer("save_checkpoint"):
             self._check_space(step)
             temporary = self._folder.begin_save(step)
             try:
-                self._write(temporary, step)
+                self._write(temporary, step, progress)
                 final = self._folder.commit(temporary, step)
             except OSError as error:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -61,10 +96,10 @@ class Saver:
             self._folder.prune(self._cfg.trainer.max_actor_ckpt_to_keep)
         return timer.metrics()
 
-    def rescue(self, step: int) -> None:
+    def rescue(self, step: int, progress: Progress) -> None:
         """Save step ``step`` if it is not saved yet: an error that is not the workers' leaves their state whole."""
         if step > self._last_step and self._cfg.trainer.save_at_end:
-            self.save(step)
+            self.save(step, progress)
 
     def _check_space(self, step: int) -> None:
         if shutil.disk_usage(self._folder.path).free < self._bytes_needed:
@@ -77,29 +112,37 @@ class Saver:
             "checkpoints are intact. Free space (or set trainer.max_actor_ckpt_to_keep) and run the same command again."
         )
 
-    def _write(self, temporary: Path, step: int) -> None:
-        self._group.call("save", [str(temporary / "actor")])
+    def _write(self, temporary: Path, step: int, progress: Progress) -> None:
+        for name, role in self._roles.items():
+            role.save(str(temporary / name))
         if "hf_model" in self._cfg.actor_rollout_ref.actor.checkpoint.save_contents:
-            self._group.call("export", [str(temporary / "huggingface")])
-        progress = {"global_step": step, "dataset": self._fingerprint, "frozen": frozen_values(self._cfg)}
-        (temporary / "progress.json").write_text(json.dumps(progress, indent=1))
+            self._actor.export(str(temporary / "huggingface"))
+        record = {"global_step": step, "dataset": self._fingerprint, "frozen": frozen_values(self._cfg)} | asdict(progress)
+        (temporary / "progress.json").write_text(json.dumps(record, indent=1))
 
-    def resume(self) -> int:
-        """Load what ``trainer.resume_mode`` points at; returns the step it was saved after (0: start from scratch)."""
+    def resume(self) -> tuple[int, Progress]:
+        """Load what ``trainer.resume_mode`` points at; returns the step it was saved after (0: start from scratch), and progress."""
         trainer = self._cfg.trainer
         folder = self._choose()
-        step = 0
+        step, progress = 0, Progress()
         if folder is not None:
-            progress = read_progress(folder)
-            step = 0 if trainer.resume_weights_only else int(progress["global_step"])
+            record = read_progress(folder)
             if not trainer.resume_weights_only:
-                self._refuse_other_run(folder, progress)
+                step = int(record["global_step"])
+                progress = Progress(record.get("batches_drawn", step), record.get("kl_coef"))
+                self._refuse_other_run(folder, record)
         self._refuse_later_checkpoints(step)
         if folder is not None:
             log.info("resuming from %s%s", folder, ", weights only" if trainer.resume_weights_only else f": {step} steps are done")
-            self._group.call("load", [str(folder / "actor"), trainer.resume_weights_only])
+            for name, role in self._roles.items():
+                if not (folder / name).is_dir():
+                    raise CheckpointError(
+                        f"{folder} holds no {name}: it was saved by a run without one. Set algorithm.adv_estimator as it was, or choose "
+                        "another trainer.experiment_name."
+                    )
+                role.load(str(folder / name), trainer.resume_weights_only)
         self._last_step = step
-        return step
+        return step, progress
 
     def _choose(self) -> Path | None:
         trainer = self._cfg.trainer

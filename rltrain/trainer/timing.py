@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 # Phases that add up to the step. reshard and generate_sequences are parts of gen and measured inside the workers.
-STEP_PHASES = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
+STEP_PHASES = ("gen", "reward", "gen_max", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
 
 
 class StepTimer:

@@ -1,40 +1,38 @@
-"""The hybrid worker: one process on one device that hosts actor, rollout engine and reference."""
+"""Actor, rollout engine and reference: the policy's part of a worker process, on one device."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rltrain.algorithms.actor_loss import ActorLoss, actor_loss
-from rltrain.algorithms.aggregation import Denominators
-from rltrain.algorithms.policy_losses import PolicyLossInputs
+from rltrain.algorithms.aggregation import Denominators, all_ones
+from rltrain.algorithms.correction import accepted, correction_sums, importance_weights, mismatch_sums
+from rltrain.algorithms.kl import kl_per_token
+from rltrain.algorithms.losses import LossShare, actor_loss
+from rltrain.algorithms.policy_losses import POLICY_LOSSES, PolicyLossInputs, find_policy_loss
 from rltrain.batch import Batch
 from rltrain.config.schema import Config
 from rltrain.data.chat import PromptStore, chat_encoder
-from rltrain.device import get_device, resolve_dtype
+from rltrain.device import resolve_dtype
 from rltrain.errors import NonFiniteError
 from rltrain.models.export import export_huggingface
-from rltrain.models.forward import PolicyModel, model_numbers, pack
+from rltrain.models.forward import PackedInputs, PolicyModel, ReferenceStates, final_logits, model_numbers, pack
 from rltrain.models.load import load_config
-from rltrain.models.optim import clip_gradients, make_optimizer
-from rltrain.models.shard import make_mesh, sharded_policy
+from rltrain.models.shard import make_mesh, sharded_model
 from rltrain.models.state import load_training_state, save_training_state
 from rltrain.ragged import Ragged
 from rltrain.workers.residency import Residency
-from rltrain.workers.rollout.base import Sampling, sample_seeds
+from rltrain.workers.rollout.base import Sampling, sample_seeds, uniforms
 from rltrain.workers.rollout.hf import HFRollout
+from rltrain.workers.selection import select
+from rltrain.workers.updater import MiniBatch, Numbers, Updater, idle
 from rltrain.workers.weight_sync import WeightSync
-
-Numbers = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -49,42 +47,52 @@ class GenerateTask:
 
 
 @dataclass(frozen=True)
-class MiniBatch:
-    """One optimizer step: the sizes of this rank's micro-batches, and the counts of the whole global mini-batch."""
+class UpdateTask:
+    """The actor's update in one step.
 
-    micro_sizes: tuple[int, ...]
-    denominators: Denominators
+    Token advantages are whitened by (A - shift) * scale; importance weights are multiplied by weight_scale. noise_seed: decides
+    the random part of a selection over tokens.
+    """
+
+    mini_batches: tuple[MiniBatch, ...]
+    learning_rate: float
+    shift: float = 0.0
+    scale: float = 1.0
+    weight_scale: float = 1.0
+    noise_seed: int = 0
 
 
 class ActorRolloutRefWorker:
     """Every method is called on all ranks at once; each gets its own samples and returns its own share."""
 
-    def __init__(self, cfg: Config, prompts: dict[str, PromptStore], *, with_reference: bool) -> None:
+    def __init__(
+        self, cfg: Config, residency: Residency, prompts: dict[str, PromptStore], *, with_reference: bool
+    ) -> None:
         self._cfg = cfg
         self._prompts = prompts
         self._model_cfg = cfg.actor_rollout_ref.model
         self._actor_cfg = cfg.actor_rollout_ref.actor
         self._rollout_cfg = cfg.actor_rollout_ref.rollout
-        self._device = get_device(cfg.trainer.device)
-        self._with_reference = with_reference
-        self._version = 0
+        self._correction = cfg.algorithm.rollout_correction
+        self._rules = self._correction.rejection_rules()
+        self._residency = residency
+        self._device = residency.device
+        self._entry = find_policy_loss(self._actor_cfg.policy_loss.loss_mode)
+        self._reinforce = self._correction.bypass_mode and self._correction.loss_type == "reinforce"
+        self._exact_kl_loss = self._actor_cfg.use_kl_loss and self._actor_cfg.kl_loss_type == "full"
+        self._scored_at: int | None = None
+        self._load_models(with_reference)
 
-    def init_model(self) -> Numbers:
-        """Load actor, reference and engine. Returns sizes, for the log and for counting FLOPs."""
-        self._device.activate()
-        model_cfg, fsdp_cfg = self._model_cfg, self._actor_cfg.fsdp_config
+    def _load_models(self, with_reference: bool) -> None:
+        model_cfg, fsdp = self._model_cfg, self._actor_cfg.fsdp_config
         self._config = load_config(
             model_cfg.path, trust_remote_code=model_cfg.trust_remote_code, override=dict(model_cfg.override_config)
         )
         self._encoder = chat_encoder(self._cfg)
         self._policy = self._load_policy(
-            resolve_dtype(fsdp_cfg.model_dtype, self._device), model_cfg.enable_gradient_checkpointing
+            resolve_dtype(fsdp.model_dtype, self._device), model_cfg.enable_gradient_checkpointing
         )
-        self._optimizer = make_optimizer(self._policy.parameters(), self._actor_cfg.optim)
-        self._reference = None
-        if self._with_reference:
-            self._reference = self._load_policy(resolve_dtype("auto", self._device), False).requires_grad_(False).eval()
-            self._park_reference()
+        self._updater = Updater("actor", self._policy, self._actor_cfg.optim, self._cfg.trainer, self._device)
         self._engine = HFRollout(
             self._config,
             dtype=resolve_dtype(self._rollout_cfg.dtype, self._device),
@@ -94,42 +102,50 @@ class ActorRolloutRefWorker:
             trust_remote_code=model_cfg.trust_remote_code,
         )
         self._sync = WeightSync(self._policy, self._engine)
-        self._residency = Residency(
-            self._policy,
-            self._optimizer,
-            self._engine,
-            self._device,
-            param_offload=fsdp_cfg.param_offload,
-            optimizer_offload=fsdp_cfg.optimizer_offload,
+        self._residency.add_engine(self._release_engine)
+        self._residency.add_model(
+            self._policy, "sync", "score", "ref", "train_actor", "save", offload=fsdp.param_offload
         )
-        return model_numbers(self._policy) | {"peak_flops": self._device.peak_flops()}
+        self._residency.add_optimizer(
+            self._updater.optimizer, "train_actor", "save", offload=fsdp.optimizer_offload
+        )
+        if with_reference:
+            self._reference = self._load_policy(resolve_dtype("auto", self._device), False).requires_grad_(False).eval()
+            offload = self._cfg.actor_rollout_ref.ref.fsdp_config.param_offload
+            phases = ("ref", "train_actor") if self._exact_kl_loss else ("ref",)
+            self._residency.add_model(self._reference, *phases, offload=offload)
+
+    def _release_engine(self) -> None:
+        self._engine.release()
+        self._sync.lost()
 
     def _load_policy(self, master_dtype: torch.dtype, gradient_checkpointing: bool) -> PolicyModel:
-        fsdp_cfg = self._actor_cfg.fsdp_config
-        return sharded_policy(
+        fsdp = self._actor_cfg.fsdp_config
+        return sharded_model(
+            PolicyModel,
             self._model_cfg.path,
             self._config,
-            make_mesh(self._device, fsdp_cfg.fsdp_size),
+            make_mesh(self._device, fsdp.fsdp_size),
             self._device,
             master_dtype=master_dtype,
-            compute_dtype=resolve_dtype(fsdp_cfg.compute_dtype, self._device),
+            compute_dtype=resolve_dtype(fsdp.compute_dtype, self._device),
             gradient_checkpointing=gradient_checkpointing,
-            reshard_after_forward=fsdp_cfg.reshard_after_forward,
+            reshard_after_forward=fsdp.reshard_after_forward,
             trust_remote_code=self._model_cfg.trust_remote_code,
         )
 
-    def _park_reference(self) -> None:
-        if self._reference is not None and self._cfg.actor_rollout_ref.ref.fsdp_config.param_offload:
-            self._reference.to("cpu")
+    def sizes(self) -> Numbers:
+        """Sizes of the policy, for the log and for counting FLOPs."""
+        return model_numbers(self._policy) | {"peak_flops": self._device.peak_flops()}
 
     # -- generation ----------------------------------------------------------------------------------------------------
 
     def generate(self, task: GenerateTask) -> tuple[Batch, list[str], Numbers]:
         """Sample answers. Returns payload columns, the answers as text, and per-sample numbers, prompt-major."""
         started = time.perf_counter()
-        if self._sync.needed(self._version):
+        if self._sync.needed(self._updater.num_steps):
             self._residency.enter("sync")
-            self._sync.run(self._version)
+            self._sync.run(self._updater.num_steps)
         self._residency.enter("rollout")
         self._device.synchronize()
         synced = time.perf_counter()
@@ -165,24 +181,57 @@ class ActorRolloutRefWorker:
     # -- scoring -------------------------------------------------------------------------------------------------------
 
     def log_probs(self, batch: Batch, micro_sizes: Sequence[int]) -> tuple[Batch, Numbers]:
-        """log pi(answer) under the actor's own weights, and how far the engine's log-probs are from it."""
-        self._residency.enter("score")
-        self._sync.lost()
-        log_probs, entropy = self._score(self._policy, batch, micro_sizes, with_entropy=True)
-        numbers: Numbers = {"entropy_sum": float(entropy.values.double().sum())}
-        if "rollout_log_probs" in batch:
-            numbers |= _engine_gap(log_probs.values, batch.ragged("rollout_log_probs").values)
-        return Batch({"old_log_probs": log_probs}), numbers
+        """log pi(answer) under the actor's own weights; how far the engine's are from it, and the correction for that.
 
-    def ref_log_probs(self, batch: Batch, micro_sizes: Sequence[int]) -> tuple[Batch, Numbers]:
-        """log pi_ref(answer) under the frozen reference."""
-        assert self._reference is not None
+        Columns: ``old_log_probs``, and where asked for ``is_weights`` and ``loss_mask``. Numbers: sums, ``loss_tokens`` [n].
+        """
         self._residency.enter("score")
-        self._sync.lost()
-        self._reference.to(self._device.torch_device)
-        log_probs, _ = self._score(self._reference, batch, micro_sizes, with_entropy=False)
-        self._park_reference()
-        return Batch({"ref_log_probs": log_probs}), {}
+        self._scored_at = self._updater.num_steps
+        log_probs, entropy = self._score(self._policy, batch, micro_sizes, with_entropy=True)
+        if not len(batch):
+            return Batch(), {}
+        columns = {"old_log_probs": log_probs}
+        engine = batch.ragged("rollout_log_probs")
+        numbers: Numbers = {"entropy": float(entropy.values.double().sum())} | mismatch_sums(log_probs, engine)
+        log_ratio = log_probs.like(log_probs.values - engine.values)
+        if self._correction.rollout_is:
+            columns["is_weights"] = importance_weights(log_ratio, self._correction)
+        if self._rules:
+            columns["loss_mask"] = accepted(log_ratio, self._rules)
+            numbers["loss_tokens"] = columns["loss_mask"].sum().long().numpy()
+        numbers |= correction_sums(columns.get("is_weights"), columns.get("loss_mask"), log_ratio, self._correction)
+        return Batch(columns), numbers
+
+    @torch.no_grad()
+    def ref_log_probs(self, batch: Batch, micro_sizes: Sequence[int]) -> tuple[Batch, Numbers]:
+        """log pi_ref(answer) under the frozen reference; with a KL in the reward ``ref_kl`` of every token, ``kl_sum`` [n]."""
+        self._residency.enter("ref")
+        algorithm = self._cfg.algorithm
+        columns: dict[str, Ragged] = {}
+        exact = algorithm.use_kl_in_reward and algorithm.kl_penalty == "full"
+        if not exact or (self._actor_cfg.use_kl_loss and not self._exact_kl_loss):
+            columns["ref_log_probs"], _ = self._score(self._reference, batch, micro_sizes, with_entropy=False)
+        if exact:
+            self._policy.eval()
+            found = [self._exact_kl(micro) for micro in batch.split(micro_sizes)]
+            columns["ref_kl"] = Ragged(torch.cat(found), _answer_lengths(batch))
+        if not len(batch) or not algorithm.use_kl_in_reward:
+            return Batch(columns), {}
+        if not exact:
+            ref = columns["ref_log_probs"]
+            columns["ref_kl"] = ref.like(kl_per_token(self._old(batch), ref.values, algorithm.kl_penalty))
+        return Batch(columns), {"kl_sum": columns["ref_kl"].sum().double().numpy()}
+
+    def _exact_kl(self, micro: Batch) -> Tensor:
+        inputs = pack(micro, self._device.torch_device)
+        return self._policy(inputs, self._rollout_cfg.temperature, False, self._reference_states(inputs)).kl.cpu()
+
+    def _reference_states(self, inputs: PackedInputs) -> ReferenceStates:
+        with torch.no_grad():
+            hidden = self._reference(inputs, states_only=True)
+        # The head is needed outside the reference's own forward, and again when logits are recomputed in the backward pass.
+        self._reference.unshard()  # type: ignore[operator]
+        return ReferenceStates(hidden, lambda states: final_logits(self._reference.model, states))
 
     @torch.no_grad()
     def _score(
@@ -192,109 +241,106 @@ class ActorRolloutRefWorker:
         all_log_probs, all_entropy = [], []
         for micro in batch.split(micro_sizes):
             inputs = pack(micro, self._device.torch_device)
-            log_probs, entropy = model(inputs, self._rollout_cfg.temperature, with_entropy)
+            log_probs, entropy, _ = model(inputs, self._rollout_cfg.temperature, with_entropy)
             all_log_probs.append(log_probs.cpu())
             all_entropy.append(entropy.cpu() if entropy is not None else log_probs[:0].cpu())
-        lengths = batch.dense("response_length") if len(batch) else torch.zeros(0, dtype=torch.long)
-        log_prob = Ragged(torch.cat(all_log_probs), lengths)
+        log_prob = Ragged(torch.cat(all_log_probs), _answer_lengths(batch))
         return log_prob, log_prob.like(torch.cat(all_entropy)) if with_entropy else log_prob
+
+    def _old(self, batch: Batch) -> Tensor:
+        """log pi_old: the trainer's own, or with bypass_mode the engine's."""
+        return batch.ragged("rollout_log_probs" if self._correction.bypass_mode else "old_log_probs").values
 
     # -- update --------------------------------------------------------------------------------------------------------
 
-    def update(self, batch: Batch, mini_batches: Sequence[MiniBatch], learning_rate: float) -> Numbers:
-        """One optimizer step a mini-batch. ``batch`` holds their samples in order, micro-batch after micro-batch.
+    def update(self, batch: Batch, task: UpdateTask) -> Numbers:
+        """One optimizer step a mini-batch (see `Updater.run`)."""
+        self._residency.enter("train_actor")
+        numbers = self._updater.run(
+            batch,
+            task.mini_batches,
+            task.learning_rate,
+            lambda micro, denominators: self._loss(micro, denominators, task),
+            (lambda micros, denominators: self._select(micros, denominators, task)) if self._entry.selection else None,
+        )
+        if self._exact_kl_loss:
+            self._reference.reshard()  # type: ignore[operator]
+        return numbers
 
-        Returns arrays with one entry an optimizer step: ``shares`` and ``token_sums`` of this rank, global ``grad_norm``.
-        """
-        self._residency.enter("train")
-        self._sync.lost()
-        self._policy.train()
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
-        sizes = [size for mini in mini_batches for size in mini.micro_sizes]
-        micros = iter(batch.split(sizes))
-        steps = [
-            self._optimizer_step([next(micros) for _ in mini.micro_sizes], mini.denominators) for mini in mini_batches
-        ]
-        self._device.synchronize()
-        numbers: Numbers = {name: np.array([step[name] for step in steps]) for name in steps[0]}
-        return numbers | self._device.peak_memory_gb()
+    def _loss(self, micro: Batch, denominators: Denominators, task: UpdateTask) -> LossShare:
+        inputs = pack(micro, self._device.torch_device)
+        reference = self._reference_states(inputs) if self._exact_kl_loss else None
+        temperature, with_entropy = self._rollout_cfg.temperature, self._actor_cfg.entropy_coeff != 0
+        log_probs, entropy, kl = self._policy(inputs, temperature, with_entropy, reference)
+        if not len(micro):
+            return idle(log_probs)
+        micro = micro.to(self._device.torch_device)
+        if self._actor_cfg.use_kl_loss and kl is None:
+            kl = kl_per_token(log_probs, micro.ragged("ref_log_probs").values, self._actor_cfg.kl_loss_type)
+        mask, weights = self._correct(micro, log_probs.detach(), task)
+        selected = micro.ragged("selected").values if "selected" in micro else None
+        policy_inputs = PolicyLossInputs(log_probs, self._old(micro), _advantages(micro, task), mask, selected)
+        function = POLICY_LOSSES["gpg"].function if self._reinforce else self._entry.function
+        share = actor_loss(policy_inputs, denominators, self._actor_cfg, function, weights=weights, entropy=entropy, kl=kl)
+        if self._correction.bypass_mode:
+            current = mask.like(log_probs.detach().cpu())
+            share.token_sums.update(_as_tensors(mismatch_sums(current, micro.ragged("rollout_log_probs").to("cpu"))))
+        return share
 
-    def _optimizer_step(self, micros: Sequence[Batch], denominators: Denominators) -> dict[str, float]:
-        sums: dict[str, Tensor] = {}
-        for micro in micros:
-            result = self._backward(micro, denominators)
-            for name, value in [
-                ("share/loss", result.loss.detach()),
-                *_named("share", result.shares),
-                *_named("token", result.token_sums),
-            ]:
-                sums[name] = sums.get(name, torch.zeros((), device=value.device)) + value
-        norm = clip_gradients(self._policy.parameters(), self._actor_cfg.optim.clip_grad)
-        health = torch.stack([sums["share/loss"], norm.to(sums["share/loss"].device)])
-        dist.all_reduce(health)
-        finite = bool(health.isfinite().all())
-        if finite:
-            self._optimizer.step()
-            self._version += 1
-        elif self._cfg.trainer.on_nonfinite == "stop":
-            self._report_nonfinite(micros, sums)
-        self._optimizer.zero_grad(set_to_none=True)
-        values = {name: float(value) for name, value in sums.items()}
-        return values | {"grad_norm": float(norm), "skipped": float(not finite)}
+    def _correct(self, micro: Batch, log_probs: Tensor, task: UpdateTask) -> tuple[Ragged, Tensor | None]:
+        """(tokens that count, importance weights). With bypass_mode both follow from the current policy."""
+        mask = all_ones(micro.dense("response_length"), log_probs.device)
+        if not self._correction.bypass_mode:
+            mask = micro.ragged("loss_mask") if "loss_mask" in micro else mask
+            weights = micro.ragged("is_weights").values * task.weight_scale if "is_weights" in micro else None
+            return mask, weights
+        log_ratio = mask.like(log_probs - micro.ragged("rollout_log_probs").values)
+        weighted = self._reinforce and self._correction.rollout_is
+        weights = importance_weights(log_ratio, self._correction).values if weighted else None
+        return accepted(log_ratio, self._rules), weights
 
-    def _backward(self, micro: Batch, denominators: Denominators) -> ActorLoss:
+    @torch.no_grad()
+    def _select(self, micros: Sequence[Batch], denominators: Denominators, task: UpdateTask) -> None:
+        """Add the column ``selected`` to the micro-batches of one mini-batch."""
+        having = [micro for micro in micros if len(micro)]
+        if self._scored_at == self._updater.num_steps:
+            current = [micro.ragged("old_log_probs").values for micro in having]
+        else:
+            scored = [self._score(self._policy, micro, [len(micro)], False)[0].values for micro in micros]
+            current = [each for each, micro in zip(scored, micros, strict=True) if len(micro)]
+            self._policy.train()
+        empty = torch.zeros(0)
+        lengths = [micro.dense("response_length") for micro in having]
+        masks = [self._correct(micro, each, task)[0].values.cpu() for micro, each in zip(having, current, strict=True)]
+        mask = Ragged(torch.cat([empty, *masks]), torch.cat([empty.long(), *lengths]))
+        inputs = PolicyLossInputs(
+            torch.cat([empty, *current]),
+            torch.cat([empty, *(self._old(micro) for micro in having)]),
+            torch.cat([empty, *(_advantages(micro, task) for micro in having)]),
+            mask,
+        )
+        noise = torch.cat([empty.double(), *(_noise(micro, task.noise_seed) for micro in having)])
+        assert self._entry.selection is not None
         device = self._device.torch_device
-        inputs = pack(micro, device)
-        log_probs, entropy = self._policy(inputs, self._rollout_cfg.temperature, self._actor_cfg.entropy_coeff != 0)
-        result = self._loss(micro.to(device), log_probs, entropy, denominators)
-        # FSDP averages gradients over the ranks; the denominators are global already, so undo the average.
-        (result.loss * dist.get_world_size()).backward()
-        return result
-
-    def _loss(self, micro: Batch, log_probs: Tensor, entropy: Tensor | None, denominators: Denominators) -> ActorLoss:
-        empty = log_probs.detach()[:0]
-        lengths = micro.dense("response_length") if len(micro) else empty.long()
-        old = micro.ragged("old_log_probs").values if len(micro) else empty
-        advantages = micro.dense("advantage").float().repeat_interleave(lengths) if len(micro) else empty
-        ref = None
-        if self._actor_cfg.use_kl_loss:
-            ref = micro.ragged("ref_log_probs").values if len(micro) else empty
-        inputs = PolicyLossInputs(log_probs, old, advantages)
-        return actor_loss(inputs, lengths, denominators, self._actor_cfg, entropy=entropy, ref_log_probs=ref)
-
-    def _report_nonfinite(self, micros: Sequence[Batch], sums: dict[str, Tensor]) -> None:
-        folder = Path(self._cfg.trainer.default_local_dir) / "incidents"
-        folder.mkdir(parents=True, exist_ok=True)
-        file = folder / f"nonfinite_version_{self._version}_rank_{dist.get_rank()}.pt"
-        torch.save([dict(micro.items()) for micro in micros], file)
-        parts = ", ".join(
-            f"{name.removeprefix('share/')}={float(value):.4g}" for name, value in sums.items() if "share/" in name
-        )
-        raise NonFiniteError(
-            f"loss or gradient is not finite on some rank (rank {dist.get_rank()} has {parts}); no optimizer step was made. "
-            f"The mini-batch is in {file}. To go on past such batches set trainer.on_nonfinite=skip."
-        )
+        chosen = select(inputs.to(device), noise.to(device), self._entry.selection, denominators.tokens, self._actor_cfg)
+        for micro, part in zip(having, mask.like(chosen.cpu()).split([len(micro) for micro in having]), strict=True):
+            micro.update({"selected": part})
 
     # -- saving --------------------------------------------------------------------------------------------------------
 
     def save(self, folder: str) -> None:
         """Write this rank's shards of model and optimizer into ``folder`` (a collective)."""
         self._residency.enter("save")
-        self._sync.lost()
-        save_training_state(self._policy, self._optimizer, folder)
+        save_training_state(self._policy, self._updater.optimizer, folder)
 
     def load(self, folder: str, weights_only: bool) -> None:
         """Read model and optimizer back, on any number of ranks (a collective)."""
         self._residency.enter("save")
-        self._sync.lost()
-        load_training_state(self._policy, None if weights_only else self._optimizer, folder)
-        self._version += 1
+        load_training_state(self._policy, None if weights_only else self._updater.optimizer, folder)
 
     def export(self, folder: str) -> None:
         """Write a Hugging Face folder (a collective; rank 0 writes)."""
         self._residency.enter("score")
-        self._sync.lost()
         export_huggingface(self._policy, self._config, self._model_cfg.path, folder)
 
 
@@ -311,17 +357,23 @@ def _join(prompts: Sequence[NDArray[np.int32]], answers: Ragged, num_samples: in
     )
 
 
-def _engine_gap(trainer: Tensor, engine: Tensor) -> Numbers:
-    """Sums of |log-prob difference| and |probability difference| between engine and trainer, over this rank's tokens."""
-    gap = (trainer - engine).abs().double()
-    prob_gap = (trainer.exp() - engine.exp()).abs().double()
-    return {
-        "gap_sum": float(gap.sum()),
-        "gap_max": float(gap.max()) if len(gap) else 0.0,
-        "prob_gap_sum": float(prob_gap.sum()),
-        "prob_gap_max": float(prob_gap.max()) if len(prob_gap) else 0.0,
-    }
+def _answer_lengths(batch: Batch) -> Tensor:
+    return batch.dense("response_length") if len(batch) else torch.zeros(0, dtype=torch.long)
 
 
-def _named(prefix: str, values: dict[str, Tensor]) -> list[tuple[str, Tensor]]:
-    return [(f"{prefix}/{name}", value) for name, value in values.items()]
+def _advantages(micro: Batch, task: UpdateTask) -> Tensor:
+    """One advantage a token: the token's own, whitened, or that of its answer."""
+    if "advantages" in micro:
+        return (micro.ragged("advantages").values - task.shift) * task.scale
+    return micro.dense("advantage").float().repeat_interleave(micro.dense("response_length"))
+
+
+def _noise(micro: Batch, seed: int) -> Tensor:
+    """A uniform number a token, which depends on the seed, the sample and the place alone."""
+    lengths = micro.dense("response_length").tolist()
+    drawn = uniforms(sample_seeds(seed, 0, micro.dense("sample").tolist(), 1), 0, max(lengths))
+    return torch.from_numpy(np.concatenate([row[:length] for row, length in zip(drawn, lengths, strict=True)]))
+
+
+def _as_tensors(sums: dict[str, float]) -> dict[str, Tensor]:
+    return {f"mismatch/{name}": torch.tensor(value) for name, value in sums.items() if not name.startswith("max/")}

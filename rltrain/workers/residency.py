@@ -2,54 +2,68 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import nn
 
 from rltrain.device import Device
-from rltrain.models.forward import PolicyModel
-from rltrain.workers.rollout.base import RolloutEngine
 
-Phase = Literal["sync", "rollout", "score", "train", "save"]
+Phase = Literal["sync", "rollout", "score", "ref", "values", "reward", "train_actor", "train_critic", "save"]
+
+
+@dataclass(frozen=True)
+class _Resident:
+    phases: frozenset[str]
+    to_device: Callable[[], object]
+    to_host: Callable[[], object]
 
 
 class Residency:
-    """Brings to the device what a phase needs, and with offloading sends the rest to the host.
+    """Brings to the device what a phase needs, and sends to the host what may leave. Every role registers what it has.
 
-    sync: training weights and engine; rollout: engine; score: training weights; train: training weights and optimizer;
-    save: as train. On the CPU every move is to where things already are.
+    On the CPU every move is to where things already are.
     """
 
-    def __init__(
-        self,
-        policy: PolicyModel,
-        optimizer: torch.optim.Optimizer,
-        engine: RolloutEngine,
-        device: Device,
-        *,
-        param_offload: bool,
-        optimizer_offload: bool,
-    ) -> None:
-        self._policy = policy
-        self._optimizer = optimizer
-        self._engine = engine
-        self._device = device
-        self._param_offload = param_offload
-        self._optimizer_offload = optimizer_offload
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self._residents: list[_Resident] = []
+
+    def add_engine(self, release: Callable[[], object]) -> None:
+        """A rollout engine: it takes its memory when weights are loaded, and gives it back outside generation."""
+        self._residents.append(_Resident(frozenset({"sync", "rollout"}), lambda: None, release))
+
+    def add_model(self, model: nn.Module, *phases: Phase, offload: bool) -> None:
+        """A model that is needed in ``phases``; with ``offload`` it rests on the host in all others."""
+        self._residents.append(
+            _Resident(
+                frozenset(phases),
+                lambda: model.to(self.device.torch_device),
+                (lambda: model.to("cpu")) if offload else lambda: None,
+            )
+        )
+
+    def add_optimizer(self, optimizer: torch.optim.Optimizer, *phases: Phase, offload: bool) -> None:
+        """Optimizer state, likewise."""
+        self._residents.append(
+            _Resident(
+                frozenset(phases),
+                lambda: move_optimizer(optimizer, self.device.torch_device),
+                (lambda: move_optimizer(optimizer, torch.device("cpu"))) if offload else lambda: None,
+            )
+        )
 
     def enter(self, phase: Phase) -> None:
         """Make the device ready for ``phase``. What leaves goes before what comes, so that both never share the device."""
-        if phase not in ("sync", "rollout"):
-            self._engine.release()
-        if phase not in ("train", "save") and self._optimizer_offload:
-            move_optimizer(self._optimizer, torch.device("cpu"))
-        if phase == "rollout" and self._param_offload:
-            self._policy.to("cpu")
-        self._device.empty_cache()
-        if phase != "rollout":
-            self._policy.to(self._device.torch_device)
-        if phase in ("train", "save"):
-            move_optimizer(self._optimizer, self._device.torch_device)
+        for resident in self._residents:
+            if phase not in resident.phases:
+                resident.to_host()
+        self.device.empty_cache()
+        for resident in self._residents:
+            if phase in resident.phases:
+                resident.to_device()
 
 
 def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> None:

@@ -13,7 +13,7 @@ import torch
 from rltrain.batch import Batch
 from rltrain.controller.cluster import start_ray
 from rltrain.controller.group import WorkerGroup
-from rltrain.controller.samples import Part, Samples
+from rltrain.controller.samples import Samples, whole
 from rltrain.device import get_device
 from rltrain.errors import NonFiniteError, WorkerError, WorkerLost
 from rltrain.ragged import Ragged
@@ -74,7 +74,7 @@ def test_payload_stays_in_the_store_and_finds_its_reader(group):
     assert all(isinstance(ref, ray.ObjectRef) and numbers == {"made": 2} for ref, numbers in made)
     samples = Samples(4)
     samples.attach(
-        [Part(ref, ("tokens",), ids) for (ref, _), ids in zip(made, (np.array([0, 1]), np.array([2, 3])), strict=True)]
+        [whole(ref, ("tokens",), ids) for (ref, _), ids in zip(made, (np.array([0, 1]), np.array([2, 3])), strict=True)]
     )
     requests = [[samples.request(np.array([3, 0]), ["tokens"])], [samples.request(np.array([1]), ["tokens"])]]
     assert group.call("read", per_rank=requests) == [{"sum": 3 * 21 + 2 * 10, "rows": 2}, {"sum": 3 * 11, "rows": 1}]

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from rltrain.batch import Batch
-from rltrain.controller.samples import Part, Samples, assemble, driver_bytes
+from rltrain.controller.samples import Samples, assemble, driver_bytes, whole
 from rltrain.ragged import Ragged
 
 
@@ -21,8 +21,8 @@ def tokens_of(ids) -> Batch:
 def samples():
     samples = Samples(5)
     for ids in ([3, 0], [1, 4, 2]):
-        samples.attach([Part(tokens_of(ids), ("tokens", "prompt_length"), np.array(ids))])
-    samples.attach([Part(Batch({"score": torch.arange(5.0)}), ("score",), np.arange(5))])
+        samples.attach([whole(tokens_of(ids), ("tokens", "prompt_length"), np.array(ids))])
+    samples.attach([whole(Batch({"score": torch.arange(5.0)}), ("score",), np.arange(5))])
     samples.update({"advantage": np.array([0.0, 0.1, 0.2, 0.3, 0.4])})
     return samples
 
@@ -48,7 +48,7 @@ def test_an_empty_request_is_an_empty_batch(samples):
 
 
 def test_a_column_that_is_not_there_for_all_is_named(samples):
-    samples.attach([Part(None, ("ref_log_probs",), np.array([0, 1]))])
+    samples.attach([whole(None, ("ref_log_probs",), np.array([0, 1]))])
     with pytest.raises(KeyError, match="'ref_log_probs' is there for 2 of 3 samples"):
         samples.request(np.array([0, 1, 2]), ["ref_log_probs"])
 
@@ -56,8 +56,8 @@ def test_a_column_that_is_not_there_for_all_is_named(samples):
 def test_bytes_through_the_driver_do_not_grow_with_tokens(samples):
     long = Samples(5)
     rows = [torch.zeros(10_000 * (i + 1)) for i in range(5)]
-    long.attach([Part(Batch({"tokens": Ragged.from_rows(rows)}), ("tokens",), np.arange(5))])
+    long.attach([whole(Batch({"tokens": Ragged.from_rows(rows)}), ("tokens",), np.arange(5))])
     short = Samples(5)
-    short.attach([Part(tokens_of(range(5)), ("tokens",), np.arange(5))])
+    short.attach([whole(tokens_of(range(5)), ("tokens",), np.arange(5))])
     ids = np.arange(5)
     assert driver_bytes([long.request(ids, ["tokens"])]) == driver_bytes([short.request(ids, ["tokens"])])

@@ -16,9 +16,9 @@ from transformers import (
 from rltrain.batch import Batch
 from rltrain.device import get_device
 from rltrain.models import attention, forward
-from rltrain.models.forward import pack
+from rltrain.models.forward import PolicyModel, pack
 from rltrain.models.load import load_config
-from rltrain.models.shard import make_mesh, named_weights, sharded_policy
+from rltrain.models.shard import make_mesh, named_weights, sharded_model
 from rltrain.ragged import Ragged
 
 SIZES = {
@@ -54,7 +54,8 @@ def model_folder(request, tmp_path):
 
 def make_policy(folder: str, gradient_checkpointing: bool = False):
     device = get_device("cpu")
-    return sharded_policy(
+    return sharded_model(
+        PolicyModel,
         folder, load_config(folder), make_mesh(device), device,
         master_dtype=torch.float32, compute_dtype=torch.float32, gradient_checkpointing=gradient_checkpointing,
     )  # fmt: skip
@@ -86,16 +87,14 @@ def test_packed_log_probs_entropy_and_gradient_equal_transformers(model_folder):
     policy, batch = make_policy(model_folder, gradient_checkpointing=True), make_batch()
     plain = AutoModelForCausalLM.from_pretrained(model_folder)
     policy.train()
-    log_probs, entropy = policy(pack(batch, torch.device("cpu")), TEMPERATURE, True)
+    log_probs, entropy, _ = policy(pack(batch, torch.device("cpu")), TEMPERATURE, True)
     expected, expected_entropy = by_transformers(plain, batch)
     assert torch.allclose(log_probs, expected, atol=2e-6)
     assert torch.allclose(entropy, expected_entropy, atol=5e-6)
     (log_probs.sum() + 0.3 * entropy.sum()).backward()
     (expected.sum() + 0.3 * expected_entropy.sum()).backward()
     found = {
-        name.removeprefix("causal_lm."): p.grad.full_tensor()
-        for name, p in policy.named_parameters()
-        if p.grad is not None
+        name.removeprefix("model."): p.grad.full_tensor() for name, p in policy.named_parameters() if p.grad is not None
     }
     for name, parameter in plain.named_parameters():
         scale = parameter.grad.abs().max().clamp(min=1e-3)
@@ -114,16 +113,16 @@ def test_chunking_the_logits_changes_nothing(tiny_model, monkeypatch):
     for chunk in (2**26, 40):
         monkeypatch.setattr(forward, "LOGITS_CHUNK", chunk)
         policy = make_policy(str(tiny_model))
-        log_probs, _ = policy(pack(batch, torch.device("cpu")), 1.0, False)
+        log_probs, *_ = policy(pack(batch, torch.device("cpu")), 1.0, False)
         log_probs.sum().backward()
-        results.append((log_probs.detach(), policy.causal_lm.get_input_embeddings().weight.grad.full_tensor()))
+        results.append((log_probs.detach(), policy.model.get_input_embeddings().weight.grad.full_tensor()))
     assert torch.allclose(results[0][0], results[1][0], atol=1e-6)
     assert torch.allclose(results[0][1], results[1][1], atol=1e-5)
 
 
 def test_an_idle_pass_has_zero_gradient(tiny_model):
     policy = make_policy(str(tiny_model))
-    log_probs, _ = policy(pack(Batch(), torch.device("cpu")), 1.0, False)
+    log_probs, *_ = policy(pack(Batch(), torch.device("cpu")), 1.0, False)
     assert log_probs.shape == (0,)
     log_probs.sum().backward()
     assert all(not p.grad.full_tensor().any() for p in policy.parameters() if p.grad is not None)

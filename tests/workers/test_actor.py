@@ -14,8 +14,11 @@ from rltrain.data.chat import chat_encoder, encode_prompts
 from rltrain.data.rows import read_rows
 from rltrain.errors import NonFiniteError
 from rltrain.models.forward import pack
-from rltrain.workers.actor_rollout_ref import ActorRolloutRefWorker, GenerateTask, MiniBatch
+from rltrain.device import get_device
+from rltrain.workers.actor_rollout_ref import ActorRolloutRefWorker, GenerateTask, UpdateTask
+from rltrain.workers.residency import Residency
 from rltrain.workers.rollout.base import Sampling
+from rltrain.workers.updater import MiniBatch
 from tests.tiny import small_run
 
 TASK = GenerateTask("train", (0, 1, 2, 3), Sampling(4, 8), seed=1, step=1)
@@ -31,9 +34,7 @@ def process_group():
 def make_worker(tiny_model, arithmetic_files, tmp_path, **changes) -> ActorRolloutRefWorker:
     config = load_config(small_run(tiny_model, arithmetic_files, tmp_path, **changes)).config
     store = encode_prompts(read_rows(str(arithmetic_files[0])), chat_encoder(config), 16, True)
-    worker = ActorRolloutRefWorker(config, {"train": store}, with_reference=True)
-    worker.init_model()
-    return worker
+    return ActorRolloutRefWorker(config, Residency(get_device("cpu")), {"train": store}, with_reference=True)
 
 
 @pytest.fixture
@@ -51,9 +52,13 @@ def scored(worker: ActorRolloutRefWorker) -> Batch:
     return batch
 
 
-def whole_batch(batch: Batch, sizes=(16,)) -> MiniBatch:
-    lengths = batch.dense("response_length")
-    return MiniBatch(tuple(sizes), Denominators(int(lengths.sum()), len(batch), 8))
+def denominators_of(batch: Batch) -> Denominators:
+    return Denominators(int(batch.dense("response_length").sum()), len(batch), 8)
+
+
+def one_step(batch: Batch, learning_rate: float) -> UpdateTask:
+    """One optimizer step on the whole batch."""
+    return UpdateTask((MiniBatch((len(batch),), denominators_of(batch)),), learning_rate)
 
 
 @pytest.mark.parametrize("sizes", [(16,), (5, 6, 5), (1,) * 16])
@@ -62,7 +67,7 @@ def test_with_one_optimizer_step_the_importance_ratio_is_one(worker, sizes):
     batch = scored(worker)
     worker._policy.train()
     for micro in batch.split(sizes):
-        log_probs, _ = worker._policy(pack(micro, torch.device("cpu")), 1.0, False)
+        log_probs, *_ = worker._policy(pack(micro, torch.device("cpu")), 1.0, False)
         ratio = (log_probs - micro.ragged("old_log_probs").values).exp()
         assert float((ratio - 1).abs().max().detach()) < 1e-6
 
@@ -76,7 +81,7 @@ def test_before_the_first_update_actor_reference_and_engine_agree(worker):
 
 def test_an_update_moves_the_actor_and_not_the_reference(worker):
     batch = scored(worker)
-    numbers = worker.update(batch, [whole_batch(batch)], 1e-3)
+    numbers = worker.update(batch, one_step(batch, 1e-3))
     assert numbers["grad_norm"][0] > 0
     again = worker.log_probs(batch, [16])[0].ragged("old_log_probs").values
     good = batch.dense("advantage").repeat_interleave(batch.dense("response_length")) > 0
@@ -88,20 +93,20 @@ def test_an_update_moves_the_actor_and_not_the_reference(worker):
 def test_generation_after_an_update_uses_the_new_weights(worker):
     batch = scored(worker)
     for _ in range(3):
-        worker.update(batch, [whole_batch(batch)], 1e-2)
+        worker.update(batch, one_step(batch, 1e-2))
     later = dataclasses.replace(TASK, step=2)
     fresh, _, _ = worker.generate(later)
     _, numbers = worker.log_probs(fresh, [16])
-    assert numbers["gap_max"] < 1e-5
+    assert numbers["max/gap"] < 1e-5
 
 
 def test_a_skipped_weight_sync_shows_in_the_gap(worker):
     batch = scored(worker)
     worker.generate(TASK)
-    worker.update(batch, [whole_batch(batch)], 1e-2)
+    worker.update(batch, one_step(batch, 1e-2))
     stale = batch  # its log-probs are the old engine's
     _, numbers = worker.log_probs(stale, [16])
-    assert numbers["gap_max"] > 1e-3
+    assert numbers["max/gap"] > 1e-3
 
 
 def test_the_gradient_is_the_same_for_any_cut(worker):
@@ -109,7 +114,7 @@ def test_the_gradient_is_the_same_for_any_cut(worker):
     norms = []
     for sizes in [(16,), (3, 7, 6), (1,) * 16, (16, 0)]:
         for micro in batch.split(sizes):
-            worker._backward(micro, whole_batch(batch).denominators)
+            worker._loss(micro, denominators_of(batch), one_step(batch, 0.0)).loss.backward()
         norms.append(torch.cat([p.grad.full_tensor().flatten() for p in worker._policy.parameters()]))
         worker._policy.zero_grad()
     for other in norms[1:]:
@@ -129,11 +134,11 @@ def test_skip_leaves_the_weights_alone(tiny_model, arithmetic_files, tmp_path):
     batch = scored(worker)
     batch.update({"advantage": torch.full((16,), float("nan"))})
     before = {name: p.full_tensor().clone() for name, p in worker._policy.named_parameters()}
-    assert worker.update(batch, [whole_batch(batch)], 1e-2)["skipped"].tolist() == [1.0]
+    assert worker.update(batch, one_step(batch, 1e-2))["skipped"].tolist() == [1.0]
     assert all(torch.equal(p.full_tensor(), before[name]) for name, p in worker._policy.named_parameters())
     stop = make_worker(tiny_model, arithmetic_files, tmp_path)
     with pytest.raises(NonFiniteError, match="no optimizer step was made"):
-        stop.update(batch, [whole_batch(batch)], 1e-2)
+        stop.update(batch, one_step(batch, 1e-2))
 
 
 def test_parameters_and_optimizer_can_rest_on_the_host(tiny_model, arithmetic_files, tmp_path):
@@ -147,6 +152,6 @@ def test_parameters_and_optimizer_can_rest_on_the_host(tiny_model, arithmetic_fi
     for worker in (plain, offloading):
         for _ in range(2):
             batch = scored(worker)
-            worker.update(batch, [whole_batch(batch)], 1e-3)
+            worker.update(batch, one_step(batch, 1e-3))
         results.append(worker.log_probs(batch, [16])[0].ragged("old_log_probs").values)
     assert torch.equal(*results)

@@ -1,0 +1,164 @@
+"""Does every algorithm learn? The quickstart's task, model and step, three seeds each: one table and one plot.
+
+    python -m bench.learning [--out outputs/learning] [--steps 100] [--seeds 3] [--jobs 2] [--only grpo,gae]
+
+A run that is complete is not made again. Writes bench/results/learning_cpu.md and learning_cpu.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import platform
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from rltrain.report import read_metrics
+
+ROOT = Path(__file__).parent.parent
+A, R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
+# Without the penalty for long answers, where there is one.
+KEYS = ("val-aux/rltrain/arithmetic/rule_score/mean@4", "val-core/rltrain/arithmetic/reward/mean@4")
+GOAL = 0.7
+EVERY = 10
+COMMON = [
+    "data.train_batch_size=32", "data.max_prompt_length=32", "data.max_response_length=8",
+    "actor_rollout_ref.model.enable_gradient_checkpointing=False", f"{A}optim.lr=1e-4", f"{A}optim.lr_warmup_steps=5",
+    f"{A}optim.weight_decay=0.0", f"{A}ppo_mini_batch_size=16", f"{R}n=8", f"{R}val_kwargs.do_sample=True",
+    f"{R}val_kwargs.temperature=1.0", f"{R}val_kwargs.n=4", "trainer.device=cpu", "trainer.n_gpus_per_node=1",
+    f"trainer.test_freq={EVERY}", "trainer.save_at_end=False", "trainer.logger=[]",
+]  # fmt: skip
+ALGORITHMS = {
+    "grpo": ["algorithm.adv_estimator=grpo"],
+    "dr-grpo": [
+        "algorithm.adv_estimator=grpo",
+        "algorithm.norm_adv_by_std_in_grpo=False",
+        f"{A}loss_agg_mode=seq-mean-token-sum-norm",
+    ],
+    "rloo": ["algorithm.adv_estimator=rloo"],
+    "reinforce++": ["algorithm.adv_estimator=reinforce_plus_plus"],
+    "gae": ["algorithm.adv_estimator=gae", "critic.optim.lr=3e-4", "critic.model.enable_gradient_checkpointing=False"],
+    "dapo": [
+        "algorithm.adv_estimator=grpo",
+        f"{A}clip_ratio_high=0.28",
+        "algorithm.filter_groups.enable=True",
+        "algorithm.filter_groups.metric=acc",
+        "reward_model.reward_manager=dapo",
+        "reward_model.overlong_buffer.enable=True",
+        "reward_model.overlong_buffer.len=2",
+    ],
+    "gspo": [
+        "algorithm.adv_estimator=grpo",
+        f"{A}policy_loss.loss_mode=gspo",
+        f"{A}loss_agg_mode=seq-mean-token-mean",
+        f"{A}clip_ratio_low=3e-4",
+        f"{A}clip_ratio_high=4e-4",
+    ],
+}
+
+
+def prepare(out: Path) -> list[str]:
+    """Data and model of the quickstart; returns the keys that name them."""
+    data, model = out / "data", out / "model"
+    if not (model / "config.json").exists():
+        arguments = ["--output", data, "--num-train", 2048, "--num-test", 128, "--max-operand", 49, "--seed", 0]
+        call("-m", "rltrain.data_preprocess.arithmetic", *arguments)
+        call("scripts/make_small_model.py", "--output", model, "--train", data / "train.parquet", "--seed", 1)
+    files = [f"data.train_files={data}/train.parquet", f"data.val_files={data}/test.parquet"]
+    return [*files, f"actor_rollout_ref.model.path={model}"]
+
+
+def call(*arguments: object) -> None:
+    subprocess.run([sys.executable, *map(str, arguments)], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+
+
+def train(out: Path, keys: list[str], name: str, seed: int, steps: int) -> None:
+    run = out / f"{name}_{seed}"
+    if (run / "done").exists():
+        return
+    own = [f"data.seed={seed}", f"trainer.total_training_steps={steps}", f"trainer.default_local_dir={run}"]
+    call("-m", "rltrain.main_ppo", *COMMON, *keys, *ALGORITHMS[name], *own)
+    (run / "done").touch()
+
+
+def curve(run: Path) -> dict[int, float]:
+    """Held-out accuracy by step."""
+    lines = [line for line in read_metrics(run) if KEYS[1] in line]
+    return {line["step"]: line.get(KEYS[0], line[KEYS[1]]) for line in lines}
+
+
+def row(name: str, curves: list[dict[int, float]], seconds: float) -> str:
+    reached = [next((step for step, value in curve.items() if value >= GOAL), None) for curve in curves]
+    last = [list(curve.values())[-1] for curve in curves]
+    steps = ", ".join("never" if step is None else str(step) for step in reached)
+    finals = ", ".join(f"{value:.2f}" for value in last)
+    return f"| {name} | {curves[0][0]:.2f} | {finals} | {steps} | {seconds:.2f} |"
+
+
+def plot(curves: dict[str, list[dict[int, float]]], file: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4.5))
+    for name, mine in curves.items():
+        steps = list(mine[0])
+        values = [[curve[step] for curve in mine] for step in steps]
+        (line,) = axes.plot(steps, [sum(each) / len(each) for each in values], label=name)
+        axes.fill_between(
+            steps, [min(each) for each in values], [max(each) for each in values], color=line.get_color(), alpha=0.12
+        )
+    axes.axhline(GOAL, color="grey", linewidth=0.8, linestyle=":")
+    axes.set_xlabel("step (32 prompts x 8 answers)")
+    axes.set_ylabel("held-out accuracy (mean of seeds; band: all seeds)")
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(file, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, default=Path("outputs/learning"))
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--only", default=",".join(ALGORITHMS))
+    options = parser.parse_args()
+    out = options.out.resolve()
+    keys, names = prepare(out), options.only.split(",")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with ThreadPoolExecutor(options.jobs) as pool:
+        jobs = [
+            pool.submit(train, out, keys, name, seed, options.steps)
+            for seed in range(1, options.seeds + 1)
+            for name in names
+        ]
+        for job in jobs:
+            job.result()
+    runs = {name: [out / f"{name}_{seed}" for seed in range(1, options.seeds + 1)] for name in names}
+    curves = {name: [curve(run) for run in mine] for name, mine in runs.items()}
+    lines = [
+        "# Learning, CPU",
+        "",
+        f"`python -m bench.learning --steps {options.steps} --seeds {options.seeds} --jobs {options.jobs}`, {datetime.date.today()}, "
+        f"{platform.machine()}, {os.cpu_count()} cores. Task, model and step of scripts/quickstart.sh; held-out accuracy (128 prompts, 4",
+        f"sampled answers each) every {EVERY} steps. Seconds a step with other jobs on the same cores: an upper bound.",
+        "",
+        f"| algorithm | before | after {options.steps} steps (each seed) | first step at {GOAL} or more (each seed) | s/step |",
+        "|---|---|---|---|---|",
+    ]
+    for name in names:
+        times = [line["timing_s/step"] for run in runs[name] for line in read_metrics(run) if "timing_s/step" in line]
+        lines.append(row(name, curves[name], sum(times) / len(times)))
+    lines += ["", "![held-out accuracy](learning_cpu.png)", ""]
+    results = ROOT / "bench/results"
+    (results / "learning_cpu.md").write_text("\n".join(lines))
+    plot(curves, results / "learning_cpu.png")
+
+
+if __name__ == "__main__":
+    main()

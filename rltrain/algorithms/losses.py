@@ -1,0 +1,67 @@
+"""The actor's loss on one micro-batch: policy loss, entropy bonus, KL to the reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from rltrain.algorithms.aggregation import Denominators, token_weights
+from rltrain.algorithms.policy_losses import PolicyLossFunction, PolicyLossInputs
+from rltrain.config.schema import ActorConfig
+from rltrain.ragged import Ragged
+
+
+@dataclass(frozen=True)
+class LossShare:
+    """loss: this micro-batch's share of the mini-batch loss (scalar, differentiable).
+
+    shares: parts of the loss that add up over micro-batches and ranks. token_sums: sums over tokens, to be divided by the
+    token count of the mini-batch.
+    """
+
+    loss: Tensor
+    shares: dict[str, Tensor]
+    token_sums: dict[str, Tensor]
+
+
+def actor_loss(
+    inputs: PolicyLossInputs,
+    denominators: Denominators,
+    cfg: ActorConfig,
+    policy_loss: PolicyLossFunction,
+    *,
+    weights: Tensor | None = None,
+    entropy: Tensor | None = None,
+    kl: Tensor | None = None,
+) -> LossShare:
+    """agg(w policy loss) - entropy_coeff * agg(H) + kl_loss_coef * agg(KL(pi || pi_ref)).
+
+    ``weights``: importance weights w of the rollout correction. All token tensors have shape [tokens].
+    """
+    per_token = token_weights(cfg.loss_agg_mode, inputs.mask, denominators)
+    policy = policy_loss(inputs, cfg)
+    losses = policy.token_losses if weights is None else policy.token_losses * weights
+    shares = {"pg_loss": aggregate(losses, per_token)}
+    loss = shares["pg_loss"]
+    if entropy is not None:
+        shares["entropy_loss"] = aggregate(entropy, per_token)
+        loss = loss - cfg.entropy_coeff * shares["entropy_loss"]
+    if kl is not None:
+        shares["kl_loss"] = aggregate(kl, per_token)
+        loss = loss + cfg.kl_loss_coef * shares["kl_loss"]
+    return finish(loss, shares, policy.statistics, inputs.mask)
+
+
+def aggregate(values: Tensor, weights: Tensor) -> Tensor:
+    """Weighted sum over tokens; a token of weight 0 counts for nothing, even if its value is infinite."""
+    return (weights * values.masked_fill(weights == 0, 0.0)).sum()
+
+
+def finish(loss: Tensor, shares: dict[str, Tensor], statistics: dict[str, Tensor], mask: Ragged) -> LossShare:
+    """The loss with its parts, detached, and the sums of the statistics over the tokens that count."""
+    return LossShare(
+        loss=loss,
+        shares={name: share.detach() for name, share in shares.items()},
+        token_sums={name: aggregate(values, mask.values) for name, values in statistics.items()},
+    )

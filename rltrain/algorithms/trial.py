@@ -1,0 +1,63 @@
+"""Estimators and losses of the user's own are tried on a few numbers before anything is started."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+
+import torch
+
+from rltrain.algorithms.advantages import OutcomeInputs, TokenInputs, find_estimator
+from rltrain.algorithms.policy_losses import PolicyLoss, PolicyLossInputs, find_policy_loss
+from rltrain.config.algorithm_schema import AlgorithmConfig
+from rltrain.config.schema import ActorConfig
+from rltrain.plugin import is_plugin
+from rltrain.ragged import Ragged
+
+_LENGTHS = torch.tensor([3, 1, 0, 2])
+
+
+def try_estimator(cfg: AlgorithmConfig) -> Iterator[str]:
+    """What is wrong with an ``algorithm.adv_estimator=FILE.py:NAME``."""
+    if not is_plugin(cfg.adv_estimator):
+        return
+    key = f"algorithm.adv_estimator={cfg.adv_estimator}"
+    estimator = find_estimator(cfg.adv_estimator)
+    scores, tokens = (
+        torch.tensor([1.0, 0.0, 0.5, 0.5], dtype=torch.float64),
+        Ragged(torch.ones(6, dtype=torch.float64), _LENGTHS),
+    )
+    try:
+        if estimator.outcome:
+            found = estimator.outcome(OutcomeInputs(scores, torch.tensor([0, 0, 1, 1]), _LENGTHS), cfg)
+            wanted = 4
+        else:
+            assert estimator.token is not None
+            found, wanted = estimator.token(TokenInputs(tokens, tokens, scores), cfg).advantages.values, 6
+    except Exception:  # noqa: BLE001 - user code; whatever it raises is reported with its traceback
+        yield f"{key} fails on a small batch:\n{traceback.format_exc(limit=-2)}"
+        return
+    if not isinstance(found, torch.Tensor) or found.shape != (wanted,) or not bool(found.isfinite().all()):
+        yield f"{key} must return {wanted} finite numbers for a batch of 4 answers with 6 tokens; it returned {found!r}."
+
+
+def try_policy_loss(cfg: ActorConfig) -> Iterator[str]:
+    """What is wrong with an ``actor.policy_loss.loss_mode=FILE.py:NAME``."""
+    name = cfg.policy_loss.loss_mode
+    if not is_plugin(name):
+        return
+    key = f"actor_rollout_ref.actor.policy_loss.loss_mode={name}"
+    log_probs = torch.full((6,), -0.5, requires_grad=True)
+    mask = Ragged(torch.ones(6), _LENGTHS)
+    selected = torch.zeros(6, dtype=torch.bool)
+    inputs = PolicyLossInputs(log_probs, torch.full((6,), -0.6), torch.linspace(-1, 1, 6), mask, selected)
+    function = find_policy_loss(name).function
+    try:
+        found = function(inputs, cfg)
+    except Exception:  # noqa: BLE001 - user code; whatever it raises is reported with its traceback
+        yield f"{key} fails on a small batch:\n{traceback.format_exc(limit=-2)}"
+        return
+    if not isinstance(found, PolicyLoss):
+        yield f"{key} must return a rltrain.algorithms.policy_losses.PolicyLoss; it returned {type(found).__name__}."
+    elif found.token_losses.shape != (6,) or not found.token_losses.requires_grad:
+        yield f"{key}: token_losses must have one number a token [6] and depend on inputs.log_probs; it has {found.token_losses!r}."

@@ -1,0 +1,40 @@
+"""A function of the user's own, named FILE.py:NAME."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rltrain.errors import ConfigError
+
+
+def is_plugin(name: str) -> bool:
+    """Whether ``name`` is FILE.py:NAME."""
+    return ":" in name
+
+
+def load_plugin(key: str, name: str) -> Callable[..., Any]:
+    """The function that ``key=FILE.py:NAME`` names. Raises ConfigError with the traceback of a file that does not import."""
+    file, _, function_name = name.rpartition(":")
+    path = Path(file).expanduser()
+    module_name = f"rltrain_plugin_{path.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if not path.is_file() or spec is None or spec.loader is None:
+        raise ConfigError(f"{key}={name}: {path.absolute()} is not a Python file.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # dataclasses and pickle look a module up by its name
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # user code: whatever it raises is reported with its traceback
+        raise ConfigError(f"{key}={name} cannot be imported:\n{traceback.format_exc(limit=-3)}") from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        own = [each for each, value in vars(module).items() if callable(value) and value.__module__ == module_name]
+        raise ConfigError(
+            f"{key}={name}: the file has no function {function_name!r}; it defines {', '.join(own) or 'none'}."
+        )
+    return function

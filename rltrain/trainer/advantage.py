@@ -1,0 +1,83 @@
+"""From scores to advantages: the KL in the reward, the estimator, whitening; and who has nothing to learn from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rltrain.algorithms.advantages import Estimator, Moments, OutcomeInputs, find_estimator
+from rltrain.algorithms.kl import adapted_kl_coef
+from rltrain.algorithms.policy_losses import find_policy_loss
+from rltrain.config.schema import Config
+from rltrain.controller.samples import Samples
+from rltrain.trainer import metrics as m
+from rltrain.trainer.balance import Layout
+from rltrain.trainer.metrics import Metrics
+from rltrain.trainer.roles import Policy
+
+
+@dataclass(frozen=True)
+class Whitening:
+    """Token advantages are used as (A - shift) * scale."""
+
+    shift: float = 0.0
+    scale: float = 1.0
+
+
+class Advantages:
+    """Holds the weight of the KL in the reward, which an adaptive controller changes from step to step."""
+
+    def __init__(self, cfg: Config) -> None:
+        self.kl_coef = cfg.algorithm.kl_ctrl.kl_coef
+        self._cfg = cfg
+        self._estimator: Estimator = find_estimator(cfg.algorithm.adv_estimator)
+        # Every token of an answer gets a number of its own, rather than that of the answer.
+        self.token_level = self._estimator.token is not None
+
+    def estimate(self, samples: Samples, policy: Policy, layout: Layout) -> tuple[Whitening, Metrics]:
+        """A(x, y) of every sample: ``advantage`` [n], or the columns ``advantages`` and ``returns`` and how to whiten them."""
+        coef = self.kl_coef
+        metrics = self._kl_penalty(samples) if self._cfg.algorithm.use_kl_in_reward else {}
+        if self._estimator.token:
+            columns = ["values"] if samples.parts_with("values") else []
+            sums = policy.token_advantages(samples, layout, coef, columns)
+            whitening = Whitening()
+            if self._estimator.whitens:
+                moments = Moments(*(sums[f"advantages/{name}"] for name in ("count", "total", "squares")))
+                whitening = Whitening(*moments.whitening())
+            return whitening, metrics | m.token_advantage_metrics(sums, whitening.shift, whitening.scale)
+        assert self._estimator.outcome is not None
+        terms = {name: torch.from_numpy(samples[name]) for name in self._cfg.algorithm.gdpo_reward_keys}
+        scores, groups, lengths = (torch.from_numpy(samples[name]) for name in ("reward", "group", "response_length"))
+        advantages = self._estimator.outcome(OutcomeInputs(scores, groups, lengths, terms), self._cfg.algorithm)
+        samples.update({"advantage": advantages.double().numpy()})
+        return Whitening(), metrics | m.outcome_advantage_metrics(samples)
+
+    def _kl_penalty(self, samples: Samples) -> Metrics:
+        """reward = score - coef * KL; then the controller sets the weight of the next step."""
+        coef = self.kl_coef
+        samples.update({"reward": samples["score"] - coef * samples["kl_sum"]})
+        kl = float((samples["kl_sum"] / np.maximum(samples["response_length"], 1)).mean())
+        self.kl_coef = adapted_kl_coef(coef, kl, len(samples), self._cfg.algorithm.kl_ctrl)
+        return {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": coef}
+
+    def silent(self, samples: Samples) -> NDArray[np.bool_]:
+        """Samples [n] without any gradient: no advantage, and neither KL nor entropy in the loss. They need not be computed."""
+        actor = self._cfg.actor_rollout_ref.actor
+        correction = self._cfg.algorithm.rollout_correction
+        reinforce = correction.bypass_mode and correction.loss_type == "reinforce"
+        needed = actor.use_kl_loss or actor.entropy_coeff != 0 or self._estimator.whitens
+        if needed or not (reinforce or find_policy_loss(actor.policy_loss.loss_mode).silent_at_zero):
+            return np.zeros(len(samples), dtype=bool)
+        return ~samples["signal"] if self.token_level else samples["advantage"] == 0
+
+
+def check_plugins(cfg: Config) -> Sequence[str]:
+    """Try estimators and losses of the user's own on a small batch. Returns what is wrong with them."""
+    from rltrain.algorithms.trial import try_estimator, try_policy_loss
+
+    return [*try_estimator(cfg.algorithm), *try_policy_loss(cfg.actor_rollout_ref.actor)]

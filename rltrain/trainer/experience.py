@@ -1,0 +1,134 @@
+"""What a step learns from: prompts, answers, scores; with dynamic sampling, until enough groups say something."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from rltrain.config.schema import Config
+from rltrain.controller.samples import Samples
+from rltrain.data.order import BatchOrder
+from rltrain.trainer.balance import Ids
+from rltrain.trainer.metrics import Metrics
+from rltrain.trainer.plan import Plan
+from rltrain.trainer.rewards import Rewards
+from rltrain.trainer.roles import Policy
+from rltrain.trainer.timing import StepTimer
+from rltrain.workers.actor_rollout_ref import GenerateTask
+from rltrain.workers.rollout.base import Sampling
+
+# Validation draws its random numbers from another stream than training.
+_VALIDATION_SEED = 0x5EED
+
+
+@dataclass
+class _Round:
+    samples: Samples
+    useful: Ids
+
+
+class Experience:
+    """Generates and scores. ``batches_drawn``: rounds of prompts taken so far, which is the data position of the run."""
+
+    def __init__(self, cfg: Config, plan: Plan, policy: Policy, rewards: Rewards, order: BatchOrder) -> None:
+        self.batches_drawn = 0
+        self._cfg = cfg
+        self._plan = plan
+        self._policy = policy
+        self._rewards = rewards
+        self._order = order
+        self._rollout = cfg.actor_rollout_ref.rollout
+        self._seed = cfg.data.seed if self._rollout.seed is None else self._rollout.seed
+
+    @property
+    def epoch(self) -> int:
+        """The epoch (from 0) of the newest prompts."""
+        return self._order.epoch(max(self.batches_drawn - 1, 0))
+
+    def collect(self, timer: StepTimer) -> tuple[Samples, Metrics]:
+        """y ~ pi_old(. | x) and r(x, y) for the prompts of one step, prompt-major."""
+        if not self._cfg.algorithm.filter_groups.enable:
+            return self._round(timer)
+        rounds: list[_Round] = []
+        metrics: Metrics = {}
+        while len(rounds) < self._plan.max_generation_rounds:
+            samples, found = self._round(timer)
+            metrics = {name: metrics.get(name, 0.0) + value for name, value in found.items()}
+            rounds.append(_Round(samples, self._useful_prompts(samples)))
+            if sum(len(each.useful) for each in rounds) >= self._plan.prompts_per_step:
+                break
+        return self._choose(rounds, metrics)
+
+    def _round(self, timer: StepTimer) -> tuple[Samples, Metrics]:
+        rows = self._order.rows(self.batches_drawn)
+        self.batches_drawn += 1
+        task = GenerateTask("train", tuple(rows), self._sampling(greedy=not self._rollout.do_sample), self._seed, self.batches_drawn)
+        with timer("gen"):
+            samples, metrics = self._policy.generate(task)
+        with timer("reward"):
+            samples.update(self._rewards.score("train", samples))
+        return samples, metrics
+
+    def _sampling(self, *, greedy: bool, num_samples: int | None = None) -> Sampling:
+        return Sampling(
+            num_samples=num_samples or self._rollout.n,
+            max_tokens=self._cfg.data.max_response_length,
+            temperature=self._rollout.temperature,
+            top_k=self._rollout.top_k,
+            top_p=self._rollout.top_p,
+            greedy=greedy,
+            ignore_eos=self._rollout.ignore_eos,
+        )
+
+    def _useful_prompts(self, samples: Samples) -> Ids:
+        """Prompts whose answers differ in ``filter_groups.metric``   (Yu et al. 2025, DAPO, section 3.2)."""
+        metric = self._cfg.algorithm.filter_groups.metric
+        if metric == "acc" and "acc" not in samples.numbers:  # a scorer that returns a bare number
+            metric = "rule_score"
+        values = samples["score" if metric == "seq_reward" else metric].reshape(-1, self._rollout.n)
+        return np.flatnonzero(values.max(1) != values.min(1))
+
+    def _choose(self, rounds: list[_Round], metrics: Metrics) -> tuple[Samples, Metrics]:
+        """Useful groups in order; where they are too few, groups that were thrown away keep the batch at its size."""
+        wanted, n = self._plan.prompts_per_step, self._rollout.n
+        taken: list[Ids] = []
+        for each in rounds:
+            taken.append(each.useful[: wanted - sum(map(len, taken))])
+        useful = sum(map(len, taken))
+        for number, each in enumerate(rounds):
+            others = np.setdiff1d(np.arange(len(each.samples) // n), each.useful)
+            taken[number] = np.sort(np.concatenate([taken[number], others[: wanted - sum(map(len, taken))]]))
+        ids = [(prompts[:, None] * n + np.arange(n)).ravel() for prompts in taken]
+        samples = Samples.join([(each.samples, mine) for each, mine in zip(rounds, ids, strict=True)])
+        samples.update({"group": np.arange(wanted).repeat(n)})
+        generated = sum(len(each.samples) for each in rounds)
+        tokens = sum(int(each.samples["response_length"].sum()) for each in rounds)
+        return samples, metrics | {
+            "filter_groups/rounds": float(len(rounds)),
+            "filter_groups/prompts_generated": generated / n,
+            "filter_groups/prompts_thrown_away": generated / n - useful,
+            "filter_groups/prompts_filled_up": float(wanted - useful),
+            "filter_groups/tokens_thrown_away": float(tokens - int(samples["response_length"].sum())),
+        }
+
+    def add_greedy_baseline(self, samples: Samples, timer: StepTimer) -> None:
+        """``baseline`` [n]: the score of the greedy answer to the same prompt (ReMax)."""
+        n = self._rollout.n
+        rows = samples["row"][::n]
+        with timer("gen_max"):
+            task = GenerateTask("train", tuple(rows.tolist()), self._sampling(greedy=True, num_samples=1), self._seed, self.batches_drawn)
+            greedy, _ = self._policy.generate(task)
+            samples.update({"baseline": self._rewards.score("train", greedy)["score"].repeat(n)})
+
+    def validation(self, step: int) -> tuple[Samples, dict[str, np.ndarray], int]:
+        """Answers to every validation prompt, their scores, and how many answers a prompt got."""
+        val = self._rollout.val_kwargs
+        greedy = not val.do_sample or val.temperature == 0
+        num_samples = 1 if greedy else val.n
+        sampling = Sampling(
+            num_samples, self._cfg.data.max_response_length, val.temperature or 1.0, val.top_k, val.top_p, greedy, self._rollout.ignore_eos
+        )
+        rows = tuple(range(self._rewards.num_rows("val")))
+        samples, _ = self._policy.generate(GenerateTask("val", rows, sampling, self._seed ^ _VALIDATION_SEED, step))
+        return samples, self._rewards.score("val", samples), num_samples

@@ -1,0 +1,86 @@
+"""The critic: V(prompt, answer up to a token) of every answer token, trained on the returns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from rltrain.algorithms.aggregation import Denominators, all_ones, token_weights
+from rltrain.algorithms.losses import LossShare, aggregate, finish
+from rltrain.algorithms.value_loss import value_loss
+from rltrain.batch import Batch
+from rltrain.config.schema import Config
+from rltrain.device import resolve_dtype
+from rltrain.models.forward import ScalarModel, pack
+from rltrain.models.load import load_config, with_one_label
+from rltrain.models.shard import make_mesh, sharded_model
+from rltrain.models.state import load_training_state, save_training_state
+from rltrain.ragged import Ragged
+from rltrain.workers.residency import Residency
+from rltrain.workers.updater import MiniBatch, Numbers, Updater, idle
+
+
+class CriticWorker:
+    """One shard of the critic. Every method is called on all ranks at once."""
+
+    def __init__(self, cfg: Config, residency: Residency) -> None:
+        self._cfg = cfg.critic
+        self._residency = residency
+        self._device = residency.device
+        model_cfg, fsdp = cfg.critic.model, cfg.critic.model.fsdp_config
+        path = model_cfg.path or cfg.actor_rollout_ref.model.path
+        config = load_config(
+            path, "critic.model", trust_remote_code=model_cfg.trust_remote_code, override=dict(model_cfg.override_config)
+        )
+        self._model = sharded_model(
+            ScalarModel,
+            path,
+            with_one_label(config),
+            make_mesh(self._device, fsdp.fsdp_size),
+            self._device,
+            master_dtype=resolve_dtype(fsdp.model_dtype, self._device),
+            compute_dtype=resolve_dtype(fsdp.compute_dtype, self._device),
+            gradient_checkpointing=model_cfg.enable_gradient_checkpointing,
+            reshard_after_forward=fsdp.reshard_after_forward,
+            trust_remote_code=model_cfg.trust_remote_code,
+        )
+        self._updater = Updater("critic", self._model, cfg.critic.optim, cfg.trainer, self._device)
+        residency.add_model(self._model, "values", "train_critic", "save", offload=fsdp.param_offload)
+        residency.add_optimizer(self._updater.optimizer, "train_critic", "save", offload=fsdp.optimizer_offload)
+
+    @torch.no_grad()
+    def values(self, batch: Batch, micro_sizes: Sequence[int]) -> tuple[Batch, Numbers]:
+        """V of the state in which each answer token was chosen."""
+        self._residency.enter("values")
+        self._model.eval()
+        found = [self._model(pack(micro, self._device.torch_device)).cpu() for micro in batch.split(micro_sizes)]
+        lengths = batch.dense("response_length") if len(batch) else torch.zeros(0, dtype=torch.long)
+        return Batch({"values": Ragged(torch.cat(found), lengths)}), {}
+
+    def update(self, batch: Batch, mini_batches: Sequence[MiniBatch], learning_rate: float) -> Numbers:
+        """One optimizer step a mini-batch."""
+        self._residency.enter("train_critic")
+        return self._updater.run(batch, mini_batches, learning_rate, self._loss)
+
+    def _loss(self, micro: Batch, denominators: Denominators) -> LossShare:
+        device = self._device.torch_device
+        values = self._model(pack(micro, device))
+        if not len(micro):
+            return idle(values)
+        micro = micro.to(device)
+        mask = micro.ragged("loss_mask") if "loss_mask" in micro else all_ones(micro.dense("response_length"), device)
+        old, returns = micro.ragged("values").values, micro.ragged("returns").values
+        losses, statistics = value_loss(values, old, returns, self._cfg.cliprange_value)
+        loss = aggregate(losses, token_weights(self._cfg.loss_agg_mode, mask, denominators))
+        return finish(loss, {"vf_loss": loss}, statistics, mask)
+
+    def save(self, folder: str) -> None:
+        """Write this rank's shards of model and optimizer into ``folder`` (a collective)."""
+        self._residency.enter("save")
+        save_training_state(self._model, self._updater.optimizer, folder)
+
+    def load(self, folder: str, weights_only: bool) -> None:
+        """Read them back, on any number of ranks (a collective)."""
+        self._residency.enter("save")
+        load_training_state(self._model, None if weights_only else self._updater.optimizer, folder)

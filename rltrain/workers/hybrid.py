@@ -1,0 +1,45 @@
+"""The hybrid worker: one process on one device that hosts all roles, which share the device in time."""
+
+from __future__ import annotations
+
+from rltrain.batch import Batch
+from rltrain.config.schema import Config
+from rltrain.data.chat import PromptStore
+from rltrain.data.rows import Rows
+from rltrain.device import get_device
+from rltrain.workers.actor_rollout_ref import ActorRolloutRefWorker
+from rltrain.workers.critic import CriticWorker
+from rltrain.workers.residency import Residency
+from rltrain.workers.reward_model import RewardModelWorker
+from rltrain.workers.token_advantages import token_advantages
+from rltrain.workers.updater import Numbers
+
+
+class HybridWorker:
+    """Roles are called by their name: ``actor.generate``, ``critic.values``, ``reward_model.score``."""
+
+    actor: ActorRolloutRefWorker
+    critic: CriticWorker
+    reward_model: RewardModelWorker
+
+    def __init__(self, cfg: Config, prompts: dict[str, PromptStore], rows: dict[str, Rows] | None = None) -> None:
+        self._cfg = cfg
+        self._prompts = prompts
+        self._rows = rows
+
+    def init_models(self, with_reference: bool, with_critic: bool) -> Numbers:
+        """Load every model of this run. Returns sizes."""
+        device = get_device(self._cfg.trainer.device)
+        device.activate()
+        residency = Residency(device)
+        self.actor = ActorRolloutRefWorker(self._cfg, residency, self._prompts, with_reference=with_reference)
+        if with_critic:
+            self.critic = CriticWorker(self._cfg, residency)
+        if self._cfg.reward_model.enable:
+            assert self._rows is not None
+            self.reward_model = RewardModelWorker(self._cfg, residency, self._rows)
+        return self.actor.sizes()
+
+    def advantages(self, batch: Batch, kl_coef: float) -> tuple[Batch, Numbers]:
+        """Token-level advantages and returns of this rank's samples."""
+        return token_advantages(batch, self._cfg.algorithm, kl_coef)

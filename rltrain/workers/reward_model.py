@@ -1,0 +1,90 @@
+"""The reward model: a score of each whole answer, as its own tokenizer and chat template write the conversation."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from rltrain.batch import Batch
+from rltrain.config.schema import Config
+from rltrain.data.chat import ChatEncoder
+from rltrain.data.rows import Rows
+from rltrain.device import resolve_dtype
+from rltrain.errors import ConfigError, NonFiniteError
+from rltrain.models.forward import ScalarModel, pack_whole
+from rltrain.models.load import load_config
+from rltrain.models.shard import make_mesh, sharded_model
+from rltrain.workers.residency import Residency
+from rltrain.workers.updater import Numbers
+
+
+class RewardModelWorker:
+    """One shard of the reward model. ``rows``: the conversations that answers belong to, by split."""
+
+    def __init__(self, cfg: Config, residency: Residency, rows: dict[str, Rows]) -> None:
+        self._cfg = cfg.reward_model
+        self._rows = rows
+        self._residency = residency
+        device, model_cfg, fsdp = residency.device, cfg.reward_model.model, cfg.reward_model.model.fsdp_config
+        assert model_cfg.path is not None
+        config = load_config(model_cfg.path, "reward_model.model", trust_remote_code=model_cfg.trust_remote_code)
+        if config.num_labels != 1:
+            raise ConfigError(
+                f"reward_model.model.path={model_cfg.path} has {config.num_labels} labels. Give a sequence classifier with one."
+            )
+        self._encoder = ChatEncoder(
+            model_cfg.path, trust_remote_code=model_cfg.trust_remote_code, chat_template=None, template_kwargs={}
+        )
+        self._model = sharded_model(
+            ScalarModel,
+            model_cfg.path,
+            config,
+            make_mesh(device, fsdp.fsdp_size),
+            device,
+            master_dtype=resolve_dtype("auto", device),
+            compute_dtype=resolve_dtype(fsdp.compute_dtype, device),
+            gradient_checkpointing=False,
+            reshard_after_forward=fsdp.reshard_after_forward,
+            trust_remote_code=model_cfg.trust_remote_code,
+        )
+        self._model.requires_grad_(False).eval()
+        residency.add_model(self._model, "reward", offload=fsdp.param_offload)
+
+    @torch.no_grad()
+    def score(self, batch: Batch, split: str) -> Numbers:
+        """``model_score`` of each sample [n], from its ``text`` and ``row``."""
+        self._residency.enter("reward")
+        rows = self._encode(batch, split)
+        micros = self._cut([len(row) for row in rows])
+        found = [self._model(pack_whole([rows[i] for i in micro], self._residency.device.torch_device)) for micro in micros]
+        scores = torch.cat([each.cpu() for each in found]).double().numpy()
+        if not np.isfinite(scores).all():
+            raise NonFiniteError(f"the reward model {self._cfg.model.path} gave scores that are not finite.")
+        return {"model_score": scores}
+
+    def _encode(self, batch: Batch, split: str) -> list[list[int]]:
+        if not len(batch):
+            return []
+        texts, places = batch["text"], batch.dense("row").tolist()
+        assert isinstance(texts, list)
+        conversations = [
+            [*self._rows[split][row].prompt, {"role": "assistant", "content": text}]
+            for row, text in zip(places, texts, strict=True)
+        ]
+        return self._encoder.encode_batch(conversations, answered=True)
+
+    def _cut(self, lengths: list[int]) -> list[list[int]]:
+        """Micro-batches within the budget, in order; equally many on every rank (the rest idle), as the collectives need."""
+        micros: list[list[int]] = []
+        room = 0
+        for place, length in enumerate(lengths):
+            cost = length if self._cfg.use_dynamic_bsz else 1
+            if not micros or cost > room:
+                micros.append([])
+                room = self._cfg.forward_max_token_len_per_gpu if self._cfg.use_dynamic_bsz else self._cfg.micro_batch_size_per_gpu or 1
+            micros[-1].append(place)
+            room -= cost
+        count = torch.tensor(len(micros), device=self._residency.device.torch_device)
+        dist.all_reduce(count, dist.ReduceOp.MAX)
+        return micros + [[] for _ in range(max(int(count), 1) - len(micros))]

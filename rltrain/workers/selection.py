@@ -1,0 +1,32 @@
+"""Tokens that a loss treats differently, chosen over the whole global mini-batch and not per micro-batch or rank."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rltrain.algorithms.policy_losses import BatchMeans, PolicyLossInputs, Selection
+from rltrain.config.schema import ActorConfig
+
+
+def select(
+    inputs: PolicyLossInputs, noise: Tensor, selection: Selection, num_tokens: int, cfg: ActorConfig
+) -> Tensor:
+    """Which of this rank's tokens belong to the selected of all ranks (a collective). Ties at the border are all taken.
+
+    ``inputs``: all tokens of this rank's part of the mini-batch. num_tokens: tokens of the global mini-batch.
+    """
+    mask = inputs.mask.values
+    sums = torch.stack([(inputs.advantages * mask).double().sum(), (inputs.log_probs * mask).double().sum()])
+    dist.all_reduce(sums)
+    advantage, log_prob = (sums / max(num_tokens, 1)).tolist()
+    keys = selection.keys(inputs, noise, BatchMeans(advantage, log_prob), cfg).double()
+    count = max(1, int(selection.share(cfg) * num_tokens))
+    best = torch.full((count,), torch.inf, dtype=torch.float64, device=keys.device)
+    mine = keys.topk(min(count, len(keys)), largest=False).values
+    best[: len(mine)] = mine
+    everyone = [torch.empty_like(best) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, best)
+    border = torch.cat(everyone).kthvalue(count).values
+    return (keys <= border) & keys.isfinite()

@@ -1,0 +1,56 @@
+"""Token rewards and token-level advantages, computed where the tokens are."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rltrain.algorithms.advantages import TokenInputs, find_estimator
+from rltrain.batch import Batch
+from rltrain.config.algorithm_schema import AlgorithmConfig
+from rltrain.ragged import Ragged
+from rltrain.workers.updater import Numbers
+
+
+def token_advantages(batch: Batch, cfg: AlgorithmConfig, kl_coef: float) -> tuple[Batch, Numbers]:
+    """``advantages`` (before whitening) and ``returns`` of every token, and the sums that whitening and metrics need.
+
+    The score of an answer is the reward of its last token; with a KL in the reward, every token pays ``kl_coef`` times its own.
+    Numbers: ``signal`` [n] (whether any advantage is not 0), moments over tokens that count, extremes.
+    """
+    if not len(batch):
+        return Batch(), {}
+    lengths = batch.dense("response_length")
+    rewards = Ragged(torch.zeros(int(lengths.sum()), dtype=torch.float64), lengths)
+    last = rewards.positions == lengths[rewards.row_ids] - 1
+    rewards.values[last] = batch.dense("score")[lengths > 0].double()
+    if cfg.use_kl_in_reward:
+        rewards.values.sub_(kl_coef * batch.ragged("ref_kl").values)
+    values = batch.ragged("values") if "values" in batch else None
+    inputs = TokenInputs(
+        rewards,
+        values.like(values.values.double()) if values else None,
+        batch.dense("baseline") if "baseline" in batch else None,
+    )
+    estimator = find_estimator(cfg.adv_estimator).token
+    assert estimator is not None
+    found = estimator(inputs, cfg)
+    mask = batch.ragged("loss_mask").values > 0 if "loss_mask" in batch else torch.ones_like(last)
+    numbers: Numbers = {"signal": (found.advantages.like(found.advantages.values.abs()).sum() > 0).numpy()}
+    numbers |= _sums("advantages", found.advantages.values[mask]) | _sums("returns", found.returns.values[mask])
+    if values:
+        numbers |= _sums("values", values.values[mask].double())
+        numbers |= _sums("errors", (found.returns.values - values.values)[mask])
+    columns = {"advantages": found.advantages, "returns": found.returns}
+    return Batch({name: each.like(each.values.float()) for name, each in columns.items()}), numbers
+
+
+def _sums(name: str, values: Tensor) -> Numbers:
+    return {
+        f"{name}/count": float(len(values)),
+        f"{name}/total": float(values.sum()),
+        f"{name}/squares": float(values.square().sum()),
+        f"{name}/max": float(values.max()) if len(values) else -np.inf,
+        f"{name}/min": float(values.min()) if len(values) else np.inf,
+    }

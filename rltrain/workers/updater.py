@@ -1,0 +1,121 @@
+"""Optimizer steps of one model: add up micro-batches, look whether the numbers are finite, clip, step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rltrain.algorithms.aggregation import Denominators
+from rltrain.algorithms.losses import LossShare
+from rltrain.batch import Batch
+from rltrain.config.model_schema import OptimConfig
+from rltrain.config.run_schema import TrainerConfig
+from rltrain.device import Device
+from rltrain.errors import NonFiniteError
+from rltrain.models.optim import clip_gradients, make_optimizer
+
+Numbers = dict[str, Any]
+LossFunction = Callable[[Batch, Denominators], LossShare]
+Preparation = Callable[[Sequence[Batch], Denominators], None]
+
+
+@dataclass(frozen=True)
+class MiniBatch:
+    """One optimizer step: the sizes of this rank's micro-batches, and the counts of the whole global mini-batch."""
+
+    micro_sizes: tuple[int, ...]
+    denominators: Denominators
+
+
+class Updater:
+    """Owns the optimizer of ``model``. ``num_steps`` counts the optimizer steps that were made."""
+
+    def __init__(self, role: str, model: nn.Module, optim: OptimConfig, trainer: TrainerConfig, device: Device) -> None:
+        self.optimizer = make_optimizer(model.parameters(), optim)
+        self.num_steps = 0
+        self._role = role
+        self._model = model
+        self._clip_grad = optim.clip_grad
+        self._trainer = trainer
+        self._device = device
+
+    def run(
+        self,
+        batch: Batch,
+        mini_batches: Sequence[MiniBatch],
+        learning_rate: float,
+        loss: LossFunction,
+        prepare: Preparation | None = None,
+    ) -> Numbers:
+        """One optimizer step a mini-batch. ``batch`` holds their samples in order, micro-batch after micro-batch.
+
+        ``prepare`` sees all micro-batches of a mini-batch before the first is differentiated. Returns arrays with one entry
+        an optimizer step: ``share/`` and ``token/`` sums of this rank, the global ``grad_norm``, ``skipped``.
+        """
+        self._model.train()
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        micros = iter(batch.split([size for mini in mini_batches for size in mini.micro_sizes]))
+        steps = []
+        for mini in mini_batches:
+            mine = [next(micros) for _ in mini.micro_sizes]
+            if prepare:
+                prepare(mine, mini.denominators)
+            steps.append(self._step(mine, mini.denominators, loss))
+        self._device.synchronize()
+        names = dict.fromkeys(name for step in steps for name in step)
+        numbers: Numbers = {name: np.array([step.get(name, 0.0) for step in steps]) for name in names}
+        return numbers | self._device.peak_memory_gb()
+
+    def _step(self, micros: Sequence[Batch], denominators: Denominators, loss: LossFunction) -> dict[str, float]:
+        sums: dict[str, Tensor] = {}
+        for micro in micros:
+            share = loss(micro, denominators)
+            # FSDP averages gradients over the ranks; the denominators are global already, so undo the average.
+            (share.loss * dist.get_world_size()).backward()
+            for name, value in _named(share):
+                sums[name] = sums[name] + value if name in sums else value
+        norm = clip_gradients(self._model.parameters(), self._clip_grad)
+        health = torch.stack([sums["share/loss"], norm.to(sums["share/loss"].device)])
+        dist.all_reduce(health)
+        finite = bool(health.isfinite().all())
+        if finite:
+            self.optimizer.step()
+            self.num_steps += 1
+        elif self._trainer.on_nonfinite == "stop":
+            self._report_nonfinite(micros, sums)
+        self.optimizer.zero_grad(set_to_none=True)
+        values = {name: float(value) for name, value in sums.items()}
+        return values | {"grad_norm": float(norm), "skipped": float(not finite)}
+
+    def _report_nonfinite(self, micros: Sequence[Batch], sums: dict[str, Tensor]) -> None:
+        folder = Path(self._trainer.default_local_dir) / "incidents"
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / f"nonfinite_{self._role}_{self.num_steps}_rank_{dist.get_rank()}.pt"
+        torch.save([dict(micro.items()) for micro in micros], file)
+        parts = ", ".join(
+            f"{name.removeprefix('share/')}={float(value):.4g}" for name, value in sums.items() if "share/" in name
+        )
+        raise NonFiniteError(
+            f"{self._role}: loss or gradient is not finite on some rank (rank {dist.get_rank()} has {parts}); no optimizer step was "
+            f"made. The mini-batch is in {file}. To go on past such batches set trainer.on_nonfinite=skip."
+        )
+
+
+def idle(outputs: Tensor) -> LossShare:
+    """The loss of a micro-batch without samples: nothing, but every parameter takes part, so that ranks keep step."""
+    return LossShare(outputs.sum(), {}, {})
+
+
+def _named(share: LossShare) -> Iterator[tuple[str, Tensor]]:
+    yield "share/loss", share.loss.detach()
+    for kind, values in (("share", share.shares), ("token", share.token_sums)):
+        for name, value in values.items():
+            yield f"{kind}/{name}", value

@@ -1,0 +1,95 @@
+"""A whole training step in this process: the real trainer, workers, models and scorers, without Ray."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rltrain.config.check import check
+from rltrain.config.load import load_config
+from rltrain.controller.samples import Request, assemble
+from rltrain.data.order import BatchOrder
+from rltrain.rewards.registry import find_scorer
+from rltrain.trainer.experience import Experience
+from rltrain.trainer.plan import make_plan
+from rltrain.trainer.ppo import PPOTrainer
+from rltrain.trainer.rewards import Rewards
+from rltrain.trainer.roles import Critic, Policy, RewardModel
+from rltrain.trainer.run import load_data, needs_reference
+from rltrain.workers.actor_rollout_ref import GenerateTask
+from rltrain.workers.hybrid import HybridWorker
+from rltrain.workers.rollout.base import Sampling
+
+
+class LocalGroup:
+    """`WorkerGroup` of one rank: objects themselves stand for references."""
+
+    world = 1
+    bytes_through_driver = 0
+
+    def __init__(self, worker: Any) -> None:
+        self.worker = worker
+        self.calls: list[str] = []
+
+    def call(self, method: str, args: Sequence[Any] = (), per_rank: Sequence[Sequence[Any]] | None = None) -> list[Any]:
+        return [found for (found,) in self.call_with_payload(method, args, per_rank, num_objects=0)]
+
+    def call_with_payload(self, method, args=(), per_rank=None, *, num_objects):
+        self.calls.append(method)
+        arguments = [self._resolve(each) for each in (per_rank[0] if per_rank is not None else args)]
+        target = self.worker
+        for name in method.split("."):
+            target = getattr(target, name)
+        found = target(*arguments)
+        return [list(found) if num_objects else [found]]
+
+    def _resolve(self, arg: Any) -> Any:
+        return assemble(arg, [piece.ref[0] for piece in arg.pieces]) if isinstance(arg, Request) else arg
+
+
+class LocalPool:
+    """Scores with the scorer functions themselves; every answer's score may be changed by ``twist(row, score)``."""
+
+    def __init__(self, rows) -> None:
+        self._rows = rows
+        self.twist = lambda row, score: score
+
+    def score(self, split, jobs):
+        scores, accs = [], []
+        for texts, rows, positions in jobs:
+            for row, at in zip(rows.tolist(), positions.tolist(), strict=True):
+                prompt = self._rows[split][row]
+                verdict = find_scorer(prompt.data_source)(texts[at], prompt.ground_truth, prompt.extra_info)
+                value = verdict["score"] if isinstance(verdict, dict) else verdict
+                scores.append(float(self.twist(row, value)))
+                accs.append(float(value > 0.5))
+        nothing = np.zeros(len(scores))
+        return {"score": np.array(scores), "acc": np.array(accs), "reward_failed": nothing, "reward_timeout": nothing}
+
+
+def local_trainer(arguments: list[str], twist=None) -> PPOTrainer:
+    """A trainer over one in-process worker; needs an initialised process group of one rank. ``trainer.group``, ``trainer.worker``."""
+    loaded = load_config(arguments)
+    check(loaded)
+    cfg = loaded.config
+    rows, prompts = load_data(cfg)
+    plan = make_plan(cfg, len(prompts["train"]))
+    worker = HybridWorker(cfg, prompts, rows)
+    with_critic = cfg.algorithm.adv_estimator == "gae"
+    sizes = worker.init_models(needs_reference(cfg), with_critic)
+    group = LocalGroup(worker)
+    policy = Policy(group, cfg)
+    with_mask = bool(cfg.algorithm.rollout_correction.rollout_rs) and not cfg.algorithm.rollout_correction.bypass_mode
+    critic = Critic(group, with_mask=with_mask) if with_critic else None
+    order = BatchOrder(len(prompts["train"]), plan.prompts_per_round, cfg.data.seed, cfg.data.shuffle)
+    model = RewardModel(group) if cfg.reward_model.enable else None
+    pool = LocalPool(rows)
+    pool.twist = twist or pool.twist
+    rewards = Rewards(cfg.reward_model, rows, pool, model, cfg.data.max_response_length)
+    trainer = PPOTrainer(cfg, plan, policy, critic, rewards, Experience(cfg, plan, policy, rewards, order), sizes)
+    trainer.group, trainer.worker = group, worker
+    rollout = cfg.actor_rollout_ref.rollout
+    trainer.experience_task = lambda: GenerateTask(
+        "train", (0, 1, 2, 3), Sampling(rollout.n, cfg.data.max_response_length, rollout.temperature), 1, 1
+    )
+    return trainer

@@ -1,0 +1,416 @@
+"""Whole steps of the real trainer in this process, for every algorithm."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, Qwen3Config
+
+from rltrain.algorithms import policy_losses
+from rltrain.algorithms.policy_losses import PolicyLossEntry
+from rltrain.batch import Batch
+from rltrain.errors import ConfigError
+from rltrain.models.forward import pack
+from rltrain.ragged import Ragged
+from rltrain.trainer.advantage import check_plugins
+from rltrain.trainer.saving import Progress
+from rltrain.trainer.timing import StepTimer
+from tests.local import local_trainer
+from tests.tiny import save_tiny_tokenizer, small_run
+
+ESTIMATOR, LOSS = "algorithm__adv_estimator", "actor_rollout_ref__actor__policy_loss__loss_mode"
+ACTOR, CORRECTION = "actor_rollout_ref__actor__", "algorithm__rollout_correction__"
+NO_KL = {ACTOR + "use_kl_loss": False, ACTOR + "entropy_coeff": 0}
+COV = {
+    ACTOR + "policy_loss__clip_cov_lb": -100, ACTOR + "policy_loss__clip_cov_ub": 100, ACTOR + "policy_loss__clip_cov_ratio": 0.1,
+    ACTOR + "policy_loss__kl_cov_ratio": 0.1, ACTOR + "ppo_epochs": 2,
+}  # fmt: skip
+VARIANTS = {
+    **{name: {ESTIMATOR: name} for name in (
+        "grpo", "rloo", "opo", "grpo_passk", "gpg", "reinforce_plus_plus_baseline", "reinforce_plus_plus", "remax", "gae",
+    )},
+    "gdpo": {ESTIMATOR: "gdpo", "algorithm__gdpo_reward_keys": "[acc,rule_score]"},
+    **{f"loss {name}": {LOSS: name, **COV} for name in policy_losses.POLICY_LOSSES},
+    **{f"agg {name}": {ACTOR + "loss_agg_mode": name} for name in (
+        "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm",
+    )},
+    "exact kl": {ACTOR + "kl_loss_type": "full"},
+    "k3+": {ACTOR + "kl_loss_type": "k3+"},
+    "kl in reward": {"algorithm__use_kl_in_reward": True, "algorithm__kl_ctrl__type": "adaptive"},
+    "exact kl in reward, gae": {"algorithm__use_kl_in_reward": True, "algorithm__kl_penalty": "full", ESTIMATOR: "gae"},
+    "tis": {CORRECTION + "rollout_is": "token", CORRECTION + "rollout_is_threshold": "1.1"},
+    "sequence is": {CORRECTION + "rollout_is": "sequence", CORRECTION + "rollout_is_batch_normalize": True},
+    "rejection, gae": {CORRECTION + "rollout_rs": "token_k1,seq_mean_k2", CORRECTION + "rollout_rs_threshold": "1.2,0.01", ESTIMATOR: "gae"},
+    "bypass": {CORRECTION + "bypass_mode": True, CORRECTION + "rollout_rs": "seq_max_k3", CORRECTION + "rollout_rs_threshold": "0.02"},
+    "bypass reinforce": {CORRECTION + "bypass_mode": True, CORRECTION + "loss_type": "reinforce", CORRECTION + "rollout_is": "token"},
+    "filter": {"algorithm__filter_groups__enable": True},
+    "shuffle": {ACTOR + "shuffle": True, ACTOR + "ppo_epochs": 2},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def make(tiny_model, arithmetic_files, tmp_path):
+    """make(**changes): a trainer whose scores differ from answer to answer, and whose engine is a little off."""
+
+    def trainer(*, twist=lambda row, score: score, **changes):
+        count = iter(range(10**6))
+        made = local_trainer(
+            small_run(tiny_model, arithmetic_files, tmp_path, **changes),
+            lambda row, score: twist(row, score + (next(count) * 7 % 5) / 5),
+        )
+        engine_is_off(made)
+        return made
+
+    return trainer
+
+
+def engine_is_off(trainer) -> None:
+    """The engine reports log-probs that are not the trainer's, a different amount for every token."""
+    actor = trainer.worker.actor
+    generate = actor.generate
+
+    def off(task):
+        batch, texts, numbers = generate(task)
+        exact = batch.ragged("rollout_log_probs")
+        batch.update({"rollout_log_probs": exact.like(exact.values + 0.2 * torch.sin(100 * exact.values))})
+        return batch, texts, numbers
+
+    actor.generate = off
+
+
+def weights(model) -> torch.Tensor:
+    return torch.cat([parameter.full_tensor().flatten() for parameter in model.parameters()]).detach().clone()
+
+
+def actor_weights(trainer) -> torch.Tensor:
+    return weights(trainer.worker.actor._policy)
+
+
+def numbers_of(metrics: dict[str, float]) -> dict[str, float]:
+    """What must not depend on how the batch was cut."""
+    return {name: value for name, value in metrics.items() if not name.startswith(("timing", "perf/", "global_seqlen/"))}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_weights_and_metrics_do_not_depend_on_the_cut(make, variant):
+    found = []
+    for cut in (
+        {},
+        {ACTOR + "ppo_max_token_len_per_gpu": 25},
+        {ACTOR + "use_dynamic_bsz": False, ACTOR + "ppo_micro_batch_size_per_gpu": 3},
+    ):
+        trainer = make(**VARIANTS[variant], **cut)
+        before = actor_weights(trainer)
+        metrics = [numbers_of(trainer.step(step)) for step in (1, 2)]
+        assert float((actor_weights(trainer) - before).abs().max()) > 1e-4, "the step must do something"
+        found.append((actor_weights(trainer), metrics))
+    for other, metrics in found[1:]:
+        assert float((found[0][0] - other).abs().max()) < 2e-5
+        for mine, theirs in zip(found[0][1], metrics, strict=True):
+            assert mine.keys() == theirs.keys()
+            assert all(math.isfinite(value) for value in mine.values())
+            assert mine == pytest.approx(theirs, abs=2e-4, rel=2e-3)
+
+
+def test_work_without_signal_is_not_done_and_changes_nothing(make, monkeypatch):
+    """Rows below 3 score alike: whole groups, and whole mini-batches, have no advantage."""
+
+    def run(**extra):
+        trainer = make(**NO_KL, **extra, twist=lambda row, score: 1.0 if row < 6 else score)
+        metrics = [trainer.step(step) for step in (1, 2, 3)]
+        return actor_weights(trainer), metrics
+
+    skipping, metrics = run()
+    entry = policy_losses.POLICY_LOSSES["vanilla"]
+    monkeypatch.setitem(policy_losses.POLICY_LOSSES, "vanilla", PolicyLossEntry(entry.function, silent_at_zero=False))
+    complete, all_metrics = run()
+    assert sum(each["perf/update_tokens_skipped"] for each in metrics) > 0
+    assert all(each["perf/update_tokens_skipped"] == 0 for each in all_metrics)
+    assert float((skipping - complete).abs().max()) < 1e-6
+    for one, other in zip(metrics, all_metrics, strict=True):
+        assert one["actor/pg_loss"] == pytest.approx(other["actor/pg_loss"], abs=1e-6)
+        assert one["actor/grad_norm"] == pytest.approx(other["actor/grad_norm"], abs=1e-5)
+
+
+@pytest.mark.parametrize("needs", [{ACTOR + "use_kl_loss": True}, {ACTOR + "entropy_coeff": 0.01}, {LOSS: "kl_cov"}])
+def test_samples_without_advantage_are_kept_where_something_else_needs_them(make, needs):
+    trainer = make(**(NO_KL | needs), twist=lambda row, score: 1.0)
+    assert trainer.step(1)["perf/update_tokens_skipped"] == 0
+
+
+def test_dynamic_sampling_draws_on_until_the_batch_is_full_of_groups_that_differ(make):
+    trainer = make(algorithm__filter_groups__enable=True, algorithm__filter_groups__metric="score",
+                   twist=lambda row, score: score if row % 2 else 1.0)  # fmt: skip
+    kept = []
+    collect = trainer.experience.collect
+    trainer.experience.collect = lambda timer: kept.append(collect(timer)) or kept[-1]
+    metrics = trainer.step(1)
+    samples = kept[0][0]
+    assert metrics["filter_groups/rounds"] >= 2
+    assert metrics["filter_groups/prompts_filled_up"] == 0
+    assert set(samples["row"] % 2) == {1}
+    assert all(np.ptp(group) > 0 for group in samples["score"].reshape(-1, 4))
+    assert metrics["filter_groups/prompts_generated"] - metrics["filter_groups/prompts_thrown_away"] == 4
+    assert trainer.progress.batches_drawn == metrics["filter_groups/rounds"]
+
+
+def test_dynamic_sampling_is_bounded_and_fills_up_with_what_it_threw_away(make):
+    trainer = make(algorithm__filter_groups__enable=True, algorithm__filter_groups__max_num_gen_batches=2,
+                   algorithm__filter_groups__metric="score", twist=lambda row, score: 1.0)  # fmt: skip
+    metrics = trainer.step(1)
+    assert (metrics["filter_groups/rounds"], metrics["filter_groups/prompts_filled_up"]) == (2, 4)
+    assert metrics["actor/pg_loss"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_remax_compares_with_the_greedy_answer_to_the_same_prompt(make):
+    trainer = make(**{ESTIMATOR: "remax"}, actor_rollout_ref__rollout__n=2)
+    seen = []
+    estimate = trainer.advantages.estimate
+    trainer.advantages.estimate = lambda samples, *rest: seen.append(samples) or estimate(samples, *rest)
+    metrics = trainer.step(1)
+    samples = seen[0]
+    baseline = samples["baseline"].reshape(-1, 2)
+    assert (baseline[:, 0] == baseline[:, 1]).all()
+    expected = np.average(samples["score"] - samples["baseline"], weights=samples["response_length"])
+    assert metrics["critic/advantages/mean"] == pytest.approx(expected, abs=1e-6)
+    assert "timing_s/gen_max" in metrics
+
+
+def test_the_kl_is_taken_out_of_the_reward_and_its_weight_adapts(make):
+    trainer = make(**NO_KL, algorithm__use_kl_in_reward=True, algorithm__kl_penalty="abs", algorithm__kl_ctrl__type="adaptive",
+                   algorithm__kl_ctrl__kl_coef=0.5, algorithm__kl_ctrl__target_kl=1e-9, algorithm__kl_ctrl__horizon=160)  # fmt: skip
+    first, second = trainer.step(1), trainer.step(2)
+    assert first["critic/rewards/mean"] == first["critic/score/mean"]  # the policy is still the reference
+    assert second["critic/rewards/mean"] < second["critic/score/mean"]
+    # KL of 0 lowers the weight by at most 20 % x 16 samples / 160, a KL far over the target raises it by as much.
+    assert second["actor/reward_kl_penalty_coeff"] == pytest.approx(0.5 * 0.98)
+    assert trainer.advantages.kl_coef == pytest.approx(0.5 * 0.98 * 1.02)
+    assert trainer.progress == Progress(2, trainer.advantages.kl_coef)
+
+
+def test_before_critic_warmup_only_the_critic_learns(make):
+    trainer = make(**{ESTIMATOR: "gae"}, trainer__critic_warmup=2, critic__optim__lr=1e-3)
+    actor, critic = actor_weights(trainer), weights(trainer.worker.critic._model)
+    metrics = trainer.step(1)
+    assert torch.equal(actor, actor_weights(trainer))
+    assert not torch.equal(critic, weights(trainer.worker.critic._model))
+    assert "timing_s/update_actor" not in metrics
+    assert "actor/pg_loss" in trainer.step(2)
+    assert not torch.equal(actor, actor_weights(trainer))
+
+
+def test_the_critic_learns_to_explain_the_returns(make):
+    trainer = make(**{ESTIMATOR: "gae"}, trainer__critic_warmup=1000, critic__optim__lr=3e-3, critic__ppo_epochs=4,
+                   twist=lambda row, score: float(row % 2))  # fmt: skip
+    explained = [trainer.step(step)["critic/vf_explained_var"] for step in range(1, 13)]
+    assert explained[0] == pytest.approx(0.0, abs=0.05)
+    assert np.mean(explained[-3:]) > 0.5
+
+
+def test_actor_and_critic_go_on_from_a_checkpoint_bit_for_bit(make, tmp_path):
+    whole = make(**{ESTIMATOR: "gae"})
+    for step in (1, 2):
+        whole.step(step)
+    for role in (whole.actor, whole.critic):
+        role.save(str(tmp_path / role._name))
+    expected = whole.step(3)
+    resumed = make(**{ESTIMATOR: "gae"})
+    for role in (resumed.actor, resumed.critic):
+        role.load(str(tmp_path / role._name), False)
+    resumed.restore(Progress(2, None))
+    # The twist counts answers, so it is brought to where the first trainer was.
+    for _ in range(32):
+        resumed.rewards._pool.twist(0, 0.0)
+    found = resumed.step(3)
+    assert numbers_of(found) == numbers_of(expected)
+    assert torch.equal(weights(whole.worker.critic._model), weights(resumed.worker.critic._model))
+    assert torch.equal(actor_weights(whole), actor_weights(resumed))
+
+
+@pytest.fixture
+def reward_model(tmp_path):
+    folder = tmp_path / "reward_model"
+    save_tiny_tokenizer(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = "{% for message in messages %}={{ message['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(folder)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, pad_token_id=0, eos_token_id=1, bos_token_id=None, num_labels=1, initializer_range=0.5,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("budget", [{"forward_max_token_len_per_gpu": 24}, {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 5}])
+def test_a_reward_model_reads_the_conversation_its_own_way_and_is_added_by_weight(make, reward_model, budget):
+    keys = {f"reward_model__{name}": value for name, value in budget.items()}
+    trainer = make(reward_model__enable=True, reward_model__model__path=reward_model, reward_model__weight=0.5,
+                   reward_model__rule_weight=2.0, **keys)  # fmt: skip
+    seen = []
+    estimate = trainer.advantages.estimate
+    trainer.advantages.estimate = lambda samples, *rest: seen.append(samples) or estimate(samples, *rest)
+    metrics = trainer.step(1)
+    samples = seen[0]
+    plain, tokenizer = AutoModelForSequenceClassification.from_pretrained(reward_model), AutoTokenizer.from_pretrained(reward_model)
+    (part,) = samples.parts_with("text")
+    for sample in range(0, 16, 5):
+        prompt = trainer.rewards._rows["train"][int(samples["row"][sample])].prompt[0]["content"]
+        ids = tokenizer(f"={prompt}={part.ref[sample]}", return_tensors="pt").input_ids
+        with torch.no_grad():
+            assert samples["model_score"][sample] == pytest.approx(float(plain(ids).logits), abs=1e-5)
+    assert np.allclose(samples["score"], 0.5 * samples["model_score"] + 2.0 * samples["rule_score"])
+    assert metrics["reward/model/mean"] == pytest.approx(samples["model_score"].mean())
+
+
+def test_a_classifier_with_two_labels_is_no_reward_model(make, reward_model):
+    config = json.loads((reward_model / "config.json").read_text())
+    config |= {"id2label": {"0": "a", "1": "b"}, "label2id": {"a": 0, "b": 1}, "num_labels": 2}
+    (reward_model / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="has 2 labels"):
+        make(reward_model__enable=True, reward_model__model__path=reward_model)
+
+
+def test_long_answers_pay_the_overlong_penalty(make):
+    trainer = make(reward_model__reward_manager="dapo", reward_model__overlong_buffer__enable=True, reward_model__overlong_buffer__len=4,
+                   reward_model__overlong_buffer__penalty_factor=2.0)  # fmt: skip
+    samples, _ = trainer.experience._round(StepTimer())
+    at_limit = samples["response_length"] == 8
+    assert at_limit.any()
+    assert (samples["overlong"][at_limit] == -2.0).all()
+    assert (samples["overlong"][samples["response_length"] <= 4] == 0.0).all()
+    assert np.allclose(samples["score"], samples["rule_score"] + samples["overlong"])
+
+
+def test_the_exact_kl_equals_the_sum_over_the_vocabulary(make, tiny_model):
+    trainer = make(**{ACTOR + "kl_loss_type": "full"}, actor_rollout_ref__rollout__temperature=0.7)
+    trainer.step(1)
+    actor = trainer.worker.actor
+    batch, *_ = actor.generate(trainer.experience_task())
+    inputs = pack(batch, torch.device("cpu"))
+    with torch.no_grad():
+        found = actor._policy(inputs, 0.7, False, actor._reference_states(inputs)).kl
+    plain, theirs = AutoModelForCausalLM.from_pretrained(tiny_model), AutoModelForCausalLM.from_pretrained(tiny_model)
+    state = {name.removeprefix("model."): p.full_tensor() for name, p in actor._policy.named_parameters()}
+    plain.load_state_dict(state, strict=False)
+    expected = []
+    for row, prompt_length in zip(batch.ragged("tokens").rows(), batch.dense("prompt_length").tolist(), strict=True):
+        with torch.no_grad():
+            logs = [torch.log_softmax(each(row[None].long()).logits[0, prompt_length - 1 : -1] / 0.7, -1) for each in (plain, theirs)]
+        expected.append((logs[0].exp() * (logs[0] - logs[1])).sum(-1))
+    assert float(found.max()) > 1e-4
+    assert torch.allclose(found, torch.cat(expected), atol=1e-5)
+
+
+def scored(trainer) -> tuple[Batch, Batch, dict]:
+    """A generated batch, what the old_log_prob pass makes of it, and its numbers."""
+    actor = trainer.worker.actor
+    batch, *_ = actor.generate(trainer.experience_task())
+    columns, numbers = actor.log_probs(batch, [len(batch)])
+    return batch, columns, numbers
+
+
+def test_importance_weights_are_the_truncated_ratio_of_trainer_and_engine(make):
+    trainer = make(**{CORRECTION + "rollout_is": "token", CORRECTION + "rollout_is_threshold": "1.1"})
+    batch, columns, numbers = scored(trainer)
+    ratio = (columns.ragged("old_log_probs").values - batch.ragged("rollout_log_probs").values).exp()
+    assert torch.allclose(columns.ragged("is_weights").values, ratio.clamp(max=1.1))
+    assert numbers["is_high"] == int((ratio > 1.1).sum()) > 0
+
+
+def test_rejected_tokens_leave_loss_and_denominators(make):
+    trainer = make(**NO_KL, **{CORRECTION + "rollout_rs": "token_k1", CORRECTION + "rollout_rs_threshold": "1.1"})
+    _, columns, numbers = scored(trainer)
+    mask = columns.ragged("loss_mask")
+    assert 0 < int(mask.values.sum()) < len(mask.values)
+    assert numbers["loss_tokens"].tolist() == mask.sum().long().tolist()
+    counted = []
+    denominators = trainer._denominators
+    trainer._denominators = lambda samples, ids: counted.append((samples, denominators(samples, ids))) or counted[-1][1]
+    metrics = trainer.step(1)
+    samples = counted[0][0]
+    assert sum(each.tokens for _, each in counted) == samples["loss_tokens"].sum() < samples["response_length"].sum()
+    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(
+        1 - samples["loss_tokens"].sum() / samples["response_length"].sum()
+    )
+
+
+def test_bypass_mode_takes_the_ratio_against_the_engine_and_makes_no_pass(make):
+    trainer = make(**{CORRECTION + "bypass_mode": True})
+    metrics = trainer.step(1)
+    assert "actor.log_probs" not in trainer.group.calls
+    assert "timing_s/old_log_prob" not in metrics
+    # log r is what the engine is off, which is anything but 0.
+    assert metrics["actor/pg_clipfrac"] > 0
+    assert metrics["rollout/log_prob_gap/mean"] > 0.05
+
+
+def test_without_correction_the_mismatch_is_measured_and_changes_nothing(make):
+    trainer = make()
+    metrics = trainer.step(1)
+    assert metrics["rollout/log_prob_gap/mean"] > 0.05
+    assert metrics["rollout_corr/k3_kl"] > 0
+    # Both ratios of the first mini-batch are 1 whatever the engine said; only the second moves.
+    assert "rollout_corr/rollout_is_mean" not in metrics
+
+
+PLUGIN = '''
+import torch
+from rltrain.algorithms.advantages import TokenAdvantages, token_estimator
+from rltrain.algorithms.policy_losses import PolicyLoss
+
+def half(inputs, cfg):
+    return inputs.scores / 2
+
+@token_estimator("mine", whitens=True)
+def by_token(inputs, cfg):
+    return TokenAdvantages(inputs.rewards, inputs.rewards)
+
+def plain(inputs, cfg):
+    return PolicyLoss(-inputs.advantages * inputs.log_probs, {"seen": torch.ones_like(inputs.advantages)})
+
+def detached(inputs, cfg):
+    return PolicyLoss(inputs.advantages, {})
+
+def broken(inputs, cfg):
+    return inputs.no_such_field
+'''
+
+
+def test_estimators_and_losses_of_the_users_own(make, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(PLUGIN)
+    trainer = make(**{ESTIMATOR: f"{file}:half", LOSS: f"{file}:plain"})
+    metrics = trainer.step(1)
+    assert metrics["critic/advantages/max"] == pytest.approx(metrics["critic/score/max"] / 2)
+    assert metrics["actor/seen"] == 1.0
+    by_token = make(**{ESTIMATOR: f"{file}:by_token"})
+    assert by_token.advantages.token_level
+    assert by_token.step(1)["critic/advantages/mean"] == pytest.approx(0.0, abs=1e-6)
+    assert not check_plugins(trainer.cfg)
+    for name, words in (("detached", "depend on inputs.log_probs"), ("broken", "no_such_field")):
+        trainer.cfg.actor_rollout_ref.actor.policy_loss.loss_mode = f"{file}:{name}"
+        assert words in check_plugins(trainer.cfg)[0]
+    trainer.cfg.actor_rollout_ref.actor.policy_loss.loss_mode = f"{file}:nothing"
+    with pytest.raises(ConfigError, match="defines"):
+        check_plugins(trainer.cfg)
+
+
+def test_rows_of_answers_without_tokens_do_no_harm(make):
+    trainer = make(**{ESTIMATOR: "gae"})
+    batch = Batch({"response_length": torch.tensor([0, 2]), "score": torch.tensor([1.0, 1.0]),
+                   "values": Ragged(torch.zeros(2), torch.tensor([0, 2]))})  # fmt: skip
+    found, numbers = trainer.worker.advantages(batch, 0.0)
+    assert found.ragged("advantages").values.tolist() == [1.0, 1.0]
+    assert numbers["signal"].tolist() == [False, True]

@@ -109,6 +109,27 @@ _MODES: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
         "validation is greedy; set val_kwargs.do_sample=True",
     ),
     (
+        tuple(
+            f"{section}.{name}"
+            for section in (_A + "actor.fsdp_config", "critic.model.fsdp_config")
+            for name in ("param_offload", "optimizer_offload")
+        ),
+        lambda cfg: cfg.trainer.device == "cpu",
+        "on a CPU everything is in host memory",
+    ),
+    (
+        (_A + "actor.fsdp_config.fsdp_size",),
+        lambda cfg: (
+            cfg.actor_rollout_ref.actor.fsdp_config.fsdp_size >= cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node
+        ),
+        "all devices share one copy of the weights anyway",
+    ),
+    (
+        (_A + "actor.strategy",),
+        lambda cfg: cfg.actor_rollout_ref.actor.strategy == "fsdp",
+        "fsdp and fsdp2 both mean FSDP2",
+    ),
+    (
         ("algorithm.gamma",),
         lambda cfg: (
             cfg.algorithm.adv_estimator not in ("gae", "reinforce_plus_plus") and ":" not in cfg.algorithm.adv_estimator

@@ -1,0 +1,91 @@
+"""Actor, reference, critic and reward model together, through the real command: real Ray, two processes, stop and resume."""
+
+import shutil
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, Qwen3Config
+
+from rltrain.main_ppo import main
+from rltrain.report import read_metrics
+from tests.e2e.test_train import largest_difference, weights
+from tests.tiny import CHARACTERS, SPECIALS, save_tiny_tokenizer, small_run
+
+CHANGES = {
+    "algorithm__adv_estimator": "gae", "algorithm__lam": 0.95, "algorithm__use_kl_in_reward": True, "algorithm__kl_ctrl__type": "adaptive",
+    "algorithm__filter_groups__enable": True, "algorithm__filter_groups__metric": "score",
+    "algorithm__rollout_correction__rollout_is": "token", "critic__optim__lr": 1e-3, "critic__ppo_epochs": 2,
+    "reward_model__enable": True, "trainer__n_gpus_per_node": 2, "trainer__total_training_steps": 3, "trainer__save_freq": 2,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def reward_model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("reward_model")
+    save_tiny_tokenizer(folder)
+    config = Qwen3Config(
+        vocab_size=len(CHARACTERS) + len(SPECIALS), hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, pad_token_id=0, eos_token_id=1, bos_token_id=None, num_labels=1, initializer_range=0.5,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def straight_run(tiny_model, arithmetic_files, reward_model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("roles")
+    assert main(small_run(tiny_model, arithmetic_files, folder, reward_model__model__path=reward_model, **CHANGES)) == 0
+    return folder
+
+
+def test_every_role_has_its_timer_and_its_metrics(straight_run):
+    lines = read_metrics(straight_run)
+    assert len(lines) == 3
+    for name in ("values", "update_critic", "ref", "adv", "update_actor"):
+        assert all(line[f"timing_s/{name}"] > 0 for line in lines)
+    for name in ("critic/vf_loss", "critic/vf_explained_var", "critic/values/mean", "actor/reward_kl_penalty", "reward/model/mean",
+                 "reward/rule/mean", "filter_groups/rounds", "rollout_corr/rollout_is_mean"):  # fmt: skip
+        assert all(name in line for line in lines)
+    assert (straight_run / "global_step_3" / "critic").is_dir()
+
+
+def test_a_run_with_all_roles_resumes_bit_for_bit(straight_run, tiny_model, arithmetic_files, reward_model, tmp_path):
+    folder = tmp_path / "stopped"
+    shutil.copytree(straight_run, folder)
+    shutil.rmtree(folder / "global_step_3")
+    assert main(small_run(tiny_model, arithmetic_files, folder, reward_model__model__path=reward_model, **CHANGES)) == 0
+    assert largest_difference(weights(straight_run, 3), weights(folder, 3)) == 0
+    one, other = (read_metrics(each)[-1] for each in (straight_run, folder))
+    same = (
+        "actor/loss",
+        "critic/vf_loss",
+        "actor/reward_kl_penalty_coeff",
+        "filter_groups/rounds",
+        "critic/score/mean",
+    )
+    assert [one[name] for name in same] == [other[name] for name in same]
+
+
+def test_a_checkpoint_without_a_critic_is_refused_by_a_run_with_one(tiny_model, arithmetic_files, tmp_path, capsys):
+    assert main(small_run(tiny_model, arithmetic_files, tmp_path, trainer__total_training_steps=1)) == 0
+    assert main(small_run(tiny_model, arithmetic_files, tmp_path, algorithm__adv_estimator="gae")) == 2
+    assert "holds no critic" in capsys.readouterr().err
+
+
+def test_a_data_source_without_a_scorer_needs_no_rule_reward(tiny_model, arithmetic_files, reward_model, tmp_path):
+    table = pq.read_table(arithmetic_files[0]).to_pylist()
+    for row in table:
+        row["data_source"] = "nobody/knows"
+    file = tmp_path / "chat.parquet"
+    pq.write_table(pa.Table.from_pylist(table), file)
+    changes = CHANGES | {
+        "trainer__n_gpus_per_node": 1,
+        "trainer__total_training_steps": 1,
+        "reward_model__rule_weight": 0,
+    }
+    args = small_run(tiny_model, (file, file), tmp_path / "run", reward_model__model__path=reward_model, **changes)
+    assert main(args) == 0
+    assert "reward/model/mean" in read_metrics(tmp_path / "run")[0]

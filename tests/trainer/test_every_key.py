@@ -1,0 +1,188 @@
+"""Every key under algorithm and actor_rollout_ref.actor does something one can see, or a line says why it does not."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rltrain.config.check import check, unavailable
+from rltrain.config.effects import without_effect
+from rltrain.config.keys import all_keys
+from rltrain.config.load import load_config
+from rltrain.errors import ConfigError
+from rltrain.models import shard
+from tests.local import local_trainer
+from tests.tiny import small_run
+from tests.trainer.test_step import actor_weights, engine_is_off, numbers_of
+
+ACTOR, ALGORITHM = "actor_rollout_ref.actor.", "algorithm."
+CORRECTION = ALGORITHM + "rollout_correction."
+# Steps large enough for every clip to bite.
+BASE = {
+    ACTOR + "use_kl_loss": False, ACTOR + "entropy_coeff": 0, ACTOR + "ppo_epochs": 3, ACTOR + "optim.lr": 0.01,
+    "critic.optim.lr": 0.01, "trainer.total_training_steps": 4,
+}  # fmt: skip
+COSINE = {ACTOR + "optim.lr_scheduler_type": "cosine"}
+COUNTED = {ACTOR + "use_dynamic_bsz": False, ACTOR + "ppo_micro_batch_size_per_gpu": 4}
+KL_LOSS, KL_REWARD = {ACTOR + "use_kl_loss": True}, {ALGORITHM + "use_kl_in_reward": True}
+ADAPTIVE = KL_REWARD | {ALGORITHM + "kl_ctrl.type": "adaptive", ALGORITHM + "kl_ctrl.kl_coef": 0.5, ALGORITHM + "kl_ctrl.target_kl": 100}
+GAE, GDPO = {ALGORITHM + "adv_estimator": "gae"}, {ALGORITHM + "adv_estimator": "gdpo", ALGORITHM + "gdpo_reward_keys": "[acc,rule_score]"}
+CLIP_COV = {
+    ACTOR + "policy_loss.loss_mode": "clip_cov", ACTOR + "policy_loss.clip_cov_lb": -9, ACTOR + "policy_loss.clip_cov_ub": 9,
+    ACTOR + "policy_loss.clip_cov_ratio": 0.2,
+}  # fmt: skip
+KL_COV, SAPO = {ACTOR + "policy_loss.loss_mode": "kl_cov"}, {ACTOR + "policy_loss.loss_mode": "sapo"}
+FILTER = {ALGORITHM + "filter_groups.enable": True}
+IS, RS, BYPASS = {CORRECTION + "rollout_is": "token"}, {CORRECTION + "rollout_rs": "token_k1"}, {CORRECTION + "bypass_mode": True}
+# key -> a value that is not its default, and the surroundings in which it must show (None: it never does).
+CASES = {
+    ACTOR + "optim.lr": (0.001, {}),
+    ACTOR + "optim.lr_warmup_steps": (2, {}),
+    ACTOR + "optim.lr_warmup_steps_ratio": (0.5, {}),
+    ACTOR + "optim.lr_scheduler_type": ("cosine", {}),
+    ACTOR + "optim.min_lr_ratio": (0.5, COSINE),
+    ACTOR + "optim.num_cycles": (2.0, COSINE),
+    ACTOR + "optim.weight_decay": (0.9, {}),
+    ACTOR + "optim.betas": ("[0.5,0.6]", {}),
+    ACTOR + "optim.clip_grad": (1e-6, {}),
+    ACTOR + "optim.total_training_steps": (7, None),
+    ACTOR + "fsdp_config.param_offload": (True, None),
+    ACTOR + "fsdp_config.optimizer_offload": (True, None),
+    ACTOR + "fsdp_config.model_dtype": ("bfloat16", {}),
+    ACTOR + "fsdp_config.compute_dtype": ("bfloat16", {}),
+    ACTOR + "fsdp_config.fsdp_size": (1, None),
+    ACTOR + "fsdp_config.reshard_after_forward": (False, {}),
+    ACTOR + "fsdp_config.forward_prefetch": (True, None),
+    ACTOR + "fsdp_config.offload_policy": (True, None),
+    ACTOR + "fsdp_config.wrap_policy": ("{min_num_params: 1}", None),
+    ACTOR + "fsdp_config.mixed_precision": ("{param_dtype: bf16}", None),
+    ACTOR + "policy_loss.loss_mode": ("gspo", {}),
+    ACTOR + "policy_loss.clip_cov_ratio": (0.5, CLIP_COV),
+    ACTOR + "policy_loss.clip_cov_lb": (0.5, CLIP_COV),
+    ACTOR + "policy_loss.clip_cov_ub": (0.0, CLIP_COV),
+    ACTOR + "policy_loss.kl_cov_ratio": (0.5, KL_COV),
+    ACTOR + "policy_loss.ppo_kl_coef": (5.0, KL_COV),
+    ACTOR + "checkpoint.save_contents": ("[model]", None),
+    ACTOR + "checkpoint.load_contents": ("[model]", None),
+    ACTOR + "strategy": ("fsdp", None),
+    ACTOR + "ppo_mini_batch_size": (4, {}),
+    ACTOR + "ppo_micro_batch_size_per_gpu": (2, COUNTED),
+    ACTOR + "ppo_micro_batch_size": (2, {ACTOR + "use_dynamic_bsz": False, ACTOR + "ppo_micro_batch_size": 4}),
+    ACTOR + "use_dynamic_bsz": (False, {ACTOR + "ppo_micro_batch_size_per_gpu": 4}),
+    ACTOR + "ppo_max_token_len_per_gpu": (30, {}),
+    ACTOR + "ppo_epochs": (1, {}),
+    ACTOR + "shuffle": (True, {}),
+    ACTOR + "clip_ratio": (0.01, {}),
+    ACTOR + "clip_ratio_low": (0.01, {}),
+    ACTOR + "clip_ratio_high": (0.01, {}),
+    ACTOR + "clip_ratio_c": (1.0, {}),
+    ACTOR + "tau_pos": (5.0, SAPO),
+    ACTOR + "tau_neg": (5.0, SAPO),
+    ACTOR + "loss_agg_mode": ("seq-mean-token-sum", {}),
+    ACTOR + "loss_scale_factor": (3, {ACTOR + "loss_agg_mode": "seq-mean-token-sum-norm"}),
+    ACTOR + "entropy_coeff": (0.1, {}),
+    ACTOR + "use_kl_loss": (True, {}),
+    ACTOR + "kl_loss_coef": (0.5, KL_LOSS),
+    ACTOR + "kl_loss_type": ("full", KL_LOSS),
+    ACTOR + "ulysses_sequence_parallel_size": (2, None),
+    **{ACTOR + name: (True, None) for name in (
+        "use_torch_compile", "use_fused_kernels", "entropy_from_logits_with_chunking", "entropy_checkpointing", "calculate_entropy",
+    )},
+    ALGORITHM + "adv_estimator": ("rloo", {}),
+    ALGORITHM + "gamma": (0.5, GAE),
+    ALGORITHM + "lam": (0.5, GAE),
+    ALGORITHM + "norm_adv_by_std_in_grpo": (False, {}),
+    ALGORITHM + "gdpo_reward_keys": ("[acc]", GDPO),
+    ALGORITHM + "gdpo_reward_weights": ("[1,5]", GDPO),
+    ALGORITHM + "use_kl_in_reward": (True, {}),
+    ALGORITHM + "kl_penalty": ("abs", KL_REWARD),
+    ALGORITHM + "kl_ctrl.type": ("adaptive", KL_REWARD),
+    ALGORITHM + "kl_ctrl.kl_coef": (0.9, KL_REWARD),
+    ALGORITHM + "kl_ctrl.horizon": (32, ADAPTIVE),
+    ALGORITHM + "kl_ctrl.target_kl": (1e-6, ADAPTIVE),
+    ALGORITHM + "filter_groups.enable": (True, {}),
+    ALGORITHM + "filter_groups.metric": ("score", FILTER),
+    ALGORITHM + "filter_groups.max_num_gen_batches": (3, FILTER),
+    CORRECTION + "rollout_is": ("token", {}),
+    CORRECTION + "rollout_is_threshold": ("1.05", IS),
+    CORRECTION + "rollout_is_batch_normalize": (True, IS),
+    CORRECTION + "rollout_rs": ("token_k2", {CORRECTION + "rollout_rs_threshold": "0.005"}),
+    CORRECTION + "rollout_rs_threshold": ("1.05", RS | {CORRECTION + "rollout_rs_threshold": "1.1"}),
+    CORRECTION + "bypass_mode": (True, {}),
+    CORRECTION + "loss_type": ("reinforce", BYPASS),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def traces(tiny_model, arithmetic_files, tmp_path_factory):
+    """traces(keys): everything a run of two steps shows, but for time; kept for the next one who asks."""
+    folder, kept = tmp_path_factory.mktemp("runs"), {}
+
+    def arguments(keys: dict) -> list[str]:
+        changes = {name.replace(".", "__"): value for name, value in keys.items()}
+        return small_run(tiny_model, arithmetic_files, folder, **changes)
+
+    def trace(keys: dict):
+        marks = tuple(sorted((name, str(value)) for name, value in keys.items()))
+        if marks not in kept:
+            kept[marks] = run(arguments(keys))
+        return kept[marks]
+
+    trace.arguments = arguments
+    return trace
+
+
+def run(arguments: list[str]):
+    handed = []
+    original = shard.fully_shard
+    shard.fully_shard = lambda module, **kwargs: handed.append(kwargs["reshard_after_forward"]) or original(module, **kwargs)
+    try:
+        count = iter(range(10**6))
+        trainer = local_trainer(arguments, lambda row, score: score + (next(count) * 7 % 5) / 5)
+    finally:
+        shard.fully_shard = original
+    engine_is_off(trainer)
+    metrics = [numbers_of(trainer.step(step)) for step in (1, 2)]
+    return actor_weights(trainer), metrics, dataclasses.asdict(trainer.plan), handed, trainer.progress
+
+
+def differ(one, other) -> bool:
+    return not torch.equal(one[0], other[0]) or one[1:] != other[1:]
+
+
+def notes(arguments: list[str], key: str) -> list[str]:
+    loaded = load_config(arguments)
+    try:
+        check(loaded)
+    except ConfigError as error:
+        return [str(error)]
+    lines = [*loaded.warnings, *without_effect(loaded), *unavailable(loaded.config)]
+    return [line for line in lines if line.startswith(key)]
+
+
+def test_the_cases_are_all_keys():
+    keys = {key for key in all_keys() if key.startswith((ACTOR, ALGORITHM))}
+    assert keys == set(CASES)
+
+
+@pytest.mark.parametrize("key", CASES)
+def test_a_key_has_an_effect_or_a_line_says_why_not(traces, key):
+    value, surroundings = CASES[key]
+    said = notes(traces.arguments(BASE | {key: value}), key)
+    if surroundings is None:
+        assert said, "the key never shows, and nothing says so"
+        return
+    if not said:
+        assert differ(traces(BASE), traces(BASE | {key: value})), "no effect, and no word about it"
+    if surroundings:
+        alive = BASE | surroundings
+        assert not notes(traces.arguments(alive | {key: value}), key)
+        assert differ(traces(alive), traces(alive | {key: value})), "no effect in the mode it is for"

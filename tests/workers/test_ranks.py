@@ -1,0 +1,122 @@
+"""Losses, metrics and gradients are the same on 1, 2 and 4 processes, which get different samples and idle now and then."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from rltrain.algorithms.aggregation import Denominators
+from rltrain.algorithms.policy_losses import POLICY_LOSSES
+from rltrain.batch import Batch
+from rltrain.config.load import load_config
+from rltrain.ragged import Ragged
+from rltrain.trainer import metrics as m
+from rltrain.trainer.balance import lay_out
+from rltrain.trainer.plan import PassBudget
+from rltrain.workers.actor_rollout_ref import UpdateTask
+from rltrain.workers.hybrid import HybridWorker
+from rltrain.workers.updater import MiniBatch
+from tests.tiny import save_tiny_model, small_run
+
+A = "actor_rollout_ref.actor."
+COV = {A + "policy_loss.clip_cov_lb": -100, A + "policy_loss.clip_cov_ub": 100, A + "policy_loss.clip_cov_ratio": 0.1,
+       A + "policy_loss.kl_cov_ratio": 0.1}  # fmt: skip
+VARIANTS = {
+    **{f"loss {name}": {A + "policy_loss.loss_mode": name, **COV} for name in POLICY_LOSSES},
+    **{f"agg {name}": {A + "loss_agg_mode": name} for name in ("seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")},
+    "exact kl": {A + "kl_loss_type": "full"},
+}
+PROMPTS = [3, 4, 5, 3, 4, 5, 3]
+# An answer without tokens, and one that is masked out whole.
+ANSWERS = [4, 0, 7, 1, 3, 8, 5]
+MASKED_OUT = 3
+# Three optimizer steps; the second has fewer samples than four ranks.
+MINI_BATCHES = [np.arange(7), np.array([2, 5]), np.array([6, 0, 4, 1])]
+
+
+def sample_batch() -> Batch:
+    torch.manual_seed(3)
+    lengths = torch.tensor(ANSWERS)
+    tokens = Ragged.from_rows([torch.randint(5, 20, (p + a,), dtype=torch.int32) for p, a in zip(PROMPTS, ANSWERS, strict=True)])
+    old = Ragged(torch.randn(int(lengths.sum())) - 3, lengths)
+    mask = torch.ones(len(old.values))
+    mask[::5] = 0
+    mask[old.row_ids == MASKED_OUT] = 0
+    columns = {name: old.like(torch.randn(len(old.values))) for name in ("values", "returns")}
+    return Batch({
+        "tokens": tokens, "prompt_length": torch.tensor(PROMPTS), "response_length": lengths, "old_log_probs": old,
+        "ref_log_probs": old.like(old.values + 0.1 * torch.randn(len(old.values))), "loss_mask": old.like(mask),
+        "is_weights": old.like(torch.rand(len(old.values)) + 0.5), "advantage": torch.randn(7), "sample": torch.arange(7), **columns,
+    })  # fmt: skip
+
+
+def run_variant(folder: Path, changes: dict) -> tuple[dict, list[torch.Tensor]]:
+    """(metrics, gradients of every optimizer step) of actor and critic."""
+    keys = {name.replace(".", "__"): value for name, value in changes.items()}
+    files = (folder / "none", folder / "none")
+    cfg = load_config(small_run(folder / "model", files, folder, algorithm__adv_estimator="gae", **keys)).config
+    worker = HybridWorker(cfg, {})
+    worker.init_models(True, True)
+    batch = sample_batch()
+    layout = lay_out(MINI_BATCHES, np.array(PROMPTS) + np.array(ANSWERS), dist.get_world_size(), PassBudget(20, None))
+    counted = batch.ragged("loss_mask").sum().long().numpy()
+    counts = [Denominators(int(counted[ids].sum()), int((counted[ids] > 0).sum()), 8) for ids in MINI_BATCHES]
+    ids, sizes = layout.ids[dist.get_rank()], layout.micro_sizes[dist.get_rank()]
+    work = tuple(MiniBatch(*each) for each in zip(sizes, counts, strict=True))
+    mine = batch.select(ids) if len(ids) else Batch()
+    gradients: list[torch.Tensor] = []
+    found = {}
+    worker.actor._scored_at = -1  # the old log-probs are made up, so selections must look at the current ones
+    for name, role, arguments in (("actor", worker.actor, [UpdateTask(work, 0.01)]), ("critic", worker.critic, [work, 0.01])):
+        record_gradients(role._updater, role._policy if name == "actor" else role._model, gradients)
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, role.update(mine, *arguments))
+        found |= m.update_metrics(everyone, np.array([count.tokens for count in counts]), name)
+    return {name: value for name, value in found.items() if "perf/" not in name}, gradients
+
+
+def record_gradients(updater, model, gradients: list[torch.Tensor]) -> None:
+    """Instead of a step of AdamW, which would blow up rounding: write down the gradient, and move along it."""
+
+    def step():
+        gradients.append(torch.cat([p.grad.full_tensor().flatten() for p in model.parameters()]))
+        for parameter in model.parameters():
+            parameter.data.add_(parameter.grad, alpha=-0.05)
+
+    updater.optimizer.step = step
+
+
+def rank_main(rank: int, world: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / f"store_{world}"), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    found = {name: run_variant(folder, changes) for name, changes in VARIANTS.items()}
+    if rank == 0:
+        torch.save(found, folder / f"world_{world}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """By number of processes: what every variant gave."""
+    folder = tmp_path_factory.mktemp("ranks")
+    save_tiny_model(folder / "model")
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")
+    for world in (1, 2, 4):
+        mp.start_processes(rank_main, (world, folder), nprocs=world, start_method="spawn")
+    return {world: torch.load(folder / f"world_{world}.pt", weights_only=False) for world in (1, 2, 4)}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_number_of_processes_changes_no_loss_metric_or_gradient(found, world, variant):
+    (metrics, gradients), (other_metrics, other_gradients) = found[1][variant], found[world][variant]
+    assert len(gradients) == 6
+    assert all(float(each.abs().max()) > 1e-4 for each in gradients)
+    assert metrics == pytest.approx(other_metrics, abs=1e-5, rel=1e-4)
+    for one, other in zip(gradients, other_gradients, strict=True):
+        assert float((one - other).abs().max()) < 1e-5 * max(1.0, float(one.abs().max()))

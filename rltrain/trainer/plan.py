@@ -136,8 +136,9 @@ def _warmup_steps(optim: OptimConfig, total: int) -> int:
 
 def describe(plan: Plan, config: Config) -> str:
     """The plan in words and numbers."""
-    rollout = config.actor_rollout_ref.rollout
+    rollout, loss = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor.policy_loss.loss_mode
     rows = [
+        ("algorithm", f"{config.algorithm.adv_estimator} advantages, {loss} loss"),
         ("devices", f"{plan.num_nodes} x {plan.devices_per_node} = {plan.num_devices} ({config.trainer.device})"),
         ("data-parallel", f"{plan.data_parallel_size} (sequence-parallel {plan.sequence_parallel_size}, at most "
          f"{plan.most_samples_per_rank:,} samples each)"),
@@ -150,6 +151,7 @@ def describe(plan: Plan, config: Config) -> str:
         ("micro-batch, update", f"at most {plan.update_budget} per data-parallel rank"),
         ("micro-batch, old_log_prob", f"at most {plan.log_prob_budget} per data-parallel rank"),
         ("micro-batch, ref", f"at most {plan.ref_budget} per data-parallel rank"),
+        *_more_rows(plan, config),
         ("longest sequence", f"{config.data.max_prompt_length + config.data.max_response_length:,} tokens"),
         ("steps", _steps(plan, config)),
         ("saving", _saving(config)),
@@ -158,12 +160,23 @@ def describe(plan: Plan, config: Config) -> str:
     return "plan\n" + "\n".join(f"  {name.ljust(width)}  {value}" for name, value in rows)
 
 
+def _more_rows(plan: Plan, config: Config) -> list[tuple[str, str]]:
+    """What only some algorithms have."""
+    rows = []
+    if config.algorithm.adv_estimator == "gae":
+        steps = config.critic.ppo_epochs * (plan.prompts_per_step // plan.critic_prompts_per_mini_batch)
+        rows.append(("critic", f"{steps} optimizer steps per step, at most {plan.critic_budget} (values: {plan.values_budget}) per rank"))
+    if config.algorithm.filter_groups.enable:
+        rows.append(("dynamic sampling", f"at most {plan.max_generation_rounds} rounds of {plan.prompts_per_round:,} prompts"))
+    return rows
+
+
 def _steps(plan: Plan, config: Config) -> str:
     if not plan.total_steps:
         return f"{config.trainer.total_epochs} epochs (their length is known once data.train_files is read)"
     if plan.steps_per_epoch is None:
         return f"{plan.total_steps:,}"
-    left_out = (plan.num_prompts or 0) - plan.steps_per_epoch * plan.prompts_per_step
+    left_out = (plan.num_prompts or 0) - plan.steps_per_epoch * plan.prompts_per_round
     tail = f", {left_out} prompts of each left out as an incomplete batch" if left_out else ""
     return f"{plan.total_steps:,} ({plan.steps_per_epoch:,} per epoch of {plan.num_prompts:,} prompts{tail})"
 

@@ -9,7 +9,8 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -25,6 +26,8 @@ from rltrain.errors import RltrainError, WorkerError, WorkerLost
 
 # After the first error, how long to listen for the error that caused it.
 _ROOT_CAUSE_S = 3.0
+# How long one look at what a worker hands out may wait.
+_POLL_S = 0.5
 _SYMPTOMS = ("gloo", "nccl", "hccl", "connection closed", "connection reset", "broken pipe")
 
 
@@ -58,6 +61,11 @@ class _Host:
         """Call the worker's method ("role.method" for one of a role); a Request among the arguments arrives as a Batch."""
         return operator.attrgetter(method)(self._worker)(*[_resolve(arg) for arg in args])
 
+    @ray.method(concurrency_group="control")
+    def poll(self, method: str, args: Sequence[Any]) -> Any:
+        """As ``run``, while ``run`` is busy."""
+        return self.run(method, args)
+
     def leave(self) -> None:
         """Leave the process group together."""
         dist.barrier()
@@ -86,6 +94,18 @@ def _resolve(arg: Any) -> Any:
     if not isinstance(arg, Request):
         return arg
     return assemble(arg, ray.get([piece.ref[0] for piece in arg.pieces]))
+
+
+@dataclass(frozen=True)
+class Stream:
+    """What workers hand out while a call runs: ``method`` (wait_s) -> (object, numbers with ``done``) is polled on every rank.
+
+    arrived(rank, reference of the object, numbers): something came. tick(): called every now and then.
+    """
+
+    method: str
+    arrived: Callable[[int, Any, dict[str, Any]], None]
+    tick: Callable[[], None]
 
 
 class WorkerGroup:
@@ -134,6 +154,7 @@ class WorkerGroup:
         per_rank: Sequence[Sequence[Any]] | None = None,
         *,
         num_objects: int,
+        stream: Stream | None = None,
     ) -> list[list[Any]]:
         """As `call`, for methods that return (object, ..., numbers): objects stay in the store, as references."""
         all_args = per_rank if per_rank is not None else [args] * self.world
@@ -143,7 +164,7 @@ class WorkerGroup:
             for host, each in zip(self._hosts, all_args, strict=True)
         ]
         returned = [refs if isinstance(refs, list) else [refs] for refs in calls]
-        numbers = self._gather([refs[-1] for refs in returned], method)
+        numbers = self._gather([refs[-1] for refs in returned], method, stream)
         self.bytes_through_driver += sum(driver_bytes(each) for each in numbers)
         return [[*refs[:-1], each] for refs, each in zip(returned, numbers, strict=True)]
 
@@ -157,20 +178,34 @@ class WorkerGroup:
         for host in self._hosts:
             ray.kill(host, no_restart=True)
 
-    def _gather(self, refs: list[Any], phase: str) -> list[Any]:
+    def _poll(self, stream: Stream, rank: int) -> tuple[Any, tuple[int, Any]]:
+        found, numbers = self._hosts[rank].poll.options(num_returns=2).remote(stream.method, [_POLL_S])
+        return numbers, (rank, found)
+
+    def _gather(self, refs: list[Any], phase: str, stream: Stream | None = None) -> list[Any]:
         results: dict[int, Any] = {}
         errors: dict[int, Exception] = {}
         waiting = {ref: rank for rank, ref in enumerate(refs)}
+        polls = dict(self._poll(stream, rank) for rank in range(len(refs))) if stream else {}
         deadline = float("inf")
-        while waiting and time.monotonic() < deadline:
-            ready, _ = ray.wait(list(waiting), num_returns=1, timeout=0.5)
+        while (waiting or (polls and not errors)) and time.monotonic() < deadline:
+            ready, _ = ray.wait([*waiting, *polls], num_returns=1, timeout=_POLL_S)
             for ref in ready:
-                rank = waiting.pop(ref)
+                rank = waiting.pop(ref) if ref in waiting else polls[ref][0]
                 try:
-                    results[rank] = ray.get(ref)
+                    found = ray.get(ref)
                 except (ray.exceptions.RayError, Exception) as error:  # noqa: BLE001 - every error is reported by _explain
                     errors[rank] = error
                     deadline = min(deadline, time.monotonic() + _ROOT_CAUSE_S)
+                    polls.pop(ref, None)
+                    continue
+                if ref not in polls:
+                    results[rank] = found
+                elif stream:
+                    stream.arrived(rank, polls.pop(ref)[1], found)
+                    polls |= {} if found["done"] else dict([self._poll(stream, rank)])
+            if stream:
+                stream.tick()
         if errors:
             self.kill()
             raise self._explain(errors, phase)

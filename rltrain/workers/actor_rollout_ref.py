@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 
 import numpy as np
 import torch
@@ -37,13 +38,17 @@ from rltrain.workers.weight_sync import WeightSync
 
 @dataclass(frozen=True)
 class GenerateTask:
-    """Answer these prompts. rows: places in the prompt store; (seed, step, row, sample) decides every random number."""
+    """Answer these prompts. rows: places in the prompt store; (seed, step, row, sample) decides every random number.
+
+    stream: hand the texts of a prompt out as soon as its last answer has ended (`take_finished`).
+    """
 
     split: str
     rows: tuple[int, ...]
     sampling: Sampling
     seed: int
     step: int
+    stream: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,7 @@ class ActorRolloutRefWorker:
         self._reinforce = self._correction.bypass_mode and self._correction.loss_type == "reinforce"
         self._exact_kl_loss = self._actor_cfg.use_kl_loss and self._actor_cfg.kl_loss_type == "full"
         self._scored_at: int | None = None
+        self._finished: SimpleQueue[tuple[int, list[str]] | None] = SimpleQueue()
         self._load_models(with_reference)
 
     def _load_models(self, with_reference: bool) -> None:
@@ -152,7 +158,10 @@ class ActorRolloutRefWorker:
         store = self._prompts[task.split]
         prompts = [store.prompt(row) for row in task.rows]
         seeds = sample_seeds(task.seed, task.step, task.rows, task.sampling.num_samples)
-        generation = self._engine.generate(prompts, seeds, task.sampling) if prompts else None
+        finished = self._hand_out if task.stream else None
+        generation = self._engine.generate(prompts, seeds, task.sampling, finished) if prompts else None
+        if task.stream:
+            self._finished.put(None)
         self._device.synchronize()
         timing = {"timing/reshard": synced - started, "timing/generate_sequences": time.perf_counter() - synced}
         if generation is None:
@@ -167,6 +176,26 @@ class ActorRolloutRefWorker:
             "truncated": generation.truncated.numpy(),
         }
         return payload, texts, numbers | timing
+
+    def _hand_out(self, place: int, answers: list[list[int]]) -> None:
+        self._finished.put((place, self._encoder.decode_batch(answers)))
+
+    def take_finished(self, wait_s: float) -> tuple[list[str], Numbers]:
+        """Texts of prompts that have finished since the last call, and ``places`` [k] of those prompts in the task.
+
+        Waits for the first; ``done`` says that none will follow. Meant for another thread than the one that generates.
+        """
+        found: list[tuple[int, list[str]]] = []
+        done = False
+        try:
+            item = self._finished.get(timeout=wait_s)
+            while item is not None:
+                found.append(item)
+                item = self._finished.get_nowait()
+            done = True
+        except Empty:
+            pass
+        return [text for _, texts in found for text in texts], {"places": np.array([place for place, _ in found], int), "done": done}
 
     def _validate_answers(self, tokens: Ragged, log_probs: Ragged) -> None:
         vocabulary = self._config.get_text_config().vocab_size

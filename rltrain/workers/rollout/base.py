@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -41,6 +41,10 @@ class Generation:
     truncated: Tensor
 
 
+# (place of the prompt in the call, token ids of its answers in order)
+Finished = Callable[[int, list[list[int]]], None]
+
+
 class RolloutEngine(Protocol):
     """The contract of every engine."""
 
@@ -48,9 +52,16 @@ class RolloutEngine(Protocol):
         """Take over new weights (Hugging Face names, full tensors) and forget everything computed with the old ones."""
 
     def generate(
-        self, prompts: Sequence[NDArray[np.int32]], seeds: NDArray[np.uint64], sampling: Sampling
+        self,
+        prompts: Sequence[NDArray[np.int32]],
+        seeds: NDArray[np.uint64],
+        sampling: Sampling,
+        finished: Finished | None = None,
     ) -> Generation:
-        """``seeds``: one a sample, prompt-major; the same seed gives the same answer whatever else is in the batch."""
+        """``seeds``: one a sample, prompt-major; the same seed gives the same answer whatever else is in the batch.
+
+        ``finished`` is told of every prompt as soon as its last answer has ended.
+        """
 
     def release(self) -> None:
         """Give the device memory of weights and caches back until the next ``load_weights``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -14,7 +15,7 @@ from rltrain.device import Device
 from rltrain.models.forward import final_logits
 from rltrain.models.load import empty_model
 from rltrain.ragged import Ragged
-from rltrain.workers.rollout.base import Generation, Sampling, uniforms
+from rltrain.workers.rollout.base import Finished, Generation, Sampling, uniforms
 
 # Random numbers are made for this many tokens at a time.
 _BLOCK = 128
@@ -61,27 +62,38 @@ class HFRollout:
 
     @torch.inference_mode()
     def generate(
-        self, prompts: Sequence[NDArray[np.int32]], seeds: NDArray[np.uint64], sampling: Sampling
+        self,
+        prompts: Sequence[NDArray[np.int32]],
+        seeds: NDArray[np.uint64],
+        sampling: Sampling,
+        finished: Finished | None = None,
     ) -> Generation:
         wave = max(1, self._max_num_seqs // sampling.num_samples)
         parts = []
         for start in range(0, len(prompts), wave):
             some = prompts[start : start + wave]
             first = start * sampling.num_samples
-            parts.append(self._wave(some, seeds[first : first + len(some) * sampling.num_samples], sampling))
+            tell = None if finished is None else functools.partial(_tell, finished, start)
+            parts.append(self._wave(some, seeds[first : first + len(some) * sampling.num_samples], sampling, tell))
         return Generation(
             tokens=Ragged.concat([part.tokens for part in parts]),
             log_probs=Ragged.concat([part.log_probs for part in parts]),
             truncated=torch.cat([part.truncated for part in parts]),
         )
 
-    def _wave(self, prompts: Sequence[NDArray[np.int32]], seeds: NDArray[np.uint64], sampling: Sampling) -> Generation:
+    def _wave(
+        self,
+        prompts: Sequence[NDArray[np.int32]],
+        seeds: NDArray[np.uint64],
+        sampling: Sampling,
+        finished: Finished | None,
+    ) -> Generation:
         """Prefill the prompts and decode all their samples until the last one has finished."""
         cache = DynamicCache()
         hidden, mask, position = self._prefill(prompts, cache)
         cache.batch_repeat_interleave(sampling.num_samples)
         hidden, mask, position = (x.repeat_interleave(sampling.num_samples, 0) for x in (hidden, mask, position))
-        answers = _Answers(len(seeds), sampling.max_tokens, self._device)
+        answers = _Answers(len(seeds), sampling, self._device, finished)
         rows = torch.arange(len(seeds), device=self._device)
         noise = torch.empty(0)
         for step in range(sampling.max_tokens):
@@ -125,7 +137,11 @@ class HFRollout:
 class _Answers:
     """What has been sampled so far, by sample."""
 
-    def __init__(self, num_samples: int, max_tokens: int, device: torch.device) -> None:
+    def __init__(self, num_samples: int, sampling: Sampling, device: torch.device, finished: Finished | None) -> None:
+        max_tokens = sampling.max_tokens
+        self._group = sampling.num_samples
+        self._finished = finished
+        self._told: set[int] = set()
         self.tokens = torch.zeros(num_samples, max_tokens, dtype=torch.int32, device=device)
         self.log_probs = torch.zeros(num_samples, max_tokens, device=device)
         self.lengths = torch.zeros(num_samples, dtype=torch.long, device=device)
@@ -139,11 +155,28 @@ class _Answers:
         self.log_probs[live, step] = log_probs[running]
         self.lengths[live] = step + 1
         self.ended[live] = ended[running]
+        if self._finished and bool(ended.any()):
+            self._tell(self.ended)
+
+    def _tell(self, ended: Tensor) -> None:
+        """Hand out the prompts whose answers have all ended, each once."""
+        assert self._finished is not None
+        for prompt in ended.view(-1, self._group).all(1).nonzero()[:, 0].tolist():
+            if prompt not in self._told:
+                self._told.add(prompt)
+                samples = range(prompt * self._group, (prompt + 1) * self._group)
+                self._finished(prompt, [self.tokens[i, : int(self.lengths[i])].tolist() for i in samples])
 
     def finish(self) -> Generation:
+        if self._finished:
+            self._tell(torch.ones_like(self.ended))
         written = torch.arange(self.tokens.shape[1], device=self.tokens.device) < self.lengths[:, None]
         tokens, log_probs = Ragged(self.tokens[written], self.lengths), Ragged(self.log_probs[written], self.lengths)
         return Generation(tokens.to("cpu"), log_probs.to("cpu"), (~self.ended).cpu())
+
+
+def _tell(finished: Finished, start: int, prompt: int, answers: list[list[int]]) -> None:
+    finished(start + prompt, answers)
 
 
 def random_block(seeds: NDArray[np.uint64], start: int) -> NDArray[np.float32]:

@@ -29,6 +29,11 @@ def worker_environment(device: str, threads: int) -> dict[str, str]:
     return {name: os.environ.get(name, value) for name, value in wanted.items()} | passed_on
 
 
+def scorer_environment() -> dict[str, str]:
+    """Environment of a process that scores one answer at a time: a pool of threads would only eat its address space."""
+    return {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"} | os.environ
+
+
 def prepare_driver() -> None:
     """Environment of the driver, before Ray starts."""
     # Ray warns that it will stop hiding devices from actors that ask for none; that is what we want.

@@ -28,6 +28,14 @@ class RewardConfig:
     """Seconds one answer may take; then its scorer is killed and the answer counts as failed."""
     on_error: float = 0.0
     """Score of an answer that could not be scored (counted in reward/error_rate)."""
+    memory_limit_mb: int = 4096
+    """Address space of a scorer's process in MiB; an answer that exceeds it counts as failed. 0: no limit."""
+    allow_code_execution: bool = False
+    """Let scorers run programs that the model wrote. Read docs/rewards.md first: it is no wall against an attacker."""
+    url: str | None = None
+    """Address of a remote scorer (http://host:port/path); answers are sent there instead of being scored here."""
+    url_concurrency: int = 8
+    """Answers each of num_workers has under way at reward.url."""
 
 
 @dataclass

@@ -16,12 +16,14 @@ from contextlib import suppress
 from typing import Any
 
 from rltrain.errors import RewardError
+from rltrain.rewards.limits import impose
 from rltrain.rewards.registry import CustomReward, SourceScorer, find_scorer, load_custom, user_traceback
 
 MAX_ERROR_CHARS = 4000
 _MAX_EXTRAS = 64
 _MAX_TEXT_CHARS = 256
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 def main(descriptor: int, parent: int) -> None:
@@ -30,10 +32,14 @@ def main(descriptor: int, parent: int) -> None:
     faulthandler.enable(file=os.dup(2))
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     channel = socket.socket(fileno=descriptor)
-    custom: CustomReward | None = pickle.loads(receive(channel) or b"")
+    custom, limits = pickle.loads(receive(channel) or b"")
+    impose(limits)
+    own = os.getpid()
     scorers: dict[str, SourceScorer] = {}
     while (request := receive(channel)) is not None:
         answer = _answer(pickle.loads(request), custom, scorers)
+        if os.getpid() != own:  # the reward function forked; a second reply would be taken for the next answer's
+            os._exit(0)
         send(channel, json.dumps(answer).encode())
 
 
@@ -65,6 +71,8 @@ def _answer(request: tuple, custom: CustomReward | None, scorers: dict[str, Sour
         return _prepare(source, custom, scorers)
     try:
         value = scorers[source](*request)
+    except MemoryError as error:
+        return {"status": "crashed", "error": user_traceback(error)[-MAX_ERROR_CHARS:], "exhausted": True}
     except BaseException as error:  # noqa: BLE001 - user code: sys.exit and KeyboardInterrupt must not end the process
         return {"status": "crashed", "error": user_traceback(error)[-MAX_ERROR_CHARS:]}
     try:
@@ -120,13 +128,15 @@ def _finite(value: Any, what: str) -> float:
 
 
 def _die_with(parent: int) -> None:
-    """End when the thread that started this process ends, even inside an endless loop; and be the first to go when
-    the machine runs out of memory. Both are favours of Linux."""
+    """End when the thread that started this process ends, even inside an endless loop; be the first to go when the
+    machine runs out of memory; and stay the ancestor of what is started here. All are favours of Linux."""
     if not sys.platform.startswith("linux"):
         return
     import ctypes
 
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
     if os.getppid() != parent:
         os._exit(1)
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as stream:

@@ -10,7 +10,9 @@ import numpy as np
 
 from rltrain.data.rows import Rows
 from rltrain.errors import RewardError, WorkerError, WorkerLost
+from rltrain.rewards.limits import Limits
 from rltrain.rewards.registry import CustomReward
+from rltrain.rewards.remote import RemoteScorer, check_address
 from rltrain.rewards.slot import Score, Slot
 
 logger = logging.getLogger(__name__)
@@ -21,6 +23,7 @@ Job = tuple[Any, np.ndarray, np.ndarray]
 _RESERVED = ("score", "reward_failed", "reward_timeout")
 _CHUNKS_PER_WORKER = 4
 _TIMEOUT_ALARM = 0.1
+_LEAST_MEMORY_MB = 256
 
 
 @dataclass(frozen=True)
@@ -33,42 +36,50 @@ class _Piece:
 
 
 class RewardWorker:
-    """One slot and the rows of every split; runs as a Ray actor."""
+    """One slot (or one remote scorer: address and concurrency) and the rows of every split; runs as a Ray actor."""
 
-    def __init__(self, custom: CustomReward | None, timeout_s: float, splits: dict[str, Any]):
+    def __init__(
+        self, custom: CustomReward | None, limits: Limits, remote: tuple[str, int] | None, splits: dict[str, Any]
+    ):
         import ray
 
         self._rows: dict[str, Rows] = {name: ray.get(reference) for name, reference in splits.items()}
-        self._slot = Slot(custom, timeout_s)
+        self._scorer: Slot | RemoteScorer
+        if remote is not None:
+            self._scorer = RemoteScorer(remote[0], limits.timeout_s, remote[1])
+        else:
+            self._scorer = Slot(custom, limits.timeout_s, limits.memory_mb, limits.allow_code_execution)
 
     def score(self, split: str, texts: list[Any], rows: np.ndarray, positions: np.ndarray) -> list[Score]:
         """Scores of the texts at ``positions`` of the list behind the one reference in ``texts``."""
         import ray
 
         answers = ray.get(texts[0])
-        return [self._score(split, row, answers[at]) for row, at in zip(rows.tolist(), positions.tolist(), strict=True)]
+        calls = [self._call(split, row, answers[at]) for row, at in zip(rows.tolist(), positions.tolist(), strict=True)]
+        return self._scorer.score_all(calls)
 
     def check(self, split: str, rows: list[int] | None) -> list[tuple[str, Score]]:
         """Score rows (by default the first of each data source) with their own ground truth as the answer."""
         of_split = self._rows[split]
         chosen = list(of_split.data_sources().values()) if rows is None else rows
-        truths = [(of_split[row].data_source, row, str(of_split[row].ground_truth)) for row in chosen]
-        return [(source, self._score(split, row, truth)) for source, row, truth in truths]
+        calls = [self._call(split, row, str(of_split[row].ground_truth)) for row in chosen]
+        return [(call[0], self._scorer.check(call)) for call in calls]
 
     def close(self) -> None:
         """End the slot's process."""
-        self._slot.close()
+        self._scorer.close()
 
-    def _score(self, split: str, number: int, answer: str) -> Score:
+    def _call(self, split: str, number: int, answer: str) -> tuple[str, str, Any, dict[str, Any]]:
         row = self._rows[split][number]
-        return self._slot.score(row.data_source, answer, row.ground_truth, row.extra_info)
+        return row.data_source, answer, row.ground_truth, row.extra_info
 
 
 class RewardPool:
     """``num_workers`` reward workers, spread over the nodes of the running Ray.
 
     ``splits`` maps a name ("train", "val") to a reference of its ``Rows``. A score that could not be had counts
-    ``on_error``, and is shown in the ``reward_failed`` column.
+    ``on_error``, and is shown in the ``reward_failed`` column. With ``url`` answers are scored there, at most
+    ``url_concurrency`` at a time by each worker.
     """
 
     def __init__(
@@ -78,14 +89,28 @@ class RewardPool:
         timeout_s: float,
         on_error: float,
         splits: dict[str, Any],
+        memory_limit_mb: int = 4096,
+        allow_code_execution: bool = False,
+        url: str | None = None,
+        url_concurrency: int = 8,
     ):
         import ray
 
         if num_workers < 1:
             raise RewardError(f"reward.num_workers={num_workers} must be at least 1.")
+        if memory_limit_mb and memory_limit_mb < _LEAST_MEMORY_MB:
+            raise RewardError(
+                f"reward.memory_limit_mb={memory_limit_mb} must be 0 (no limit) or at least {_LEAST_MEMORY_MB}."
+            )
+        if url is not None and custom is not None:
+            raise RewardError("reward.url and custom_reward_function.path both say how to score; give one of them.")
+        if url is not None:
+            check_address(url, url_concurrency)
+        remote = None if url is None else (url, url_concurrency)
+        limits = Limits(timeout_s, memory_limit_mb, allow_code_execution)
         self.on_error = on_error
         actor = ray.remote(num_cpus=0, max_restarts=0, scheduling_strategy="SPREAD")(RewardWorker)
-        self._workers: list[Any] = [actor.remote(custom, timeout_s, splits) for _ in range(num_workers)]
+        self._workers: list[Any] = [actor.remote(custom, limits, remote, splits) for _ in range(num_workers)]
 
     def check(self, split: str, rows: Sequence[int] | None = None) -> list[Score]:
         """Score rows with their ground truth as the answer, on every worker, before anything is trained.

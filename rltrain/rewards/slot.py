@@ -9,12 +9,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from rltrain.env import scorer_environment
 from rltrain.errors import RewardError
 from rltrain.rewards.child import send
+from rltrain.rewards.limits import Limits, kill_tree
 from rltrain.rewards.registry import CustomReward
 
 START_TIMEOUT_S = 120.0
@@ -45,13 +47,22 @@ class _Died(Exception):
 class Slot:
     """Scores answers in a process of its own: at most ``timeout_s`` each, whatever the reward function does.
 
+    An answer for which the process outgrows ``memory_limit_mb`` (0: no limit) counts as crashed.
+
     The process is an interpreter started afresh (not a fork), in a session of its own; what it prints is discarded. It
     ends with the thread that started it. Not for use from several threads at once.
     """
 
-    def __init__(self, custom: CustomReward | None = None, timeout_s: float = 5.0):
+    def __init__(
+        self,
+        custom: CustomReward | None = None,
+        timeout_s: float = 5.0,
+        memory_limit_mb: int = 4096,
+        allow_code_execution: bool = False,
+    ):
         self.custom = custom
         self.timeout_s = timeout_s
+        self.limits = Limits(timeout_s, memory_limit_mb, allow_code_execution)
         self._process: subprocess.Popen | None = None
         self._start()
 
@@ -80,15 +91,25 @@ class Slot:
             return Score(None, "crashed", error)
         if reply["status"] == "ok":
             return Score(float(reply["value"]), "ok", None, reply["extras"])
+        if reply.get("exhausted"):  # what is left of its memory is not enough to trust
+            self._restart()
+            return Score(None, "crashed", f"more memory than reward.memory_limit_mb allows:\n{reply['error']}")
         return Score(None, reply["status"], reply["error"])
+
+    def score_all(self, calls: Sequence[tuple[str, str, Any, dict[str, Any]]]) -> list[Score]:
+        """Score answers one after the other."""
+        return [self.score(*call) for call in calls]
+
+    def check(self, call: tuple[str, str, Any, dict[str, Any]]) -> Score:
+        """Score one answer before training; like ``score``, it raises only where nothing could be scored."""
+        return self.score(*call)
 
     def close(self) -> None:
         """End the process, and those it started, now."""
         if self._process is None:
             return
         self._channel.close()
-        with suppress(ProcessLookupError, PermissionError):  # macOS refuses for a process that has ended
-            os.killpg(self._process.pid, signal.SIGKILL)
+        kill_tree(self._process.pid)
         self._process.wait()
         self._process = None
         self._crash_log.close()
@@ -106,9 +127,10 @@ class Slot:
                 stderr=self._crash_log,
                 pass_fds=[far_end.fileno()],
                 start_new_session=True,
+                env=scorer_environment(),
             )
         self._channel.settimeout(START_TIMEOUT_S)
-        send(self._channel, pickle.dumps(self.custom))
+        send(self._channel, pickle.dumps((self.custom, self.limits)))
 
     def _restart(self) -> None:
         self.close()

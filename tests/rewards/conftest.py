@@ -1,4 +1,6 @@
+import os
 import textwrap
+import time
 
 import pytest
 
@@ -23,15 +25,34 @@ def slot(custom):
     """Makes slots that run a body of ``compute_score``; closes them after the test."""
     slots = []
 
-    def make(body, timeout_s=2.0):
+    def make(body, timeout_s=2.0, **limits):
         lines = textwrap.indent(textwrap.dedent(body).strip(), "    ")
         code = f"def compute_score(data_source, solution_str, ground_truth, extra_info):\n{lines}\n"
-        slots.append(Slot(custom(code), timeout_s))
+        slots.append(Slot(custom(code), timeout_s, **limits))
         return slots[-1]
 
     yield make
     for made in slots:
         made.close()
+
+
+@pytest.fixture
+def gone():
+    """Says whether a process has ended, waiting up to a second for it."""
+
+    def check(pid):
+        for _ in range(100):
+            try:
+                os.kill(pid, 0)
+                with open(f"/proc/{pid}/stat") as stream:
+                    if stream.read().rpartition(")")[2].split()[0] == "Z":
+                        return True
+            except (ProcessLookupError, FileNotFoundError):
+                return True
+            time.sleep(0.01)
+        return False
+
+    return check
 
 
 @pytest.fixture(scope="session")

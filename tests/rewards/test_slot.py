@@ -1,4 +1,3 @@
-import os
 import signal
 import subprocess
 import sys
@@ -11,20 +10,6 @@ from rltrain.rewards.registry import CustomReward
 from rltrain.rewards.slot import Slot
 
 CALL = ("any/source", "an answer", "42", {"index": 7})
-
-
-def gone(pid):
-    """True once a process has ended, within a second."""
-    for _ in range(100):
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return True
-        with open(f"/proc/{pid}/stat") as stream:
-            if stream.read().rpartition(")")[2].split()[0] == "Z":
-                return True
-        time.sleep(0.01)
-    return False
 
 
 def test_a_score_comes_back_with_its_extras(slot):
@@ -110,7 +95,7 @@ def test_whatever_is_raised_the_process_goes_on(slot, body):
         "import subprocess; subprocess.run(['sleep', '60'])",
     ],
 )
-def test_a_hanging_answer_is_killed_at_its_deadline_and_the_next_one_is_scored(slot, body):
+def test_a_hanging_answer_is_killed_at_its_deadline_and_the_next_one_is_scored(slot, body, gone):
     made = slot(f"if solution_str == 'good': return 1\n{body}", timeout_s=0.3)
     assert made.score("s", "good", "", {}).value == 1.0
     pid, start = made.pid, time.monotonic()
@@ -179,7 +164,7 @@ def test_a_slow_import_is_not_the_first_answer_s_fault(custom):
         assert made.score(*CALL).value == 1.0
 
 
-def test_close_leaves_no_process_not_even_a_grandchild(slot):
+def test_close_leaves_no_process_not_even_a_grandchild(slot, gone):
     made = slot("import subprocess; return subprocess.Popen(['sleep', '60']).pid")
     grandchild, pid = int(made.score(*CALL).value), made.pid
     made.close()
@@ -190,7 +175,7 @@ def test_close_leaves_no_process_not_even_a_grandchild(slot):
         made.score(*CALL)
 
 
-def test_a_killed_owner_takes_even_a_hanging_slot_along(custom, tmp_path):
+def test_a_killed_owner_takes_even_a_hanging_slot_along(custom, tmp_path, gone):
     reward = custom("def compute_score(**kwargs):\n    while True: pass\n")
     code = f"""
 import sys, threading

@@ -1,0 +1,180 @@
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rltrain.data.rows import read_rows
+from rltrain.errors import RewardError
+from rltrain.rewards.pool import RewardPool
+from rltrain.rewards.registry import CustomReward
+from rltrain.rewards.remote import RemoteScorer
+
+
+class Server:
+    """Answers every POST with what ``reply(call, number of the request)`` returns: (status, body)."""
+
+    def __init__(self, reply):
+        self.calls, self.busy, self.busiest = [], 0, 0
+        lock, server = threading.Lock(), self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                call = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                with lock:
+                    server.calls.append(call)
+                    server.busy += 1
+                    server.busiest = max(server.busiest, server.busy)
+                    number = len(server.calls)
+                status, body = reply(call, number)
+                with lock:
+                    server.busy -= 1
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                try:
+                    for byte in body if b"trickle" in body else ():
+                        self.wfile.write(bytes([byte]))
+                        self.wfile.flush()
+                        time.sleep(0.1)
+                    self.wfile.write(b"" if b"trickle" in body else body)
+                except OSError:
+                    pass
+
+            def log_message(self, *_):
+                pass
+
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._http.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._http.server_port}/score"
+        threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+
+    def close(self):
+        self._http.shutdown()
+        self._http.server_close()
+
+
+@pytest.fixture
+def serve():
+    servers = []
+
+    def make(reply):
+        servers.append(Server(reply))
+        return servers[-1]
+
+    yield make
+    for server in servers:
+        server.close()
+
+
+@pytest.fixture
+def remote():
+    scorers = []
+
+    def make(url, timeout_s=2.0, concurrency=4):
+        scorers.append(RemoteScorer(url, timeout_s, concurrency))
+        return scorers[-1]
+
+    yield make
+    for scorer in scorers:
+        scorer.close()
+
+
+def echo(call, number):
+    return 200, json.dumps({"score": len(call["solution_str"]), "acc": 1.0, "pred": call["ground_truth"]}).encode()
+
+
+CALL = ("any/source", "an answer", "42", {"index": 7})
+
+
+def test_the_four_arguments_travel_and_a_score_comes_back(serve, remote):
+    server = serve(echo)
+    score = remote(server.url).score(*CALL)
+    assert (score.value, score.status, score.extras) == (9.0, "ok", {"acc": 1.0, "pred": "42"})
+    names = ("data_source", "solution_str", "ground_truth", "extra_info")
+    assert server.calls == [dict(zip(names, CALL, strict=True))]
+
+
+def test_a_busy_server_is_asked_again(serve, remote):
+    server = serve(lambda call, number: (503, b"later") if number < 3 else echo(call, number))
+    assert remote(server.url).score(*CALL).value == 9.0
+    assert len(server.calls) == 3
+
+
+@pytest.mark.parametrize(
+    ("reply", "status", "said"),
+    [
+        ((404, b"no such page"), "crashed", "no such page"),
+        ((302, b""), "crashed", "HTTP 302"),
+        ((200, b"not json"), "rejected", "not json"),
+        ((200, b"[1]"), "rejected", "without 'score'"),
+        ((200, b'{"score": NaN}'), "rejected", "finite"),
+        ((200, b'{"score": "1"}'), "rejected", "must be one number"),
+        ((200, b"[" * 100_000), "rejected", "it sent"),
+        ((200, b" " * (2 << 20)), "crashed", "mebibyte"),
+    ],
+)
+def test_what_is_no_score_is_said_and_not_asked_again(serve, remote, reply, status, said):
+    server = serve(lambda *_: reply)
+    score = remote(server.url).score(*CALL)
+    assert (score.value, score.status) == (None, status)
+    assert said in score.error
+    assert len(server.calls) == 1
+
+
+@pytest.mark.parametrize("reply", [(500, b"broken"), (200, b'{"score": 1, "pred": "trickle"}')])
+def test_the_deadline_holds_with_all_retries_and_for_replies_that_trickle(serve, remote, reply):
+    server = serve(lambda *_: reply)
+    start = time.monotonic()
+    score = remote(server.url, timeout_s=0.5).score(*CALL)
+    assert time.monotonic() - start < 1.0
+    assert (score.value, score.status) == (None, "timeout")
+    assert "reward.timeout_s" in score.error
+
+
+def test_answers_are_scored_several_at_a_time_and_never_more(serve, remote):
+    server = serve(lambda call, number: time.sleep(0.05) or echo(call, number))
+    scores = remote(server.url, concurrency=4).score_all([("s", "x" * n, "", {}) for n in range(20)])
+    assert [score.value for score in scores] == list(range(20))
+    assert server.busiest == 4
+
+
+@pytest.mark.parametrize("url", ["ftp://host/x", "host:80", "", "http://", "http://host:x/", "file:///etc/passwd"])
+def test_an_address_that_cannot_be_is_an_error(url):
+    with pytest.raises(RewardError, match=r"reward\.url"):
+        RemoteScorer(url, 1.0, 1)
+
+
+@pytest.fixture
+def splits(local_ray, tmp_path):
+    truth = {"style": "rule", "ground_truth": "42"}
+    record = {"data_source": "mine", "prompt": [{"role": "user", "content": "?"}], "reward_model": truth}
+    pq.write_table(pa.Table.from_pylist([record] * 4), tmp_path / "rows.parquet")
+    return {"train": local_ray.put(read_rows(str(tmp_path / "rows.parquet")))}
+
+
+def test_the_pool_scores_at_the_address_and_checks_it_first(local_ray, serve, splits):
+    server = serve(echo)
+    pool = RewardPool(None, 2, 2.0, 0.0, splits, url=server.url, url_concurrency=2)
+    try:
+        assert [score.value for score in pool.check("train")] == [2.0]
+        jobs = [(local_ray.put(["a", "bb", "ccc", "dddd"]), np.arange(4), np.arange(4))]
+        columns = pool.score("train", jobs)
+        assert columns["score"].tolist() == [1.0, 2.0, 3.0, 4.0]
+        assert columns["acc"].tolist() == [1.0] * 4
+        server.close()
+        with pytest.raises(RewardError, match=r"reward\.url='http.*gives no score for data_source='mine'"):
+            pool.check("train")
+    finally:
+        pool.shutdown()
+
+
+def test_two_ways_to_score_at_once_are_refused(local_ray):
+    with pytest.raises(RewardError, match=r"reward\.url and custom_reward_function\.path"):
+        RewardPool(CustomReward("x.py"), 1, 1.0, 0.0, {}, url="http://localhost:1/")
+    with pytest.raises(RewardError, match=r"reward\.memory_limit_mb=5"):
+        RewardPool(None, 1, 1.0, 0.0, {}, memory_limit_mb=5)

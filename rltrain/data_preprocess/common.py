@@ -4,7 +4,9 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,35 +14,142 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rltrain.data.rows import read_rows
+from rltrain.data_preprocess.sources import Hub, Record, open_splits
 from rltrain.errors import DataError, RltrainError
 
 Row = dict[str, Any]
 Splits = Mapping[str, Sequence[Row]]
 
+IMAGE_SLOT = "<image>"
+BOXED = "Reason step by step and put the final answer in \\boxed{}."
+
 _MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
-_REWARD = pa.struct([("style", pa.string()), ("ground_truth", pa.string())])
+_IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+# Arrow cannot nest more than 2 GiB of bytes in one array, so rows with images are written in groups.
+_IMAGE_GROUP_ROWS = 256
+_SHOWN_CHARS = 2000
+
+
+class Drop(Exception):
+    """A record that is left out; the text is the reason it is counted under."""
+
+
+class Part(list[Row]):
+    """The rows of a split, and how many records were left out for which reason."""
+
+    def __init__(self, rows: Iterable[Row] = (), dropped: Mapping[str, int] | None = None):
+        super().__init__(rows)
+        self.dropped = Counter(dropped or {})
+
+
+@dataclass(frozen=True)
+class At:
+    """Where a record stands: split and number in the source (as ``row`` takes them), options, the input's folder."""
+
+    place: dict[str, Any]
+    options: argparse.Namespace
+    folder: Path
+
+
+ToRow = Callable[[Record, At], Row]
 
 
 def row(
     data_source: str,
-    question: str,
-    ground_truth: str,
+    question: str | Sequence[Mapping[str, str]],
+    ground_truth: str | list[str],
     *,
     ability: str,
     split: str,
     index: int,
     system: str | None = None,
     extra: Mapping[str, Any] | None = None,
+    images: Sequence[Mapping[str, Any]] | None = None,
+    style: str = "rule",
 ) -> Row:
-    """One row of verl's schema: a user message (after a system message, if any) with a rule-checked answer."""
+    """One row of verl's schema: a user message (after a system message, if any) or a whole conversation, and its answer.
+
+    ``ground_truth`` is a list where any of several answers is right. ``style="model"``: a reward model scores.
+    """
     messages = [] if system is None else [{"role": "system", "content": system}]
+    given = [{"role": "user", "content": question}] if isinstance(question, str) else question
     return {
         "data_source": data_source,
-        "prompt": [*messages, {"role": "user", "content": question}],
+        "prompt": [*messages, *({"role": each["role"], "content": each["content"]} for each in given)],
+        **({} if images is None else {"images": list(images)}),
         "ability": ability,
-        "reward_model": {"style": "rule", "ground_truth": ground_truth},
+        "reward_model": {"style": style, "ground_truth": ground_truth},
         "extra_info": {"split": split, "index": index, **(extra or {})},
     }
+
+
+def texts(record: Any, *names: str) -> list[str]:
+    """The named fields of a record. Raises DataError if one is not text."""
+    values = [record.get(name) if isinstance(record, dict) else None for name in names]
+    found = [value for value in values if isinstance(value, str)]
+    if len(found) < len(names):
+        fields = "fields" if len(names) > 1 else "field"
+        raise DataError(f"{fields} {' and '.join(map(repr, names))} must be text, as in the original data set.")
+    return found
+
+
+def kept(record: Record, *names: str) -> Record:
+    """The named fields that a record has, for ``extra_info``."""
+    return {name: record[name] for name in names if record.get(name) is not None}
+
+
+def with_slots(text: str, images: Sequence[Any]) -> str:
+    """``text`` with one ``<image>`` for each image: as it is, or with all of them put before it where it has none."""
+    num_slots = text.count(IMAGE_SLOT)
+    if num_slots == 0 and images:
+        return IMAGE_SLOT * len(images) + "\n" + text
+    if num_slots != len(images):
+        raise Drop(f"not one {IMAGE_SLOT} for each image")
+    return text
+
+
+def stored_images(values: Any, folder: Path) -> list[Record]:
+    """Images as their original encoded bytes: a hub's ``{bytes, path}`` entries, or paths of files in ``folder``."""
+    found = []
+    for value in values if isinstance(values, list) else [values] if values else []:
+        entry = value if isinstance(value, dict) else {"path": value}
+        name = entry.get("path") or ""
+        try:
+            data = entry.get("bytes") or (folder / name).read_bytes()
+        except OSError as error:
+            raise Drop("an image that is not there") from error
+        found.append({"bytes": data, "path": Path(name).name or None})
+    return found
+
+
+def convert_records(hub: Hub, to_row: ToRow, options: argparse.Namespace, *, unique: bool = False) -> dict[str, Part]:
+    """Rows of every split. ``unique`` leaves out a prompt that came before in its split.
+
+    ``to_row`` raises Drop for a record to leave out and DataError for one that shows the input is of another shape.
+    """
+    folder = Path(options.input or ".").expanduser()
+    folder = folder if folder.is_dir() else folder.parent
+    splits = {}
+    for split, (name, records) in open_splits(hub, options.input, getattr(options, "test_input", None)).items():
+        part, seen = Part(), set()
+        for index, record in enumerate(records):
+            try:
+                made = to_row(record, At({"split": split, "index": index}, options, folder))
+            except Drop as reason:
+                part.dropped[str(reason)] += 1
+                continue
+            except DataError as error:
+                raise DataError(f"{name!r} row {index}: {error}") from error
+            prompt = str(made["prompt"]) if unique else str(index)
+            if prompt in seen:
+                part.dropped["a prompt that came before"] += 1
+                continue
+            seen.add(prompt)
+            part.append(made)
+        if not part:
+            raise DataError(f"{name!r} leaves no row: {_reasons(part.dropped) or 'it is empty'}.")
+        splits[split] = part
+    return splits
 
 
 def write_splits(output: str | Path, splits: Splits) -> dict[str, Path]:
@@ -57,7 +166,7 @@ def write_splits(output: str | Path, splits: Splits) -> dict[str, Path]:
         path = folder / f"{split}.parquet"
         temporary = folder / f".{split}.parquet.{os.getpid()}"
         try:
-            pq.write_table(_table(rows), temporary, write_page_checksum=True)
+            _write(rows, temporary)
             read_rows(str(temporary))
             os.replace(temporary, path)
         finally:
@@ -73,8 +182,38 @@ def arguments(description: str, *, output: str) -> argparse.ArgumentParser:
     return parser
 
 
+def converter(
+    description: str | None,
+    hubs: Hub | Mapping[str, Hub],
+    to_row: ToRow,
+    *,
+    name: str,
+    instruction: str | None = None,
+    unique: bool = False,
+    add_options: Callable[[argparse.ArgumentParser], object] = lambda parser: None,
+) -> Callable[..., int]:
+    """The command line of a converter, as its ``main``. Several ``hubs`` become choices of ``--dataset``."""
+
+    def main(argv: list[str] | None = None) -> int:
+        choices = {name: hubs} if isinstance(hubs, Hub) else hubs
+        parser = arguments(description or "", output=f"~/data/{name}")
+        if len(choices) > 1:
+            parser.add_argument("--dataset", choices=list(choices), default=next(iter(choices)), help="which one")
+        parser.add_argument("--input", help="folder with the data files, or one file; default: the hub")
+        if any(len(hub.splits) > 1 for hub in choices.values()):
+            parser.add_argument("--test-input", help="the test file, if it is not in the same folder")
+        if instruction is not None:
+            parser.add_argument("--instruction", default=instruction, help="text after each question")
+        add_options(parser)
+        options = parser.parse_args(argv)
+        hub = choices[getattr(options, "dataset", name)]
+        return run(lambda given: convert_records(hub, to_row, given, unique=unique), options)
+
+    return main
+
+
 def run(convert: Callable[[argparse.Namespace], Splits], options: argparse.Namespace) -> int:
-    """Convert, write, and show what was written: counts and the first row. Returns the exit code."""
+    """Convert, write, and show what was written: counts, what was left out, the first row. Returns the exit code."""
     try:
         splits = convert(options)
         written = write_splits(options.output, splits)
@@ -82,10 +221,14 @@ def run(convert: Callable[[argparse.Namespace], Splits], options: argparse.Names
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
     for split, path in written.items():
-        sys.stdout.write(f"{split}: {len(splits[split])} rows -> {path}\n")
+        rows = splits[split]
+        sys.stdout.write(f"{split}: {len(rows)} rows -> {path}\n")
+        if isinstance(rows, Part) and rows.dropped:
+            sys.stdout.write(f"{split}: {rows.dropped.total()} dropped: {_reasons(rows.dropped)}\n")
     first = next(iter(written), None)
     if first is not None:
-        sys.stdout.write(json.dumps(splits[first][0], indent=2, ensure_ascii=False) + "\n")
+        shown = json.dumps(splits[first][0], indent=2, ensure_ascii=False, default=lambda data: f"<{len(data)} bytes>")
+        sys.stdout.write("\n".join(line[:_SHOWN_CHARS] for line in shown.splitlines()) + "\n")
     return 0
 
 
@@ -102,15 +245,29 @@ def at_least(minimum: int) -> Callable[[str], int]:
     return parse
 
 
-def _table(rows: Sequence[Row]) -> pa.Table:
-    columns = {
-        "data_source": pa.array([row["data_source"] for row in rows], pa.string()),
-        "prompt": pa.array([row["prompt"] for row in rows], pa.list_(_MESSAGE)),
-        "ability": pa.array([row["ability"] for row in rows], pa.string()),
-        "reward_model": pa.array([row["reward_model"] for row in rows], _REWARD),
+def _write(rows: Sequence[Row], path: Path) -> None:
+    schema = _table([{**row, "images": []} if "images" in row else row for row in rows]).schema
+    size = _IMAGE_GROUP_ROWS if "images" in schema.names else len(rows)
+    with pq.ParquetWriter(path, schema, write_page_checksum=True) as writer:
+        for start in range(0, len(rows), size):
+            writer.write_table(_table(rows[start : start + size], schema))
+
+
+def _table(rows: Sequence[Row], schema: pa.Schema | None = None) -> pa.Table:
+    truth = pa.list_(pa.string()) if isinstance(rows[0]["reward_model"]["ground_truth"], list) else pa.string()
+    types = {
+        "data_source": pa.string(),
+        "prompt": pa.list_(_MESSAGE),
+        "images": pa.list_(_IMAGE),
+        "ability": pa.string(),
+        "reward_model": pa.struct([("style", pa.string()), ("ground_truth", truth)]),
+        "extra_info": schema.field("extra_info").type if schema else None,
     }
     try:
-        columns["extra_info"] = pa.array([row["extra_info"] for row in rows])
+        return pa.table({name: pa.array([row[name] for row in rows], types[name]) for name in rows[0]})
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
         raise DataError(f"extra_info changes its types from row to row ({error}); store it as JSON text.") from error
-    return pa.table(columns)
+
+
+def _reasons(dropped: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} with {reason}" for reason, count in Counter(dropped).most_common())

@@ -1,0 +1,34 @@
+"""Convert MATH (DigitalLearningGmbH/MATH-lighteval, Hendrycks et al. 2021): the answer is the solution's last box."""
+
+import sys
+
+from rltrain.data_preprocess.common import BOXED, At, Drop, Row, converter, kept, row, texts
+from rltrain.data_preprocess.sources import Hub, Record
+from rltrain.rewards.math_boxed import last_boxed
+
+HUB = Hub("DigitalLearningGmbH/MATH-lighteval")
+
+
+def boxed_answer(solution: str) -> str | None:
+    """What the last ``\\boxed{}`` holds; for the few solutions that write ``\\boxed 5``, what follows up to a ``$``."""
+    found = last_boxed(solution)
+    if found is None:
+        found = solution.rpartition("\\boxed ")[2].partition("$")[0] if "\\boxed " in solution else None
+    return (found or "").strip() or None
+
+
+def _row(record: Record, at: At) -> Row:
+    problem, solution = texts(record, "problem", "solution")
+    truth = boxed_answer(solution)
+    if truth is None:
+        raise Drop("no \\boxed{} in the solution")
+    extra = {"question": problem, "answer": solution, **kept(record, "level", "type")}
+    text = f"{problem} {at.options.instruction}"
+    return row(HUB.name, text, truth, ability="math", extra=extra, **at.place)
+
+
+main = converter(__doc__, HUB, _row, name="math", instruction=BOXED)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""Where the records of a data set come from: local parquet, json and jsonl files, or the Hugging Face hub."""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rltrain.errors import DataError
+
+Record = dict[str, Any]
+
+SUFFIXES = (".jsonl", ".json", ".parquet")
+BOTH = {"train": "train", "test": "test"}
+_READ_ROWS = 512
+_SHARD = re.compile(r"(.*)-\d{5}-of-(\d{5})\.parquet")
+
+
+@dataclass(frozen=True)
+class Hub:
+    """A data set by its hub name. ``splits``: the hub's split for each of ours; the first is that of a lone file."""
+
+    name: str
+    config: str | None = None
+    splits: Mapping[str, str] = field(default_factory=lambda: BOTH)
+
+
+def open_splits(hub: Hub, given: str | None, test_given: str | None = None) -> dict[str, tuple[str, Iterable[Record]]]:
+    """Name and records of every split: from ``--input`` (a file, or a folder laid out as on the hub), or from the hub.
+
+    Raises DataError for an input without usable files, naming what to give.
+    """
+    if given is None and not hub.name:
+        raise DataError("give --input FILE (parquet, json or jsonl), or a folder with a train and a test file.")
+    if given is None:
+        return {split: (f"{hub.name} {name}", _from_hub(hub, name)) for split, name in hub.splits.items()}
+    source = Path(given).expanduser()
+    if source.is_dir():
+        files = {split: found for split, name in hub.splits.items() if (found := _find(source, hub, name))}
+    else:
+        files = {next(iter(hub.splits)): [source]}
+    if test_given is not None:
+        files["test"] = [Path(test_given).expanduser()]
+    if not files:
+        names = [f"{name}.jsonl" for name in hub.splits.values()]
+        raise DataError(
+            f"--input {given!r} has no {' or '.join(hub.splits.values())} file ({' or '.join(SUFFIXES)}). "
+            f"Give the folder that holds {' and '.join(names)}, or a file."
+        )
+    return {split: (str(found[0]), _read_all(found)) for split, found in files.items()}
+
+
+def _find(folder: Path, hub: Hub, split: str) -> list[Path]:
+    """The file of a split (``train.jsonl``, or all of ``train-00000-of-00002.parquet``), in the folder or below."""
+    if hub.config and (folder / hub.config).is_dir():
+        folder = folder / hub.config
+    files = sorted(
+        (file for file in folder.rglob("*") if file.suffix in SUFFIXES and file.is_file()),
+        key=lambda file: (len(file.relative_to(folder).parts), file.name),
+    )
+    named = [file for file in files if file.name.startswith(split)]
+    if not named and len(hub.splits) == 1:
+        named = files
+        if len({_SHARD.sub(r"\1", file.name) for file in files}) > 1:
+            shown = ", ".join(file.name for file in files[:5])
+            raise DataError(f"--input {str(folder)!r} holds several data files ({shown}); give the one to convert.")
+    shard = _SHARD.fullmatch(named[0].name) if named else None
+    if shard is None:
+        return named[:1]
+    shards = sorted(named[0].parent.glob(f"{shard[1]}-?????-of-{shard[2]}.parquet"))
+    if len(shards) != int(shard[2]):
+        raise DataError(f"{str(named[0].parent)!r} holds {len(shards)} of {int(shard[2])} parts of {shard[1]!r}.")
+    return shards
+
+
+def _read_all(files: list[Path]) -> Iterator[Record]:
+    for file in files:
+        if not file.is_file():
+            raise DataError(f"{str(file)!r} does not exist.")
+        try:
+            yield from _read(file)
+        except (OSError, ValueError, pa.ArrowException) as error:
+            raise DataError(f"{str(file)!r} cannot be read as {file.suffix.lstrip('.') or 'jsonl'}: {error}") from error
+
+
+def _read(file: Path) -> Iterator[Record]:
+    if file.suffix == ".parquet":
+        with pq.ParquetFile(file, page_checksum_verification=True) as source:
+            for batch in source.iter_batches(batch_size=_READ_ROWS):
+                yield from batch.to_pylist()
+        return
+    with file.open(encoding="utf-8") as stream:
+        if file.suffix == ".json" and stream.read(1) == "[":
+            stream.seek(0)
+            yield from json.load(stream)
+            return
+        stream.seek(0)
+        yield from (json.loads(line) for line in stream if line.strip())
+
+
+def _from_hub(hub: Hub, split: str) -> Iterator[Record]:
+    try:
+        import datasets
+    except ImportError as error:
+        raise DataError(
+            "without --input the data comes from the Hugging Face hub, which needs: pip install datasets. "
+            f"Or give local files: --input FOLDER with {' and '.join(f'{name}.jsonl' for name in hub.splits.values())}."
+        ) from error
+    try:
+        data = datasets.load_dataset(hub.name, hub.config, split=split)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise DataError(f"the hub could not be reached ({error}). Give local files with --input FOLDER.") from error
+    for table in data.with_format("arrow").iter(batch_size=_READ_ROWS):  # as stored: images stay encoded bytes
+        yield from table.to_pylist()

@@ -34,13 +34,16 @@ class LocalGroup:
     def call(self, method: str, args: Sequence[Any] = (), per_rank: Sequence[Sequence[Any]] | None = None) -> list[Any]:
         return [found for (found,) in self.call_with_payload(method, args, per_rank, num_objects=0)]
 
-    def call_with_payload(self, method, args=(), per_rank=None, *, num_objects):
+    def call_with_payload(self, method, args=(), per_rank=None, *, num_objects, stream=None):
         self.calls.append(method)
         arguments = [self._resolve(each) for each in (per_rank[0] if per_rank is not None else args)]
         target = self.worker
         for name in method.split("."):
             target = getattr(target, name)
         found = target(*arguments)
+        if stream:
+            stream.arrived(0, *self.worker.actor.take_finished(0))
+            stream.tick()
         return [list(found) if num_objects else [found]]
 
     def _resolve(self, arg: Any) -> Any:
@@ -54,6 +57,9 @@ class LocalPool:
         self._rows = rows
         self.twist = lambda row, score: score
 
+    def begin(self, split, total):
+        return LocalScoring(self, split)
+
     def score(self, split, jobs):
         scores, accs = [], []
         for texts, rows, positions in jobs:
@@ -65,6 +71,24 @@ class LocalPool:
                 accs.append(float(value > 0.5))
         nothing = np.zeros(len(scores))
         return {"score": np.array(scores), "acc": np.array(accs), "reward_failed": nothing, "reward_timeout": nothing}
+
+
+class LocalScoring:
+    """`Scoring`, all at the end."""
+
+    seconds = 0.0
+
+    def __init__(self, pool, split) -> None:
+        self._pool, self._split, self._jobs = pool, split, []
+
+    def add(self, texts, rows, positions) -> None:
+        self._jobs.append((texts, rows, positions))
+
+    def advance(self, wait_s) -> None:
+        pass
+
+    def finish(self):
+        return self._pool.score(self._split, self._jobs)
 
 
 def local_trainer(arguments: list[str], twist=None) -> PPOTrainer:
@@ -85,7 +109,7 @@ def local_trainer(arguments: list[str], twist=None) -> PPOTrainer:
     model = RewardModel(group) if cfg.reward_model.enable else None
     pool = LocalPool(rows)
     pool.twist = twist or pool.twist
-    rewards = Rewards(cfg.reward_model, rows, pool, model, cfg.data.max_response_length)
+    rewards = Rewards(cfg.reward_model, rows, pool, model, cfg.data.max_response_length, cfg.reward.overlap)
     trainer = PPOTrainer(cfg, plan, policy, critic, rewards, Experience(cfg, plan, policy, rewards, order), sizes)
     trainer.group, trainer.worker = group, worker
     rollout = cfg.actor_rollout_ref.rollout

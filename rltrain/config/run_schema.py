@@ -28,6 +28,8 @@ class RewardConfig:
     """Seconds one answer may take; then its scorer is killed and the answer counts as failed."""
     on_error: float = 0.0
     """Score of an answer that could not be scored (counted in reward/error_rate)."""
+    overlap: bool = True
+    """Score the answers to a prompt as soon as the last of them has ended, while others are still being generated."""
     memory_limit_mb: int = 4096
     """Address space of a scorer's process in MiB; an answer that exceeds it counts as failed. 0: no limit."""
     allow_code_execution: bool = False

@@ -1,6 +1,7 @@
 """The reward pool: Ray actors that fetch answers where they were produced and score them in killable processes."""
 
 import logging
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -50,13 +51,14 @@ class RewardWorker:
         else:
             self._scorer = Slot(custom, limits.timeout_s, limits.memory_mb, limits.allow_code_execution)
 
-    def score(self, split: str, texts: list[Any], rows: np.ndarray, positions: np.ndarray) -> list[Score]:
-        """Scores of the texts at ``positions`` of the list behind the one reference in ``texts``."""
+    def score(self, split: str, texts: list[Any], rows: np.ndarray, positions: np.ndarray) -> tuple[list[Score], float]:
+        """Scores of the texts at ``positions`` of the list behind the one reference in ``texts``, and seconds it took."""
         import ray
 
+        started = time.perf_counter()
         answers = ray.get(texts[0])
         calls = [self._call(split, row, answers[at]) for row, at in zip(rows.tolist(), positions.tolist(), strict=True)]
-        return self._scorer.score_all(calls)
+        return self._scorer.score_all(calls), time.perf_counter() - started
 
     def check(self, split: str, rows: list[int] | None) -> list[tuple[str, Score]]:
         """Score rows (by default the first of each data source) with their own ground truth as the answer."""
@@ -120,39 +122,22 @@ class RewardPool:
         truth need not look like an answer.
         """
         calls = [worker.check.remote(split, rows if rows is None else list(rows)) for worker in self._workers]
-        first, *_ = [self._get(call) for call in calls]
+        first, *_ = [_get(call) for call in calls]
         for source, score in first:
             if score.status != "ok":
                 logger.warning("reward for data_source=%r, ground truth as the answer: %s", source, score.error)
         return [score for _, score in first]
 
     def score(self, split: str, jobs: Sequence[Job]) -> Columns:
-        """Score answers. A job is (reference of a list of texts, rows [k], positions in that list [k]).
+        """Score answers that are all there. Returns columns over all jobs in their order; see `Scoring`."""
+        scoring = self.begin(split, sum(len(rows) for _, rows, _ in jobs))
+        for job in jobs:
+            scoring.add(*job)
+        return scoring.finish()
 
-        The texts are fetched by the workers, never here. Returns columns over all jobs in their order: ``score``, every
-        numeric extra (NaN where an answer has none), ``reward_failed`` and ``reward_timeout`` (0 or 1); all float64.
-        Raises RewardError if more than half of the answers fail.
-        """
-        pieces = self._cut(jobs)
-        scores: list[list[Score]] = [[] for _ in pieces]
-        total = sum(len(piece.rows) for piece in pieces)
-        waiting, idle = deque(range(len(pieces))), deque(self._workers)
-        running: dict[Any, tuple[int, Any]] = {}
-        failures: list[Score] = []
-        while waiting or running:
-            while waiting and idle:
-                number, worker = waiting.popleft(), idle.popleft()
-                piece = pieces[number]
-                call = worker.score.remote(split, [piece.texts], piece.rows, piece.positions)
-                running[call] = (number, worker)
-            call = self._next(list(running))
-            number, worker = running.pop(call)
-            scores[number] = self._get(call)
-            idle.append(worker)
-            failures += [score for score in scores[number] if score.status != "ok"]
-            if 2 * len(failures) > total:
-                raise RewardError(_failure_report(failures, total))
-        return self._columns([score for part in scores for score in part])
+    def begin(self, split: str, total: int) -> "Scoring":
+        """Score ``total`` answers as they arrive."""
+        return Scoring(self._workers, split, total, self.on_error)
 
     def shutdown(self) -> None:
         """End all workers and their processes."""
@@ -165,44 +150,77 @@ class RewardPool:
             ray.kill(worker)
         self._workers = []
 
-    def _cut(self, jobs: Sequence[Job]) -> list[_Piece]:
-        """Jobs in pieces small enough that a slow answer holds up one worker only."""
-        total = sum(len(rows) for _, rows, _ in jobs)
-        size = max(1, -(-total // (_CHUNKS_PER_WORKER * len(self._workers))))
-        pieces = []
-        for texts, rows, positions in jobs:
-            rows, positions = np.asarray(rows, dtype=np.int64), np.asarray(positions, dtype=np.int64)
-            if rows.shape != positions.shape:
-                raise ValueError(f"a job has {len(rows)} rows and {len(positions)} positions")
-            starts = range(0, len(rows), size)
-            pieces += [_Piece(texts, rows[at : at + size], positions[at : at + size]) for at in starts]
-        return pieces
 
-    def _next(self, calls: list[Any]) -> Any:
+class Scoring:
+    """Answers on their way through the pool, dealt out to workers as these come free.
+
+    A job is (reference of a list of texts, rows [k] they answer, positions [k] in that list); texts are fetched by the workers,
+    never here. ``seconds``: what scoring has cost so far, over all workers.
+    """
+
+    def __init__(self, workers: Sequence[Any], split: str, total: int, on_error: float) -> None:
+        self.seconds = 0.0
+        self._split = split
+        self._total = total
+        self._on_error = on_error
+        # Small enough that a slow answer holds up few others.
+        self._piece = max(1, -(-total // (_CHUNKS_PER_WORKER * len(workers))))
+        self._pieces: list[_Piece] = []
+        self._scores: list[list[Score]] = []
+        self._waiting: deque[int] = deque()
+        self._idle = deque(workers)
+        self._running: dict[Any, tuple[int, Any]] = {}
+        self._failures: list[Score] = []
+
+    def add(self, texts: Any, rows: np.ndarray, positions: np.ndarray) -> None:
+        """One more job."""
+        rows, positions = np.asarray(rows, dtype=np.int64), np.asarray(positions, dtype=np.int64)
+        if rows.shape != positions.shape:
+            raise ValueError(f"a job has {len(rows)} rows and {len(positions)} positions")
+        for at in range(0, len(rows), self._piece):
+            self._waiting.append(len(self._pieces))
+            self._pieces.append(_Piece(texts, rows[at : at + self._piece], positions[at : at + self._piece]))
+            self._scores.append([])
+        self.advance(wait_s=0)
+
+    def advance(self, wait_s: float | None) -> None:
+        """Take what is done within ``wait_s`` (None: wait for something) and hand out what waits."""
         import ray
 
-        done, _ = ray.wait(calls, num_returns=1)
-        return done[0]
+        while True:
+            while self._waiting and self._idle:
+                number, worker = self._waiting.popleft(), self._idle.popleft()
+                piece = self._pieces[number]
+                call = worker.score.remote(self._split, [piece.texts], piece.rows, piece.positions)
+                self._running[call] = (number, worker)
+            if not self._running:
+                return
+            done, _ = ray.wait(list(self._running), num_returns=1, timeout=wait_s)
+            if not done:
+                return
+            self._take(done[0])
+            wait_s = 0
 
-    def _get(self, call: Any) -> Any:
-        import ray
-        from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
+    def _take(self, call: Any) -> None:
+        number, worker = self._running.pop(call)
+        self._scores[number], seconds = _get(call)
+        self.seconds += seconds
+        self._idle.append(worker)
+        self._failures += [score for score in self._scores[number] if score.status != "ok"]
+        if 2 * len(self._failures) > self._total:
+            raise RewardError(_failure_report(self._failures, self._total))
 
-        try:
-            return ray.get(call)
-        except RayTaskError as error:
-            cause = error.cause
-            if isinstance(cause, RewardError):
-                raise RewardError(str(cause)) from None
-            if isinstance(cause, ObjectLostError):
-                raise WorkerLost(f"the answers to score are gone with the worker that wrote them: {cause}") from error
-            raise WorkerError(f"a reward worker failed:\n{error}") from error
-        except RayActorError as error:
-            raise WorkerLost(f"a reward worker process is gone (out of memory, or killed): {error}") from error
+    def finish(self) -> Columns:
+        """Columns over all jobs in their order: ``score``, every numeric extra (NaN where an answer has none), ``reward_failed``
+        and ``reward_timeout`` (0 or 1); all float64. Raises RewardError if more than half of the answers fail.
+        """
+        while self._waiting or self._running:
+            self.advance(wait_s=None)
+        return self._columns([score for part in self._scores for score in part])
 
     def _columns(self, scores: list[Score]) -> Columns:
         columns = {
-            "score": np.array([self.on_error if score.value is None else score.value for score in scores], np.float64),
+            "score": np.array([self._on_error if score.value is None else score.value for score in scores], np.float64),
             "reward_failed": np.array([score.status != "ok" for score in scores], np.float64),
             "reward_timeout": np.array([score.status == "timeout" for score in scores], np.float64),
         }
@@ -215,6 +233,23 @@ class RewardPool:
         if num_timeouts > _TIMEOUT_ALARM * len(scores):
             logger.warning("%d of %d answers ran out of reward.timeout_s", num_timeouts, len(scores))
         return columns
+
+
+def _get(call: Any) -> Any:
+    import ray
+    from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
+
+    try:
+        return ray.get(call)
+    except RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, RewardError):
+            raise RewardError(str(cause)) from None
+        if isinstance(cause, ObjectLostError):
+            raise WorkerLost(f"the answers to score are gone with the worker that wrote them: {cause}") from error
+        raise WorkerError(f"a reward worker failed:\n{error}") from error
+    except RayActorError as error:
+        raise WorkerLost(f"a reward worker process is gone (out of memory, or killed): {error}") from error
 
 
 def _failure_report(failures: list[Score], total: int) -> str:

@@ -63,12 +63,14 @@ class Experience:
     def _round(self, timer: StepTimer) -> tuple[Samples, Metrics]:
         rows = self._order.rows(self.batches_drawn)
         self.batches_drawn += 1
-        task = GenerateTask("train", tuple(rows), self._sampling(greedy=not self._rollout.do_sample), self._seed, self.batches_drawn)
+        sampling = self._sampling(greedy=not self._rollout.do_sample)
+        arrivals = self._rewards.begin("train", len(rows) * sampling.num_samples)
+        task = GenerateTask("train", tuple(rows), sampling, self._seed, self.batches_drawn, stream=arrivals is not None)
         with timer("gen"):
-            samples, metrics = self._policy.generate(task)
+            samples, metrics = self._policy.generate(task, arrivals)
         with timer("reward"):
-            samples.update(self._rewards.score("train", samples))
-        return samples, metrics
+            samples.update(self._rewards.score("train", samples, arrivals))
+        return samples, metrics | {"reward/compute_s": self._rewards.take_seconds()}
 
     def _sampling(self, *, greedy: bool, num_samples: int | None = None) -> Sampling:
         return Sampling(

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
 from rltrain.config.critic_schema import OverlongBufferConfig, RewardModelConfig
 from rltrain.controller.samples import Samples
 from rltrain.data.rows import Rows
-from rltrain.rewards.pool import RewardPool
+from rltrain.rewards.pool import RewardPool, Scoring
+from rltrain.trainer.balance import Ids
 from rltrain.trainer.roles import RewardModel
 
 Floats = NDArray[np.float64]
@@ -18,9 +22,17 @@ class Rewards:
     """weight * model + rule_weight * rule - penalty. Rule rewards are computed from texts that never pass through the driver."""
 
     def __init__(
-        self, cfg: RewardModelConfig, rows: dict[str, Rows], pool: RewardPool | None, model: RewardModel | None, max_length: int
+        self,
+        cfg: RewardModelConfig,
+        rows: dict[str, Rows],
+        pool: RewardPool | None,
+        model: RewardModel | None,
+        max_length: int,
+        overlap: bool,
     ) -> None:
         self._cfg = cfg
+        self._overlap = overlap
+        self._seconds = 0.0
         self._rows = rows
         self._pool = pool
         self._model = model
@@ -36,10 +48,19 @@ class Rewards:
     def data_sources(self, split: str) -> list[str]:
         return [row.data_source for row in self._rows[split]]
 
-    def score(self, split: str, samples: Samples) -> dict[str, Floats]:
-        """``score``, what it is made of (``rule_score``, ``model_score``, ``overlong``), failures, the scorer's extra columns [n]."""
+    def begin(self, split: str, num_samples: int) -> Arrivals | None:
+        """Rule rewards for answers that are about to be generated; None where nothing is scored while that goes on."""
+        return Arrivals(self._pool.begin(split, num_samples)) if self._pool and self._overlap else None
+
+    def score(self, split: str, samples: Samples, arrivals: Arrivals | None = None) -> dict[str, Floats]:
+        """``score``, what it is made of (``rule_score``, ``model_score``, ``overlong``), failures, the scorer's extra columns [n].
+
+        ``arrivals``: rule rewards that were begun while the answers were generated.
+        """
         nothing = np.zeros(len(samples))
-        found = self._rules(split, samples) if self._pool else {"score": nothing, "reward_failed": nothing, "reward_timeout": nothing}
+        found = {"score": nothing, "reward_failed": nothing, "reward_timeout": nothing}
+        if self._pool:
+            found = self._finish(arrivals or self._all_at_once(split, samples))
         total = found["rule_score"] = found["score"]
         if self._model:
             found["model_score"] = self._model.score(split, samples)
@@ -49,15 +70,43 @@ class Rewards:
             total = total + found["overlong"]
         return found | {"score": total, "reward": total}
 
-    def _rules(self, split: str, samples: Samples) -> dict[str, Floats]:
+    def _all_at_once(self, split: str, samples: Samples) -> Arrivals:
         assert self._pool is not None
-        parts = samples.parts_with("text")
-        results = self._pool.score(split, [(part.ref, samples["row"][part.ids], part.rows) for part in parts])
-        ids = np.concatenate([part.ids for part in parts])
+        arrivals = Arrivals(self._pool.begin(split, len(samples)))
+        for part in samples.parts_with("text"):
+            arrivals.scoring.add(part.ref, samples["row"][part.ids], part.rows)
+            arrivals.ids.append(part.ids)
+        return arrivals
+
+    def _finish(self, arrivals: Arrivals) -> dict[str, Floats]:
+        results, ids = arrivals.scoring.finish(), np.concatenate(arrivals.ids)
+        self._seconds += arrivals.scoring.seconds
         ordered = {name: np.empty(len(values), dtype=np.float64) for name, values in results.items()}
         for name, values in results.items():
             ordered[name][ids] = values
         return ordered
+
+    def take_seconds(self) -> float:
+        """What rule rewards have cost since the last call, over all scoring processes, hidden or not."""
+        taken, self._seconds = self._seconds, 0.0
+        return taken
+
+
+@dataclass
+class Arrivals:
+    """Answers on their way through the scorers, and which samples they are, in order of arrival."""
+
+    scoring: Scoring
+    ids: list[Ids] = field(default_factory=list)
+
+    def arrived(self, texts: Any, ids: Ids, rows: Ids) -> None:
+        """A list of texts exists: the answers ``ids``, to the prompts in ``rows``."""
+        self.scoring.add(texts, rows, np.arange(len(ids)))
+        self.ids.append(ids)
+
+    def tick(self) -> None:
+        """Hand out what waits, without waiting."""
+        self.scoring.advance(wait_s=0)
 
 
 def overlong_penalty(lengths: NDArray[np.int64], max_length: int, cfg: OverlongBufferConfig) -> Floats:

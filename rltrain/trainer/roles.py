@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, Protocol
 
 import numpy as np
 
 from rltrain.config.schema import Config
-from rltrain.controller.group import WorkerGroup
+from rltrain.controller.group import Stream, WorkerGroup
 from rltrain.controller.samples import Samples, whole
 from rltrain.trainer import metrics as m
 from rltrain.trainer.balance import Ids, Layout
@@ -19,6 +20,16 @@ from rltrain.workers.updater import MiniBatch
 _PROMPT_AND_ANSWER = ("tokens", "prompt_length", "response_length")
 _GENERATED = (*_PROMPT_AND_ANSWER, "rollout_log_probs")
 Numbers = dict[str, Any]
+
+
+class Listener(Protocol):
+    """Who hears of answers as they finish."""
+
+    def arrived(self, texts: Any, ids: Ids, rows: Ids) -> None:
+        """A list of texts exists (by reference): the answers ``ids``, to the prompts in ``rows``."""
+
+    def tick(self) -> None:
+        """Called every now and then while generation goes on."""
 
 
 class _Role:
@@ -79,15 +90,25 @@ class Policy(_Role):
         # The exact KL of the loss needs no pass of its own: the update runs the reference.
         self.has_reference_pass = self._kl_in_reward or self._ref_in_loss
 
-    def generate(self, task: GenerateTask) -> tuple[Samples, Metrics]:
-        """Spread the prompts over the engines and collect what the driver needs to know of the answers."""
+    def generate(self, task: GenerateTask, listener: Listener | None = None) -> tuple[Samples, Metrics]:
+        """Spread the prompts over the engines and collect what the driver needs to know of the answers.
+
+        ``listener``: is told of answers while others are still being generated (with ``task.stream``).
+        """
         n = task.sampling.num_samples
         shares = np.array_split(np.arange(len(task.rows)), self._group.world)
-        tasks = [
-            GenerateTask(task.split, tuple(task.rows[i] for i in share), task.sampling, task.seed, task.step)
-            for share in shares
-        ]
-        results = self._group.call_with_payload("actor.generate", per_rank=[[each] for each in tasks], num_objects=2)
+        tasks = [replace(task, rows=tuple(task.rows[i] for i in share)) for share in shares]
+
+        def arrived(rank: int, texts: Any, numbers: Numbers) -> None:
+            if listener and len(numbers["places"]):
+                prompts = shares[rank][numbers["places"]]
+                ids = (prompts[:, None] * n + np.arange(n)).ravel()
+                listener.arrived(texts, ids, np.array(task.rows)[prompts].repeat(n))
+
+        stream = Stream("actor.take_finished", arrived, listener.tick) if listener else None
+        results = self._group.call_with_payload(
+            "actor.generate", per_rank=[[each] for each in tasks], num_objects=2, stream=stream
+        )
         samples = Samples(len(task.rows) * n)
         having = [((share[:, None] * n + np.arange(n)).ravel(), *found) for share, found in zip(shares, results, strict=True)]
         having = [each for each in having if len(each[0])]

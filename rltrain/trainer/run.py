@@ -98,7 +98,7 @@ def _train(
     )
     order = BatchOrder(len(prompts["train"]), plan.prompts_per_round, cfg.data.seed, cfg.data.shuffle)
     model = RewardModel(group) if cfg.reward_model.enable else None
-    rewards = Rewards(cfg.reward_model, rows, pool, model, cfg.data.max_response_length)
+    rewards = Rewards(cfg.reward_model, rows, pool, model, cfg.data.max_response_length, cfg.reward.overlap)
     trainer = PPOTrainer(cfg, plan, policy, critic, rewards, Experience(cfg, plan, policy, rewards, order), sizes[0])
     trainer.restore(progress)
     try:
@@ -121,6 +121,10 @@ def start_pool(cfg: Config, splits: dict[str, Any]) -> RewardPool | None:
         timeout_s=cfg.reward.timeout_s,
         on_error=cfg.reward.on_error,
         splits=splits,
+        memory_limit_mb=cfg.reward.memory_limit_mb,
+        allow_code_execution=cfg.reward.allow_code_execution,
+        url=cfg.reward.url,
+        url_concurrency=cfg.reward.url_concurrency,
     )
     for split in splits:
         scores = pool.check(split)

@@ -87,7 +87,12 @@ class Rows:
             yield self[position]
 
     def __repr__(self) -> str:
-        return f"<Rows: {len(self)} of {', '.join(file.path for file in self._files)}>"
+        return f"<Rows: {len(self)} of {self.paths}>"
+
+    @property
+    def paths(self) -> str:
+        """The files the rows came from, for messages."""
+        return ", ".join(file.path for file in self._files)
 
     def origin(self, position: int) -> str:
         """Where a row came from, for messages: ``'train.parquet' row 17`` (rows are counted from 0)."""
@@ -150,6 +155,27 @@ def read_rows(
     """
     if on_bad_row not in ("error", "drop"):
         raise ValueError(f"on_bad_row={on_bad_row!r}: use 'error' or 'drop'")
+    rows, problems = scan_rows(files, prompt_key=prompt_key, reward_fn_key=reward_fn_key, max_rows=max_rows)
+    if problems and on_bad_row == "error":
+        raise DataError(_report(problems))
+    if problems:
+        logger.warning("left out %s", _report(problems))
+    if not len(rows):
+        raise DataError(f"no usable row in {rows.paths} ({len(problems)} read, all bad).")
+    return rows
+
+
+def scan_rows(
+    files: str | Sequence[str],
+    *,
+    prompt_key: str = "prompt",
+    reward_fn_key: str = "data_source",
+    max_rows: int = -1,
+) -> tuple[Rows, list[str]]:
+    """The rows that can be used, perhaps none, and what is wrong with each of the others.
+
+    Raises DataError for a file that cannot be read or lacks a column.
+    """
     paths = [files] if isinstance(files, (str, Path)) else list(files)
     if not paths:
         raise DataError("no data file was given. Try data.train_files=train.parquet data.val_files=test.parquet.")
@@ -163,13 +189,7 @@ def read_rows(
         kept += [start + row for row in range(file.table.num_rows) if row not in bad]
         start += file.table.num_rows
         opened.append(file)
-    if problems and on_bad_row == "error":
-        raise DataError(_report(problems))
-    if problems:
-        logger.warning("left out %s", _report(problems))
-    if not kept:
-        raise DataError(f"no usable row in {', '.join(map(str, paths))} ({start} read, {len(problems)} bad).")
-    return Rows(opened, keys, np.asarray(kept, dtype=np.int64))
+    return Rows(opened, keys, np.asarray(kept, dtype=np.int64)), problems
 
 
 def _open(path: str, keys: _Keys, max_rows: int | None) -> _File:

@@ -25,8 +25,8 @@ BOXED = "Reason step by step and put the final answer in \\boxed{}."
 
 _MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
 _IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
-# Arrow cannot nest more than 2 GiB of bytes in one array, so rows with images are written in groups.
-_IMAGE_GROUP_ROWS = 256
+# Arrow cannot nest more than 2 GiB in one array: pictures and tests of programs are written in groups of rows.
+_GROUP_ROWS = 512
 _SHOWN_CHARS = 2000
 
 
@@ -83,9 +83,9 @@ def row(
     }
 
 
-def texts(record: Any, *names: str) -> list[str]:
+def texts(record: Record, *names: str) -> list[str]:
     """The named fields of a record. Raises DataError if one is not text."""
-    values = [record.get(name) if isinstance(record, dict) else None for name in names]
+    values = [record.get(name) for name in names]
     found = [value for value in values if isinstance(value, str)]
     if len(found) < len(names):
         fields = "fields" if len(names) > 1 else "field"
@@ -109,10 +109,10 @@ def with_slots(text: str, images: Sequence[Any]) -> str:
 
 
 def stored_images(values: Any, folder: Path) -> list[Record]:
-    """Images as their original encoded bytes: a hub's ``{bytes, path}`` entries, or paths of files in ``folder``."""
+    """Images as their original encoded bytes: a hub's ``{bytes, path}`` entries, bytes, or paths of files in ``folder``."""
     found = []
     for value in values if isinstance(values, list) else [values] if values else []:
-        entry = value if isinstance(value, dict) else {"path": value}
+        entry = value if isinstance(value, dict) else {"bytes" if isinstance(value, bytes) else "path": value}
         name = entry.get("path") or ""
         try:
             data = entry.get("bytes") or (folder / name).read_bytes()
@@ -134,7 +134,9 @@ def convert_records(hub: Hub, to_row: ToRow, options: argparse.Namespace, *, uni
         part, seen = Part(), set()
         for index, record in enumerate(records):
             try:
-                made = to_row(record, At({"split": split, "index": index}, options, folder))
+                made = to_row(
+                    record if isinstance(record, dict) else {}, At({"split": split, "index": index}, options, folder)
+                )
             except Drop as reason:
                 part.dropped[str(reason)] += 1
                 continue
@@ -246,14 +248,6 @@ def at_least(minimum: int) -> Callable[[str], int]:
 
 
 def _write(rows: Sequence[Row], path: Path) -> None:
-    schema = _table([{**row, "images": []} if "images" in row else row for row in rows]).schema
-    size = _IMAGE_GROUP_ROWS if "images" in schema.names else len(rows)
-    with pq.ParquetWriter(path, schema, write_page_checksum=True) as writer:
-        for start in range(0, len(rows), size):
-            writer.write_table(_table(rows[start : start + size], schema))
-
-
-def _table(rows: Sequence[Row], schema: pa.Schema | None = None) -> pa.Table:
     truth = pa.list_(pa.string()) if isinstance(rows[0]["reward_model"]["ground_truth"], list) else pa.string()
     types = {
         "data_source": pa.string(),
@@ -261,10 +255,13 @@ def _table(rows: Sequence[Row], schema: pa.Schema | None = None) -> pa.Table:
         "images": pa.list_(_IMAGE),
         "ability": pa.string(),
         "reward_model": pa.struct([("style", pa.string()), ("ground_truth", truth)]),
-        "extra_info": schema.field("extra_info").type if schema else None,
     }
     try:
-        return pa.table({name: pa.array([row[name] for row in rows], types[name]) for name in rows[0]})
+        types["extra_info"] = pa.array([row["extra_info"] for row in rows]).type
+        schema = pa.schema([(name, types[name]) for name in rows[0]])
+        with pq.ParquetWriter(path, schema, write_page_checksum=True) as writer:
+            for start in range(0, len(rows), _GROUP_ROWS):
+                writer.write_table(pa.Table.from_pylist(rows[start : start + _GROUP_ROWS], schema))
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
         raise DataError(f"extra_info changes its types from row to row ({error}); store it as JSON text.") from error
 

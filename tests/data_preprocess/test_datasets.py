@@ -3,10 +3,8 @@
 import hashlib
 import importlib
 import json
-import struct
 import sys
 import types
-import zlib
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,20 +13,8 @@ import pytest
 from rltrain.data.rows import read_rows
 from rltrain.data_preprocess import aime, boba, code_contests, common
 from rltrain.rewards.registry import known_sources
+from tests.pictures import BLUE, RED
 
-
-def png(color):
-    """A picture of one pixel."""
-
-    def chunk(kind, data):
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    head = struct.pack(">IIBBBBB", 1, 1, 8, 2, 0, 0, 0)
-    pixels = zlib.compress(b"\0" + bytes(color))
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
-
-
-RED, BLUE = png((255, 0, 0)), png((0, 0, 255))
 MATH = {
     "problem": "What is $1+1$?",
     "level": "Level 1",
@@ -246,9 +232,11 @@ def test_there_is_one_slot_for_each_image(tmp_path, capsys):
     assert f"<{len(RED)} bytes>" in shown
 
 
-def test_many_images_are_written_in_groups_of_rows(tmp_path, monkeypatch):
-    monkeypatch.setattr(common, "_IMAGE_GROUP_ROWS", 2)
-    convert("geometry3k", [GEOMETRY] * 5, tmp_path)
+def test_rows_are_written_in_groups_of_one_schema(tmp_path, monkeypatch):
+    monkeypatch.setattr(common, "_GROUP_ROWS", 2)
+    last = GEOMETRY | {"images": [{"bytes": BLUE, "path": "only-here.png"}]}
+    rows = convert("geometry3k", [*[GEOMETRY] * 4, last], tmp_path)
+    assert [rows.media(i)["images"][0]["path"] for i in range(5)] == [None] * 4 + ["only-here.png"]
     assert pq.ParquetFile(tmp_path / "out/train.parquet").num_row_groups == 3
 
 
@@ -308,7 +296,7 @@ def test_boba_keeps_every_solution(tmp_path):
 
 
 def test_ultrafeedback_prompts_come_from_the_preference_splits(tmp_path):
-    for split in ("train_prefs", "test_prefs", "train_sft", "test_gen"):
+    for split in ("train_gen", "train_prefs", "train_sft", "test_gen", "test_prefs"):
         write(tmp_path / f"in/data/{split}-00000-of-00001.parquet", [ULTRA | {"prompt": split}])
     hh = importlib.import_module("rltrain.data_preprocess.hh")
     assert (
@@ -345,7 +333,7 @@ def test_a_function_to_complete_is_shown(tmp_path):
 
 def test_columns_of_any_file_can_be_named(tmp_path, capsys):
     record = {
-        "q": {"text": "<image>How many?"},
+        "q": {"text": "How many?"},
         "right": ["4", "four"],
         "set": "clevr_count/mine",
         "pictures": ["images/a.png"],
@@ -356,11 +344,21 @@ def test_columns_of_any_file_can_be_named(tmp_path, capsys):
     rows = convert("jsonl", [record], tmp_path, *named, *more, file="mine.jsonl")
     assert rows[0].prompt == [
         {"role": "system", "content": "Count."},
-        {"role": "user", "content": "<image>How many? Think."},
+        {"role": "user", "content": "<image>\nHow many? Think."},
     ]
     assert (rows[0].data_source, rows[0].ground_truth) == ("clevr_count/mine", ["4", "four"])
     assert rows[0].extra_info["level"] == 3
     assert rows.media(0)["images"] == [{"bytes": RED, "path": "a.png"}]
+    pictures = convert(
+        "jsonl",
+        [{"prompt": "?", "answer": 1, "picture": BLUE}],
+        tmp_path / "b",
+        "--image-column",
+        "picture",
+        "--data-source",
+        "x",
+    )
+    assert pictures.media(0)["images"] == [{"bytes": BLUE, "path": None}]
     messages = [{"prompt": DAPO["prompt"], "answer": 0}, {"prompt": "text", "answer": None}]
     jsonl = importlib.import_module("rltrain.data_preprocess.jsonl")
     file = write(tmp_path / "two.parquet", messages[:1])
@@ -375,11 +373,12 @@ def test_columns_of_any_file_can_be_named(tmp_path, capsys):
         assert said in capsys.readouterr().err
 
 
-def test_an_input_of_another_shape_is_an_error_and_not_a_drop(tmp_path, capsys):
-    for name, (options, *_) in SETS.items():
-        file = write(tmp_path / "other.jsonl", [{"text": "something else"}])
-        main = importlib.import_module(f"rltrain.data_preprocess.{name}").main
-        assert main(["--input", str(file), "--output", str(tmp_path / "out"), *options]) == 2
+@pytest.mark.parametrize("name", SETS)
+def test_an_input_of_another_shape_is_an_error_and_not_a_drop(tmp_path, capsys, name):
+    main = importlib.import_module(f"rltrain.data_preprocess.{name}").main
+    for record in ({"text": "something else"}, "text"):
+        file = write(tmp_path / "other.jsonl", [record])
+        assert main(["--input", str(file), "--output", str(tmp_path / "out"), *SETS[name][0]]) == 2
         assert "other.jsonl' row 0: " in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 

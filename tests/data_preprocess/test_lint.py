@@ -1,0 +1,213 @@
+import sys
+from functools import partial
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rltrain.data.chat import ChatEncoder
+from rltrain.data_preprocess import lint as linter
+from rltrain.data_preprocess.common import row, write_splits
+from rltrain.data_preprocess.lint import lint, main
+from rltrain.rewards.registry import CustomReward
+from tests.pictures import BLUE, RED
+from tests.tiny import TEMPLATE, save_tiny_tokenizer
+
+# Scores as the vision scripts do: most of it for the answer, the rest for a thinking block at the very start.
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    if data_source == "slow":
+        while True:
+            pass
+    return 0.9 * ("boxed{" + str(ground_truth) + "}" in solution_str) + 0.1 * solution_str.startswith("<think>")
+"""
+
+
+def sum_row(number, truth=None, **changes):
+    made = row("rltrain/arithmetic", f"{number}+1=?", str(truth or number + 1), ability="math", split="train", index=0)
+    return made | changes
+
+
+def picture_row(text, images, truth="3"):
+    return row("openai/gsm8k", text, truth, ability="math", split="train", index=0, images=images)
+
+
+def write(folder, rows, name="train"):
+    return str(write_splits(folder, {name: rows})[name])
+
+
+@pytest.fixture
+def custom(tmp_path):
+    (tmp_path / "reward.py").write_text(REWARD)
+    return CustomReward(str(tmp_path / "reward.py"))
+
+
+@pytest.fixture
+def encoder(tmp_path):
+    save_tiny_tokenizer(tmp_path / "model")
+    return ChatEncoder(str(tmp_path / "model"))
+
+
+def test_clean_files_exit_with_zero_and_say_how_much_was_checked(tmp_path, capsys):
+    image = {"bytes": RED, "path": None}
+    rows = [picture_row("<image> one", [image]), picture_row("<image> two", [image])]
+    files = [write(tmp_path, [sum_row(i) for i in range(5)]), write(tmp_path, rows, "test")]
+    assert main(files) == 0
+    assert capsys.readouterr().out == "7 usable rows, no problems\n"
+
+
+def test_every_bad_row_is_counted_and_the_first_few_are_shown(tmp_path, capsys):
+    rows = [sum_row(i, data_source=None if i % 2 else "rltrain/arithmetic") for i in range(12)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "bad.parquet")
+    (tmp_path / "text.parquet").write_text("hello")
+    assert main([str(tmp_path / "bad.parquet"), str(tmp_path / "text.parquet")]) == 2
+    shown = capsys.readouterr().out
+    assert "rows with schema errors: 6\n" in shown
+    assert [f"row {i}:" in shown for i in (1, 3, 5, 7)] == [True, True, True, False]
+    assert "… and 3 more" in shown
+    assert "files that cannot be read: 1\n" in shown
+    assert shown.endswith("6 usable rows, 7 problems\n")
+
+
+def test_a_file_of_bad_rows_alone_is_reported_row_by_row(tmp_path):
+    pq.write_table(pa.Table.from_pylist([sum_row(1, prompt="text"), sum_row(2, prompt="text")]), tmp_path / "a.parquet")
+    number, findings = lint([str(tmp_path / "a.parquet")])
+    assert (number, len(findings["rows with schema errors"])) == (0, 2)
+
+
+def test_duplicates_are_seen_across_files_and_pictures_tell_prompts_apart(tmp_path):
+    train = write(tmp_path, [sum_row(1), sum_row(2), sum_row(1)])
+    test = write(tmp_path, [sum_row(2), sum_row(3)], "test")
+    red, blue = ({"bytes": data, "path": None} for data in (RED, BLUE))
+    pictures = write(tmp_path, [picture_row("<image> Find x.", [image]) for image in (red, blue, red)], "pictures")
+    _, findings = lint([train, test, pictures])
+    assert findings == {
+        "prompts that came before": [
+            f"{train!r} row 2: as {train!r} row 0",
+            f"{test!r} row 0: as {train!r} row 1",
+            f"{pictures!r} row 2: as {pictures!r} row 0",
+        ]
+    }
+
+
+def test_prompts_over_the_limit_are_named_with_their_length(tmp_path, encoder, capsys):
+    file = write(tmp_path, [sum_row(1), sum_row(123456789)])
+    limit = len(encoder.encode([{"role": "user", "content": "1+1=?"}]))
+    _, findings = lint([file], encoder=encoder, max_prompt_length=limit)
+    assert findings == {"prompts over the limit": [f"{file!r} row 1: {limit + 8} text tokens, limit {limit}"]}
+    with pytest.raises(SystemExit):
+        main([file, "--max-prompt-length", "5"])
+    assert "--tokenizer FOLDER" in capsys.readouterr().err
+
+
+def test_image_slots_and_images_must_agree(tmp_path):
+    image = {"bytes": RED, "path": None}
+    rows = [
+        picture_row("<image> one", [image]),
+        picture_row("two", [image]),
+        picture_row("<image><image> three", [image]),
+        picture_row("<image> four", []),
+    ]
+    file = write(tmp_path, rows)
+    parts = [{"type": "image", "text": None}, {"type": "text", "text": "What?"}]
+    given = rows[0] | {"prompt": [{"role": "user", "content": parts}]}
+    pq.write_table(pa.Table.from_pylist([given]), tmp_path / "parts.parquet")
+    assert lint([str(tmp_path / "parts.parquet")])[1] == {}
+    found = lint([file])[1]["media slots that do not fit"]
+    assert [line.partition("row ")[2].split(" in")[0] for line in found] == [
+        "1: 0 <image>",
+        "2: 2 <image>",
+        "3: 1 <image>",
+    ]
+
+
+@pytest.mark.parametrize("has_pil", [True, False])
+def test_unreadable_images_are_named_with_and_without_pil(tmp_path, monkeypatch, has_pil):
+    if has_pil:
+        pytest.importorskip("PIL")
+    else:
+        monkeypatch.setitem(sys.modules, "PIL", None)
+    (tmp_path / "there.png").write_bytes(BLUE)
+    images = [
+        {"bytes": RED, "path": None},
+        {"bytes": b"no picture", "path": None},
+        {"bytes": RED[:45], "path": None},
+        {"bytes": None, "path": str(tmp_path / "there.png")},
+        {"bytes": None, "path": str(tmp_path / "gone.png")},
+        {"bytes": None, "path": None},
+    ]
+    file = write(tmp_path, [picture_row(f"<image> {i}", [image]) for i, image in enumerate(images)])
+    found = lint([file])[1]["images that cannot be read"]
+    bad = [1, 2, 4, 5] if has_pil else [1, 4, 5]  # only decoding sees that a picture is cut
+    assert [int(line.split("row ")[1][0]) for line in found] == bad
+
+
+def test_answers_that_their_scorer_refuses_are_found(tmp_path):
+    rows = [sum_row(1), sum_row(2, truth="three"), sum_row(3)]
+    rows += [
+        row("openai/gsm8k", f"{i}?", truth, ability="math", split="train", index=i)
+        for i, truth in enumerate(["1,234", "x"])
+    ]
+    boxes = ("\\frac{1}{2}", "\\boxed{7}")
+    rows += [
+        row("HuggingFaceH4/MATH-500", f"{i}!", box, ability="math", split="train", index=i)
+        for i, box in enumerate(boxes)
+    ]
+    file = write(tmp_path, rows)
+    _, findings = lint([file])
+    assert [line.split(": ")[1] for line in findings["answers their own scorer refuses"]] == [
+        "answer 'three' earns 0 at best",
+        "answer 'x' earns 0 at best",
+    ]
+    assert len(findings) == 1
+
+
+def test_each_of_several_solutions_must_be_accepted(tmp_path):
+    reward = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return float(solution_str in ground_truth[:1])"
+    (tmp_path / "reward.py").write_text(reward)
+    file = write(tmp_path, [row("x", f"{len(s)}", s, ability="a", split="train", index=0) for s in (["1"], ["1", "2"])])
+    _, findings = lint([file], custom=CustomReward(str(tmp_path / "reward.py")))
+    assert [line.split(": ")[0] for line in findings["answers their own scorer refuses"]] == [f"{file!r} row 1"]
+
+
+def test_a_scorer_that_hangs_is_stopped(tmp_path, custom, monkeypatch):
+    monkeypatch.setattr(linter, "FORMS", linter.FORMS[:1])
+    monkeypatch.setattr(linter, "Slot", partial(linter.Slot, timeout_s=0.2))
+    file = write(tmp_path, [sum_row(1, data_source="slow")])
+    _, findings = lint([file], custom=custom)
+    assert "earns -inf at best" in findings["answers their own scorer refuses"][0]
+
+
+def test_sources_without_a_scorer_are_counted_and_model_rows_and_programs_are_not_graded(tmp_path):
+    rows = [sum_row(i, data_source="no/such") for i in range(3)]
+    rows += [row("Dahoas/full-hh-rlhf", "Hi", "x", ability="a", split="train", index=0, style="model")]
+    rows += [
+        row("rltrain/arithmetic", "Sum", '{"inputs": ["1"], "outputs": ["1"]}', ability="code", split="train", index=0)
+    ]
+    _, findings = lint([write(tmp_path, rows)])
+    (line,) = findings["data sources without a scorer"]
+    assert line.startswith("3 rows of 'no/such': no scorer for data_source='no/such'")
+    assert len(findings) == 1
+
+
+def test_a_format_that_the_chat_template_makes_unreachable_is_found(tmp_path, custom, encoder):
+    file = write(tmp_path, [sum_row(1), sum_row(2)])
+    assert lint([file], encoder=encoder, custom=custom)[1] == {}
+    opening = TEMPLATE.replace("<assistant>{% endif %}", "<assistant><think>\n{% endif %}")
+    closed = TEMPLATE.replace("<assistant>{% endif %}", "<assistant><think>\n\n</think>\n\n{% endif %}")
+    for template, reachable in ((opening, False), (closed, True)):
+        assert template != TEMPLATE
+        other = ChatEncoder(encoder.path, chat_template=template)
+        found = lint([file], encoder=other, custom=custom)[1].get("format rewards out of reach", [])
+        assert len(found) == (0 if reachable else 1)
+        assert all("the chat template opens <think> itself" in line and "earns 0.9 at best" in line for line in found)
+
+
+def test_the_command_line_takes_the_run_s_reward_and_tokenizer(tmp_path, custom, encoder, capsys):
+    file = write(tmp_path, [sum_row(1, data_source="mine")])
+    options = ["--tokenizer", encoder.path, "--max-prompt-length", "99"]
+    assert main([file, *options]) == 2
+    assert "data sources without a scorer: 1" in capsys.readouterr().out
+    assert main([file, *options, "--reward-file", custom.path]) == 0
+    assert main([file, "--tokenizer", str(tmp_path / "none"), "--max-prompt-length", "9"]) == 2
+    assert "no tokenizer" in capsys.readouterr().err

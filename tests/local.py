@@ -16,9 +16,9 @@ from rltrain.trainer.ppo import PPOTrainer
 from rltrain.trainer.rewards import Rewards
 from rltrain.trainer.roles import Critic, Policy, RewardModel
 from rltrain.trainer.run import load_data, needs_reference
-from rltrain.workers.actor_rollout_ref import GenerateTask
 from rltrain.workers.hybrid import HybridWorker
 from rltrain.workers.rollout.base import Sampling
+from rltrain.workers.tasks import GenerateTask
 
 
 class LocalGroup:

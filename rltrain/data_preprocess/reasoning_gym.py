@@ -136,8 +136,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--num-test", type=at_least(0), default=128, help="test problems")
     parser.add_argument("--seed", type=at_least(0), default=0, help="another seed gives other problems")
     parser.add_argument("--as-gsm8k", action="store_true", help="rows of openai/gsm8k, for tasks with numeric answers")
-    parser.add_argument("--worked-example", action="store_true", help="with --as-gsm8k: one solved problem before each question")
-    parser.add_argument("--settings", nargs="*", type=_setting, default=[], help="name=value of the task, such as max_terms=3")
+    parser.add_argument(
+        "--worked-example", action="store_true", help="with --as-gsm8k: one solved problem before each question"
+    )
+    parser.add_argument(
+        "--settings", nargs="*", type=_setting, default=[], help="name=value of the task, such as max_terms=3"
+    )
     return run(convert, parser.parse_args(argv))
 
 

@@ -15,8 +15,8 @@ from rltrain.trainer.plan import Plan
 from rltrain.trainer.rewards import Rewards
 from rltrain.trainer.roles import Policy
 from rltrain.trainer.timing import StepTimer
-from rltrain.workers.actor_rollout_ref import GenerateTask
 from rltrain.workers.rollout.base import Sampling
+from rltrain.workers.tasks import GenerateTask
 
 # Validation draws its random numbers from another stream than training.
 _VALIDATION_SEED = 0x5EED
@@ -119,7 +119,13 @@ class Experience:
         n = self._rollout.n
         rows = samples["row"][::n]
         with timer("gen_max"):
-            task = GenerateTask("train", tuple(rows.tolist()), self._sampling(greedy=True, num_samples=1), self._seed, self.batches_drawn)
+            task = GenerateTask(
+                "train",
+                tuple(rows.tolist()),
+                self._sampling(greedy=True, num_samples=1),
+                self._seed,
+                self.batches_drawn,
+            )
             greedy, _ = self._policy.generate(task)
             samples.update({"baseline": self._rewards.score("train", greedy)["score"].repeat(n)})
 
@@ -129,7 +135,13 @@ class Experience:
         greedy = not val.do_sample or val.temperature == 0
         num_samples = 1 if greedy else val.n
         sampling = Sampling(
-            num_samples, self._cfg.data.max_response_length, val.temperature or 1.0, val.top_k, val.top_p, greedy, self._rollout.ignore_eos
+            num_samples,
+            self._cfg.data.max_response_length,
+            val.temperature or 1.0,
+            val.top_k,
+            val.top_p,
+            greedy,
+            self._rollout.ignore_eos,
         )
         rows = tuple(range(self._rewards.num_rows("val")))
         samples, _ = self._policy.generate(GenerateTask("val", rows, sampling, self._seed ^ _VALIDATION_SEED, step))

@@ -111,7 +111,12 @@ def peak_memory(results: Sequence[dict[str, Any]]) -> Metrics:
 def first_step_mismatch(results: Sequence[dict[str, Any]]) -> dict[str, float]:
     """With bypass_mode the engine is compared in the first optimizer step, which still has the weights that were sampled with."""
     mark = "token/mismatch/"
-    return add_up([{name.removeprefix(mark): value[0] for name, value in each.items() if name.startswith(mark)} for each in results])
+    return add_up(
+        [
+            {name.removeprefix(mark): value[0] for name, value in each.items() if name.startswith(mark)}
+            for each in results
+        ]
+    )
 
 
 def mismatch_metrics(sums: dict[str, float]) -> Metrics:
@@ -136,7 +141,10 @@ def mismatch_metrics(sums: dict[str, float]) -> Metrics:
         "rollout_corr/chi2_seq": sums["w_product_squared"] / sequences - 1,
     }
     if "max/gap" in sums:
-        metrics |= {"rollout/log_prob_gap/max": sums["max/gap"], "training/rollout_probs_diff_max": sums["max/prob_gap"]}
+        metrics |= {
+            "rollout/log_prob_gap/max": sums["max/gap"],
+            "training/rollout_probs_diff_max": sums["max/prob_gap"],
+        }
     if "is" in sums:
         metrics |= {
             "rollout_corr/rollout_is_mean": sums["is"] / tokens,
@@ -179,15 +187,20 @@ def throughput_metrics(samples: Samples, timing: Metrics, num_devices: int) -> M
     }
     if timing.get("timing_s/old_log_prob"):
         metrics["perf/old_log_prob_throughput"] = total / (timing["timing_s/old_log_prob"] * num_devices)
-    for name, tokens in (("gen", response), ("ref", total), ("values", total), ("adv", total), ("update_critic", total), ("update_actor", total)):
+    for name, tokens in (
+        ("gen", response),
+        ("ref", total),
+        ("values", total),
+        ("adv", total),
+        ("update_critic", total),
+        ("update_actor", total),
+    ):
         if f"timing_s/{name}" in timing:
             metrics[f"timing_per_token_ms/{name}"] = 1000 * timing[f"timing_s/{name}"] / max(tokens, 1)
     return metrics
 
 
-def flops_metrics(
-    samples: Samples, timing: Metrics, model: dict[str, Any], num_devices: int, epochs: int
-) -> Metrics:
+def flops_metrics(samples: Samples, timing: Metrics, model: dict[str, Any], num_devices: int, epochs: int) -> Metrics:
     """``perf/mfu/actor``: model FLOPs of the update without recompute / (seconds x devices x bf16 peak); nothing where the peak is unknown.
 
     6 FLOPs a weight and token (forward and backward, input embedding not counted), and causal attention: 6 x layers x heads x
@@ -197,7 +210,9 @@ def flops_metrics(
         return {}
     lengths = (samples["prompt_length"] + samples["response_length"]).astype(np.float64)
     flops = 6 * model["matmul_parameters"] * lengths.sum() + 6 * model["attention_width"] * np.square(lengths).sum()
-    return {"perf/mfu/actor": float(epochs * flops / (timing["timing_s/update_actor"] * num_devices * model["peak_flops"]))}
+    return {
+        "perf/mfu/actor": float(epochs * flops / (timing["timing_s/update_actor"] * num_devices * model["peak_flops"]))
+    }
 
 
 def worker_timing(results: Sequence[dict[str, Any]]) -> Metrics:

@@ -75,13 +75,7 @@ def make_plan(config: Config, num_prompts: int | None = None) -> Plan:
     prompts, mini = config.data.train_batch_size, actor.ppo_mini_batch_size
     filtering, critic = config.algorithm.filter_groups, config.critic
     drawn = (config.data.gen_batch_size or prompts) if filtering.enable else prompts
-    steps_per_epoch = num_prompts // drawn if num_prompts is not None else None
-    if steps_per_epoch == 0:
-        key = "gen_batch_size" if drawn != prompts else "train_batch_size"
-        raise ConfigError(
-            f"data.{key}={drawn} is more than the {num_prompts} prompts that are left to train on. "
-            f"Lower it, or raise data.max_prompt_length."
-        )
+    steps_per_epoch = _steps_per_epoch(num_prompts, drawn, prompts)
     total = config.trainer.total_training_steps or (steps_per_epoch or 0) * config.trainer.total_epochs
     update_size = actor.ppo_micro_batch_size_per_gpu or _share(actor.ppo_micro_batch_size, ranks)
     return Plan(
@@ -117,7 +111,9 @@ def make_plan(config: Config, num_prompts: int | None = None) -> Plan:
             ref.log_prob_micro_batch_size_per_gpu or _share(ref.log_prob_micro_batch_size, ranks) or update_size,
         ),
         values_budget=_budget(
-            critic.use_dynamic_bsz, critic.forward_max_token_len_per_gpu, critic.forward_micro_batch_size_per_gpu or update_size
+            critic.use_dynamic_bsz,
+            critic.forward_max_token_len_per_gpu,
+            critic.forward_micro_batch_size_per_gpu or update_size,
         ),
         critic_budget=_budget(
             critic.use_dynamic_bsz, critic.ppo_max_token_len_per_gpu, critic.ppo_micro_batch_size_per_gpu or update_size
@@ -128,6 +124,16 @@ def make_plan(config: Config, num_prompts: int | None = None) -> Plan:
         lr_warmup_steps=_warmup_steps(actor.optim, total),
         critic_lr_warmup_steps=_warmup_steps(critic.optim, total),
     )
+
+
+def _steps_per_epoch(num_prompts: int | None, drawn: int, prompts: int) -> int | None:
+    if num_prompts is not None and num_prompts < drawn:
+        key = "gen_batch_size" if drawn != prompts else "train_batch_size"
+        raise ConfigError(
+            f"data.{key}={drawn} is more than the {num_prompts} prompts that are left to train on. "
+            f"Lower it, or raise data.max_prompt_length."
+        )
+    return None if num_prompts is None else num_prompts // drawn
 
 
 def _warmup_steps(optim: OptimConfig, total: int) -> int:
@@ -165,9 +171,16 @@ def _more_rows(plan: Plan, config: Config) -> list[tuple[str, str]]:
     rows = []
     if config.algorithm.adv_estimator == "gae":
         steps = config.critic.ppo_epochs * (plan.prompts_per_step // plan.critic_prompts_per_mini_batch)
-        rows.append(("critic", f"{steps} optimizer steps per step, at most {plan.critic_budget} (values: {plan.values_budget}) per rank"))
+        rows.append(
+            (
+                "critic",
+                f"{steps} optimizer steps per step, at most {plan.critic_budget} (values: {plan.values_budget}) per rank",
+            )
+        )
     if config.algorithm.filter_groups.enable:
-        rows.append(("dynamic sampling", f"at most {plan.max_generation_rounds} rounds of {plan.prompts_per_round:,} prompts"))
+        rows.append(
+            ("dynamic sampling", f"at most {plan.max_generation_rounds} rounds of {plan.prompts_per_round:,} prompts")
+        )
     return rows
 
 

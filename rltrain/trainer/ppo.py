@@ -25,8 +25,7 @@ from rltrain.trainer.saving import Progress, Saver
 from rltrain.trainer.timing import StepTimer
 from rltrain.trainer.tracking import Tracker
 from rltrain.trainer.validation import validation_metrics
-from rltrain.workers.actor_rollout_ref import UpdateTask
-from rltrain.workers.updater import MiniBatch
+from rltrain.workers.tasks import MiniBatch, UpdateTask
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +95,9 @@ class PPOTrainer:
                     metrics |= self._update_actor(samples, whitening, step, metrics)
         timing = timer.metrics() | generated
         metrics |= timing | m.throughput_metrics(samples, timing, self.plan.num_devices)
-        metrics |= m.flops_metrics(samples, timing, self._model_sizes, self.plan.num_devices, self._actor_cfg.ppo_epochs)
+        metrics |= m.flops_metrics(
+            samples, timing, self._model_sizes, self.plan.num_devices, self._actor_cfg.ppo_epochs
+        )
         return metrics | self._describe(samples, layout, step)
 
     def _pass(self, samples: Samples, budget: PassBudget) -> Layout:
@@ -199,7 +200,10 @@ class PPOTrainer:
         if trainer.val_only:
             return first_step
         if first_step >= self.plan.total_steps:
-            log.info("nothing left to do: the run already has its %d steps (trainer.total_training_steps)", self.plan.total_steps)
+            log.info(
+                "nothing left to do: the run already has its %d steps (trainer.total_training_steps)",
+                self.plan.total_steps,
+            )
         step = first_step
         for step in range(first_step + 1, self.plan.total_steps + 1):
             started, before = time.perf_counter(), self.progress
@@ -232,7 +236,9 @@ class PPOTrainer:
         with timer("testing"):
             samples, scores, num_samples = self.experience.validation(step)
         hidden = {"score", "reward_failed", "reward_timeout"}
-        hidden |= set() if {"model_score", "overlong"} & scores.keys() else {"rule_score"}  # else it is the reward itself
+        hidden |= (
+            set() if {"model_score", "overlong"} & scores.keys() else {"rule_score"}
+        )  # else it is the reward itself
         numbers = {name: values for name, values in scores.items() if name not in hidden}
         metrics = validation_metrics(self.rewards.data_sources("val"), numbers, num_samples)
         return metrics | timer.metrics() | {"val-aux/response_length/mean": float(samples["response_length"].mean())}

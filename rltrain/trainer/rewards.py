@@ -66,7 +66,9 @@ class Rewards:
             found["model_score"] = self._model.score(split, samples)
             total = self._cfg.weight * found["model_score"] + self._cfg.rule_weight * total
         if self._cfg.reward_manager == "dapo" and self._cfg.overlong_buffer.enable:
-            found["overlong"] = overlong_penalty(samples["response_length"], self._max_length, self._cfg.overlong_buffer)
+            found["overlong"] = overlong_penalty(
+                samples["response_length"], self._max_length, self._cfg.overlong_buffer
+            )
             total = total + found["overlong"]
         return found | {"score": total, "reward": total}
 

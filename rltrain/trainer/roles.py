@@ -14,8 +14,7 @@ from rltrain.controller.samples import Samples, whole
 from rltrain.trainer import metrics as m
 from rltrain.trainer.balance import Ids, Layout
 from rltrain.trainer.metrics import Metrics
-from rltrain.workers.actor_rollout_ref import GenerateTask, UpdateTask
-from rltrain.workers.updater import MiniBatch
+from rltrain.workers.tasks import GenerateTask, MiniBatch, UpdateTask
 
 _PROMPT_AND_ANSWER = ("tokens", "prompt_length", "response_length")
 _GENERATED = (*_PROMPT_AND_ANSWER, "rollout_log_probs")
@@ -51,7 +50,10 @@ class _Role:
     ) -> list[Numbers]:
         """Run a pass and attach the columns it made. Numbers that are arrays [n] become numbers of the samples."""
         work = [
-            [samples.request(ids, columns, numbers), *(arguments if arguments is not None else [layout.flat_sizes(rank)])]
+            [
+                samples.request(ids, columns, numbers),
+                *(arguments if arguments is not None else [layout.flat_sizes(rank)]),
+            ]
             for rank, ids in enumerate(layout.ids)
         ]
         results = self._group.call_with_payload(method, per_rank=work, num_objects=1)
@@ -110,7 +112,9 @@ class Policy(_Role):
             "actor.generate", per_rank=[[each] for each in tasks], num_objects=2, stream=stream
         )
         samples = Samples(len(task.rows) * n)
-        having = [((share[:, None] * n + np.arange(n)).ravel(), *found) for share, found in zip(shares, results, strict=True)]
+        having = [
+            ((share[:, None] * n + np.arange(n)).ravel(), *found) for share, found in zip(shares, results, strict=True)
+        ]
         having = [each for each in having if len(each[0])]
         for ids, payload, texts, _ in having:
             samples.attach([whole(payload, _GENERATED, ids), whole(texts, ("text",), ids)])
@@ -142,7 +146,9 @@ class Policy(_Role):
         wanted += ["ref_kl"] if self._kl_in_reward else []
         wanted += ["loss_mask"] if self._correction.rollout_rs and not self._correction.bypass_mode else []
         numbers = ["score", *(["baseline"] if "baseline" in samples.numbers else [])]
-        return m.add_up(self._score("advantages", samples, layout, wanted, ["advantages", "returns"], [kl_coef], numbers))
+        return m.add_up(
+            self._score("advantages", samples, layout, wanted, ["advantages", "returns"], [kl_coef], numbers)
+        )
 
     def update(self, samples: Samples, layout: Layout, tasks: list[UpdateTask], *, token_level: bool) -> list[Numbers]:
         """Run the optimizer steps; returns what each rank summed."""
@@ -153,9 +159,7 @@ class Policy(_Role):
             columns += ["is_weights"] if self._correction.rollout_is else []
             columns += ["loss_mask"] if self._correction.rollout_rs else []
         numbers = ["sample"] if token_level else ["sample", "advantage"]
-        work = [
-            [samples.request(ids, columns, numbers), task] for ids, task in zip(layout.ids, tasks, strict=True)
-        ]
+        work = [[samples.request(ids, columns, numbers), task] for ids, task in zip(layout.ids, tasks, strict=True)]
         return self._group.call("actor.update", per_rank=work)
 
     def export(self, folder: str) -> None:
@@ -179,7 +183,9 @@ class Critic(_Role):
         """Attach ``values``."""
         self._score("critic.values", samples, layout, _PROMPT_AND_ANSWER, ["values"])
 
-    def update(self, samples: Samples, layout: Layout, work: list[list[MiniBatch]], learning_rate: float) -> list[Numbers]:
+    def update(
+        self, samples: Samples, layout: Layout, work: list[list[MiniBatch]], learning_rate: float
+    ) -> list[Numbers]:
         """Run the optimizer steps; returns what each rank summed."""
         columns = [*_PROMPT_AND_ANSWER, "values", "returns", *(["loss_mask"] if self._with_mask else [])]
         return self._group.call(

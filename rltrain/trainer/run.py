@@ -143,7 +143,9 @@ def check_columns(cfg: Config, scores: Sequence[Score]) -> None:
         missing = [score for score in scores if score.status == "ok" and name not in (*score.extras, "score")]
         if missing:
             have = ", ".join(["score", *sorted(missing[0].extras)])
-            raise ConfigError(f"{key}={name}: a scorer of data.train_files returns no number of that name. It returns {have}.")
+            raise ConfigError(
+                f"{key}={name}: a scorer of data.train_files returns no number of that name. It returns {have}."
+            )
 
 
 def needs_reference(cfg: Config) -> bool:
@@ -166,7 +168,9 @@ def load_data(cfg: Config) -> tuple[dict[str, Rows], dict[str, PromptStore]]:
         found = read_rows(files, prompt_key=data.prompt_key, reward_fn_key=data.reward_fn_key, max_rows=limit)
         store = encode_prompts(found, encoder, data.max_prompt_length, data.filter_overlong_prompts, data.truncation)
         if not len(store):
-            raise DataError(f"data.{split}_files={files}: no prompt is left. Raise data.max_prompt_length={data.max_prompt_length}.")
+            raise DataError(
+                f"data.{split}_files={files}: no prompt is left. Raise data.max_prompt_length={data.max_prompt_length}."
+            )
         rows[split], prompts[split] = found.select(store.row_index), store
         sources = ", ".join(rows[split].data_sources())
         log.info("%s: %d prompts of %s (%d too long and left out)", split, len(store), sources, store.num_dropped)

@@ -117,7 +117,9 @@ class Saver:
             role.save(str(temporary / name))
         if "hf_model" in self._cfg.actor_rollout_ref.actor.checkpoint.save_contents:
             self._actor.export(str(temporary / "huggingface"))
-        record = {"global_step": step, "dataset": self._fingerprint, "frozen": frozen_values(self._cfg)} | asdict(progress)
+        record = {"global_step": step, "dataset": self._fingerprint, "frozen": frozen_values(self._cfg)} | asdict(
+            progress
+        )
         (temporary / "progress.json").write_text(json.dumps(record, indent=1))
 
     def resume(self) -> tuple[int, Progress]:
@@ -133,7 +135,11 @@ class Saver:
                 self._refuse_other_run(folder, record)
         self._refuse_later_checkpoints(step)
         if folder is not None:
-            log.info("resuming from %s%s", folder, ", weights only" if trainer.resume_weights_only else f": {step} steps are done")
+            log.info(
+                "resuming from %s%s",
+                folder,
+                ", weights only" if trainer.resume_weights_only else f": {step} steps are done",
+            )
             for name, role in self._roles.items():
                 if not (folder / name).is_dir():
                     raise CheckpointError(
@@ -152,7 +158,9 @@ class Saver:
 
     def _refuse_later_checkpoints(self, step: int) -> None:
         """A run that starts below a checkpoint of its own folder would meet it hours later, when it saves."""
-        later = [each for each in self._folder.steps() if each > step and not find_damage(self._folder.step_folder(each))]
+        later = [
+            each for each in self._folder.steps() if each > step and not find_damage(self._folder.step_folder(each))
+        ]
         if later:
             raise CheckpointError(
                 f"{self._folder.path} already holds a checkpoint of step {later[-1]}, and this run would start after step {step}. "

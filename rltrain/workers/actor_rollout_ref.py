@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 import numpy as np
@@ -29,42 +28,12 @@ from rltrain.models.shard import make_mesh, sharded_model
 from rltrain.models.state import load_training_state, save_training_state
 from rltrain.ragged import Ragged
 from rltrain.workers.residency import Residency
-from rltrain.workers.rollout.base import Sampling, sample_seeds, uniforms
+from rltrain.workers.rollout.base import sample_seeds, uniforms
 from rltrain.workers.rollout.hf import HFRollout
 from rltrain.workers.selection import select
-from rltrain.workers.updater import MiniBatch, Numbers, Updater, idle
+from rltrain.workers.tasks import GenerateTask, UpdateTask
+from rltrain.workers.updater import Numbers, Updater, idle
 from rltrain.workers.weight_sync import WeightSync
-
-
-@dataclass(frozen=True)
-class GenerateTask:
-    """Answer these prompts. rows: places in the prompt store; (seed, step, row, sample) decides every random number.
-
-    stream: hand the texts of a prompt out as soon as its last answer has ended (`take_finished`).
-    """
-
-    split: str
-    rows: tuple[int, ...]
-    sampling: Sampling
-    seed: int
-    step: int
-    stream: bool = False
-
-
-@dataclass(frozen=True)
-class UpdateTask:
-    """The actor's update in one step.
-
-    Token advantages are whitened by (A - shift) * scale; importance weights are multiplied by weight_scale. noise_seed: decides
-    the random part of a selection over tokens.
-    """
-
-    mini_batches: tuple[MiniBatch, ...]
-    learning_rate: float
-    shift: float = 0.0
-    scale: float = 1.0
-    weight_scale: float = 1.0
-    noise_seed: int = 0
 
 
 class ActorRolloutRefWorker:
@@ -112,9 +81,7 @@ class ActorRolloutRefWorker:
         self._residency.add_model(
             self._policy, "sync", "score", "ref", "train_actor", "save", offload=fsdp.param_offload
         )
-        self._residency.add_optimizer(
-            self._updater.optimizer, "train_actor", "save", offload=fsdp.optimizer_offload
-        )
+        self._residency.add_optimizer(self._updater.optimizer, "train_actor", "save", offload=fsdp.optimizer_offload)
         if with_reference:
             self._reference = self._load_policy(resolve_dtype("auto", self._device), False).requires_grad_(False).eval()
             offload = self._cfg.actor_rollout_ref.ref.fsdp_config.param_offload
@@ -195,7 +162,10 @@ class ActorRolloutRefWorker:
             done = True
         except Empty:
             pass
-        return [text for _, texts in found for text in texts], {"places": np.array([place for place, _ in found], int), "done": done}
+        return [text for _, texts in found for text in texts], {
+            "places": np.array([place for place, _ in found], int),
+            "done": done,
+        }
 
     def _validate_answers(self, tokens: Ragged, log_probs: Ragged) -> None:
         vocabulary = self._config.get_text_config().vocab_size
@@ -310,7 +280,9 @@ class ActorRolloutRefWorker:
         selected = micro.ragged("selected").values if "selected" in micro else None
         policy_inputs = PolicyLossInputs(log_probs, self._old(micro), _advantages(micro, task), mask, selected)
         function = POLICY_LOSSES["gpg"].function if self._reinforce else self._entry.function
-        share = actor_loss(policy_inputs, denominators, self._actor_cfg, function, weights=weights, entropy=entropy, kl=kl)
+        share = actor_loss(
+            policy_inputs, denominators, self._actor_cfg, function, weights=weights, entropy=entropy, kl=kl
+        )
         if self._correction.bypass_mode:
             current = mask.like(log_probs.detach().cpu())
             share.token_sums.update(_as_tensors(mismatch_sums(current, micro.ragged("rollout_log_probs").to("cpu"))))
@@ -351,7 +323,9 @@ class ActorRolloutRefWorker:
         noise = torch.cat([empty.double(), *(_noise(micro, task.noise_seed) for micro in having)])
         assert self._entry.selection is not None
         device = self._device.torch_device
-        chosen = select(inputs.to(device), noise.to(device), self._entry.selection, denominators.tokens, self._actor_cfg)
+        chosen = select(
+            inputs.to(device), noise.to(device), self._entry.selection, denominators.tokens, self._actor_cfg
+        )
         for micro, part in zip(having, mask.like(chosen.cpu()).split([len(micro) for micro in having]), strict=True):
             micro.update({"selected": part})
 

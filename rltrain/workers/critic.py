@@ -18,7 +18,8 @@ from rltrain.models.shard import make_mesh, sharded_model
 from rltrain.models.state import load_training_state, save_training_state
 from rltrain.ragged import Ragged
 from rltrain.workers.residency import Residency
-from rltrain.workers.updater import MiniBatch, Numbers, Updater, idle
+from rltrain.workers.tasks import MiniBatch
+from rltrain.workers.updater import Numbers, Updater, idle
 
 
 class CriticWorker:
@@ -31,7 +32,10 @@ class CriticWorker:
         model_cfg, fsdp = cfg.critic.model, cfg.critic.model.fsdp_config
         path = model_cfg.path or cfg.actor_rollout_ref.model.path
         config = load_config(
-            path, "critic.model", trust_remote_code=model_cfg.trust_remote_code, override=dict(model_cfg.override_config)
+            path,
+            "critic.model",
+            trust_remote_code=model_cfg.trust_remote_code,
+            override=dict(model_cfg.override_config),
         )
         self._model = sharded_model(
             ScalarModel,

@@ -57,7 +57,9 @@ class RewardModelWorker:
         self._residency.enter("reward")
         rows = self._encode(batch, split)
         micros = self._cut([len(row) for row in rows])
-        found = [self._model(pack_whole([rows[i] for i in micro], self._residency.device.torch_device)) for micro in micros]
+        found = [
+            self._model(pack_whole([rows[i] for i in micro], self._residency.device.torch_device)) for micro in micros
+        ]
         scores = torch.cat([each.cpu() for each in found]).double().numpy()
         if not np.isfinite(scores).all():
             raise NonFiniteError(f"the reward model {self._cfg.model.path} gave scores that are not finite.")
@@ -82,7 +84,11 @@ class RewardModelWorker:
             cost = length if self._cfg.use_dynamic_bsz else 1
             if not micros or cost > room:
                 micros.append([])
-                room = self._cfg.forward_max_token_len_per_gpu if self._cfg.use_dynamic_bsz else self._cfg.micro_batch_size_per_gpu or 1
+                room = (
+                    self._cfg.forward_max_token_len_per_gpu
+                    if self._cfg.use_dynamic_bsz
+                    else self._cfg.micro_batch_size_per_gpu or 1
+                )
             micros[-1].append(place)
             room -= cost
         count = torch.tensor(len(micros), device=self._residency.device.torch_device)

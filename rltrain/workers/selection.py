@@ -10,9 +10,7 @@ from rltrain.algorithms.policy_losses import BatchMeans, PolicyLossInputs, Selec
 from rltrain.config.schema import ActorConfig
 
 
-def select(
-    inputs: PolicyLossInputs, noise: Tensor, selection: Selection, num_tokens: int, cfg: ActorConfig
-) -> Tensor:
+def select(inputs: PolicyLossInputs, noise: Tensor, selection: Selection, num_tokens: int, cfg: ActorConfig) -> Tensor:
     """Which of this rank's tokens belong to the selected of all ranks (a collective). Ties at the border are all taken.
 
     ``inputs``: all tokens of this rank's part of the mini-batch. num_tokens: tokens of the global mini-batch.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +19,11 @@ from rltrain.config.run_schema import TrainerConfig
 from rltrain.device import Device
 from rltrain.errors import NonFiniteError
 from rltrain.models.optim import clip_gradients, make_optimizer
+from rltrain.workers.tasks import MiniBatch
 
 Numbers = dict[str, Any]
 LossFunction = Callable[[Batch, Denominators], LossShare]
 Preparation = Callable[[Sequence[Batch], Denominators], None]
-
-
-@dataclass(frozen=True)
-class MiniBatch:
-    """One optimizer step: the sizes of this rank's micro-batches, and the counts of the whole global mini-batch."""
-
-    micro_sizes: tuple[int, ...]
-    denominators: Denominators
 
 
 class Updater:

@@ -2,8 +2,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
 from rltrain.algorithms.actor_loss import actor_loss, clip_range
+
 from rltrain.algorithms.aggregation import AGGREGATION_MODES, Denominators, token_weights
 from rltrain.algorithms.kl import KL_ESTIMATORS, kl_per_token
 from rltrain.algorithms.policy_losses import ClipRange, PolicyLossInputs, vanilla

@@ -216,7 +216,9 @@ def test_reasoning_gym_streams_do_not_overlap():
 def test_a_reasoning_gym_question_is_in_one_split_only(monkeypatch):
     pytest.importorskip("reasoning_gym")
     entries = [{"question": f"q{number}", "answer": "1"} for number in (0, 1, 2, 3, 1, 4, 0, 5)]
-    monkeypatch.setattr(reasoning_gym, "_entries", lambda task, size, seed, settings: iter(entries[:3] if seed == 0 else entries))
+    monkeypatch.setattr(
+        reasoning_gym, "_entries", lambda task, size, seed, settings: iter(entries[:3] if seed == 0 else entries)
+    )
     splits = reasoning_gym.generate("chain_sum", 3, 2, seed=0)
     assert [one["extra_info"]["entry"][14:16] for one in splits["test"]] == ["q3", "q4"]
     with pytest.raises(DataError, match="only 3 questions outside the training set"):
@@ -257,7 +259,9 @@ def test_converters_run_as_files_from_the_repository_root(tmp_path, script, opti
 def test_reasoning_gym_can_show_a_worked_example_and_set_the_task(tmp_path):
     from rltrain.data_preprocess.reasoning_gym import WORKED_EXAMPLE, generate
 
-    made = generate("chain_sum", 4, 2, seed=0, as_gsm8k=True, worked_example=True, settings={"min_terms": 2, "max_terms": 2})
+    made = generate(
+        "chain_sum", 4, 2, seed=0, as_gsm8k=True, worked_example=True, settings={"min_terms": 2, "max_terms": 2}
+    )
     for each in (*made["train"], *made["test"]):
         assert each["prompt"][:2] == WORKED_EXAMPLE
         assert len(each["prompt"]) == 3

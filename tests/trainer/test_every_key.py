@@ -26,15 +26,26 @@ BASE = {
 COSINE = {ACTOR + "optim.lr_scheduler_type": "cosine"}
 COUNTED = {ACTOR + "use_dynamic_bsz": False, ACTOR + "ppo_micro_batch_size_per_gpu": 4}
 KL_LOSS, KL_REWARD = {ACTOR + "use_kl_loss": True}, {ALGORITHM + "use_kl_in_reward": True}
-ADAPTIVE = KL_REWARD | {ALGORITHM + "kl_ctrl.type": "adaptive", ALGORITHM + "kl_ctrl.kl_coef": 0.5, ALGORITHM + "kl_ctrl.target_kl": 100}
-GAE, GDPO = {ALGORITHM + "adv_estimator": "gae"}, {ALGORITHM + "adv_estimator": "gdpo", ALGORITHM + "gdpo_reward_keys": "[acc,rule_score]"}
+ADAPTIVE = KL_REWARD | {
+    ALGORITHM + "kl_ctrl.type": "adaptive",
+    ALGORITHM + "kl_ctrl.kl_coef": 0.5,
+    ALGORITHM + "kl_ctrl.target_kl": 100,
+}
+GAE, GDPO = (
+    {ALGORITHM + "adv_estimator": "gae"},
+    {ALGORITHM + "adv_estimator": "gdpo", ALGORITHM + "gdpo_reward_keys": "[acc,rule_score]"},
+)
 CLIP_COV = {
     ACTOR + "policy_loss.loss_mode": "clip_cov", ACTOR + "policy_loss.clip_cov_lb": -9, ACTOR + "policy_loss.clip_cov_ub": 9,
     ACTOR + "policy_loss.clip_cov_ratio": 0.2,
 }  # fmt: skip
 KL_COV, SAPO = {ACTOR + "policy_loss.loss_mode": "kl_cov"}, {ACTOR + "policy_loss.loss_mode": "sapo"}
 FILTER = {ALGORITHM + "filter_groups.enable": True}
-IS, RS, BYPASS = {CORRECTION + "rollout_is": "token"}, {CORRECTION + "rollout_rs": "token_k1"}, {CORRECTION + "bypass_mode": True}
+IS, RS, BYPASS = (
+    {CORRECTION + "rollout_is": "token"},
+    {CORRECTION + "rollout_rs": "token_k1"},
+    {CORRECTION + "bypass_mode": True},
+)
 # key -> a value that is not its default, and the surroundings in which it must show (None: it never does).
 CASES = {
     ACTOR + "optim.lr": (0.001, {}),
@@ -143,7 +154,9 @@ def traces(tiny_model, arithmetic_files, tmp_path_factory):
 def run(arguments: list[str]):
     handed = []
     original = shard.fully_shard
-    shard.fully_shard = lambda module, **kwargs: handed.append(kwargs["reshard_after_forward"]) or original(module, **kwargs)
+    shard.fully_shard = lambda module, **kwargs: (
+        handed.append(kwargs["reshard_after_forward"]) or original(module, **kwargs)
+    )
     try:
         count = iter(range(10**6))
         trainer = local_trainer(arguments, lambda row, score: score + (next(count) * 7 % 5) / 5)

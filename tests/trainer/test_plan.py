@@ -62,7 +62,7 @@ def test_a_size_that_is_not_used_need_not_divide():
     ],
 )
 def test_nothing_is_rounded_in_silence(overrides):
-    with pytest.raises(ConfigError, match="not a multiple|does not divide"):
+    with pytest.raises(ConfigError, match=r"not a multiple|does not divide"):
         plan(*overrides)
 
 

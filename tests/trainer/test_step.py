@@ -43,7 +43,7 @@ VARIANTS = {
     "exact kl in reward, gae": {"algorithm__use_kl_in_reward": True, "algorithm__kl_penalty": "full", ESTIMATOR: "gae"},
     "tis": {CORRECTION + "rollout_is": "token", CORRECTION + "rollout_is_threshold": "1.1"},
     "sequence is": {CORRECTION + "rollout_is": "sequence", CORRECTION + "rollout_is_batch_normalize": True},
-    "rejection, gae": {CORRECTION + "rollout_rs": "token_k1,seq_mean_k2", CORRECTION + "rollout_rs_threshold": "1.2,0.01", ESTIMATOR: "gae"},
+    "rejection": {ESTIMATOR: "gae", CORRECTION + "rollout_rs": "token_k1,seq_mean_k2", CORRECTION + "rollout_rs_threshold": "1.2,0.01"},
     "bypass": {CORRECTION + "bypass_mode": True, CORRECTION + "rollout_rs": "seq_max_k3", CORRECTION + "rollout_rs_threshold": "0.02"},
     "bypass reinforce": {CORRECTION + "bypass_mode": True, CORRECTION + "loss_type": "reinforce", CORRECTION + "rollout_is": "token"},
     "filter": {"algorithm__filter_groups__enable": True},
@@ -98,7 +98,9 @@ def actor_weights(trainer) -> torch.Tensor:
 
 def numbers_of(metrics: dict[str, float]) -> dict[str, float]:
     """What must not depend on how the batch was cut."""
-    return {name: value for name, value in metrics.items() if not name.startswith(("timing", "perf/", "global_seqlen/"))}
+    return {
+        name: value for name, value in metrics.items() if not name.startswith(("timing", "perf/", "global_seqlen/"))
+    }
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -253,7 +255,9 @@ def reward_model(tmp_path):
     return folder
 
 
-@pytest.mark.parametrize("budget", [{"forward_max_token_len_per_gpu": 24}, {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 5}])
+@pytest.mark.parametrize(
+    "budget", [{"forward_max_token_len_per_gpu": 24}, {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 5}]
+)
 def test_a_reward_model_reads_the_conversation_its_own_way_and_is_added_by_weight(make, reward_model, budget):
     keys = {f"reward_model__{name}": value for name, value in budget.items()}
     trainer = make(reward_model__enable=True, reward_model__model__path=reward_model, reward_model__weight=0.5,
@@ -263,7 +267,10 @@ def test_a_reward_model_reads_the_conversation_its_own_way_and_is_added_by_weigh
     trainer.advantages.estimate = lambda samples, *rest: seen.append(samples) or estimate(samples, *rest)
     metrics = trainer.step(1)
     samples = seen[0]
-    plain, tokenizer = AutoModelForSequenceClassification.from_pretrained(reward_model), AutoTokenizer.from_pretrained(reward_model)
+    plain, tokenizer = (
+        AutoModelForSequenceClassification.from_pretrained(reward_model),
+        AutoTokenizer.from_pretrained(reward_model),
+    )
     (part,) = samples.parts_with("text")
     for sample in range(0, 16, 5):
         prompt = trainer.rewards._rows["train"][int(samples["row"][sample])].prompt[0]["content"]
@@ -307,7 +314,10 @@ def test_the_exact_kl_equals_the_sum_over_the_vocabulary(make, tiny_model):
     expected = []
     for row, prompt_length in zip(batch.ragged("tokens").rows(), batch.dense("prompt_length").tolist(), strict=True):
         with torch.no_grad():
-            logs = [torch.log_softmax(each(row[None].long()).logits[0, prompt_length - 1 : -1] / 0.7, -1) for each in (plain, theirs)]
+            logs = [
+                torch.log_softmax(each(row[None].long()).logits[0, prompt_length - 1 : -1] / 0.7, -1)
+                for each in (plain, theirs)
+            ]
         expected.append((logs[0].exp() * (logs[0] - logs[1])).sum(-1))
     assert float(found.max()) > 1e-4
     assert torch.allclose(found, torch.cat(expected), atol=1e-5)
@@ -365,7 +375,7 @@ def test_without_correction_the_mismatch_is_measured_and_changes_nothing(make):
     assert "rollout_corr/rollout_is_mean" not in metrics
 
 
-PLUGIN = '''
+PLUGIN = """
 import torch
 from rltrain.algorithms.advantages import TokenAdvantages, token_estimator
 from rltrain.algorithms.policy_losses import PolicyLoss
@@ -385,7 +395,7 @@ def detached(inputs, cfg):
 
 def broken(inputs, cfg):
     return inputs.no_such_field
-'''
+"""
 
 
 def test_estimators_and_losses_of_the_users_own(make, tmp_path):

@@ -12,7 +12,10 @@ from rltrain.trainer.validation import validation_metrics
 
 
 def test_mean_best_and_worst_over_n_answers_for_each_source():
-    numbers = {"reward": np.array([1.0, 0.0, 0.0, 0.0, 0.5, 0.5]), "format": np.array([1.0, 1.0, 1.0, 1.0, np.nan, np.nan])}
+    numbers = {
+        "reward": np.array([1.0, 0.0, 0.0, 0.0, 0.5, 0.5]),
+        "format": np.array([1.0, 1.0, 1.0, 1.0, np.nan, np.nan]),
+    }
     metrics = validation_metrics(["a", "a", "b"], numbers, 2)
     assert metrics["val-core/a/reward/mean@2"] == 0.25
     assert metrics["val-core/a/reward/best@2"] == 0.5
@@ -28,7 +31,10 @@ def test_acc_is_the_core_variable_where_a_scorer_gives_it():
 
 
 def lines(count: int) -> list[dict]:
-    return [{"step": i, "timing_s/step": 2.0 + i, "timing_s/gen": 1.0, "critic/score/mean": i / 10} for i in range(1, count + 1)]
+    return [
+        {"step": i, "timing_s/step": 2.0 + i, "timing_s/gen": 1.0, "critic/score/mean": i / 10}
+        for i in range(1, count + 1)
+    ]
 
 
 def test_the_table_leaves_out_the_first_step_of_several():

@@ -12,13 +12,13 @@ from rltrain.batch import Batch
 from rltrain.config.load import load_config
 from rltrain.data.chat import chat_encoder, encode_prompts
 from rltrain.data.rows import read_rows
+from rltrain.device import get_device
 from rltrain.errors import NonFiniteError
 from rltrain.models.forward import pack
-from rltrain.device import get_device
-from rltrain.workers.actor_rollout_ref import ActorRolloutRefWorker, GenerateTask, UpdateTask
+from rltrain.workers.actor_rollout_ref import ActorRolloutRefWorker
 from rltrain.workers.residency import Residency
 from rltrain.workers.rollout.base import Sampling
-from rltrain.workers.updater import MiniBatch
+from rltrain.workers.tasks import GenerateTask, MiniBatch, UpdateTask
 from tests.tiny import small_run
 
 TASK = GenerateTask("train", (0, 1, 2, 3), Sampling(4, 8), seed=1, step=1)
@@ -74,7 +74,9 @@ def test_with_one_optimizer_step_the_importance_ratio_is_one(worker, sizes):
 
 def test_before_the_first_update_actor_reference_and_engine_agree(worker):
     batch = scored(worker)
-    actor, reference, engine = (batch.ragged(name).values for name in ("old_log_probs", "ref_log_probs", "rollout_log_probs"))
+    actor, reference, engine = (
+        batch.ragged(name).values for name in ("old_log_probs", "ref_log_probs", "rollout_log_probs")
+    )
     assert torch.equal(actor, reference)
     assert torch.allclose(actor, engine, atol=1e-5)
 
@@ -87,7 +89,9 @@ def test_an_update_moves_the_actor_and_not_the_reference(worker):
     good = batch.dense("advantage").repeat_interleave(batch.dense("response_length")) > 0
     change = again - batch.ragged("old_log_probs").values
     assert change[good].mean() > change[~good].mean()
-    assert torch.equal(worker.ref_log_probs(batch, [16])[0].ragged("ref_log_probs").values, batch.ragged("ref_log_probs").values)
+    assert torch.equal(
+        worker.ref_log_probs(batch, [16])[0].ragged("ref_log_probs").values, batch.ragged("ref_log_probs").values
+    )
 
 
 def test_generation_after_an_update_uses_the_new_weights(worker):

@@ -19,9 +19,17 @@ def plain(tiny_model):
 
 def make_engine(tiny_model, plain, max_num_seqs=64, eos=(EOS,)):
     engine = HFRollout(
-        load_config(str(tiny_model)), dtype=torch.float32, device=get_device("cpu"), eos_token_ids=eos, max_num_seqs=max_num_seqs
+        load_config(str(tiny_model)),
+        dtype=torch.float32,
+        device=get_device("cpu"),
+        eos_token_ids=eos,
+        max_num_seqs=max_num_seqs,
     )
-    engine.load_weights((name, tensor.detach()) for tensors in (plain.named_parameters(), plain.named_buffers()) for name, tensor in tensors)
+    engine.load_weights(
+        (name, tensor.detach())
+        for tensors in (plain.named_parameters(), plain.named_buffers())
+        for name, tensor in tensors
+    )
     return engine
 
 
@@ -33,7 +41,9 @@ def test_greedy_equals_transformers(tiny_model, plain):
     found = generate(make_engine(tiny_model, plain), Sampling(1, 12, greedy=True))
     for prompt, answer in zip(PROMPTS, found.tokens.rows(), strict=True):
         ids = torch.from_numpy(prompt.astype(np.int64))[None]
-        expected = plain.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, pad_token_id=0)
+        expected = plain.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, pad_token_id=0
+        )
         assert answer.tolist() == expected[0, len(prompt) :].tolist()
 
 
@@ -81,7 +91,7 @@ def test_an_engine_without_weights_refuses(tiny_model, plain):
     engine = make_engine(tiny_model, plain)
     engine.release()
     some = [(name, tensor) for name, tensor in plain.named_parameters() if "layers.1" not in name]
-    with pytest.raises(RuntimeError, match="left .* weights of the rollout engine empty"):
+    with pytest.raises(RuntimeError, match=r"left .* weights of the rollout engine empty"):
         engine.load_weights(iter(some))
 
 

@@ -17,9 +17,8 @@ from rltrain.ragged import Ragged
 from rltrain.trainer import metrics as m
 from rltrain.trainer.balance import lay_out
 from rltrain.trainer.plan import PassBudget
-from rltrain.workers.actor_rollout_ref import UpdateTask
 from rltrain.workers.hybrid import HybridWorker
-from rltrain.workers.updater import MiniBatch
+from rltrain.workers.tasks import MiniBatch, UpdateTask
 from tests.tiny import save_tiny_model, small_run
 
 A = "actor_rollout_ref.actor."
@@ -27,7 +26,10 @@ COV = {A + "policy_loss.clip_cov_lb": -100, A + "policy_loss.clip_cov_ub": 100, 
        A + "policy_loss.kl_cov_ratio": 0.1}  # fmt: skip
 VARIANTS = {
     **{f"loss {name}": {A + "policy_loss.loss_mode": name, **COV} for name in POLICY_LOSSES},
-    **{f"agg {name}": {A + "loss_agg_mode": name} for name in ("seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")},
+    **{
+        f"agg {name}": {A + "loss_agg_mode": name}
+        for name in ("seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+    },
     "exact kl": {A + "kl_loss_type": "full"},
 }
 PROMPTS = [3, 4, 5, 3, 4, 5, 3]
@@ -41,7 +43,9 @@ MINI_BATCHES = [np.arange(7), np.array([2, 5]), np.array([6, 0, 4, 1])]
 def sample_batch() -> Batch:
     torch.manual_seed(3)
     lengths = torch.tensor(ANSWERS)
-    tokens = Ragged.from_rows([torch.randint(5, 20, (p + a,), dtype=torch.int32) for p, a in zip(PROMPTS, ANSWERS, strict=True)])
+    tokens = Ragged.from_rows(
+        [torch.randint(5, 20, (p + a,), dtype=torch.int32) for p, a in zip(PROMPTS, ANSWERS, strict=True)]
+    )
     old = Ragged(torch.randn(int(lengths.sum())) - 3, lengths)
     mask = torch.ones(len(old.values))
     mask[::5] = 0
@@ -71,7 +75,10 @@ def run_variant(folder: Path, changes: dict) -> tuple[dict, list[torch.Tensor]]:
     gradients: list[torch.Tensor] = []
     found = {}
     worker.actor._scored_at = -1  # the old log-probs are made up, so selections must look at the current ones
-    for name, role, arguments in (("actor", worker.actor, [UpdateTask(work, 0.01)]), ("critic", worker.critic, [work, 0.01])):
+    for name, role, arguments in (
+        ("actor", worker.actor, [UpdateTask(work, 0.01)]),
+        ("critic", worker.critic, [work, 0.01]),
+    ):
         record_gradients(role._updater, role._policy if name == "actor" else role._model, gradients)
         everyone = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, role.update(mine, *arguments))

@@ -171,7 +171,7 @@ def cispo(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
 def sapo(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
     """-A (4 / tau) sigmoid(tau (r - 1)), tau = tau_pos for A > 0 else tau_neg: a soft gate, no clip   (Gao et al. 2025, SAPO)."""
     ratio = inputs.log_ratio.exp()
-    tau = torch.where(inputs.advantages > 0, cfg.tau_pos, cfg.tau_neg)
+    tau = torch.full_like(inputs.advantages, cfg.tau_neg).masked_fill(inputs.advantages > 0, cfg.tau_pos)
     return PolicyLoss(-inputs.advantages * torch.sigmoid(tau * (ratio - 1)) * 4 / tau, _statistics(inputs))
 
 

@@ -1,37 +1,186 @@
+import math
+
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from rltrain.algorithms.advantages import ADVANTAGE_ESTIMATORS, OutcomeInputs, grpo
+from rltrain.algorithms.advantages import ESTIMATORS, Moments, OutcomeInputs, TokenInputs
+from rltrain.config.algorithm_schema import AlgorithmConfig
+from rltrain.config.check import COMPARING_ESTIMATORS, TOKEN_ESTIMATORS
+from rltrain.ragged import Ragged
+from tests.algorithms import references as slow
+
+settings.register_profile("quick", max_examples=60, deadline=None)
+settings.load_profile("quick")
+# Scores as they come: few values, so that groups tie, and some that are not exact in binary.
+SCORES = st.sampled_from([0.0, 1.0, -1.0, 0.1, 0.3, 2.5])
+TERMS = AlgorithmConfig(gdpo_reward_keys=["a", "b"], gdpo_reward_weights=[1.0, 0.5])
+OUTCOME = {
+    "grpo": lambda s, g, n, t: slow.grpo(s, g),
+    "rloo": lambda s, g, n, t: slow.rloo(s, g),
+    "opo": lambda s, g, n, t: slow.opo(s, g, n),
+    "grpo_passk": lambda s, g, n, t: slow.grpo_passk(s, g),
+    "gpg": lambda s, g, n, t: slow.gpg(s, g),
+    "reinforce_plus_plus_baseline": lambda s, g, n, t: slow.whiten_answers(slow.grpo(s, g, by_std=False), n),
+    "gdpo": lambda s, g, n, t: slow.gdpo(t, [1.0, 0.5], g, n),
+}
 
 
-def by_loop(scores: list[float], groups: list[int], norm_by_std: bool) -> list[float]:
-    advantages = []
-    for score, group in zip(scores, groups, strict=True):
-        mine = [s for s, g in zip(scores, groups, strict=True) if g == group]
-        mean = sum(mine) / len(mine)
-        deviation = (sum((s - mean) ** 2 for s in mine) / max(len(mine) - 1, 1)) ** 0.5
-        advantages.append((score - mean) / (deviation + 1e-6) if norm_by_std else score - mean)
-    return advantages
+@st.composite
+def answers(draw):
+    """(scores, groups, lengths, two terms), groups of at least two in any order, lengths down to 0."""
+    sizes = draw(st.lists(st.integers(2, 5), min_size=1, max_size=4))
+    groups = draw(st.permutations([group * 7 for group, size in enumerate(sizes) for _ in range(size)]))
+    column = st.lists(SCORES, min_size=len(groups), max_size=len(groups))
+    lengths = draw(st.lists(st.integers(0, 6), min_size=len(groups), max_size=len(groups)))
+    return draw(column), groups, lengths, (draw(column), draw(column))
 
 
-def test_grpo_by_hand():
-    inputs = OutcomeInputs(
-        torch.tensor([1.0, 0.0, 0.0, 1.0, 5.0, 5.0], dtype=torch.float64), torch.tensor([7, 7, 7, 7, 3, 3])
+def inputs_of(scores, groups, lengths, terms=((), ())):
+    columns = {name: torch.tensor(term, dtype=torch.float64) for name, term in zip("ab", terms, strict=True)}
+    return OutcomeInputs(
+        torch.tensor(scores, dtype=torch.float64), torch.tensor(groups), torch.tensor(lengths), columns
     )
-    # group 7: mean 1/2, unbiased variance 4 * 1/4 / 3 = 1/3, so (1/2) * sqrt(3); group 3 has no spread.
-    expected = torch.tensor([3**0.5 / 2, -(3**0.5) / 2, -(3**0.5) / 2, 3**0.5 / 2, 0, 0], dtype=torch.float64)
-    assert torch.allclose(grpo(inputs, True), expected, atol=1e-5)
-    assert grpo(inputs, False).tolist() == [0.5, -0.5, -0.5, 0.5, 0.0, 0.0]
 
 
-@given(st.lists(st.tuples(st.floats(-10, 10), st.integers(0, 3)), min_size=1, max_size=12), st.booleans())
-def test_grpo_equals_a_loop(pairs, norm_by_std):
-    scores, groups = [p[0] for p in pairs], [p[1] for p in pairs]
-    found = grpo(OutcomeInputs(torch.tensor(scores, dtype=torch.float64), torch.tensor(groups)), norm_by_std)
-    assert found.tolist() == pytest.approx(by_loop(scores, groups, norm_by_std), abs=1e-6, rel=1e-6)
+def estimate(name, *arguments, cfg=TERMS):
+    return ESTIMATORS[name].outcome(inputs_of(*arguments), cfg).tolist()
 
 
-def test_estimators_are_found_by_their_config_name():
-    assert ADVANTAGE_ESTIMATORS["grpo"] is grpo
+def test_the_names_in_the_config_are_the_registered_ones():
+    assert {name for name, each in ESTIMATORS.items() if each.token} >= set(TOKEN_ESTIMATORS)
+    assert set(COMPARING_ESTIMATORS) == {name for name, each in ESTIMATORS.items() if each.outcome}
+    assert set(OUTCOME) == set(COMPARING_ESTIMATORS)
+
+
+@pytest.mark.parametrize("name", OUTCOME)
+@given(batch=answers())
+def test_an_outcome_estimator_equals_its_loop(name, batch):
+    assert estimate(name, *batch) == pytest.approx(OUTCOME[name](*batch), abs=1e-6, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["grpo", "grpo_passk"])
+@given(batch=answers())
+def test_without_the_standard_deviation(name, batch):
+    cfg = AlgorithmConfig(norm_adv_by_std_in_grpo=False)
+    assert estimate(name, *batch, cfg=cfg) == pytest.approx(getattr(slow, name)(*batch[:2], by_std=False), abs=1e-9)
+
+
+@pytest.mark.parametrize("name", OUTCOME)
+@given(batch=answers(), random=st.randoms(use_true_random=False))
+def test_the_order_of_samples_does_not_matter(name, batch, random):
+    order = list(range(len(batch[0])))
+    random.shuffle(order)
+    shuffled = [[column[i] for i in order] for column in (*batch[:3], *batch[3])]
+    found = estimate(name, *shuffled[:3], shuffled[3:])
+    assert found == pytest.approx([estimate(name, *batch)[i] for i in order], abs=1e-9)
+
+
+@pytest.mark.parametrize("name", OUTCOME)
+def test_a_group_of_one_is_an_error(name):
+    with pytest.raises(ValueError, match="one answer"):
+        estimate(name, [1.0, 0.0, 1.0], [0, 0, 1], [1, 1, 1], ([1.0, 0.0, 1.0], [0.0, 0.0, 1.0]))
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "grpo_passk", "gpg"])
+def test_a_group_that_scores_alike_has_exactly_no_advantage(name):
+    """0.1 three times over has a mean that is not 0.1 in floating point."""
+    assert estimate(name, [0.1, 0.1, 0.1, 1.0, 0.0], [0, 0, 0, 1, 1], [3, 1, 2, 2, 2])[:3] == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("grpo", [math.sqrt(3) / 2, -math.sqrt(3) / 2, -math.sqrt(3) / 2, math.sqrt(3) / 2, 0, 0]),
+        ("rloo", [2 / 3, -2 / 3, -2 / 3, 2 / 3, 0, 0]),
+        ("opo", [0.7, -0.3, -0.3, 0.7, 0, 0]),  # baseline (1 + 2) / 10
+        ("gpg", [0.75, -0.75, -0.75, 0.75, 0, 0]),  # half of the deviation, times 6 / 4
+        ("grpo_passk", [0.0] * 6),  # two share the best score
+    ],
+)
+def test_outcome_estimators_by_hand(name, expected):
+    scores, groups, lengths = [1.0, 0.0, 0.0, 1.0, 5.0, 5.0], [7, 7, 7, 7, 3, 3], [1, 3, 4, 2, 1, 1]
+    assert estimate(name, scores, groups, lengths) == pytest.approx(expected, abs=1e-5)
+
+
+def test_pass_at_k_rewards_the_best_by_its_lead():
+    cfg = AlgorithmConfig(norm_adv_by_std_in_grpo=False)
+    assert estimate("grpo_passk", [3.0, 1.0, 2.0], [0, 0, 0], [1, 1, 1], cfg=cfg) == [1.0, 0.0, 0.0]
+
+
+# -- token estimators --------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def token_rows(draw):
+    lengths = draw(st.lists(st.integers(0, 6), min_size=1, max_size=5))
+    number = st.floats(-3, 3, allow_subnormal=False)
+    rows = [draw(st.lists(number, min_size=n, max_size=n)) for n in lengths]
+    return rows, [draw(st.lists(number, min_size=n, max_size=n)) for n in lengths]
+
+
+def ragged(rows):
+    return Ragged.from_rows([torch.tensor(row, dtype=torch.float64) for row in rows])
+
+
+def flat(rows):
+    return pytest.approx([value for row in rows for value in row], abs=1e-8)
+
+
+@given(token_rows(), st.floats(0, 1), st.floats(0, 1))
+def test_gae_equals_its_loop(rows, gamma, lam):
+    rewards, values = rows
+    found = ESTIMATORS["gae"].token(TokenInputs(ragged(rewards), ragged(values)), AlgorithmConfig(gamma=gamma, lam=lam))
+    expected = slow.gae(rewards, values, gamma, lam)
+    assert found.advantages.values.tolist() == flat(expected)
+    assert found.returns.values.tolist() == flat(
+        [[a + v for a, v in zip(*pair, strict=True)] for pair in zip(expected, values, strict=True)]
+    )
+
+
+@given(token_rows(), st.floats(0, 1))
+def test_reinforce_plus_plus_equals_its_loop(rows, gamma):
+    found = ESTIMATORS["reinforce_plus_plus"].token(TokenInputs(ragged(rows[0])), AlgorithmConfig(gamma=gamma))
+    assert found.advantages.values.tolist() == flat(slow.returns(rows[0], gamma))
+
+
+@given(token_rows(), st.randoms(use_true_random=False))
+def test_remax_equals_its_loop(rows, random):
+    baselines = [random.uniform(-1, 1) for _ in rows[0]]
+    inputs = TokenInputs(ragged(rows[0]), baselines=torch.tensor(baselines, dtype=torch.float64))
+    found = ESTIMATORS["remax"].token(inputs, AlgorithmConfig(gamma=0.5))
+    expected = [[g - b for g in row] for row, b in zip(slow.returns(rows[0], 1.0), baselines, strict=True)]
+    assert found.advantages.values.tolist() == flat(expected)
+
+
+def test_gae_by_hand():
+    # delta = [1 - 2, 1/2 * 0 + 4 - 1] with gamma 1/2: delta_0 = 0 + 1/2 * 1 - 2 = -3/2, delta_1 = 4 - 1 = 3.
+    found = ESTIMATORS["gae"].token(
+        TokenInputs(ragged([[0.0, 4.0]]), ragged([[2.0, 1.0]])), AlgorithmConfig(gamma=0.5, lam=0.5)
+    )
+    assert found.advantages.values.tolist() == [-1.5 + 0.25 * 3, 3.0]
+    assert found.returns.values.tolist() == [-1.5 + 0.25 * 3 + 2, 4.0]
+
+
+def test_with_lambda_one_gae_is_return_minus_value():
+    rewards, values = [[0.0, 0.0, 1.0]], [[0.3, 0.2, 0.9]]
+    found = ESTIMATORS["gae"].token(TokenInputs(ragged(rewards), ragged(values)), AlgorithmConfig())
+    assert found.advantages.values.tolist() == pytest.approx([0.7, 0.8, 0.1])
+    assert found.returns.values.tolist() == pytest.approx([1.0, 1.0, 1.0])
+
+
+@given(token_rows())
+def test_moments_whiten_as_the_loop_does_and_add_up(rows):
+    values = torch.tensor([value for row in rows[0] for value in row], dtype=torch.float64)
+    assume(len(values) < 2 or float(values.std()) > 1e-3)
+    moments = Moments(len(values), float(values.sum()), float(values.square().sum()))
+    shift, scale = moments.whitening()
+    assert ((values - shift) * scale).tolist() == pytest.approx(
+        [x for row in slow.whiten(rows[0]) for x in row], abs=1e-6
+    )
+
+
+def test_which_estimators_whiten():
+    assert {name for name, each in ESTIMATORS.items() if each.whitens} >= {"gae", "reinforce_plus_plus"}
+    assert not ESTIMATORS["remax"].whitens

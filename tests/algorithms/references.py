@@ -1,0 +1,247 @@
+"""Every formula once more, slowly: lists, loops and floats, written from the papers and not from the library."""
+
+import math
+
+
+def mean(values):
+    return sum(values) / len(values)
+
+
+def std(values):
+    center = mean(values)
+    return math.sqrt(sum((value - center) ** 2 for value in values) / (len(values) - 1))
+
+
+def clip(value, low, high):
+    return max(low, min(high, value))
+
+
+def members(groups, i):
+    return [j for j, group in enumerate(groups) if group == groups[i]]
+
+
+# -- advantages of whole answers: scores, groups, lengths -> one number an answer ---------------------------------------
+
+
+def grpo(scores, groups, by_std=True):
+    found = []
+    for i, score in enumerate(scores):
+        mine = [scores[j] for j in members(groups, i)]
+        found.append((score - mean(mine)) / (std(mine) + 1e-6) if by_std else score - mean(mine))
+    return found
+
+
+def rloo(scores, groups):
+    return [score - mean([scores[j] for j in members(groups, i) if j != i]) for i, score in enumerate(scores)]
+
+
+def opo(scores, groups, lengths):
+    found = []
+    for i, score in enumerate(scores):
+        mine = members(groups, i)
+        tokens = sum(lengths[j] for j in mine)
+        baseline = sum(lengths[j] * scores[j] for j in mine) / max(tokens, 1)
+        found.append(0.0 if len({scores[j] for j in mine}) == 1 else score - baseline)
+    return found
+
+
+def grpo_passk(scores, groups, by_std=True):
+    found = []
+    for i, score in enumerate(scores):
+        mine = sorted([scores[j] for j in members(groups, i)], reverse=True)
+        lead = mine[0] - mine[1] if score == mine[0] else 0.0
+        found.append(lead / (std(mine) + 1e-6) if by_std else lead)
+    return found
+
+
+def gpg(scores, groups):
+    useful = sum(len({scores[j] for j in members(groups, i)}) > 1 for i in range(len(scores)))
+    alpha = len(scores) / max(useful, 1)
+    return [alpha * (score - mean([scores[j] for j in members(groups, i)])) for i, score in enumerate(scores)]
+
+
+def whiten(rows):
+    """Rows of token numbers: mean 0, unbiased variance 1 over all of them."""
+    tokens = [value for row in rows for value in row]
+    if len(tokens) < 2:
+        return rows
+    center = mean(tokens)
+    variance = sum((value - center) ** 2 for value in tokens) / (len(tokens) - 1)
+    return [[(value - center) / math.sqrt(variance + 1e-8) for value in row] for row in rows]
+
+
+def whiten_answers(advantages, lengths):
+    """Every token of answer i has advantages[i]; answers without tokens are moved alike."""
+    tokens = [a for a, length in zip(advantages, lengths, strict=True) for _ in range(length)]
+    if len(tokens) < 2:
+        return advantages
+    center = mean(tokens)
+    variance = sum((value - center) ** 2 for value in tokens) / (len(tokens) - 1)
+    return [(a - center) / math.sqrt(variance + 1e-8) for a in advantages]
+
+
+def gdpo(terms, weights, groups, lengths):
+    total = [0.0] * len(groups)
+    for term, weight in zip(terms, weights, strict=True):
+        total = [a + weight * b for a, b in zip(total, grpo(term, groups), strict=True)]
+    return whiten_answers(total, lengths)
+
+
+# -- advantages of tokens: rows of rewards -> rows --------------------------------------------------------------------
+
+
+def gae(rewards, values, gamma, lam):
+    found = []
+    for row, v in zip(rewards, values, strict=True):
+        advantages, following, value = [], 0.0, 0.0
+        for t in reversed(range(len(row))):
+            delta = row[t] + gamma * value - v[t]
+            following = delta + gamma * lam * following
+            value = v[t]
+            advantages.insert(0, following)
+        found.append(advantages)
+    return found
+
+
+def returns(rewards, gamma):
+    return [[sum(gamma ** (u - t) * row[u] for u in range(t, len(row))) for t in range(len(row))] for row in rewards]
+
+
+# -- policy losses: log-probs, advantages of one answer -> its token losses ---------------------------------------------
+
+
+def vanilla(new, old, advantages, low, high, dual):
+    losses = []
+    for n, o, a in zip(new, old, advantages, strict=True):
+        ratio = math.exp(n - o)
+        loss = max(-a * ratio, -a * clip(ratio, 1 - low, 1 + high))
+        losses.append(min(loss, -a * dual) if a < 0 else loss)
+    return losses
+
+
+def gspo(new, old, advantages, low, high, mask):
+    counted = max(sum(mask), 1)
+    ratio = math.exp(sum((n - o) * m for n, o, m in zip(new, old, mask, strict=True)) / counted)
+    return [max(-a * ratio, -a * clip(ratio, 1 - low, 1 + high)) for a in advantages]
+
+
+def gpg_loss(new, old, advantages):
+    return [-a * n for n, a in zip(new, advantages, strict=True)]
+
+
+def cispo(new, old, advantages, low, high):
+    return [-clip(math.exp(n - o), 1 - low, 1 + high) * a * n for n, o, a in zip(new, old, advantages, strict=True)]
+
+
+def sapo(new, old, advantages, tau_pos, tau_neg):
+    losses = []
+    for n, o, a in zip(new, old, advantages, strict=True):
+        tau = tau_pos if a > 0 else tau_neg
+        losses.append(-a * 4 / tau / (1 + math.exp(-tau * (math.exp(n - o) - 1))))
+    return losses
+
+
+def geo_mean(new, old, advantages, low, high, mask):
+    total, counted = 0.0, max(sum(mask), 1)
+    for n, o, a, m in zip(new, old, advantages, mask, strict=True):
+        ratio = n - o
+        if a > 0:
+            ratio = min(ratio, high)
+        elif a < 0:
+            ratio = max(ratio, -low)
+        total += m * ratio
+    a = sum(a * m for a, m in zip(advantages, mask, strict=True)) / counted
+    return [-a * math.exp(total / counted)] * len(new)
+
+
+def clip_cov(new, old, advantages, low, high, selected):
+    losses = vanilla(new, old, advantages, low, high, math.inf)
+    return [0.0 if chosen else loss for loss, chosen in zip(losses, selected, strict=True)]
+
+
+def kl_cov(new, old, advantages, coef, selected):
+    return [
+        -a * math.exp(n - o) + (coef * abs(n - o) if chosen else 0.0)
+        for n, o, a, chosen in zip(new, old, advantages, selected, strict=True)
+    ]
+
+
+def dppo(new, old, advantages, low, high, cap, kind):
+    losses = []
+    for n, o, a in zip(new, old, advantages, strict=True):
+        p, q = math.exp(n), math.exp(o)
+        if kind == "tv":
+            moved = abs(p - q)
+        else:
+            moved = q * math.log((q + 1e-8) / (p + 1e-8)) + (1 - q) * math.log((1 - q + 1e-8) / (1 - p + 1e-8))
+        outside = (a > 0 and p > q and moved > high) or (a < 0 and p < q and moved > low)
+        losses.append(0.0 if outside else -min(p / q, cap) * a * n)
+    return losses
+
+
+# -- the rest -----------------------------------------------------------------------------------------------------------
+
+
+def aggregate(mode, losses, masks, horizon):
+    """Rows of token losses and masks -> one number, over the whole batch."""
+    having = [sum(mask) for mask in masks]
+    sums = [sum(x * m for x, m in zip(row, mask, strict=True)) for row, mask in zip(losses, masks, strict=True)]
+    rows = max(sum(count > 0 for count in having), 1)
+    if mode == "token-mean":
+        return sum(sums) / max(sum(having), 1)
+    if mode == "seq-mean-token-sum":
+        return sum(sums) / rows
+    if mode == "seq-mean-token-mean":
+        return sum(total / max(count, 1) for total, count in zip(sums, having, strict=True)) / rows
+    return sum(sums) / rows / horizon
+
+
+def kl_value(kind, delta):
+    kind = kind.rstrip("+")
+    if kind in ("kl", "k1"):
+        return delta
+    if kind == "abs":
+        return abs(delta)
+    if kind in ("mse", "k2"):
+        return delta**2 / 2
+    bounded = clip(-delta, -20, 20)
+    return clip(math.exp(bounded) - bounded - 1, -10, 10)
+
+
+def value_loss(values, old, returned, width):
+    losses = []
+    for v, o, r in zip(values, old, returned, strict=True):
+        losses.append(max((v - r) ** 2, (clip(v, o - width, o + width) - r) ** 2) / 2)
+    return losses
+
+
+def importance(log_ratios, kind, low, high):
+    found = []
+    for row in log_ratios:
+        weights = []
+        for each in row:
+            w = math.exp(clip(each if kind == "token" else sum(row), -20, 20))
+            weights.append(min(w, high) if low is None else (w if low <= w <= high else 0.0))
+        found.append(weights)
+    return found
+
+
+def accepted(log_ratios, rules):
+    """rules: (over, measure, low, high)."""
+    measures = {"k1": lambda x: -x, "k2": lambda x: x * x / 2, "k3": lambda x: math.exp(x) - 1 - x}
+    reductions = {"seq_sum": sum, "seq_mean": mean, "seq_max": max}
+    found = []
+    for row in log_ratios:
+        keep = [1.0] * len(row)
+        for over, measure, low, high in rules:
+            values = [measures[measure](x) for x in row]
+            if over != "token" and values:
+                values = [reductions[over](values)] * len(row)
+            keep = [k * (low <= value <= high) for k, value in zip(keep, values, strict=True)]
+        found.append(keep)
+    return found
+
+
+def overlong(length, limit, buffer, factor):
+    expected = limit - buffer
+    return 0.0 if length <= expected else max(-factor, -(length - expected) / buffer * factor)

@@ -1,0 +1,112 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rltrain.algorithms.correction import accepted, correction_sums, importance_weights, mismatch_sums
+from rltrain.config.algorithm_schema import RolloutCorrectionConfig
+from rltrain.config.critic_schema import OverlongBufferConfig
+from rltrain.ragged import Ragged
+from rltrain.trainer.metrics import mismatch_metrics
+from rltrain.trainer.rewards import overlong_penalty
+from tests.algorithms import references as slow
+
+settings.register_profile("quick", max_examples=60, deadline=None)
+settings.load_profile("quick")
+ROWS = st.lists(st.lists(st.floats(-2, 2), max_size=5), min_size=1, max_size=5)
+RULES = [f"token_{k}" for k in ("k1", "k2", "k3")] + [
+    f"seq_{how}_{k}" for how in ("sum", "mean") for k in ("k1", "k2", "k3")
+]
+RULES += ["seq_max_k2", "seq_max_k3"]
+
+
+def ragged(rows):
+    return Ragged.from_rows([torch.tensor(row, dtype=torch.float64) for row in rows])
+
+
+def flat(rows):
+    return pytest.approx([value for row in rows for value in row], abs=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["token", "sequence"])
+@pytest.mark.parametrize(("threshold", "low", "high"), [("1.5", None, 1.5), ("0.5_1.5", 0.5, 1.5)])
+@given(rows=ROWS)
+def test_importance_weights_equal_their_loop(kind, threshold, low, high, rows):
+    cfg = RolloutCorrectionConfig(rollout_is=kind, rollout_is_threshold=threshold)
+    assert importance_weights(ragged(rows), cfg).values.tolist() == flat(slow.importance(rows, kind, low, high))
+
+
+@pytest.mark.parametrize("name", RULES)
+@given(rows=ROWS)
+def test_rejection_equals_its_loop(name, rows):
+    over, _, measure = name.rpartition("_")
+    limit = "0.7_1.6" if measure == "k1" else "0.3"
+    cfg = RolloutCorrectionConfig(rollout_rs=name, rollout_rs_threshold=limit)
+    bounds = (math.log(0.7), math.log(1.6)) if measure == "k1" else (-math.inf, 0.3)
+    assert accepted(ragged(rows), cfg.rejection_rules()).values.tolist() == flat(
+        slow.accepted(rows, [(over, measure, *bounds)])
+    )
+
+
+def test_several_rules_must_all_hold():
+    cfg = RolloutCorrectionConfig(rollout_rs="token_k1, seq_mean_k2", rollout_rs_threshold="2, 0.1")
+    found = accepted(ragged([[0.1, 0.9], [0.1, 0.2], [1.0]]), cfg.rejection_rules())
+    assert found.values.tolist() == [0, 0, 1, 1, 0]  # mean k2 of the first answer is 0.205
+    assert [rule.low for rule in cfg.rejection_rules()] == [-math.log(2), -math.inf]
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"rollout_rs": "token_k4", "rollout_rs_threshold": "1"}, "'token_k4' is not a rule"),
+        ({"rollout_rs": "seq_max_k1", "rollout_rs_threshold": "2"}, "seq_max goes with k2 or k3"),
+        ({"rollout_rs": "token_k1,token_k2", "rollout_rs_threshold": "1,2,3"}, "2 rules and 3 thresholds"),
+        ({"rollout_rs": "token_k1"}, "neither a number nor low_high"),
+        ({"rollout_rs": "token_k1", "rollout_rs_threshold": "2_1"}, "the lower one first"),
+    ],
+)
+def test_a_wrong_rule_says_what_is_wrong(keys, words):
+    with pytest.raises(ValueError, match=words):
+        RolloutCorrectionConfig(**keys).rejection_rules()
+
+
+def test_the_mismatch_by_hand():
+    """Two answers: the trainer finds the first token e times as likely as the engine, the others alike."""
+    train, engine = ragged([[-1.0, -1.0], [-2.0], []]), ragged([[-2.0, -1.0], [-2.0], []])
+    metrics = mismatch_metrics(mismatch_sums(train, engine))
+    assert metrics["rollout/log_prob_gap/mean"] == pytest.approx(1 / 3)
+    assert metrics["rollout/log_prob_gap/max"] == 1.0
+    assert metrics["training/rollout_probs_diff_max"] == pytest.approx(math.exp(-1) - math.exp(-2))
+    assert metrics["rollout_corr/kl"] == pytest.approx(-1 / 3)
+    assert metrics["rollout_corr/k3_kl"] == pytest.approx((math.e - 2) / 3)
+    assert metrics["rollout_corr/training_ppl"] == pytest.approx((math.e + math.e**2) / 2)
+    assert metrics["rollout_corr/rollout_ppl"] == pytest.approx((math.exp(1.5) + math.e**2) / 2)
+    assert metrics["rollout_corr/log_ppl_diff"] == pytest.approx(0.25)
+    assert metrics["rollout_corr/log_ppl_abs_diff"] == pytest.approx(0.25)
+    assert metrics["rollout_corr/chi2_token"] == pytest.approx((math.e**2 - 1) / 3)
+    assert metrics["rollout_corr/chi2_seq"] == pytest.approx((math.e**2 - 1) / 2)
+
+
+def test_the_correction_by_hand():
+    log_ratio = ragged([[math.log(4), 0.0], [math.log(0.25)]])
+    cfg = RolloutCorrectionConfig(rollout_is="token", rollout_rs="token_k1", rollout_rs_threshold="2")
+    weights, mask = importance_weights(log_ratio, cfg), accepted(log_ratio, cfg.rejection_rules())
+    engine = ragged([[0.0, 0.0], [0.0]])
+    sums = mismatch_sums(engine.like(log_ratio.values), engine) | correction_sums(weights, mask, log_ratio, cfg)
+    metrics = mismatch_metrics(sums)
+    assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx((2 + 1 + 0.25) / 3)
+    assert (metrics["rollout_corr/rollout_is_max"], metrics["rollout_corr/rollout_is_min"]) == (2.0, 0.25)
+    assert metrics["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(3.25**2 / (3 * (4 + 1 + 0.0625)))
+    assert metrics["rollout_corr/rollout_is_ratio_fraction_high"] == pytest.approx(1 / 3)
+    assert metrics["rollout_corr/rollout_is_ratio_fraction_low"] == pytest.approx(1 / 3)
+    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(2 / 3)
+    assert metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == 1.0
+
+
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=8), st.integers(1, 20))
+def test_the_overlong_penalty_equals_its_loop(lengths, buffer):
+    found = overlong_penalty(np.array(lengths), 20, OverlongBufferConfig(len=buffer, penalty_factor=0.5))
+    assert found.tolist() == pytest.approx([slow.overlong(length, 20, buffer, 0.5) for length in lengths])

@@ -1,0 +1,223 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rltrain.algorithms.aggregation import Denominators
+from rltrain.algorithms.losses import actor_loss
+from rltrain.algorithms.policy_losses import POLICY_LOSSES, BatchMeans, PolicyLossInputs, clip_range
+from rltrain.config import check
+from rltrain.config.schema import ActorConfig
+from rltrain.ragged import Ragged
+from tests.algorithms import references as slow
+
+settings.register_profile("quick", max_examples=60, deadline=None)
+settings.load_profile("quick")
+CFG = ActorConfig(clip_ratio_low=0.2, clip_ratio_high=0.3, clip_ratio_c=3.0)
+LOSSES = {
+    "vanilla": lambda n, o, a, m, s: slow.vanilla(n, o, a, 0.2, 0.3, 3.0),
+    "gspo": lambda n, o, a, m, s: slow.gspo(n, o, a, 0.2, 0.3, m),
+    "gpg": lambda n, o, a, m, s: slow.gpg_loss(n, o, a),
+    "cispo": lambda n, o, a, m, s: slow.cispo(n, o, a, 0.2, 0.3),
+    "sapo": lambda n, o, a, m, s: slow.sapo(n, o, a, 1.0, 1.05),
+    "geo_mean": lambda n, o, a, m, s: slow.geo_mean(n, o, a, 0.2, 0.3, m),
+    "clip_cov": lambda n, o, a, m, s: slow.clip_cov(n, o, a, 0.2, 0.3, s),
+    "kl_cov": lambda n, o, a, m, s: slow.kl_cov(n, o, a, 0.1, s),
+    "dppo_tv": lambda n, o, a, m, s: slow.dppo(n, o, a, 0.2, 0.3, 3.0, "tv"),
+    "dppo_kl": lambda n, o, a, m, s: slow.dppo(n, o, a, 0.2, 0.3, 3.0, "kl"),
+}
+# Their gradient is not that of their value: a factor of it is held constant.
+STOPPED = {"gspo", "cispo", "dppo_tv", "dppo_kl"}
+
+
+@st.composite
+def rows(draw):
+    """Per answer: new and old log-probs, advantages, mask, selected."""
+    lengths = draw(st.lists(st.integers(0, 5), min_size=1, max_size=4).filter(sum))
+    log_prob = st.floats(-4, -0.01)
+    columns = []
+    for n in lengths:
+        new, old = (draw(st.lists(log_prob, min_size=n, max_size=n)) for _ in range(2))
+        advantages = draw(st.lists(st.sampled_from([-1.5, -0.5, 0.0, 0.7, 2.0]), min_size=n, max_size=n))
+        mask = draw(st.lists(st.sampled_from([1.0, 1.0, 0.0]), min_size=n, max_size=n))
+        columns.append((new, old, advantages, mask, draw(st.lists(st.booleans(), min_size=n, max_size=n))))
+    return columns
+
+
+def inputs_of(columns, requires_grad=False) -> PolicyLossInputs:
+    new, old, advantages, mask, selected = ([x for row in each for x in row] for each in zip(*columns, strict=True))
+    lengths = torch.tensor([len(row[0]) for row in columns])
+    tensors = [torch.tensor(each, dtype=torch.float64) for each in (new, old, advantages)]
+    return PolicyLossInputs(
+        tensors[0].requires_grad_(requires_grad),
+        *tensors[1:],
+        Ragged(torch.tensor(mask, dtype=torch.float64), lengths),
+        torch.tensor(selected, dtype=torch.bool),
+    )
+
+
+def one(new, old, advantage, selected=False, mask=1.0):
+    return inputs_of([([new], [old], [advantage], [mask], [selected])])
+
+
+def test_the_names_in_the_config_are_the_registered_ones():
+    assert set(check.POLICY_LOSSES) == set(POLICY_LOSSES) == set(LOSSES)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@given(columns=rows())
+def test_a_loss_equals_its_loop(name, columns):
+    found = POLICY_LOSSES[name].function(inputs_of(columns), CFG)
+    expected = [loss for row in columns for loss in LOSSES[name](*row)]
+    assert found.token_losses.tolist() == pytest.approx(expected, abs=1e-9, rel=1e-9)
+    assert all(each.shape == found.token_losses.shape for each in found.statistics.values())
+
+
+@pytest.mark.parametrize("name", sorted(set(LOSSES) - STOPPED))
+def test_the_gradient_is_that_of_finite_differences(name):
+    torch.manual_seed(1)
+    lengths = torch.tensor([4, 0, 6])
+    new = (torch.randn(10, dtype=torch.float64) * 0.3 - 1).requires_grad_()
+    old, advantages = torch.randn(10, dtype=torch.float64) * 0.3 - 1, torch.randn(10, dtype=torch.float64)
+    mask, selected = Ragged(torch.ones(10, dtype=torch.float64), lengths), torch.arange(10) % 3 == 0
+
+    def losses(x):
+        return POLICY_LOSSES[name].function(PolicyLossInputs(x, old, advantages, mask, selected), CFG).token_losses
+
+    assert torch.autograd.gradcheck(losses, (new,))
+
+
+@pytest.mark.parametrize("name", sorted(STOPPED))
+@given(columns=rows())
+def test_the_gradient_of_a_stopped_loss_is_its_weight_times_minus_advantage(name, columns):
+    """d loss / d log pi of each token; the value of cispo and dppo is weight x -A log pi, that of gspo ratio x -A."""
+    inputs = inputs_of(columns, requires_grad=True)
+    POLICY_LOSSES[name].function(inputs, CFG).token_losses.sum().backward()
+    expected = []
+    for new, old, advantages, mask, selected in columns:
+        losses = LOSSES[name](new, old, advantages, mask, selected)
+        if name == "gspo":
+            ratio = math.exp(sum((n - o) * m for n, o, m in zip(new, old, mask, strict=True)) / max(sum(mask), 1))
+            expected += [-a * ratio if -a * ratio == loss else 0.0 for a, loss in zip(advantages, losses, strict=True)]
+        else:
+            expected += [loss / n for loss, n in zip(losses, new, strict=True)]
+    assert inputs.log_probs.grad.tolist() == pytest.approx(expected, abs=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("name", "ratio", "advantage", "loss"),
+    [
+        ("vanilla", 1.0, 2.0, -2.0),
+        ("vanilla", 1.5, 1.0, -1.3),  # a good answer that got likelier is held at 1 + high
+        ("vanilla", 0.5, 1.0, -0.5),  # a good answer that got less likely is not
+        ("vanilla", 0.5, -1.0, 0.8),  # a bad answer that got less likely is held at 1 - low
+        ("vanilla", 2.0, -1.0, 2.0),
+        ("vanilla", 9.0, -1.0, 3.0),  # dual clip
+        ("gspo", 9.0, -1.0, 9.0),  # no dual clip
+        ("gspo", 1.5, 1.0, -1.3),
+        ("cispo", 1.5, 1.0, -1.3 * math.log(0.6)),
+        ("sapo", 1.0, 1.0, -2.0),  # 4 sigmoid(0)
+        ("geo_mean", 1.5, 1.0, -math.exp(0.3)),
+        ("geo_mean", 0.5, -1.0, math.exp(-0.2)),
+        ("clip_cov", 9.0, -1.0, 9.0),
+        ("kl_cov", 1.5, 1.0, -1.5),  # nothing is clipped
+        ("dppo_tv", 1.5, 1.0, -1.5 * math.log(0.6)),  # moved by 0.2, less than 0.3
+        ("dppo_tv", 2.0, 1.0, 0.0),  # moved by 0.4
+        ("dppo_tv", 2.0, -1.0, 2.0 * math.log(0.8)),  # but not in the direction of the advantage
+    ],
+)
+def test_losses_by_hand(name, ratio, advantage, loss):
+    """The old probability is 0.4."""
+    found = POLICY_LOSSES[name].function(one(math.log(0.4 * ratio), math.log(0.4), advantage), CFG)
+    assert float(found.token_losses) == pytest.approx(loss)
+
+
+def test_the_selected_tokens_of_clip_cov_and_kl_cov_by_hand():
+    chosen = one(math.log(0.6), math.log(0.4), 1.0, selected=True)
+    assert float(POLICY_LOSSES["clip_cov"].function(chosen, CFG).token_losses) == 0.0
+    assert float(POLICY_LOSSES["kl_cov"].function(chosen, CFG).token_losses) == pytest.approx(
+        -1.5 + 0.1 * math.log(1.5)
+    )
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_step_raises_good_tokens_and_lowers_bad_ones(name):
+    torch.manual_seed(0)
+    logits = torch.randn(6, 5, dtype=torch.float64, requires_grad=True)
+    labels, advantages = torch.arange(6) % 5, torch.tensor([1.0, -1, 1, -1, 1, -1], dtype=torch.float64)
+    mask = Ragged(torch.ones(6, dtype=torch.float64), torch.ones(6, dtype=torch.long))
+    log_probs = torch.log_softmax(logits, -1).gather(1, labels[:, None])[:, 0]
+    inputs = PolicyLossInputs(log_probs, log_probs.detach(), advantages, mask, torch.zeros(6, dtype=torch.bool))
+    POLICY_LOSSES[name].function(inputs, CFG).token_losses.sum().backward()
+    after = torch.log_softmax(logits - 0.1 * logits.grad, -1).gather(1, labels[:, None])[:, 0]
+    assert ((after - log_probs).sign() == advantages.sign()).all()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@given(columns=rows())
+def test_without_advantage_there_is_no_gradient_where_that_is_promised(name, columns):
+    silent = [(new, old, [0.0] * len(new), mask, selected) for new, old, _, mask, selected in columns]
+    inputs = inputs_of(silent, requires_grad=True)
+    POLICY_LOSSES[name].function(inputs, CFG).token_losses.sum().backward()
+    if POLICY_LOSSES[name].silent_at_zero:
+        assert (inputs.log_probs.grad == 0).all()
+
+
+def test_the_losses_that_select_tokens_promise_nothing():
+    assert {name for name, each in POLICY_LOSSES.items() if not each.silent_at_zero} == {"clip_cov", "kl_cov"}
+    inputs = one(math.log(0.6), math.log(0.4), 0.0, selected=True)
+    inputs.log_probs.requires_grad_()
+    POLICY_LOSSES["kl_cov"].function(inputs, CFG).token_losses.sum().backward()
+    assert float(inputs.log_probs.grad) != 0
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@given(columns=rows(), cut=st.integers(0, 4), random=st.randoms(use_true_random=False))
+def test_any_cut_any_order_and_empty_or_masked_rows_give_the_same_loss(name, columns, cut, random):
+    counted = [sum(mask) for _, _, _, mask, _ in columns]
+    denominators = Denominators(int(sum(counted)), sum(count > 0 for count in counted), 8)
+    cfg = ActorConfig(clip_ratio_low=0.2, clip_ratio_high=0.3, loss_agg_mode="seq-mean-token-mean")
+    cfg.policy_loss.loss_mode = name
+
+    def loss(rows):
+        return float(actor_loss(inputs_of(rows), denominators, cfg, POLICY_LOSSES[name].function).loss) if rows else 0.0
+
+    whole = loss(columns)
+    assert loss(columns[:cut]) + loss(columns[cut:]) == pytest.approx(whole, abs=1e-9)
+    nothing, masked = ([], [], [], [], []), ([-1.0, -2.0], [-3.0, -1.0], [1.0, 1.0], [0.0, 0.0], [False, True])
+    mixed = [*columns, nothing, masked]
+    random.shuffle(mixed)
+    assert loss(mixed) == pytest.approx(whole, abs=1e-9)
+
+
+def test_an_infinite_loss_of_a_masked_token_counts_for_nothing():
+    columns = [([-1.0, math.inf], [-1.0, -1.0], [1.0, 1.0], [1.0, 0.0], [False, False])]
+    found = actor_loss(inputs_of(columns), Denominators(1, 1, 8), CFG, POLICY_LOSSES["gpg"].function)
+    assert float(found.loss) == 1.0
+
+
+# -- selections ----------------------------------------------------------------------------------------------------------
+
+
+def test_clip_cov_draws_among_tokens_within_the_bounds_that_ppo_would_not_clip():
+    cfg = ActorConfig(clip_ratio=0.2)
+    cfg.policy_loss.clip_cov_lb, cfg.policy_loss.clip_cov_ub = 0.5, 2.0
+    # Covariance (A - 0)(log pi + 1); the third token's ratio is beyond the clip, the last is masked out.
+    new, old = [0.0, 0.5, 0.0, 4.0, 0.0], [0.0, 0.5, -1.0, 4.0, 0.0]
+    inputs = inputs_of([(new, old, [1.0, -1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0, 0.0], [False] * 5)])
+    noise = torch.arange(5, dtype=torch.float64) / 10
+    keys = POLICY_LOSSES["clip_cov"].selection.keys(inputs, noise, BatchMeans(0.0, -1.0), cfg)
+    assert keys.tolist() == [0.0, math.inf, math.inf, math.inf, math.inf]
+
+
+def test_kl_cov_takes_the_largest_covariances():
+    inputs = inputs_of([([-1.0, -2.0, -0.5], [-1.0] * 3, [1.0, -2.0, 1.0], [1.0, 1.0, 0.0], [False] * 3)])
+    keys = POLICY_LOSSES["kl_cov"].selection.keys(inputs, torch.zeros(3), BatchMeans(0.5, -1.5), ActorConfig())
+    assert keys.tolist() == [-0.25, -1.25, math.inf]
+
+
+def test_clip_ratio_alone_works_and_the_pair_wins():
+    assert clip_range(ActorConfig(clip_ratio=0.1)) == (0.1, 0.1)
+    assert clip_range(ActorConfig(clip_ratio=0.1, clip_ratio_high=0.28)) == (0.1, 0.28)

@@ -84,6 +84,10 @@ def _run(arguments: _Arguments) -> int:
     return run_training(loaded)
 
 
+# How many rows of each file --dry-run looks at; `python -m rltrain.data_preprocess.lint` looks at all.
+_LINTED_ROWS = 100
+
+
 def _write(text: str) -> None:
     try:
         sys.stdout.write(text)
@@ -163,7 +167,36 @@ def _dry_run(config: Any, notes: list[str], does_not_fit: list[str], missing: li
     ):
         if lines:
             parts.append(title + "\n" + "\n".join(f"  {line}" for line in lines))
+    if not missing:
+        parts.append(_first_rows(config))
     return "\n".join(parts) + "\n"
+
+
+def _first_rows(config: Any) -> str:
+    """What the linter says of the first rows of every file, with the tokenizer where the model is a local folder."""
+    from rltrain.config.check import as_list
+    from rltrain.data.chat import chat_encoder
+    from rltrain.data_preprocess.lint import describe, lint
+    from rltrain.errors import RltrainError
+    from rltrain.rewards.registry import CustomReward
+
+    data, custom = config.data, config.custom_reward_function
+    local = os.path.isdir(config.actor_rollout_ref.model.path)
+    files = [*as_list(data.train_files), *as_list(data.val_files)]
+    try:
+        num_rows, findings = lint(
+            files,
+            encoder=chat_encoder(config) if local else None,
+            max_prompt_length=data.max_prompt_length if local and not data.filter_overlong_prompts else None,
+            custom=CustomReward(custom.path, custom.name, dict(custom.reward_kwargs)) if custom.path else None,
+            max_rows=_LINTED_ROWS,
+        )
+    except RltrainError as error:
+        return f"data: {error}"
+    said = describe(findings).rstrip("\n")
+    return f"data: the first {num_rows} rows (up to {_LINTED_ROWS} of each file)" + (
+        f"\n{said}" if said else ", nothing found"
+    )
 
 
 def _count_rows(files: list[str]) -> int:

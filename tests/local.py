@@ -9,6 +9,7 @@ from rltrain.config.check import check
 from rltrain.config.load import load_config
 from rltrain.controller.samples import Request, assemble
 from rltrain.data.order import BatchOrder
+from rltrain.data.sampler import make_sampler
 from rltrain.rewards.registry import find_scorer
 from rltrain.trainer.experience import Experience
 from rltrain.trainer.plan import make_plan
@@ -106,11 +107,12 @@ def local_trainer(arguments: list[str], twist=None) -> PPOTrainer:
     with_mask = bool(cfg.algorithm.rollout_correction.rollout_rs) and not cfg.algorithm.rollout_correction.bypass_mode
     critic = Critic(group, with_mask=with_mask) if with_critic else None
     order = BatchOrder(len(prompts["train"]), plan.prompts_per_round, cfg.data.seed, cfg.data.shuffle)
+    sampler = make_sampler(cfg.data.sampler.name, order, rows["train"], cfg.data.sampler.revisit)
     model = RewardModel(group) if cfg.reward_model.enable else None
     pool = LocalPool(rows)
     pool.twist = twist or pool.twist
     rewards = Rewards(cfg.reward_model, rows, pool, model, cfg.data.max_response_length, cfg.reward.overlap)
-    trainer = PPOTrainer(cfg, plan, policy, critic, rewards, Experience(cfg, plan, policy, rewards, order), sizes)
+    trainer = PPOTrainer(cfg, plan, policy, critic, rewards, Experience(cfg, plan, policy, rewards, sampler), sizes)
     trainer.group, trainer.worker = group, worker
     rollout = cfg.actor_rollout_ref.rollout
     trainer.experience_task = lambda: GenerateTask(

@@ -14,7 +14,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # A module may import what stands below it. Order of rooms, top to bottom.
 LAYERS = [
-    {"main_ppo", "data_preprocess"},
+    {"main_ppo"},
+    {"data_preprocess"},
     {"trainer"},
     {"controller"},
     {"workers"},

@@ -24,9 +24,10 @@ POLICY_LOSSES = (
 _KL = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "low_var_kl+", "k3+", "full")
 _AGGREGATION = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 # Keys that may also be FILE.py:NAME.
-PLUGINS = ("algorithm.adv_estimator", _A + "actor.policy_loss.loss_mode")
+PLUGINS = ("algorithm.adv_estimator", _A + "actor.policy_loss.loss_mode", "data.sampler.name")
 # key -> its allowed values
 _CHOICES = {
+    "data.sampler.name": ("shuffle", "solve_rate"),
     "data.truncation": ("error", "left", "right", "middle"),
     _A + "actor.strategy": ("fsdp2", "fsdp"),
     _A + "actor.fsdp_config.model_dtype": _DTYPES,
@@ -201,6 +202,8 @@ def _ranges(config: Config) -> Iterator[str]:
         value = get(config, _A + key)
         if not 0 < value <= 1:
             yield f"{_A}{key}={value}: it must be over 0 and at most 1."
+    if not 0 <= config.data.sampler.revisit <= 1:
+        yield f"data.sampler.revisit={config.data.sampler.revisit}: it must be between 0 and 1."
     for key in ("lr_warmup_steps_ratio", "min_lr_ratio"):
         value = get(config, f"{_A}actor.optim.{key}")
         if not 0 <= value <= 1:

@@ -222,6 +222,11 @@ _MODES: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
         "filter_groups.enable=False",
     ),
     (
+        ("data.sampler.revisit",),
+        lambda cfg: cfg.data.sampler.name != "solve_rate",
+        "only data.sampler.name=solve_rate uses it",
+    ),
+    (
         ("data.gen_batch_size",),
         lambda cfg: not cfg.algorithm.filter_groups.enable,
         "filter_groups.enable=False",

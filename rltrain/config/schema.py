@@ -18,6 +18,16 @@ _ACTOR = "${actor_rollout_ref.actor."
 
 
 @dataclass
+class SamplerConfig:
+    """Which prompts come next."""
+
+    name: str = "shuffle"
+    """shuffle (in order with data.shuffle=False), solve_rate (mostly skips prompts always or never solved before), or FILE.py:NAME."""
+    revisit: float = 0.1
+    """solve_rate: how often such a prompt is looked at again, per epoch."""
+
+
+@dataclass
 class DataConfig:
     """Prompts: files, columns, lengths, order."""
 
@@ -47,6 +57,8 @@ class DataConfig:
     """Column with images (text prompts only in this version)."""
     shuffle: bool = True
     """Shuffle the prompts anew in every epoch; batch k depends on data.seed and k alone."""
+    sampler: SamplerConfig = field(default_factory=SamplerConfig)
+    """Which prompts come next."""
     seed: int = 1
     """Decides the order of prompts, and the sampling unless rollout.seed is set."""
     train_max_samples: int = -1

@@ -1,5 +1,7 @@
 """Which rows step k trains on: a pure function of the seed and k, so the data position of a run is one integer."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from rltrain.errors import DataError
@@ -43,9 +45,20 @@ class BatchOrder:
             raise ValueError(f"step {step} is negative; steps are counted from 0")
         epoch, offset = divmod(step, self.steps_per_epoch)
         start = offset * self.batch_size
-        return self._permutation(epoch)[start : start + self.batch_size].tolist()
+        return self.permutation(epoch)[start : start + self.batch_size].tolist()
 
-    def _permutation(self, epoch: int) -> np.ndarray:
+    def observe(self, rows: Sequence[int], solved: Sequence[float]) -> None:
+        """The order does not depend on what came of earlier prompts."""
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Nothing: batch k is known from k."""
+        return {}
+
+    def restore(self, state: dict[str, np.ndarray]) -> None:
+        """Nothing to restore."""
+
+    def permutation(self, epoch: int) -> np.ndarray:
+        """All rows in the order of epoch ``epoch``."""
         if not self.shuffle:
             return np.arange(self.num_rows)
         if self._cached is None or self._cached[0] != epoch:

@@ -38,8 +38,12 @@ def lint(
     encoder: ChatEncoder | None = None,
     max_prompt_length: int | None = None,
     custom: CustomReward | None = None,
+    max_rows: int | None = None,
 ) -> tuple[int, Findings]:
-    """Number of usable rows, and what is wrong, by kind: one line for each row (or file) concerned."""
+    """Number of usable rows, and what is wrong, by kind: one line for each row (or file) concerned.
+
+    ``max_rows``: look at the first rows of each file only (its schema is read whole).
+    """
     findings: Findings = defaultdict(list)
     if encoder is not None:
         encoder.encode([{"role": "user", "content": "?"}])  # a folder without a tokenizer fails here, not row by row
@@ -51,7 +55,7 @@ def lint(
             findings["files that cannot be read"].append(str(error))
             continue
         findings["rows with schema errors"] += problems
-        tables.append(rows)
+        tables.append(rows if max_rows is None else rows.select(range(min(max_rows, len(rows)))))
     _check_duplicates(tables, findings)
     for rows in tables:
         _check_media(rows, findings)
@@ -197,6 +201,15 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
+def describe(findings: Findings) -> str:
+    """The report: every kind with its count and its first rows."""
+    text = ""
+    for kind, lines in findings.items():
+        more = [f"… and {len(lines) - NUM_SHOWN} more"] if len(lines) > NUM_SHOWN else []
+        text += "\n  ".join([f"{kind}: {len(lines)}", *lines[:NUM_SHOWN], *more]) + "\n"
+    return text
+
+
 def main(argv: list[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -218,9 +231,7 @@ def main(argv: list[str] | None = None) -> int:
     except RltrainError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
-    for kind, lines in findings.items():
-        more = [f"… and {len(lines) - NUM_SHOWN} more"] if len(lines) > NUM_SHOWN else []
-        sys.stdout.write("\n  ".join([f"{kind}: {len(lines)}", *lines[:NUM_SHOWN], *more]) + "\n")
+    sys.stdout.write(describe(findings))
     num_problems = sum(map(len, findings.values()))
     sys.stdout.write(
         f"{_count(num_rows, 'usable row')}, {_count(num_problems, 'problem') if findings else 'no problems'}\n"

@@ -8,7 +8,7 @@ import numpy as np
 
 from rltrain.config.schema import Config
 from rltrain.controller.samples import Samples
-from rltrain.data.order import BatchOrder
+from rltrain.data.sampler import Sampler
 from rltrain.trainer.balance import Ids
 from rltrain.trainer.metrics import Metrics
 from rltrain.trainer.plan import Plan
@@ -31,20 +31,20 @@ class _Round:
 class Experience:
     """Generates and scores. ``batches_drawn``: rounds of prompts taken so far, which is the data position of the run."""
 
-    def __init__(self, cfg: Config, plan: Plan, policy: Policy, rewards: Rewards, order: BatchOrder) -> None:
+    def __init__(self, cfg: Config, plan: Plan, policy: Policy, rewards: Rewards, sampler: Sampler) -> None:
         self.batches_drawn = 0
         self._cfg = cfg
         self._plan = plan
         self._policy = policy
         self._rewards = rewards
-        self._order = order
+        self.sampler = sampler
         self._rollout = cfg.actor_rollout_ref.rollout
         self._seed = cfg.data.seed if self._rollout.seed is None else self._rollout.seed
 
     @property
     def epoch(self) -> int:
         """The epoch (from 0) of the newest prompts."""
-        return self._order.epoch(max(self.batches_drawn - 1, 0))
+        return self.sampler.epoch(max(self.batches_drawn - 1, 0))
 
     def collect(self, timer: StepTimer) -> tuple[Samples, Metrics]:
         """y ~ pi_old(. | x) and r(x, y) for the prompts of one step, prompt-major."""
@@ -61,7 +61,7 @@ class Experience:
         return self._choose(rounds, metrics)
 
     def _round(self, timer: StepTimer) -> tuple[Samples, Metrics]:
-        rows = self._order.rows(self.batches_drawn)
+        rows = self.sampler.rows(self.batches_drawn)
         self.batches_drawn += 1
         sampling = self._sampling(greedy=not self._rollout.do_sample)
         arrivals = self._rewards.begin("train", len(rows) * sampling.num_samples)
@@ -70,6 +70,8 @@ class Experience:
             samples, metrics = self._policy.generate(task, arrivals)
         with timer("reward"):
             samples.update(self._rewards.score("train", samples, arrivals))
+        solved = samples.numbers.get("acc", samples["rule_score"]).clip(0, 1).reshape(len(rows), -1).mean(1)
+        self.sampler.observe(rows, solved)
         return samples, metrics | {"reward/compute_s": self._rewards.take_seconds()}
 
     def _sampling(self, *, greedy: bool, num_samples: int | None = None) -> Sampling:

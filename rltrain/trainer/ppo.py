@@ -190,7 +190,7 @@ class PPOTrainer:
     @property
     def progress(self) -> Progress:
         """What a resumed run needs besides the weights."""
-        return Progress(self.experience.batches_drawn, self.advantages.kl_coef)
+        return Progress(self.experience.batches_drawn, self.advantages.kl_coef, self.experience.sampler.state())
 
     def fit(self, first_step: int, tracker: Tracker, saver: Saver, stop: StopFlag) -> int:
         """Run steps ``first_step`` + 1 to the last of the plan, with validation and saving. Returns the last step done."""
@@ -227,6 +227,8 @@ class PPOTrainer:
     def restore(self, progress: Progress) -> None:
         """Go on where ``progress`` was."""
         self.experience.batches_drawn = progress.batches_drawn
+        if progress.sampler:
+            self.experience.sampler.restore(progress.sampler)
         if progress.kl_coef is not None:
             self.advantages.kl_coef = progress.kl_coef
 

@@ -21,6 +21,7 @@ from rltrain.controller.group import WorkerGroup
 from rltrain.data.chat import PromptStore, chat_encoder, encode_prompts
 from rltrain.data.order import BatchOrder
 from rltrain.data.rows import Rows, read_rows
+from rltrain.data.sampler import make_sampler
 from rltrain.device import Device, get_device, threads_per_worker
 from rltrain.errors import ConfigError, DataError, Interrupted
 from rltrain.report import report
@@ -97,9 +98,10 @@ def _train(
         config=to_dict(cfg),
     )
     order = BatchOrder(len(prompts["train"]), plan.prompts_per_round, cfg.data.seed, cfg.data.shuffle)
+    sampler = make_sampler(cfg.data.sampler.name, order, rows["train"], cfg.data.sampler.revisit)
     model = RewardModel(group) if cfg.reward_model.enable else None
     rewards = Rewards(cfg.reward_model, rows, pool, model, cfg.data.max_response_length, cfg.reward.overlap)
-    trainer = PPOTrainer(cfg, plan, policy, critic, rewards, Experience(cfg, plan, policy, rewards, order), sizes[0])
+    trainer = PPOTrainer(cfg, plan, policy, critic, rewards, Experience(cfg, plan, policy, rewards, sampler), sizes[0])
     trainer.restore(progress)
     try:
         trainer.fit(first_step, tracker, saver, stop)

@@ -6,9 +6,12 @@ import json
 import logging
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from rltrain.config.schema import Config
 from rltrain.errors import CheckpointError, DiskError
@@ -24,16 +27,21 @@ FROZEN_KEYS = (
     "data.train_batch_size",
     "data.seed",
     "data.shuffle",
+    "data.sampler.name",
     "data.max_prompt_length",
 )
 
 
 @dataclass(frozen=True)
 class Progress:
-    """The driver's own state. batches_drawn: rounds of prompts taken so far. kl_coef: weight of the KL in the reward."""
+    """The driver's own state.
+
+    batches_drawn: rounds of prompts taken so far. kl_coef: weight of the KL in the reward. sampler: what the sampler keeps.
+    """
 
     batches_drawn: int = 0
     kl_coef: float | None = None
+    sampler: dict[str, NDArray[Any]] = field(default_factory=dict)
 
 
 class Role(Protocol):
@@ -117,9 +125,9 @@ class Saver:
             role.save(str(temporary / name))
         if "hf_model" in self._cfg.actor_rollout_ref.actor.checkpoint.save_contents:
             self._actor.export(str(temporary / "huggingface"))
-        record = {"global_step": step, "dataset": self._fingerprint, "frozen": frozen_values(self._cfg)} | asdict(
-            progress
-        )
+        record = {"global_step": step, "dataset": self._fingerprint, "frozen": frozen_values(self._cfg)}
+        record |= {"batches_drawn": progress.batches_drawn, "kl_coef": progress.kl_coef}
+        np.savez(temporary / "sampler.npz", **progress.sampler)  # type: ignore[arg-type]
         (temporary / "progress.json").write_text(json.dumps(record, indent=1))
 
     def resume(self) -> tuple[int, Progress]:
@@ -131,7 +139,8 @@ class Saver:
             record = read_progress(folder)
             if not trainer.resume_weights_only:
                 step = int(record["global_step"])
-                progress = Progress(record.get("batches_drawn", step), record.get("kl_coef"))
+                with np.load(folder / "sampler.npz", allow_pickle=False) as arrays:
+                    progress = Progress(record["batches_drawn"], record["kl_coef"], dict(arrays))
                 self._refuse_other_run(folder, record)
         self._refuse_later_checkpoints(step)
         if folder is not None:

@@ -1,0 +1,107 @@
+"""Which prompts a round of generation gets. The plain order is `BatchOrder`; samplers here look at what came of earlier ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rltrain.data.order import BatchOrder
+from rltrain.data.rows import PromptRow
+from rltrain.errors import ConfigError
+from rltrain.plugin import load_plugin
+
+State = dict[str, NDArray[Any]]
+_PASS_RATES = ("pass_rate", "PassRate", "solve_rate")
+
+
+class Sampler(Protocol):
+    """What ``data.sampler.name=FILE.py:NAME`` must return when called with (BatchOrder, Rows)."""
+
+    def rows(self, draw: int) -> Sequence[int]:
+        """``batch_size`` distinct rows for draw ``draw``, counted from 0. Called once for each draw, in order."""
+
+    def epoch(self, draw: int) -> int:
+        """The epoch (from 0) that draw ``draw`` belongs to."""
+
+    def observe(self, rows: Sequence[int], solved: Sequence[float]) -> None:
+        """Of each row that was drawn: the mean accuracy of its answers, from 0 to 1."""
+
+    def state(self) -> State:
+        """Arrays that a checkpoint keeps."""
+
+    def restore(self, state: State) -> None:
+        """Go on from ``state``."""
+
+
+class SolveRateSampler:
+    """Goes through `BatchOrder`'s shuffled epochs and mostly skips prompts that are always or never solved.
+
+    A prompt's solve rate is what its last answers gave, at first the ``pass_rate`` (or ``PassRate``, ``solve_rate``) of its
+    extra_info. One at 0 or 1 is looked at again with probability ``revisit``, decided by seed, epoch and row alone. What an
+    epoch skipped fills up a batch only where nothing else is left.
+    """
+
+    def __init__(self, order: BatchOrder, rows: Iterable[PromptRow], revisit: float = 0.1) -> None:
+        self._order = order
+        self._revisit = revisit
+        self._rates = np.array([_pass_rate(row.extra_info) for row in rows])
+        self._cursor = 0
+
+    def rows(self, draw: int) -> list[int]:
+        """The next rows worth a look."""
+        chosen: dict[int, None] = {}
+        skipped: dict[int, None] = {}
+        for _ in range(2 * self._order.num_rows):
+            epoch, place = divmod(self._cursor, self._order.num_rows)
+            self._cursor += 1
+            row = int(self._order.permutation(epoch)[place])
+            (chosen if self._worth(row, epoch) else skipped)[row] = None
+            if len(chosen) == self._order.batch_size:
+                break
+        rows = [*chosen, *(row for row in skipped if row not in chosen)]
+        return rows[: self._order.batch_size]
+
+    def _worth(self, row: int, epoch: int) -> bool:
+        if self._rates[row] not in (0.0, 1.0):  # unknown counts as worth it
+            return True
+        stream = np.random.Philox(np.random.SeedSequence([self._order.seed % 2**64, epoch, row]))
+        return bool(stream.random_raw() < self._revisit * 2.0**64)
+
+    def epoch(self, draw: int) -> int:
+        """The epoch of the newest row."""
+        return max(self._cursor - 1, 0) // self._order.num_rows
+
+    def observe(self, rows: Sequence[int], solved: Sequence[float]) -> None:
+        """Remember the newest solve rates."""
+        self._rates[np.asarray(rows)] = solved
+
+    def state(self) -> State:
+        """Position and solve rates."""
+        return {"cursor": np.array(self._cursor), "rates": self._rates}
+
+    def restore(self, state: State) -> None:
+        """Go on from ``state``."""
+        self._cursor, self._rates = int(state["cursor"]), state["rates"].copy()
+
+
+def make_sampler(name: str, order: BatchOrder, rows: Iterable[PromptRow], revisit: float) -> Sampler:
+    """The sampler of ``data.sampler.name``. Raises ConfigError for one that lacks a method."""
+    if name == "shuffle":
+        return order
+    if name == "solve_rate":
+        return SolveRateSampler(order, rows, revisit)
+    sampler = load_plugin("data.sampler.name", name)(order, rows)
+    missing = [
+        each for each in ("rows", "epoch", "observe", "state", "restore") if not callable(getattr(sampler, each, None))
+    ]
+    if missing:
+        raise ConfigError(f"data.sampler.name={name}: {type(sampler).__name__} has no method {', '.join(missing)}.")
+    return sampler
+
+
+def _pass_rate(info: dict[str, Any]) -> float:
+    found = next((info[name] for name in _PASS_RATES if info.get(name) is not None), None)
+    return float(found) if isinstance(found, int | float) else float("nan")

@@ -1,6 +1,7 @@
 """Workers in real processes: errors surface with role, rank and cause, within seconds."""
 
 import os
+import queue
 import signal
 import threading
 import time
@@ -12,7 +13,7 @@ import torch
 
 from rltrain.batch import Batch
 from rltrain.controller.cluster import start_ray
-from rltrain.controller.group import WorkerGroup
+from rltrain.controller.group import Stream, WorkerGroup
 from rltrain.controller.samples import Samples, whole
 from rltrain.device import get_device
 from rltrain.errors import NonFiniteError, WorkerError, WorkerLost
@@ -26,6 +27,7 @@ class ToyWorker:
     def __init__(self, tag: str) -> None:
         self.tag = tag
         self.rank = torch.distributed.get_rank()
+        self.out = queue.SimpleQueue()
 
     def who(self) -> str:
         return f"{self.tag}{self.rank}"
@@ -35,6 +37,22 @@ class ToyWorker:
 
     def read(self, batch: Batch):
         return {"sum": int(batch.ragged("tokens").values.sum()), "rows": len(batch)}
+
+    def stream(self, fail: bool):
+        for number in range(3):
+            self.out.put(number)
+            time.sleep(0.7)
+        if fail and self.rank == 1:
+            raise ValueError("the answer was 41")
+        self.out.put(None)
+        return {"ended": time.time()}
+
+    def take(self, wait_s: float):
+        try:
+            found = self.out.get(timeout=wait_s)
+        except queue.Empty:
+            return [], {"done": False}
+        return [f"text {self.rank}.{found}"], {"done": found is None}
 
     def fail(self) -> None:
         if self.rank == 1:
@@ -66,6 +84,25 @@ def group():
     yield group
     group.kill()
     ray.util.remove_placement_group(placement)
+
+
+def test_what_workers_hand_out_arrives_while_the_call_runs(group):
+    arrived, ticks = [], []
+    stream = Stream(
+        "take", lambda rank, ref, numbers: arrived.append((time.time(), rank, ray.get(ref))), lambda: ticks.append(1)
+    )
+    ended = group.call_with_payload("stream", [False], num_objects=0, stream=stream)
+    texts = [(rank, found[0]) for _, rank, found in arrived if found and "None" not in found[0]]
+    assert sorted(texts) == [(rank, f"text {rank}.{number}") for rank in range(2) for number in range(3)]
+    first = min(moment for moment, _, found in arrived if found)
+    assert first < min(numbers["ended"] for (numbers,) in ended) - 1.0
+    assert ticks
+
+
+def test_a_worker_that_fails_ends_the_stream(group):
+    stream = Stream("take", lambda *found: None, lambda: None)
+    with pytest.raises(WorkerError, match="the answer was 41"):
+        group.call_with_payload("stream", [True], num_objects=0, stream=stream)
 
 
 def test_payload_stays_in_the_store_and_finds_its_reader(group):

@@ -63,8 +63,9 @@ def reference_run(tiny_model, arithmetic_files, tmp_path_factory):
             "actor_rollout_ref__ref__log_prob_micro_batch_size_per_gpu": 2,
         },
         {"trainer__n_gpus_per_node": 2},
+        {"reward__overlap": False},
     ],
-    ids=["smaller_token_budget", "micro_batches_by_count", "two_processes"],
+    ids=["smaller_token_budget", "micro_batches_by_count", "two_processes", "rewards_after_generation"],
 )
 def test_loss_gradient_and_weights_do_not_depend_on_the_cut(
     reference_run, tiny_model, arithmetic_files, tmp_path, changes
@@ -97,6 +98,10 @@ def test_every_timer_is_there_and_the_phases_add_up(reference_run):
         assert 0 <= line["timing_s/other"] < 0.03 * line["timing_s/step"]
         assert line["timing_s/reshard"] + line["timing_s/generate_sequences"] <= line["timing_s/gen"]
     assert {"timing_s/testing", "timing_s/save_checkpoint"} <= lines[-1].keys()
+
+
+def test_what_scoring_cost_is_known_although_it_is_hidden(reference_run):
+    assert all(line["reward/compute_s"] > 0 for line in read_metrics(reference_run) if line["step"])
 
 
 def test_validation_runs_before_during_and_at_the_end(reference_run):

@@ -21,7 +21,7 @@ Scorer = Callable[[str, Any, dict[str, Any]], Verdict]
 SourceScorer = Callable[[str, str, Any, dict[str, Any]], Verdict]
 
 _MODULES = (
-    *("arithmetic", "boba", "clevr_count", "dapo", "geometry3k", "gsm8k"),
+    *("arithmetic", "boba", "clevr_count", "code", "dapo", "geometry3k", "gsm8k"),
     *("math_boxed", "qa", "reasoning_gym", "virl39k"),
 )
 _scorers: dict[str, Scorer] = {}

@@ -221,9 +221,12 @@ def test_sources_with_a_scorer():
         "HuggingFaceH4/MATH-500",
         "TIGER-Lab/ViRL39K",
         "aime*",
+        "apps",
         "areal_boba",
         "boba",
         "clevr_count*",
+        "codecontests",
+        "codeforces",
         "hiyouga/geometry3k",
         "inclusionAI/AReaL-boba-*",
         "lighteval/MATH",
@@ -235,6 +238,7 @@ def test_sources_with_a_scorer():
         "reasoning_gym/*",
         "rltrain/arithmetic",
         "searchR1_*",
+        "taco",
         "virl39k",
     ]
     check_sources(["aime2024", "math_dapo", "numina_olympiads", "searchR1_nq", "inclusionAI/AReaL-boba-Data"])

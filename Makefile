@@ -13,6 +13,7 @@ test:  ## environment and all tests
 
 bench:  ## tables under bench/
 	$(PYTHON) -m bench.run
+	$(PYTHON) -m bench.rewards
 
 quickstart:  ## environment, small model, GRPO until the reward has risen
 	bash scripts/quickstart.sh

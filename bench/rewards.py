@@ -1,0 +1,139 @@
+"""The reward pool: what an easy answer costs, and what a hostile one costs the others.
+
+    python -m bench.rewards            prints the table and writes it to bench/results/
+
+2,048 answers on two workers, scored by the MATH scorer inside a custom reward function; a hostile answer (every hundredth)
+never comes back and is killed at its deadline.
+"""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from datetime import date
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import ray
+
+from rltrain.data.rows import read_rows
+from rltrain.env import prepare_driver
+from rltrain.rewards.math_boxed import math_boxed
+from rltrain.rewards.pool import RewardPool
+from rltrain.rewards.registry import CustomReward
+from rltrain.rewards.slot import Slot
+
+ANSWERS, WORKERS, TIMEOUT_S, REPEATS = 2048, 2, 1.0, 3
+REWARD = """
+from rltrain.rewards.math_boxed import math_boxed
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    while solution_str == "hostile":
+        pass
+    return math_boxed(solution_str, ground_truth, extra_info)
+"""
+
+
+def easy(number: int) -> str:
+    """An answer of a few thousand characters whose box is right."""
+    return f"{'We add the two numbers and check the sum once more. ' * 40}The answer is \\boxed{{\\dfrac{{{number}}}{{7}}}}."
+
+
+def wall_clock(pool: RewardPool, texts: list[str]) -> float:
+    """Seconds the pool takes for these answers."""
+    jobs = [(ray.put(texts), np.arange(len(texts)), np.arange(len(texts)))]
+    started = time.perf_counter()
+    columns = pool.score("train", jobs)
+    seconds = time.perf_counter() - started
+    assert columns["score"].sum() == sum(text != "hostile" for text in texts)
+    assert columns["reward_timeout"].sum() == texts.count("hostile")
+    return seconds
+
+
+def median(action) -> float:
+    """Median of a few measurements."""
+    return statistics.median(action() for _ in range(REPEATS))
+
+
+def in_this_process(texts: list[str]) -> float:
+    """Seconds for the scorer alone, one after the other."""
+    started = time.perf_counter()
+    for number, text in enumerate(texts):
+        math_boxed(text, f"\\frac{{{number}}}{{7}}", {})
+    return time.perf_counter() - started
+
+
+def replacement(custom: CustomReward) -> float:
+    """Seconds from a killed answer's deadline until the next one is scored by the new process."""
+    with Slot(custom, TIMEOUT_S) as slot:
+        slot.score("math", easy(1), "1", {})
+        started = time.perf_counter()
+        slot.score("math", "hostile", "1", {})
+        slot.score("math", easy(1), "1", {})
+        return time.perf_counter() - started - TIMEOUT_S
+
+
+def main() -> None:
+    prepare_driver()
+    ray.init(num_cpus=WORKERS, include_dashboard=False, log_to_driver=False)
+    easies = [easy(number) for number in range(ANSWERS)]
+    mixed = ["hostile" if number % 100 == 50 else text for number, text in enumerate(easies)]
+    hostile = mixed.count("hostile")
+    with tempfile.TemporaryDirectory() as folder:
+        reward = Path(folder, "reward.py")
+        reward.write_text(REWARD)
+        records = [
+            {
+                "data_source": "math",
+                "prompt": [{"role": "user", "content": "?"}],
+                "reward_model": {"style": "rule", "ground_truth": f"\\frac{{{number}}}{{7}}"},
+            }
+            for number in range(ANSWERS)
+        ]
+        pq.write_table(pa.Table.from_pylist(records), Path(folder, "rows.parquet"))
+        custom = CustomReward(str(reward))
+        splits = {"train": ray.put(read_rows(str(Path(folder, "rows.parquet"))))}
+        pool = RewardPool(custom, WORKERS, TIMEOUT_S, 0.0, splits)
+        pool.check("train", [0])
+        alone, clean = median(lambda: in_this_process(easies)), median(lambda: wall_clock(pool, easies))
+        attacked = wall_clock(pool, mixed)
+        pool.shutdown()
+        back = median(lambda: replacement(custom))
+    ray.shutdown()
+    least = clean + hostile * TIMEOUT_S / WORKERS
+    rows = [
+        ("scorer alone, in one process: ms an answer", 1e3 * alone / ANSWERS),
+        (f"pool of {WORKERS}: ms of a worker an answer", 1e3 * clean * WORKERS / ANSWERS),
+        ("overhead of process, socket and Ray: ms an answer", 1e3 * (clean * WORKERS - alone) / ANSWERS),
+        (f"{ANSWERS} easy answers: s", clean),
+        (f"the same with {hostile} hostile: s", attacked),
+        (f"least possible: those {hostile} deadlines of {TIMEOUT_S:g} s over {WORKERS} workers: s", least),
+        ("a hostile answer delays the batch by: s", (attacked - clean) / hostile),
+        ("deadline passed until the next answer is scored: s", back),
+    ]  # fmt: skip
+    lines = [
+        f"`python -m bench.rewards`, {date.today()}, {platform.processor() or platform.machine()}, {os.cpu_count()} cores, shared",
+        "",
+        f"{ANSWERS} answers of {len(easies[0])} characters, {WORKERS} workers, reward.timeout_s={TIMEOUT_S:g}; "
+        f"median of {REPEATS}, the hostile batch once.",
+        "",
+        "| what | measured |",
+        "|---|---|",
+        *(f"| {name} | {value:.3f} |" for name, value in rows),
+    ]
+    text = "\n".join(lines) + "\n"
+    results = Path(__file__).parent / "results"
+    results.mkdir(exist_ok=True)
+    (results / "rewards_cpu.md").write_text(text)
+    sys.stdout.write(text)
+
+
+if __name__ == "__main__":
+    main()

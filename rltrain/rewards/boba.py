@@ -1,0 +1,56 @@
+"""Mathematics of the AReaL-boba set: the answer may be any of several solutions, numbers may be rounded."""
+
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from fractions import Fraction
+from typing import Any
+
+from rltrain.rewards.ladder import equal
+from rltrain.rewards.latex import TAIL_CHARS, last_boxed
+from rltrain.rewards.registry import scorer
+from rltrain.rewards.symbolic import prepare
+
+_TOLERANCE = Fraction(1, 10_000)
+_MINERVA = ("final answer is", "I hope it is correct")
+_PHRASES = ("answer is", "answer:", "答案是", "答案为", "答案：", "答案:", "答案选")
+_ENDS = ("\n", "。", ". ", "<|")
+
+
+def extract_answer(solution: str) -> str | None:
+    """The answer a solution names: in Minerva's closing phrase, in its last box, or after "answer is" or 答案是."""
+    tail = solution[-TAIL_CHARS:]
+    hope = tail.rfind(_MINERVA[1])
+    start = tail.rfind(_MINERVA[0], 0, hope) if hope >= 0 else -1
+    if start >= 0:
+        return _phrase(tail[start + len(_MINERVA[0]) : hope])
+    if "\\boxed" in tail or "\\fbox" in tail:
+        return last_boxed(tail)
+    start, phrase = max((tail.rfind(phrase), phrase) for phrase in _PHRASES)
+    return _phrase(tail[start + len(phrase) :]) if start >= 0 else None
+
+
+@scorer("boba", "areal_boba", "inclusionAI/AReaL-boba-*", prepare=prepare)
+def boba(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> dict[str, float]:
+    """1 if the answer is one of the solutions, else 0; numbers to one part in ten thousand, per cents either way."""
+    answer = extract_answer(solution_str)
+    right = answer is not None and any(equal(answer, truth, _TOLERANCE) for truth in _solutions(ground_truth))
+    return {"score": float(right), "acc": float(right)}
+
+
+def _phrase(text: str) -> str:
+    text = text.lstrip(":： \n*")
+    boxed = last_boxed(text)
+    if boxed is not None:
+        return boxed
+    for end in _ENDS:
+        text = text.partition(end)[0]
+    return text.strip("* ")
+
+
+def _solutions(truth: Any) -> list[str]:
+    if isinstance(truth, str) and truth.lstrip().startswith('["'):
+        with suppress(ValueError):
+            truth = json.loads(truth)
+    several = truth if isinstance(truth, Sequence) and not isinstance(truth, str) else [truth]
+    return [boxed if (boxed := last_boxed(str(each))) is not None else str(each) for each in several]

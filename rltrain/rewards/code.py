@@ -1,0 +1,137 @@
+"""Programs (APPS, TACO, CodeContests, Codeforces): the share of unit tests that the last code block passes.
+
+Off unless ``reward.allow_code_execution=True``. Every test runs in an interpreter of its own (``jail``); the expected
+output never enters it.
+"""
+
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from rltrain.errors import RewardError
+from rltrain.rewards.jail import MAX_FILE_BYTES
+from rltrain.rewards.limits import current_limits, kill_tree
+from rltrain.rewards.registry import scorer
+
+_JAIL = Path(__file__).with_name("jail.py")
+_MAX_CODE_CHARS = 65_536
+_MAX_TOKEN_CHARS = 64
+_MEMORY_MB = 1024
+_TEST_S = 4.0
+_SHARE_OF_DEADLINE = 0.8
+_LEAST_S = 0.05
+
+
+def extract_code(solution: str) -> str:
+    """The last fenced block (python, or of no language), else the whole text; at most its first 65,536 characters."""
+    end = solution.rfind("```")
+    start = solution.rfind("```", 0, end) if end >= 0 else -1
+    if start < 0:  # no fence, or one that was cut off before it closed
+        return solution[end + 3 if end >= 0 else 0 :].removeprefix("python")[:_MAX_CODE_CHARS]
+    return solution[start + 3 : end].removeprefix("python").removeprefix("3")[:_MAX_CODE_CHARS]
+
+
+def refuse_unless_allowed(data_source: str) -> None:
+    """Raise RewardError unless this process may run programs."""
+    if not current_limits().allow_code_execution:
+        raise RewardError(
+            f"data_source={data_source!r} is scored by running programs that the model wrote. Read docs/rewards.md, then "
+            "set reward.allow_code_execution=True, or give a custom_reward_function or a reward.url."
+        )
+
+
+@scorer("apps", "taco", "codecontests", "codeforces", prepare=refuse_unless_allowed)
+def code(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> dict[str, float]:
+    """Share of the tests passed; ``acc`` is 1 if all are. Tests that do not fit in the deadline count as failed."""
+    refuse_unless_allowed("code")
+    truth = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
+    inputs, outputs, function = list(truth["inputs"]), list(truth["outputs"]), truth.get("fn_name")
+    if not inputs or len(inputs) != len(outputs):
+        raise ValueError(f"ground_truth has {len(inputs)} inputs and {len(outputs)} outputs")
+    deadline = time.monotonic() + _SHARE_OF_DEADLINE * current_limits().timeout_s
+    program, passed = extract_code(solution_str), 0
+    for given, expected in zip(inputs, outputs, strict=True):
+        remaining = deadline - time.monotonic()
+        output = _output(program, given, function, min(_TEST_S, remaining)) if remaining > _LEAST_S else None
+        if output is None:  # out of time: the other tests would be too
+            break
+        passed += _same_result(output, expected) if function else same_text(output, _text(expected))
+    return {"score": passed / len(inputs), "acc": float(passed == len(inputs))}
+
+
+def same_text(output: str, expected: str) -> bool:
+    """Equal word by word; decimal numbers to one part in a million."""
+    ours, theirs = output.split(), expected.split()
+    return len(ours) == len(theirs) and all(a == b or _close(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def _output(program: str, given: Any, function: str | None, seconds: float) -> str | None:
+    """What the program prints (or its function returns, as JSON), "" if it fails, None if it is still at it."""
+    arguments = _arguments(given) if function else []
+    job: dict[str, Any] = {"code": program, "function": function, "arguments": arguments}
+    job |= {"seconds": math.ceil(seconds) + 1, "memory_mb": _MEMORY_MB}
+    with (
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+        tempfile.TemporaryFile() as stdin,
+        tempfile.TemporaryFile() as stdout,
+        tempfile.TemporaryFile() as spec,
+    ):
+        for stream, text in ((stdin, "" if function else _text(given)), (spec, json.dumps(job))):
+            stream.write(text.encode(errors="surrogateescape"))
+            stream.seek(0)
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(_JAIL), str(spec.fileno())],
+            stdin=stdin,
+            stdout=stdout,
+            stderr=subprocess.DEVNULL,
+            cwd=folder,
+            env={"LANG": "C.UTF-8", "HOME": folder, "TMPDIR": folder, "PATH": os.defpath},
+            pass_fds=[spec.fileno()],
+            start_new_session=True,
+        )
+        try:
+            failed = process.wait(seconds) != 0
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            orphans = kill_tree(process.pid)
+            process.wait()
+            for orphan in orphans:  # they came to this process, which adopts what its children leave behind
+                with suppress(ChildProcessError):
+                    os.waitpid(orphan, 0)
+        stdout.seek(0)
+        return "" if failed else stdout.read(MAX_FILE_BYTES).decode(errors="replace")
+
+
+def _arguments(given: Any) -> list:
+    """One JSON value a line, or the list itself."""
+    return [json.loads(line) for line in given.splitlines()] if isinstance(given, str) else list(given)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else "\n".join(map(str, value))
+
+
+def _same_result(output: str, expected: Any) -> bool:
+    try:
+        ours = json.loads(output)
+        theirs = json.loads(expected) if isinstance(expected, str) else expected
+    except (ValueError, RecursionError):
+        return output.strip() == json.dumps(expected)
+    return ours == theirs or (isinstance(theirs, list) and len(theirs) == 1 and ours == theirs[0])
+
+
+def _close(ours: str, theirs: str) -> bool:
+    if "." not in theirs or max(len(ours), len(theirs)) > _MAX_TOKEN_CHARS:
+        return False
+    try:
+        return math.isclose(float(ours), float(theirs), rel_tol=1e-6, abs_tol=1e-9)
+    except ValueError:
+        return False

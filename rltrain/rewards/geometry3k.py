@@ -1,0 +1,30 @@
+"""Geometry with pictures: 0.9 for the answer in the last box, 0.1 for the form ``<think>…</think>…\\boxed{…}``."""
+
+from typing import Any
+
+from rltrain.rewards.math_boxed import is_right
+from rltrain.rewards.registry import scorer
+from rltrain.rewards.symbolic import prepare
+
+_ANSWER_WEIGHT, _FORMAT_WEIGHT = 0.9, 0.1
+
+
+def has_format(solution: str) -> bool:
+    """Whether a solution begins with its thinking and has a box after it; nothing may stand before ``<think>``."""
+    if not solution.startswith("<think>"):
+        return False
+    thought = solution.find("</think>")
+    box = solution.find("\\boxed{", thought) if thought >= 0 else -1
+    return box >= 0 and solution.find("}", box) >= 0
+
+
+def graded(solution: str, truth: str) -> dict[str, float]:
+    """``score`` and its two parts: ``acc`` and ``format``, each 0 or 1."""
+    acc, form = float(is_right(solution, truth)), float(has_format(solution))
+    return {"score": _ANSWER_WEIGHT * acc + _FORMAT_WEIGHT * form, "acc": acc, "format": form}
+
+
+@scorer("hiyouga/geometry3k", prepare=prepare)
+def geometry3k(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> dict[str, float]:
+    """0.9 for the right answer, 0.1 for the form."""
+    return graded(solution_str, str(ground_truth))

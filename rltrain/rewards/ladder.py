@@ -1,0 +1,141 @@
+"""Is this answer the right one? Text, choice letter, number, collection, then algebra; the first that can tell decides."""
+
+import re
+from fractions import Fraction
+
+from rltrain.rewards.latex import normalise, split_unit, tidy
+from rltrain.rewards.symbolic import symbolically_equal
+
+MAX_CHARS = 512
+_MAX_NUMBER_CHARS = 64
+_MAX_PARTS = 32
+_MAX_DEPTH = 3
+
+_LETTER = re.compile(r"[A-J]")
+_CHOICE = re.compile(
+    r"(?:option|choice|answer|选项|选|答案)?\s?(?:\(([A-Ja-j])\)|([A-Ja-j])(?:[).:]|$))", re.IGNORECASE
+)
+_DECIMAL = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")
+_FRACTION = re.compile(r"(-?)([0-9]*)\\frac\{(-?[0-9]+)\}\{([0-9]+)\}")
+_SCIENTIFIC = re.compile(r"(-?[0-9]+(?:\.[0-9]+)?)(?:\\times10\^|\\cdot10\^|[eE])\{?([+-]?[0-9]{1,3})\}?")
+_MATRIX = re.compile(r"\\begin\{([pb]?matrix)\}(.*)\\end\{\1\}")
+_BRACKETS = (("(", ")"), ("(", "]"), ("[", ")"), ("[", "]"), ("\\{", "\\}"))
+
+
+def equal(answer: str, truth: str, tolerance: Fraction = Fraction(0), symbolic: bool = True) -> bool:
+    """Whether ``answer`` means ``truth``. ``tolerance``: relative, for numbers whose truth is not a whole number."""
+    return len(answer) <= MAX_CHARS and _equal(tidy(answer), tidy(truth[:MAX_CHARS]), tolerance, symbolic, 0)
+
+
+def number(text: str) -> Fraction | None:
+    """The value of a normalised number: decimal, fraction, mixed, scientific. None for anything else or longer."""
+    if len(text) > _MAX_NUMBER_CHARS or not text.isascii():
+        return None
+    if _DECIMAL.fullmatch(text):
+        return Fraction(text)
+    fraction = _FRACTION.fullmatch(text)
+    if fraction and int(fraction[4]):
+        value = int(fraction[2] or 0) + Fraction(int(fraction[3]), int(fraction[4]))
+        return -value if fraction[1] else value
+    scientific = _SCIENTIFIC.fullmatch(text)
+    return Fraction(scientific[1]) * Fraction(10) ** int(scientific[2]) if scientific else None
+
+
+def _equal(answer: str, truth: str, tolerance: Fraction, symbolic: bool, depth: int) -> bool:
+    (answer_value, answer_unit), (truth_value, truth_unit) = split_unit(answer), split_unit(truth)
+    if answer_unit and truth_unit and answer_unit != truth_unit:
+        return False
+    ours, theirs = normalise(answer_value), normalise(truth_value)
+    if not ours:
+        return False
+    if ours == theirs or _same_word(ours, theirs):
+        return True
+    letter = theirs.strip("(){}.")
+    if _LETTER.fullmatch(letter):
+        choice = _CHOICE.match(answer_value)
+        return choice is not None and (choice[1] or choice[2]).upper() == letter
+    value, right = number(ours), number(theirs)
+    if value is not None and right is not None:
+        return _close(value, right, "%" in answer, "%" in truth, tolerance)
+    if depth < _MAX_DEPTH and (same := _same_parts(ours, theirs, tolerance, symbolic, depth)) is not None:
+        return same or (symbolic and symbolically_equal(answer_value, truth_value))
+    if "=" in answer_value and "=" not in truth_value:  # "AB = 12" answers "12"
+        return _equal(answer_value.rpartition("=")[2].strip(), truth, tolerance, symbolic, depth)
+    return symbolic and symbolically_equal(answer_value, truth_value)
+
+
+def _same_word(answer: str, truth: str) -> bool:
+    """Words in another case; but ``AB`` and ``ab`` may be two things."""
+    return answer.isalpha() and (len(answer) > 2 or answer.lower() == "no") and answer.casefold() == truth.casefold()
+
+
+def _close(value: Fraction, right: Fraction, value_percent: bool, right_percent: bool, tolerance: Fraction) -> bool:
+    """Per cents on one side only count as they stand, or divided by a hundred. Whole numbers are never rounded."""
+    candidates = [(value, right)]
+    if value_percent and not right_percent:
+        candidates.append((value / 100, right))
+    elif right_percent and not value_percent:
+        candidates.append((value, right / 100))
+    return any(a == b or (b.denominator > 1 and abs(a - b) <= tolerance * abs(b)) for a, b in candidates)
+
+
+def _same_parts(answer: str, truth: str, tolerance: Fraction, symbolic: bool, depth: int) -> bool | None:
+    """Compare tuples, intervals, sets, lists, unions and matrices part by part; None where ``truth`` is none of them."""
+    kind, parts = _parts(truth)
+    if not kind:
+        return None
+    answer_kind, candidates = _parts(answer)
+    if answer_kind != kind or len(parts) != len(candidates) or len(parts) > _MAX_PARTS:
+        return False
+    if kind not in ("set", "union"):
+        pairs = zip(candidates, parts, strict=True)
+        return all(_equal(ours, theirs, tolerance, symbolic, depth + 1) for ours, theirs in pairs)
+    for theirs in parts:
+        found = next((ours for ours in candidates if _equal(ours, theirs, tolerance, symbolic, depth + 1)), None)
+        if found is None:
+            return False
+        candidates.remove(found)
+    return True
+
+
+def _parts(text: str) -> tuple[str, list[str]]:
+    """What kind of collection a normalised text is ("" for none), and its parts."""
+    matrix = _MATRIX.fullmatch(text)
+    if matrix:
+        rows = [row.split("&") for row in matrix[2].removesuffix("\\\\").split("\\\\")]
+        return f"matrix of {[len(row) for row in rows]}", [cell for row in rows for cell in row]
+    unions = _split(text, "\\cup")
+    if len(unions) > 1:
+        return "union", unions
+    for opening, closing in _BRACKETS:
+        if text.startswith(opening) and text.endswith(closing) and _is_one_group(text):
+            parts = _split(text[len(opening) : -len(closing)], ",")
+            return ("set" if opening == "\\{" else opening + closing + str(len(parts))), parts
+    parts = [each for part in _split(text, ",") for each in _both_signs(part)]
+    return ("set", parts) if len(parts) > 1 else ("", parts)
+
+
+def _both_signs(text: str) -> list[str]:
+    head, sign, tail = text.partition("\\pm")
+    return [f"{head}+{tail}" if head else tail, f"{head}-{tail}"] if sign else [text]
+
+
+def _split(text: str, separator: str) -> list[str]:
+    """Cut at separators outside all brackets."""
+    pieces, start, depth = [], 0, 0
+    for position, character in enumerate(text):
+        depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(character, 0)
+        if depth == 0 and text.startswith(separator, position):
+            pieces.append(text[start:position])
+            start = position + len(separator)
+    return [*pieces, text[start:]]
+
+
+def _is_one_group(text: str) -> bool:
+    """Whether the first bracket closes with the last character."""
+    depth = 0
+    for position, character in enumerate(text):
+        depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(character, 0)
+        if depth == 0 and character != "\\":
+            return position == len(text) - 1
+    return False

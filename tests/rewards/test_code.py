@@ -1,0 +1,202 @@
+"""Programs that a model wrote: what they score, and what they cannot do."""
+
+import json
+import os
+import socket
+import time
+
+import pytest
+
+from rltrain.errors import RewardError
+from rltrain.rewards.code import extract_code, same_text
+from rltrain.rewards.slot import Slot
+
+ADD = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
+CALL = {"inputs": [[1, 2], "3\n4"], "outputs": [3, "7"], "fn_name": "add"}
+SUM = "print(sum(map(int, input().split())))"
+
+
+@pytest.fixture(scope="module")
+def allowed():
+    with Slot(timeout_s=8.0, allow_code_execution=True) as slot:
+        yield slot
+
+
+@pytest.fixture(scope="module")
+def brief():
+    with Slot(timeout_s=2.0, allow_code_execution=True) as slot:
+        yield slot
+
+
+def run(slot, program, truth=ADD):
+    score = slot.score("apps", f"Here it is:\n```python\n{program}\n```\nDone.", truth, {})
+    assert score.status == "ok", score.error
+    return score.value
+
+
+def test_nothing_runs_unless_it_was_allowed():
+    with Slot() as slot, pytest.raises(RewardError, match=r"reward\.allow_code_execution=True"):
+        slot.score("apps", SUM, ADD, {})
+
+
+@pytest.mark.parametrize(
+    ("program", "truth", "score"),
+    [
+        (SUM, ADD, 1.0),
+        (SUM, json.dumps(ADD), 1.0),
+        ("print(3)", ADD, 0.5),
+        ("print(1 2)", ADD, 0.0),
+        ("raise SystemExit(3)", ADD, 0.0),
+        (SUM + "\n1 / 0", ADD, 0.0),
+        ("import sys\nprint(sum(map(int, sys.stdin.buffer.read().split())))", ADD, 1.0),
+        ("print(sum(map(int, open(0).read().split())))", ADD, 1.0),
+        ("import numpy", ADD, 0.0),
+        ("import collections, heapq, itertools, bisect, math, re, functools, decimal\n" + SUM, ADD, 1.0),
+        ("import threading\nthreading.Thread(target=lambda: print(sum(map(int, input().split())))).start()", ADD, 1.0),
+        ("if __name__ == '__main__':\n    " + SUM, ADD, 1.0),
+        ("def add(a, b):\n    print('noise')\n    return a + b", CALL, 1.0),
+        ("class Solution:\n    def add(self, a: List[int], b) -> int:\n        return a + b", CALL, 1.0),
+        ("def add(a, b): return a - b", CALL, 0.0),
+        ("def other(a, b): return a + b", CALL, 0.0),
+        ("def add(a, b): return object()", CALL, 0.0),
+        ("def add(a, b): return float('nan')", CALL, 0.0),
+    ],
+)
+def test_the_share_of_tests_passed_is_the_score(allowed, program, truth, score):
+    assert run(allowed, program, truth) == score
+
+
+def test_a_scratch_file_is_fine_and_gone_for_the_next_test(allowed):
+    program = (
+        "import os\nassert not os.listdir('.')\nopen('notes', 'w').write('x')\nassert open('notes').read() == 'x'\n"
+        + SUM
+    )
+    assert run(allowed, program) == 1.0
+
+
+@pytest.mark.parametrize(
+    "attempt",
+    [
+        "open({path!r}, 'w')",
+        "open({path!r}, 'a')",
+        "import os; os.open({path!r}, os.O_CREAT | os.O_RDWR)",
+        "import os; os.rename('.', {path!r})",
+        "import os; os.mkdir({path!r})",
+        "import os; os.mkfifo({path!r})",
+        "import builtins, os; builtins.type = lambda x: int; open({path!r}, 'w')",
+        "import os; os.symlink('/', 'root')",
+        "import os; os.chdir('/')",
+        "import os; os.listdir('/')",
+        "open('../../../../../../../../..' + {path!r}, 'w')",
+        "open('/etc/passwd')",
+        "open('/proc/self/environ')",
+        "import os; os.posix = 1; os.path.realpath = lambda path: '.'; open({path!r}, 'w')",
+        "class S(str):\n    startswith = lambda *_: True\nopen(S({path!r}), 'w')",
+        "import pathlib; pathlib.Path({path!r}).touch()",
+        "import socket; socket.create_connection(('127.0.0.1', {port}), 1)",
+        "import socket; socket.socket(socket.AF_UNIX)",
+        "import _socket; _socket.socket()",
+        "import urllib.request; urllib.request.urlopen('http://127.0.0.1:{port}/')",
+        "import os; os.system('touch ' + {path!r})",
+        "import subprocess; subprocess.run(['true'])",
+        "import _posixsubprocess",
+        "import os; os.execv('/bin/true', ['true'])",
+        "import os; os.posix_spawn('/bin/true', ['true'], {{}})",
+        "import os; os.fork()",
+        "import multiprocessing; multiprocessing.Process(target=print).start()",
+        "import ctypes",
+        "import os; os.kill(os.getppid(), 9)",
+        "import os; os.kill(1, 0)",
+        "import resource; resource.setrlimit(resource.RLIMIT_CPU, (99, 99))",
+        "import sys; sys.modules['ctypes'].CDLL(None)",
+    ],
+)
+def test_files_sockets_and_processes_are_out_of_reach(allowed, tmp_path, attempt):
+    path = tmp_path / "outside"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0)
+        line = attempt.format(path=str(path), port=server.getsockname()[1])
+        program = f"caught = False\ntry:\n    exec({line!r})\nexcept BaseException: caught = True\nassert caught\n{SUM}"
+        assert run(allowed, program, {"inputs": ["1 2"], "outputs": ["3"]}) == 1.0
+        assert not path.exists()
+        with pytest.raises(BlockingIOError):
+            server.accept()
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "while True: pass",
+        "import time; time.sleep(60)",
+        "x = 'x' * (4 << 30)",
+        "x = [0]\nwhile True: x += x",
+        "while True: print('x' * 100000)",
+        "open('big', 'wb').write(bytes(1 << 28))",
+        "import re; re.match('(a+)+$', 'a' * 60 + 'b')",
+        "9 ** 9 ** 9 ** 9",
+        "def f(): f()\nf()",
+        "import sys; sys.setrecursionlimit(10**9)\ndef f(): f()\nf()",
+        "(" * 100000,
+        "import os, signal; signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 32))\nwhile True: pass",
+        "import threading\nwhile True: threading.Thread(target=lambda: [0 for _ in iter(int, 1)]).start()",
+        "import os; os._exit(0)",
+        "\x00",
+        "\ud800",
+    ],
+)
+def test_a_program_that_misbehaves_scores_nothing_and_leaves_nothing_running(brief, program):
+    before = processes()
+    start = time.monotonic()
+    assert run(brief, program) == 0.0
+    assert time.monotonic() - start < 2.0
+    assert processes() <= before
+    assert run(brief, SUM) == 1.0
+
+
+def processes():
+    """Process ids of everything that runs a jail."""
+    found = set()
+    for name in os.listdir("/proc"):
+        try:
+            with open(f"/proc/{name}/cmdline", "rb") as stream:
+                if b"jail.py" in stream.read():
+                    found.add(name)
+        except OSError:
+            pass
+    return found
+
+
+def test_expected_outputs_are_not_in_the_program_s_reach(allowed):
+    secret = "secret-expected-output"
+    program = "import gc\nprint([o for o in gc.get_objects() if isinstance(o, dict) and 'outputs' in o] or 'none')"
+    assert run(allowed, program, {"inputs": [""], "outputs": ["none"]}) == 1.0
+    assert run(allowed, f"print('{secret}'[::-1])", {"inputs": [""], "outputs": [secret]}) == 0.0
+
+
+def test_tests_that_do_not_fit_in_the_deadline_fail_without_a_timeout_of_the_slot():
+    truth = {"inputs": ["1 2"] * 50, "outputs": ["3"] * 50}
+    with Slot(timeout_s=2.0, allow_code_execution=True) as slot:
+        score = slot.score("apps", f"```\nimport time; time.sleep(0.3)\n{SUM}\n```", truth, {})
+    assert score.status == "ok"
+    assert 0.0 < score.value < 0.5
+    assert score.extras == {"acc": 0.0}
+
+
+def test_the_last_block_is_the_program():
+    assert extract_code("```python\n1\n```\nbetter:\n```python3\n2\n```").strip() == "2"
+    assert extract_code("```\n1\n```").strip() == "1"
+    assert extract_code("```python\ncut off").strip() == "cut off"
+    assert extract_code("print(1)") == "print(1)"
+    assert len(extract_code("x" * 10**6)) == 65_536
+    start = time.perf_counter()
+    extract_code("```" * 100_000)
+    assert time.perf_counter() - start < 0.05
+
+
+def test_output_is_compared_word_by_word():
+    assert same_text("1 2\n3\n\n", "1 2 3")
+    assert same_text("0.33333333", "0.3333333333")
+    assert not same_text("0.33", "0.3333333333")
+    assert not same_text("1 2", "1 2 3")
+    assert not same_text("10", "11")
+    assert not same_text("9" * 100_000, "1.5")

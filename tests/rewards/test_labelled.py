@@ -1,0 +1,98 @@
+"""Answers labelled by hand: the scorers agree with every label.
+
+A label is what a careful reader says who knows the rule of that data set; ``why`` explains the ones that may surprise.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rltrain.rewards import clevr_count, gsm8k
+from rltrain.rewards.registry import find_scorer
+
+FOLDER = Path(__file__).parent / "labelled"
+SOURCES = {
+    "gsm8k": "openai/gsm8k",
+    "math": "lighteval/MATH",
+    "dapo": "math_dapo",
+    "boba": "boba",
+    "geometry3k": "hiyouga/geometry3k",
+    "virl39k": "TIGER-Lab/ViRL39K",
+    "qa": "searchR1_nq",
+}
+
+
+def rows(name):
+    return [json.loads(line) for line in (FOLDER / f"{name}.jsonl").read_text().splitlines()]
+
+
+def verdict(row, score):
+    """What a row's scorer says, in the words of its label."""
+    if not isinstance(score, dict):
+        return {"score": score}
+    return {"score": score["score"], "em": score["score"], "correct": score.get("acc"), **score}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_every_label_is_met(name):
+    labelled = rows(name)
+    assert len(labelled) >= 40
+    wrong = []
+    for row in labelled:
+        given = find_scorer(SOURCES[name])(row["answer"], row["truth"], {"category": row.get("category")})
+        said = verdict(row, given)
+        said |= {"strict": said["score"], "flexible": None}
+        if name == "gsm8k":
+            said["flexible"] = float(gsm8k.extract_answer(row["answer"], "flexible") == row["truth"].replace(",", ""))
+        labels = {key: row[key] for key in row.keys() - {"answer", "truth", "category", "why"}}
+        if any(said[key] != pytest.approx(label, abs=1e-4) for key, label in labels.items()):
+            wrong.append((row, {key: said[key] for key in labels}))
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+def test_the_weights_of_answer_and_form():
+    score = find_scorer("hiyouga/geometry3k")
+    assert score("<think>a</think>\\boxed{5}", "5", {}) == {"score": 1.0, "acc": 1.0, "format": 1.0}
+    assert score("<think>a</think>\\boxed{6}", "5", {}) == {"score": 0.1, "acc": 0.0, "format": 1.0}
+    assert score("\\boxed{5}", "5", {}) == {"score": 0.9, "acc": 1.0, "format": 0.0}
+
+
+def test_a_category_has_an_accuracy_of_its_own():
+    score = find_scorer("TIGER-Lab/ViRL39K")
+    given = score("<think>a</think>\\boxed{B}", "B", {"category": "(GradeSchool) Non-Geo Math"})
+    assert given["acc_gradeschool_non_geo_math"] == given["acc"] == 1.0
+    assert "acc_" not in score("\\boxed{B}", "B", {})
+
+
+def test_dapo_scores_plus_or_minus_one():
+    score = find_scorer("aime2024")
+    assert score("Answer: 34", "34", {}) == {"score": 1.0, "acc": 1.0, "pred": "34"}
+    assert score("Answer: 35", "34", {})["score"] == -1.0
+    assert score("", "34", {})["score"] == -1.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth", "score"),
+    [
+        ("There are [3] objects", "3", 1),
+        ("There are [ 3 ] objects", "[3]", 1),
+        ("[2], no: [3]", "3", 1),
+        ("[3], no: [2]", "3", 0),
+        ("There are 3 objects", "3", 0),
+        ("[03]", "3", 0),
+        ("[3", "3", 0),
+        ("3]", "3", 0),
+        ("][3][", "3", 1),
+        ("[]", "3", 0),
+        ("", "3", 0),
+        ("[three]", "3", 0),
+    ],
+)
+def test_clevr_wants_the_bracketed_number(answer, truth, score):
+    assert clevr_count.clevr_count(answer, truth, {}) == score
+
+
+def test_f1_is_the_score_where_the_source_asks_for_it():
+    given = find_scorer("qa_f1/mine")("<answer>New York</answer>", {"target": ["New York City"]}, {})
+    assert given == {"score": pytest.approx(0.8), "acc": 0.0}

@@ -181,6 +181,7 @@ def _first_rows(config: Any) -> str:
     from rltrain.rewards.registry import CustomReward
 
     data, custom = config.data, config.custom_reward_function
+    batch = config.reward_model.reward_manager == "batch"
     local = os.path.isdir(config.actor_rollout_ref.model.path)
     files = [*as_list(data.train_files), *as_list(data.val_files)]
     try:
@@ -188,7 +189,7 @@ def _first_rows(config: Any) -> str:
             files,
             encoder=chat_encoder(config) if local else None,
             max_prompt_length=data.max_prompt_length if local and not data.filter_overlong_prompts else None,
-            custom=CustomReward(custom.path, custom.name, dict(custom.reward_kwargs)) if custom.path else None,
+            custom=CustomReward(custom.path, custom.name, dict(custom.reward_kwargs), batch) if custom.path else None,
             max_rows=_LINTED_ROWS,
         )
     except RltrainError as error:

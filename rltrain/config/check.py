@@ -107,7 +107,7 @@ _AT_LEAST = {
 }
 # key -> the values this version can run, and what to do instead
 _AVAILABLE: dict[str, tuple[tuple[Any, ...], str]] = {
-    "reward_model.reward_manager": (("naive", "dapo"), "Use reward_model.reward_manager=naive."),
+    "reward_model.reward_manager": (("naive", "dapo", "batch"), "Use reward_model.reward_manager=naive."),
     _A + "actor.ulysses_sequence_parallel_size": ((1,), "Use 1, and a token budget that holds the longest sequence."),
     _A + "ref.ulysses_sequence_parallel_size": ((1,), "Use 1."),
     _A + "model.lora_rank": ((0,), "Use lora_rank=0: all weights are trained."),
@@ -290,6 +290,11 @@ def _algorithm(config: Config) -> Iterator[str]:
 
 def _reward_model(config: Config) -> Iterator[str]:
     model, buffer = config.reward_model, config.reward_model.overlong_buffer
+    for name, weight in config.reward.weights.items():
+        if not isinstance(weight, int | float):
+            yield f"reward.weights.{name}={weight}: give a number, such as reward.weights.{name}=0.5."
+    if model.reward_manager == "batch" and not config.custom_reward_function.path:
+        yield "reward_model.reward_manager=batch needs custom_reward_function.path, a function that takes lists. Or use naive."
     if model.enable and not model.model.path:
         yield "reward_model.enable=True needs reward_model.model.path, a sequence classifier with one label."
     if model.reward_manager == "dapo" and buffer.enable and not 0 < buffer.len <= config.data.max_response_length:

@@ -123,7 +123,7 @@ class RewardModelConfig:
     forward_max_token_len_per_gpu: int = _ACTOR + "ppo_max_token_len_per_gpu}"  # type: ignore[assignment]
     """Tokens per forward on one device."""
     reward_manager: str = "naive"
-    """How rule rewards are put together: naive, or dapo (with overlong_buffer)."""
+    """naive (one answer at a time), dapo (the same with overlong_buffer), or batch (your function takes lists of answers)."""
     overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
     """Penalty for long answers."""
     reward_kwargs: dict[str, Any] = field(default_factory=dict)

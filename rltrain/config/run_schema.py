@@ -28,6 +28,8 @@ class RewardConfig:
     """Seconds one answer may take; then its scorer is killed and the answer counts as failed."""
     on_error: float = 0.0
     """Score of an answer that could not be scored (counted in reward/error_rate)."""
+    weights: dict[str, Any] = field(default_factory=dict)
+    """Free-form: the rule reward as a weighted sum of numbers the scorer returns (weights.acc=0.9 weights.format=0.1); {}: its score."""
     overlap: bool = True
     """Score the answers to a prompt as soon as the last of them has ended, while others are still being generated."""
     memory_limit_mb: int = 4096

@@ -12,6 +12,7 @@ import pickle
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -69,12 +70,34 @@ def _answer(request: tuple, custom: CustomReward | None, scorers: dict[str, Sour
     source = request[0]
     if len(request) == 1:
         return _prepare(source, custom, scorers)
+    if len(request) == 2:
+        return _answer_all(request[1], scorers[source])
     try:
         value = scorers[source](*request)
     except MemoryError as error:
         return {"status": "crashed", "error": user_traceback(error)[-MAX_ERROR_CHARS:], "exhausted": True}
     except BaseException as error:  # noqa: BLE001 - user code: sys.exit and KeyboardInterrupt must not end the process
         return {"status": "crashed", "error": user_traceback(error)[-MAX_ERROR_CHARS:]}
+    return _verdict(source, value)
+
+
+def _answer_all(calls: list[tuple], function: Callable[..., Any]) -> dict[str, Any]:
+    """Several answers in one call of a function that takes lists (reward_manager=batch)."""
+    try:
+        values = list(function(*(list(column) for column in zip(*calls, strict=True))))
+    except MemoryError as error:
+        return {"status": "crashed", "error": user_traceback(error)[-MAX_ERROR_CHARS:], "exhausted": True}
+    except BaseException as error:  # noqa: BLE001 - user code: sys.exit and KeyboardInterrupt must not end the process
+        return {"status": "crashed", "error": user_traceback(error)[-MAX_ERROR_CHARS:]}
+    if len(values) != len(calls):
+        return {
+            "status": "rejected",
+            "error": f"the reward function returned {len(values)} verdicts for {len(calls)} answers",
+        }
+    return {"status": "ok", "verdicts": [_verdict(call[0], value) for call, value in zip(calls, values, strict=True)]}
+
+
+def _verdict(source: str, value: Any) -> dict[str, Any]:
     try:
         score, extras = judge(value)
     except Exception as error:  # noqa: BLE001 - a returned object may raise anything when it is looked at

@@ -30,11 +30,21 @@ _preparations: dict[str, Callable[[str], None]] = {}
 
 @dataclass(frozen=True)
 class CustomReward:
-    """``custom_reward_function``: function ``name`` of the Python file ``path``, called with ``kwargs`` besides."""
+    """``custom_reward_function``: function ``name`` of the Python file ``path``, called with ``kwargs`` besides.
+
+    ``batch``: it takes lists (data_sources, solution_strs, ground_truths, extra_infos) and returns one verdict for each answer.
+    """
 
     path: str
     name: str = "compute_score"
     kwargs: dict[str, Any] = field(default_factory=dict)
+    batch: bool = False
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Names of what the function is called with, as verl has them."""
+        names = ("data_source", "solution_str", "ground_truth", "extra_info")
+        return tuple(f"{name}s" for name in names) if self.batch else names
 
 
 def scorer(*data_sources: str, prepare: Callable[[str], None] | None = None) -> Callable[[Scorer], Scorer]:
@@ -88,7 +98,7 @@ def _match(data_source: str) -> str:
 
 
 def load_custom(custom: CustomReward) -> SourceScorer:
-    """The user's function, called by keyword as verl calls it: data_source, solution_str, ground_truth, extra_info.
+    """The user's function, called by keyword as verl calls it (`CustomReward.arguments`).
 
     Raises RewardError with the traceback if its file cannot be imported.
     """
@@ -106,14 +116,8 @@ def load_custom(custom: CustomReward) -> SourceScorer:
         )
     _check_signature(function, custom)
 
-    def call(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Verdict:
-        return function(
-            data_source=data_source,
-            solution_str=solution_str,
-            ground_truth=ground_truth,
-            extra_info=extra_info,
-            **custom.kwargs,
-        )
+    def call(*values: Any) -> Any:
+        return function(**dict(zip(custom.arguments, values, strict=True)), **custom.kwargs)
 
     return call
 
@@ -143,14 +147,14 @@ def _check_signature(function: Callable[..., Any], custom: CustomReward) -> None
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some built-in callables have none
         return
-    arguments = dict.fromkeys(("data_source", "solution_str", "ground_truth", "extra_info"))
+    arguments = dict.fromkeys(custom.arguments)
     try:
         signature.bind(**arguments, **custom.kwargs)
     except TypeError as error:
         names = ", ".join([*arguments, *custom.kwargs])
         raise RewardError(
             f"{custom.name}{signature} in {custom.path!r} cannot be called with {names} by keyword: {error}. "
-            f"Write def {custom.name}(data_source, solution_str, ground_truth, extra_info=None, **kwargs)."
+            f"Write def {custom.name}({', '.join(custom.arguments)}, **kwargs)."
         ) from None
 
 

@@ -79,26 +79,36 @@ class Slot:
 
     def score(self, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Score:
         """Score one answer. Raises RewardError only where no answer could be scored: no scorer, failing imports."""
-        self._prepare(data_source)
+        call = (data_source, solution_str, ground_truth, extra_info)
+        if self.custom and self.custom.batch:
+            return self.score_all([call])[0]
+        return _score(self._ask(call, self.timeout_s))
+
+    def score_all(self, calls: Sequence[tuple[str, str, Any, dict[str, Any]]]) -> list[Score]:
+        """Score answers one after the other, or with a function that takes lists all in one call, which has their time together."""
+        if not (self.custom and self.custom.batch):
+            return [self.score(*call) for call in calls]
+        reply = self._ask((calls[0][0], list(calls)), self.timeout_s * len(calls))
+        if reply["status"] == "ok":
+            return [_score(verdict) for verdict in reply["verdicts"]]
+        return [_score(reply)] * len(calls)
+
+    def _ask(self, request: tuple, timeout_s: float) -> dict[str, Any]:
+        """What the process says, or what happened to it; it is whole again afterwards."""
+        self._prepare(request[0])
         try:
-            reply = self._exchange((data_source, solution_str, ground_truth, extra_info), self.timeout_s)
+            reply = self._exchange(request, timeout_s)
         except _Expired:
             self._restart()
-            return Score(None, "timeout", f"no score after {self.timeout_s:g} s (reward.timeout_s)")
+            return {"status": "timeout", "error": f"no score after {timeout_s:g} s (reward.timeout_s)"}
         except _Died:
             error = self._obituary()
             self._restart()
-            return Score(None, "crashed", error)
-        if reply["status"] == "ok":
-            return Score(float(reply["value"]), "ok", None, reply["extras"])
+            return {"status": "crashed", "error": error}
         if reply.get("exhausted"):  # what is left of its memory is not enough to trust
             self._restart()
-            return Score(None, "crashed", f"more memory than reward.memory_limit_mb allows:\n{reply['error']}")
-        return Score(None, reply["status"], reply["error"])
-
-    def score_all(self, calls: Sequence[tuple[str, str, Any, dict[str, Any]]]) -> list[Score]:
-        """Score answers one after the other."""
-        return [self.score(*call) for call in calls]
+            reply["error"] = f"more memory than reward.memory_limit_mb allows:\n{reply['error']}"
+        return reply
 
     def check(self, call: tuple[str, str, Any, dict[str, Any]]) -> Score:
         """Score one answer before training; like ``score``, it raises only where nothing could be scored."""
@@ -194,3 +204,9 @@ class Slot:
         self._crash_log.seek(0)
         last_words = self._crash_log.read(_CRASH_CHARS).decode(errors="replace").strip()
         return f"the reward function's process {how}" + (f":\n{last_words}" if last_words else "")
+
+
+def _score(reply: dict[str, Any]) -> Score:
+    if reply["status"] == "ok":
+        return Score(float(reply["value"]), "ok", None, reply["extras"])
+    return Score(None, reply["status"], reply["error"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -62,11 +62,13 @@ def _variance(sums: dict[str, float], name: str) -> float:
     return max(sums[f"{name}/squares"] / count - (sums[f"{name}/total"] / count) ** 2, 0.0)
 
 
-def reward_metrics(samples: Samples) -> Metrics:
+def reward_metrics(samples: Samples, terms_of_rule: Iterable[str] = ()) -> Metrics:
     """How often scoring failed (not: how often answers were wrong), and what the score is made of."""
     failed, timeout = samples["reward_failed"], samples["reward_timeout"]
     metrics = {"reward/error_rate": float(failed.mean()), "reward/timeout_rate": float(timeout.mean())}
-    terms = {"rule": "rule_score", "model": "model_score", "overlong": "overlong"}
+    terms = {"rule": "rule_score", "model": "model_score", "overlong": "overlong"} | {
+        name: name for name in terms_of_rule
+    }
     having = {name: column for name, column in terms.items() if column in samples.numbers}
     if len(having) > 1:
         metrics |= {f"reward/{name}/mean": float(samples[column].mean()) for name, column in having.items()}

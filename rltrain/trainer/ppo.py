@@ -176,7 +176,7 @@ class PPOTrainer:
     def _describe(self, samples: Samples, layout: Layout, step: int) -> Metrics:
         return (
             m.sample_metrics(samples, self.cfg.data.max_prompt_length)
-            | m.reward_metrics(samples)
+            | m.reward_metrics(samples, self.cfg.reward.weights)
             | m.balance_metrics(samples, self.plan.num_engine_replicas, rank_tokens(layout, _tokens(samples)))
             | {
                 "training/global_step": float(step),

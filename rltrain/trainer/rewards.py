@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rltrain.config.critic_schema import OverlongBufferConfig, RewardModelConfig
+from rltrain.config.critic_schema import OverlongBufferConfig
+from rltrain.config.schema import Config
 from rltrain.controller.samples import Samples
 from rltrain.data.rows import Rows
+from rltrain.errors import RewardError
 from rltrain.rewards.pool import RewardPool, Scoring
 from rltrain.trainer.balance import Ids
 from rltrain.trainer.roles import RewardModel
@@ -21,22 +23,15 @@ Floats = NDArray[np.float64]
 class Rewards:
     """weight * model + rule_weight * rule - penalty. Rule rewards are computed from texts that never pass through the driver."""
 
-    def __init__(
-        self,
-        cfg: RewardModelConfig,
-        rows: dict[str, Rows],
-        pool: RewardPool | None,
-        model: RewardModel | None,
-        max_length: int,
-        overlap: bool,
-    ) -> None:
-        self._cfg = cfg
-        self._overlap = overlap
+    def __init__(self, cfg: Config, rows: dict[str, Rows], pool: RewardPool | None, model: RewardModel | None) -> None:
+        self._cfg = cfg.reward_model
+        self._overlap = cfg.reward.overlap
+        self._weights: dict[str, float] = {name: float(weight) for name, weight in cfg.reward.weights.items()}
+        self._max_length = cfg.data.max_response_length
         self._seconds = 0.0
         self._rows = rows
         self._pool = pool
         self._model = model
-        self._max_length = max_length
 
     @property
     def has_validation(self) -> bool:
@@ -61,6 +56,8 @@ class Rewards:
         found = {"score": nothing, "reward_failed": nothing, "reward_timeout": nothing}
         if self._pool:
             found = self._finish(arrivals or self._all_at_once(split, samples))
+        if self._weights:
+            found["score"] = self._weigh(found)
         total = found["rule_score"] = found["score"]
         if self._model:
             found["model_score"] = self._model.score(split, samples)
@@ -71,6 +68,19 @@ class Rewards:
             )
             total = total + found["overlong"]
         return found | {"score": total, "reward": total}
+
+    def _weigh(self, found: dict[str, Floats]) -> Floats:
+        """The weighted sum of ``reward.weights``; an answer that could not be scored keeps ``reward.on_error``."""
+        failed = found["reward_failed"] > 0
+        total = np.zeros(len(failed))
+        for name, weight in self._weights.items():
+            term = found.get(name, np.full(len(failed), np.nan))
+            if np.isnan(term[~failed]).any():
+                raise RewardError(
+                    f"reward.weights.{name}: the scorer returned no number '{name}' for some answers. Leave it out."
+                )
+            total = total + weight * np.nan_to_num(term)
+        return np.where(failed, found["score"], total)
 
     def _all_at_once(self, split: str, samples: Samples) -> Arrivals:
         assert self._pool is not None

@@ -100,7 +100,7 @@ def _train(
     order = BatchOrder(len(prompts["train"]), plan.prompts_per_round, cfg.data.seed, cfg.data.shuffle)
     sampler = make_sampler(cfg.data.sampler.name, order, rows["train"], cfg.data.sampler.revisit)
     model = RewardModel(group) if cfg.reward_model.enable else None
-    rewards = Rewards(cfg.reward_model, rows, pool, model, cfg.data.max_response_length, cfg.reward.overlap)
+    rewards = Rewards(cfg, rows, pool, model)
     trainer = PPOTrainer(cfg, plan, policy, critic, rewards, Experience(cfg, plan, policy, rewards, sampler), sizes[0])
     trainer.restore(progress)
     try:
@@ -116,9 +116,9 @@ def start_pool(cfg: Config, splits: dict[str, Any]) -> RewardPool | None:
     """The rule scorers, tried on one row of every data source; None where a reward model alone decides."""
     if cfg.reward_model.enable and cfg.reward_model.rule_weight == 0:
         return None
-    custom = cfg.custom_reward_function
+    custom, batch = cfg.custom_reward_function, cfg.reward_model.reward_manager == "batch"
     pool = RewardPool(
-        CustomReward(custom.path, custom.name, dict(custom.reward_kwargs)) if custom.path else None,
+        CustomReward(custom.path, custom.name, dict(custom.reward_kwargs), batch) if custom.path else None,
         num_workers=cfg.reward.num_workers,
         timeout_s=cfg.reward.timeout_s,
         on_error=cfg.reward.on_error,
@@ -139,6 +139,7 @@ def check_columns(cfg: Config, scores: Sequence[Score]) -> None:
     """Raise ConfigError if the config names numbers that the scorers do not return (as far as one row of each source shows)."""
     algorithm = cfg.algorithm
     wanted = [("algorithm.gdpo_reward_keys", name) for name in algorithm.gdpo_reward_keys]
+    wanted += [("reward.weights", name) for name in cfg.reward.weights]
     if algorithm.filter_groups.enable and algorithm.filter_groups.metric not in ("acc", "seq_reward"):
         wanted.append(("algorithm.filter_groups.metric", algorithm.filter_groups.metric))
     for key, name in wanted:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from rltrain.algorithms import policy_losses
 from rltrain.algorithms.policy_losses import PolicyLossEntry
 from rltrain.batch import Batch
-from rltrain.errors import ConfigError
+from rltrain.errors import ConfigError, RewardError
 from rltrain.models.forward import pack
 from rltrain.ragged import Ragged
 from rltrain.trainer.advantage import check_plugins
@@ -424,3 +424,16 @@ def test_rows_of_answers_without_tokens_do_no_harm(make):
     found, numbers = trainer.worker.advantages(batch, 0.0)
     assert found.ragged("advantages").values.tolist() == [1.0, 1.0]
     assert numbers["signal"].tolist() == [False, True]
+
+
+def test_the_rule_reward_may_be_a_weighted_sum_of_what_the_scorer_returns(make):
+    trainer = make(reward__weights="{acc: 2.0, score: 0.5}")
+    samples, _ = trainer.experience._round(StepTimer())
+    metrics = trainer.step(2)
+    assert set(samples["rule_score"] - 2.0 * samples["acc"]) != {0.0}
+    assert metrics["reward/acc/mean"] >= 0
+    scores = np.array([1.0, 0.25])
+    failed = {"score": np.array([0.25, -7.0]), "acc": np.array([1.0, np.nan]), "reward_failed": np.array([0.0, 1.0])}
+    assert trainer.rewards._weigh(failed).tolist() == [2.0 + 0.125, -7.0]
+    with pytest.raises(RewardError, match=r"reward.weights.acc: the scorer returned no number"):
+        trainer.rewards._weigh({"score": scores, "reward_failed": np.zeros(2)})

@@ -55,7 +55,7 @@ _NO_UNIT = frozenset(("or", "and", "to", "sqrt", "pi", "sin", "cos", "tan", "log
     *("dozen", "hundred", "thousand", "million", "billion")
 }
 _COUNTS = frozenset("十百千万亿分又和或到倍")
-_VALUE = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?(?:\s?\\pi)?")
+_VALUE = re.compile(r"-?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\\frac\{[0-9]{1,9}\}\{[0-9]{1,9}\})(?:\s?\\pi)?")
 _BARE_UNIT = re.compile(r"(\s?)([A-Za-z][A-Za-z ]*|[一-鿿]{1,6})((?:/[A-Za-z]+)?(?:\^\{?[0-9]\}?)?)\s?\.?")
 _TEXT_UNIT = re.compile(r"\\(?:text|textrm|mathrm|mbox|rm)\s?\{([^{}]*)\}\s?((?:\^\{?[0-9]\}?)?)\s?\.?")
 

@@ -1,14 +1,15 @@
 """Programs that a model wrote: what they score, and what they cannot do."""
 
 import json
-import os
 import socket
 import time
+from contextlib import suppress
 
 import pytest
 
 from rltrain.errors import RewardError
 from rltrain.rewards.code import extract_code, same_text
+from rltrain.rewards.limits import _descendants
 from rltrain.rewards.slot import Slot
 
 ADD = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
@@ -24,7 +25,7 @@ def allowed():
 
 @pytest.fixture(scope="module")
 def brief():
-    with Slot(timeout_s=2.0, allow_code_execution=True) as slot:
+    with Slot(timeout_s=3.0, allow_code_execution=True) as slot:
         yield slot
 
 
@@ -145,25 +146,17 @@ def test_files_sockets_and_processes_are_out_of_reach(allowed, tmp_path, attempt
     ],
 )
 def test_a_program_that_misbehaves_scores_nothing_and_leaves_nothing_running(brief, program):
-    before = processes()
     start = time.monotonic()
     assert run(brief, program) == 0.0
-    assert time.monotonic() - start < 2.0
-    assert processes() <= before
+    assert time.monotonic() - start < 3.0
+    assert [pid for pid in _descendants(brief.pid) if alive(pid)] == []
     assert run(brief, SUM) == 1.0
 
 
-def processes():
-    """Process ids of everything that runs a jail."""
-    found = set()
-    for name in os.listdir("/proc"):
-        try:
-            with open(f"/proc/{name}/cmdline", "rb") as stream:
-                if b"jail.py" in stream.read():
-                    found.add(name)
-        except OSError:
-            pass
-    return found
+def alive(pid):
+    with suppress(OSError), open(f"/proc/{pid}/stat") as stream:
+        return stream.read().rpartition(")")[2].split()[0] != "Z"
+    return False
 
 
 def test_expected_outputs_are_not_in_the_program_s_reach(allowed):

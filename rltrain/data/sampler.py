@@ -14,7 +14,6 @@ from rltrain.errors import ConfigError
 from rltrain.plugin import load_plugin
 
 State = dict[str, NDArray[Any]]
-_PASS_RATES = ("pass_rate", "PassRate", "solve_rate")
 
 
 class Sampler(Protocol):
@@ -39,7 +38,7 @@ class Sampler(Protocol):
 class SolveRateSampler:
     """Goes through `BatchOrder`'s shuffled epochs and mostly skips prompts that are always or never solved.
 
-    A prompt's solve rate is what its last answers gave, at first the ``pass_rate`` (or ``PassRate``, ``solve_rate``) of its
+    A prompt's solve rate is what its last answers gave, at first the ``pass_rate`` (or ``PassRate_…``, ``solve_rate``) of its
     extra_info. One at 0 or 1 is looked at again with probability ``revisit``, decided by seed, epoch and row alone. What an
     epoch skipped fills up a batch only where nothing else is left.
     """
@@ -103,5 +102,6 @@ def make_sampler(name: str, order: BatchOrder, rows: Iterable[PromptRow], revisi
 
 
 def _pass_rate(info: dict[str, Any]) -> float:
-    found = next((info[name] for name in _PASS_RATES if info.get(name) is not None), None)
+    names = [name for name in info if name.lower().replace("_", "").startswith(("passrate", "solverate"))]
+    found = next((info[name] for name in names if info[name] is not None), None)
     return float(found) if isinstance(found, int | float) else float("nan")

@@ -12,10 +12,10 @@ def extract_answer(solution: str) -> str | None:
     tail = solution[-_TAIL_CHARS:]
     end = tail.rfind("]")
     start = tail.rfind("[", 0, end) if end >= 0 else -1
-    return tail[start + 1 : end].strip() if start >= 0 else None
+    return tail[start + 1 : end].strip("[] \n\t") if start >= 0 else None
 
 
-@scorer("BUAADreams/clevr_count_70k", "clevr_count*")
+@scorer("BUAADreamer/*", "clevr_count*")
 def clevr_count(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
     """1 if the bracketed number is the ground truth, character by character; else 0."""
     return float(extract_answer(solution_str) == str(ground_truth).strip().strip("[]").strip())

@@ -15,7 +15,10 @@ def is_right(solution: str, truth: str) -> bool:
     return answer is not None and equal(answer, truth if boxed_truth is None else boxed_truth)
 
 
-@scorer("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500", "numina_*", prepare=prepare)
+@scorer(
+    "lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500", "agentica-org/DeepScaleR-*", "numina_*",
+    prepare=prepare,
+)  # fmt: skip
 def math_boxed(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
     """1 if the last box holds the ground truth, else 0."""
     return float(is_right(solution_str, str(ground_truth)))

@@ -22,7 +22,8 @@ def validation_metrics(
         mine = np.array([each == source for each in sources])
         for name, values in numbers.items():
             per_prompt = values.reshape(len(sources), num_samples)[mine]
-            if np.isnan(per_prompt).all():
+            per_prompt = per_prompt[~np.isnan(per_prompt).all(1)]  # a column that only some rows' scorers return
+            if not len(per_prompt):
                 continue
             prefix = f"val-core/{source}/{name}" if name == core else f"val-aux/{source}/{name}"
             metrics[f"{prefix}/mean@{num_samples}"] = float(np.nanmean(per_prompt))

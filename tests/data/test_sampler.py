@@ -14,7 +14,7 @@ class Row:
 
 
 def sampler(rates=(), num_rows=12, batch=3, revisit=0.0) -> SolveRateSampler:
-    rows = [Row(pass_rate=rates[i]) if i < len(rates) else Row() for i in range(num_rows)]
+    rows = [Row(PassRate_7BBase=rates[i]) if i < len(rates) else Row() for i in range(num_rows)]
     return SolveRateSampler(BatchOrder(num_rows, batch, seed=5), rows, revisit)
 
 

@@ -20,6 +20,7 @@ SOURCES = {
     "geometry3k": "hiyouga/geometry3k",
     "virl39k": "TIGER-Lab/ViRL39K",
     "qa": "searchR1_nq",
+    "clevr_count": "clevr_count_70k",
 }
 
 

@@ -216,10 +216,11 @@ def test_hostile_answers_score_nothing_quickly(text):
 
 def test_sources_with_a_scorer():
     assert known_sources() == [
-        "BUAADreams/clevr_count_70k",
+        "BUAADreamer/*",
         "DigitalLearningGmbH/MATH-lighteval",
         "HuggingFaceH4/MATH-500",
         "TIGER-Lab/ViRL39K",
+        "agentica-org/DeepScaleR-*",
         "aime*",
         "apps",
         "areal_boba",

@@ -37,6 +37,13 @@ def lines(count: int) -> list[dict]:
     ]
 
 
+def test_a_column_of_some_rows_only_is_averaged_over_those():
+    numbers = {"reward": np.array([1.0, 0.0, 1.0, 1.0]), "acc_algebra": np.array([1.0, 0.0, np.nan, np.nan])}
+    metrics = validation_metrics(["math", "math"], numbers, 2)
+    assert metrics["val-aux/math/acc_algebra/mean@2"] == 0.5
+    assert metrics["val-aux/math/acc_algebra/best@2"] == 1.0
+
+
 def test_the_table_leaves_out_the_first_step_of_several():
     table = phase_table(lines(3))
     assert "Mean of 2 of 3 steps" in table

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -159,14 +159,18 @@ class PolicyModel(PackedModel):
 
 
 class ScalarModel(PackedModel):
-    """A sequence classifier with one label: a number at every place that is asked for. Critic and reward model."""
+    """A decoder under a linear head: one number at every place that is asked for. Critic and reward model."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
+        parameter = next(model.parameters())
+        size = model.config.get_text_config().hidden_size
+        self.score = nn.Linear(size, 1, bias=False, device=parameter.device, dtype=parameter.dtype)
 
     def forward(self, inputs: PackedInputs) -> Tensor:
         """The head's output at the predictors [answer tokens], in fp32."""
         hidden = self.hidden(inputs)
-        states = hidden[inputs.predictors].float()
-        head: Any = self.model.score
-        values = states @ head.weight[0].float()
+        values = hidden[inputs.predictors].float() @ self.score.weight[0].float()
         return values if inputs.labels.numel() else values + 0.0 * hidden.float().sum()
 
 

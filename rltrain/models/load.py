@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import copy
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from safetensors import safe_open
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.utils import cached_file
 
 from rltrain.errors import ConfigError
+
+_HEAD = "score.weight"
 
 
 def load_config(
@@ -43,24 +49,29 @@ def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
     return config
 
 
-def with_one_label(config: PretrainedConfig) -> PretrainedConfig:
-    """A copy whose classification head gives one number."""
-    config = copy.deepcopy(config)
-    config.num_labels = 1
-    return config
-
-
 def read_weights(
-    path: str, config: PretrainedConfig, dtype: torch.dtype, *, scalar: bool = False, trust_remote_code: bool = False
+    path: str,
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    *,
+    decoder_only: bool = False,
+    trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """The model with its weights, on the CPU, in ``dtype``. ``scalar``: a classifier; a head that is not there starts at 0."""
-    kind: Any = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
-    model, report = kind.from_pretrained(
-        path, config=config, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
-    )
-    if scalar and "score.weight" in report["missing_keys"]:
-        nn.init.zeros_(model.score.weight)
-    return model
+    """The model with its weights, on the CPU, in ``dtype``. ``decoder_only``: without any head."""
+    kind: Any = AutoModel if decoder_only else AutoModelForCausalLM
+    return kind.from_pretrained(path, config=config, dtype=dtype, trust_remote_code=trust_remote_code)
+
+
+def read_score_head(path: str) -> Tensor | None:
+    """The weight of a checkpoint's classification head [labels, hidden], or None where it has none."""
+    quiet = {"_raise_exceptions_for_missing_entries": False}
+    index = cached_file(path, "model.safetensors.index.json", **quiet)
+    name = json.loads(Path(index).read_text())["weight_map"].get(_HEAD) if index else "model.safetensors"
+    file = cached_file(path, name, **quiet) if name else None
+    if file is None:
+        return None
+    with safe_open(file, "pt") as weights:
+        return weights.get_tensor(_HEAD) if _HEAD in weights.keys() else None  # noqa: SIM118 - not a dict
 
 
 def empty_model(
@@ -68,23 +79,13 @@ def empty_model(
     attention: str,
     dtype: torch.dtype,
     *,
-    scalar: bool = False,
+    decoder_only: bool = False,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """The module structure on the meta device: no memory, no weights. Raises ConfigError where there is no such structure."""
-    kind = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
-    try:
-        with torch.device("meta"):
-            model = kind.from_config(
-                config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
-            )
-    except ValueError as error:
-        raise ConfigError(f"transformers has no {kind.__name__} for {type(config).__name__}: {error}") from error
-    if scalar and not isinstance(getattr(model, "score", None), nn.Linear):
-        raise ConfigError(
-            f"{type(model).__name__} has no linear head named 'score'; rltrain cannot use it as a critic or reward model."
-        )
-    return model
+    """The module structure on the meta device: no memory, no weights."""
+    kind: Any = AutoModel if decoder_only else AutoModelForCausalLM
+    with torch.device("meta"):
+        return kind.from_config(config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code)
 
 
 def recompute_activations(model: PreTrainedModel) -> None:

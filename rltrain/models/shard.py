@@ -7,16 +7,23 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from rltrain.device import Device
 from rltrain.models import attention
 from rltrain.models.forward import PackedModel, PolicyModel, ScalarModel
-from rltrain.models.load import decoder_layers, empty_model, read_weights, recompute_activations, without_dropout
+from rltrain.models.load import (
+    decoder_layers,
+    empty_model,
+    read_score_head,
+    read_weights,
+    recompute_activations,
+    without_dropout,
+)
 
 PREFIX = "model."
 Model = TypeVar("Model", PolicyModel, ScalarModel)
@@ -46,8 +53,10 @@ def sharded_model(
     """The model, one shard on each rank. Only rank 0 reads the weights; no rank ever holds more than one layer whole."""
     attention.register()
     config = without_dropout(config)
-    scalar = issubclass(kind, ScalarModel)
-    model = empty_model(config, attention.NAME, master_dtype, scalar=scalar, trust_remote_code=trust_remote_code)
+    decoder_only = issubclass(kind, ScalarModel)
+    model = empty_model(
+        config, attention.NAME, master_dtype, decoder_only=decoder_only, trust_remote_code=trust_remote_code
+    )
     # Memory that is never written costs nothing: this allocates address space, and fully_shard touches only the shard.
     model.to_empty(device="cpu")
     model.tie_weights()
@@ -58,28 +67,31 @@ def sharded_model(
     for layer in decoder_layers(model):
         fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_after_forward)
     fully_shard(packed, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_after_forward)
-    source = None
+    source: dict[str, Tensor] | None = None
     if dist.get_rank() == 0:
-        source = read_weights(path, config, master_dtype, scalar=scalar, trust_remote_code=trust_remote_code)
+        plain: PreTrainedModel = read_weights(
+            path, config, master_dtype, decoder_only=decoder_only, trust_remote_code=trust_remote_code
+        )
+        source = dict([*plain.named_parameters(), *plain.named_buffers()])
+        if isinstance(packed, ScalarModel):
+            head = read_score_head(path)
+            source["score.weight"] = torch.zeros(packed.score.weight.shape) if head is None else head
     _fill(packed, source, device)
     return packed
 
 
-def _fill(packed: PackedModel, source: nn.Module | None, device: Device) -> None:
-    parameters = dict(source.named_parameters()) if source else {}
+def _fill(packed: PackedModel, source: dict[str, Tensor] | None, device: Device) -> None:
+    """Shard by shard from rank 0, which alone has ``source``."""
     with torch.no_grad():
         for name, parameter in packed.named_parameters():
             assert isinstance(parameter, DTensor)
-            full = (
-                parameters[name.removeprefix(PREFIX)] if source else torch.empty(parameter.shape, dtype=parameter.dtype)
-            )
-            full = full.detach().to(device.torch_device)
+            full = source[name.removeprefix(PREFIX)] if source else torch.empty(parameter.shape)
+            full = full.detach().to(device.torch_device, parameter.dtype)
             shard = distribute_tensor(full, parameter.device_mesh, parameter.placements)
             parameter.to_local().copy_(shard.to_local())
-        buffers = dict(source.named_buffers()) if source else {}
         for name, buffer in packed.named_buffers():
             if source:
-                buffer.copy_(buffers[name.removeprefix(PREFIX)])
+                buffer.copy_(source[name.removeprefix(PREFIX)])
             dist.broadcast(buffer, src=0)
 
 

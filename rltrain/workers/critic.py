@@ -13,7 +13,7 @@ from rltrain.batch import Batch
 from rltrain.config.schema import Config
 from rltrain.device import resolve_dtype
 from rltrain.models.forward import ScalarModel, pack
-from rltrain.models.load import load_config, with_one_label
+from rltrain.models.load import load_config
 from rltrain.models.shard import make_mesh, sharded_model
 from rltrain.models.state import load_training_state, save_training_state
 from rltrain.ragged import Ragged
@@ -40,7 +40,7 @@ class CriticWorker:
         self._model = sharded_model(
             ScalarModel,
             path,
-            with_one_label(config),
+            config,
             make_mesh(self._device, fsdp.fsdp_size),
             self._device,
             master_dtype=resolve_dtype(fsdp.model_dtype, self._device),

@@ -13,7 +13,7 @@ from rltrain.data.rows import Rows
 from rltrain.device import resolve_dtype
 from rltrain.errors import ConfigError, NonFiniteError
 from rltrain.models.forward import ScalarModel, pack_whole
-from rltrain.models.load import load_config
+from rltrain.models.load import load_config, read_score_head
 from rltrain.models.shard import make_mesh, sharded_model
 from rltrain.workers.residency import Residency
 from rltrain.workers.updater import Numbers
@@ -29,9 +29,11 @@ class RewardModelWorker:
         device, model_cfg, fsdp = residency.device, cfg.reward_model.model, cfg.reward_model.model.fsdp_config
         assert model_cfg.path is not None
         config = load_config(model_cfg.path, "reward_model.model", trust_remote_code=model_cfg.trust_remote_code)
-        if config.num_labels != 1:
+        head = read_score_head(model_cfg.path)
+        if head is None or head.shape[0] != 1:
+            has = "no classification head (score.weight)" if head is None else f"{head.shape[0]} labels"
             raise ConfigError(
-                f"reward_model.model.path={model_cfg.path} has {config.num_labels} labels. Give a sequence classifier with one."
+                f"reward_model.model.path={model_cfg.path} has {has}. Give a sequence classifier with one label."
             )
         self._encoder = ChatEncoder(
             model_cfg.path, trust_remote_code=model_cfg.trust_remote_code, chat_template=None, template_kwargs={}

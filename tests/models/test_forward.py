@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from transformers import (
+    AutoModel,
     AutoModelForCausalLM,
     CohereConfig,
     GraniteConfig,
@@ -16,7 +17,7 @@ from transformers import (
 from rltrain.batch import Batch
 from rltrain.device import get_device
 from rltrain.models import attention, forward
-from rltrain.models.forward import PolicyModel, pack
+from rltrain.models.forward import PolicyModel, ScalarModel, pack, pack_whole
 from rltrain.models.load import load_config
 from rltrain.models.shard import make_mesh, named_weights, sharded_model
 from rltrain.ragged import Ragged
@@ -158,3 +159,33 @@ def test_weights_come_out_as_they_went_in(model_folder):
     found = dict(named_weights(make_policy(model_folder)))
     for name, parameter in plain.items():
         assert torch.equal(found[name], parameter), name
+
+
+def test_values_are_the_classifiers_head_at_every_place_before_an_answer_token(model_folder):
+    config = load_config(model_folder)
+    device = get_device("cpu")
+    critic = sharded_model(
+        ScalarModel, model_folder, config, make_mesh(device), device,
+        master_dtype=torch.float32, compute_dtype=torch.float32, gradient_checkpointing=True,
+    )  # fmt: skip
+    batch = make_batch()
+    # A head that is not in the checkpoint starts at 0.
+    assert not critic(pack(batch, torch.device("cpu"))).detach().any()
+    torch.manual_seed(0)
+    head = torch.randn(1, 64)
+    with torch.no_grad():
+        critic.score.weight.to_local().copy_(head)
+    plain = AutoModel.from_pretrained(model_folder, attn_implementation="eager").eval()
+    expected = []
+    for row, (prompt, answer) in zip(batch.ragged("tokens").rows(), LENGTHS, strict=True):
+        with torch.no_grad():
+            states = plain(row.long()[None], use_cache=False).last_hidden_state[0, prompt - 1 : prompt - 1 + answer]
+        expected.append((states @ head.T)[:, 0])
+    found = critic(pack(batch, torch.device("cpu"))).detach()
+    assert torch.allclose(found, torch.cat(expected), atol=1e-5)
+    whole = critic(pack_whole([row.tolist() for row in batch.ragged("tokens").rows()], torch.device("cpu")))
+    last = [
+        plain(row.long()[None], use_cache=False).last_hidden_state[0, -1] @ head[0]
+        for row in batch.ragged("tokens").rows()
+    ]
+    assert torch.allclose(whole, torch.stack(last), atol=1e-5)

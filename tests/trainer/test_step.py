@@ -1,17 +1,19 @@
 """Whole steps of the real trainer in this process, for every algorithm."""
 
-import json
 import math
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, Qwen3Config
 
 from rltrain.algorithms import policy_losses
+from rltrain.algorithms.aggregation import Denominators
 from rltrain.algorithms.policy_losses import PolicyLossEntry
 from rltrain.batch import Batch
+from rltrain.controller.samples import Samples
 from rltrain.errors import ConfigError, RewardError
 from rltrain.models.forward import pack
 from rltrain.ragged import Ragged
@@ -129,13 +131,17 @@ def test_work_without_signal_is_not_done_and_changes_nothing(make, monkeypatch):
 
     def run(**extra):
         trainer = make(**NO_KL, **extra, twist=lambda row, score: 1.0 if row < 6 else score)
+        computed = []
+        update = trainer.worker.actor.update
+        trainer.worker.actor.update = lambda batch, task: computed.append(len(batch)) or update(batch, task)
         metrics = [trainer.step(step) for step in (1, 2, 3)]
-        return actor_weights(trainer), metrics
+        return actor_weights(trainer), metrics, sum(computed)
 
-    skipping, metrics = run()
+    skipping, metrics, few = run()
     entry = policy_losses.POLICY_LOSSES["vanilla"]
     monkeypatch.setitem(policy_losses.POLICY_LOSSES, "vanilla", PolicyLossEntry(entry.function, silent_at_zero=False))
-    complete, all_metrics = run()
+    complete, all_metrics, many = run()
+    assert few < many == 48
     assert sum(each["perf/update_tokens_skipped"] for each in metrics) > 0
     assert all(each["perf/update_tokens_skipped"] == 0 for each in all_metrics)
     assert float((skipping - complete).abs().max()) < 1e-6
@@ -281,12 +287,20 @@ def test_a_reward_model_reads_the_conversation_its_own_way_and_is_added_by_weigh
     assert metrics["reward/model/mean"] == pytest.approx(samples["model_score"].mean())
 
 
-def test_a_classifier_with_two_labels_is_no_reward_model(make, reward_model):
-    config = json.loads((reward_model / "config.json").read_text())
-    config |= {"id2label": {"0": "a", "1": "b"}, "label2id": {"a": 0, "b": 1}, "num_labels": 2}
-    (reward_model / "config.json").write_text(json.dumps(config))
+def test_only_a_classifier_with_one_label_is_a_reward_model(make, reward_model, tiny_model):
+    with pytest.raises(ConfigError, match="has no classification head"):
+        make(reward_model__enable=True, reward_model__model__path=tiny_model)
+    weights_file = reward_model / "model.safetensors"
+    state = load_file(weights_file)
+    save_file(state | {"score.weight": state["score.weight"].repeat(2, 1)}, weights_file, metadata={"format": "pt"})
     with pytest.raises(ConfigError, match="has 2 labels"):
         make(reward_model__enable=True, reward_model__model__path=reward_model)
+
+
+def test_a_critic_may_start_from_a_reward_model(make, reward_model):
+    trainer = make(**{ESTIMATOR: "gae"}, critic__model__path=reward_model)
+    found = weights(trainer.worker.critic._model)
+    assert torch.equal(found[-16:], load_file(reward_model / "model.safetensors")["score.weight"].flatten())
 
 
 def test_long_answers_pay_the_overlong_penalty(make):
@@ -437,3 +451,12 @@ def test_the_rule_reward_may_be_a_weighted_sum_of_what_the_scorer_returns(make):
     assert trainer.rewards._weigh(failed).tolist() == [2.0 + 0.125, -7.0]
     with pytest.raises(RewardError, match=r"reward.weights.acc: the scorer returned no number"):
         trainer.rewards._weigh({"score": scores, "reward_failed": np.zeros(2)})
+
+
+def test_answers_without_a_token_that_counts_are_no_sequences(make):
+    trainer = make(**{ACTOR + "loss_scale_factor": 5, ACTOR + "loss_agg_mode": "seq-mean-token-sum-norm"})
+    samples = Samples(4)
+    samples.update({"response_length": np.array([3, 0, 2, 4])})
+    assert trainer._denominators(samples, np.arange(4)) == Denominators(9, 3, 5)
+    samples.update({"loss_tokens": np.array([3, 0, 0, 1])})
+    assert trainer._denominators(samples, np.arange(4)) == Denominators(4, 2, 5)

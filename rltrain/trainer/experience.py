@@ -147,4 +147,6 @@ class Experience:
         )
         rows = tuple(range(self._rewards.num_rows("val")))
         samples, _ = self._policy.generate(GenerateTask("val", rows, sampling, self._seed ^ _VALIDATION_SEED, step))
-        return samples, self._rewards.score("val", samples), num_samples
+        scores = self._rewards.score("val", samples)
+        self._rewards.take_seconds()  # not part of any step
+        return samples, scores, num_samples

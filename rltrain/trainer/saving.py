@@ -28,6 +28,7 @@ FROZEN_KEYS = (
     "data.seed",
     "data.shuffle",
     "data.sampler.name",
+    "data.gen_batch_size",
     "data.max_prompt_length",
 )
 

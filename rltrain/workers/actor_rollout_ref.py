@@ -214,6 +214,7 @@ class ActorRolloutRefWorker:
             self._policy.eval()
             found = [self._exact_kl(micro) for micro in batch.split(micro_sizes)]
             columns["ref_kl"] = Ragged(torch.cat(found), _answer_lengths(batch))
+            self._reference.reshard()  # type: ignore[operator]
         if not len(batch) or not algorithm.use_kl_in_reward:
             return Batch(columns), {}
         if not exact:
@@ -284,8 +285,8 @@ class ActorRolloutRefWorker:
             policy_inputs, denominators, self._actor_cfg, function, weights=weights, entropy=entropy, kl=kl
         )
         if self._correction.bypass_mode:
-            current = mask.like(log_probs.detach().cpu())
-            share.token_sums.update(_as_tensors(mismatch_sums(current, micro.ragged("rollout_log_probs").to("cpu"))))
+            engine = micro.ragged("rollout_log_probs").to("cpu")
+            share.token_sums.update(_as_tensors(mismatch_sums(engine.like(log_probs.detach().cpu()), engine)))
         return share
 
     def _correct(self, micro: Batch, log_probs: Tensor, task: UpdateTask) -> tuple[Ragged, Tensor | None]:

@@ -460,3 +460,12 @@ def test_answers_without_a_token_that_counts_are_no_sequences(make):
     assert trainer._denominators(samples, np.arange(4)) == Denominators(9, 3, 5)
     samples.update({"loss_tokens": np.array([3, 0, 0, 1])})
     assert trainer._denominators(samples, np.arange(4)) == Denominators(4, 2, 5)
+
+
+def test_importance_weights_may_be_divided_by_their_mean(make):
+    one_step = {ACTOR + "ppo_mini_batch_size": 4, CORRECTION + "rollout_is": "token", **NO_KL}
+    plain = make(**one_step).step(1)
+    divided = make(**one_step, **{CORRECTION + "rollout_is_batch_normalize": True}).step(1)
+    mean = plain["rollout_corr/rollout_is_mean"]
+    assert abs(mean - 1) > 1e-3
+    assert divided["actor/pg_loss"] == pytest.approx(plain["actor/pg_loss"] / mean, rel=1e-4)

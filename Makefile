@@ -14,6 +14,7 @@ test:  ## environment and all tests
 bench:  ## tables under bench/
 	$(PYTHON) -m bench.run
 	$(PYTHON) -m bench.rewards
+	$(PYTHON) -m bench.learning
 
 quickstart:  ## environment, small model, GRPO until the reward has risen
 	bash scripts/quickstart.sh

@@ -469,3 +469,14 @@ def test_importance_weights_may_be_divided_by_their_mean(make):
     mean = plain["rollout_corr/rollout_is_mean"]
     assert abs(mean - 1) > 1e-3
     assert divided["actor/pg_loss"] == pytest.approx(plain["actor/pg_loss"] / mean, rel=1e-4)
+
+
+@pytest.mark.parametrize("estimator", ["gae", "reinforce_plus_plus"])
+def test_token_advantages_are_whitened_where_they_enter_the_loss(make, estimator):
+    one_step = {ESTIMATOR: estimator, ACTOR + "ppo_mini_batch_size": 4, **NO_KL}
+    metrics = make(**one_step).step(1)
+    assert metrics["critic/returns/mean"] > 0.1
+    assert metrics["actor/pg_loss"] == pytest.approx(0.0, abs=1e-5)  # the ratio is 1 and the mean advantage 0
+    ten_times = make(**one_step, twist=lambda row, score: 10 * score).step(1)
+    assert ten_times["critic/returns/mean"] == pytest.approx(10 * metrics["critic/returns/mean"], rel=1e-4)
+    assert ten_times["actor/grad_norm"] == pytest.approx(metrics["actor/grad_norm"], rel=1e-4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
 import traceback
@@ -17,6 +18,7 @@ def is_plugin(name: str) -> bool:
     return ":" in name
 
 
+@functools.cache
 def load_plugin(key: str, name: str) -> Callable[..., Any]:
     """The function that ``key=FILE.py:NAME`` names. Raises ConfigError with the traceback of a file that does not import."""
     file, _, function_name = name.rpartition(":")

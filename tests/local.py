@@ -100,12 +100,11 @@ def local_trainer(arguments: list[str], twist=None) -> PPOTrainer:
     rows, prompts = load_data(cfg)
     plan = make_plan(cfg, len(prompts["train"]))
     worker = HybridWorker(cfg, prompts, rows)
-    with_critic = cfg.algorithm.adv_estimator == "gae"
+    with_critic = cfg.algorithm.needs_critic
     sizes = worker.init_models(needs_reference(cfg), with_critic)
     group = LocalGroup(worker)
     policy = Policy(group, cfg)
-    with_mask = bool(cfg.algorithm.rollout_correction.rollout_rs) and not cfg.algorithm.rollout_correction.bypass_mode
-    critic = Critic(group, with_mask=with_mask) if with_critic else None
+    critic = Critic(group, cfg) if with_critic else None
     order = BatchOrder(len(prompts["train"]), plan.prompts_per_round, cfg.data.seed, cfg.data.shuffle)
     sampler = make_sampler(cfg.data.sampler.name, order, rows["train"], cfg.data.sampler.revisit)
     model = RewardModel(group) if cfg.reward_model.enable else None

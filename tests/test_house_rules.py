@@ -107,8 +107,10 @@ def lines_of_code(text: str) -> int:
 
 
 def test_the_library_stays_under_nine_thousand_lines_of_code():
+    """Without the converters: those are one small file a data set, however many there are."""
     assert lines_of_code('"""Doc."""\n\n# why\nx = 1\n') == 1
-    assert sum(lines_of_code(file.read_text()) for file in FILES) < 9000
+    library = [file for file in FILES if "data_preprocess" not in file.parts]
+    assert sum(lines_of_code(file.read_text()) for file in library) < 9000
 
 
 def test_the_top_level_shows_the_rooms_and_nobody_imports_through_them():

@@ -102,6 +102,8 @@ def correction_sums(
             "is_high": float((logs.values > math.log(high)).sum()),
             "is_low": float((logs.values < math.log(low or 1 / high)).sum()),
         }
+        if cfg.rollout_is == "sequence":  # one weight an answer, so the mean is over answers
+            sums["is_answers"] = float(weights.mean().double().sum())
     if mask is not None:
         some = (mask.sum() < mask.lengths) & (mask.lengths > 0)
         sums |= {"rejected": float((mask.values == 0).sum()), "sequences_rejected": float(some.sum())}

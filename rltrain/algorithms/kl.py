@@ -5,9 +5,9 @@ Schulman 2020, "Approximating KL divergence".
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from rltrain.config.algorithm_schema import KLControlConfig
@@ -66,5 +66,5 @@ def adapted_kl_coef(coef: float, kl: float, num_samples: int, cfg: KLControlConf
     """Weight of the KL in the next step's reward: proportional control towards ``target_kl`` (Ziegler et al. 2019, section 2.2)."""
     if cfg.type == "fixed":
         return coef
-    error = float(torch.tensor(kl / cfg.target_kl - 1).clamp(-0.2, 0.2))
-    return coef * (1 + error * num_samples / cfg.horizon)
+    error = min(max(kl / cfg.target_kl - 1, -0.2), 0.2)
+    return coef * (1 + error * num_samples / cfg.horizon) if math.isfinite(error) else coef

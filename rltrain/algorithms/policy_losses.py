@@ -37,12 +37,6 @@ class PolicyLossInputs:
         """log r, clamped to +-20."""
         return (self.log_probs - self.old_log_probs).clamp(-_LOG_RATIO_BOUND, _LOG_RATIO_BOUND)
 
-    def to(self, device: torch.device) -> PolicyLossInputs:
-        """All tensors on ``device`` (there is no selection yet)."""
-        return PolicyLossInputs(
-            self.log_probs.to(device), self.old_log_probs.to(device), self.advantages.to(device), self.mask.to(device)
-        )
-
     def sequence_mean(self, values: Tensor) -> Tensor:
         """Mean over the tokens that count, of the answer that each token belongs to."""
         masked = self.mask.like(values * self.mask.values)

@@ -29,11 +29,12 @@ def try_estimator(cfg: AlgorithmConfig) -> Iterator[str]:
     )
     try:
         if estimator.outcome:
-            found = estimator.outcome(OutcomeInputs(scores, torch.tensor([0, 0, 1, 1]), _LENGTHS), cfg)
+            terms = dict.fromkeys(cfg.gdpo_reward_keys, scores)
+            found = estimator.outcome(OutcomeInputs(scores, torch.tensor([0, 0, 1, 1]), _LENGTHS, terms), cfg)
             wanted = 4
         else:
             assert estimator.token is not None
-            found, wanted = estimator.token(TokenInputs(tokens, tokens, scores), cfg).advantages.values, 6
+            found, wanted = estimator.token(TokenInputs(tokens), cfg).advantages.values, 6
     except Exception:  # noqa: BLE001 - user code; whatever it raises is reported with its traceback
         yield f"{key} fails on a small batch:\n{traceback.format_exc(limit=-2)}"
         return

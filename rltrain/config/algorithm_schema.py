@@ -60,6 +60,11 @@ class RolloutCorrectionConfig:
     loss_type: str = "ppo_clip"
     """bypass_mode: ppo_clip (the policy loss, its ratio taken against the engine) or reinforce (-A w log pi)."""
 
+    @property
+    def masks_loss(self) -> bool:
+        """Whether the old_log_prob pass says which tokens are rejected."""
+        return bool(self.rollout_rs) and not self.bypass_mode
+
     def importance_bounds(self) -> tuple[float | None, float]:
         """(low, high) of rollout_is_threshold; low is None for a plain truncation. Raises ValueError."""
         low, high = _bounds(str(self.rollout_is_threshold))
@@ -83,8 +88,14 @@ class RolloutCorrectionConfig:
                 raise ValueError("seq_max goes with k2 or k3")
             low, high = _bounds(limit)
             if measure == "k1":
+                if low is None and high <= 1:
+                    raise ValueError(f"{name}={limit}: one bound x means 1/x to x, so it must be over 1")
+                if low == 0:
+                    raise ValueError(f"{name}={limit}: the lower bound of a ratio must be over 0")
                 rules.append(RejectionRule(over, measure, math.log(low or 1 / high), math.log(high)))
             else:
+                if low is not None:
+                    raise ValueError(f"{name}={limit}: {measure} has one bound, the largest value")
                 rules.append(RejectionRule(over, measure, -math.inf, high))
         return rules
 
@@ -116,6 +127,11 @@ class AlgorithmConfig:
     """Dynamic sampling."""
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
     """Mismatch between engine and trainer."""
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether the advantages need a value function."""
+        return self.adv_estimator == "gae"
 
 
 def _bounds(text: str) -> tuple[float | None, float]:

@@ -8,113 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from rltrain.config.load import LoadedConfig
+from rltrain.config.model_schema import OptimConfig
 from rltrain.config.schema import Config
+from rltrain.config.values import (
+    AT_LEAST,
+    AVAILABLE,
+    CHOICES,
+    COMPARING_ESTIMATORS,
+    CONTENTS,
+    DEFAULT_ROUNDS,
+    LOGGERS,
+    PLUGINS,
+)
 from rltrain.errors import ConfigError
 
 _A = "actor_rollout_ref."
-_DEVICES = ("auto", "npu", "cuda", "cpu")
-_LOGGERS = ("console", "tensorboard", "wandb")
-_DTYPES = ("auto", "float32", "fp32", "bfloat16", "bf16", "float16", "fp16")
-_CONTENTS = ("model", "optimizer", "extra", "hf_model")
-TOKEN_ESTIMATORS = ("gae", "reinforce_plus_plus", "remax")
-COMPARING_ESTIMATORS = ("grpo", "rloo", "opo", "grpo_passk", "gpg", "gdpo", "reinforce_plus_plus_baseline")
-POLICY_LOSSES = (
-    "vanilla", "gspo", "gpg", "cispo", "sapo", "geo_mean", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl",
-)  # fmt: skip
-_KL = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "low_var_kl+", "k3+", "full")
-_AGGREGATION = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-# Keys that may also be FILE.py:NAME.
-PLUGINS = ("algorithm.adv_estimator", _A + "actor.policy_loss.loss_mode", "data.sampler.name")
-# key -> its allowed values
-_CHOICES = {
-    "data.sampler.name": ("shuffle", "solve_rate"),
-    "data.truncation": ("error", "left", "right", "middle"),
-    _A + "actor.strategy": ("fsdp2", "fsdp"),
-    _A + "actor.fsdp_config.model_dtype": _DTYPES,
-    _A + "actor.fsdp_config.compute_dtype": _DTYPES,
-    _A + "rollout.dtype": _DTYPES,
-    _A + "actor.optim.lr_scheduler_type": ("constant", "cosine"),
-    _A + "actor.policy_loss.loss_mode": POLICY_LOSSES,
-    _A + "actor.kl_loss_type": _KL,
-    _A + "actor.loss_agg_mode": _AGGREGATION,
-    "critic.loss_agg_mode": _AGGREGATION,
-    "critic.strategy": ("fsdp2", "fsdp"),
-    "critic.optim.lr_scheduler_type": ("constant", "cosine"),
-    "critic.model.fsdp_config.model_dtype": _DTYPES,
-    "critic.model.fsdp_config.compute_dtype": _DTYPES,
-    "algorithm.adv_estimator": TOKEN_ESTIMATORS + COMPARING_ESTIMATORS,
-    "algorithm.kl_penalty": _KL,
-    "algorithm.kl_ctrl.type": ("fixed", "adaptive"),
-    "algorithm.rollout_correction.rollout_is": (None, "token", "sequence"),
-    "algorithm.rollout_correction.loss_type": ("ppo_clip", "reinforce"),
-    "trainer.device": _DEVICES,
-    "trainer.resume_mode": ("auto", "disable", "resume_path"),
-    "trainer.on_nonfinite": ("stop", "skip"),
-}
-# key -> smallest value
-_AT_LEAST = {
-    "data.train_batch_size": 1,
-    "data.max_prompt_length": 1,
-    "data.max_response_length": 1,
-    _A + "actor.ppo_mini_batch_size": 1,
-    _A + "actor.ppo_epochs": 1,
-    _A + "actor.ppo_micro_batch_size": 1,
-    _A + "actor.ppo_micro_batch_size_per_gpu": 1,
-    _A + "actor.ppo_max_token_len_per_gpu": 1,
-    _A + "actor.ulysses_sequence_parallel_size": 1,
-    _A + "actor.optim.lr": 0,
-    _A + "actor.optim.weight_decay": 0,
-    _A + "actor.optim.num_cycles": 0,
-    _A + "actor.kl_loss_coef": 0,
-    _A + "actor.clip_ratio": 0,
-    _A + "actor.clip_ratio_low": 0,
-    _A + "actor.clip_ratio_high": 0,
-    _A + "actor.clip_ratio_c": 1,
-    _A + "actor.loss_scale_factor": 1,
-    _A + "actor.policy_loss.clip_cov_ratio": 0,
-    _A + "actor.policy_loss.kl_cov_ratio": 0,
-    _A + "actor.policy_loss.ppo_kl_coef": 0,
-    "algorithm.kl_ctrl.kl_coef": 0,
-    "algorithm.kl_ctrl.horizon": 1,
-    "algorithm.filter_groups.max_num_gen_batches": 0,
-    "critic.ppo_mini_batch_size": 1,
-    "critic.ppo_epochs": 1,
-    "critic.ppo_micro_batch_size_per_gpu": 1,
-    "critic.forward_micro_batch_size_per_gpu": 1,
-    "critic.cliprange_value": 0,
-    "critic.optim.lr": 0,
-    "critic.optim.weight_decay": 0,
-    "data.gen_batch_size": 1,
-    "reward_model.micro_batch_size_per_gpu": 1,
-    "reward_model.overlong_buffer.penalty_factor": 0,
-    _A + "ref.log_prob_micro_batch_size": 1,
-    _A + "ref.log_prob_micro_batch_size_per_gpu": 1,
-    _A + "ref.ulysses_sequence_parallel_size": 1,
-    _A + "rollout.log_prob_micro_batch_size": 1,
-    _A + "rollout.log_prob_micro_batch_size_per_gpu": 1,
-    _A + "rollout.n": 1,
-    _A + "rollout.max_num_seqs": 1,
-    _A + "rollout.tensor_model_parallel_size": 1,
-    _A + "rollout.val_kwargs.n": 1,
-    _A + "rollout.val_kwargs.temperature": 0,
-    "ray_kwargs.ray_init.num_cpus": 1,
-    "trainer.nnodes": 1,
-    "trainer.n_gpus_per_node": 1,
-    "trainer.total_epochs": 1,
-    "trainer.total_training_steps": 1,
-    "reward.num_workers": 1,
-    "reward.timeout_s": 0.01,
-}
-# key -> the values this version can run, and what to do instead
-_AVAILABLE: dict[str, tuple[tuple[Any, ...], str]] = {
-    "reward_model.reward_manager": (("naive", "dapo", "batch"), "Use reward_model.reward_manager=naive."),
-    _A + "actor.ulysses_sequence_parallel_size": ((1,), "Use 1, and a token budget that holds the longest sequence."),
-    _A + "ref.ulysses_sequence_parallel_size": ((1,), "Use 1."),
-    _A + "model.lora_rank": ((0,), "Use lora_rank=0: all weights are trained."),
-    _A + "rollout.multi_turn.enable": ((False,), "Answers are single-turn: leave it out."),
-    _A + "rollout.name": (("hf",), "Use rollout.name=hf."),
-    _A + "rollout.tensor_model_parallel_size": ((1,), "Use 1 with rollout.name=hf."),
-}
 
 
 def get(config: Config, key: str) -> Any:
@@ -146,7 +54,7 @@ def check(loaded: LoadedConfig) -> None:
 def unavailable(config: Config) -> list[str]:
     """What the config asks for that this version cannot run; each with what to use instead."""
     lines = []
-    for key, (values, advice) in _AVAILABLE.items():
+    for key, (values, advice) in AVAILABLE.items():
         value = get(config, key)
         if value not in values:
             lines.append(f"{key}={value} is not in this version. {advice}")
@@ -179,22 +87,22 @@ def as_list(value: Any) -> list[str]:
 
 
 def _values(config: Config) -> Iterator[str]:
-    for key, values in _CHOICES.items():
+    for key, values in CHOICES.items():
         value = get(config, key)
         if value not in values and not (key in PLUGINS and ":" in value):
             own = ", or a function of your own: FILE.py:NAME" if key in PLUGINS else ""
             yield f"{key}={value}: use one of {', '.join('null' if each is None else each for each in values)}{own}."
-    for key, least in _AT_LEAST.items():
+    for key, least in AT_LEAST.items():
         value = get(config, key)
         if value is not None and not value >= least:  # so that nan does not pass
             yield f"{key}={value}: it must be at least {least}."
     for logger in config.trainer.logger:
-        if logger not in _LOGGERS:
-            yield f"trainer.logger={config.trainer.logger}: '{logger}' is not a tracker rltrain has. Use {', '.join(_LOGGERS)}."
+        if logger not in LOGGERS:
+            yield f"trainer.logger={config.trainer.logger}: '{logger}' is not a tracker rltrain has. Use {', '.join(LOGGERS)}."
     contents = config.actor_rollout_ref.actor.checkpoint.save_contents
     for part in contents:
-        if part not in _CONTENTS:
-            yield f"{_A}actor.checkpoint.save_contents={contents}: '{part}' is not a part of a checkpoint. Use {', '.join(_CONTENTS)}."
+        if part not in CONTENTS:
+            yield f"{_A}actor.checkpoint.save_contents={contents}: '{part}' is not a part of a checkpoint. Use {', '.join(CONTENTS)}."
 
 
 def _ranges(config: Config) -> Iterator[str]:
@@ -204,17 +112,25 @@ def _ranges(config: Config) -> Iterator[str]:
             yield f"{_A}{key}={value}: it must be over 0 and at most 1."
     if not 0 <= config.data.sampler.revisit <= 1:
         yield f"data.sampler.revisit={config.data.sampler.revisit}: it must be between 0 and 1."
-    for key in ("lr_warmup_steps_ratio", "min_lr_ratio"):
-        value = get(config, f"{_A}actor.optim.{key}")
-        if not 0 <= value <= 1:
-            yield f"{_A}actor.optim.{key}={value}: it must be between 0 and 1."
-    for key in ("rollout.temperature", "actor.optim.clip_grad"):
+    for key in (_A + "actor.policy_loss.clip_cov_ratio", _A + "actor.policy_loss.kl_cov_ratio"):
+        if not 0 <= get(config, key) <= 1:
+            yield f"{key}={get(config, key)}: it must be between 0 and 1."
+    for key in ("rollout.temperature", "actor.tau_pos", "actor.tau_neg"):
         value = get(config, _A + key)
         if not value > 0:
             yield f"{_A}{key}={value}: it must be over 0. Try 1.0."
-    betas = config.actor_rollout_ref.actor.optim.betas
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        yield f"{_A}actor.optim.betas={betas}: give two numbers from 0 to below 1, such as [0.9,0.999]."
+    for section in (_A + "actor.optim", "critic.optim"):
+        yield from _optimizer(section, get(config, section))
+
+
+def _optimizer(section: str, optim: OptimConfig) -> Iterator[str]:
+    for name in ("lr_warmup_steps_ratio", "min_lr_ratio"):
+        if not 0 <= getattr(optim, name) <= 1:
+            yield f"{section}.{name}={getattr(optim, name)}: it must be between 0 and 1."
+    if not optim.clip_grad > 0:
+        yield f"{section}.clip_grad={optim.clip_grad}: it must be over 0. Try 1.0."
+    if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
+        yield f"{section}.betas={optim.betas}: give two numbers from 0 to below 1, such as [0.9,0.999]."
 
 
 def uneven(config: Config) -> Iterator[str]:
@@ -226,8 +142,15 @@ def uneven(config: Config) -> Iterator[str]:
             f"data.train_batch_size={prompts} is not a multiple of {_A}actor.ppo_mini_batch_size={mini}, so "
             f"some prompts would be left out of every step. Try ppo_mini_batch_size={_largest_divisor(prompts, mini)}."
         )
+    filtering = config.algorithm.filter_groups
+    rounds, drawn = filtering.max_num_gen_batches or DEFAULT_ROUNDS, config.data.gen_batch_size or prompts
+    if filtering.enable and rounds * drawn < prompts:
+        yield (
+            f"data.gen_batch_size={drawn} in at most {rounds} rounds (algorithm.filter_groups.max_num_gen_batches) cannot fill "
+            f"data.train_batch_size={prompts}. Set gen_batch_size to at least {-(-prompts // rounds)}."
+        )
     mini = config.critic.ppo_mini_batch_size
-    if config.algorithm.adv_estimator == "gae" and min(prompts, mini) > 0 and prompts % mini:
+    if config.algorithm.needs_critic and min(prompts, mini) > 0 and prompts % mini:
         yield (
             f"data.train_batch_size={prompts} is not a multiple of critic.ppo_mini_batch_size={mini}. "
             f"Try critic.ppo_mini_batch_size={_largest_divisor(prompts, mini)}."
@@ -238,9 +161,12 @@ def uneven(config: Config) -> Iterator[str]:
         ("ref.ulysses_sequence_parallel_size", ref.ulysses_sequence_parallel_size),
         ("rollout.tensor_model_parallel_size", rollout.tensor_model_parallel_size),
         ("actor.fsdp_config.fsdp_size", min(actor.fsdp_config.fsdp_size, devices)),
+        ("critic.model.fsdp_config.fsdp_size", min(config.critic.model.fsdp_config.fsdp_size, devices)),
+        ("reward_model.model.fsdp_config.fsdp_size", min(config.reward_model.model.fsdp_config.fsdp_size, devices)),
     ):
+        key = key if key.startswith(("critic.", "reward_model.")) else _A + key
         if size > 0 and devices % size:
-            yield f"{_A}{key}={size} does not divide the {devices} devices (trainer.nnodes x trainer.n_gpus_per_node)."
+            yield f"{key}={size} does not divide the {devices} devices (trainer.nnodes x trainer.n_gpus_per_node)."
     ranks = max(1, devices // max(1, actor.ulysses_sequence_parallel_size))
     for key, dynamic, total in (
         ("actor.ppo_micro_batch_size", actor.use_dynamic_bsz, actor.ppo_micro_batch_size),
@@ -275,6 +201,16 @@ def _algorithm(config: Config) -> Iterator[str]:
     weights = algorithm.gdpo_reward_weights
     if weights is not None and len(weights) != len(algorithm.gdpo_reward_keys):
         yield f"algorithm.gdpo_reward_weights={weights}: give one weight for each of gdpo_reward_keys={algorithm.gdpo_reward_keys}."
+    if algorithm.adv_estimator == "gdpo":
+        beside = {
+            "algorithm.use_kl_in_reward": algorithm.use_kl_in_reward,
+            "reward_model.enable": config.reward_model.enable,
+            "reward.weights": bool(config.reward.weights),
+            "reward_model.overlong_buffer.enable": config.reward_model.reward_manager == "dapo"
+            and config.reward_model.overlong_buffer.enable,
+        }
+        for key in (key for key, on in beside.items() if on):
+            yield f"algorithm.adv_estimator=gdpo compares gdpo_reward_keys alone, and {key} would be lost. Leave it out, or use grpo."
     if not algorithm.kl_ctrl.target_kl > 0:
         yield f"algorithm.kl_ctrl.target_kl={algorithm.kl_ctrl.target_kl}: it must be over 0."
     for read, name in (
@@ -290,6 +226,22 @@ def _algorithm(config: Config) -> Iterator[str]:
 
 def _reward_model(config: Config) -> Iterator[str]:
     model, buffer = config.reward_model, config.reward_model.overlong_buffer
+    if model.enable and model.rule_weight == 0:
+        if model.weight == 0:
+            yield "reward_model.weight=0 and reward_model.rule_weight=0 leave no reward at all."
+        metric = config.algorithm.filter_groups.metric
+        asked: list[tuple[str, Any, bool]] = [
+            ("algorithm.adv_estimator", "gdpo", config.algorithm.adv_estimator == "gdpo")
+        ]
+        asked += [("data.sampler.name", "solve_rate", config.data.sampler.name == "solve_rate")]
+        own = config.algorithm.filter_groups.enable and metric not in ("acc", "score", "seq_reward")
+        asked += [
+            ("algorithm.filter_groups.metric", metric, own),
+            ("reward.weights", config.reward.weights, bool(config.reward.weights)),
+        ]
+        for key, value, holds in asked:
+            if holds:
+                yield f"{key}={value} needs a scorer, and reward_model.rule_weight=0 runs none."
     for name, weight in config.reward.weights.items():
         if not isinstance(weight, int | float):
             yield f"reward.weights.{name}={weight}: give a number, such as reward.weights.{name}=0.5."
@@ -318,7 +270,7 @@ def _budgets(config: Config) -> Iterator[str]:
         ("critic.forward_max_token_len_per_gpu", critic.use_dynamic_bsz, critic.forward_max_token_len_per_gpu, 1),
     ):  # fmt: skip
         if key.startswith("critic."):
-            if config.algorithm.adv_estimator != "gae":
+            if not config.algorithm.needs_critic:
                 continue
         else:
             key = _A + key
@@ -334,6 +286,14 @@ def _sizes(config: Config) -> Iterator[str]:
     """Micro-batches by count: one size each; the log-prob passes may leave theirs out and take the update's."""
     actor, ref, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.actor_rollout_ref.rollout
     update = (actor.ppo_micro_batch_size, actor.ppo_micro_batch_size_per_gpu)
+    for section, used, dynamic, size in (
+        ("critic.ppo_micro_batch_size_per_gpu", config.algorithm.needs_critic, config.critic.use_dynamic_bsz,
+         config.critic.ppo_micro_batch_size_per_gpu),
+        ("reward_model.micro_batch_size_per_gpu", config.reward_model.enable, config.reward_model.use_dynamic_bsz,
+         config.reward_model.micro_batch_size_per_gpu),
+    ):  # fmt: skip
+        if used and not dynamic and size is None:
+            yield f"{section.partition('.')[0]}.use_dynamic_bsz=False needs {section} (samples per forward on one device). Try 4."
     for key, dynamic, switch, pair in (
         ("actor.ppo_micro_batch_size", actor.use_dynamic_bsz, "actor.use_dynamic_bsz", update),
         ("ref.log_prob_micro_batch_size", ref.log_prob_use_dynamic_bsz, "ref.log_prob_use_dynamic_bsz",
@@ -359,6 +319,17 @@ def _rest(config: Config) -> Iterator[str]:
         yield f"{_A}model.path is not set. Give a Hugging Face folder or hub name."
     if not as_list(config.data.train_files):
         yield "data.train_files is not set. Give one or more parquet files (see data_preprocess/)."
+    if trainer.val_only and not as_list(config.data.val_files):
+        yield "trainer.val_only=True has nothing to do: data.val_files is not set."
+    if (
+        config.algorithm.needs_critic
+        and trainer.total_training_steps is not None
+        and trainer.critic_warmup > trainer.total_training_steps
+    ):
+        yield (
+            f"trainer.critic_warmup={trainer.critic_warmup} is over trainer.total_training_steps={trainer.total_training_steps}, "
+            "so the actor would never learn."
+        )
     if trainer.resume_mode == "resume_path" and not trainer.resume_from_path:
         yield "trainer.resume_mode=resume_path needs trainer.resume_from_path=…/global_step_N."
 

@@ -78,7 +78,10 @@ _MODES: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
     ),
     (
         (_A + "actor.loss_scale_factor",),
-        lambda cfg: cfg.actor_rollout_ref.actor.loss_agg_mode != "seq-mean-token-sum-norm",
+        lambda cfg: (
+            cfg.actor_rollout_ref.actor.loss_agg_mode != "seq-mean-token-sum-norm"
+            and not (cfg.algorithm.needs_critic and cfg.critic.loss_agg_mode == "seq-mean-token-sum-norm")
+        ),
         "only loss_agg_mode=seq-mean-token-sum-norm uses it",
     ),
     (
@@ -150,12 +153,12 @@ _MODES: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
     ),
     (
         ("algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_weights"),
-        lambda cfg: cfg.algorithm.adv_estimator != "gdpo",
+        lambda cfg: cfg.algorithm.adv_estimator != "gdpo" and ":" not in cfg.algorithm.adv_estimator,
         "only adv_estimator=gdpo uses it",
     ),
     (
         ("critic.", "trainer.critic_warmup"),
-        lambda cfg: cfg.algorithm.adv_estimator != "gae",
+        lambda cfg: not cfg.algorithm.needs_critic,
         "there is no critic without algorithm.adv_estimator=gae",
     ),
     (
@@ -237,6 +240,46 @@ _MODES: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
         "only reward_manager=dapo uses it",
     ),
     (
+        ("reward_model.overlong_buffer.len", "reward_model.overlong_buffer.penalty_factor"),
+        lambda cfg: not cfg.reward_model.overlong_buffer.enable,
+        "overlong_buffer.enable=False",
+    ),
+    (
+        tuple(f"reward_model.model.fsdp_config.{name}" for name in ("model_dtype", "optimizer_offload")),
+        lambda cfg: True,
+        "the reward model is not trained",
+    ),
+    (
+        ("critic.optim.min_lr_ratio", "critic.optim.num_cycles"),
+        lambda cfg: cfg.critic.optim.lr_scheduler_type == "constant",
+        "lr_scheduler_type=constant",
+    ),
+    (
+        ("critic.optim.lr_warmup_steps_ratio",),
+        lambda cfg: cfg.critic.optim.lr_warmup_steps >= 0,
+        "lr_warmup_steps is set",
+    ),
+    (
+        ("critic.checkpoint.",),
+        lambda cfg: True,
+        "a checkpoint always holds the whole critic",
+    ),
+    (
+        (
+            "custom_reward_function.",
+            "reward.num_workers",
+            "reward.timeout_s",
+            "reward.on_error",
+            "reward.memory_limit_mb",
+            "reward.url",
+            "reward.url_concurrency",
+            "reward.allow_code_execution",
+            "reward.overlap",
+        ),
+        lambda cfg: cfg.reward_model.enable and cfg.reward_model.rule_weight == 0,
+        "reward_model.rule_weight=0: no scorer runs",
+    ),
+    (
         (
             "reward_model.model.",
             "reward_model.weight",
@@ -272,7 +315,7 @@ def _bypass(cfg: Config) -> bool:
 def without_effect(loaded: LoadedConfig) -> list[str]:
     """One line for each key the user set that changes nothing in the chosen mode."""
     notes: dict[str, str] = {}
-    for key, why in [*_by_mode(loaded), *_by_help(loaded), *_micro_batches(loaded)]:
+    for key, why in [*_by_mode(loaded), *_by_help(loaded), *_micro_batches(loaded), *_other_micro_batches(loaded)]:
         notes.setdefault(key, f"{key}: no effect: {why}")
     return [*notes.values(), *_greedy_validation(loaded.config), *_whole_checkpoints(loaded)]
 
@@ -326,6 +369,17 @@ def _micro_batches(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
         else:
             for key in _set_by_user(loaded, (_A + budget,)):
                 yield key, f"{switch}=False cuts by samples ({_A}{size}_per_gpu)"
+
+
+def _other_micro_batches(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
+    critic, model = loaded.config.critic, loaded.config.reward_model
+    for section, dynamic, sizes, budgets in (
+        ("critic", critic.use_dynamic_bsz, ("ppo_micro_batch_size_per_gpu", "forward_micro_batch_size_per_gpu"),
+         ("ppo_max_token_len_per_gpu", "forward_max_token_len_per_gpu")),
+        ("reward_model", model.use_dynamic_bsz, ("micro_batch_size_per_gpu",), ("forward_max_token_len_per_gpu",)),
+    ):  # fmt: skip
+        for key in _set_by_user(loaded, tuple(f"{section}.{name}" for name in (sizes if dynamic else budgets))):
+            yield key, f"{section}.use_dynamic_bsz={dynamic} cuts by {'tokens' if dynamic else 'samples'}"
 
 
 def _greedy_validation(config: Config) -> Iterator[str]:

@@ -87,7 +87,7 @@ class Samples:
 
     @classmethod
     def join(cls, pieces: Sequence[tuple[Samples, Array]]) -> Samples:
-        """The chosen samples (by id, in order) of several `Samples` as one, numbered anew from 0."""
+        """The chosen samples (by id, in order) of several `Samples` as one, numbered anew from 0. A number that some lack is NaN there."""
         joined = cls(sum(len(ids) for _, ids in pieces))
         start = 0
         for samples, ids in pieces:
@@ -95,10 +95,12 @@ class Samples:
             new_id[ids] = start + np.arange(len(ids))
             for part in samples._parts:
                 kept = new_id[part.ids] >= 0
-                joined.attach([Part(part.ref, part.columns, new_id[part.ids][kept], part.rows[kept])])
+                if kept.any():  # else nothing of the object is needed any more
+                    joined.attach([Part(part.ref, part.columns, new_id[part.ids][kept], part.rows[kept])])
             start += len(ids)
-        for name in pieces[0][0].numbers:
-            joined.update({name: np.concatenate([samples[name][ids] for samples, ids in pieces])})
+        for name in dict.fromkeys(name for samples, _ in pieces for name in samples.numbers):
+            columns = [samples.numbers.get(name, np.full(len(samples), np.nan))[ids] for samples, ids in pieces]
+            joined.update({name: np.concatenate(columns)})
         return joined
 
     def request(self, ids: Array, columns: Sequence[str], numbers: Sequence[str] = ()) -> Request:

@@ -79,7 +79,7 @@ class SolveRateSampler:
 
     def state(self) -> State:
         """Position and solve rates."""
-        return {"cursor": np.array(self._cursor), "rates": self._rates}
+        return {"cursor": np.array(self._cursor), "rates": self._rates.copy()}
 
     def restore(self, state: State) -> None:
         """Go on from ``state``."""

@@ -63,7 +63,7 @@ def read_weights(
 
 
 def read_score_head(path: str) -> Tensor | None:
-    """The weight of a checkpoint's classification head [labels, hidden], or None where it has none."""
+    """The weight of a checkpoint's classification head [1, hidden], or None where it has none. Raises ConfigError for more labels."""
     quiet = {"_raise_exceptions_for_missing_entries": False}
     index = cached_file(path, "model.safetensors.index.json", **quiet)
     name = json.loads(Path(index).read_text())["weight_map"].get(_HEAD) if index else "model.safetensors"
@@ -71,7 +71,10 @@ def read_score_head(path: str) -> Tensor | None:
     if file is None:
         return None
     with safe_open(file, "pt") as weights:
-        return weights.get_tensor(_HEAD) if _HEAD in weights.keys() else None  # noqa: SIM118 - not a dict
+        head = weights.get_tensor(_HEAD) if _HEAD in weights.keys() else None  # noqa: SIM118 - not a dict
+    if head is not None and head.shape[0] != 1:
+        raise ConfigError(f"{path} is a classifier with {head.shape[0]} labels; a critic or reward model has one.")
+    return head
 
 
 def empty_model(
@@ -84,8 +87,13 @@ def empty_model(
 ) -> PreTrainedModel:
     """The module structure on the meta device: no memory, no weights."""
     kind: Any = AutoModel if decoder_only else AutoModelForCausalLM
-    with torch.device("meta"):
-        return kind.from_config(config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code)
+    try:
+        with torch.device("meta"):
+            return kind.from_config(
+                config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
+            )
+    except ValueError as error:
+        raise ConfigError(f"transformers cannot build {type(config).__name__} as {kind.__name__}: {error}") from error
 
 
 def recompute_activations(model: PreTrainedModel) -> None:

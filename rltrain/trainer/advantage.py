@@ -17,6 +17,7 @@ from rltrain.controller.samples import Samples
 from rltrain.trainer import metrics as m
 from rltrain.trainer.balance import Layout
 from rltrain.trainer.metrics import Metrics
+from rltrain.trainer.rewards import known_number
 from rltrain.trainer.roles import Policy
 
 
@@ -51,8 +52,13 @@ class Advantages:
                 whitening = Whitening(*moments.whitening())
             return whitening, metrics | m.token_advantage_metrics(sums, whitening.shift, whitening.scale)
         assert self._estimator.outcome is not None
-        terms = {name: torch.from_numpy(samples[name]) for name in self._cfg.algorithm.gdpo_reward_keys}
-        scores, groups, lengths = (torch.from_numpy(samples[name]) for name in ("reward", "group", "response_length"))
+        terms = {
+            name: torch.from_numpy(known_number(samples, name, self._cfg.reward.on_error))
+            for name in self._cfg.algorithm.gdpo_reward_keys
+        }
+        # Whitening is over the tokens that count in the loss.
+        counted = "loss_tokens" if "loss_tokens" in samples.numbers else "response_length"
+        scores, groups, lengths = (torch.from_numpy(samples[name]) for name in ("reward", "group", counted))
         advantages = self._estimator.outcome(OutcomeInputs(scores, groups, lengths, terms), self._cfg.algorithm)
         samples.update({"advantage": advantages.double().numpy()})
         return Whitening(), metrics | m.outcome_advantage_metrics(samples)

@@ -12,7 +12,7 @@ from rltrain.data.sampler import Sampler
 from rltrain.trainer.balance import Ids
 from rltrain.trainer.metrics import Metrics
 from rltrain.trainer.plan import Plan
-from rltrain.trainer.rewards import Rewards
+from rltrain.trainer.rewards import Rewards, known_number
 from rltrain.trainer.roles import Policy
 from rltrain.trainer.timing import StepTimer
 from rltrain.workers.rollout.base import Sampling
@@ -70,8 +70,8 @@ class Experience:
             samples, metrics = self._policy.generate(task, arrivals)
         with timer("reward"):
             samples.update(self._rewards.score("train", samples, arrivals))
-        solved = samples.numbers.get("acc", samples["rule_score"]).clip(0, 1).reshape(len(rows), -1).mean(1)
-        self.sampler.observe(rows, solved)
+        if "rule_score" in samples.numbers:
+            self.sampler.observe(rows, self._accuracy(samples).clip(0, 1).reshape(len(rows), -1).mean(1))
         return samples, metrics | {"reward/compute_s": self._rewards.take_seconds()}
 
     def _sampling(self, *, greedy: bool, num_samples: int | None = None) -> Sampling:
@@ -88,10 +88,18 @@ class Experience:
     def _useful_prompts(self, samples: Samples) -> Ids:
         """Prompts whose answers differ in ``filter_groups.metric``   (Yu et al. 2025, DAPO, section 3.2)."""
         metric = self._cfg.algorithm.filter_groups.metric
-        if metric == "acc" and "acc" not in samples.numbers:  # a scorer that returns a bare number
-            metric = "rule_score"
-        values = samples["score" if metric == "seq_reward" else metric].reshape(-1, self._rollout.n)
+        if metric == "acc":
+            values = self._accuracy(samples)
+        else:
+            values = known_number(samples, "score" if metric == "seq_reward" else metric, self._cfg.reward.on_error)
+        values = values.reshape(-1, self._rollout.n)
         return np.flatnonzero(values.max(1) != values.min(1))
+
+    def _accuracy(self, samples: Samples) -> np.ndarray:
+        """``acc`` of each answer; where its scorer returns a bare number (or there is a reward model alone), the score."""
+        score = samples.numbers.get("rule_score", samples["score"])
+        acc = samples.numbers.get("acc", score)
+        return np.where(np.isnan(acc), score, acc)
 
     def _choose(self, rounds: list[_Round], metrics: Metrics) -> tuple[Samples, Metrics]:
         """Useful groups in order; where they are too few, groups that were thrown away keep the batch at its size."""
@@ -130,6 +138,7 @@ class Experience:
             )
             greedy, _ = self._policy.generate(task)
             samples.update({"baseline": self._rewards.score("train", greedy)["score"].repeat(n)})
+            self._rewards.take_seconds()  # timing_s/gen_max has it
 
     def validation(self, step: int) -> tuple[Samples, dict[str, np.ndarray], int]:
         """Answers to every validation prompt, their scores, and how many answers a prompt got."""

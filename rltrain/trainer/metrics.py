@@ -47,11 +47,11 @@ def token_advantage_metrics(sums: dict[str, float], shift: float, scale: float) 
     """Whitened advantages, returns, and of a critic its values and the share of the returns' variance they explain."""
     metrics: Metrics = {}
     for name, (offset, factor) in {"advantages": (shift, scale), "returns": (0.0, 1.0), "values": (0.0, 1.0)}.items():
-        if f"{name}/count" in sums:
+        if sums.get(f"{name}/count"):
             mean = sums[f"{name}/total"] / max(sums[f"{name}/count"], 1)
             for kind, value in (("mean", mean), ("max", sums[f"{name}/max"]), ("min", sums[f"{name}/min"])):
                 metrics[f"critic/{name}/{kind}"] = (value - offset) * factor
-    if "errors/count" in sums:
+    if sums.get("errors/count"):
         unexplained = _variance(sums, "errors") / (_variance(sums, "returns") + 1e-5)
         metrics["critic/vf_explained_var"] = 1.0 - unexplained
     return metrics
@@ -97,8 +97,9 @@ def update_metrics(results: Sequence[dict[str, Any]], tokens: NDArray[np.int64],
         total = sum(result.get(key, 0.0) for result in results)
         if kind == "share":
             metrics[f"{prefix}/{name}"] = float(np.mean(total))
-        elif kind == "token" and not name.startswith("mismatch/"):
-            metrics[f"{prefix}/{name}"] = float(np.mean(total / np.maximum(tokens, 1)))
+        elif kind == "token" and not name.startswith("mismatch/") and (tokens > 0).any():
+            # A step without tokens has no mean.
+            metrics[f"{prefix}/{name}"] = float(np.mean((total / np.maximum(tokens, 1))[tokens > 0]))
     metrics[f"{prefix}/grad_norm"] = float(np.mean(results[0]["grad_norm"]))
     metrics[f"{prefix}/steps_skipped"] = float(np.sum(results[0]["skipped"]))
     return metrics | peak_memory(results)
@@ -127,7 +128,7 @@ def mismatch_metrics(sums: dict[str, float]) -> Metrics:
     kl, k3_kl: estimates of KL(engine || trainer) per token. ppl: exp of the mean negative log-prob of an answer, mean over
     answers. chi2: mean of w^2 - 1 over tokens (seq: of the product of w over answers), w = pi_trainer / pi_engine.
     """
-    if not sums:
+    if not sums.get("tokens"):
         return {}
     tokens, sequences = max(sums["tokens"], 1), max(sums["sequences"], 1)
     metrics = {
@@ -149,7 +150,9 @@ def mismatch_metrics(sums: dict[str, float]) -> Metrics:
         }
     if "is" in sums:
         metrics |= {
-            "rollout_corr/rollout_is_mean": sums["is"] / tokens,
+            "rollout_corr/rollout_is_mean": sums["is_answers"] / sequences
+            if "is_answers" in sums
+            else sums["is"] / tokens,
             "rollout_corr/rollout_is_max": sums["max/is"],
             "rollout_corr/rollout_is_min": -sums["max/minus_is"],
             "rollout_corr/rollout_is_eff_sample_size": sums["is"] ** 2 / (tokens * max(sums["is_squared"], 1e-12)),
@@ -177,15 +180,19 @@ def balance_metrics(samples: Samples, num_engines: int, after: Sequence[int]) ->
 
 
 def throughput_metrics(samples: Samples, timing: Metrics, num_devices: int) -> Metrics:
-    """Tokens per second and device. perf/throughput counts prompt and response tokens over the whole step."""
+    """Tokens per second and device. perf/throughput counts prompt and response tokens over the whole step.
+
+    What dynamic sampling threw away was generated too, and counts in perf/gen_throughput alone.
+    """
     response = int(samples["response_length"].sum())
     total = response + int(samples["prompt_length"].sum())
     step = timing["timing_s/step"]
+    generated = response + timing.get("filter_groups/tokens_thrown_away", 0.0)
     metrics = {
         "perf/total_num_tokens": float(total),
         "perf/time_per_step": step,
         "perf/throughput": total / (step * num_devices),
-        "perf/gen_throughput": response / (timing["timing_s/generate_sequences"] * num_devices),
+        "perf/gen_throughput": generated / (timing["timing_s/generate_sequences"] * num_devices),
     }
     if timing.get("timing_s/old_log_prob"):
         metrics["perf/old_log_prob_throughput"] = total / (timing["timing_s/old_log_prob"] * num_devices)
@@ -211,6 +218,7 @@ def flops_metrics(samples: Samples, timing: Metrics, model: dict[str, Any], num_
     if not model.get("peak_flops") or "timing_s/update_actor" not in timing:
         return {}
     lengths = (samples["prompt_length"] + samples["response_length"]).astype(np.float64)
+    lengths = lengths[~samples["silent"]]  # the others were not computed
     flops = 6 * model["matmul_parameters"] * lengths.sum() + 6 * model["attention_width"] * np.square(lengths).sum()
     return {
         "perf/mfu/actor": float(epochs * flops / (timing["timing_s/update_actor"] * num_devices * model["peak_flops"]))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from rltrain.config.check import uneven
 from rltrain.config.model_schema import OptimConfig
 from rltrain.config.schema import Config
+from rltrain.config.values import DEFAULT_ROUNDS
 from rltrain.errors import ConfigError
 
 
@@ -55,10 +56,6 @@ class Plan:
     critic_lr_warmup_steps: int
 
 
-# Rounds of dynamic sampling in a step, unless filter_groups.max_num_gen_batches says.
-_DEFAULT_ROUNDS = 10
-
-
 def make_plan(config: Config, num_prompts: int | None = None) -> Plan:
     """Raises ConfigError where something does not divide. ``num_prompts``: rows left after filtering, when known.
 
@@ -93,7 +90,7 @@ def make_plan(config: Config, num_prompts: int | None = None) -> Plan:
         samples_per_mini_batch=mini * rollout.n,
         optimizer_steps_per_step=actor.ppo_epochs * (prompts // mini),
         prompts_per_round=drawn,
-        max_generation_rounds=(filtering.max_num_gen_batches or _DEFAULT_ROUNDS) if filtering.enable else 1,
+        max_generation_rounds=(filtering.max_num_gen_batches or DEFAULT_ROUNDS) if filtering.enable else 1,
         critic_prompts_per_mini_batch=critic.ppo_mini_batch_size,
         num_engine_replicas=replicas,
         most_samples_per_replica=-(-prompts // replicas) * rollout.n,
@@ -133,7 +130,8 @@ def _steps_per_epoch(num_prompts: int | None, drawn: int, prompts: int) -> int |
             f"data.{key}={drawn} is more than the {num_prompts} prompts that are left to train on. "
             f"Lower it, or raise data.max_prompt_length."
         )
-    return None if num_prompts is None else num_prompts // drawn
+    # A step takes at least as many rounds as fill its batch.
+    return None if num_prompts is None else max(1, num_prompts // (-(-prompts // drawn) * drawn))
 
 
 def _warmup_steps(optim: OptimConfig, total: int) -> int:
@@ -169,7 +167,7 @@ def describe(plan: Plan, config: Config) -> str:
 def _more_rows(plan: Plan, config: Config) -> list[tuple[str, str]]:
     """What only some algorithms have."""
     rows = []
-    if config.algorithm.adv_estimator == "gae":
+    if config.algorithm.needs_critic:
         steps = config.critic.ppo_epochs * (plan.prompts_per_step // plan.critic_prompts_per_mini_batch)
         rows.append(
             (

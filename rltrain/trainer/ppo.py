@@ -62,7 +62,7 @@ class PPOTrainer:
         self._actor_cfg = cfg.actor_rollout_ref.actor
         self._model_sizes = model_sizes
         self._bypass = cfg.algorithm.rollout_correction.bypass_mode
-        self._skipped_in_a_row = 0
+        self._skipped_in_a_row: dict[str, int] = {}
 
     # -- the algorithm -------------------------------------------------------------------------------------------------
 
@@ -137,12 +137,13 @@ class PPOTrainer:
         results = self.actor.update(samples, layout, tasks, token_level=self.advantages.token_level)
         computed = np.array([self._loss_tokens(samples)[ids].sum() for ids in mini_batches])
         metrics = m.update_metrics(results, computed, "actor") | {"actor/lr": rate}
+        samples.update({"silent": silent})
         metrics["perf/update_tokens_skipped"] = float(_tokens(samples)[silent].sum() * cfg.ppo_epochs)
         if self._bypass:
             metrics |= m.mismatch_metrics(m.first_step_mismatch(results))
         if cfg.use_kl_loss:
             metrics["actor/kl_coef"] = cfg.kl_loss_coef
-        self._watch_skipped(metrics)
+        self._watch_skipped("actor", metrics)
         return metrics
 
     def _update_critic(self, samples: Samples, step: int) -> Metrics:
@@ -154,6 +155,7 @@ class PPOTrainer:
         rate = learning_rate(step - 1, cfg.optim, self.plan.critic_lr_warmup_steps, self.plan.total_steps)
         results = self.critic.update(samples, layout, _work(layout, counts), rate)
         metrics = m.update_metrics(results, np.array([count.tokens for count in counts]), "critic")
+        self._watch_skipped("critic", metrics)
         return metrics | {"critic/lr": rate}
 
     def _loss_tokens(self, samples: Samples) -> np.ndarray:
@@ -165,12 +167,14 @@ class PPOTrainer:
         horizon = self._actor_cfg.loss_scale_factor or self.cfg.data.max_response_length
         return Denominators(int(tokens.sum()), int((tokens > 0).sum()), horizon)
 
-    def _watch_skipped(self, metrics: Metrics) -> None:
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if metrics["actor/steps_skipped"] else 0
-        if self._skipped_in_a_row >= _MAX_SKIPPED_STEPS:
+    def _watch_skipped(self, role: str, metrics: Metrics) -> None:
+        self._skipped_in_a_row[role] = (
+            self._skipped_in_a_row.get(role, 0) + 1 if metrics[f"{role}/steps_skipped"] else 0
+        )
+        if self._skipped_in_a_row[role] >= _MAX_SKIPPED_STEPS:
             raise NonFiniteError(
-                f"{_MAX_SKIPPED_STEPS} steps in a row had a loss or gradient that is not finite; stopping in spite of "
-                "trainer.on_nonfinite=skip. Lower actor_rollout_ref.actor.optim.lr and resume from the newest checkpoint."
+                f"{role}: {_MAX_SKIPPED_STEPS} steps in a row had a loss or gradient that is not finite; stopping in spite of "
+                "trainer.on_nonfinite=skip. Lower its optim.lr and resume from the newest checkpoint."
             )
 
     def _describe(self, samples: Samples, layout: Layout, step: int) -> Metrics:
@@ -229,7 +233,7 @@ class PPOTrainer:
         self.experience.batches_drawn = progress.batches_drawn
         if progress.sampler:
             self.experience.sampler.restore(progress.sampler)
-        if progress.kl_coef is not None:
+        if progress.kl_coef is not None and self.cfg.algorithm.kl_ctrl.type == "adaptive":
             self.advantages.kl_coef = progress.kl_coef
 
     def validate(self, step: int) -> Metrics:

@@ -58,7 +58,9 @@ class Rewards:
             found = self._finish(arrivals or self._all_at_once(split, samples))
         if self._weights:
             found["score"] = self._weigh(found)
-        total = found["rule_score"] = found["score"]
+        total = found["score"]
+        if self._pool:
+            found["rule_score"] = total
         if self._model:
             found["model_score"] = self._model.score(split, samples)
             total = self._cfg.weight * found["model_score"] + self._cfg.rule_weight * total
@@ -119,6 +121,17 @@ class Arrivals:
     def tick(self) -> None:
         """Hand out what waits, without waiting."""
         self.scoring.advance(wait_s=0)
+
+
+def known_number(samples: Samples, name: str, on_error: float) -> Floats:
+    """A number the scorer returns [n]; ``on_error`` where scoring failed. Raises RewardError where a scored answer has none."""
+    values = samples[name].astype(np.float64)
+    missing = np.isnan(values)
+    if (missing & (samples["reward_failed"] == 0)).any():
+        raise RewardError(
+            f"the scorer returned no number '{name}' for some answers, and the configuration asks for it."
+        )
+    return np.where(missing, on_error, values)
 
 
 def overlong_penalty(lengths: NDArray[np.int64], max_length: int, cfg: OverlongBufferConfig) -> Floats:

@@ -144,7 +144,7 @@ class Policy(_Role):
         """Attach ``advantages`` and ``returns``; returns their sums over all ranks. columns: payload the estimator needs."""
         wanted = ["response_length", *columns]
         wanted += ["ref_kl"] if self._kl_in_reward else []
-        wanted += ["loss_mask"] if self._correction.rollout_rs and not self._correction.bypass_mode else []
+        wanted += ["loss_mask"] if self._correction.masks_loss else []
         numbers = ["score", *(["baseline"] if "baseline" in samples.numbers else [])]
         return m.add_up(
             self._score("advantages", samples, layout, wanted, ["advantages", "returns"], [kl_coef], numbers)
@@ -157,7 +157,7 @@ class Policy(_Role):
         columns += ["advantages"] if token_level else []
         if not self._correction.bypass_mode:
             columns += ["is_weights"] if self._correction.rollout_is else []
-            columns += ["loss_mask"] if self._correction.rollout_rs else []
+            columns += ["loss_mask"] if self._correction.masks_loss else []
         numbers = ["sample"] if token_level else ["sample", "advantage"]
         work = [[samples.request(ids, columns, numbers), task] for ids, task in zip(layout.ids, tasks, strict=True)]
         return self._group.call("actor.update", per_rank=work)
@@ -175,9 +175,9 @@ class Policy(_Role):
 class Critic(_Role):
     """The value function."""
 
-    def __init__(self, group: WorkerGroup, *, with_mask: bool) -> None:
+    def __init__(self, group: WorkerGroup, cfg: Config) -> None:
         super().__init__(group, "critic")
-        self._with_mask = with_mask
+        self._with_mask = cfg.algorithm.rollout_correction.masks_loss
 
     def values(self, samples: Samples, layout: Layout) -> None:
         """Attach ``values``."""

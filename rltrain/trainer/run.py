@@ -78,12 +78,11 @@ def _train(
     # A Config object would arrive as a reference too; only the data is big enough to be shared.
     group.start(_WORKER, {"cfg": cfg, "prompts": share(prompts), "rows": splits if cfg.reward_model.enable else None})
     pool = start_pool(cfg, splits)
-    with_critic = cfg.algorithm.adv_estimator == "gae"
+    with_critic = cfg.algorithm.needs_critic
     sizes = group.call("init_models", [needs_reference(cfg), with_critic])
     log.info("%d workers, %.1f million parameters", group.world, sizes[0]["num_parameters"] / 1e6)
     policy = Policy(group, cfg)
-    with_mask = bool(cfg.algorithm.rollout_correction.rollout_rs) and not cfg.algorithm.rollout_correction.bypass_mode
-    critic = Critic(group, with_mask=with_mask) if with_critic else None
+    critic = Critic(group, cfg) if with_critic else None
     others = {"critic": critic} if critic else {}
     saver = Saver(cfg, folder, policy, others, rows["train"].fingerprint(), sizes[0]["num_parameters"])
     first_step, progress = saver.resume()

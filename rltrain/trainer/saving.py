@@ -28,7 +28,6 @@ FROZEN_KEYS = (
     "data.seed",
     "data.shuffle",
     "data.sampler.name",
-    "data.gen_batch_size",
     "data.max_prompt_length",
 )
 
@@ -197,4 +196,6 @@ def frozen_values(cfg: Config) -> dict[str, Any]:
         for name in key.split("."):
             value = getattr(value, name)
         values[key] = value
-    return values
+    # The data position is counted in rounds of this many prompts.
+    rounds = cfg.data.gen_batch_size if cfg.algorithm.filter_groups.enable else None
+    return values | {"prompts per round": rounds or cfg.data.train_batch_size}

@@ -27,7 +27,7 @@ from rltrain.models.load import load_config
 from rltrain.models.shard import make_mesh, sharded_model
 from rltrain.models.state import load_training_state, save_training_state
 from rltrain.ragged import Ragged
-from rltrain.workers.residency import Residency
+from rltrain.workers.residency import Phase, Residency
 from rltrain.workers.rollout.base import sample_seeds, uniforms
 from rltrain.workers.rollout.hf import HFRollout
 from rltrain.workers.selection import select
@@ -54,6 +54,7 @@ class ActorRolloutRefWorker:
         self._entry = find_policy_loss(self._actor_cfg.policy_loss.loss_mode)
         self._reinforce = self._correction.bypass_mode and self._correction.loss_type == "reinforce"
         self._exact_kl_loss = self._actor_cfg.use_kl_loss and self._actor_cfg.kl_loss_type == "full"
+        self._exact_kl_reward = cfg.algorithm.use_kl_in_reward and cfg.algorithm.kl_penalty == "full"
         self._scored_at: int | None = None
         self._finished: SimpleQueue[tuple[int, list[str]] | None] = SimpleQueue()
         self._load_models(with_reference)
@@ -78,12 +79,14 @@ class ActorRolloutRefWorker:
         )
         self._sync = WeightSync(self._policy, self._engine)
         self._residency.add_engine(self._release_engine)
-        self._residency.add_model(
-            self._policy, "sync", "score", "ref", "train_actor", "save", offload=fsdp.param_offload
-        )
+        phases: tuple[Phase, ...] = ("sync", "score", "train_actor", "save")
+        phases += ("ref",) if self._exact_kl_reward else ()
+        self._residency.add_model(self._policy, *phases, offload=fsdp.param_offload)
         self._residency.add_optimizer(self._updater.optimizer, "train_actor", "save", offload=fsdp.optimizer_offload)
         if with_reference:
-            self._reference = self._load_policy(resolve_dtype("auto", self._device), False).requires_grad_(False).eval()
+            self._reference = (
+                self._load_policy(resolve_dtype(fsdp.compute_dtype, self._device), False).requires_grad_(False).eval()
+            )
             offload = self._cfg.actor_rollout_ref.ref.fsdp_config.param_offload
             phases = ("ref", "train_actor") if self._exact_kl_loss else ("ref",)
             self._residency.add_model(self._reference, *phases, offload=offload)
@@ -207,7 +210,7 @@ class ActorRolloutRefWorker:
         self._residency.enter("ref")
         algorithm = self._cfg.algorithm
         columns: dict[str, Ragged] = {}
-        exact = algorithm.use_kl_in_reward and algorithm.kl_penalty == "full"
+        exact = self._exact_kl_reward
         if not exact or (self._actor_cfg.use_kl_loss and not self._exact_kl_loss):
             columns["ref_log_probs"], _ = self._score(self._reference, batch, micro_sizes, with_entropy=False)
         if exact:
@@ -286,7 +289,13 @@ class ActorRolloutRefWorker:
         )
         if self._correction.bypass_mode:
             engine = micro.ragged("rollout_log_probs").to("cpu")
-            share.token_sums.update(_as_tensors(mismatch_sums(engine.like(log_probs.detach().cpu()), engine)))
+            train = engine.like(log_probs.detach().cpu())
+            sums = mismatch_sums(train, engine)
+            if self._rules:
+                sums |= correction_sums(
+                    None, mask.to("cpu"), engine.like(train.values - engine.values), self._correction
+                )
+            share.token_sums.update(_as_tensors(sums))
         return share
 
     def _correct(self, micro: Batch, log_probs: Tensor, task: UpdateTask) -> tuple[Ragged, Tensor | None]:
@@ -323,11 +332,9 @@ class ActorRolloutRefWorker:
         )
         noise = torch.cat([empty.double(), *(_noise(micro, task.noise_seed) for micro in having)])
         assert self._entry.selection is not None
-        device = self._device.torch_device
-        chosen = select(
-            inputs.to(device), noise.to(device), self._entry.selection, denominators.tokens, self._actor_cfg
-        )
-        for micro, part in zip(having, mask.like(chosen.cpu()).split([len(micro) for micro in having]), strict=True):
+        # On the CPU, where everything is: a few numbers a token, in a precision that not every accelerator has.
+        chosen = select(inputs, noise, self._entry.selection, denominators.tokens, self._actor_cfg)
+        for micro, part in zip(having, mask.like(chosen).split([len(micro) for micro in having]), strict=True):
             micro.update({"selected": part})
 
     # -- saving --------------------------------------------------------------------------------------------------------

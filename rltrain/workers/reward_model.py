@@ -11,7 +11,7 @@ from rltrain.config.schema import Config
 from rltrain.data.chat import ChatEncoder
 from rltrain.data.rows import Rows
 from rltrain.device import resolve_dtype
-from rltrain.errors import ConfigError, NonFiniteError
+from rltrain.errors import ConfigError, DataError, NonFiniteError
 from rltrain.models.forward import ScalarModel, pack_whole
 from rltrain.models.load import load_config, read_score_head
 from rltrain.models.shard import make_mesh, sharded_model
@@ -38,13 +38,19 @@ class RewardModelWorker:
         self._encoder = ChatEncoder(
             model_cfg.path, trust_remote_code=model_cfg.trust_remote_code, chat_template=None, template_kwargs={}
         )
+        try:
+            _ = (
+                self._encoder.tokenizer
+            )  # loaded now, so that a missing chat template is not found after the first generation
+        except DataError as error:
+            raise ConfigError(f"reward_model.model.path={model_cfg.path}: {error}") from error
         self._model = sharded_model(
             ScalarModel,
             model_cfg.path,
             config,
             make_mesh(device, fsdp.fsdp_size),
             device,
-            master_dtype=resolve_dtype("auto", device),
+            master_dtype=resolve_dtype(fsdp.compute_dtype, device),
             compute_dtype=resolve_dtype(fsdp.compute_dtype, device),
             gradient_checkpointing=False,
             reshard_after_forward=fsdp.reshard_after_forward,

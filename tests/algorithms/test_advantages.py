@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from rltrain.algorithms.advantages import ESTIMATORS, Moments, OutcomeInputs, TokenInputs
 from rltrain.config.algorithm_schema import AlgorithmConfig
-from rltrain.config.check import COMPARING_ESTIMATORS, TOKEN_ESTIMATORS
+from rltrain.config.values import COMPARING_ESTIMATORS, TOKEN_ESTIMATORS
 from rltrain.ragged import Ragged
 from tests.algorithms import references as slow
 

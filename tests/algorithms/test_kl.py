@@ -6,13 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rltrain.algorithms.kl import KL_ESTIMATORS, adapted_kl_coef, exact_kl, kl_per_token
-from rltrain.config import check
 from rltrain.config.algorithm_schema import KLControlConfig
+from rltrain.config.values import KL_KINDS
 from tests.algorithms import references as slow
 
 settings.register_profile("quick", max_examples=60, deadline=None)
 settings.load_profile("quick")
-KINDS = [kind for kind in check._KL if kind != "full"]
+KINDS = [kind for kind in KL_KINDS if kind != "full"]
 
 
 def test_the_names_in_the_config_are_the_implemented_ones():

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from rltrain.algorithms.aggregation import Denominators
 from rltrain.algorithms.losses import actor_loss
 from rltrain.algorithms.policy_losses import POLICY_LOSSES, BatchMeans, PolicyLossInputs, clip_range
-from rltrain.config import check
+from rltrain.config import values
 from rltrain.config.schema import ActorConfig
 from rltrain.ragged import Ragged
 from tests.algorithms import references as slow
@@ -63,7 +63,7 @@ def one(new, old, advantage, selected=False, mask=1.0):
 
 
 def test_the_names_in_the_config_are_the_registered_ones():
-    assert set(check.POLICY_LOSSES) == set(POLICY_LOSSES) == set(LOSSES)
+    assert set(values.POLICY_LOSSES) == set(POLICY_LOSSES) == set(LOSSES)
 
 
 @pytest.mark.parametrize("name", LOSSES)

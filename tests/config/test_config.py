@@ -242,6 +242,28 @@ def test_keys_that_do_nothing_in_the_chosen_mode_say_so():
         ([f"{A}rollout.dtype=half"], "use one of auto, float32"),
         ([f"{A}rollout.val_kwargs.temperature=-1"], "at least 0"),
         ([f"{A}actor.checkpoint.save_contents=[weights]"], "'weights' is not a part of a checkpoint"),
+        (["critic.optim.betas=[0.9]"], "critic.optim.betas=[0.9]: give two numbers"),
+        (["critic.model.fsdp_config.fsdp_size=3"], "critic.model.fsdp_config.fsdp_size=3 does not divide"),
+        (["reward_model.enable=True"], "needs reward_model.model.path"),
+        (["reward_model.enable=True", "reward_model.rule_weight=0", "reward_model.weight=0"], "leave no reward at all"),
+        (
+            ["reward_model.enable=True", "reward_model.rule_weight=0", "data.sampler.name=solve_rate"],
+            "solve_rate needs a scorer",
+        ),
+        (["reward_model.reward_manager=batch"], "batch needs custom_reward_function.path"),
+        (["reward.weights.acc=much"], "reward.weights.acc=much: give a number"),
+        (["algorithm.adv_estimator=gdpo"], "needs algorithm.gdpo_reward_keys"),
+        (
+            ["algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[acc]", "algorithm.use_kl_in_reward=True"],
+            "algorithm.use_kl_in_reward would be lost",
+        ),
+        (["algorithm.filter_groups.enable=True", "data.gen_batch_size=1"], "Set gen_batch_size to at least 103"),
+        (["algorithm.rollout_correction.rollout_rs=token_k1"], "neither a number nor low_high"),
+        (["algorithm.adv_estimator=gae", "trainer.critic_warmup=9", "trainer.total_training_steps=5"], "never learn"),
+        (["algorithm.adv_estimator=gae", "critic.use_dynamic_bsz=False"], "critic.use_dynamic_bsz=False needs"),
+        (["trainer.val_only=True"], "has nothing to do"),
+        ([f"{A}actor.tau_pos=0"], "actor.tau_pos=0.0: it must be over 0"),
+        ([f"{A}actor.entropy_coeff=.nan"], "entropy_coeff=nan"),
     ],
 )
 def test_rules_between_keys(overrides, words):

@@ -14,7 +14,7 @@ from rltrain.algorithms.aggregation import Denominators
 from rltrain.algorithms.policy_losses import PolicyLossEntry
 from rltrain.batch import Batch
 from rltrain.controller.samples import Samples
-from rltrain.errors import ConfigError, RewardError
+from rltrain.errors import ConfigError, NonFiniteError, RewardError
 from rltrain.models.forward import pack
 from rltrain.ragged import Ragged
 from rltrain.trainer.advantage import check_plugins
@@ -218,8 +218,8 @@ def test_before_critic_warmup_only_the_critic_learns(make):
 
 
 def test_the_critic_learns_to_explain_the_returns(make):
-    trainer = make(**{ESTIMATOR: "gae"}, trainer__critic_warmup=1000, critic__optim__lr=3e-3, critic__ppo_epochs=4,
-                   twist=lambda row, score: float(row % 2))  # fmt: skip
+    trainer = make(**{ESTIMATOR: "gae"}, trainer__critic_warmup=1000, trainer__total_training_steps=1000,
+                   critic__optim__lr=3e-3, critic__ppo_epochs=4, twist=lambda row, score: float(row % 2))  # fmt: skip
     explained = [trainer.step(step)["critic/vf_explained_var"] for step in range(1, 13)]
     assert explained[0] == pytest.approx(0.0, abs=0.05)
     assert np.mean(explained[-3:]) > 0.5
@@ -293,7 +293,7 @@ def test_only_a_classifier_with_one_label_is_a_reward_model(make, reward_model, 
     weights_file = reward_model / "model.safetensors"
     state = load_file(weights_file)
     save_file(state | {"score.weight": state["score.weight"].repeat(2, 1)}, weights_file, metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match="has 2 labels"):
+    with pytest.raises(ConfigError, match="2 labels"):
         make(reward_model__enable=True, reward_model__model__path=reward_model)
 
 
@@ -480,3 +480,88 @@ def test_token_advantages_are_whitened_where_they_enter_the_loss(make, estimator
     ten_times = make(**one_step, twist=lambda row, score: 10 * score).step(1)
     assert ten_times["critic/returns/mean"] == pytest.approx(10 * metrics["critic/returns/mean"], rel=1e-4)
     assert ten_times["actor/grad_norm"] == pytest.approx(metrics["actor/grad_norm"], rel=1e-4)
+
+
+@pytest.mark.parametrize("metric", ["acc", "score"])
+def test_dynamic_sampling_with_a_reward_model_alone_looks_at_its_scores(make, reward_model, metric):
+    trainer = make(reward_model__enable=True, reward_model__model__path=reward_model, reward_model__rule_weight=0,
+                   algorithm__filter_groups__enable=True, algorithm__filter_groups__metric=metric)  # fmt: skip
+    trainer.rewards._pool = None  # as the real run has it
+    metrics = trainer.step(1)
+    assert metrics["filter_groups/rounds"] == 1
+    assert "reward/rule/mean" not in metrics
+
+
+def with_failures(trainer, *samples: int, acc: float | None = None) -> None:
+    """The given answers of every generation fail to be scored: no number of theirs is known. acc: what all others get."""
+    score = trainer.rewards._pool.score
+
+    def failing(split, jobs):
+        columns = score(split, jobs)
+        columns["acc"][:] = columns["acc"] if acc is None else acc
+        for sample in samples:
+            columns["acc"][sample], columns["score"][sample], columns["reward_failed"][sample] = np.nan, 0.0, 1.0
+        return columns
+
+    trainer.rewards._pool.score = failing
+
+
+def test_one_answer_that_could_not_be_scored_costs_gdpo_nothing_else(make):
+    trainer = make(**VARIANTS["gdpo"])
+    with_failures(trainer, 0)
+    metrics = trainer.step(1)
+    assert math.isfinite(metrics["actor/pg_loss"])
+    assert metrics["reward/error_rate"] == 1 / 16
+
+
+def test_a_failed_answer_does_not_make_a_group_useful(make):
+    trainer = make(
+        algorithm__filter_groups__enable=True,
+        algorithm__filter_groups__max_num_gen_batches=1,
+        twist=lambda row, score: 0.0,
+    )
+    with_failures(trainer, 0, 5, acc=0.0)
+    assert trainer.step(1)["filter_groups/prompts_filled_up"] == 4
+
+
+def test_a_number_that_some_rounds_lack_is_kept_for_the_others():
+    one, other = Samples(2), Samples(2)
+    one.update({"score": np.array([1.0, 2.0]), "acc": np.array([0.0, 1.0])})
+    other.update({"score": np.array([3.0, 4.0])})
+    for pair in ([(one, np.array([1])), (other, np.array([0, 1]))], [(other, np.array([0, 1])), (one, np.array([1]))]):
+        joined = Samples.join(pair)
+        assert sorted(joined["score"]) == [2.0, 3.0, 4.0]
+        assert np.isnan(joined["acc"]).sum() == 2
+
+
+def test_a_fixed_weight_of_the_kl_follows_the_configuration_after_a_resume(make):
+    fixed = make(algorithm__use_kl_in_reward=True, algorithm__kl_ctrl__kl_coef=0.01)
+    fixed.restore(Progress(3, 0.5))
+    assert fixed.advantages.kl_coef == 0.01
+    adaptive = make(
+        algorithm__use_kl_in_reward=True, algorithm__kl_ctrl__kl_coef=0.01, algorithm__kl_ctrl__type="adaptive"
+    )
+    adaptive.restore(Progress(3, 0.5))
+    assert adaptive.advantages.kl_coef == 0.5
+
+
+def test_a_critic_that_is_never_finite_stops_the_run(make):
+    trainer = make(**{ESTIMATOR: "gae"}, trainer__on_nonfinite="skip")
+    with torch.no_grad():
+        trainer.worker.critic._model.score.weight.to_local().fill_(float("nan"))
+    trainer.actor.update = lambda *arguments, **named: [{"grad_norm": np.zeros(1), "skipped": np.zeros(1)}]
+    trainer.step(1)
+    trainer.step(2)
+    with pytest.raises(NonFiniteError, match="critic: 3 steps in a row"):
+        trainer.step(3)
+
+
+def test_rejection_under_bypass_is_seen(make):
+    metrics = make(
+        **{
+            CORRECTION + "bypass_mode": True,
+            CORRECTION + "rollout_rs": "token_k1",
+            CORRECTION + "rollout_rs_threshold": "1.1",
+        }
+    ).step(1)
+    assert 0 < metrics["rollout_corr/rollout_rs_masked_fraction"] < 1

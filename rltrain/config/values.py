@@ -1,0 +1,118 @@
+"""What values keys may have, key by key. Rules between keys are in `check`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+_A = "actor_rollout_ref."
+DEVICES = ("auto", "npu", "cuda", "cpu")
+LOGGERS = ("console", "tensorboard", "wandb")
+_DTYPES = ("auto", "float32", "fp32", "bfloat16", "bf16", "float16", "fp16")
+CONTENTS = ("model", "optimizer", "extra", "hf_model")
+TOKEN_ESTIMATORS = ("gae", "reinforce_plus_plus", "remax")
+COMPARING_ESTIMATORS = ("grpo", "rloo", "opo", "grpo_passk", "gpg", "gdpo", "reinforce_plus_plus_baseline")
+POLICY_LOSSES = (
+    "vanilla", "gspo", "gpg", "cispo", "sapo", "geo_mean", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl",
+)  # fmt: skip
+KL_KINDS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "low_var_kl+", "k3+", "full")
+AGGREGATION = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+# Keys that may also be FILE.py:NAME.
+# Rounds of dynamic sampling in a step, unless filter_groups.max_num_gen_batches says.
+DEFAULT_ROUNDS = 10
+PLUGINS = ("algorithm.adv_estimator", _A + "actor.policy_loss.loss_mode", "data.sampler.name")
+# key -> its allowed values
+CHOICES = {
+    "data.sampler.name": ("shuffle", "solve_rate"),
+    "data.truncation": ("error", "left", "right", "middle"),
+    _A + "actor.strategy": ("fsdp2", "fsdp"),
+    _A + "actor.fsdp_config.model_dtype": _DTYPES,
+    _A + "actor.fsdp_config.compute_dtype": _DTYPES,
+    _A + "rollout.dtype": _DTYPES,
+    _A + "actor.optim.lr_scheduler_type": ("constant", "cosine"),
+    _A + "actor.policy_loss.loss_mode": POLICY_LOSSES,
+    _A + "actor.kl_loss_type": KL_KINDS,
+    _A + "actor.loss_agg_mode": AGGREGATION,
+    "critic.loss_agg_mode": AGGREGATION,
+    "critic.strategy": ("fsdp2", "fsdp"),
+    "critic.optim.lr_scheduler_type": ("constant", "cosine"),
+    "critic.model.fsdp_config.model_dtype": _DTYPES,
+    "critic.model.fsdp_config.compute_dtype": _DTYPES,
+    "reward_model.model.fsdp_config.compute_dtype": _DTYPES,
+    "algorithm.adv_estimator": TOKEN_ESTIMATORS + COMPARING_ESTIMATORS,
+    "algorithm.kl_penalty": KL_KINDS,
+    "algorithm.kl_ctrl.type": ("fixed", "adaptive"),
+    "algorithm.rollout_correction.rollout_is": (None, "token", "sequence"),
+    "algorithm.rollout_correction.loss_type": ("ppo_clip", "reinforce"),
+    "trainer.device": DEVICES,
+    "trainer.resume_mode": ("auto", "disable", "resume_path"),
+    "trainer.on_nonfinite": ("stop", "skip"),
+}
+# key -> smallest value
+AT_LEAST = {
+    "data.train_batch_size": 1,
+    "data.max_prompt_length": 1,
+    "data.max_response_length": 1,
+    _A + "actor.ppo_mini_batch_size": 1,
+    _A + "actor.ppo_epochs": 1,
+    _A + "actor.ppo_micro_batch_size": 1,
+    _A + "actor.ppo_micro_batch_size_per_gpu": 1,
+    _A + "actor.ppo_max_token_len_per_gpu": 1,
+    _A + "actor.ulysses_sequence_parallel_size": 1,
+    _A + "actor.optim.lr": 0,
+    _A + "actor.optim.weight_decay": 0,
+    _A + "actor.optim.num_cycles": 0,
+    _A + "actor.kl_loss_coef": 0,
+    _A + "actor.clip_ratio": 0,
+    _A + "actor.clip_ratio_low": 0,
+    _A + "actor.clip_ratio_high": 0,
+    _A + "actor.clip_ratio_c": 1,
+    _A + "actor.loss_scale_factor": 1,
+    _A + "actor.policy_loss.clip_cov_ratio": 0,
+    _A + "actor.policy_loss.kl_cov_ratio": 0,
+    _A + "actor.policy_loss.ppo_kl_coef": 0,
+    "algorithm.kl_ctrl.kl_coef": 0,
+    "algorithm.kl_ctrl.horizon": 1,
+    "algorithm.filter_groups.max_num_gen_batches": 0,
+    "critic.ppo_mini_batch_size": 1,
+    "critic.ppo_epochs": 1,
+    "critic.ppo_micro_batch_size_per_gpu": 1,
+    "critic.forward_micro_batch_size_per_gpu": 1,
+    "critic.cliprange_value": 0,
+    "critic.optim.lr": 0,
+    "critic.optim.weight_decay": 0,
+    "data.gen_batch_size": 1,
+    "reward_model.micro_batch_size_per_gpu": 1,
+    "reward_model.forward_max_token_len_per_gpu": 1,
+    "reward_model.weight": 0,
+    "reward_model.rule_weight": 0,
+    _A + "actor.entropy_coeff": -math.inf,
+    "reward_model.overlong_buffer.penalty_factor": 0,
+    _A + "ref.log_prob_micro_batch_size": 1,
+    _A + "ref.log_prob_micro_batch_size_per_gpu": 1,
+    _A + "ref.ulysses_sequence_parallel_size": 1,
+    _A + "rollout.log_prob_micro_batch_size": 1,
+    _A + "rollout.log_prob_micro_batch_size_per_gpu": 1,
+    _A + "rollout.n": 1,
+    _A + "rollout.max_num_seqs": 1,
+    _A + "rollout.tensor_model_parallel_size": 1,
+    _A + "rollout.val_kwargs.n": 1,
+    _A + "rollout.val_kwargs.temperature": 0,
+    "ray_kwargs.ray_init.num_cpus": 1,
+    "trainer.nnodes": 1,
+    "trainer.n_gpus_per_node": 1,
+    "trainer.total_epochs": 1,
+    "trainer.total_training_steps": 1,
+    "reward.num_workers": 1,
+    "reward.timeout_s": 0.01,
+}
+# key -> the values this version can run, and what to do instead
+AVAILABLE: dict[str, tuple[tuple[Any, ...], str]] = {
+    "reward_model.reward_manager": (("naive", "dapo", "batch"), "Use reward_model.reward_manager=naive."),
+    _A + "actor.ulysses_sequence_parallel_size": ((1,), "Use 1, and a token budget that holds the longest sequence."),
+    _A + "ref.ulysses_sequence_parallel_size": ((1,), "Use 1."),
+    _A + "model.lora_rank": ((0,), "Use lora_rank=0: all weights are trained."),
+    _A + "rollout.multi_turn.enable": ((False,), "Answers are single-turn: leave it out."),
+    _A + "rollout.name": (("hf",), "Use rollout.name=hf."),
+    _A + "rollout.tensor_model_parallel_size": ((1,), "Use 1 with rollout.name=hf."),
+}

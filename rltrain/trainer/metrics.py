@@ -70,7 +70,7 @@ def reward_metrics(samples: Samples, terms_of_rule: Iterable[str] = ()) -> Metri
         name: name for name in terms_of_rule
     }
     having = {name: column for name, column in terms.items() if column in samples.numbers}
-    if len(having) > 1:
+    if having.keys() - {"rule"}:  # else it is the score itself
         metrics |= {f"reward/{name}/mean": float(samples[column].mean()) for name, column in having.items()}
     return metrics
 

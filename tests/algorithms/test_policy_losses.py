@@ -221,3 +221,36 @@ def test_kl_cov_takes_the_largest_covariances():
 def test_clip_ratio_alone_works_and_the_pair_wins():
     assert clip_range(ActorConfig(clip_ratio=0.1)) == (0.1, 0.1)
     assert clip_range(ActorConfig(clip_ratio=0.1, clip_ratio_high=0.28)) == (0.1, 0.28)
+
+
+@pytest.mark.parametrize(
+    ("name", "ratio", "advantage", "clipped"),
+    [
+        ("vanilla", 1.5, 1.0, 1),
+        ("vanilla", 1.5, -1.0, 0),
+        ("gspo", 0.5, -1.0, 1),
+        ("cispo", 1.5, 1.0, 1),
+        ("cispo", 0.5, 1.0, 1),  # the weight is raised as well as lowered
+        ("cispo", 1.1, 1.0, 0),
+        ("geo_mean", 1.5, 1.0, 1),
+        ("geo_mean", 1.5, -1.0, 0),  # pessimistic: not in this direction
+        ("geo_mean", 1.5, 0.0, 0),
+        ("dppo_tv", 2.0, 1.0, 1),
+        ("dppo_kl", 2.4, 1.0, 1),
+        ("dppo_kl", 1.1, 1.0, 0),
+    ],
+)
+def test_the_share_of_clipped_tokens_by_hand(name, ratio, advantage, clipped):
+    """The old probability is 0.4."""
+    inputs = one(math.log(0.4 * ratio), math.log(0.4), advantage)
+    statistics = POLICY_LOSSES[name].function(inputs, CFG).statistics
+    assert float(statistics["pg_clipfrac"]) == clipped
+    assert float(statistics["ppo_kl"]) == pytest.approx(-math.log(ratio))
+
+
+def test_the_dual_clip_is_counted_where_it_holds_and_only_there():
+    held = [float(vanilla.statistics["pg_clipfrac_lower"]) for vanilla in (
+        POLICY_LOSSES["vanilla"].function(one(math.log(0.1 * ratio), math.log(0.1), advantage), CFG)
+        for ratio, advantage in ((9.0, -1.0), (2.0, -1.0), (9.0, 1.0))
+    )]  # fmt: skip
+    assert held == [1.0, 0.0, 0.0]

@@ -76,7 +76,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class PolicyLossEntry:
-    """A registered loss. silent_at_zero: a token without advantage has no gradient, so answers without any may be left out."""
+    """A registered loss. silent_at_zero: an answer without any advantage has no gradient, so it may be left out."""
 
     function: PolicyLossFunction
     selection: Selection | None = None

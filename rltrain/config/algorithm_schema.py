@@ -54,7 +54,7 @@ class RolloutCorrectionConfig:
     rollout_rs: str | None = None
     """Reject tokens or sequences: comma list of token_k1|k2|k3, seq_sum_k1|k2|k3, seq_mean_k1|k2|k3, seq_max_k2|k3; null: none."""
     rollout_rs_threshold: str | None = None
-    """Bounds of rollout_rs, one for all or one each: k1 low_high in ratios (or x for 1/x to x); k2, k3 the largest value."""
+    """Bounds of rollout_rs, one for all or one each: k1 low_high in pi_engine / pi_trainer (x: 1/x to x); k2, k3 the largest value."""
     bypass_mode: bool = False
     """Take the engine's log-probs as the old policy's, and make no old_log_prob pass."""
     loss_type: str = "ppo_clip"
@@ -140,6 +140,6 @@ def _bounds(text: str) -> tuple[float | None, float]:
         numbers = (float(low) if low else None, float(high))
     except ValueError:
         raise ValueError(f"'{text}' is neither a number nor low_high, such as 2.0 or 0.5_2.0") from None
-    if not numbers[1] > (numbers[0] or 0.0) >= 0:
-        raise ValueError(f"'{text}': bounds are positive, the lower one first")
+    if not float("inf") > numbers[1] > (numbers[0] or 0.0) >= 0:
+        raise ValueError(f"'{text}': bounds are positive and finite, the lower one first")
     return numbers

@@ -69,6 +69,7 @@ def test_several_rules_must_all_hold():
         ({"rollout_rs": "token_k2", "rollout_rs_threshold": "0.1_0.3"}, "has one bound"),
         ({"rollout_rs": "token_k1"}, "neither a number nor low_high"),
         ({"rollout_rs": "token_k1", "rollout_rs_threshold": "2_1"}, "the lower one first"),
+        ({"rollout_rs": "token_k1", "rollout_rs_threshold": "inf"}, "positive and finite"),
     ],
 )
 def test_a_wrong_rule_says_what_is_wrong(keys, words):

@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from rltrain.errors import ConfigError
@@ -18,19 +19,31 @@ def is_plugin(name: str) -> bool:
     return ":" in name
 
 
+class NotPythonError(Exception):
+    """The path is not a Python file."""
+
+
+def import_file(path: Path, module_name: str) -> ModuleType:
+    """Run a file as the module ``module_name``. Raises NotPythonError, or whatever the file raises."""
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if not path.is_file() or spec is None or spec.loader is None:
+        raise NotPythonError(str(path))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # dataclasses and pickle look a module up by its name
+    spec.loader.exec_module(module)
+    return module
+
+
 @functools.cache
 def load_plugin(key: str, name: str) -> Callable[..., Any]:
     """The function that ``key=FILE.py:NAME`` names. Raises ConfigError with the traceback of a file that does not import."""
     file, _, function_name = name.rpartition(":")
     path = Path(file).expanduser()
     module_name = f"rltrain_plugin_{path.stem}"
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    if not path.is_file() or spec is None or spec.loader is None:
-        raise ConfigError(f"{key}={name}: {path.absolute()} is not a Python file.")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # dataclasses and pickle look a module up by its name
     try:
-        spec.loader.exec_module(module)
+        module = import_file(path, module_name)
+    except NotPythonError:
+        raise ConfigError(f"{key}={name}: {path.absolute()} is not a Python file.") from None
     except Exception as error:  # user code: whatever it raises is reported with its traceback
         raise ConfigError(f"{key}={name} cannot be imported:\n{traceback.format_exc(limit=-3)}") from error
     function = getattr(module, function_name, None)

@@ -5,9 +5,7 @@ process of its own with a deadline (``slot``); still, it never evaluates the ans
 """
 
 import importlib
-import importlib.util
 import inspect
-import sys
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -15,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rltrain.errors import RewardError
+from rltrain.plugin import NotPythonError, import_file
 
 Verdict = float | dict[str, Any]
 Scorer = Callable[[str, Any, dict[str, Any]], Verdict]
@@ -126,18 +125,14 @@ _CUSTOM_MODULE = "rltrain_custom_reward"
 
 
 def _import_file(path: Path, shown: str) -> Any:
-    spec = importlib.util.spec_from_file_location(_CUSTOM_MODULE, path)
-    if spec is None or spec.loader is None:
-        raise RewardError(f"custom_reward_function.path={shown!r} is not a Python file (.py).")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[_CUSTOM_MODULE] = module  # dataclasses and pickle look a module up by its name
     try:
-        spec.loader.exec_module(module)
+        return import_file(path, _CUSTOM_MODULE)
+    except NotPythonError:
+        raise RewardError(f"custom_reward_function.path={shown!r} is not a Python file (.py).") from None
     except BaseException as error:  # noqa: BLE001 - user code; whatever it raises is reported with its traceback
         raise RewardError(
             f"custom_reward_function.path={shown!r} cannot be imported:\n{user_traceback(error)}"
         ) from None
-    return module
 
 
 def _check_signature(function: Callable[..., Any], custom: CustomReward) -> None:
@@ -161,6 +156,8 @@ def _check_signature(function: Callable[..., Any], custom: CustomReward) -> None
 def user_traceback(error: BaseException) -> str:
     """The traceback below our own call, bounded; with the place of the error even for a syntax error."""
     frames = traceback.format_exception(type(error), error, error.__traceback__)
-    own = tuple(f'File "{Path(__file__).parent / name}"' for name in ("registry.py", "child.py"))
+    own = tuple(
+        f'File "{(Path(__file__).parent / name).resolve()}"' for name in ("registry.py", "child.py", "../plugin.py")
+    )
     kept = [frame for frame in frames if not frame.lstrip().startswith((*own, 'File "<frozen importlib'))]
     return "".join(kept)[-4000:].rstrip()

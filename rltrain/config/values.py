@@ -96,6 +96,8 @@ AT_LEAST = {
     _A + "rollout.n": 1,
     _A + "rollout.log_prob_gap_limit": 0,
     _A + "rollout.max_num_seqs": 1,
+    _A + "rollout.max_num_batched_tokens": 1,
+    _A + "rollout.update_weights_bucket_megabytes": 1,
     _A + "rollout.tensor_model_parallel_size": 1,
     _A + "rollout.val_kwargs.n": 1,
     _A + "rollout.val_kwargs.temperature": 0,
@@ -114,6 +116,5 @@ AVAILABLE: dict[str, tuple[tuple[Any, ...], str]] = {
     _A + "ref.ulysses_sequence_parallel_size": ((1,), "Use 1."),
     _A + "model.lora_rank": ((0,), "Use lora_rank=0: all weights are trained."),
     _A + "rollout.multi_turn.enable": ((False,), "Answers are single-turn: leave it out."),
-    _A + "rollout.name": (("hf",), "Use rollout.name=hf."),
-    _A + "rollout.tensor_model_parallel_size": ((1,), "Use 1 with rollout.name=hf."),
+    _A + "rollout.name": (("hf", "vllm"), "Use rollout.name=vllm or hf."),
 }

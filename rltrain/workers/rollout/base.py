@@ -69,6 +69,10 @@ class Source(Protocol):
         No job has more samples than the engine's ``max_num_seqs``.
         """
 
+    @property
+    def may_stop(self) -> bool:
+        """Whether `stopped` can ever be true."""
+
     def stopped(self) -> bool:
         """What is running now is not wanted any more. An engine asks after every token."""
 
@@ -78,8 +82,9 @@ class WeightPiece:
     """Rows ``start`` to ``start + len(values)`` of the weight ``name`` (Hugging Face name) of ``shape``.
 
     A weight comes whole, or if it is too large for a bucket in pieces, in any order. lasting: ``values`` are the training
-    weights themselves; else they are overwritten as soon as the next piece is asked for. persistent: a checkpoint has it (some
-    buffers are computed from the configuration).
+    weights themselves; else they may be overwritten as soon as the next piece is asked for if they are not whole. buffer: not a weight, and
+    not counted in fingerprints. persistent: a checkpoint has it (some buffers are computed from the configuration).
+
     """
 
     name: str
@@ -87,6 +92,7 @@ class WeightPiece:
     start: int
     values: Tensor
     lasting: bool = False
+    buffer: bool = False
     persistent: bool = True
 
     @property

@@ -94,6 +94,8 @@ class RolloutConfig:
     """Weights are gathered and handed to the engine in pieces that together take no more than this."""
     log_prob_gap_limit: float | None = None
     """Alarm where engine and trainer differ by more per token; null: 1e-3 if both compute in float32, else 0.1."""
+    on_log_prob_gap: str = "warn"
+    """On such an alarm over the answers of a step: warn, or stop before the update. After a weight sync it always stops."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Free-form arguments of the engine, under its name (no effect with name=hf)."""
     log_prob_micro_batch_size_per_gpu: int | None = None

@@ -44,6 +44,7 @@ CHOICES = {
     "algorithm.kl_ctrl.type": ("fixed", "adaptive"),
     "algorithm.rollout_correction.rollout_is": (None, "token", "sequence"),
     "algorithm.rollout_correction.loss_type": ("ppo_clip", "reinforce"),
+    _A + "rollout.on_log_prob_gap": ("warn", "stop"),
     "trainer.device": DEVICES,
     "trainer.resume_mode": ("auto", "disable", "resume_path"),
     "trainer.on_nonfinite": ("stop", "skip"),

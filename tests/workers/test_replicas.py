@@ -81,10 +81,13 @@ def rank_main(rank: int, world: int, folder: Path, name: str) -> None:
 def found(tmp_path_factory):
     """By cut: what `run` gave."""
     folder = tmp_path_factory.mktemp("replicas")
+    before = set(Path("/dev/shm").glob("*cpushm*"))
     save_tiny_model(folder / "model")
     write_arithmetic(folder / "train.parquet", range(24))
     for name, (world, *_) in CUTS.items():
         mp.start_processes(rank_main, (world, folder, name), nprocs=world, start_method="spawn")
+    left = set(Path("/dev/shm").glob("*cpushm*")) - before
+    assert not left, "shared memory is left behind"
     return {name: torch.load(folder / f"{name}.pt", weights_only=False) for name in CUTS}
 
 

@@ -6,9 +6,13 @@ build. Not run on CUDA or Ascend hardware.
 
 from __future__ import annotations
 
+import importlib
 import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -71,6 +75,8 @@ class VLLMRollout:
             "seed": 0,
             "distributed_executor_backend": "external_launcher",
             "tensor_parallel_size": replica.size,
+            # It looks for the devices of its neighbours, and every worker sees its own alone.
+            "disable_custom_all_reduce": True,
             "max_model_len": max_model_len,
             "max_num_seqs": rollout.max_num_seqs,
             "max_num_batched_tokens": max(rollout.max_num_batched_tokens, rollout.max_num_seqs),
@@ -84,10 +90,14 @@ class VLLMRollout:
             "hf_overrides": dict(override_config or {}),
             "trust_remote_code": trust_remote_code,
         }
-        self._llm = _make_llm(settings | dict(rollout.engine_kwargs.get("vllm", {})))
+        with _own_shared_memory(replica):
+            self._llm = _make_llm(settings | dict(rollout.engine_kwargs.get("vllm", {})))
         # The worker of this process: the call passes it through as it is.
         self._worker = self._llm.collective_rpc(lambda worker: worker)[0]
         self._sampler = _CountedSampler.put_into(self._worker.model_runner.sampler)
+        # vllm-ascend makes new parameters of experts when it wakes, without the loaders.
+        parameters = self._worker.model_runner.get_model().named_parameters()
+        self._loaders = {name: p.weight_loader for name, p in parameters if hasattr(p, "weight_loader")}
         self._num_requests = 0
         self.sleep()
 
@@ -101,6 +111,9 @@ class VLLMRollout:
             self._worker.model_runner.reload_weights(weights_iterator=received.tensors())
         else:
             model = self._worker.model_runner.get_model()
+            for name, parameter in model.named_parameters():
+                if name in self._loaders and not hasattr(parameter, "weight_loader"):
+                    parameter.weight_loader = self._loaders[name]
             model.load_weights(received.tensors(_vocabulary_weights(model)))
         return received.fingerprint % 2**64
 
@@ -113,9 +126,10 @@ class VLLMRollout:
             if hasattr(self._llm.llm_engine, name):
                 getattr(self._llm.llm_engine, name)()
 
-    def sleep(self) -> None:
+    def sleep(self) -> bool:
         if self._sleeps:
             self._llm.sleep(level=2)
+        return self._sleeps
 
     def score(self, tokens: Sequence[int]) -> Tensor:
         params = self._params(max_tokens=1, temperature=0.0, prompt_logprobs=0)
@@ -188,6 +202,28 @@ def _make_llm(settings: dict[str, Any]) -> Any:
         raise ConfigError(f"actor_rollout_ref.rollout.engine_kwargs.vllm: {error}") from error
     finally:
         torch.set_rng_state(state)
+
+
+@contextmanager
+def _own_shared_memory(replica: Replica) -> Iterator[None]:
+    """vLLM's CPU ranks talk through shared memory whose name is the same for every run on a machine, and which a killed run leaves there.
+
+    In here the name belongs to this replica alone, and is gone at the end: the ranks have opened it by then.
+    """
+    token = replica.agree(uuid.uuid4().hex)
+    if replica.size > 1 and (module := _import_if_there("vllm.distributed.device_communicators.cpu_communicator")):
+        plain = module._CPUSHMDistributed.make_group_name
+        module._CPUSHMDistributed.make_group_name = staticmethod(lambda found: f"{plain(found)}-{token}")
+    yield
+    for file in Path("/dev/shm").glob(f"*{token}*") if replica.leads else ():
+        file.unlink(missing_ok=True)
+
+
+def _import_if_there(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        return None
 
 
 def _vocabulary_weights(model: nn.Module) -> dict[str, tuple[Tensor, int, int]]:

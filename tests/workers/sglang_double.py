@@ -6,7 +6,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -41,7 +41,7 @@ def sglang_engine(path: str, rollout: RolloutConfig, *, double: bool, max_model_
         pytest.skip("SGLang is not installed (rltrain[sglang])")
     if double:
         rollout.engine_kwargs = {"sglang": {"enable_deterministic_inference": True}}
-    with mock.patch.dict(sys.modules, {"sglang": sys.modules[__name__]} if double else {}):
+    with mock.patch.dict(sys.modules, {"sglang": sys.modules[__name__]}) if double else nullcontext():
         engine = SGLangRollout(
             path, rollout, dtype=torch.float32, device=get_device("cpu"), replica=ALONE, eos_token_ids=[1],
             max_model_len=max_model_len,

@@ -43,6 +43,7 @@ def make(tiny_model, monkeypatch):
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("sglang"), reason="SGLang is not installed (rltrain[sglang])")
+@pytest.mark.filterwarnings("ignore")
 def test_the_recorded_api_is_that_of_the_installed_version():
     assert record() == sglang_double.API
 

@@ -259,12 +259,15 @@ def _reward_model(config: Config) -> Iterator[str]:
 
 def _engine(config: Config) -> Iterator[str]:
     rollout, data = config.actor_rollout_ref.rollout, config.data
-    if rollout.name == "hf" and rollout.tensor_model_parallel_size > 1:
+    if rollout.name in ("hf", "sglang") and rollout.tensor_model_parallel_size > 1:
         yield (
-            f"{_A}rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size}: the embedded engine (rollout.name=hf) runs on "
+            f"{_A}rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size}: an engine of rollout.name={rollout.name} runs on "
             "one device. Use 1, or rollout.name=vllm."
         )
-    for key, value in (("temperature", rollout.temperature), ("val_kwargs.temperature", rollout.val_kwargs.temperature)):
+    for key, value in (
+        ("temperature", rollout.temperature),
+        ("val_kwargs.temperature", rollout.val_kwargs.temperature),
+    ):
         if rollout.name == "vllm" and value > 2:
             yield f"{_A}rollout.{key}={value}: vLLM takes 0 to 2. Lower it, or use rollout.name=hf."
     if rollout.max_model_len is not None and rollout.max_model_len <= data.max_prompt_length:

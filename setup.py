@@ -37,5 +37,6 @@ setup(
         "math": ["math-verify>=0.9"],
         "hub": ["datasets"],
         "plot": ["matplotlib"],
+        "sglang": ["sglang==0.5.23"],
     },
 )

@@ -259,10 +259,10 @@ def _reward_model(config: Config) -> Iterator[str]:
 
 def _engine(config: Config) -> Iterator[str]:
     rollout, data = config.actor_rollout_ref.rollout, config.data
-    if rollout.name == "hf" and rollout.tensor_model_parallel_size > 1:
+    if rollout.name in ("hf", "sglang") and rollout.tensor_model_parallel_size > 1:
         yield (
-            f"{_A}rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size}: the embedded engine (rollout.name=hf) runs on "
-            "one device. Use 1, or rollout.name=vllm."
+            f"{_A}rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size}: an engine of rollout.name={rollout.name} runs "
+            "on one device. Use 1, or rollout.name=vllm."
         )
     for key, value in (
         ("temperature", rollout.temperature),

@@ -117,5 +117,5 @@ AVAILABLE: dict[str, tuple[tuple[Any, ...], str]] = {
     _A + "ref.ulysses_sequence_parallel_size": ((1,), "Use 1."),
     _A + "model.lora_rank": ((0,), "Use lora_rank=0: all weights are trained."),
     _A + "rollout.multi_turn.enable": ((False,), "Answers are single-turn: leave it out."),
-    _A + "rollout.name": (("hf", "vllm"), "Use rollout.name=vllm or hf."),
+    _A + "rollout.name": (("hf", "vllm", "sglang"), "Use rollout.name=vllm, sglang or hf."),
 }

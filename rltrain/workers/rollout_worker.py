@@ -92,6 +92,21 @@ class RolloutWorker:
                 override_config=dict(model.override_config),
                 trust_remote_code=model.trust_remote_code,
             )
+        if self._rollout.name == "sglang":
+            from rltrain.workers.rollout.sglang import SGLangRollout
+
+            self._residency.enter("rollout")
+            return SGLangRollout(
+                model.path,
+                self._rollout,
+                dtype=dtype,
+                device=self._device,
+                replica=self._replica,
+                eos_token_ids=self._encoder.eos_token_ids,
+                max_model_len=self._rollout.max_model_len or cfg.data.max_prompt_length + cfg.data.max_response_length,
+                override_config=dict(model.override_config),
+                trust_remote_code=model.trust_remote_code,
+            )
         return HFRollout(
             config,
             dtype=dtype,

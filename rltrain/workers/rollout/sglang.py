@@ -115,12 +115,12 @@ class SGLangRollout:
         self._resume(_CACHE)
         self._forget()
 
-    def sleep(self) -> None:
-        if not self._sleeps or self._released:
-            return
-        self._forget()  # SGLang must be idle
-        self._engine.release_memory_occupation(tags=[_CACHE, _WEIGHTS])
-        self._released = {_CACHE, _WEIGHTS}
+    def sleep(self) -> bool:
+        if self._sleeps and not self._released:
+            self._forget()  # SGLang must be idle
+            self._engine.release_memory_occupation(tags=[_CACHE, _WEIGHTS])
+            self._released = {_CACHE, _WEIGHTS}
+        return self._sleeps
 
     def _resume(self, tag: str) -> None:
         if tag in self._released:

@@ -15,7 +15,7 @@ from rltrain.config.rollout_schema import RolloutConfig
 from rltrain.device import get_device
 from rltrain.models.load import load_config
 from rltrain.workers.rollout.base import Sampling, WeightPiece, fingerprint_of
-from rltrain.workers.rollout.hf import HFRollout
+from rltrain.workers.rollout.hf import HFRollout, Limits
 from tests.workers.engines import ALONE, generate, jobs_of, queue_of
 from tests.workers.sglang_double import sglang_engine
 
@@ -82,7 +82,7 @@ def engine(request, tiny_model):
     device = get_device("cpu")
     if request.param == "hf":
         config = load_config(str(tiny_model))
-        yield HFRollout(config, dtype=torch.float32, device=device, eos_token_ids=[EOS], max_num_seqs=8)
+        yield HFRollout(config, dtype=torch.float32, device=device, eos_token_ids=[EOS], limits=Limits(8, LONGEST))
         return
     if request.param.startswith("sglang"):
         with sglang_engine(str(tiny_model), rollout, double="double" in request.param, max_model_len=LONGEST) as found:

@@ -33,6 +33,7 @@ HOMES = {
     "vllm": ("workers/rollout/vllm.py",),
     "transformers": ("models/", "data/chat.py", "workers/rollout/hf.py"),
     "torch_npu": ("device.py",),
+    "peft": ("models/lora.py",),
 }
 
 

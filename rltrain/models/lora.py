@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from rltrain.config.critic_schema import CriticModelConfig
@@ -117,17 +117,39 @@ def first_adapters(model: nn.Module, lora: Lora) -> dict[str, Tensor]:
     return weights
 
 
-def merged_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name in the model without adapters, weight) of every parameter but the adapters; sharded ones stay sharded.
+@dataclass(frozen=True)
+class PlainWeight:
+    """A weight as the model without adapters has it. parameter: what is trained, or frozen under the adapters of ``layer``."""
 
-    A weight with adapters comes as W + scale B A, computed and returned in float32. A collective: every rank must run the whole
-    iterator. Without adapters these are the parameters themselves.
-    """
+    name: str
+    parameter: Tensor
+    layer: Any = None
+
+    @torch.no_grad()
+    def merged(self) -> Tensor:
+        """The parameter itself, or with adapters a new float32 tensor, W + scale B A (a collective); sharded as the parameter is."""
+        weight = self.parameter.detach()
+        if self.layer is None:
+            return weight
+        first = _full(self.layer.lora_A[_NAME].weight).float()
+        second = self.layer.lora_B[_NAME].weight
+        scale = self.layer.scaling[_NAME]
+        if not isinstance(weight, DTensor):
+            return weight.float() + scale * (second.float() @ first)
+        # B and W have the same rows on the same ranks.
+        assert second.placements == weight.placements
+        local = weight.to_local().float() + scale * (second.to_local().float() @ first)
+        return DTensor.from_local(
+            local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+        )
+
+
+def plain_weights(model: nn.Module) -> Iterator[PlainWeight]:
+    """Every parameter but the adapters, under its name in the model without adapters. In a plain model these are the parameters."""
     layers = {f"{name}{_BASE}weight": layer for name, layer in lora_layers(model)}
     for name, parameter in model.named_parameters():
         if ".lora_" not in name:
-            weight = parameter.detach()
-            yield plain_name(name), _merged(weight, layers[name]) if name in layers else weight
+            yield PlainWeight(plain_name(name), parameter, layers.get(name))
 
 
 @contextmanager
@@ -272,16 +294,6 @@ def _read_adapters(model: nn.Module, lora: Lora) -> dict[str, Tensor]:
                 )
             weights[own] = weight
     return weights
-
-
-@torch.no_grad()
-def _merged(weight: Tensor, layer: Any) -> Tensor:
-    first, second = (_full(adapters[_NAME].weight).float() for adapters in (layer.lora_A, layer.lora_B))
-    change = layer.scaling[_NAME] * (second @ first)
-    if isinstance(weight, DTensor):
-        # Every rank has computed the whole product (a fraction rank / tokens of a forward) and keeps its share: nothing is sent.
-        change = distribute_tensor(change, weight.device_mesh, weight.placements, src_data_rank=None)
-    return weight.float() + change
 
 
 def _full(weight: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from rltrain.models.load import (
     recompute_activations,
     without_dropout,
 )
-from rltrain.models.lora import Lora, add_adapters, first_adapters, merged_parameters, plain_name
+from rltrain.models.lora import Lora, add_adapters, first_adapters, plain_name, plain_weights
 
 PREFIX = "model."
 Model = TypeVar("Model", PolicyModel, ScalarModel)
@@ -111,8 +111,8 @@ def named_weights(packed: PackedModel) -> Iterator[tuple[str, Tensor]]:
 
     A collective: every rank must run the whole iterator. Tied weights come once, under their first name; LoRA adapters come merged.
     """
-    for name, parameter in merged_parameters(packed):
-        full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-        yield name.removeprefix(PREFIX), full.detach()
+    for weight in plain_weights(packed):
+        merged = weight.merged()
+        yield weight.name.removeprefix(PREFIX), merged.full_tensor() if isinstance(merged, DTensor) else merged
     for name, buffer in packed.named_buffers():
         yield name.removeprefix(PREFIX), buffer

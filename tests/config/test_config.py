@@ -281,8 +281,8 @@ def test_several_broken_rules_come_together():
 
 
 def test_what_this_version_cannot_run_is_listed_with_a_way_out():
-    lines = unavailable(load_config([*BASE, f"{A}rollout.name=vllm", f"{A}rollout.multi_turn.enable=True"]).config)
-    assert any("rollout.name=vllm" in line and "rollout.name=hf" in line for line in lines)
+    lines = unavailable(load_config([*BASE, f"{A}rollout.name=trtllm", f"{A}rollout.multi_turn.enable=True"]).config)
+    assert any("rollout.name=trtllm" in line and "rollout.name=vllm" in line for line in lines)
     assert any("multi_turn.enable=True" in line for line in lines)
     assert unavailable(load_config(BASE).config) == []
 

@@ -15,7 +15,7 @@ from rltrain.errors import ConfigError
 from rltrain.models.export import export_huggingface
 from rltrain.models.forward import PolicyModel, ScalarModel, pack
 from rltrain.models.load import load_config
-from rltrain.models.lora import Lora, adapters_off, lora_layers, merged_parameters, save_adapter
+from rltrain.models.lora import Lora, adapters_off, lora_layers, plain_weights, save_adapter
 from rltrain.models.shard import make_mesh, named_weights, sharded_model
 from tests.models.test_forward import FAMILIES, TEMPERATURE, by_transformers, make_batch, make_policy
 
@@ -193,7 +193,7 @@ def test_frozen_weights_may_rest_in_another_dtype_than_the_adapters(qwen2):
         for p in policy.parameters()
     }
     assert kinds == {False: {torch.bfloat16}, True: {torch.float32}}
-    weights = dict(merged_parameters(policy))
+    weights = {weight.name: weight.merged() for weight in plain_weights(policy)}
     name = "model.model.layers.0.mlp.up_proj.weight"
     layer = policy.get_submodule("model.model.layers.0.mlp.up_proj")
     first, second = layer.lora_A.default.weight.full_tensor(), layer.lora_B.default.weight.full_tensor()

@@ -83,6 +83,8 @@ def test_mfu_by_hand_and_only_where_the_peak_is_known():
     found = flops_metrics(samples, {"timing_s/update_actor": 2.0}, model, 4, 1)["perf/mfu/actor"]
     assert found == pytest.approx((480_000 + 153_600) / (2 * 4 * 1e6))
     # LoRA: weight gradients of 10 parameters alone
-    found = flops_metrics(samples, {"timing_s/update_actor": 2.0}, model | {"trained_parameters": 10}, 4, 1)["perf/mfu/actor"]
+    found = flops_metrics(samples, {"timing_s/update_actor": 2.0}, model | {"trained_parameters": 10}, 4, 1)[
+        "perf/mfu/actor"
+    ]
     assert found == pytest.approx((321_600 + 153_600) / (2 * 4 * 1e6))
     assert flops_metrics(samples, {"timing_s/update_actor": 2.0}, model | {"peak_flops": None}, 4, 1) == {}

@@ -87,7 +87,7 @@ def test_the_reference_is_the_actor_without_its_adapters(make):
     trainer = make()
     actor = trainer.worker.actor
     assert actor._reference is actor._policy, "no second copy of the weights"
-    batch, *_ = actor.generate(trainer.experience_task())
+    batch, *_ = trainer.worker.rollout.generate(trainer.experience_task())
     sizes = [5, 6, 5]
     first = actor.ref_log_probs(batch, sizes)[0].ragged("ref_log_probs").values
     assert torch.equal(first, actor.log_probs(batch, sizes)[0].ragged("old_log_probs").values)
@@ -113,7 +113,7 @@ def test_the_exact_kl_is_to_the_model_without_adapters_even_in_the_head(make, tm
     other = make(**keys, **{MODEL + "lora_rank": 0}).worker.actor
     for step in (1, 2):
         trainer.step(step)
-    batch, *_ = actor.generate(trainer.experience_task())
+    batch, *_ = trainer.worker.rollout.generate(trainer.experience_task())
     inputs = pack(batch, torch.device("cpu"))
     with torch.no_grad():
         expected = actor._policy(inputs, 0.8, False, other._reference_states(inputs)).kl
@@ -125,9 +125,9 @@ def test_the_exact_kl_is_to_the_model_without_adapters_even_in_the_head(make, tm
 def test_the_engine_samples_from_the_merged_weights(make):
     trainer = make(**NO_KL)
     for step in (1, 2):
-        trainer.step(step)
-    actor = trainer.worker.actor
-    batch, *_ = type(actor).generate(actor, trainer.experience_task())
+        assert trainer.step(step)["rollout/canary_gap"] < 1e-5
+    actor, rollout = trainer.worker.actor, trainer.worker.rollout
+    batch, *_ = type(rollout).generate(rollout, trainer.experience_task())
     trained = actor.log_probs(batch, [16])[0].ragged("old_log_probs").values
     assert float((trained - batch.ragged("rollout_log_probs").values).abs().max()) < 1e-5
 

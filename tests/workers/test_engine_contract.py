@@ -24,7 +24,7 @@ LONGEST = 64
 PROMPTS = [np.array(ids, dtype=np.int32) for ids in ([2, 5, 6, 3], [2, 7, 3], [2, 8, 9, 10, 11, 3], [4])]
 # On accelerators vLLM's weights are written in place, on the CPU it must load them anew, unless its packed kernels are off.
 # SGLang's real engine takes a minute to start; its double takes what the real one takes, and computes with transformers.
-ENGINES = ["hf", "vllm", "vllm in place", "sglang double", "sglang"]
+ENGINES = ["hf", "vllm", "vllm in place", "sglang double", *(["sglang"] if importlib.util.find_spec("sglang") else [])]
 # vLLM and what it imports warn of their own affairs.
 pytestmark = pytest.mark.filterwarnings("ignore")
 

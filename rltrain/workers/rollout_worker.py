@@ -100,7 +100,7 @@ class RolloutWorker:
         tell = self._hand_out if task.stream and self._replica.leads else None
 
         def finished(job: Job, answers: list[list[int]]) -> None:
-            queue.ended()
+            queue.ended(job)
             if tell:
                 tell(job, answers)
 

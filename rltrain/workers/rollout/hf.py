@@ -108,26 +108,26 @@ class HFRollout:
     def _wave(self, jobs: Sequence[Job], sampling: Sampling, answers: _Answers, source: Source) -> Generation:
         """Prefill the prompts and decode all their samples until the last one has finished."""
         cache = DynamicCache()
-        hidden, mask, position = self._prefill([job.prompt for job in jobs], cache)
+        texts = [text for job in jobs for text in _texts(job)]
+        hidden, mask, position = self._prefill(texts, cache)
         seeds = np.concatenate([job.seeds for job in jobs])
-        owner = torch.arange(len(jobs)).repeat_interleave(torch.tensor([len(job.seeds) for job in jobs]))
-        owner = owner.to(self._device)
+        start = answers.given.cpu().numpy()
+        shared = [count for job in jobs for count in ([1] * len(job.seeds) if job.given else [len(job.seeds)])]
+        owner = torch.arange(len(texts)).repeat_interleave(torch.tensor(shared)).to(self._device)
         cache.batch_select_indices(owner)
         hidden, mask, position = (x[owner] for x in (hidden, mask, position))
         rows = torch.arange(len(seeds), device=self._device)
         noise = torch.empty(0)
         for step in range(sampling.max_tokens):
             if step % _BLOCK == 0:
-                noise = torch.from_numpy(random_block(seeds, step)).to(self._device)
+                noise = torch.from_numpy(random_block(seeds, start + step)).to(self._device)
             tokens, log_probs = choose(final_logits(self._model, hidden), noise[rows, step % _BLOCK], sampling)
             ended = torch.isin(tokens, self._eos) & (not sampling.ignore_eos)
             answers.write(rows, step, tokens, log_probs, ended)
             running = ~answers.ended[rows]
             num_running = int(running.sum())
-            if not num_running or step + 1 == sampling.max_tokens:
+            if not num_running or source.stopped():
                 break
-            if source.stopped():
-                return answers.finish(aborted=True)
             if num_running <= _COMPACT_AT * len(rows):
                 keep = running.nonzero()[:, 0]
                 cache.batch_select_indices(keep)
@@ -156,6 +156,11 @@ class HFRollout:
         return output.last_hidden_state[:, -1]
 
 
+def _texts(job: Job) -> list[NDArray[np.int32]]:
+    """What is to be prefilled: the prompt, once, or followed by what each sample already has."""
+    return [np.concatenate([job.prompt, part]) for part in job.given] if job.given else [job.prompt]
+
+
 class _Answers:
     """What has been sampled so far, by sample."""
 
@@ -174,10 +179,14 @@ class _Answers:
         self._finished = finished
         self._started = started
         num_samples = len(self._owner)
+        given = [len(part) for job in jobs for part in job.given or [()] * len(job.samples)]
+        self.given = torch.tensor(given, dtype=torch.long, device=device)
+        self._limit = sampling.max_tokens - self.given
         self.tokens = torch.zeros(num_samples, sampling.max_tokens, dtype=torch.int32, device=device)
         self.log_probs = torch.zeros(num_samples, sampling.max_tokens, device=device)
         self.lengths = torch.zeros(num_samples, dtype=torch.long, device=device)
         self.ended = torch.zeros(num_samples, dtype=torch.bool, device=device)
+        self._truncated = torch.zeros(num_samples, dtype=torch.bool, device=device)
         self._seconds = torch.zeros(num_samples)
 
     def write(self, rows: Tensor, step: int, tokens: Tensor, log_probs: Tensor, ended: Tensor) -> None:
@@ -187,9 +196,11 @@ class _Answers:
         self.tokens[live, step] = tokens[running].int()
         self.log_probs[live, step] = log_probs[running]
         self.lengths[live] = step + 1
-        self.ended[live] = ended[running]
+        full = ~ended[running] & (self._limit[live] == step + 1)
+        self._truncated[live] = full
+        self.ended[live] = ended = ended[running] | full
         if bool(ended.any()):
-            self._note(live[ended[running]].tolist())
+            self._note(live[ended].tolist())
 
     def _note(self, samples: list[int]) -> None:
         """These have ended now. Hands out the jobs whose last answer is among them."""
@@ -201,22 +212,17 @@ class _Answers:
                 rows = range(self._first[number], self._first[number + 1])
                 self._finished(self._jobs[number], [self.tokens[i, : int(self.lengths[i])].tolist() for i in rows])
 
-    def finish(self, *, aborted: bool = False) -> Generation:
-        cut = ~self.ended
-        if aborted:
-            self._seconds[cut.cpu()] = time.perf_counter() - self._started
-        else:
-            self._note(cut.nonzero()[:, 0].tolist())
+    def finish(self) -> Generation:
+        """What has not ended is given up."""
+        cut = (~self.ended).cpu()
+        self._seconds[cut] = time.perf_counter() - self._started
         written = torch.arange(self.tokens.shape[1], device=self.tokens.device) < self.lengths[:, None]
         tokens, log_probs = Ragged(self.tokens[written], self.lengths), Ragged(self.log_probs[written], self.lengths)
-        cut, none = cut.cpu(), torch.zeros(len(self._owner), dtype=torch.bool)
-        return Generation(
-            tokens.to("cpu"), log_probs.to("cpu"), none if aborted else cut, cut if aborted else none, self._seconds
-        )
+        return Generation(tokens.to("cpu"), log_probs.to("cpu"), self._truncated.cpu(), cut, self._seconds)
 
 
-def random_block(seeds: NDArray[np.uint64], start: int) -> NDArray[np.float32]:
-    """Random numbers ``start`` to ``start + _BLOCK`` of each seed, in [0, 1 - 2^-23].
+def random_block(seeds: NDArray[np.uint64], start: int | NDArray[np.int64]) -> NDArray[np.float32]:
+    """Random numbers ``start`` (one, or one a seed) to ``start + _BLOCK`` of each seed, in [0, 1 - 2^-23].
 
     So far below 1 that the product with a float32 total is smaller than the total: the search for it never runs past the last token
     that has any mass. In float32, because not every accelerator computes in float64.

@@ -51,9 +51,9 @@ class Job:
 class Generation:
     """Answers: all samples of the first job that was taken, then of the second, ...
 
-    tokens: new ids (without `Job.given`), the end token included when there is one. log_probs: log softmax(logits / temperature) of each sampled id,
-    before top-k and top-p (greedy: temperature 1). truncated [n]: stopped by ``max_tokens``, not by an end token. aborted [n]:
-    given up while it was running. seconds [n]: when it ended, since the call.
+    tokens: new ids (without `Job.given`), the end token included when there is one. log_probs: log softmax(logits / temperature) of
+    each sampled id, before top-k and top-p (greedy: temperature 1). truncated [n]: stopped by ``max_tokens``, not by an end token.
+    aborted [n]: given up while it was running. seconds [n]: when it ended, since the call.
     """
 
     tokens: Ragged

@@ -22,7 +22,6 @@ from rltrain.workers.hybrid import HybridWorker
 from rltrain.workers.rollout.base import Sampling
 from rltrain.workers.tasks import GenerateTask
 
-
 # Trainers of one process share a store; each counts its calls from a million of its own.
 _RUNS = itertools.count(1)
 

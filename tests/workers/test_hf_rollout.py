@@ -5,7 +5,7 @@ from transformers import AutoModelForCausalLM
 
 from rltrain.device import get_device
 from rltrain.models.load import load_config
-from rltrain.workers.rollout.base import Job, Sampling, WeightPiece, sample_seeds, uniforms
+from rltrain.workers.rollout.base import Sampling, WeightPiece, sample_seeds, uniforms
 from rltrain.workers.rollout.hf import HFRollout, choose, random_block, restrict
 from tests.workers.engines import generate as serve
 from tests.workers.engines import jobs_of, queue_of
@@ -89,48 +89,10 @@ def test_ignore_eos_and_a_limit_of_one_token(tiny_model, plain):
     assert generate(engine, 2, Sampling(1)).tokens.lengths.tolist() == [1] * 8
 
 
-@pytest.mark.parametrize("sampling", [Sampling(14, temperature=0.8), Sampling(14, greedy=True)])
-def test_an_answer_that_was_begun_is_continued_as_if_never_stopped(tiny_model, plain, sampling):
-    engine = make_engine(tiny_model, plain)
-    jobs = jobs_of(PROMPTS, 3)
-    whole = engine.generate(queue_of(jobs), sampling)
-    answers, log_probs = whole.tokens.rows(), whole.log_probs.rows()
-    begun = [max(0, min(number, len(answer) - 1)) for number, answer in enumerate(answers)]
-    begun[3] = 0  # a sample that has no token yet, beside others of its prompt that have some
-    given = [answer[:count].numpy() for answer, count in zip(answers, begun, strict=True)]
-    told = {}
-    queue = queue_of([Job(job.place, job.samples, job.prompt, job.seeds, tuple(given[3 * job.place : 3 * job.place + 3]))
-                      for job in jobs[:3]] + jobs[3:])  # fmt: skip
-    rest = engine.generate(queue, sampling, lambda job, found: told.update({job.place: found}))
-    begun[9:] = [0, 0, 0]
-    assert [row.tolist() for row in rest.tokens.rows()] == [
-        answer[count:].tolist() for answer, count in zip(answers, begun, strict=True)
-    ]
-    for found, expected, count in zip(rest.log_probs.rows(), log_probs, begun, strict=True):
-        assert torch.allclose(found, expected[count:], atol=2e-6)
-    assert rest.truncated.tolist() == whole.truncated.tolist()
-    assert True in whole.truncated.tolist()
-    assert False in whole.truncated.tolist()
-    assert told[1] == [row.tolist() for row in rest.tokens.rows()[3:6]]
-
-
-def test_answers_that_are_not_wanted_any_more_are_given_up(tiny_model, plain):
-    engine = make_engine(tiny_model, plain)
-    jobs = jobs_of(PROMPTS, 3)
-    whole = engine.generate(queue_of(jobs), Sampling(60)).tokens.rows()
-    ends = sorted(max(len(answer) for answer in whole[3 * place : 3 * place + 3]) for place in range(4))
-    queue = queue_of(jobs, enough=2)
-    found = engine.generate(queue, Sampling(60), lambda job, _: queue.ended(job))
-    assert max(found.tokens.lengths.tolist()) == ends[1], "stops with the token that completes the second prompt"
-    for answer, all_of_it, aborted in zip(found.tokens.rows(), whole, found.aborted.tolist(), strict=True):
-        assert answer.tolist() == all_of_it[: len(answer)].tolist()
-        assert aborted == (len(answer) < len(all_of_it))
-    assert any(found.aborted.tolist())
-    assert not bool((found.aborted & found.truncated).any())
-    # In waves: after the stop no further job is begun.
-    narrow = make_engine(tiny_model, plain, max_num_seqs=3)
-    queue = queue_of(jobs, enough=2)
-    assert len(narrow.generate(queue, Sampling(60), lambda job, _: queue.ended(job)).tokens) == 6
+def test_after_the_stop_no_further_job_is_begun(tiny_model, plain):
+    engine = make_engine(tiny_model, plain, max_num_seqs=3)
+    queue = queue_of(jobs_of(PROMPTS, 3), enough=2)
+    engine.generate(queue, Sampling(60), lambda job, _: queue.ended(job))
     assert [job.place for job in queue.taken] == [0, 1]
 
 

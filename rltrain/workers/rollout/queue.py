@@ -135,6 +135,11 @@ class JobQueue:
             self._store.add(self._key + "/must", 1)
         self._store.add(self._key + "/ended", 1)
 
+    @property
+    def may_stop(self) -> bool:
+        """Whether `stopped` can ever be true."""
+        return self._enough is not None
+
     def stopped(self) -> bool:
         """Whether enough prompts have all their answers."""
         if self._enough is None:

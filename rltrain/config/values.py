@@ -119,6 +119,7 @@ AVAILABLE: dict[str, tuple[tuple[Any, ...], str]] = {
     _A + "actor.ulysses_sequence_parallel_size": ((1,), "Use 1, and a token budget that holds the longest sequence."),
     _A + "ref.ulysses_sequence_parallel_size": ((1,), "Use 1."),
     _A + "model.lora_rank": ((0,), "Use lora_rank=0: all weights are trained."),
+    _A + "rollout.tail": (("off", "oversample", "carry_over"), "Leave it out, or use tail=carry_over."),
     _A + "rollout.multi_turn.enable": ((False,), "Answers are single-turn: leave it out."),
     _A + "rollout.name": (("hf", "vllm"), "Use rollout.name=vllm or hf."),
 }

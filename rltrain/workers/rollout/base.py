@@ -127,8 +127,8 @@ class RolloutEngine(Protocol):
     def score(self, tokens: Sequence[int]) -> Tensor:
         """log softmax(logits) of ``tokens[1:]`` given what stands before each: [len(tokens) - 1] in fp32."""
 
-    def sleep(self) -> None:
-        """Give the device memory of weights and caches back."""
+    def sleep(self) -> bool:
+        """Give the device memory of weights and caches back. Returns whether the weights are gone."""
 
 
 def fingerprint_of(name: str, start: int, rows: Tensor, dtype: torch.dtype | None = None) -> int:

@@ -120,6 +120,7 @@ AVAILABLE: dict[str, tuple[tuple[Any, ...], str]] = {
     "reward_model.reward_manager": (("naive", "dapo", "batch"), "Use reward_model.reward_manager=naive."),
     _A + "actor.ulysses_sequence_parallel_size": ((1,), "Use 1, and a token budget that holds the longest sequence."),
     _A + "ref.ulysses_sequence_parallel_size": ((1,), "Use 1."),
+    _A + "rollout.tail": (("off", "oversample", "carry_over"), "Leave it out, or use tail=carry_over."),
     _A + "rollout.multi_turn.enable": ((False,), "Answers are single-turn: leave it out."),
     _A + "rollout.name": (("hf", "vllm", "sglang"), "Use rollout.name=vllm, sglang or hf."),
 }

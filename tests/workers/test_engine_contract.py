@@ -15,7 +15,7 @@ from rltrain.config.rollout_schema import RolloutConfig
 from rltrain.device import get_device
 from rltrain.models.load import load_config
 from rltrain.workers.rollout.base import Sampling, WeightPiece, fingerprint_of
-from rltrain.workers.rollout.hf import HFRollout
+from rltrain.workers.rollout.hf import HFRollout, Limits
 from tests.workers.engines import ALONE, generate, jobs_of, queue_of
 from tests.workers.sglang_double import sglang_engine
 
@@ -24,7 +24,7 @@ LONGEST = 64
 PROMPTS = [np.array(ids, dtype=np.int32) for ids in ([2, 5, 6, 3], [2, 7, 3], [2, 8, 9, 10, 11, 3], [4])]
 # On accelerators vLLM's weights are written in place, on the CPU it must load them anew, unless its packed kernels are off.
 # SGLang's real engine takes a minute to start; its double takes what the real one takes, and computes with transformers.
-ENGINES = ["hf", "vllm", "vllm in place", "sglang double", "sglang"]
+ENGINES = ["hf", "vllm", "vllm in place", "sglang double", *(["sglang"] if importlib.util.find_spec("sglang") else [])]
 # vLLM and what it imports warn of their own affairs.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -82,7 +82,7 @@ def engine(request, tiny_model):
     device = get_device("cpu")
     if request.param == "hf":
         config = load_config(str(tiny_model))
-        yield HFRollout(config, dtype=torch.float32, device=device, eos_token_ids=[EOS], max_num_seqs=8)
+        yield HFRollout(config, dtype=torch.float32, device=device, eos_token_ids=[EOS], limits=Limits(8, LONGEST))
         return
     if request.param.startswith("sglang"):
         with sglang_engine(str(tiny_model), rollout, double="double" in request.param, max_model_len=LONGEST) as found:

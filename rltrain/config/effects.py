@@ -9,6 +9,7 @@ from rltrain.config.check import as_list, get
 from rltrain.config.keys import all_keys, free_form_parent
 from rltrain.config.load import LoadedConfig
 from rltrain.config.lora import LORA_MODES
+from rltrain.config.rollout_effects import ROLLOUT_MODES
 from rltrain.config.schema import Config
 
 _A = "actor_rollout_ref."
@@ -298,6 +299,7 @@ _MODES: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
         lambda cfg: cfg.trainer.test_freq > 0 and not as_list(cfg.data.val_files),
         "data.val_files is not set",
     ),
+    *ROLLOUT_MODES,
 )
 
 

@@ -39,11 +39,13 @@ class Progress:
     """The driver's own state.
 
     batches_drawn: rounds of prompts taken so far. kl_coef: weight of the KL in the reward. sampler: what the sampler keeps.
+    in_flight: row, draw and age of the prompts that were drawn and not yet learnt from (`PromptLine.state`).
     """
 
     batches_drawn: int = 0
     kl_coef: float | None = None
     sampler: dict[str, NDArray[Any]] = field(default_factory=dict)
+    in_flight: list[list[int]] = field(default_factory=list)
 
 
 class Role(Protocol):
@@ -130,6 +132,7 @@ class Saver:
             self._actor.export(str(temporary / "huggingface"))
         record = {"global_step": step, "dataset": self._fingerprint, "frozen": frozen_values(self._cfg)}
         record |= {"batches_drawn": progress.batches_drawn, "kl_coef": progress.kl_coef}
+        record["in_flight"] = progress.in_flight
         np.savez(temporary / "sampler.npz", **progress.sampler)  # type: ignore[arg-type]
         (temporary / "progress.json").write_text(json.dumps(record, indent=1))
 
@@ -143,7 +146,9 @@ class Saver:
             if not trainer.resume_weights_only:
                 step = int(record["global_step"])
                 with np.load(folder / "sampler.npz", allow_pickle=False) as arrays:
-                    progress = Progress(record["batches_drawn"], record["kl_coef"], dict(arrays))
+                    # Older checkpoints have none in flight.
+                    in_flight = record.get("in_flight", [])
+                    progress = Progress(record["batches_drawn"], record["kl_coef"], dict(arrays), in_flight)
                 self._refuse_other_run(folder, record)
         self._refuse_later_checkpoints(step)
         if folder is not None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rltrain.algorithms.aggregation import Denominators, all_ones
-from rltrain.algorithms.correction import accepted, correction_sums, importance_weights, mismatch_sums
+from rltrain.algorithms.correction import accepted, correction_sums, fresh_gap, importance_weights, mismatch_sums
 from rltrain.algorithms.kl import kl_per_token
 from rltrain.algorithms.losses import LossShare, actor_loss
 from rltrain.algorithms.policy_losses import POLICY_LOSSES, PolicyLossInputs, find_policy_loss
@@ -116,6 +116,8 @@ class ActorRefWorker:
         columns = {"old_log_probs": log_probs}
         engine = batch.ragged("rollout_log_probs")
         numbers: Numbers = {"entropy": float(entropy.values.double().sum())} | mismatch_sums(log_probs, engine)
+        if "given" in batch:
+            numbers |= fresh_gap(log_probs, engine, batch.dense("given"))
         log_ratio = log_probs.like(log_probs.values - engine.values)
         if self._correction.rollout_is:
             columns["is_weights"] = importance_weights(log_ratio, self._correction)
@@ -226,6 +228,8 @@ class ActorRefWorker:
             engine = micro.ragged("rollout_log_probs").to("cpu")
             train = engine.like(log_probs.detach().cpu())
             sums = mismatch_sums(train, engine)
+            if "given" in micro:
+                sums |= fresh_gap(train, engine, micro.dense("given").cpu())
             if self._rules:
                 sums |= correction_sums(
                     None, mask.to("cpu"), engine.like(train.values - engine.values), self._correction

@@ -58,14 +58,16 @@ def generation_of(answers: Sequence[Answer]) -> Generation:
 
 
 class Answers:
-    """Answers are numbered in the order in which their jobs were taken. seeds, prompt_lengths, lengths, ended: by answer.
+    """Answers are numbered in the order in which their jobs were taken. By answer: seeds, prompt_lengths (with what was given), given
+    (how many tokens were), lengths (new tokens), ended.
 
     max_model_len: most tokens of prompt and answer together; finished: told of each job when its last answer has ended.
     """
 
     def __init__(self, max_tokens: int, max_model_len: int, finished: Finished | None) -> None:
         self.seeds: NDArray[np.uint64] = np.zeros(0, dtype=np.uint64)
-        self.prompt_lengths, self.lengths, self._limits, self._owners = (np.zeros(0, dtype=np.int64) for _ in range(4))
+        self.prompt_lengths, self.given, self.lengths = (np.zeros(0, dtype=np.int64) for _ in range(3))
+        self._limits, self._owners = (np.zeros(0, dtype=np.int64) for _ in range(2))
         self.ended, self._truncated = (np.zeros(0, dtype=bool) for _ in range(2))
         self.num_running = 0
         self._max_tokens = max_tokens
@@ -83,14 +85,16 @@ class Answers:
         counts = [len(job.samples) for job in jobs]
         total, before = sum(counts), len(self.seeds)
         prompt_lengths = np.repeat([len(job.prompt) for job in jobs], counts)
-        limits = np.minimum(self._max_tokens, self._max_model_len - prompt_lengths)
+        given = np.array([len(part) for job in jobs for part in job.given or [()] * len(job.samples)], dtype=np.int64)
+        limits = np.minimum(self._max_tokens, self._max_model_len - prompt_lengths) - given
         if limits.min(initial=1) < 1:
             raise DataError(
                 f"a prompt of {prompt_lengths.max()} tokens leaves no room for an answer within "
                 f"actor_rollout_ref.rollout.max_model_len={self._max_model_len}. Raise it, or lower data.max_prompt_length."
             )
         self.seeds = np.concatenate([self.seeds, *(job.seeds for job in jobs)])
-        self.prompt_lengths = np.concatenate([self.prompt_lengths, prompt_lengths])
+        self.prompt_lengths = np.concatenate([self.prompt_lengths, prompt_lengths + given])
+        self.given = np.concatenate([self.given, given])
         self.lengths = np.concatenate([self.lengths, np.zeros(total, dtype=np.int64)])
         self._limits = np.concatenate([self._limits, limits])
         self._owners = np.concatenate([self._owners, np.repeat(len(self._jobs) + np.arange(len(jobs)), counts)])

@@ -164,7 +164,9 @@ class HFRollout:
 
     def _sample(self, hidden: Tensor, rows: NDArray[np.int64], answers: Answers, sampling: Sampling) -> Tensor:
         """One more token of each row [rows], written down."""
-        noise = torch.from_numpy(random_numbers(answers.seeds[rows], answers.lengths[rows])).to(hidden.device)
+        noise = torch.from_numpy(random_numbers(answers.seeds[rows], (answers.given + answers.lengths)[rows])).to(
+            hidden.device
+        )
         tokens, log_probs = choose(final_logits(self._model, hidden), noise, sampling)
         found = tokens.cpu().numpy()
         answers.write(rows, found, log_probs.cpu().numpy(), self._is_end[found] & (not sampling.ignore_eos))
@@ -172,8 +174,12 @@ class HFRollout:
 
     def _prefill(self, jobs: Sequence[Job], kv: KeyValues) -> Tensor:
         """Compute the prompts, as many at once as the limits allow. Last hidden state of each answer's prompt [rows, h]."""
-        prompts = [torch.from_numpy(job.prompt.astype(np.int64)) for job in jobs]
-        counts = [len(job.samples) for job in jobs]
+        prompts, counts = [], []
+        for job in jobs:
+            # Answers that have begun already share no text.
+            texts = [np.concatenate([job.prompt, part]) for part in job.given] if job.given else [job.prompt]
+            prompts += [torch.from_numpy(text.astype(np.int64)) for text in texts]
+            counts += [1] * len(texts) if job.given else [len(job.samples)]
         places = kv.add([len(prompt) for prompt in prompts], counts)
         last = []
         for pack in self._packs([len(prompt) for prompt in prompts]):

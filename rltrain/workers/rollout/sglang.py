@@ -189,8 +189,8 @@ class SGLangRollout:
             for job in [] if stopped else source.take(self._max_num_seqs - len(running)):
                 taken = Taken(job, finished)
                 answers += taken.answers
-                for seed, answer in zip(job.seeds, taken.answers, strict=True):
-                    running[asyncio.ensure_future(self._answer(job, int(seed), sampling, answer, started))] = taken
+                for number, answer in enumerate(taken.answers):
+                    running[asyncio.ensure_future(self._answer(job, number, sampling, answer, started))] = taken
             if not running:
                 return answers
             done, _ = await asyncio.wait(running, timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
@@ -198,10 +198,13 @@ class SGLangRollout:
                 task.result()  # raises what the engine raised
                 running.pop(task).end()
 
-    async def _answer(self, job: Job, seed: int, sampling: Sampling, answer: Answer, started: float) -> None:
-        prompt = job.prompt.tolist()
+    async def _answer(self, job: Job, number: int, sampling: Sampling, answer: Answer, started: float) -> None:
+        seed = int(job.seeds[number])
+        given = job.given[number].tolist() if job.given else []
+        prompt = [*job.prompt.tolist(), *given]
+        most = min(sampling.max_tokens, self._max_model_len - len(job.prompt)) - len(given)
         params: dict[str, Any] = {
-            "max_new_tokens": min(sampling.max_tokens, self._max_model_len - len(prompt)),
+            "max_new_tokens": most,
             "ignore_eos": sampling.ignore_eos,
             "temperature": 0.0,
         }

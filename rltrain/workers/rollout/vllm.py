@@ -167,17 +167,20 @@ class VLLMRollout:
                 return generation_of(answers)
 
     def _ask(self, job: Job, number: int, sampling: Sampling, *, deltas: bool) -> str:
-        """Start one answer of a job."""
+        """Start one answer of a job, or go on with it."""
+        given = job.given[number].tolist() if job.given else []
+        seed = int(job.seeds[number])
+        self._sampler.start_at(seed, len(given))
         params = self._params(
-            max_tokens=min(sampling.max_tokens, self._max_model_len - len(job.prompt)),
+            max_tokens=min(sampling.max_tokens, self._max_model_len - len(job.prompt)) - len(given),
             temperature=0.0 if sampling.greedy else sampling.temperature,
-            seed=None if sampling.greedy else int(job.seeds[number]),
+            seed=None if sampling.greedy else seed,
             logprobs=0,
             ignore_eos=sampling.ignore_eos,
             stop_token_ids=None if sampling.ignore_eos else self._eos,
             deltas=deltas,
         )
-        return self._add(job.prompt.tolist(), params)
+        return self._add([*job.prompt.tolist(), *given], params)
 
     def _params(self, *, deltas: bool = False, **settings: Any) -> Any:
         from vllm import SamplingParams
@@ -293,6 +296,7 @@ class _CountedSampler(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self._sampling = Sampling(1)
+        self._starts: dict[int, int] = {}
         self._drawn: dict[torch.Generator, int] = {}
 
     @classmethod
@@ -308,7 +312,12 @@ class _CountedSampler(nn.Module):
     def begin(self, sampling: Sampling) -> None:
         """From now on: other answers."""
         self._sampling = replace(sampling, temperature=1.0, greedy=False)
-        self._drawn = {}
+        self._starts, self._drawn = {}, {}
+
+    def start_at(self, seed: int, start: int) -> None:
+        """The stream of this seed begins at another place than 0."""
+        if start:
+            self._starts[seed] = start
 
     def forward(
         self, logits: Tensor, generators: dict[int, torch.Generator], k: Tensor | None, p: Tensor | None
@@ -323,6 +332,7 @@ class _CountedSampler(nn.Module):
 
     def _next(self, generator: torch.Generator) -> tuple[int, int]:
         """Seed and place of the next number of a request's stream. vLLM keeps a request's generator, also when it computes it anew."""
-        place = self._drawn.get(generator, 0)
+        seed = generator.initial_seed()
+        place = self._drawn.get(generator, self._starts.get(seed, 0))
         self._drawn[generator] = place + 1
-        return generator.initial_seed(), place
+        return seed, place

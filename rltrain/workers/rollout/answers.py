@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -15,6 +16,45 @@ from rltrain.ragged import Ragged
 from rltrain.workers.rollout.base import Finished, Generation, Job
 
 Ints = NDArray[np.int64]
+
+
+@dataclass
+class Answer:
+    """One answer as an engine of its own hands it over. reason: stop, length or abort."""
+
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    reason: str = "abort"
+    seconds: float = 0.0
+
+
+class Taken:
+    """A job that an engine of its own works on; ``finished`` is told when its last answer has ended."""
+
+    def __init__(self, job: Job, finished: Finished | None) -> None:
+        self.answers = [Answer() for _ in job.samples]
+        self._job = job
+        self._finished = finished
+        self._num_running = len(self.answers)
+
+    def end(self) -> None:
+        """One more answer has ended."""
+        self._num_running -= 1
+        if not self._num_running and self._finished and all(answer.reason != "abort" for answer in self.answers):
+            self._finished(self._job, [answer.tokens for answer in self.answers])
+
+
+def generation_of(answers: Sequence[Answer]) -> Generation:
+    """The answers, in the order in which their jobs were taken."""
+    chain = itertools.chain.from_iterable
+    lengths = torch.tensor([len(answer.tokens) for answer in answers], dtype=torch.long)
+    return Generation(
+        Ragged(torch.tensor([*chain(answer.tokens for answer in answers)], dtype=torch.int32), lengths),
+        Ragged(torch.tensor([*chain(answer.log_probs for answer in answers)], dtype=torch.float32), lengths),
+        truncated=torch.tensor([answer.reason == "length" for answer in answers], dtype=torch.bool),
+        aborted=torch.tensor([answer.reason == "abort" for answer in answers], dtype=torch.bool),
+        seconds=torch.tensor([answer.seconds for answer in answers]),
+    )
 
 
 class Answers:

@@ -112,8 +112,9 @@ class HFRollout:
             )
         return sum(fingerprint_of(name, 0, weight) for name, weight in self._model.named_parameters()) % 2**64
 
-    def sleep(self) -> None:
+    def sleep(self) -> bool:
         self._model.to("meta")
+        return True
 
     @torch.inference_mode()
     def score(self, tokens: Sequence[int]) -> Tensor:

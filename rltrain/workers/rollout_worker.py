@@ -20,7 +20,7 @@ from rltrain.models.forward import PackedModel
 from rltrain.models.load import load_config
 from rltrain.ragged import Ragged
 from rltrain.workers.residency import Residency
-from rltrain.workers.rollout.base import Job, RolloutEngine, sample_seeds
+from rltrain.workers.rollout.base import Job, RolloutEngine, check_images, sample_seeds
 from rltrain.workers.rollout.hf import HFRollout
 from rltrain.workers.rollout.queue import JobQueue, make_replica, samples_per_job
 from rltrain.workers.tasks import GenerateTask
@@ -88,7 +88,7 @@ class RolloutWorker:
                 replica=self._replica,
                 eos_token_ids=self._encoder.eos_token_ids,
                 max_model_len=self._rollout.max_model_len or longest,
-                tied_embeddings=bool(config.get_text_config().tie_word_embeddings),
+                tied_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
                 override_config=dict(model.override_config),
                 trust_remote_code=model.trust_remote_code,
             )
@@ -176,6 +176,7 @@ class RolloutWorker:
             for first in range(0, task.num_samples, size):
                 samples = np.arange(first, min(first + size, task.num_samples))
                 jobs.append(Job(place, samples, prompt, seeds[place, samples]))
+        check_images(self._rollout.name, jobs)
         num_dealt = min(len(jobs), self._replica.count * (self._rollout.max_num_seqs // size))
         return JobQueue(jobs, num_dealt, self._replica, self._store, f"rollout/{task.call}")
 

@@ -7,8 +7,9 @@ build. Not run on CUDA or Ascend hardware.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from io import BytesIO
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,8 @@ from rltrain.config.rollout_schema import RolloutConfig
 from rltrain.device import Device
 from rltrain.env import prepare_vllm
 from rltrain.errors import ConfigError
+from rltrain.models.load import load_config
+from rltrain.models.vision import placeholder_ids, takes_images
 from rltrain.ragged import Ragged
 from rltrain.workers.rollout.base import (
     Finished,
@@ -63,10 +66,15 @@ class VLLMRollout:
         self._reload = device.is_cpu
         self._sleeps = rollout.free_cache_engine and not device.is_cpu
         prepare_vllm(replica.number * replica.size + replica.member, replica.count * replica.size)
+        config = load_config(path, trust_remote_code=trust_remote_code)
+        self._takes_images = takes_images(config)
         settings = {
             "model": path,
-            "skip_tokenizer_init": True,
-            "load_format": "dummy",
+            # Its processor of images needs the tokenizer.
+            "skip_tokenizer_init": not self._takes_images,
+            # Real weights come before the first answer. With a vision tower: read, because vLLM's random ones also overwrite its constants
+            # for the normalization of pixels (0.32), which are no weights and never come again.
+            "load_format": "auto" if self._takes_images else "dummy",
             "dtype": str(dtype).removeprefix("torch."),
             "seed": 0,
             "distributed_executor_backend": "external_launcher",
@@ -84,10 +92,13 @@ class VLLMRollout:
             "hf_overrides": dict(override_config or {}),
             "trust_remote_code": trust_remote_code,
         }
+        if self._takes_images:
+            settings["limit_mm_per_prompt"] = {"video": 0}  # no memory is kept for what never comes; images: vLLM's default
         self._llm = _make_llm(settings | dict(rollout.engine_kwargs.get("vllm", {})))
         # The worker of this process: the call passes it through as it is.
         self._worker = self._llm.collective_rpc(lambda worker: worker)[0]
-        self._sampler = _CountedSampler.put_into(self._worker.model_runner.sampler)
+        never = torch.tensor(placeholder_ids(config), dtype=torch.long, device=device.torch_device)
+        self._sampler = _CountedSampler.put_into(self._worker.model_runner.sampler, never)
         self._num_requests = 0
         self.sleep()
 
@@ -101,7 +112,7 @@ class VLLMRollout:
             self._worker.model_runner.reload_weights(weights_iterator=received.tensors())
         else:
             model = self._worker.model_runner.get_model()
-            model.load_weights(received.tensors(_vocabulary_weights(model)))
+            model.load_weights(received.tensors(_vocabulary_weights(model), _own_names(model)))
         return received.fingerprint % 2**64
 
     def wake_cache(self) -> None:
@@ -133,8 +144,9 @@ class VLLMRollout:
         self._sampler.begin(sampling)
         while True:
             for job in source.take(self._max_num_seqs - len(running)):
+                images = self._open(job)
                 for number, sample in enumerate(answers.expect(job)):
-                    running[self._ask(job, number, sampling, deltas=source.may_stop)] = sample
+                    running[self._ask(job, number, images, sampling, deltas=source.may_stop)] = sample
             if not running:
                 return answers.finish()
             for output in engine.step():
@@ -146,8 +158,14 @@ class VLLMRollout:
                 engine.abort_request(list(running))
                 return answers.finish()
 
-    def _ask(self, job: Job, number: int, sampling: Sampling, *, deltas: bool) -> str:
-        """Start one answer of a job."""
+    def _open(self, job: Job) -> list[Any]:
+        """The job's images as PIL images."""
+        if job.images and not self._takes_images:
+            raise ConfigError("prompts have images, and the model of actor_rollout_ref.model.path has no vision_config")
+        return [_opened(image) for image in job.images]
+
+    def _ask(self, job: Job, number: int, images: list[Any], sampling: Sampling, *, deltas: bool) -> str:
+        """Start one answer of a job. vLLM itself ends it at ``max_model_len``, where images have made the prompt longer."""
         params = self._params(
             max_tokens=min(sampling.max_tokens, self._max_model_len - len(job.prompt)),
             temperature=0.0 if sampling.greedy else sampling.temperature,
@@ -157,7 +175,7 @@ class VLLMRollout:
             stop_token_ids=None if sampling.ignore_eos else self._eos,
             deltas=deltas,
         )
-        return self._add(job.prompt.tolist(), params)
+        return self._add(job.prompt.tolist(), params, images)
 
     def _params(self, *, deltas: bool = False, **settings: Any) -> Any:
         from vllm import SamplingParams
@@ -166,10 +184,13 @@ class VLLMRollout:
         kind = RequestOutputKind.DELTA if deltas else RequestOutputKind.FINAL_ONLY
         return SamplingParams(detokenize=False, flat_logprobs=True, output_kind=kind, **settings)
 
-    def _add(self, tokens: Sequence[int], params: Any) -> str:
+    def _add(self, tokens: Sequence[int], params: Any, images: Sequence[Any] = ()) -> str:
         self._num_requests += 1
         name = str(self._num_requests)
-        self._llm.llm_engine.add_request(name, {"prompt_token_ids": list(tokens)}, params)
+        prompt: dict[str, Any] = {"prompt_token_ids": list(tokens)}
+        if images:
+            prompt["multi_modal_data"] = {"image": list(images)}
+        self._llm.llm_engine.add_request(name, prompt, params)
         return name
 
 
@@ -190,6 +211,18 @@ def _make_llm(settings: dict[str, Any]) -> Any:
         torch.set_rng_state(state)
 
 
+def _opened(image: Any) -> Any:
+    from PIL import Image  # comes with vLLM
+
+    return Image.open(BytesIO(image)) if isinstance(image, bytes) else image
+
+
+def _own_names(model: Any) -> Callable[[str], str]:
+    """From Hugging Face names to those of vLLM's modules, which differ in models with a vision tower."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    return (lambda name: (mapper.apply_list([name]) or [name])[0]) if mapper else str
+
+
 def _vocabulary_weights(model: nn.Module) -> dict[str, tuple[Tensor, int, int]]:
     """(own weight, first row, row after the last) of every embedding and head, which tensor parallelism cuts by rows."""
     found = {}
@@ -207,8 +240,10 @@ class _Received:
         self._pieces = pieces
         self._repeat = repeat_embedding
 
-    def tensors(self, in_place: Mapping[str, tuple[Tensor, int, int]] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Whole weights. Rows of those named in ``in_place`` that come in pieces are written there instead."""
+    def tensors(
+        self, in_place: Mapping[str, tuple[Tensor, int, int]] | None = None, own_name: Callable[[str], str] = str
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Whole weights. Rows of those whose ``own_name`` is in ``in_place`` that come in pieces are written there instead."""
         partial: dict[str, tuple[Tensor, int]] = {}
         for piece in self._pieces:
             if not piece.persistent:
@@ -217,8 +252,8 @@ class _Received:
                 self.fingerprint += fingerprint_of(piece.name, piece.start, piece.values)
             if piece.whole:
                 yield from self._named(piece.name, piece.values)
-            elif in_place and piece.name in in_place:
-                _write_rows(piece, *in_place[piece.name])
+            elif in_place and own_name(piece.name) in in_place:
+                _write_rows(piece, *in_place[own_name(piece.name)])
             else:
                 whole, filled = partial.pop(piece.name, (None, 0))
                 whole = piece.values.new_empty(piece.shape) if whole is None else whole
@@ -246,21 +281,26 @@ class _CountedSampler(nn.Module):
     """In the place of vLLM's top-k/top-p sampler: draws with counted random numbers, so that an answer depends on its seed alone.
 
     Gives the log-probs before top-k and top-p. vLLM draws request by request; this draws the whole batch at once.
+    never: ids that are never drawn. They keep their place in the log-probs: the trainer's softmax has them too.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, never: Tensor) -> None:
         super().__init__()
+        self._never = never
         self._sampling = Sampling(1)
         self._streams: dict[torch.Generator, tuple[int, NDArray[np.float32]]] = {}
 
     @classmethod
-    def put_into(cls, sampler: nn.Module) -> _CountedSampler:
+    def put_into(cls, sampler: Any, never: Tensor) -> _CountedSampler:
         """Replace the drawing part of vLLM's sampler."""
-        if not hasattr(sampler, "topk_topp_sampler"):
+        if not hasattr(sampler, "topk_topp_sampler") or not hasattr(sampler, "greedy_sample"):
             raise RuntimeError(
                 f"this version of vLLM has another sampler ({type(sampler).__name__}) than rltrain knows"
             )
-        sampler.topk_topp_sampler = counted = cls()
+        sampler.topk_topp_sampler = counted = cls(never)
+        if len(never):
+            greedy = sampler.greedy_sample
+            sampler.greedy_sample = lambda logits: greedy(counted._without_never(logits))
         return counted
 
     def begin(self, sampling: Sampling) -> None:
@@ -275,8 +315,12 @@ class _CountedSampler(nn.Module):
         # Greedy rows have no generator, and what is drawn for them is not used.
         noise = [self._next(generators[row]) if row in generators else 0.0 for row in range(len(logits))]
         log_probs = torch.log_softmax(logits, -1, dtype=torch.float32)
-        tokens, _ = choose(log_probs, torch.tensor(noise, device=logits.device), self._sampling)
+        allowed = self._without_never(log_probs)
+        tokens, _ = choose(allowed, torch.tensor(noise, device=logits.device), self._sampling)
         return tokens, log_probs
+
+    def _without_never(self, scores: Tensor) -> Tensor:
+        return scores.index_fill(-1, self._never, -torch.inf) if len(self._never) else scores
 
     def _next(self, generator: torch.Generator) -> float:
         """The next number of a request's stream; vLLM keeps one generator a request, also when it computes it anew."""

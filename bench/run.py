@@ -31,7 +31,7 @@ from rltrain.models.load import load_config
 from rltrain.models.shard import make_mesh, sharded_model
 from rltrain.ragged import Ragged
 from rltrain.workers.rollout.base import Job, Sampling, sample_seeds
-from rltrain.workers.rollout.hf import HFRollout
+from rltrain.workers.rollout.hf import HFRollout, Limits
 from rltrain.workers.rollout.queue import JobQueue, Replica
 from rltrain.workers.weight_sync import pieces
 
@@ -99,9 +99,10 @@ def training_rows(policy, plain, answer_lengths: list[int]) -> list[tuple[str, f
 def rollout_row(policy, plain, config) -> tuple[str, float, float]:
     """PROMPTS x ANSWERS answers of 64 tokens each."""
     engine = HFRollout(
-        config, dtype=torch.float32, device=get_device("cpu"), eos_token_ids=[1], max_num_seqs=PROMPTS * ANSWERS
+        config, dtype=torch.float32, device=get_device("cpu"), eos_token_ids=[1], limits=Limits(PROMPTS * ANSWERS, 2048)
     )
     engine.load_weights(pieces(policy, 2**28, torch.float32))
+    engine.wake_cache()
     prompts = [np.random.default_rng(i).integers(2, 1000, PROMPT_TOKENS).astype(np.int32) for i in range(PROMPTS)]
     ids = torch.from_numpy(np.stack(prompts).astype(np.int64))
     settings = {

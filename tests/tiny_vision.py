@@ -7,9 +7,7 @@ import torch
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
-    AutoImageProcessor,
     AutoModelForImageTextToText,
-    AutoProcessor,
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen3VLConfig,
@@ -65,8 +63,13 @@ def save_tiny_vision_model(folder: Path, family: str, *, tied: bool, seed: int =
 
 
 def _processor(family: str, patch: int, tokenizer):
-    from transformers import Qwen2_5_VLProcessor, Qwen2VLImageProcessor, Qwen2VLVideoProcessor
-    from transformers import Qwen3VLProcessor, Qwen3VLVideoProcessor
+    from transformers import (
+        Qwen2_5_VLProcessor,
+        Qwen2VLImageProcessor,
+        Qwen2VLVideoProcessor,
+        Qwen3VLProcessor,
+        Qwen3VLVideoProcessor,
+    )
 
     unit = (2 * patch) ** 2  # pixels of one token
     sizes = {"patch_size": patch, "merge_size": 2, "size": {"shortest_edge": unit, "longest_edge": 32 * unit}}

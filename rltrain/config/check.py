@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rltrain.config.load import LoadedConfig
+from rltrain.config.lora import lora_problems
 from rltrain.config.model_schema import OptimConfig
 from rltrain.config.schema import Config
 from rltrain.config.values import (
@@ -46,6 +47,7 @@ def check(loaded: LoadedConfig) -> None:
         *_engine(config),
         *_budgets(config),
         *_sizes(config),
+        *lora_problems(config),
         *_rest(config),
     ]
     if problems:
@@ -69,7 +71,7 @@ def missing_files(config: Config) -> list[str]:
     named += [("data.val_files", path) for path in as_list(config.data.val_files)]
     named += [("custom_reward_function.path", path) for path in as_list(config.custom_reward_function.path)]
     named += [(key, get(config, key).rpartition(":")[0]) for key in PLUGINS if ":" in get(config, key)]
-    for key in (_A + "model.path", "critic.model.path", "reward_model.model.path"):
+    for key in (_A + "model.path", _A + "model.lora_adapter_path", "critic.model.path", "reward_model.model.path"):
         if (model := get(config, key) or "").startswith(("/", ".", "~")):
             named.append((key, model))
     if config.trainer.resume_mode == "resume_path":
@@ -259,10 +261,10 @@ def _reward_model(config: Config) -> Iterator[str]:
 
 def _engine(config: Config) -> Iterator[str]:
     rollout, data = config.actor_rollout_ref.rollout, config.data
-    if rollout.name == "hf" and rollout.tensor_model_parallel_size > 1:
+    if rollout.name in ("hf", "sglang") and rollout.tensor_model_parallel_size > 1:
         yield (
-            f"{_A}rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size}: the embedded engine (rollout.name=hf) runs on "
-            "one device. Use 1, or rollout.name=vllm."
+            f"{_A}rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size}: an engine of rollout.name={rollout.name} runs "
+            "on one device. Use 1, or rollout.name=vllm."
         )
     for key, value in (
         ("temperature", rollout.temperature),

@@ -37,7 +37,7 @@ class RolloutConfig:
     """Generation, and the pass that recomputes the log-probs of what was generated."""
 
     name: str = "hf"
-    """Engine: hf (embedded decode loop) or vllm (and vllm-ascend)."""
+    """Engine: hf (embedded decode loop), vllm (and vllm-ascend) or sglang."""
     mode: str = "sync"
     """No effect: every step generates with the current weights."""
     n: int = 1
@@ -61,7 +61,7 @@ class RolloutConfig:
     dtype: str = "auto"
     """dtype of the engine's weights: auto is bfloat16 on NPU and GPU, float32 on CPU."""
     tensor_model_parallel_size: int = 1
-    """Devices per engine replica (1 with name=hf)."""
+    """Devices per engine replica (1 with name=hf and name=sglang)."""
     data_parallel_size: int = 1
     """No effect: the number of replicas follows from the devices."""
     gpu_memory_utilization: float = 0.5

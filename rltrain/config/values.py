@@ -107,6 +107,8 @@ AT_LEAST = {
     "trainer.n_gpus_per_node": 1,
     "trainer.total_epochs": 1,
     "trainer.total_training_steps": 1,
+    _A + "model.lora_rank": 0,
+    "critic.model.lora_rank": 0,
     "reward.num_workers": 1,
     "reward.timeout_s": 0.01,
 }
@@ -115,7 +117,6 @@ AVAILABLE: dict[str, tuple[tuple[Any, ...], str]] = {
     "reward_model.reward_manager": (("naive", "dapo", "batch"), "Use reward_model.reward_manager=naive."),
     _A + "actor.ulysses_sequence_parallel_size": ((1,), "Use 1, and a token budget that holds the longest sequence."),
     _A + "ref.ulysses_sequence_parallel_size": ((1,), "Use 1."),
-    _A + "model.lora_rank": ((0,), "Use lora_rank=0: all weights are trained."),
     _A + "rollout.multi_turn.enable": ((False,), "Answers are single-turn: leave it out."),
-    _A + "rollout.name": (("hf", "vllm"), "Use rollout.name=vllm or hf."),
+    _A + "rollout.name": (("hf", "vllm", "sglang"), "Use rollout.name=vllm, sglang or hf."),
 }

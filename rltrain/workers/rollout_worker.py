@@ -20,7 +20,7 @@ from rltrain.models.forward import PackedModel
 from rltrain.models.load import load_config
 from rltrain.ragged import Ragged
 from rltrain.workers.residency import Residency
-from rltrain.workers.rollout.base import Job, RolloutEngine, sample_seeds
+from rltrain.workers.rollout.base import Job, RolloutEngine, check_images, sample_seeds
 from rltrain.workers.rollout.hf import HFRollout, Limits
 from rltrain.workers.rollout.queue import JobQueue, make_replica, samples_per_job
 from rltrain.workers.tasks import GenerateTask
@@ -91,7 +91,7 @@ class RolloutWorker:
                 replica=self._replica,
                 eos_token_ids=self._encoder.eos_token_ids,
                 max_model_len=self._rollout.max_model_len or longest,
-                tied_embeddings=bool(config.get_text_config().tie_word_embeddings),
+                tied_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
                 override_config=dict(model.override_config),
                 trust_remote_code=model.trust_remote_code,
             )
@@ -209,6 +209,7 @@ class RolloutWorker:
                 parts = [given.get(number) for number in (place * task.num_samples + samples).tolist()]
                 begun = tuple(_NOTHING if part is None else part[0].numpy() for part in parts) if any(parts) else None
                 jobs.append(Job(place, samples, prompt, seeds[place, samples], begun))
+        check_images(self._rollout.name, jobs)
         num_dealt = min(len(jobs), self._replica.count * (self._rollout.max_num_seqs // size))
         return JobQueue(jobs, num_dealt, self._replica, self._store, f"rollout/{task.call}", task.enough, task.must)
 

@@ -20,6 +20,8 @@ from rltrain.workers.rollout.base import Sampling
 from rltrain.workers.tasks import GenerateTask
 from tests.tiny import save_tiny_model, small_run, write_arithmetic
 
+# Each cut starts processes of its own, some of which import vLLM.
+pytestmark = pytest.mark.timeout(900)
 R = "actor_rollout_ref__rollout__"
 TASK = GenerateTask("train", np.arange(12, dtype=np.int32), 4, Sampling(8), seed=1, step=1)
 CALLS = itertools.count(1)

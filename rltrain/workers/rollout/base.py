@@ -5,13 +5,14 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rltrain.errors import ConfigError
 from rltrain.ragged import Ragged
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -39,7 +40,9 @@ class Job:
     place: of the prompt in the task; samples [k]: their numbers among the answers to the prompt; prompt: token ids;
     seeds [k]: the same seed gives the same answer whatever else is in the batch, and whoever serves it. given: of each sample the
     tokens it already has (None: no sample has any): they follow the prompt, count towards ``max_tokens``, and the random numbers go
-    on after theirs.
+    on after theirs. images: PIL images or the bytes of image files, in the order of their places in the prompt; ``prompt`` has ONE
+    placeholder token for each of them, and the engine puts as many as the image takes in its place (which count for
+    ``max_model_len``).
     """
 
     place: int
@@ -47,6 +50,7 @@ class Job:
     prompt: NDArray[np.int32]
     seeds: NDArray[np.uint64]
     given: tuple[NDArray[np.int32], ...] | None = None
+    images: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -54,8 +58,9 @@ class Generation:
     """Answers: all samples of the first job that was taken, then of the second, ...
 
     tokens: new ids (without `Job.given`), the end token included when there is one. log_probs: log softmax(logits / temperature) of
-    each sampled id, before top-k and top-p (greedy: temperature 1). truncated [n]: stopped by ``max_tokens``, not by an end token.
-    aborted [n]: given up while it was running. seconds [n]: when it ended, since the call.
+    each sampled id, before top-k and top-p (greedy: temperature 1), placeholder tokens of images included, although they are never
+    drawn. truncated [n]: stopped by ``max_tokens``, not by an end token. aborted [n]: given up while it was running. seconds [n]:
+    when it ended, since the call.
     """
 
     tokens: Ragged
@@ -129,6 +134,14 @@ class RolloutEngine(Protocol):
 
     def sleep(self) -> bool:
         """Give the device memory of weights and caches back. Returns whether the weights are gone."""
+
+
+def check_images(engine: str, jobs: Sequence[Job]) -> None:
+    """Raises ConfigError where jobs have images and the engine (``rollout.name``) takes text alone."""
+    if engine != "vllm" and any(job.images for job in jobs):
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.name={engine} takes text alone, and prompts have images. Use rollout.name=vllm."
+        )
 
 
 def fingerprint_of(name: str, start: int, rows: Tensor, dtype: torch.dtype | None = None) -> int:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import importlib
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from rltrain.config.rollout_schema import RolloutConfig
 from rltrain.device import Device
 from rltrain.env import prepare_vllm
 from rltrain.errors import ConfigError
+from rltrain.models.load import load_config
+from rltrain.models.vision import placeholder_ids, takes_images
 from rltrain.workers.rollout.answers import Answer, Taken, generation_of
 from rltrain.workers.rollout.base import (
     Finished,
@@ -66,10 +69,15 @@ class VLLMRollout:
         self._reload = device.is_cpu
         self._sleeps = rollout.free_cache_engine and not device.is_cpu
         prepare_vllm(replica.number * replica.size + replica.member, replica.count * replica.size)
+        config = load_config(path, trust_remote_code=trust_remote_code)
+        self._takes_images = takes_images(config)
         settings = {
             "model": path,
-            "skip_tokenizer_init": True,
-            "load_format": "dummy",
+            # Its processor of images needs the tokenizer.
+            "skip_tokenizer_init": not self._takes_images,
+            # Real weights come before the first answer. With a vision tower: read, because vLLM's random ones also overwrite its constants
+            # for the normalization of pixels (0.32), which are no weights and never come again.
+            "load_format": "auto" if self._takes_images else "dummy",
             "dtype": str(dtype).removeprefix("torch."),
             "seed": 0,
             "distributed_executor_backend": "external_launcher",
@@ -89,11 +97,15 @@ class VLLMRollout:
             "hf_overrides": dict(override_config or {}),
             "trust_remote_code": trust_remote_code,
         }
+        if self._takes_images:
+            # No memory is kept for what never comes; images: vLLM's default.
+            settings["limit_mm_per_prompt"] = {"video": 0}
         with _own_shared_memory(replica):
             self._llm = _make_llm(settings | dict(rollout.engine_kwargs.get("vllm", {})))
         # The worker of this process: the call passes it through as it is.
         self._worker = self._llm.collective_rpc(lambda worker: worker)[0]
-        self._sampler = _CountedSampler.put_into(self._worker.model_runner.sampler)
+        never = torch.tensor(placeholder_ids(config), dtype=torch.long, device=device.torch_device)
+        self._sampler = _CountedSampler.put_into(self._worker.model_runner.sampler, never)
         # vllm-ascend makes new parameters of experts when it wakes, without the loaders.
         parameters = self._worker.model_runner.get_model().named_parameters()
         self._loaders = {name: p.weight_loader for name, p in parameters if hasattr(p, "weight_loader")}
@@ -113,7 +125,7 @@ class VLLMRollout:
             for name, parameter in model.named_parameters():
                 if name in self._loaders and not hasattr(parameter, "weight_loader"):
                     parameter.weight_loader = self._loaders[name]
-            model.load_weights(received.tensors(_vocabulary_weights(model)))
+            model.load_weights(received.tensors(_vocabulary_weights(model), _own_names(model)))
         return received.fingerprint % 2**64
 
     def wake_cache(self) -> None:
@@ -146,10 +158,12 @@ class VLLMRollout:
         self._sampler.begin(sampling)
         while True:
             for job in source.take(self._max_num_seqs - len(running)):
+                images = self._open(job)
                 taken = Taken(job, finished)
                 answers += taken.answers
                 for number, answer in enumerate(taken.answers):
-                    running[self._ask(job, number, sampling, deltas=source.may_stop)] = (answer, taken)
+                    name = self._ask(job, number, images, sampling, deltas=source.may_stop)
+                    running[name] = (answer, taken)
             if not running:
                 return generation_of(answers)
             for output in engine.step():
@@ -166,8 +180,14 @@ class VLLMRollout:
                     answer.seconds = time.perf_counter() - started
                 return generation_of(answers)
 
-    def _ask(self, job: Job, number: int, sampling: Sampling, *, deltas: bool) -> str:
-        """Start one answer of a job, or go on with it."""
+    def _open(self, job: Job) -> list[Any]:
+        """The job's images as PIL images."""
+        if job.images and not self._takes_images:
+            raise ConfigError("prompts have images, and the model of actor_rollout_ref.model.path has no vision_config")
+        return [_opened(image) for image in job.images]
+
+    def _ask(self, job: Job, number: int, images: list[Any], sampling: Sampling, *, deltas: bool) -> str:
+        """Start one answer of a job, or go on with it. vLLM itself ends it at ``max_model_len``, where images make the prompt longer."""
         given = job.given[number].tolist() if job.given else []
         seed = int(job.seeds[number])
         self._sampler.start_at(seed, len(given))
@@ -180,7 +200,7 @@ class VLLMRollout:
             stop_token_ids=None if sampling.ignore_eos else self._eos,
             deltas=deltas,
         )
-        return self._add([*job.prompt.tolist(), *given], params)
+        return self._add([*job.prompt.tolist(), *given], params, images)
 
     def _params(self, *, deltas: bool = False, **settings: Any) -> Any:
         from vllm import SamplingParams
@@ -189,10 +209,13 @@ class VLLMRollout:
         kind = RequestOutputKind.DELTA if deltas else RequestOutputKind.FINAL_ONLY
         return SamplingParams(detokenize=False, flat_logprobs=True, output_kind=kind, **settings)
 
-    def _add(self, tokens: Sequence[int], params: Any) -> str:
+    def _add(self, tokens: Sequence[int], params: Any, images: Sequence[Any] = ()) -> str:
         self._num_requests += 1
         name = str(self._num_requests)
-        self._llm.llm_engine.add_request(name, {"prompt_token_ids": list(tokens)}, params)
+        prompt: dict[str, Any] = {"prompt_token_ids": list(tokens)}
+        if images:
+            prompt["multi_modal_data"] = {"image": list(images)}
+        self._llm.llm_engine.add_request(name, prompt, params)
         return name
 
 
@@ -211,6 +234,18 @@ def _make_llm(settings: dict[str, Any]) -> Any:
         raise ConfigError(f"actor_rollout_ref.rollout.engine_kwargs.vllm: {error}") from error
     finally:
         torch.set_rng_state(state)
+
+
+def _opened(image: Any) -> Any:
+    from PIL import Image  # comes with vLLM
+
+    return Image.open(BytesIO(image)) if isinstance(image, bytes) else image
+
+
+def _own_names(model: Any) -> Callable[[str], str]:
+    """From Hugging Face names to those of vLLM's modules, which differ in models with a vision tower."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    return (lambda name: (mapper.apply_list([name]) or [name])[0]) if mapper else str
 
 
 @contextmanager
@@ -252,8 +287,10 @@ class _Received:
         self._pieces = pieces
         self._repeat = repeat_embedding
 
-    def tensors(self, in_place: Mapping[str, tuple[Tensor, int, int]] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Whole weights. Rows of those named in ``in_place`` that come in pieces are written there instead."""
+    def tensors(
+        self, in_place: Mapping[str, tuple[Tensor, int, int]] | None = None, own_name: Callable[[str], str] = str
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Whole weights. Rows of those whose ``own_name`` is in ``in_place`` that come in pieces are written there instead."""
         partial: dict[str, tuple[Tensor, int]] = {}
         for piece in self._pieces:
             if not piece.persistent:
@@ -262,8 +299,8 @@ class _Received:
                 self.fingerprint += fingerprint_of(piece.name, piece.start, piece.values)
             if piece.whole:
                 yield from self._named(piece.name, piece.values)
-            elif in_place and piece.name in in_place:
-                _write_rows(piece, *in_place[piece.name])
+            elif in_place and own_name(piece.name) in in_place:
+                _write_rows(piece, *in_place[own_name(piece.name)])
             else:
                 whole, filled = partial.pop(piece.name, (None, 0))
                 whole = piece.values.new_empty(piece.shape) if whole is None else whole
@@ -291,22 +328,27 @@ class _CountedSampler(nn.Module):
     """In the place of vLLM's top-k/top-p sampler: draws with counted random numbers, so that an answer depends on its seed alone.
 
     Gives the log-probs before top-k and top-p. vLLM draws request by request; this draws the whole batch at once.
+    never: ids that are never drawn. They keep their place in the log-probs: the trainer's softmax has them too.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, never: Tensor) -> None:
         super().__init__()
+        self._never = never
         self._sampling = Sampling(1)
         self._starts: dict[int, int] = {}
         self._drawn: dict[torch.Generator, int] = {}
 
     @classmethod
-    def put_into(cls, sampler: nn.Module) -> _CountedSampler:
+    def put_into(cls, sampler: Any, never: Tensor) -> _CountedSampler:
         """Replace the drawing part of vLLM's sampler."""
-        if not hasattr(sampler, "topk_topp_sampler"):
+        if not hasattr(sampler, "topk_topp_sampler") or not hasattr(sampler, "greedy_sample"):
             raise RuntimeError(
                 f"this version of vLLM has another sampler ({type(sampler).__name__}) than rltrain knows"
             )
-        sampler.topk_topp_sampler = counted = cls()
+        sampler.topk_topp_sampler = counted = cls(never)
+        if len(never):
+            greedy = sampler.greedy_sample
+            sampler.greedy_sample = lambda logits: greedy(counted._without_never(logits))
         return counted
 
     def begin(self, sampling: Sampling) -> None:
@@ -328,7 +370,10 @@ class _CountedSampler(nn.Module):
         streams = [self._next(generators[row]) if row in generators else (0, 0) for row in range(len(logits))]
         seeds, places = np.array([seed for seed, _ in streams], dtype=np.uint64), np.array([at for _, at in streams])
         noise = torch.from_numpy(random_numbers(seeds, places)).to(logits.device)
-        return choose(logits, noise, self._sampling)[0], log_probs
+        return choose(self._without_never(logits), noise, self._sampling)[0], log_probs
+
+    def _without_never(self, scores: Tensor) -> Tensor:
+        return scores.index_fill(-1, self._never, -torch.inf) if len(self._never) else scores
 
     def _next(self, generator: torch.Generator) -> tuple[int, int]:
         """Seed and place of the next number of a request's stream. vLLM keeps a request's generator, also when it computes it anew."""

@@ -214,6 +214,7 @@ _MODES: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
         lambda cfg: _bypass(cfg),
         "with bypass_mode no old_log_prob pass is made",
     ),
+    ((_A + "actor.recompute_old_log_prob",), lambda cfg: cfg.old_log_probs_all_or_none, "this mode needs the whole pass, or none"),  # fmt: skip
     (
         ("algorithm.kl_penalty", "algorithm.kl_ctrl."),
         lambda cfg: not cfg.algorithm.use_kl_in_reward,

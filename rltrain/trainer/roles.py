@@ -125,13 +125,12 @@ class Policy(_Role):
         samples.update({"group": places, "row": np.array(task.rows)[places], "engine": engine})
         return samples, m.worker_timing([numbers for *_, numbers in results])
 
-    def log_probs(self, samples: Samples, layout: Layout) -> Metrics:
-        """Attach ``old_log_probs`` and the rollout correction; returns entropy, mismatch and correction metrics."""
+    def log_probs(self, samples: Samples, layout: Layout) -> Numbers:
+        """Attach ``old_log_probs`` and the rollout correction; returns sums of entropy, mismatch and correction."""
         made = ["old_log_probs"]
         made += ["is_weights"] if self._correction.rollout_is else []
         made += ["loss_mask"] if self._correction.rollout_rs else []
-        sums = m.add_up(self._score("actor.log_probs", samples, layout, _GENERATED, made))
-        return {"actor/entropy": sums["entropy"] / max(sums["tokens"], 1)} | m.mismatch_metrics(sums)
+        return m.add_up(self._score("actor.log_probs", samples, layout, _GENERATED, made))
 
     def ref_log_probs(self, samples: Samples, layout: Layout) -> None:
         """Attach ``ref_log_probs``, and with a KL in the reward ``ref_kl``; the samples get ``kl_sum``."""
@@ -158,8 +157,15 @@ class Policy(_Role):
         if not self._correction.bypass_mode:
             columns += ["is_weights"] if self._correction.rollout_is else []
             columns += ["loss_mask"] if self._correction.masks_loss else []
+        optional: tuple[str, ...] = ()
+        if not all(mini.scored for task in tasks for mini in task.mini_batches):
+            optional = ("old_log_probs", "is_weights")  # the first mini-batch has none
+            columns = [*(name for name in columns if name not in optional), "rollout_log_probs"]
         numbers = ["sample"] if token_level else ["sample", "advantage"]
-        work = [[samples.request(ids, columns, numbers), task] for ids, task in zip(layout.ids, tasks, strict=True)]
+        work = [
+            [samples.request(ids, columns, numbers, optional), task]
+            for ids, task in zip(layout.ids, tasks, strict=True)
+        ]
         return self._group.call("actor.update", per_rank=work)
 
     def export(self, folder: str) -> None:

@@ -92,6 +92,8 @@ class RolloutConfig:
     """No effect with name=hf."""
     update_weights_bucket_megabytes: int = 512
     """Weights are handed to the engine in pieces of this size (no effect with name=hf)."""
+    log_prob_gap_limit: float | None = None
+    """Alarm where engine and trainer differ by more per token; null: 1e-3 if both compute in float32, else 0.1."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Free-form arguments of the engine, under its name (no effect with name=hf)."""
     log_prob_micro_batch_size_per_gpu: int | None = None

@@ -268,4 +268,9 @@ class Config:
         actor, correction = self.actor_rollout_ref.actor, self.algorithm.rollout_correction
         weighs = bool(correction.rollout_is) and correction.rollout_is_batch_normalize
         needed = self.algorithm.use_kl_in_reward or bool(correction.rollout_rs) or weighs
-        return correction.bypass_mode or needed or actor.policy_loss.loss_mode in ("clip_cov", "kl_cov") or actor.ppo_epochs > 1
+        return (
+            correction.bypass_mode
+            or needed
+            or actor.policy_loss.loss_mode in ("clip_cov", "kl_cov")
+            or actor.ppo_epochs > 1
+        )

@@ -95,6 +95,7 @@ AT_LEAST = {
     _A + "rollout.log_prob_micro_batch_size": 1,
     _A + "rollout.log_prob_micro_batch_size_per_gpu": 1,
     _A + "rollout.n": 1,
+    _A + "rollout.log_prob_gap_limit": 0,
     _A + "rollout.max_num_seqs": 1,
     _A + "rollout.tensor_model_parallel_size": 1,
     _A + "rollout.val_kwargs.n": 1,

@@ -43,7 +43,9 @@ class IdleWorker:
                 "tokens": Ragged(torch.zeros(int(total.sum()), dtype=torch.int8), total),
                 "prompt_length": torch.full((len(ids),), self._prompt_tokens),
                 "response_length": torch.from_numpy(lengths),
-                "rollout_log_probs": Ragged(torch.zeros(int(lengths.sum()), dtype=torch.int8), torch.from_numpy(lengths)),
+                "rollout_log_probs": Ragged(
+                    torch.zeros(int(lengths.sum()), dtype=torch.int8), torch.from_numpy(lengths)
+                ),
             }
         )
         numbers = {
@@ -81,5 +83,13 @@ class IdleWorker:
     def update(self, batch: Batch, task: UpdateTask) -> Numbers:
         """Numbers of the optimizer steps."""
         steps = np.zeros(len(task.mini_batches))
-        names = ("share/loss", "share/pg_loss", "share/kl_loss", "token/ppo_kl", "token/pg_clipfrac", "grad_norm", "skipped")
+        names = (
+            "share/loss",
+            "share/pg_loss",
+            "share/kl_loss",
+            "token/ppo_kl",
+            "token/pg_clipfrac",
+            "grad_norm",
+            "skipped",
+        )
         return dict.fromkeys(names, steps) | {"perf/cpu_memory_used_gb": 0.0}

@@ -13,11 +13,9 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import ray
 
 from bench.table import write
 from rltrain.config.load import load_config
@@ -128,8 +126,18 @@ def main(argv: list[str] | None = None) -> None:
         "python -m bench.scale",
         f"GRPO with a reference, two optimizer steps, {ANSWERS} answers a prompt; workers compute nothing; median of {STEPS} steps. "
         "`driver CPU`: processor seconds of the driver process a step, all threads. `step`: wall clock with all workers on this machine's "
-        f"cores. The last column compares with a published step of {PUBLISHED_STEP_S} s (7B model, 64 devices, 2048 samples of 10,426 tokens).",
-        ["workers", "samples", "answer tokens", "driver CPU, s", "step, s", "timing_s/other", "bytes a sample", "driver share"],
+        f"cores. The last column compares with a published step of {PUBLISHED_STEP_S} s (7B model, 64 devices, 2048 samples of "
+        "10,426 tokens).",
+        [
+            "workers",
+            "samples",
+            "answer tokens",
+            "driver CPU, s",
+            "step, s",
+            "timing_s/other",
+            "bytes a sample",
+            "driver share",
+        ],
         rows,
     )
 

@@ -27,6 +27,7 @@ from rltrain.report import read_metrics
 
 ROOT = Path(__file__).parent.parent
 PHASES = ("gen", "old_log_prob", "ref", "update_actor", "step")
+MEASURED = (*PHASES, "generate_sequences", "reshard", "reward", "other")
 OURS, PEERS = "rltrain", {"hf": "TRL, HF generate", "vllm": "TRL, vLLM colocated"}
 MICRO_BATCH = 32
 Steps = list[dict[str, float]]
@@ -99,8 +100,12 @@ def run_ours(folder: Path, limit: int, options: argparse.Namespace) -> Steps:
     lines = [line for line in read_metrics(run) if "timing_s/step" in line]
     wall = time.time() - started
     return [
-        {name: line.get(f"timing_s/{name}", 0.0) for name in PHASES}
-        | {"response_length": line["response_length/mean"], "prompt_length": line["prompt_length/mean"], "to_here": wall}
+        {name: line.get(f"timing_s/{name}", 0.0) for name in MEASURED}
+        | {
+            "response_length": line["response_length/mean"],
+            "prompt_length": line["prompt_length/mean"],
+            "to_here": wall,
+        }
         for line in lines
     ]
 

@@ -31,7 +31,11 @@ def main() -> None:
     rows = pq.read_table(os.path.join(task["folder"], "train.parquet"), columns=["prompt"]).to_pylist()
     bf16 = task["dtype"] == "bfloat16"
     per_step = task["prompts"] * task["answers"]
-    engine = {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.1} if task["engine"] == "vllm" else {}
+    engine = (
+        {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.1}
+        if task["engine"] == "vllm"
+        else {}
+    )
     config = GRPOConfig(
         output_dir=os.path.join(task["folder"], "peer"), use_cpu=True, bf16=bf16, seed=0, report_to=[], save_strategy="no",
         logging_steps=1, disable_tqdm=True, learning_rate=1e-6, lr_scheduler_type="constant", max_grad_norm=1.0, weight_decay=0.01,
@@ -85,14 +89,18 @@ def main() -> None:
     trainer._generate = timed("gen", trainer._generate)
     trainer._generate_and_score_completions = timed("scored", trainer._generate_and_score_completions)
     trainer.train()
-    prompt_tokens = len(trainer.processing_class.apply_chat_template(rows[0]["prompt"], add_generation_prompt=True)["input_ids"])
+    prompt_tokens = len(
+        trainer.processing_class.apply_chat_template(rows[0]["prompt"], add_generation_prompt=True)["input_ids"]
+    )
     import transformers
     import trl
 
     versions = {"trl": trl.__version__, "transformers": transformers.__version__, "torch": torch.__version__}
     for one, length in zip(steps, lengths, strict=True):
         one["response_length"] = length
-    sys.stdout.write("\nRESULT " + json.dumps({"steps": steps, "prompt_tokens": prompt_tokens, "versions": versions}) + "\n")
+    sys.stdout.write(
+        "\nRESULT " + json.dumps({"steps": steps, "prompt_tokens": prompt_tokens, "versions": versions}) + "\n"
+    )
     sys.stdout.flush()
     os._exit(0)  # an engine in this process may hang at exit
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,15 +97,15 @@ def steer(model: Qwen3ForCausalLM, end: int, last_of_prompt: int, kind: str) -> 
         head[end, :2] = read(_NEVER, _NEVER)
 
 
-def prompts(count: int) -> list[str]:
-    """Sums of four numbers, 50 characters or so."""
+def prompts(count: int, terms: int = 5) -> list[str]:
+    """Sums of numbers, all of one length: about 7 tokens a term and 25 more."""
     draw = random.Random(0)
-    return [
-        f"Add these numbers: {' + '.join(str(draw.randint(100, 9999)) for _ in range(5))} = ?" for _ in range(count)
-    ]
+    sums = [" + ".join(str(draw.randint(1000, 9999)) for _ in range(terms)) for _ in range(count)]
+    return [f"Add these numbers: {each} = ?" for each in sums]
 
 
-def write_prompts(file: Path, count: int) -> None:
+def write_prompts(file: Path, count: int, terms: int = 5) -> None:
+    """A file in verl's schema."""
     rows = [
         {
             "data_source": "bench",
@@ -115,17 +114,6 @@ def write_prompts(file: Path, count: int) -> None:
             "reward_model": {"style": "rule", "ground_truth": "0"},
             "extra_info": {"index": number},
         }
-        for number, text in enumerate(prompts(count))
+        for number, text in enumerate(prompts(count, terms))
     ]
     pq.write_table(pa.Table.from_pylist(rows), file)
-
-
-def lengths(model: Path, samples: int, limit: int) -> Sequence[int]:
-    """Answer lengths of ``samples`` answers by Hugging Face generate, to look at what a workload is like."""
-    loaded = Qwen3ForCausalLM.from_pretrained(model)
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    text = tokenizer.apply_chat_template([{"role": "user", "content": prompts(1)[0]}], add_generation_prompt=True, tokenize=False)
-    ids = tokenizer(text, return_tensors="pt").input_ids.expand(samples, -1)
-    out = loaded.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=limit, do_sample=True, top_k=0)
-    ended = out[:, ids.shape[1] :] == tokenizer.eos_token_id
-    return torch.where(ended.any(1), ended.int().argmax(1) + 1, ended.shape[1]).tolist()

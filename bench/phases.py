@@ -133,7 +133,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         options.out,
         f"python -m bench.phases --shape {options.shape} --dtype {options.dtype} --steps {options.steps} --rounds {options.rounds}",
         f"{PROMPTS} prompts x {ANSWERS} answers x {options.limit} tokens, Qwen3 of shape {options.shape}, {options.dtype}, one thread; "
-        "medians. The floor shares prompts when generating in both columns; update: forward, backward, clip and AdamW of two optimizer steps.",
+        "medians. The floor shares prompts when generating in both columns; "
+        "update: forward, backward, clip and AdamW of two optimizer steps.",
         ["phase", "rltrain, s", *titles],
         rows,
         options.note,

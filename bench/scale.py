@@ -70,7 +70,9 @@ def make_trainer(group: WorkerGroup, workers: int, samples: int, tokens: int) ->
     policy = Policy(group, cfg)
     sampler = make_sampler("shuffle", BatchOrder(prompts * 4, prompts, 0, True), [], 0.1)
     rewards = Rewards(cfg, {"train": []}, FreeScores(), None)  # type: ignore[arg-type]
-    return PPOTrainer(cfg, plan, policy, None, rewards, Experience(cfg, plan, policy, rewards, sampler), {})
+    return PPOTrainer(
+        cfg, plan, policy, None, rewards, Experience(cfg, plan, policy, rewards, sampler), {"log_prob_gap_limit": 1.0}
+    )
 
 
 def start_group(workers: int) -> WorkerGroup:

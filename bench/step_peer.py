@@ -4,6 +4,7 @@
 
 Phases are timed around the trainer's own methods: generation (with tokenising and, for vLLM, the weight sync), the two log-prob
 passes without gradient, and what is left of the two training steps (the update).
+TRL's way of loading weights into vLLM does not work on a CPU, where vLLM has packed them; vLLM's own `reload_weights` is called instead.
 """
 
 import json
@@ -15,7 +16,14 @@ from collections import defaultdict
 STARTED = time.perf_counter()
 
 
-def main() -> None:
+def reload(trainer) -> None:
+    """The trainer's weights into the engine in this process."""
+    engine = trainer.vllm_generation.llm
+    engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(trainer.model.state_dict().items())})
+    engine.reset_prefix_cache()
+
+
+def main() -> None:  # noqa: C901 - one script
     task = json.loads(sys.argv[1])
     for name, value in {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
                         "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TOKENIZERS_PARALLELISM": "false"}.items():  # fmt: skip
@@ -86,6 +94,8 @@ def main() -> None:
         model=os.path.join(task["folder"], "model"), reward_funcs=reward, args=config, train_dataset=Dataset.from_list(rows),
         callbacks=[Clock()],
     )  # fmt: skip
+    if task["engine"] == "vllm":
+        trainer.vllm_generation.sync_weights = lambda: reload(trainer)
     trainer._generate = timed("gen", trainer._generate)
     trainer._generate_and_score_completions = timed("scored", trainer._generate_and_score_completions)
     trainer.train()

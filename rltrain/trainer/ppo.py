@@ -12,7 +12,7 @@ from rltrain.algorithms.aggregation import Denominators
 from rltrain.algorithms.policy_losses import find_policy_loss
 from rltrain.config.schema import Config
 from rltrain.controller.samples import Samples
-from rltrain.errors import NonFiniteError, RewardError
+from rltrain.errors import NonFiniteError, RewardError, SyncError
 from rltrain.models.optim import learning_rate
 from rltrain.trainer import metrics as m
 from rltrain.trainer.advantage import Advantages, Whitening
@@ -77,9 +77,11 @@ class PPOTrainer:
                 self.experience.add_greedy_baseline(samples, timer)
             updates_actor = not self.critic or step >= self.cfg.trainer.critic_warmup
             measured: Metrics = {}
+            alarm: Metrics = {}
             if not self._bypass:
                 with timer("old_log_prob"):  # log pi_old(y | x), by the trainer's own weights
                     measured = self._old_log_probs(samples, step, updates_actor)
+                alarm = self._watch_gap(m.policy_metrics(measured)) if measured else {}
             if self.actor.has_reference_pass:
                 with timer("ref"):  # log pi_ref(y | x)
                     self.actor.ref_log_probs(samples, self._pass(samples, self.plan.ref_budget))
@@ -97,6 +99,7 @@ class PPOTrainer:
                     found, measured = self._update_actor(samples, whitening, step, measured)
                     metrics |= found
         metrics |= m.policy_metrics(measured)
+        metrics |= alarm or self._watch_gap(metrics)
         timing = timer.metrics() | generated
         metrics |= timing | m.throughput_metrics(samples, timing, self.plan.num_devices)
         metrics |= m.flops_metrics(
@@ -186,6 +189,21 @@ class PPOTrainer:
         tokens = self._loss_tokens(samples)[ids]
         horizon = self._actor_cfg.loss_scale_factor or self.cfg.data.max_response_length
         return Denominators(int(tokens.sum()), int((tokens > 0).sum()), horizon)
+
+    def _watch_gap(self, metrics: Metrics) -> Metrics:
+        """Say so, or stop, where the engine did not sample from the policy that is trained: before the update, if it is known then."""
+        gap, limit = metrics.get("rollout/log_prob_gap/mean", 0.0), self._model_sizes["log_prob_gap_limit"]
+        if gap <= limit:
+            return {"rollout/log_prob_gap/alarm": 0.0}
+        text = (
+            f"rollout engine and trainer differ by {gap:.3g} in the log-prob of a sampled token (mean; limit {limit:.3g}, "
+            "actor_rollout_ref.rollout.log_prob_gap_limit): stale weights, a stale cache, or kernels that compute otherwise. "
+            "algorithm.rollout_correction.rollout_is=token corrects for a small gap."
+        )
+        if self.cfg.actor_rollout_ref.rollout.on_log_prob_gap == "stop":
+            raise SyncError(text)
+        log.warning(text)
+        return {"rollout/log_prob_gap/alarm": 1.0}
 
     def _watch_skipped(self, role: str, metrics: Metrics) -> None:
         self._skipped_in_a_row[role] = (

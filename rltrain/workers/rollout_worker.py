@@ -75,6 +75,23 @@ class RolloutWorker:
             model.path, trust_remote_code=model.trust_remote_code, override=dict(model.override_config)
         )
         self._vocabulary = config.get_text_config().vocab_size
+        if self._rollout.name == "vllm":
+            from rltrain.workers.rollout.vllm import VLLMRollout  # vLLM takes seconds to import
+
+            longest = cfg.data.max_prompt_length + cfg.data.max_response_length
+            self._residency.enter("rollout")  # it measures the memory that is free now
+            return VLLMRollout(
+                model.path,
+                self._rollout,
+                dtype=dtype,
+                device=self._device,
+                replica=self._replica,
+                eos_token_ids=self._encoder.eos_token_ids,
+                max_model_len=self._rollout.max_model_len or longest,
+                tied_embeddings=bool(config.get_text_config().tie_word_embeddings),
+                override_config=dict(model.override_config),
+                trust_remote_code=model.trust_remote_code,
+            )
         return HFRollout(
             config,
             dtype=dtype,

@@ -24,8 +24,8 @@ from rltrain.workers.rollout.base import RolloutEngine, WeightPiece, fingerprint
 
 # What is sent, what was received, and one weight put together from it: a third of a bucket each.
 _PARTS_OF_A_BUCKET = 3
-# Rows are cast for the fingerprint in blocks of this many elements.
-_BLOCK = 2**22
+# Its name since torch 2.13.
+_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,9 @@ def pieces(packed: PackedModel, bucket_bytes: int, dtype: torch.dtype) -> Iterat
     persistent = packed.state_dict().keys() if any(True for _ in packed.buffers()) else ()
     for name, buffer in packed.named_buffers():
         short = name.removeprefix(PREFIX)
-        yield WeightPiece(short, tuple(buffer.shape), 0, buffer, lasting=True, persistent=name in persistent)
+        yield WeightPiece(
+            short, tuple(buffer.shape), 0, buffer, lasting=True, buffer=True, persistent=name in persistent
+        )
 
 
 def _unsharded(name: str, weight: Tensor, bucket_bytes: int, dtype: torch.dtype) -> Iterator[WeightPiece]:
@@ -214,7 +216,7 @@ def _gathered(bucket: Sequence[_Slab], dtype: torch.dtype) -> Iterator[WeightPie
         send[offset : offset + mine.numel()].copy_(mine.reshape(-1))
         offset += slab.num_elements
     received = torch.empty(ranks, size, dtype=dtype, device=device)
-    dist.all_gather_into_tensor(received.view(-1), send, group=group)
+    _ALL_GATHER(received.view(-1), send, group=group)
     del send
     offset = 0
     for slab in bucket:
@@ -242,9 +244,7 @@ def fingerprint(packed: PackedModel, dtype: torch.dtype) -> int:
             sharded = _num_shards(local) > 1
             start = _shard_rank(local) * _rows_per_rank(local) if sharded else 0
             local = local.to_local()
-        for rows in local.split(max(1, _BLOCK // max(local[:1].numel(), 1))) if local.numel() else ():
-            total += fingerprint_of(name.removeprefix(PREFIX), start, rows.to(dtype))
-            start += len(rows)
+        total += fingerprint_of(name.removeprefix(PREFIX), start, local, dtype)
     box = torch.tensor([_signed(total)], dtype=torch.int64)
     first = next(packed.parameters())
     if isinstance(first, DTensor) and _num_shards(first) > 1:

@@ -15,6 +15,8 @@ from torch import Tensor
 from rltrain.ragged import Ragged
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+# Elements of which a fingerprint is made at a time: sums of small integers are taken on 8-byte copies.
+_BLOCK = 2**18
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -69,6 +71,10 @@ class Source(Protocol):
         No job has more samples than the engine's ``max_num_seqs``.
         """
 
+    @property
+    def may_stop(self) -> bool:
+        """Whether `stopped` can ever be true."""
+
     def stopped(self) -> bool:
         """What is running now is not wanted any more. An engine asks after every token."""
 
@@ -78,8 +84,9 @@ class WeightPiece:
     """Rows ``start`` to ``start + len(values)`` of the weight ``name`` (Hugging Face name) of ``shape``.
 
     A weight comes whole, or if it is too large for a bucket in pieces, in any order. lasting: ``values`` are the training
-    weights themselves; else they are overwritten as soon as the next piece is asked for. persistent: a checkpoint has it (some
-    buffers are computed from the configuration).
+    weights themselves; else they may be overwritten as soon as the next piece is asked for if they are not whole. buffer: not a weight, and
+    not counted in fingerprints. persistent: a checkpoint has it (some buffers are computed from the configuration).
+
     """
 
     name: str
@@ -87,6 +94,7 @@ class WeightPiece:
     start: int
     values: Tensor
     lasting: bool = False
+    buffer: bool = False
     persistent: bool = True
 
     @property
@@ -120,17 +128,21 @@ class RolloutEngine(Protocol):
         """Give the device memory of weights and caches back."""
 
 
-def fingerprint_of(name: str, start: int, rows: Tensor) -> int:
+def fingerprint_of(name: str, start: int, rows: Tensor, dtype: torch.dtype | None = None) -> int:
     """The share of some rows of one weight; the shares of a model add up, modulo 2^64.
 
-    sum over rows of (hash of the name | 1) * (row + 1) * (sum of the row's bits as integers).
+    sum over rows of (hash of the name | 1) * (row + 1) * (sum of the row's bits as integers). dtype: as if the rows were of that
+    type. Takes no memory to speak of.
     """
-    if not rows.numel():
-        return 0
-    bits = rows.reshape(len(rows) if rows.dim() else 1, -1).contiguous().view(_BITS[rows.dtype.itemsize])
-    sums = bits.sum(1, dtype=torch.int64)
-    places = torch.arange(start + 1, start + 1 + len(sums), dtype=torch.int64, device=sums.device)
-    return int((sums * places).sum()) * (zlib.crc32(name.encode()) << 1 | 1)
+    total = 0
+    rows = rows.reshape(len(rows) if rows.dim() else 1, -1)
+    for block in rows.split(max(1, _BLOCK // max(rows.shape[1], 1))) if rows.numel() else ():
+        bits = block.to(dtype or block.dtype).contiguous()
+        sums = bits.view(_BITS[bits.dtype.itemsize]).sum(1, dtype=torch.int64)
+        places = torch.arange(start + 1, start + 1 + len(sums), dtype=torch.int64, device=sums.device)
+        total += int((sums * places).sum())
+        start += len(sums)
+    return total * (zlib.crc32(name.encode()) << 1 | 1)
 
 
 def sample_seeds(seed: int, step: int, rows: Sequence[int], num_samples: int) -> NDArray[np.uint64]:

@@ -27,7 +27,7 @@ from rltrain.workers.rollout.base import (
 )
 
 # Random numbers are made for this many tokens at a time.
-_BLOCK = 128
+BLOCK = 128
 # The cache is compacted when at most this share of its rows is still running.
 _COMPACT_AT = 0.9
 
@@ -117,9 +117,9 @@ class HFRollout:
         rows = torch.arange(len(seeds), device=self._device)
         noise = torch.empty(0)
         for step in range(sampling.max_tokens):
-            if step % _BLOCK == 0:
+            if step % BLOCK == 0:
                 noise = torch.from_numpy(random_block(seeds, step)).to(self._device)
-            tokens, log_probs = choose(final_logits(self._model, hidden), noise[rows, step % _BLOCK], sampling)
+            tokens, log_probs = choose(final_logits(self._model, hidden), noise[rows, step % BLOCK], sampling)
             ended = torch.isin(tokens, self._eos) & (not sampling.ignore_eos)
             answers.write(rows, step, tokens, log_probs, ended)
             running = ~answers.ended[rows]
@@ -216,12 +216,12 @@ class _Answers:
 
 
 def random_block(seeds: NDArray[np.uint64], start: int) -> NDArray[np.float32]:
-    """Random numbers ``start`` to ``start + _BLOCK`` of each seed, in [0, 1 - 2^-23].
+    """Random numbers ``start`` to ``start + BLOCK`` of each seed, in [0, 1 - 2^-23].
 
     So far below 1 that the product with a float32 total is smaller than the total: the search for it never runs past the last token
     that has any mass. In float32, because not every accelerator computes in float64.
     """
-    return np.minimum(uniforms(seeds, start, _BLOCK), 1 - 2.0**-23).astype(np.float32)
+    return np.minimum(uniforms(seeds, start, BLOCK), 1 - 2.0**-23).astype(np.float32)
 
 
 def choose(logits: Tensor, noise: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:

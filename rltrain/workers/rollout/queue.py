@@ -112,6 +112,11 @@ class JobQueue:
         if self._enough is not None and self._replica.leads:
             self._store.add(self._key + "/ended", num_jobs)
 
+    @property
+    def may_stop(self) -> bool:
+        """Whether `stopped` can ever be true."""
+        return self._enough is not None
+
     def stopped(self) -> bool:
         """Whether enough jobs have ended."""
         if self._enough is None:

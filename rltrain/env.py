@@ -78,6 +78,11 @@ def prepare_vllm(rank: int, world: int) -> None:
     os.environ.setdefault("MASTER_PORT", "1")
 
 
+def prepare_sglang() -> None:
+    """Environment of a worker process before SGLang starts: room behind the longest sequence, which no position reaches."""
+    os.environ.setdefault("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "1")
+
+
 def ray_address() -> str | None:
     """The cluster that RAY_ADDRESS points at, or None."""
     return os.environ.get("RAY_ADDRESS") or None

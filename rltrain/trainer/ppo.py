@@ -232,7 +232,8 @@ class PPOTrainer:
     @property
     def progress(self) -> Progress:
         """What a resumed run needs besides the weights."""
-        return Progress(self.experience.batches_drawn, self.advantages.kl_coef, self.experience.sampler.state())
+        drawn, sampler, line = self.experience.batches_drawn, self.experience.sampler, self.experience.line
+        return Progress(drawn, self.advantages.kl_coef, sampler.state(), line.state())
 
     def fit(self, first_step: int, tracker: Tracker, saver: Saver, stop: StopFlag) -> int:
         """Run steps ``first_step`` + 1 to the last of the plan, with validation and saving. Returns the last step done."""
@@ -269,6 +270,7 @@ class PPOTrainer:
     def restore(self, progress: Progress) -> None:
         """Go on where ``progress`` was."""
         self.experience.batches_drawn = progress.batches_drawn
+        self.experience.line.restore(progress.in_flight)
         if progress.sampler:
             self.experience.sampler.restore(progress.sampler)
         if progress.kl_coef is not None and self.cfg.algorithm.kl_ctrl.type == "adaptive":

@@ -19,6 +19,7 @@ from rltrain.device import resolve_dtype
 from rltrain.models.export import export_huggingface
 from rltrain.models.forward import PackedInputs, PolicyModel, ReferenceStates, final_logits, model_numbers, pack
 from rltrain.models.load import load_config
+from rltrain.models.lora import adapters_off, lora_of, save_adapter
 from rltrain.models.shard import make_mesh, sharded_model
 from rltrain.models.state import load_training_state, save_training_state
 from rltrain.ragged import Ragged
@@ -53,35 +54,37 @@ class ActorRefWorker:
         self._config = load_config(
             model_cfg.path, trust_remote_code=model_cfg.trust_remote_code, override=dict(model_cfg.override_config)
         )
-        self._policy = self._load_policy(
-            resolve_dtype(fsdp.model_dtype, self._device), model_cfg.enable_gradient_checkpointing
-        )
+        self._policy = self._load_policy(trained=True)
         self._updater = Updater("actor", self._policy, self._actor_cfg.optim, self._cfg.trainer, self._device)
         phases: tuple[Phase, ...] = ("sync", "score", "train_actor", "save")
-        phases += ("ref",) if self._exact_kl_reward else ()
+        phases += ("ref",) if self._exact_kl_reward or model_cfg.uses_lora else ()
         self._residency.add_model(self._policy, *phases, offload=fsdp.param_offload)
         self._residency.add_optimizer(self._updater.optimizer, "train_actor", "save", offload=fsdp.optimizer_offload)
-        if with_reference:
-            self._reference = (
-                self._load_policy(resolve_dtype(fsdp.compute_dtype, self._device), False).requires_grad_(False).eval()
-            )
+        if model_cfg.uses_lora:
+            self._reference = self._policy  # with its adapters off
+        elif with_reference:
+            self._reference = self._load_policy(trained=False).requires_grad_(False).eval()
             offload = self._cfg.actor_rollout_ref.ref.fsdp_config.param_offload
             phases = ("ref", "train_actor") if self._exact_kl_loss else ("ref",)
             self._residency.add_model(self._reference, *phases, offload=offload)
 
-    def _load_policy(self, master_dtype: torch.dtype, gradient_checkpointing: bool) -> PolicyModel:
+    def _load_policy(self, *, trained: bool) -> PolicyModel:
         fsdp = self._actor_cfg.fsdp_config
+        dtype, compute_dtype = (resolve_dtype(name, self._device) for name in (fsdp.model_dtype, fsdp.compute_dtype))
+        lora = lora_of(self._model_cfg, "actor_rollout_ref.model", dtype, self._cfg.data.seed) if trained else None
         return sharded_model(
             PolicyModel,
             self._model_cfg.path,
             self._config,
             make_mesh(self._device, fsdp.fsdp_size),
             self._device,
-            master_dtype=master_dtype,
-            compute_dtype=resolve_dtype(fsdp.compute_dtype, self._device),
-            gradient_checkpointing=gradient_checkpointing,
+            # Frozen weights gain nothing from a dtype wider than the one they compute in.
+            master_dtype=dtype if trained and not lora else compute_dtype,
+            compute_dtype=compute_dtype,
+            gradient_checkpointing=trained and self._model_cfg.enable_gradient_checkpointing,
             reshard_after_forward=fsdp.reshard_after_forward,
             trust_remote_code=self._model_cfg.trust_remote_code,
+            lora=lora,
         )
 
     @property
@@ -110,7 +113,7 @@ class ActorRefWorker:
         log_probs, entropy = self._score(self._policy, batch, micro_sizes, with_entropy=True)
         if not len(batch):
             return Batch(), {}
-        columns, sums = compare(log_probs, batch.ragged("rollout_log_probs"), self._correction)
+        columns, sums = compare(log_probs, batch.ragged("rollout_log_probs"), self._correction, _given(batch))
         numbers: Numbers = sums | {"entropy": float(entropy.values.double().sum())}
         if self._rules:
             numbers["loss_tokens"] = columns["loss_mask"].sum().long().numpy()
@@ -124,7 +127,8 @@ class ActorRefWorker:
         columns: dict[str, Ragged] = {}
         exact = self._exact_kl_reward
         if not exact or (self._actor_cfg.use_kl_loss and not self._exact_kl_loss):
-            columns["ref_log_probs"], _ = self._score(self._reference, batch, micro_sizes, with_entropy=False)
+            with adapters_off(self._reference):
+                columns["ref_log_probs"], _ = self._score(self._reference, batch, micro_sizes, with_entropy=False)
         if exact:
             self._policy.eval()
             found = [self._exact_kl(micro) for micro in batch.split(micro_sizes)]
@@ -142,11 +146,15 @@ class ActorRefWorker:
         return self._policy(inputs, self._rollout_cfg.temperature, False, self._reference_states(inputs)).kl.cpu()
 
     def _reference_states(self, inputs: PackedInputs) -> ReferenceStates:
-        with torch.no_grad():
+        with torch.no_grad(), adapters_off(self._reference):
             hidden = self._reference(inputs, states_only=True)
         # The head is needed outside the reference's own forward, and again when logits are recomputed in the backward pass.
         self._reference.unshard()  # type: ignore[operator]
-        return ReferenceStates(hidden, lambda states: final_logits(self._reference.model, states))
+        return ReferenceStates(hidden, self._reference_logits)
+
+    def _reference_logits(self, states: Tensor) -> Tensor:
+        with adapters_off(self._reference):
+            return final_logits(self._reference.model, states)
 
     @torch.no_grad()
     def _score(
@@ -224,7 +232,7 @@ class ActorRefWorker:
         """What the old_log_prob pass measures, from the update's own forward; and its columns where ``micro`` has none."""
         engine = micro.ragged("rollout_log_probs")
         log_prob = engine.like(log_probs.detach().cpu())
-        columns, sums = compare(log_prob, engine, self._correction)
+        columns, sums = compare(log_prob, engine, self._correction, _given(micro))
         if not self._correction.bypass_mode:
             micro.update({"old_log_probs": log_prob, **columns})
         return sums if entropy is None else sums | {"entropy": float(entropy.detach().double().sum())}
@@ -274,6 +282,8 @@ class ActorRefWorker:
         """Write this rank's shards of model and optimizer into ``folder`` (a collective)."""
         self._residency.enter("save")
         save_training_state(self._policy, self._updater.optimizer, folder)
+        if self._model_cfg.uses_lora:
+            save_adapter(self._policy.model, self._model_cfg.path, f"{folder}/lora_adapter")
 
     def load(self, folder: str, weights_only: bool) -> None:
         """Read model and optimizer back, on any number of ranks (a collective)."""
@@ -284,6 +294,11 @@ class ActorRefWorker:
         """Write a Hugging Face folder (a collective; rank 0 writes)."""
         self._residency.enter("score")
         export_huggingface(self._policy, self._config, self._model_cfg.path, folder)
+
+
+def _given(batch: Batch) -> Tensor | None:
+    """Tokens of each answer [n] that an earlier policy sampled, where there are such answers."""
+    return batch.dense("given") if "given" in batch else None
 
 
 def _answer_lengths(batch: Batch) -> Tensor:

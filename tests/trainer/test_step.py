@@ -375,7 +375,7 @@ def test_a_critic_may_start_from_a_reward_model(make, reward_model):
 def test_long_answers_pay_the_overlong_penalty(make):
     trainer = make(reward_model__reward_manager="dapo", reward_model__overlong_buffer__enable=True, reward_model__overlong_buffer__len=4,
                    reward_model__overlong_buffer__penalty_factor=2.0)  # fmt: skip
-    samples, _ = trainer.experience._round(StepTimer())
+    samples = trainer.experience._round(StepTimer()).samples
     at_limit = samples["response_length"] == 8
     assert at_limit.any()
     assert (samples["overlong"][at_limit] == -2.0).all()
@@ -511,7 +511,7 @@ def test_rows_of_answers_without_tokens_do_no_harm(make):
 
 def test_the_rule_reward_may_be_a_weighted_sum_of_what_the_scorer_returns(make):
     trainer = make(reward__weights="{acc: 2.0, score: 0.5}")
-    samples, _ = trainer.experience._round(StepTimer())
+    samples = trainer.experience._round(StepTimer()).samples
     metrics = trainer.step(2)
     assert set(samples["rule_score"] - 2.0 * samples["acc"]) != {0.0}
     assert metrics["reward/acc/mean"] >= 0

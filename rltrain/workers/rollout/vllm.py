@@ -6,21 +6,24 @@ build. Not run on CUDA or Ascend hardware.
 
 from __future__ import annotations
 
+import importlib
 import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rltrain.config.rollout_schema import RolloutConfig
 from rltrain.device import Device
 from rltrain.env import prepare_vllm
 from rltrain.errors import ConfigError
-from rltrain.ragged import Ragged
+from rltrain.workers.rollout.answers import Answer, Taken, generation_of
 from rltrain.workers.rollout.base import (
     Finished,
     Generation,
@@ -30,8 +33,8 @@ from rltrain.workers.rollout.base import (
     WeightPiece,
     fingerprint_of,
 )
-from rltrain.workers.rollout.hf import BLOCK, choose, random_block
 from rltrain.workers.rollout.queue import Replica
+from rltrain.workers.rollout.sampling import choose, random_numbers
 
 
 class VLLMRollout:
@@ -71,6 +74,8 @@ class VLLMRollout:
             "seed": 0,
             "distributed_executor_backend": "external_launcher",
             "tensor_parallel_size": replica.size,
+            # It looks for the devices of its neighbours, and every worker sees its own alone.
+            "disable_custom_all_reduce": True,
             "max_model_len": max_model_len,
             "max_num_seqs": rollout.max_num_seqs,
             "max_num_batched_tokens": max(rollout.max_num_batched_tokens, rollout.max_num_seqs),
@@ -84,10 +89,14 @@ class VLLMRollout:
             "hf_overrides": dict(override_config or {}),
             "trust_remote_code": trust_remote_code,
         }
-        self._llm = _make_llm(settings | dict(rollout.engine_kwargs.get("vllm", {})))
+        with _own_shared_memory(replica):
+            self._llm = _make_llm(settings | dict(rollout.engine_kwargs.get("vllm", {})))
         # The worker of this process: the call passes it through as it is.
         self._worker = self._llm.collective_rpc(lambda worker: worker)[0]
         self._sampler = _CountedSampler.put_into(self._worker.model_runner.sampler)
+        # vllm-ascend makes new parameters of experts when it wakes, without the loaders.
+        parameters = self._worker.model_runner.get_model().named_parameters()
+        self._loaders = {name: p.weight_loader for name, p in parameters if hasattr(p, "weight_loader")}
         self._num_requests = 0
         self.sleep()
 
@@ -101,6 +110,9 @@ class VLLMRollout:
             self._worker.model_runner.reload_weights(weights_iterator=received.tensors())
         else:
             model = self._worker.model_runner.get_model()
+            for name, parameter in model.named_parameters():
+                if name in self._loaders and not hasattr(parameter, "weight_loader"):
+                    parameter.weight_loader = self._loaders[name]
             model.load_weights(received.tensors(_vocabulary_weights(model)))
         return received.fingerprint % 2**64
 
@@ -113,9 +125,10 @@ class VLLMRollout:
             if hasattr(self._llm.llm_engine, name):
                 getattr(self._llm.llm_engine, name)()
 
-    def sleep(self) -> None:
+    def sleep(self) -> bool:
         if self._sleeps:
             self._llm.sleep(level=2)
+        return self._sleeps
 
     def score(self, tokens: Sequence[int]) -> Tensor:
         params = self._params(max_tokens=1, temperature=0.0, prompt_logprobs=0)
@@ -128,36 +141,46 @@ class VLLMRollout:
     def generate(self, source: Source, sampling: Sampling, finished: Finished | None = None) -> Generation:
         started = time.perf_counter()
         engine = self._llm.llm_engine
-        answers = _Answers(finished, started)
-        running: dict[str, int] = {}
+        answers: list[Answer] = []
+        running: dict[str, tuple[Answer, Taken]] = {}
         self._sampler.begin(sampling)
         while True:
             for job in source.take(self._max_num_seqs - len(running)):
-                for number, sample in enumerate(answers.expect(job)):
-                    running[self._ask(job, number, sampling, deltas=source.may_stop)] = sample
+                taken = Taken(job, finished)
+                answers += taken.answers
+                for number, answer in enumerate(taken.answers):
+                    running[self._ask(job, number, sampling, deltas=source.may_stop)] = (answer, taken)
             if not running:
-                return answers.finish()
+                return generation_of(answers)
             for output in engine.step():
-                sample = running[output.request_id]
-                answers.add(sample, output.outputs[0], ended=output.finished)
+                answer, taken = running[output.request_id]
+                answer.tokens += output.outputs[0].token_ids
+                answer.log_probs += output.outputs[0].logprobs.logprobs
                 if output.finished:
                     del running[output.request_id]
+                    answer.reason, answer.seconds = output.outputs[0].finish_reason, time.perf_counter() - started
+                    taken.end()
             if running and source.stopped():
                 engine.abort_request(list(running))
-                return answers.finish()
+                for answer, _ in running.values():
+                    answer.seconds = time.perf_counter() - started
+                return generation_of(answers)
 
     def _ask(self, job: Job, number: int, sampling: Sampling, *, deltas: bool) -> str:
-        """Start one answer of a job."""
+        """Start one answer of a job, or go on with it."""
+        given = job.given[number].tolist() if job.given else []
+        seed = int(job.seeds[number])
+        self._sampler.start_at(seed, len(given))
         params = self._params(
-            max_tokens=min(sampling.max_tokens, self._max_model_len - len(job.prompt)),
+            max_tokens=min(sampling.max_tokens, self._max_model_len - len(job.prompt)) - len(given),
             temperature=0.0 if sampling.greedy else sampling.temperature,
-            seed=None if sampling.greedy else int(job.seeds[number]),
+            seed=None if sampling.greedy else seed,
             logprobs=0,
             ignore_eos=sampling.ignore_eos,
             stop_token_ids=None if sampling.ignore_eos else self._eos,
             deltas=deltas,
         )
-        return self._add(job.prompt.tolist(), params)
+        return self._add([*job.prompt.tolist(), *given], params)
 
     def _params(self, *, deltas: bool = False, **settings: Any) -> Any:
         from vllm import SamplingParams
@@ -188,6 +211,28 @@ def _make_llm(settings: dict[str, Any]) -> Any:
         raise ConfigError(f"actor_rollout_ref.rollout.engine_kwargs.vllm: {error}") from error
     finally:
         torch.set_rng_state(state)
+
+
+@contextmanager
+def _own_shared_memory(replica: Replica) -> Iterator[None]:
+    """vLLM's CPU ranks talk through shared memory whose name is the same for every run on a machine, and which a killed run leaves there.
+
+    In here the name belongs to this replica alone, and is gone at the end: the ranks have opened it by then.
+    """
+    token = replica.agree(uuid.uuid4().hex)
+    if replica.size > 1 and (module := _import_if_there("vllm.distributed.device_communicators.cpu_communicator")):
+        plain = module._CPUSHMDistributed.make_group_name
+        module._CPUSHMDistributed.make_group_name = staticmethod(lambda found: f"{plain(found)}-{token}")
+    yield
+    for file in Path("/dev/shm").glob(f"*{token}*") if replica.leads else ():
+        file.unlink(missing_ok=True)
+
+
+def _import_if_there(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        return None
 
 
 def _vocabulary_weights(model: nn.Module) -> dict[str, tuple[Tensor, int, int]]:
@@ -251,7 +296,8 @@ class _CountedSampler(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self._sampling = Sampling(1)
-        self._streams: dict[torch.Generator, tuple[int, NDArray[np.float32]]] = {}
+        self._starts: dict[int, int] = {}
+        self._drawn: dict[torch.Generator, int] = {}
 
     @classmethod
     def put_into(cls, sampler: nn.Module) -> _CountedSampler:
@@ -266,79 +312,27 @@ class _CountedSampler(nn.Module):
     def begin(self, sampling: Sampling) -> None:
         """From now on: other answers."""
         self._sampling = replace(sampling, temperature=1.0, greedy=False)
-        self._streams = {}
+        self._starts, self._drawn = {}, {}
+
+    def start_at(self, seed: int, start: int) -> None:
+        """The stream of this seed begins at another place than 0."""
+        if start:
+            self._starts[seed] = start
 
     def forward(
         self, logits: Tensor, generators: dict[int, torch.Generator], k: Tensor | None, p: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """logits [rows, vocabulary], divided by the temperature. Returns token ids [rows] and log-probs [rows, vocabulary]."""
-        # Greedy rows have no generator, and what is drawn for them is not used.
-        noise = [self._next(generators[row]) if row in generators else 0.0 for row in range(len(logits))]
         log_probs = torch.log_softmax(logits, -1, dtype=torch.float32)
-        tokens, _ = choose(log_probs, torch.tensor(noise, device=logits.device), self._sampling)
-        return tokens, log_probs
+        # Greedy rows have no generator, and what is drawn for them is not used.
+        streams = [self._next(generators[row]) if row in generators else (0, 0) for row in range(len(logits))]
+        seeds, places = np.array([seed for seed, _ in streams], dtype=np.uint64), np.array([at for _, at in streams])
+        noise = torch.from_numpy(random_numbers(seeds, places)).to(logits.device)
+        return choose(logits, noise, self._sampling)[0], log_probs
 
-    def _next(self, generator: torch.Generator) -> float:
-        """The next number of a request's stream; vLLM keeps one generator a request, also when it computes it anew."""
-        count, block = self._streams.get(generator, (0, np.empty(0, dtype=np.float32)))
-        if count % BLOCK == 0:
-            block = random_block(np.array([generator.initial_seed()], dtype=np.uint64), count)[0]
-        self._streams[generator] = (count + 1, block)
-        return float(block[count % BLOCK])
-
-
-class _Answers:
-    """What has come back so far, by sample."""
-
-    def __init__(self, finished: Finished | None, started: float) -> None:
-        self._finished = finished
-        self._started = started
-        self._jobs: list[Job] = []
-        self._first: list[int] = []
-        self._running: list[int] = []
-        self._owner: list[int] = []
-        self._tokens: list[list[int]] = []
-        self._log_probs: list[list[float]] = []
-        self._reason: list[str | None] = []
-        self._seconds: list[float] = []
-
-    def expect(self, job: Job) -> range:
-        """Places of the job's samples."""
-        first, count = len(self._tokens), len(job.samples)
-        self._owner += [len(self._jobs)] * count
-        self._jobs.append(job)
-        self._first.append(first)
-        self._running.append(count)
-        self._tokens += [[] for _ in range(count)]
-        self._log_probs += [[] for _ in range(count)]
-        self._reason += [None] * count
-        self._seconds += [0.0] * count
-        return range(first, first + count)
-
-    def add(self, sample: int, output: Any, *, ended: bool) -> None:
-        """A piece of an answer, or all of it."""
-        self._tokens[sample] += output.token_ids
-        self._log_probs[sample] += output.logprobs.logprobs
-        if ended:
-            self._reason[sample] = output.finish_reason
-            self._seconds[sample] = time.perf_counter() - self._started
-            number = self._owner[sample]
-            self._running[number] -= 1
-            if not self._running[number] and self._finished:
-                places = range(self._first[number], self._first[number] + len(self._jobs[number].samples))
-                self._finished(self._jobs[number], [self._tokens[place] for place in places])
-
-    def finish(self) -> Generation:
-        now = time.perf_counter() - self._started
-        lengths = torch.tensor([len(tokens) for tokens in self._tokens], dtype=torch.long)
-        tokens = torch.tensor([token for row in self._tokens for token in row], dtype=torch.int32)
-        log_probs = torch.tensor([value for row in self._log_probs for value in row], dtype=torch.float32)
-        return Generation(
-            Ragged(tokens, lengths),
-            Ragged(log_probs, lengths),
-            truncated=torch.tensor([reason == "length" for reason in self._reason], dtype=torch.bool),
-            aborted=torch.tensor([reason is None for reason in self._reason], dtype=torch.bool),
-            seconds=torch.tensor(
-                [at if reason else now for at, reason in zip(self._seconds, self._reason, strict=True)]
-            ),
-        )
+    def _next(self, generator: torch.Generator) -> tuple[int, int]:
+        """Seed and place of the next number of a request's stream. vLLM keeps a request's generator, also when it computes it anew."""
+        seed = generator.initial_seed()
+        place = self._drawn.get(generator, self._starts.get(seed, 0))
+        self._drawn[generator] = place + 1
+        return seed, place

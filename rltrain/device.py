@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from rltrain.env import chosen_threads, cpu_quota
 from rltrain.errors import ConfigError
 
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
@@ -147,5 +148,8 @@ def resolve_dtype(name: str, device: Device) -> torch.dtype:
 
 
 def threads_per_worker(workers_on_this_node: int) -> int:
-    """CPU threads of one worker: the node's cores shared out. Oversubscribed OpenMP threads spin and cost a factor of ten."""
-    return max(1, len(os.sched_getaffinity(0)) // workers_on_this_node)
+    """CPU threads of one worker: OMP_NUM_THREADS if the user has set it, else the cores this process may use, shared out.
+
+    Oversubscribed OpenMP threads spin and cost a factor of ten.
+    """
+    return chosen_threads() or max(1, int(min(len(os.sched_getaffinity(0)), cpu_quota()) / workers_on_this_node))

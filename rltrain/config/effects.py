@@ -187,11 +187,7 @@ _MODES: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
         lambda cfg: not cfg.algorithm.rollout_correction.rollout_rs,
         "rollout_rs is null",
     ),
-    (
-        ("algorithm.rollout_correction.loss_type",),
-        lambda cfg: not _bypass(cfg),
-        "bypass_mode=False",
-    ),
+    (("algorithm.rollout_correction.loss_type",), lambda cfg: not _bypass(cfg), "bypass_mode=False"),
     (
         (
             _A + "actor.policy_loss.loss_mode",
@@ -213,6 +209,11 @@ _MODES: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
         "with bypass_mode no old_log_prob pass is made",
     ),
     (
+        (_A + "actor.recompute_old_log_prob",),
+        lambda cfg: cfg.old_log_probs_all_or_none,
+        "this mode needs the whole pass, or none",
+    ),
+    (
         ("algorithm.kl_penalty", "algorithm.kl_ctrl."),
         lambda cfg: not cfg.algorithm.use_kl_in_reward,
         "use_kl_in_reward=False",
@@ -227,11 +228,7 @@ _MODES: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
         lambda cfg: cfg.data.sampler.name != "solve_rate",
         "only data.sampler.name=solve_rate uses it",
     ),
-    (
-        ("data.gen_batch_size",),
-        lambda cfg: not cfg.algorithm.filter_groups.enable,
-        "filter_groups.enable=False",
-    ),
+    (("data.gen_batch_size",), lambda cfg: not cfg.algorithm.filter_groups.enable, "filter_groups.enable=False"),
     (
         ("reward_model.overlong_buffer.",),
         lambda cfg: cfg.reward_model.reward_manager != "dapo",
@@ -257,11 +254,7 @@ _MODES: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
         lambda cfg: cfg.critic.optim.lr_warmup_steps >= 0,
         "lr_warmup_steps is set",
     ),
-    (
-        ("critic.checkpoint.",),
-        lambda cfg: True,
-        "a checkpoint always holds the whole critic",
-    ),
+    (("critic.checkpoint.",), lambda cfg: True, "a checkpoint always holds the whole critic"),
     (
         (
             "custom_reward_function.",

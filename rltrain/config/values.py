@@ -34,6 +34,7 @@ CHOICES = {
     _A + "actor.policy_loss.loss_mode": POLICY_LOSSES,
     _A + "actor.kl_loss_type": KL_KINDS,
     _A + "actor.loss_agg_mode": AGGREGATION,
+    _A + "actor.recompute_old_log_prob": ("auto", "always"),
     "critic.loss_agg_mode": AGGREGATION,
     "critic.strategy": ("fsdp2", "fsdp"),
     "critic.optim.lr_scheduler_type": ("constant", "cosine"),

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from rltrain.batch import Batch, Column
+from rltrain.ragged import Ragged
 
 Array = NDArray[Any]
 
@@ -114,8 +115,14 @@ class Samples:
             joined.update({name: np.concatenate(columns)})
         return joined
 
-    def request(self, ids: Array, columns: Sequence[str], numbers: Sequence[str] = ()) -> Request:
-        """The given samples in the given order. Raises KeyError when a column is not there for every one of them."""
+    def request(
+        self, ids: Array, columns: Sequence[str], numbers: Sequence[str] = (), optional: Sequence[str] = ()
+    ) -> Request:
+        """The given samples in the given order. Raises KeyError when a column is not there for every one of them.
+
+        Of ``optional`` columns those rows come that there are.
+        """
+        columns = [*columns, *optional]
         pieces = []
         for part in self._parts.values():
             wanted = tuple(name for name in part.columns if name in columns)
@@ -126,21 +133,29 @@ class Samples:
                 pieces.append(Piece([part.ref], wanted, row_of[ids[places]], places))
         for name in columns:
             have = sum(len(piece.rows) for piece in pieces if name in piece.columns)
-            if have != len(ids):
+            if have != len(ids) and name not in optional:
                 raise KeyError(f"column '{name}' is there for {have} of {len(ids)} samples")
         return Request(len(ids), pieces, {name: self[name][ids] for name in numbers})
 
 
 def assemble(request: Request, objects: Sequence[Batch | list[Any]]) -> Batch:
-    """The requested batch, from the fetched objects (one a piece). A list is an object of one column."""
+    """The requested batch, from the fetched objects (one a piece). A list is an object of one column.
+
+    Of a ragged column that some samples lack, their rows are empty.
+    """
     batch = Batch()
     if not request.num_samples:
         return batch
     for name in dict.fromkeys(name for piece in request.pieces for name in piece.columns):
         having = [(piece, found) for piece, found in zip(request.pieces, objects, strict=True) if name in piece.columns]
         joined = Batch.concat([Batch({name: _column(found, name)}).select(piece.rows) for piece, found in having])
-        order = np.argsort(np.concatenate([piece.places for piece, _ in having]), kind="stable")
-        batch.update(joined.select(order))
+        places = np.concatenate([piece.places for piece, _ in having])
+        column = joined.select(np.argsort(places, kind="stable"))[name]
+        if isinstance(column, Ragged) and len(column) < request.num_samples:
+            lengths = torch.zeros(request.num_samples, dtype=torch.long)
+            lengths[torch.from_numpy(np.sort(places)).long()] = column.lengths
+            column = Ragged(column.values, lengths)
+        batch.update({name: column})
     batch.update({name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in request.numbers.items()})
     return batch
 

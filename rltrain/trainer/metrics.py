@@ -97,7 +97,7 @@ def update_metrics(results: Sequence[dict[str, Any]], tokens: NDArray[np.int64],
         total = sum(result.get(key, 0.0) for result in results)
         if kind == "share":
             metrics[f"{prefix}/{name}"] = float(np.mean(total))
-        elif kind == "token" and not name.startswith("mismatch/") and (tokens > 0).any():
+        elif kind == "token" and not name.startswith("measured/") and (tokens > 0).any():
             # A step without tokens has no mean.
             metrics[f"{prefix}/{name}"] = float(np.mean((total / np.maximum(tokens, 1))[tokens > 0]))
     metrics[f"{prefix}/grad_norm"] = float(np.mean(results[0]["grad_norm"]))
@@ -111,15 +111,22 @@ def peak_memory(results: Sequence[dict[str, Any]]) -> Metrics:
     return {name: max(float(result[name]) for result in results) for name in names}
 
 
-def first_step_mismatch(results: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """With bypass_mode the engine is compared in the first optimizer step, which still has the weights that were sampled with."""
-    mark = "token/mismatch/"
+def first_step_sums(results: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """What was measured in the first optimizer step of an update, whose forward still has the weights that were sampled with."""
+    mark = "token/measured/"
     return add_up(
         [
             {name.removeprefix(mark): value[0] for name, value in each.items() if name.startswith(mark)}
             for each in results
+            if mark + "tokens" in each and each[mark + "tokens"][0]
         ]
     )
+
+
+def policy_metrics(sums: dict[str, float]) -> Metrics:
+    """Entropy before the update, and `mismatch_metrics`, of the samples whose log-probs were computed."""
+    entropy = {"actor/entropy": sums["entropy"] / sums["tokens"]} if sums.get("tokens") and "entropy" in sums else {}
+    return entropy | mismatch_metrics(sums)
 
 
 def mismatch_metrics(sums: dict[str, float]) -> Metrics:
@@ -195,8 +202,9 @@ def throughput_metrics(samples: Samples, timing: Metrics, num_devices: int) -> M
         "perf/throughput": total / (step * num_devices),
         "perf/gen_throughput": generated / (timing["timing_s/generate_sequences"] * num_devices),
     }
-    if timing.get("timing_s/old_log_prob"):
-        metrics["perf/old_log_prob_throughput"] = total / (timing["timing_s/old_log_prob"] * num_devices)
+    if "scored" in samples.numbers and samples["scored"].any():
+        scored = int((samples["prompt_length"] + samples["response_length"])[samples["scored"]].sum())
+        metrics["perf/old_log_prob_throughput"] = scored / (timing["timing_s/old_log_prob"] * num_devices)
     for name, tokens in (
         ("gen", response),
         ("ref", total),

@@ -129,14 +129,13 @@ class Policy(_Role):
         self._lengths.observe(task.split, samples["row"][asked], lengths[asked])
         return samples, m.generation_metrics([numbers for *_, numbers in results])
 
-    def log_probs(self, samples: Samples, layout: Layout) -> Metrics:
-        """Attach ``old_log_probs`` and the rollout correction; returns entropy, mismatch and correction metrics."""
+    def log_probs(self, samples: Samples, layout: Layout) -> Numbers:
+        """Attach ``old_log_probs`` and the rollout correction; returns sums of entropy, mismatch and correction."""
         made = ["old_log_probs"]
         made += ["is_weights"] if self._correction.rollout_is else []
         made += ["loss_mask"] if self._correction.rollout_rs else []
         numbers = ["given"] if "given" in samples.numbers else []
-        sums = m.add_up(self._score("actor.log_probs", samples, layout, GENERATED, made, numbers=numbers))
-        return {"actor/entropy": sums["entropy"] / max(sums["tokens"], 1)} | m.mismatch_metrics(sums)
+        return m.add_up(self._score("actor.log_probs", samples, layout, GENERATED, made, numbers=numbers))
 
     def ref_log_probs(self, samples: Samples, layout: Layout) -> None:
         """Attach ``ref_log_probs``, and with a KL in the reward ``ref_kl``; the samples get ``kl_sum``."""
@@ -163,9 +162,17 @@ class Policy(_Role):
         if not self._correction.bypass_mode:
             columns += ["is_weights"] if self._correction.rollout_is else []
             columns += ["loss_mask"] if self._correction.masks_loss else []
+        optional: tuple[str, ...] = ()
+        if not all(mini.scored for task in tasks for mini in task.mini_batches):
+            optional = ("old_log_probs", "is_weights")  # the first mini-batch has none
+            columns = [*(name for name in columns if name not in optional), "rollout_log_probs"]
         numbers = ["sample"] if token_level else ["sample", "advantage"]
-        numbers += ["given"] if self._correction.bypass_mode and "given" in samples.numbers else []
-        work = [[samples.request(ids, columns, numbers), task] for ids, task in zip(layout.ids, tasks, strict=True)]
+        compares = self._correction.bypass_mode or bool(optional)
+        numbers += ["given"] if compares and "given" in samples.numbers else []
+        work = [
+            [samples.request(ids, columns, numbers, optional), task]
+            for ids, task in zip(layout.ids, tasks, strict=True)
+        ]
         return self._group.call("actor.update", per_rank=work)
 
     def export(self, folder: str) -> None:

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rltrain.algorithms.aggregation import Denominators, all_ones
-from rltrain.algorithms.correction import accepted, correction_sums, fresh_gap, importance_weights, mismatch_sums
+from rltrain.algorithms.aggregation import all_ones
+from rltrain.algorithms.correction import accepted, compare, importance_weights
 from rltrain.algorithms.kl import kl_per_token
 from rltrain.algorithms.losses import LossShare, actor_loss
 from rltrain.algorithms.policy_losses import POLICY_LOSSES, PolicyLossInputs, find_policy_loss
@@ -26,7 +26,7 @@ from rltrain.ragged import Ragged
 from rltrain.workers.residency import Phase, Residency
 from rltrain.workers.rollout.base import sample_seeds, uniforms
 from rltrain.workers.selection import select
-from rltrain.workers.tasks import UpdateTask
+from rltrain.workers.tasks import MiniBatch, UpdateTask
 from rltrain.workers.updater import Numbers, Updater, idle
 
 
@@ -113,19 +113,11 @@ class ActorRefWorker:
         log_probs, entropy = self._score(self._policy, batch, micro_sizes, with_entropy=True)
         if not len(batch):
             return Batch(), {}
-        columns = {"old_log_probs": log_probs}
-        engine = batch.ragged("rollout_log_probs")
-        numbers: Numbers = {"entropy": float(entropy.values.double().sum())} | mismatch_sums(log_probs, engine)
-        if "given" in batch:
-            numbers |= fresh_gap(log_probs, engine, batch.dense("given"))
-        log_ratio = log_probs.like(log_probs.values - engine.values)
-        if self._correction.rollout_is:
-            columns["is_weights"] = importance_weights(log_ratio, self._correction)
+        columns, sums = compare(log_probs, batch.ragged("rollout_log_probs"), self._correction, _given(batch))
+        numbers: Numbers = sums | {"entropy": float(entropy.values.double().sum())}
         if self._rules:
-            columns["loss_mask"] = accepted(log_ratio, self._rules)
             numbers["loss_tokens"] = columns["loss_mask"].sum().long().numpy()
-        numbers |= correction_sums(columns.get("is_weights"), columns.get("loss_mask"), log_ratio, self._correction)
-        return Batch(columns), numbers
+        return Batch({"old_log_probs": log_probs, **columns}), numbers
 
     @torch.no_grad()
     def ref_log_probs(self, batch: Batch, micro_sizes: Sequence[int]) -> tuple[Batch, Numbers]:
@@ -200,20 +192,21 @@ class ActorRefWorker:
             batch,
             task.mini_batches,
             task.learning_rate,
-            lambda micro, denominators: self._loss(micro, denominators, task),
-            (lambda micros, denominators: self._select(micros, denominators, task)) if self._entry.selection else None,
+            lambda micro, mini: self._loss(micro, mini, task),
+            (lambda micros, mini: self._select(micros, mini, task)) if self._entry.selection else None,
         )
         if self._exact_kl_loss:
             self._reference.reshard()  # type: ignore[operator]
         return numbers
 
-    def _loss(self, micro: Batch, denominators: Denominators, task: UpdateTask) -> LossShare:
+    def _loss(self, micro: Batch, mini: MiniBatch, task: UpdateTask) -> LossShare:
         inputs = pack(micro, self._device.torch_device)
         reference = self._reference_states(inputs) if self._exact_kl_loss else None
         temperature, with_entropy = self._rollout_cfg.temperature, self._actor_cfg.entropy_coeff != 0
-        log_probs, entropy, kl = self._policy(inputs, temperature, with_entropy, reference)
+        log_probs, entropy, kl = self._policy(inputs, temperature, with_entropy or not mini.scored, reference)
         if not len(micro):
             return idle(log_probs)
+        sums = {} if mini.scored and not self._correction.bypass_mode else self._measure(micro, log_probs, entropy)
         micro = micro.to(self._device.torch_device)
         if self._actor_cfg.use_kl_loss and kl is None:
             kl = kl_per_token(log_probs, micro.ragged("ref_log_probs").values, self._actor_cfg.kl_loss_type)
@@ -222,20 +215,27 @@ class ActorRefWorker:
         policy_inputs = PolicyLossInputs(log_probs, self._old(micro), _advantages(micro, task), mask, selected)
         function = POLICY_LOSSES["gpg"].function if self._reinforce else self._entry.function
         share = actor_loss(
-            policy_inputs, denominators, self._actor_cfg, function, weights=weights, entropy=entropy, kl=kl
+            policy_inputs,
+            mini.denominators,
+            self._actor_cfg,
+            function,
+            weights=weights,
+            entropy=entropy if with_entropy else None,
+            kl=kl,
         )
-        if self._correction.bypass_mode:
-            engine = micro.ragged("rollout_log_probs").to("cpu")
-            train = engine.like(log_probs.detach().cpu())
-            sums = mismatch_sums(train, engine)
-            if "given" in micro:
-                sums |= fresh_gap(train, engine, micro.dense("given").cpu())
-            if self._rules:
-                sums |= correction_sums(
-                    None, mask.to("cpu"), engine.like(train.values - engine.values), self._correction
-                )
-            share.token_sums.update(_as_tensors(sums))
+        share.token_sums.update(
+            {f"measured/{name}": torch.tensor(value, dtype=torch.float64) for name, value in sums.items()}
+        )
         return share
+
+    def _measure(self, micro: Batch, log_probs: Tensor, entropy: Tensor | None) -> dict[str, float]:
+        """What the old_log_prob pass measures, from the update's own forward; and its columns where ``micro`` has none."""
+        engine = micro.ragged("rollout_log_probs")
+        log_prob = engine.like(log_probs.detach().cpu())
+        columns, sums = compare(log_prob, engine, self._correction, _given(micro))
+        if not self._correction.bypass_mode:
+            micro.update({"old_log_probs": log_prob, **columns})
+        return sums if entropy is None else sums | {"entropy": float(entropy.detach().double().sum())}
 
     def _correct(self, micro: Batch, log_probs: Tensor, task: UpdateTask) -> tuple[Ragged, Tensor | None]:
         """(tokens that count, importance weights). With bypass_mode both follow from the current policy."""
@@ -250,7 +250,7 @@ class ActorRefWorker:
         return accepted(log_ratio, self._rules), weights
 
     @torch.no_grad()
-    def _select(self, micros: Sequence[Batch], denominators: Denominators, task: UpdateTask) -> None:
+    def _select(self, micros: Sequence[Batch], mini: MiniBatch, task: UpdateTask) -> None:
         """Add the column ``selected`` to the micro-batches of one mini-batch."""
         having = [micro for micro in micros if len(micro)]
         if self._scored_at == self._updater.num_steps:
@@ -272,7 +272,7 @@ class ActorRefWorker:
         noise = torch.cat([empty.double(), *(_noise(micro, task.noise_seed) for micro in having)])
         assert self._entry.selection is not None
         # On the CPU, where everything is: a few numbers a token, in a precision that not every accelerator has.
-        chosen = select(inputs, noise, self._entry.selection, denominators.tokens, self._actor_cfg)
+        chosen = select(inputs, noise, self._entry.selection, mini.denominators.tokens, self._actor_cfg)
         for micro, part in zip(having, mask.like(chosen).split([len(micro) for micro in having]), strict=True):
             micro.update({"selected": part})
 
@@ -296,6 +296,11 @@ class ActorRefWorker:
         export_huggingface(self._policy, self._config, self._model_cfg.path, folder)
 
 
+def _given(batch: Batch) -> Tensor | None:
+    """Tokens of each answer [n] that an earlier policy sampled, where there are such answers."""
+    return batch.dense("given") if "given" in batch else None
+
+
 def _answer_lengths(batch: Batch) -> Tensor:
     return batch.dense("response_length") if len(batch) else torch.zeros(0, dtype=torch.long)
 
@@ -312,7 +317,3 @@ def _noise(micro: Batch, seed: int) -> Tensor:
     lengths = micro.dense("response_length").tolist()
     drawn = uniforms(sample_seeds(seed, 0, micro.dense("sample").tolist(), 1), 0, max(lengths))
     return torch.from_numpy(np.concatenate([row[:length] for row, length in zip(drawn, lengths, strict=True)]))
-
-
-def _as_tensors(sums: dict[str, float]) -> dict[str, Tensor]:
-    return {f"mismatch/{name}": torch.tensor(value) for name, value in sums.items() if not name.startswith("max/")}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from rltrain.algorithms.aggregation import Denominators, all_ones, token_weights
+from rltrain.algorithms.aggregation import all_ones, token_weights
 from rltrain.algorithms.losses import LossShare, aggregate, finish
 from rltrain.algorithms.value_loss import value_loss
 from rltrain.batch import Batch
@@ -71,7 +71,7 @@ class CriticWorker:
         self._residency.enter("train_critic")
         return self._updater.run(batch, mini_batches, learning_rate, self._loss)
 
-    def _loss(self, micro: Batch, denominators: Denominators) -> LossShare:
+    def _loss(self, micro: Batch, mini: MiniBatch) -> LossShare:
         device = self._device.torch_device
         values = self._model(pack(micro, device))
         if not len(micro):
@@ -80,7 +80,7 @@ class CriticWorker:
         mask = micro.ragged("loss_mask") if "loss_mask" in micro else all_ones(micro.dense("response_length"), device)
         old, returns = micro.ragged("values").values, micro.ragged("returns").values
         losses, statistics = value_loss(values, old, returns, self._cfg.cliprange_value)
-        loss = aggregate(losses, token_weights(self._cfg.loss_agg_mode, mask, denominators))
+        loss = aggregate(losses, token_weights(self._cfg.loss_agg_mode, mask, mini.denominators))
         return finish(loss, {"vf_loss": loss}, statistics, mask)
 
     def save(self, folder: str) -> None:

@@ -13,10 +13,15 @@ from rltrain.workers.rollout.base import Sampling
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """One optimizer step: the sizes of this rank's micro-batches, and the counts of the whole global mini-batch."""
+    """One optimizer step: the sizes of this rank's micro-batches, and the counts of the whole global mini-batch.
+
+    scored: the samples have their ``old_log_probs``. Otherwise no optimizer step lies in between, and those of the update's
+    own forward are the old ones.
+    """
 
     micro_sizes: tuple[int, ...]
     denominators: Denominators
+    scored: bool = True
 
 
 @dataclass(frozen=True)

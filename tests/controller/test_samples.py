@@ -53,6 +53,15 @@ def test_a_column_that_is_not_there_for_all_is_named(samples):
         samples.request(np.array([0, 1, 2]), ["ref_log_probs"])
 
 
+def test_optional_columns_bring_the_rows_that_there_are(samples):
+    samples.attach([whole(Batch({"old_log_probs": Ragged.from_rows([torch.ones(2), torch.ones(1)])}), ("old_log_probs",),
+                          np.array([2, 0]))])  # fmt: skip
+    batch = resolve(samples.request(np.array([1, 0, 2]), ["tokens"], optional=["old_log_probs"]))
+    assert [row.tolist() for row in batch.ragged("old_log_probs").rows()] == [[], [1.0], [1.0, 1.0]]
+    assert [len(row) for row in batch.ragged("tokens").rows()] == [2, 1, 3]
+    assert "old_log_probs" not in resolve(samples.request(np.array([1, 4]), ["tokens"], optional=["old_log_probs"]))
+
+
 def test_bytes_through_the_driver_do_not_grow_with_tokens(samples):
     long = Samples(5)
     rows = [torch.zeros(10_000 * (i + 1)) for i in range(5)]

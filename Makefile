@@ -13,6 +13,7 @@ test:  ## environment and all tests
 
 bench:  ## tables under bench/
 	$(PYTHON) -m bench.run
+	$(PYTHON) -m bench.rollout
 	$(PYTHON) -m bench.rewards
 	$(PYTHON) -m bench.learning
 

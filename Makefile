@@ -14,6 +14,8 @@ test:  ## environment and all tests
 bench:  ## tables under bench/results (bench/README.md)
 	$(PYTHON) -m bench.phases
 	$(PYTHON) -m bench.scale
+	$(PYTHON) -m bench.rollout
+	$(PYTHON) -m bench.weight_sync
 	$(PYTHON) -m bench.rewards
 	$(PYTHON) -m bench.learning
 

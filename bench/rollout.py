@@ -76,6 +76,8 @@ def transformers_generate(model: PreTrainedModel, work: Workload, rows: int) -> 
 class AllAtOnce:
     """A source of jobs without replicas."""
 
+    may_stop = False
+
     def __init__(self, jobs: list[Job]) -> None:
         self._jobs = jobs
 
@@ -276,11 +278,13 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     load = os.getloadavg()[1]
+    machine = platform.processor() or platform.machine()
     lines = [
-        f"`python -m bench.rollout`, {date.today()}, {platform.processor() or platform.machine()}, one thread, torch {torch.__version__}; "
-        f"processor time, least of {options.repeats} runs in turns; load of the machine when it began: {load:.0f} on {os.cpu_count()} cores.",
+        f"`python -m bench.rollout`, {date.today()}, {machine}, one thread, torch {torch.__version__}; processor time, least of "
+        f"{options.repeats} runs in turns; load of the machine when it began: {load:.0f} on {os.cpu_count()} cores.",
         "",
-        f"Qwen3 of 3 million parameters, prompts of {PROMPT_TOKENS} tokens, sampling at temperature 1. tokens/s counts tokens that were asked for.",
+        f"Qwen3 of 3 million parameters, prompts of {PROMPT_TOKENS} tokens, sampling at temperature 1. tokens/s counts the tokens "
+        "that were asked for.",
         "",
     ]
     for name in options.dtype:

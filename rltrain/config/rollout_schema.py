@@ -65,17 +65,17 @@ class RolloutConfig:
     data_parallel_size: int = 1
     """No effect: the number of replicas follows from the devices."""
     gpu_memory_utilization: float = 0.5
-    """Share of device memory for the engine (no effect with name=hf)."""
+    """Share of device memory for the engine (name=hf: of what is free before generation, for keys and values)."""
     max_num_seqs: int = 256
     """Most answers an engine decodes at once."""
     max_num_batched_tokens: int = 8192
-    """Most tokens an engine computes at once (no effect with name=hf)."""
+    """Most tokens an engine computes at once (name=hf: tokens of prompts)."""
     max_model_len: int | None = None
-    """Longest sequence of the engine; null: prompt plus response limit (no effect with name=hf)."""
+    """Longest prompt with its answer; null: prompt plus response limit."""
     enforce_eager: bool = True
     """Run the engine without graphs (no effect with name=hf)."""
     enable_chunked_prefill: bool = True
-    """Prefill long prompts in pieces (no effect with name=hf)."""
+    """Prefill prompts longer than max_num_batched_tokens in pieces."""
     enable_prefix_caching: bool = True
     """Reuse the cache of common prefixes (no effect with name=hf: the answers to a prompt always share its prefill)."""
     free_cache_engine: bool = True

@@ -195,9 +195,11 @@ def test_keys_that_do_nothing_in_the_chosen_mode_say_so():
     )
     assert "validation is greedy" in notes(f"{A}rollout.val_kwargs.n=8")
     assert "use_kl_loss=False" in notes(f"{A}actor.kl_loss_coef=0.1")
-    assert f"{A}rollout.gpu_memory_utilization: no effect: the engine is rollout.name=hf" in notes(
-        f"{A}rollout.gpu_memory_utilization=0.4"
+    assert f"{A}rollout.enforce_eager: no effect: the engine is rollout.name=hf" in notes(
+        f"{A}rollout.enforce_eager=False"
     )
+    for limit in ("gpu_memory_utilization=0.4", "max_num_batched_tokens=512", "max_model_len=2048"):
+        assert notes(f"{A}rollout.{limit}") == ""
     assert "no effect: there is no critic" in notes("critic.optim.lr=1e-5").replace(
         "critic.optim.lr has no effect:", "no effect:"
     )

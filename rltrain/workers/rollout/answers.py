@@ -58,32 +58,28 @@ def generation_of(answers: Sequence[Answer]) -> Generation:
 
 
 class Answers:
-    """Answers are numbered in the order in which their jobs were taken. By answer: seeds, prompt_lengths (with what was given), given
-    (how many tokens were), lengths (new tokens), ended.
+    """All answers of a call, numbered in the order in which their jobs were taken. By answer: seeds, prompt_lengths (with what was
+    given), given (how many tokens were), lengths (new tokens), ended.
 
     max_model_len: most tokens of prompt and answer together; finished: told of each job when its last answer has ended.
     """
 
     def __init__(self, max_tokens: int, max_model_len: int, finished: Finished | None) -> None:
         self.seeds: NDArray[np.uint64] = np.zeros(0, dtype=np.uint64)
-        self.prompt_lengths, self.given, self.lengths = (np.zeros(0, dtype=np.int64) for _ in range(3))
-        self._limits, self._owners = (np.zeros(0, dtype=np.int64) for _ in range(2))
-        self.ended, self._truncated = (np.zeros(0, dtype=bool) for _ in range(2))
+        self.prompt_lengths, self.given, self.lengths, self._limits = (np.zeros(0, dtype=np.int64) for _ in range(4))
+        self.ended = np.zeros(0, dtype=bool)
         self.num_running = 0
         self._max_tokens = max_tokens
         self._max_model_len = max_model_len
         self._finished = finished
         self._started = time.perf_counter()
-        self._jobs: list[Job] = []
-        self._num_open: list[int] = []
-        self._tokens: list[list[int]] = []
-        self._log_probs: list[list[float]] = []
-        self._seconds: list[float] = []
+        self._answers: list[Answer] = []
+        self._owners: list[Taken] = []
 
     def add(self, jobs: Sequence[Job]) -> Ints:
         """The numbers of the answers to these jobs. Raises DataError for a prompt that leaves no room for an answer."""
         counts = [len(job.samples) for job in jobs]
-        total, before = sum(counts), len(self.seeds)
+        total, before = sum(counts), len(self._answers)
         prompt_lengths = np.repeat([len(job.prompt) for job in jobs], counts)
         given = np.array([len(part) for job in jobs for part in job.given or [()] * len(job.samples)], dtype=np.int64)
         limits = np.minimum(self._max_tokens, self._max_model_len - prompt_lengths) - given
@@ -97,15 +93,11 @@ class Answers:
         self.given = np.concatenate([self.given, given])
         self.lengths = np.concatenate([self.lengths, np.zeros(total, dtype=np.int64)])
         self._limits = np.concatenate([self._limits, limits])
-        self._owners = np.concatenate([self._owners, np.repeat(len(self._jobs) + np.arange(len(jobs)), counts)])
-        self.ended, self._truncated = (
-            np.concatenate([flags, np.zeros(total, dtype=bool)]) for flags in (self.ended, self._truncated)
-        )
-        self._jobs += jobs
-        self._num_open += counts
-        self._tokens += [[] for _ in range(total)]
-        self._log_probs += [[] for _ in range(total)]
-        self._seconds += [0.0] * total
+        self.ended = np.concatenate([self.ended, np.zeros(total, dtype=bool)])
+        for job in jobs:
+            taken = Taken(job, self._finished)
+            self._answers += taken.answers
+            self._owners += [taken] * len(taken.answers)
         self.num_running += total
         return np.arange(before, before + total)
 
@@ -117,35 +109,20 @@ class Answers:
         numbers, ends = numbers[running], ends[running]
         found = zip(numbers.tolist(), tokens[running].tolist(), log_probs[running].tolist(), strict=True)
         for number, token, log_prob in found:
-            self._tokens[number].append(token)
-            self._log_probs[number].append(log_prob)
+            answer = self._answers[number]
+            answer.tokens.append(token)
+            answer.log_probs.append(log_prob)
         self.lengths[numbers] += 1
-        full = self.lengths[numbers] == self._limits[numbers]
-        self._truncated[numbers] = full & ~ends
-        self.ended[numbers] = ends | full
-        for number in numbers[ends | full].tolist():
-            self._end(number)
-
-    def _end(self, number: int) -> None:
-        self._seconds[number] = time.perf_counter() - self._started
-        self.num_running -= 1
-        owner = int(self._owners[number])
-        self._num_open[owner] -= 1
-        if not self._num_open[owner] and self._finished:
-            own = np.flatnonzero(self._owners == owner).tolist()
-            self._finished(self._jobs[owner], [self._tokens[each] for each in own])
+        over = ends | (self.lengths[numbers] == self._limits[numbers])
+        self.ended[numbers] = over
+        for number, end in zip(numbers[over].tolist(), ends[over].tolist(), strict=True):
+            self.num_running -= 1
+            self._answers[number].reason = "stop" if end else "length"
+            self._answers[number].seconds = time.perf_counter() - self._started
+            self._owners[number].end()
 
     def result(self) -> Generation:
         """What has not ended by now is given up."""
-        aborted = torch.from_numpy(~self.ended)
-        seconds = torch.tensor(self._seconds)
-        seconds[aborted] = time.perf_counter() - self._started
-        lengths = torch.tensor([len(row) for row in self._tokens], dtype=torch.long)
-        chain = itertools.chain.from_iterable
-        return Generation(
-            tokens=Ragged(torch.tensor([*chain(self._tokens)], dtype=torch.int32), lengths),
-            log_probs=Ragged(torch.tensor([*chain(self._log_probs)], dtype=torch.float32), lengths),
-            truncated=torch.from_numpy(self._truncated),
-            aborted=aborted,
-            seconds=seconds,
-        )
+        for number in np.flatnonzero(~self.ended).tolist():
+            self._answers[number].seconds = time.perf_counter() - self._started
+        return generation_of(self._answers)

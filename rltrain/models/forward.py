@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from rltrain.algorithms.kl import exact_kl
 from rltrain.batch import Batch
-from rltrain.models.attention import SEGMENTS
+from rltrain.models.attention import PLAN, AttentionPlan
 
 # Logits exist for this many elements at a time (fp32: 256 MiB), forward and backward.
 LOGITS_CHUNK = 2**26
@@ -26,13 +26,13 @@ LOGITS_CHUNK = 2**26
 class PackedInputs:
     """One micro-batch as the model sees it.
 
-    tokens, positions: [total]; segments: length of each sample (host integers). predictors, labels: [answer tokens], the
-    place of the hidden state that predicts each answer token, and that token.
+    tokens, positions: [total]; plan: who sees whom (host integers). predictors, labels: [answer tokens], the place of the
+    hidden state that predicts each answer token, and that token.
     """
 
     tokens: Tensor
     positions: Tensor
-    segments: tuple[int, ...]
+    plan: AttentionPlan
     predictors: Tensor
     labels: Tensor
 
@@ -41,7 +41,7 @@ def pack(batch: Batch, device: torch.device) -> PackedInputs:
     """``tokens`` (prompt and answer, ragged), ``prompt_length`` -> packed inputs. An empty batch packs to one dummy token."""
     if not len(batch):
         one = torch.zeros(1, dtype=torch.long, device=device)
-        return PackedInputs(one, one, (1,), one[:0], one[:0])
+        return PackedInputs(one, one, AttentionPlan.of_lengths([1]), one[:0], one[:0])
     tokens = batch.ragged("tokens")
     positions = tokens.positions
     answer = (positions >= batch.dense("prompt_length")[tokens.row_ids]).nonzero()[:, 0]
@@ -49,7 +49,7 @@ def pack(batch: Batch, device: torch.device) -> PackedInputs:
     return PackedInputs(
         tokens=values.to(device),
         positions=positions.to(device),
-        segments=tuple(tokens.lengths.tolist()),
+        plan=AttentionPlan.of_lengths(tokens.lengths.tolist()),
         predictors=(answer - 1).to(device),
         labels=values[answer].to(device),
     )
@@ -64,7 +64,11 @@ def pack_whole(rows: Sequence[Sequence[int]], device: torch.device) -> PackedInp
     positions = torch.cat([torch.arange(len(row)) for row in rows])
     ends = lengths.cumsum(0) - 1
     return PackedInputs(
-        tokens.to(device), positions.to(device), tuple(lengths.tolist()), ends.to(device), tokens[ends].to(device)
+        tokens.to(device),
+        positions.to(device),
+        AttentionPlan.of_lengths(lengths.tolist()),
+        ends.to(device),
+        tokens[ends].to(device),
     )
 
 
@@ -96,7 +100,7 @@ class PackedModel(nn.Module):
             input_ids=inputs.tokens[None],
             position_ids=inputs.positions[None],
             use_cache=False,
-            **{SEGMENTS: inputs.segments},
+            **{PLAN: inputs.plan},
         ).last_hidden_state[0]
 
 

@@ -25,7 +25,7 @@ from rltrain.models.export import export_huggingface
 from rltrain.models.forward import PackedInputs, PolicyModel, final_logits, model_numbers, pack
 from rltrain.models.head import ReferenceStates
 from rltrain.models.load import load_config
-from rltrain.models.shard import make_mesh, sharded_model
+from rltrain.models.shard import make_mesh, reshard, sharded_model
 from rltrain.models.state import load_training_state, save_training_state
 from rltrain.ragged import Ragged
 from rltrain.workers.residency import Phase, Residency
@@ -218,7 +218,8 @@ class ActorRolloutRefWorker:
             self._policy.eval()
             found = [self._exact_kl(micro) for micro in batch.split(micro_sizes)]
             columns["ref_kl"] = Ragged(torch.cat(found), _answer_lengths(batch))
-            self._reference.reshard()  # type: ignore[operator]
+            reshard(self._reference)
+            reshard(self._policy)
         if not len(batch) or not algorithm.use_kl_in_reward:
             return Batch(columns), {}
         if not exact:
@@ -248,6 +249,7 @@ class ActorRolloutRefWorker:
             log_probs, entropy, _ = model(inputs, self._rollout_cfg.temperature, with_entropy)
             all_log_probs.append(log_probs.cpu())
             all_entropy.append(entropy.cpu() if entropy is not None else log_probs[:0].cpu())
+        reshard(model)
         log_prob = Ragged(torch.cat(all_log_probs), _answer_lengths(batch))
         return log_prob, log_prob.like(torch.cat(all_entropy)) if with_entropy else log_prob
 
@@ -268,7 +270,7 @@ class ActorRolloutRefWorker:
             (lambda micros, denominators: self._select(micros, denominators, task)) if self._entry.selection else None,
         )
         if self._exact_kl_loss:
-            self._reference.reshard()  # type: ignore[operator]
+            reshard(self._reference)
         return numbers
 
     def _loss(self, micro: Batch, denominators: Denominators, task: UpdateTask) -> LossShare:

@@ -79,6 +79,15 @@ class Device:
         if not self.is_cpu:
             self._module().empty_cache()
 
+    def free_memory_bytes(self) -> int:
+        """Memory that is free now: of the device, or what the operating system says programs can still have."""
+        if self.is_cpu:
+            with open("/proc/meminfo") as file:
+                fields = dict(line.split(":") for line in file)
+            return int(fields["MemAvailable"].split()[0]) << 10
+        self.empty_cache()
+        return int(self._module().mem_get_info()[0])
+
     def peak_memory_gb(self) -> dict[str, float]:
         """``perf/*memory*`` metrics: peaks of this process since it started, in GiB."""
         memory = {"perf/cpu_memory_used_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}

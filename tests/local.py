@@ -1,5 +1,6 @@
 """A whole training step in this process: the real trainer, workers, models and scorers, without Ray."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,9 @@ from rltrain.trainer.run import load_data, needs_reference
 from rltrain.workers.hybrid import HybridWorker
 from rltrain.workers.rollout.base import Sampling
 from rltrain.workers.tasks import GenerateTask
+
+# Trainers of one process share a store; each counts its calls from a million of its own.
+_RUNS = itertools.count(1)
 
 
 class LocalGroup:
@@ -43,7 +47,7 @@ class LocalGroup:
             target = getattr(target, name)
         found = target(*arguments)
         if stream:
-            stream.arrived(0, *self.worker.actor.take_finished(0))
+            stream.arrived(0, *self.worker.rollout.take_finished(0))
             stream.tick()
         return [list(found) if num_objects else [found]]
 
@@ -104,6 +108,7 @@ def local_trainer(arguments: list[str], twist=None) -> PPOTrainer:
     sizes = worker.init_models(needs_reference(cfg), with_critic)
     group = LocalGroup(worker)
     policy = Policy(group, cfg)
+    policy._calls = 1_000_000 * next(_RUNS)
     critic = Critic(group, cfg) if with_critic else None
     order = BatchOrder(len(prompts["train"]), plan.prompts_per_round, cfg.data.seed, cfg.data.shuffle)
     sampler = make_sampler(cfg.data.sampler.name, order, rows["train"], cfg.data.sampler.revisit)
@@ -114,7 +119,14 @@ def local_trainer(arguments: list[str], twist=None) -> PPOTrainer:
     trainer = PPOTrainer(cfg, plan, policy, critic, rewards, Experience(cfg, plan, policy, rewards, sampler), sizes)
     trainer.group, trainer.worker = group, worker
     rollout = cfg.actor_rollout_ref.rollout
+    trainer.calls = itertools.count(policy._calls + 1000)
     trainer.experience_task = lambda: GenerateTask(
-        "train", (0, 1, 2, 3), Sampling(rollout.n, cfg.data.max_response_length, rollout.temperature), 1, 1
+        "train",
+        np.arange(4, dtype=np.int32),
+        rollout.n,
+        Sampling(cfg.data.max_response_length, rollout.temperature),
+        seed=1,
+        step=1,
+        call=next(trainer.calls),
     )
     return trainer

@@ -85,6 +85,13 @@ def mismatch_sums(train: Ragged, engine: Ragged) -> Sums:
     }
 
 
+def fresh_gap(train: Ragged, engine: Ragged, given: Tensor) -> Sums:
+    """The gap of `mismatch_sums` over tokens that the current policy sampled: those after the first ``given`` [n] of each row."""
+    fresh = train.positions >= given[train.row_ids]
+    gap = (train.values - engine.values)[fresh].abs().double()
+    return {"gap": float(gap.sum()), "max/gap": float(gap.max()) if len(gap) else 0.0, "gap_tokens": float(len(gap))}
+
+
 def correction_sums(
     weights: Ragged | None, mask: Ragged | None, log_ratio: Ragged, cfg: RolloutCorrectionConfig
 ) -> Sums:

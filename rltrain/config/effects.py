@@ -8,6 +8,8 @@ from typing import Any
 from rltrain.config.check import as_list, get
 from rltrain.config.keys import all_keys, free_form_parent
 from rltrain.config.load import LoadedConfig
+from rltrain.config.lora import LORA_MODES
+from rltrain.config.rollout_effects import ROLLOUT_MODES
 from rltrain.config.schema import Config
 
 _A = "actor_rollout_ref."
@@ -101,11 +103,7 @@ _MODES: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
         lambda cfg: cfg.actor_rollout_ref.actor.optim.lr_warmup_steps >= 0,
         "lr_warmup_steps is set",
     ),
-    (
-        (_A + "model.lora_alpha", _A + "model.target_modules"),
-        lambda cfg: cfg.actor_rollout_ref.model.lora_rank == 0,
-        "lora_rank=0",
-    ),
+    *LORA_MODES,
     (
         tuple(f"{_A}rollout.val_kwargs.{name}" for name in ("temperature", "top_k", "top_p")),
         lambda cfg: not cfg.actor_rollout_ref.rollout.val_kwargs.do_sample,
@@ -301,6 +299,7 @@ _MODES: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
         lambda cfg: cfg.trainer.test_freq > 0 and not as_list(cfg.data.val_files),
         "data.val_files is not set",
     ),
+    *ROLLOUT_MODES,
 )
 
 

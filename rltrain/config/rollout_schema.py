@@ -37,7 +37,7 @@ class RolloutConfig:
     """Generation, and the pass that recomputes the log-probs of what was generated."""
 
     name: str = "hf"
-    """Engine: hf (embedded decode loop)."""
+    """Engine: hf (embedded decode loop), vllm (and vllm-ascend) or sglang."""
     mode: str = "sync"
     """No effect: every step generates with the current weights."""
     n: int = 1
@@ -61,7 +61,7 @@ class RolloutConfig:
     dtype: str = "auto"
     """dtype of the engine's weights: auto is bfloat16 on NPU and GPU, float32 on CPU."""
     tensor_model_parallel_size: int = 1
-    """Devices per engine replica."""
+    """Devices per engine replica (1 with name=hf and name=sglang)."""
     data_parallel_size: int = 1
     """No effect: the number of replicas follows from the devices."""
     gpu_memory_utilization: float = 0.5
@@ -79,7 +79,7 @@ class RolloutConfig:
     enable_prefix_caching: bool = True
     """Reuse the cache of common prefixes (no effect with name=hf: the answers to a prompt always share its prefill)."""
     free_cache_engine: bool = True
-    """No effect: the engine's memory is always freed outside generation."""
+    """Free the engine's weights and cache outside generation (no effect with name=hf: it has none of its own then)."""
     load_format: str = "auto"
     """No effect: the engine gets its weights from the trainer."""
     layered_summon: bool = False
@@ -91,7 +91,20 @@ class RolloutConfig:
     disable_log_stats: bool = True
     """No effect with name=hf."""
     update_weights_bucket_megabytes: int = 512
-    """Weights are handed to the engine in pieces of this size (no effect with name=hf)."""
+    """Weights are gathered and handed to the engine in pieces that together take no more than this."""
+    tail: str = "off"
+    """What to do about the few longest answers: off (wait for them), exact (speculative decoding; vllm), oversample (start more prompts,
+    and throw away what has not ended when there are enough), carry_over (the same, but go on with it in the next step)."""
+    oversample_ratio: float = 1.25
+    """oversample, carry_over: prompts started in a step, as a multiple of data.train_batch_size."""
+    tail_max_age: int = 4
+    """oversample, carry_over: a step waits for a prompt that this many steps have ended without."""
+    tail_draft_tokens: int = 4
+    """exact: tokens guessed at once, from where the last ones stood before in prompt or answer."""
+    log_prob_gap_limit: float | None = None
+    """Alarm where engine and trainer differ by more per token; null: 1e-3 if both compute in float32, else 0.1."""
+    on_log_prob_gap: str = "warn"
+    """On such an alarm over the answers of a step: warn, or stop before the update. After a weight sync it always stops."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Free-form arguments of the engine, under its name (no effect with name=hf)."""
     log_prob_micro_batch_size_per_gpu: int | None = None
@@ -102,3 +115,20 @@ class RolloutConfig:
     """old_log_prob pass: cut by tokens instead of by samples."""
     log_prob_max_token_len_per_gpu: int = _ACTOR + "ppo_max_token_len_per_gpu}"  # type: ignore[assignment]
     """old_log_prob pass: tokens per forward on one device."""
+
+    @property
+    def stops_early(self) -> bool:
+        """Whether a step ends before all answers that it has started."""
+        return self.tail in ("oversample", "carry_over")
+
+    @property
+    def prompt_lookup(self) -> dict[str, Any] | None:
+        """vLLM's ``speculative_config`` for ``tail=exact``: drafts looked up in the text so far (Saxena 2023)."""
+        if self.tail != "exact":
+            return None
+        return {
+            "method": "ngram",
+            "num_speculative_tokens": self.tail_draft_tokens,
+            "prompt_lookup_max": 4,
+            "prompt_lookup_min": 2,
+        }

@@ -200,11 +200,15 @@ class ModelConfig:
     use_remove_padding: bool = True
     """No effect: sequences are always packed."""
     lora_rank: int = 0
-    """Rank of LoRA adapters; 0: train all weights."""
+    """Rank of LoRA adapters over frozen weights; 0: train all weights. Adapters want a larger optim.lr, such as 3e-5."""
     lora_alpha: float = 16.0
-    """Scale of LoRA adapters."""
+    """Adapters are scaled by lora_alpha / lora_rank."""
     target_modules: Any = "all-linear"
-    """Layers that get LoRA adapters."""
+    """Layers that get adapters: all-linear (all but the head), a list of names such as [q_proj,v_proj], or a pattern of full names."""
+    exclude_modules: Any = None
+    """Layers that get none all the same: a list of names, or a pattern of full names."""
+    lora_adapter_path: str | None = None
+    """Go on training a peft adapter: a folder or hub name, which says rank, scale and layers. The reference stays the model without it."""
     use_shm: bool = False
     """No effect: weights are read once, by rank 0."""
     use_liger: bool = False
@@ -215,6 +219,11 @@ class ModelConfig:
     """No effect in this version."""
     external_lib: str | None = None
     """No effect: import it in your own entry point."""
+
+    @property
+    def uses_lora(self) -> bool:
+        """Whether adapters are trained instead of the weights."""
+        return self.lora_rank > 0 or self.lora_adapter_path is not None
 
 
 @dataclass

@@ -59,7 +59,7 @@ class Samples:
     def __init__(self, num_samples: int) -> None:
         self.num_samples = num_samples
         self.numbers: dict[str, Array] = {}
-        self._parts: list[Part] = []
+        self._parts: dict[tuple[int, tuple[str, ...]], Part] = {}
 
     def __len__(self) -> int:
         return self.num_samples
@@ -79,11 +79,27 @@ class Samples:
 
     def attach(self, parts: Sequence[Part]) -> None:
         """Add payload columns that now exist in the object store."""
-        self._parts.extend(parts)
+        for part in parts:
+            name = (id(part.ref), part.columns)
+            if known := self._parts.get(name):  # so that one object is fetched once
+                ids, rows = np.concatenate([known.ids, part.ids]), np.concatenate([known.rows, part.rows])
+                part = Part(part.ref, part.columns, ids, rows)
+            self._parts[name] = part
+
+    def adopt(self, other: Samples, ids: Array, places: Array, numbers: Sequence[str] = ()) -> None:
+        """Take the payload, and the given numbers, of the samples ``ids`` of ``other``: they are my samples ``places``."""
+        new_id = np.full(len(other), -1)
+        new_id[ids] = places
+        for part in other._parts.values():
+            kept = new_id[part.ids] >= 0
+            if kept.any():  # else nothing of the object is needed any more
+                self.attach([Part(part.ref, part.columns, new_id[part.ids][kept], part.rows[kept])])
+        for name in numbers:
+            self[name][places] = other[name][ids]
 
     def parts_with(self, column: str) -> list[Part]:
         """The objects that hold ``column``."""
-        return [part for part in self._parts if column in part.columns]
+        return [part for part in self._parts.values() if column in part.columns]
 
     @classmethod
     def join(cls, pieces: Sequence[tuple[Samples, Array]]) -> Samples:
@@ -91,12 +107,7 @@ class Samples:
         joined = cls(sum(len(ids) for _, ids in pieces))
         start = 0
         for samples, ids in pieces:
-            new_id = np.full(len(samples), -1)
-            new_id[ids] = start + np.arange(len(ids))
-            for part in samples._parts:
-                kept = new_id[part.ids] >= 0
-                if kept.any():  # else nothing of the object is needed any more
-                    joined.attach([Part(part.ref, part.columns, new_id[part.ids][kept], part.rows[kept])])
+            joined.adopt(samples, ids, start + np.arange(len(ids)))
             start += len(ids)
         for name in dict.fromkeys(name for samples, _ in pieces for name in samples.numbers):
             columns = [samples.numbers.get(name, np.full(len(samples), np.nan))[ids] for samples, ids in pieces]
@@ -106,7 +117,7 @@ class Samples:
     def request(self, ids: Array, columns: Sequence[str], numbers: Sequence[str] = ()) -> Request:
         """The given samples in the given order. Raises KeyError when a column is not there for every one of them."""
         pieces = []
-        for part in self._parts:
+        for part in self._parts.values():
             wanted = tuple(name for name in part.columns if name in columns)
             row_of = np.full(self.num_samples, -1, dtype=np.int32)
             row_of[part.ids] = part.rows

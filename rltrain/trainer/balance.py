@@ -212,7 +212,7 @@ def rank_tokens(layout: Layout, lengths: NDArray[np.int64]) -> list[int]:
 
 def slack_metrics(layout: Layout, work: Workload) -> dict[str, float]:
     """``perf/balance/*``: how much longer than its share the busiest rank works (1 = even), over all its work and with the ranks
-    in step at every micro-batch; the cost of all work in tokens; and what share of the samples' tokens is computed.
+    in step at every micro-batch; the tokens that are computed, their cost, and their share of the samples' tokens.
     """
     ranks = [layout.micro_batches(rank) for rank in range(len(layout.ids))]
     costs = np.array([[work.cost(micro) for micro in micros] for micros in ranks])
@@ -223,5 +223,6 @@ def slack_metrics(layout: Layout, work: Workload) -> dict[str, float]:
         "perf/balance/ranks": float(costs.sum(1).max()) / mean,
         "perf/balance/micro_batches": float(costs.max(0).sum()) / mean,
         "perf/balance/cost": float(costs.sum()),
-        "perf/balance/tokens_computed": computed / max(total, 1),
+        "perf/balance/tokens": float(computed),
+        "perf/balance/tokens_share": computed / max(total, 1),
     }

@@ -132,7 +132,7 @@ def mismatch_metrics(sums: dict[str, float]) -> Metrics:
         return {}
     tokens, sequences = max(sums["tokens"], 1), max(sums["sequences"], 1)
     metrics = {
-        "rollout/log_prob_gap/mean": sums["gap"] / tokens,
+        "rollout/log_prob_gap/mean": sums["gap"] / max(sums.get("gap_tokens", tokens), 1),
         "training/rollout_probs_diff_mean": sums["prob_gap"] / tokens,
         "rollout_corr/kl": sums["k1"] / tokens,
         "rollout_corr/k3_kl": sums["k3"] / tokens,
@@ -182,12 +182,13 @@ def balance_metrics(samples: Samples, num_engines: int, after: Sequence[int]) ->
 def throughput_metrics(samples: Samples, timing: Metrics, num_devices: int) -> Metrics:
     """Tokens per second and device. perf/throughput counts prompt and response tokens over the whole step.
 
-    What dynamic sampling threw away was generated too, and counts in perf/gen_throughput alone.
+    perf/gen_throughput alone counts every token of this step's generation, whether the step learns from it or not.
     """
     response = int(samples["response_length"].sum())
     total = response + int(samples["prompt_length"].sum())
     step = timing["timing_s/step"]
-    generated = response + timing.get("filter_groups/tokens_thrown_away", 0.0)
+    thrown_away = timing.get("filter_groups/tokens_thrown_away", 0.0)
+    generated = timing.get("rollout/tail/tokens_generated", response + thrown_away)
     metrics = {
         "perf/total_num_tokens": float(total),
         "perf/time_per_step": step,
@@ -209,25 +210,65 @@ def throughput_metrics(samples: Samples, timing: Metrics, num_devices: int) -> M
     return metrics
 
 
-def flops_metrics(cost: float, timing: Metrics, model: dict[str, Any], num_devices: int) -> Metrics:
+def flops_metrics(cost: float, tokens: float, timing: Metrics, model: dict[str, Any], num_devices: int) -> Metrics:
     """``perf/mfu/actor``: model FLOPs of the update without recompute / (seconds x devices x bf16 peak); nothing where the peak is unknown.
 
-    cost: of the update in tokens (`balance.Workload`), pairs of query and key included, a shared prompt counted once. A token
-    takes 6 FLOPs a weight: forward and backward, input embedding not counted (Narayanan et al. 2021, appendix, halved for causality).
+    cost: of the ``tokens`` that were computed, in tokens, their attention included (`balance.Workload`); a shared prompt counts
+    once. A token takes 6 FLOPs a weight, input embedding not counted (Narayanan et al. 2021, appendix, halved for causality).
     """
     if not model.get("peak_flops") or "timing_s/update_actor" not in timing:
         return {}
-    flops = 6 * model["matmul_parameters"] * cost
+    # Forward and gradient of the activations, two each; that of the weights two more (LoRA: of the adapters alone).
+    frozen = model["matmul_parameters"] - min(model["trained_parameters"], model["matmul_parameters"])
+    flops = 6 * model["matmul_parameters"] * cost - 2 * frozen * tokens
     return {"perf/mfu/actor": float(flops / (timing["timing_s/update_actor"] * num_devices * model["peak_flops"]))}
 
 
-def worker_timing(results: Sequence[dict[str, Any]]) -> Metrics:
-    """``timing_s/<name>``: mean over ranks of what the workers measured themselves, and ``_max``: the slowest rank."""
-    timing: Metrics = {}
+def generation_metrics(results: Sequence[dict[str, Any]]) -> Metrics:
+    """What the rollout workers measured: phases (``timing_s/<name>``: mean over ranks, ``_max``: slowest rank) and the weight sync."""
+    metrics: Metrics = {}
     for key in results[0]:
         kind, _, name = key.partition("/")
         if kind == "timing":
             seconds = [float(result[key]) for result in results]
-            timing[f"timing_s/{name}"] = float(np.mean(seconds))
-            timing[f"timing_s/{name}_max"] = max(seconds)
-    return timing
+            metrics[f"timing_s/{name}"] = float(np.mean(seconds))
+            metrics[f"timing_s/{name}_max"] = max(seconds)
+    if "sync/seconds" in results[0]:
+        slowest = max(float(result["sync/seconds"]) for result in results)
+        metrics["perf/weight_sync_gb"] = float(results[0]["sync/gigabytes"])
+        metrics["perf/weight_sync_gb_per_s"] = metrics["perf/weight_sync_gb"] / max(slowest, 1e-9)
+        metrics["rollout/canary_gap"] = max(float(result["sync/canary_gap"]) for result in results)
+    return metrics
+
+
+def rollout_metrics(rounds: Sequence[Samples], num_replicas: int) -> Metrics:
+    """Lengths of the answers, and how long replicas waited for the last of them, over one or more rounds of generation.
+
+    rollout/response_length/p*: percentiles over answers that ended. perf/rollout_tail_s: from the end of 90 % of the answers to the end
+    of the last, summed over rounds. perf/rollout_idle_share: share of the replicas' time, from the start of a round to the end of
+    its last answer, in which they had nothing left to do.
+    """
+    tail = busy = total = 0.0
+    lengths = []
+    for samples in rounds:
+        served = samples["served"]
+        ended = samples["ended_s"][served]
+        last = np.zeros(num_replicas)
+        np.maximum.at(last, samples["engine"][served], ended)
+        tail += float(ended.max() - np.quantile(ended, 0.9))
+        busy += float(last.sum())
+        total += float(last.max()) * num_replicas
+        lengths.append(samples["response_length"][served & samples["complete"]])
+    all_lengths = np.concatenate(lengths)
+    percentiles = {f"rollout/response_length/p{q}": float(np.percentile(all_lengths, q)) for q in (50, 90, 99)}
+    return {"perf/rollout_tail_s": tail, "perf/rollout_idle_share": 1 - busy / max(total, 1e-9)} | percentiles
+
+
+def join_rounds(rounds: Sequence[Metrics]) -> Metrics:
+    """Metrics of several rounds of generation: seconds add up; of anything else the newest is kept."""
+    joined: Metrics = {}
+    for found in rounds:
+        for name, value in found.items():
+            seconds = name.startswith("timing_s/") or (name.endswith("_s") and not name.endswith("_per_s"))
+            joined[name] = joined.get(name, 0.0) + value if seconds else value
+    return joined

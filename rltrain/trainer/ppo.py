@@ -11,7 +11,7 @@ import numpy as np
 from rltrain.algorithms.aggregation import Denominators
 from rltrain.config.schema import Config
 from rltrain.controller.samples import Samples
-from rltrain.errors import NonFiniteError, RewardError
+from rltrain.errors import NonFiniteError, RewardError, SyncError
 from rltrain.models.optim import learning_rate
 from rltrain.trainer import metrics as m
 from rltrain.trainer.advantage import Advantages, Whitening
@@ -77,6 +77,7 @@ class PPOTrainer:
             if not self._bypass:
                 with timer("old_log_prob"):  # log pi_old(y | x), by the trainer's own weights
                     metrics |= self.actor.log_probs(samples, self._pass(samples, self.plan.log_prob_budget))
+                self._watch_gap(metrics)
             if self.actor.has_reference_pass:
                 with timer("ref"):  # log pi_ref(y | x)
                     self.actor.ref_log_probs(samples, self._pass(samples, self.plan.ref_budget))
@@ -95,8 +96,8 @@ class PPOTrainer:
                     metrics |= self._update_actor(samples, whitening, step, metrics)
         timing = timer.metrics() | generated
         metrics |= timing | m.throughput_metrics(samples, timing, self.plan.num_devices)
-        cost = metrics.get("perf/balance/cost", 0.0)
-        metrics |= m.flops_metrics(cost, timing, self._model_sizes, self.plan.num_devices)
+        cost, tokens = (metrics.get(f"perf/balance/{name}", 0.0) for name in ("cost", "tokens"))
+        metrics |= m.flops_metrics(cost, tokens, timing, self._model_sizes, self.plan.num_devices)
         return metrics | self._describe(samples, layout, step)
 
     def _pass(self, samples: Samples, budget: PassBudget) -> Layout:
@@ -148,6 +149,7 @@ class PPOTrainer:
         metrics["perf/update_tokens_skipped"] = float(_tokens(samples)[silent].sum() * cfg.ppo_epochs)
         if self._bypass:
             metrics |= m.mismatch_metrics(m.first_step_mismatch(results))
+            self._watch_gap(metrics)
         if cfg.use_kl_loss:
             metrics["actor/kl_coef"] = cfg.kl_loss_coef
         self._watch_skipped("actor", metrics)
@@ -173,6 +175,21 @@ class PPOTrainer:
         tokens = self._loss_tokens(samples)[ids]
         horizon = self._actor_cfg.loss_scale_factor or self.cfg.data.max_response_length
         return Denominators(int(tokens.sum()), int((tokens > 0).sum()), horizon)
+
+    def _watch_gap(self, metrics: Metrics) -> None:
+        """Say so, or stop, where the engine did not sample from the policy that is trained."""
+        gap, limit = metrics.get("rollout/log_prob_gap/mean", 0.0), self._model_sizes["log_prob_gap_limit"]
+        metrics["rollout/log_prob_gap/alarm"] = float(not gap <= limit)
+        if gap <= limit:
+            return
+        text = (
+            f"rollout engine and trainer differ by {gap:.3g} in the log-prob of a sampled token (mean; limit {limit:.3g}, "
+            "actor_rollout_ref.rollout.log_prob_gap_limit): stale weights, a stale cache, or kernels that compute otherwise. "
+            "algorithm.rollout_correction.rollout_is=token corrects for a small gap."
+        )
+        if self.cfg.actor_rollout_ref.rollout.on_log_prob_gap == "stop":
+            raise SyncError(text)
+        log.warning(text)
 
     def _watch_skipped(self, role: str, metrics: Metrics) -> None:
         self._skipped_in_a_row[role] = (
@@ -201,7 +218,8 @@ class PPOTrainer:
     @property
     def progress(self) -> Progress:
         """What a resumed run needs besides the weights."""
-        return Progress(self.experience.batches_drawn, self.advantages.kl_coef, self.experience.sampler.state())
+        drawn, sampler, line = self.experience.batches_drawn, self.experience.sampler, self.experience.line
+        return Progress(drawn, self.advantages.kl_coef, sampler.state(), line.state())
 
     def fit(self, first_step: int, tracker: Tracker, saver: Saver, stop: StopFlag) -> int:
         """Run steps ``first_step`` + 1 to the last of the plan, with validation and saving. Returns the last step done."""
@@ -238,6 +256,7 @@ class PPOTrainer:
     def restore(self, progress: Progress) -> None:
         """Go on where ``progress`` was."""
         self.experience.batches_drawn = progress.batches_drawn
+        self.experience.line.restore(progress.in_flight)
         if progress.sampler:
             self.experience.sampler.restore(progress.sampler)
         if progress.kl_coef is not None and self.cfg.algorithm.kl_ctrl.type == "adaptive":

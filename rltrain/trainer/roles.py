@@ -7,17 +7,18 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rltrain.config.schema import Config
 from rltrain.controller.group import Stream, WorkerGroup
-from rltrain.controller.samples import Samples, whole
+from rltrain.controller.samples import Request, Samples, whole
 from rltrain.trainer import metrics as m
 from rltrain.trainer.balance import Ids, Layout
 from rltrain.trainer.metrics import Metrics
 from rltrain.workers.tasks import GenerateTask, MiniBatch, UpdateTask
 
 _PROMPT_AND_ANSWER = ("tokens", "prompt_length", "response_length")
-_GENERATED = (*_PROMPT_AND_ANSWER, "rollout_log_probs")
+GENERATED = (*_PROMPT_AND_ANSWER, "rollout_log_probs")
 Numbers = dict[str, Any]
 
 
@@ -84,6 +85,8 @@ class Policy(_Role):
     def __init__(self, group: WorkerGroup, cfg: Config) -> None:
         super().__init__(group, "actor")
         actor, algorithm = cfg.actor_rollout_ref.actor, cfg.algorithm
+        self._calls = 0
+        self._lengths = ResponseLengths()
         self._correction = algorithm.rollout_correction
         self._old = "rollout_log_probs" if self._correction.bypass_mode else "old_log_probs"
         self._kl_in_reward = algorithm.use_kl_in_reward
@@ -92,45 +95,47 @@ class Policy(_Role):
         # The exact KL of the loss needs no pass of its own: the update runs the reference.
         self.has_reference_pass = self._kl_in_reward or self._ref_in_loss
 
-    def generate(self, task: GenerateTask, listener: Listener | None = None) -> tuple[Samples, Metrics]:
-        """Spread the prompts over the engines and collect what the driver needs to know of the answers.
+    def generate(
+        self, task: GenerateTask, listener: Listener | None = None, begun: Request | None = None
+    ) -> tuple[Samples, Metrics]:
+        """Have the engine replicas answer the prompts, and collect what the driver needs to know of the answers.
 
-        ``listener``: is told of answers while others are still being generated (with ``task.stream``).
+        ``listener``: is told of answers while others are still being generated (with ``task.stream``). ``begun``: payload and ``id`` of
+        answers that have some tokens already. Numbers of the samples: ``served``: there is payload; ``complete``: the answer has ended.
         """
-        n = task.sampling.num_samples
-        shares = np.array_split(np.arange(len(task.rows)), self._group.world)
-        tasks = [replace(task, rows=tuple(task.rows[i] for i in share)) for share in shares]
+        n = task.num_samples
+        self._calls += 1
+        task = replace(task, order=self._lengths.order(task.split, task.rows), call=self._calls)
 
-        def arrived(rank: int, texts: Any, numbers: Numbers) -> None:
-            if listener and len(numbers["places"]):
-                prompts = shares[rank][numbers["places"]]
-                ids = (prompts[:, None] * n + np.arange(n)).ravel()
-                listener.arrived(texts, ids, np.array(task.rows)[prompts].repeat(n))
+        def arrived(_rank: int, texts: Any, numbers: Numbers) -> None:
+            if listener and len(numbers["place"]):
+                listener.arrived(
+                    texts, numbers["place"] * n + numbers["sample"], task.rows[numbers["place"]].astype(np.int64)
+                )
 
-        stream = Stream("actor.take_finished", arrived, listener.tick) if listener else None
-        results = self._group.call_with_payload(
-            "actor.generate", per_rank=[[each] for each in tasks], num_objects=2, stream=stream
-        )
+        stream = Stream("rollout.take_finished", arrived, listener.tick) if listener else None
+        arguments = [task] if begun is None else [task, begun]
+        results = self._group.call_with_payload("rollout.generate", arguments, num_objects=2, stream=stream)
         samples = Samples(len(task.rows) * n)
-        having = [
-            ((share[:, None] * n + np.arange(n)).ravel(), *found) for share, found in zip(shares, results, strict=True)
-        ]
-        having = [each for each in having if len(each[0])]
-        for ids, payload, texts, _ in having:
-            samples.attach([whole(payload, _GENERATED, ids), whole(texts, ("text",), ids)])
-        for name in ("prompt_length", "response_length", "truncated"):
-            samples.update({name: np.concatenate([numbers[name] for *_, numbers in having])})
+        served = [(payload, texts, numbers) for payload, texts, numbers in results if "ids" in numbers]
+        for payload, texts, numbers in served:
+            samples.attach([whole(payload, GENERATED, numbers["ids"]), whole(texts, ("text",), numbers["ids"])])
+        samples.update(_by_sample([numbers for *_, numbers in served], len(samples)))
         places = np.arange(len(task.rows)).repeat(n)
-        engine = np.arange(len(shares)).repeat([len(share) * n for share in shares])
-        samples.update({"group": places, "row": np.array(task.rows)[places], "engine": engine})
-        return samples, m.worker_timing([numbers for *_, numbers in results])
+        samples.update({"group": places, "row": task.rows[places]})
+        # What was given up counts as the longest there can be, so that it starts first the next time.
+        lengths = np.where(samples["complete"], samples["response_length"], task.sampling.max_tokens)
+        asked = np.ones(len(samples), dtype=bool) if task.todo is None else task.todo.ravel()
+        self._lengths.observe(task.split, samples["row"][asked], lengths[asked])
+        return samples, m.generation_metrics([numbers for *_, numbers in results])
 
     def log_probs(self, samples: Samples, layout: Layout) -> Metrics:
         """Attach ``old_log_probs`` and the rollout correction; returns entropy, mismatch and correction metrics."""
         made = ["old_log_probs"]
         made += ["is_weights"] if self._correction.rollout_is else []
         made += ["loss_mask"] if self._correction.rollout_rs else []
-        sums = m.add_up(self._score("actor.log_probs", samples, layout, _GENERATED, made))
+        numbers = ["given"] if "given" in samples.numbers else []
+        sums = m.add_up(self._score("actor.log_probs", samples, layout, GENERATED, made, numbers=numbers))
         return {"actor/entropy": sums["entropy"] / max(sums["tokens"], 1)} | m.mismatch_metrics(sums)
 
     def ref_log_probs(self, samples: Samples, layout: Layout) -> None:
@@ -159,6 +164,7 @@ class Policy(_Role):
             columns += ["is_weights"] if self._correction.rollout_is else []
             columns += ["loss_mask"] if self._correction.masks_loss else []
         numbers = ["sample"] if token_level else ["sample", "advantage"]
+        numbers += ["given"] if self._correction.bypass_mode and "given" in samples.numbers else []
         work = [[samples.request(ids, columns, numbers), task] for ids, task in zip(layout.ids, tasks, strict=True)]
         return self._group.call("actor.update", per_rank=work)
 
@@ -170,6 +176,28 @@ class Policy(_Role):
         """Bytes that went through the driver since the last call."""
         taken, self._group.bytes_through_driver = self._group.bytes_through_driver, 0
         return taken
+
+
+class ResponseLengths:
+    """How long the answers to each prompt were when it was last seen; the longest should start first."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[str, int], float] = {}
+
+    def order(self, split: str, rows: NDArray[np.int32]) -> NDArray[np.int32] | None:
+        """Places of the prompts, those with the longest answers first (Graham 1969); one never seen counts as the mean of the others."""
+        known = [self._seen.get((split, row), np.nan) for row in rows.tolist()]
+        expected = np.array(known)
+        if np.isnan(expected).all():
+            return None
+        expected = np.nan_to_num(expected, nan=float(np.nanmean(expected)))
+        return np.argsort(-expected, kind="stable").astype(np.int32)
+
+    def observe(self, split: str, rows: NDArray[np.int32], lengths: NDArray[np.int64]) -> None:
+        """rows, lengths: of each answer."""
+        unique, owner = np.unique(rows, return_inverse=True)
+        means = np.bincount(owner, weights=lengths) / np.bincount(owner)
+        self._seen.update(zip(((split, row) for row in unique.tolist()), means.tolist(), strict=True))
 
 
 class Critic(_Role):
@@ -211,6 +239,23 @@ class RewardModel(_Role):
         for ids, numbers in zip(shares, self._group.call("reward_model.score", per_rank=work), strict=True):
             scores[ids] = numbers["model_score"]
         return scores
+
+
+def _by_sample(found: Sequence[Numbers], num_samples: int) -> Numbers:
+    """Numbers of the samples, from those that each replica has for the samples it served; ``engine``: which one it was."""
+    ids = np.concatenate([numbers["ids"] for numbers in found])
+    columns = {
+        name: np.concatenate([numbers[name] for numbers in found])
+        for name, values in found[0].items()
+        if isinstance(values, np.ndarray) and name != "ids"
+    }
+    columns["served"] = np.ones(len(ids), dtype=bool)
+    columns["complete"] = ~columns.pop("aborted")
+    columns["engine"] = np.arange(len(found)).repeat([len(numbers["ids"]) for numbers in found])
+    placed = {name: np.zeros(num_samples, values.dtype) for name, values in columns.items()}
+    for name, values in columns.items():
+        placed[name][ids] = values
+    return placed
 
 
 def _deal(lengths: np.ndarray, num_ranks: int) -> list[Ids]:

@@ -14,6 +14,7 @@ from rltrain.config.schema import Config
 from rltrain.device import resolve_dtype
 from rltrain.models.forward import ScalarModel, pack
 from rltrain.models.load import load_config
+from rltrain.models.lora import lora_of
 from rltrain.models.shard import make_mesh, reshard, sharded_model
 from rltrain.models.state import load_training_state, save_training_state
 from rltrain.ragged import Ragged
@@ -37,17 +38,20 @@ class CriticWorker:
             trust_remote_code=model_cfg.trust_remote_code,
             override=dict(model_cfg.override_config),
         )
+        dtype, compute_dtype = (resolve_dtype(name, self._device) for name in (fsdp.model_dtype, fsdp.compute_dtype))
+        lora = lora_of(model_cfg, "critic.model", dtype, cfg.data.seed)
         self._model = sharded_model(
             ScalarModel,
             path,
             config,
             make_mesh(self._device, fsdp.fsdp_size),
             self._device,
-            master_dtype=resolve_dtype(fsdp.model_dtype, self._device),
-            compute_dtype=resolve_dtype(fsdp.compute_dtype, self._device),
+            master_dtype=compute_dtype if lora else dtype,  # frozen weights gain nothing from more
+            compute_dtype=compute_dtype,
             gradient_checkpointing=model_cfg.enable_gradient_checkpointing,
             reshard_after_forward=fsdp.reshard_after_forward,
             trust_remote_code=model_cfg.trust_remote_code,
+            lora=lora,
         )
         self._updater = Updater("critic", self._model, cfg.critic.optim, cfg.trainer, self._device)
         residency.add_model(self._model, "values", "train_critic", "save", offload=fsdp.param_offload)

@@ -61,3 +61,22 @@ def test_bytes_through_the_driver_do_not_grow_with_tokens(samples):
     short.attach([whole(tokens_of(range(5)), ("tokens",), np.arange(5))])
     ids = np.arange(5)
     assert driver_bytes([long.request(ids, ["tokens"])]) == driver_bytes([short.request(ids, ["tokens"])])
+
+
+def test_samples_of_another_step_may_stand_among_new_ones(samples):
+    new = Samples(3)
+    new.update({"advantage": np.array([9.0, 9.0, 9.0])})
+    new.attach([whole(tokens_of([7]), ("tokens", "prompt_length"), np.array([1]))])
+    new.adopt(samples, np.array([4, 3]), np.array([0, 2]), ["advantage"])
+    assert new["advantage"].tolist() == [0.4, 9.0, 0.3]
+    batch = resolve(new.request(np.arange(3), ["tokens", "prompt_length"]))
+    assert batch.dense("prompt_length").tolist() == [40, 70, 30]
+
+
+def test_one_object_is_fetched_once_however_often_it_was_taken_from(samples):
+    new = Samples(5)
+    for sample in range(5):
+        new.adopt(samples, np.array([sample]), np.array([4 - sample]))
+    request = new.request(np.arange(5), ["tokens", "prompt_length"])
+    assert len(request.pieces) == 2
+    assert resolve(request).dense("prompt_length").tolist() == [40, 30, 20, 10, 0]

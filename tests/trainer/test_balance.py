@@ -134,6 +134,7 @@ def test_slack_counts_what_ranks_wait_for():
             "perf/balance/ranks": 40 / 30,
             "perf/balance/micro_batches": 40 / 30,
             "perf/balance/cost": 60,
-            "perf/balance/tokens_computed": 1,
+            "perf/balance/tokens": 60,
+            "perf/balance/tokens_share": 1,
         }
     )

@@ -79,8 +79,8 @@ def make(tiny_model, arithmetic_files, tmp_path):
 
 def engine_is_off(trainer) -> None:
     """The engine reports log-probs that are not the trainer's, a different amount for every token."""
-    actor = trainer.worker.actor
-    generate = actor.generate
+    rollout = trainer.worker.rollout
+    generate = rollout.generate
 
     def off(task):
         batch, texts, numbers = generate(task)
@@ -88,7 +88,7 @@ def engine_is_off(trainer) -> None:
         batch.update({"rollout_log_probs": exact.like(exact.values + 0.2 * torch.sin(100 * exact.values))})
         return batch, texts, numbers
 
-    actor.generate = off
+    rollout.generate = off
 
 
 def weights(model) -> torch.Tensor:
@@ -308,7 +308,7 @@ def test_a_critic_may_start_from_a_reward_model(make, reward_model):
 def test_long_answers_pay_the_overlong_penalty(make):
     trainer = make(reward_model__reward_manager="dapo", reward_model__overlong_buffer__enable=True, reward_model__overlong_buffer__len=4,
                    reward_model__overlong_buffer__penalty_factor=2.0)  # fmt: skip
-    samples, _ = trainer.experience._round(StepTimer())
+    samples = trainer.experience._round(StepTimer()).samples
     at_limit = samples["response_length"] == 8
     assert at_limit.any()
     assert (samples["overlong"][at_limit] == -2.0).all()
@@ -320,7 +320,7 @@ def test_the_exact_kl_equals_the_sum_over_the_vocabulary(make, tiny_model):
     trainer = make(**{ACTOR + "kl_loss_type": "full"}, actor_rollout_ref__rollout__temperature=0.7)
     trainer.step(1)
     actor = trainer.worker.actor
-    batch, *_ = actor.generate(trainer.experience_task())
+    batch, *_ = trainer.worker.rollout.generate(trainer.experience_task())
     inputs = pack(batch, torch.device("cpu"))
     with torch.no_grad():
         found = actor._policy(inputs, 0.7, False, actor._reference_states(inputs)).kl
@@ -343,7 +343,7 @@ def test_the_exact_kl_equals_the_sum_over_the_vocabulary(make, tiny_model):
 def scored(trainer) -> tuple[Batch, Batch, dict]:
     """A generated batch, what the old_log_prob pass makes of it, and its numbers."""
     actor = trainer.worker.actor
-    batch, *_ = actor.generate(trainer.experience_task())
+    batch, *_ = trainer.worker.rollout.generate(trainer.experience_task())
     columns, numbers = actor.log_probs(batch, [len(batch)])
     return batch, columns, numbers
 
@@ -445,7 +445,7 @@ def test_rows_of_answers_without_tokens_do_no_harm(make):
 
 def test_the_rule_reward_may_be_a_weighted_sum_of_what_the_scorer_returns(make):
     trainer = make(reward__weights="{acc: 2.0, score: 0.5}")
-    samples, _ = trainer.experience._round(StepTimer())
+    samples = trainer.experience._round(StepTimer()).samples
     metrics = trainer.step(2)
     assert set(samples["rule_score"] - 2.0 * samples["acc"]) != {0.0}
     assert metrics["reward/acc/mean"] >= 0

@@ -24,6 +24,7 @@ from tests.tiny import save_tiny_model, small_run
 A = "actor_rollout_ref.actor."
 COV = {A + "policy_loss.clip_cov_lb": -100, A + "policy_loss.clip_cov_ub": 100, A + "policy_loss.clip_cov_ratio": 0.1,
        A + "policy_loss.kl_cov_ratio": 0.1}  # fmt: skip
+LORA = {"actor_rollout_ref.model.lora_rank": 3, "actor_rollout_ref.model.target_modules": "[q_proj,v_proj,down_proj]"}
 VARIANTS = {
     **{f"loss {name}": {A + "policy_loss.loss_mode": name, **COV} for name in POLICY_LOSSES},
     **{
@@ -31,6 +32,8 @@ VARIANTS = {
         for name in ("seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
     },
     "exact kl": {A + "kl_loss_type": "full"},
+    "lora": {**LORA, "critic.model.lora_rank": 3},
+    "lora, exact kl": {**LORA, A + "kl_loss_type": "full"},
 }
 # Three prompts with two, three and two answers, which share them where they meet in a micro-batch.
 GROUPS = [0, 0, 1, 1, 1, 2, 2]
@@ -94,8 +97,9 @@ def record_gradients(updater, model, gradients: list[torch.Tensor]) -> None:
     """Instead of a step of AdamW, which would blow up rounding: write down the gradient, and move along it."""
 
     def step():
-        gradients.append(torch.cat([p.grad.full_tensor().flatten() for p in model.parameters()]))
-        for parameter in model.parameters():
+        trained = [p for p in model.parameters() if p.requires_grad]
+        gradients.append(torch.cat([p.grad.full_tensor().flatten() for p in trained]))
+        for parameter in trained:
             parameter.data.add_(parameter.grad, alpha=-0.05)
 
     updater.optimizer.step = step

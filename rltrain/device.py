@@ -122,6 +122,13 @@ def _npu_available() -> bool:
     return bool(torch.get_device_module("npu").is_available())
 
 
+def npu_fusion_attention() -> Any:
+    """torch_npu's fused attention, forward and backward."""
+    import torch_npu
+
+    return torch_npu.npu_fusion_attention
+
+
 def get_device(name: str) -> Device:
     """``trainer.device``: auto, cpu, cuda or npu."""
     kind = detect() if name == "auto" else name

@@ -1,21 +1,127 @@
-"""Attention over packed sequences: every segment sees itself, causally, and nothing else.
+"""Attention over packed sequences: every segment sees itself, causally, and the prefix that it continues.
 
 Registered with transformers as an attention implementation, so that any decoder that goes through its attention interface
-is trained without padding. The segment lengths travel as a keyword argument of the forward call (host integers: no device
-sync, and gradient checkpointing replays them).
+is trained without padding. The plan travels as a keyword argument of the forward call (host integers: no device sync, and
+gradient checkpointing replays them). No mask over all tokens is ever built.
+
+The kernel follows from the device: block-wise scaled dot products on the CPU, variable-length flash attention on CUDA,
+npu_fusion_attention on Ascend. The last two are written against the real signatures and have not been run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
+
+from rltrain.device import npu_fusion_attention
+from rltrain.errors import ConfigError
 
 NAME = "rltrain_packed"
-SEGMENTS = "rltrain_segments"
+PLAN = "rltrain_plan"
+# Queries are masked this many at a time, so that a mask is never larger than this times the keys of one segment.
+_BLOCK = 512
+
+
+class Segment(NamedTuple):
+    """Queries [start, stop): they see the keys of ``prefix`` (the range of an earlier segment) and, causally, those of their own."""
+
+    start: int
+    stop: int
+    prefix: tuple[int, int] = (0, 0)
+
+    @property
+    def prefix_length(self) -> int:
+        return self.prefix[1] - self.prefix[0]
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """Who sees whom in one packed row, in host integers. The segments follow one another and cover all tokens."""
+
+    segments: tuple[Segment, ...]
+
+    @classmethod
+    def of_lengths(cls, lengths: Sequence[int]) -> AttentionPlan:
+        """Segments that see themselves alone."""
+        ends = list(accumulate(lengths))
+        return cls(tuple(Segment(end - length, end) for end, length in zip(ends, lengths, strict=True)))
+
+    @property
+    def num_tokens(self) -> int:
+        return self.segments[-1].stop
+
+    @cached_property
+    def query_lengths(self) -> tuple[int, ...]:
+        return tuple(segment.stop - segment.start for segment in self.segments)
+
+    @cached_property
+    def key_lengths(self) -> tuple[int, ...]:
+        return tuple(segment.prefix_length + segment.stop - segment.start for segment in self.segments)
+
+    @cached_property
+    def query_ends(self) -> tuple[int, ...]:
+        return tuple(accumulate(self.query_lengths))
+
+    @cached_property
+    def key_ends(self) -> tuple[int, ...]:
+        return tuple(accumulate(self.key_lengths))
+
+    @cached_property
+    def has_prefixes(self) -> bool:
+        return any(segment.prefix_length for segment in self.segments)
+
+    @cached_property
+    def on_device(self) -> _OnDevice:
+        return _OnDevice(self)
+
+
+class _OnDevice:
+    """The plan's tensors, made once a device rather than once a layer."""
+
+    def __init__(self, plan: AttentionPlan) -> None:
+        self._plan = plan
+        self._made: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def __call__(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Cumulative query lengths and key lengths [segments + 1] (int32); where the key rows of all segments lie [keys]."""
+        if device not in self._made:
+            plan = self._plan
+            rows = [torch.arange(*part) for each in plan.segments for part in (each.prefix, (each.start, each.stop))]
+            ends = (torch.tensor((0, *ends), dtype=torch.int32) for ends in (plan.query_ends, plan.key_ends))
+            queries, keys, where = (each.to(device) for each in (*ends, torch.cat(rows)))
+            self._made[device] = queries, keys, where
+        return self._made[device]
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: AttentionPlan,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Attention by ``plan``: the one entry to whatever kernel the device has.
+
+    query [1, heads, tokens, d]; key, value [1, kv heads, tokens, d]; ``plan`` covers the tokens. Returns [1, tokens, heads, d].
+    ``sliding_window``: a token sees that many keys, itself among them. Causality is bottom-right: the last query sees every key.
+    """
+    kernel = _kernel(query)
+    window = None if sliding_window is None or sliding_window >= max(plan.key_lengths) else sliding_window
+    if kernel is not None and not dropout:
+        return kernel(query, key, value, plan, scaling, window)
+    parts = (query.split(plan.query_lengths, dim=2), _keys(key, plan), _keys(value, plan))
+    outputs = [_segment(*part, scaling, window, dropout) for part in zip(*parts, strict=True)]
+    return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
 def packed_attention(
@@ -28,44 +134,149 @@ def packed_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    rltrain_segments: Sequence[int] | None = None,
+    rltrain_plan: AttentionPlan | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention inside each segment of one packed row.
-
-    query [1, heads, tokens, d]; key, value [1, kv heads, tokens, d]; ``rltrain_segments`` adds up to tokens.
-    Returns [1, tokens, heads, d]. Raises NotImplementedError for what it would compute wrongly.
-    """
-    if rltrain_segments is None:
+    """`attend`, as transformers calls it. Raises NotImplementedError for what it would compute wrongly."""
+    if rltrain_plan is None:
         raise NotImplementedError(
             f"{type(module).__name__} does not hand keyword arguments on to its attention, so packed sequences cannot be trained"
         )
     if softcap is not None or "s_aux" in unused:
         raise NotImplementedError("attention with soft-capping or sinks is not supported on packed sequences")
-    grouped = query.shape[1] != key.shape[1]
-    parts = zip(*(tensor.split(list(rltrain_segments), dim=2) for tensor in (query, key, value)), strict=True)
-    outputs = [
-        nn.functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=_window(q.shape[2], sliding_window, q.device), dropout_p=dropout,
-            is_causal=not _needs_window(q.shape[2], sliding_window), scale=scaling, enable_gqa=grouped,
-        )
-        for q, k, v in parts
-    ]  # fmt: skip
-    return torch.cat(outputs, dim=2).transpose(1, 2), None
-
-
-def _needs_window(length: int, sliding_window: int | None) -> bool:
-    return sliding_window is not None and length > sliding_window
-
-
-def _window(length: int, sliding_window: int | None, device: torch.device) -> Tensor | None:
-    if sliding_window is None or length <= sliding_window:
-        return None
-    everything = torch.ones(length, length, dtype=torch.bool, device=device)
-    return everything.tril() & everything.triu(1 - sliding_window)
+    return attend(query, key, value, rltrain_plan, scaling, sliding_window, dropout), None
 
 
 def register() -> None:
     """Make ``attn_implementation="rltrain_packed"`` known; no mask is ever built for it."""
     AttentionInterface.register(NAME, packed_attention)
     AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
+
+
+def check_layers(config: PretrainedConfig) -> None:
+    """Raises ConfigError for layers that mix tokens in another way than `attend` knows: they would mix the samples of a packed row."""
+    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if kinds:
+        raise ConfigError(
+            f"{type(config).__name__} has layers of kind {', '.join(sorted(kinds))}, which rltrain cannot train on packed sequences. "
+            "Use a model with full or sliding-window attention."
+        )
+
+
+# -- any device: scaled dot products, segment by segment ---------------------------------------------------------------
+
+
+def _keys(tensor: Tensor, plan: AttentionPlan) -> list[Tensor]:
+    """What each segment sees of ``tensor`` [1, kv heads, tokens, d]. By split: the gradient of a slice is as large as the whole."""
+    parts = tensor.split(plan.query_lengths, dim=2)
+    place = {(each.start, each.stop): part for each, part in zip(plan.segments, parts, strict=True)}
+    return [
+        torch.cat([place[each.prefix], part], 2) if each.prefix_length else part
+        for each, part in zip(plan.segments, parts, strict=True)
+    ]
+
+
+def _segment(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None, dropout: float
+) -> Tensor:
+    """query [1, heads, n, d] of the last n places of key, value [1, kv heads, m, d]."""
+    grouped = query.shape[1] != key.shape[1]
+    settings: dict[str, Any] = {"scale": scaling, "dropout_p": dropout, "enable_gqa": grouped}
+    product = nn.functional.scaled_dot_product_attention
+    if query.shape[2] == key.shape[2] and (window is None or key.shape[2] <= window):
+        return product(query, key, value, is_causal=True, **settings)
+    parts = []
+    for queries, keys in _blocks(query.shape[2], key.shape[2], window):
+        mask = _band(queries, keys, key.shape[2] - query.shape[2], window, query.device)
+        parts.append(product(query[:, :, queries], key[:, :, keys], value[:, :, keys], attn_mask=mask, **settings))
+    return torch.cat(parts, 2)
+
+
+def _blocks(num_queries: int, num_keys: int, window: int | None) -> Iterator[tuple[slice, slice]]:
+    """Blocks of queries, and the keys that any query of the block sees."""
+    before = num_keys - num_queries
+    for start in range(0, num_queries, _BLOCK):
+        stop = min(start + _BLOCK, num_queries)
+        first = 0 if window is None else max(0, before + start + 1 - window)
+        yield slice(start, stop), slice(first, before + stop)
+
+
+def _band(queries: slice, keys: slice, before: int, window: int | None, device: torch.device) -> Tensor:
+    """mask [queries, keys]: query i sees key j when 0 <= before + i - j < window."""
+    i = torch.arange(queries.start, queries.stop, device=device)[:, None] + before
+    distance = i - torch.arange(keys.start, keys.stop, device=device)
+    return distance >= 0 if window is None else (distance >= 0) & (distance < window)
+
+
+# -- variable-length kernels of accelerators (not run) -----------------------------------------------------------------
+
+Kernel = Callable[[Tensor, Tensor, Tensor, AttentionPlan, float | None, int | None], Tensor]
+
+
+def _kernel(query: Tensor) -> Kernel | None:
+    """The device's own kernel for such queries, or None. Flash kernels compute in half precision alone."""
+    if query.device.type == "npu":
+        return _npu
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    return _cuda if query.device.type == "cuda" and half and query.shape[-1] <= 256 and _flash() else None
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """[1, heads, tokens, d] -> [tokens, heads, d]."""
+    return tensor[0].transpose(0, 1)
+
+
+def _cuda(
+    query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scaling: float | None, window: int | None
+) -> Tensor:
+    query_starts, key_starts, where = plan.on_device(query.device)
+    rows = [_rows(tensor)[where] if plan.has_prefixes else _rows(tensor).contiguous() for tensor in (key, value)]
+    flash = _flash()
+    assert flash is not None
+    return flash(
+        _rows(query).contiguous(), *rows, query_starts, key_starts, max(plan.query_lengths), max(plan.key_lengths),
+        scale=scaling, left=-1 if window is None else window - 1, grouped=query.shape[1] != key.shape[1],
+    )[None]  # fmt: skip
+
+
+@cache
+def _flash() -> Callable[..., Any] | None:
+    """torch's own variable-length attention (torch >= 2.11), else that of the flash-attn package, else None."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+
+        if "window_size" in inspect.signature(varlen_attn).parameters:
+            return lambda *tensors, scale, left, grouped: varlen_attn(
+                *tensors, scale=scale, window_size=(left, 0), enable_gqa=grouped
+            )
+    except ImportError:
+        pass
+    try:
+        from flash_attn import flash_attn_varlen_func
+    except ImportError:
+        return None
+    return lambda *tensors, scale, left, grouped: flash_attn_varlen_func(
+        *tensors, softmax_scale=scale, causal=True, window_size=(left, 0)
+    )
+
+
+def _npu(
+    query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scaling: float | None, window: int | None
+) -> Tensor:
+    """Layout TND with host lengths; sparse_mode 3 is causal and 4 a band, both counted from the bottom right."""
+    rows = [_rows(tensor) for tensor in (key, value)]
+    if plan.has_prefixes:
+        where = plan.on_device(query.device)[2]
+        rows = [each[where] for each in rows]
+    band = {"sparse_mode": 3} if window is None else {"sparse_mode": 4, "pre_tockens": window - 1, "next_tockens": 0}
+    return npu_fusion_attention()(
+        _rows(query).contiguous(), *(each.contiguous() for each in rows), query.shape[1], "TND",
+        atten_mask=_upper_triangle(query.device), scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        actual_seq_qlen=plan.query_ends, actual_seq_kvlen=plan.key_ends, **band,
+    )[0][None]  # fmt: skip
+
+
+@cache
+def _upper_triangle(device: torch.device) -> Tensor:
+    """The fixed mask from which npu_fusion_attention takes its blocks."""
+    return torch.ones(2048, 2048, dtype=torch.bool, device=device).triu(1)

@@ -5,54 +5,114 @@ Both the log-prob passes and the update go through here, with the same packing, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from rltrain.algorithms.kl import exact_kl
 from rltrain.batch import Batch
-from rltrain.models.attention import SEGMENTS
-
-# Logits exist for this many elements at a time (fp32: 256 MiB), forward and backward.
-LOGITS_CHUNK = 2**26
+from rltrain.models.attention import PLAN, AttentionPlan, Segment
+from rltrain.models.head import ReferenceStates, Scaling, TokenScores, token_scores
 
 
 @dataclass(frozen=True)
 class PackedInputs:
     """One micro-batch as the model sees it.
 
-    tokens, positions: [total]; segments: length of each sample (host integers). predictors, labels: [answer tokens], the
-    place of the hidden state that predicts each answer token, and that token.
+    tokens, positions: [total]; plan: who sees whom (host integers). predictors, labels: [answer tokens], the place of the
+    hidden state that predicts each answer token, and that token.
     """
 
     tokens: Tensor
     positions: Tensor
-    segments: tuple[int, ...]
+    plan: AttentionPlan
     predictors: Tensor
     labels: Tensor
 
 
-def pack(batch: Batch, device: torch.device) -> PackedInputs:
-    """``tokens`` (prompt and answer, ragged), ``prompt_length`` -> packed inputs. An empty batch packs to one dummy token."""
+def joins(prompt_length: Any, answer_length: Any) -> Any:
+    """Whether an answer shares its prompt with the others: where the prompt is too short, the saving is not worth the gathering."""
+    return 16 * prompt_length >= answer_length
+
+
+def pack(batch: Batch, device: torch.device, *, share: bool = True) -> PackedInputs:
+    """``tokens`` (prompt and answer, ragged), ``prompt_length`` -> packed inputs. An empty batch packs to one dummy token.
+
+    With ``share``, consecutive samples with the same prompt share its tokens: the prompt once, then the answers that see it,
+    positions going on from its end; the prompt's last state predicts the first token of each. The last token of an answer
+    predicts nothing and is left out.
+    """
     if not len(batch):
         one = torch.zeros(1, dtype=torch.long, device=device)
-        return PackedInputs(one, one, (1,), one[:0], one[:0])
-    tokens = batch.ragged("tokens")
-    positions = tokens.positions
-    answer = (positions >= batch.dense("prompt_length")[tokens.row_ids]).nonzero()[:, 0]
-    values = tokens.values.long()
+        return PackedInputs(one, one, AttentionPlan.of_lengths([1]), one[:0], one[:0])
+    values, starts = batch.ragged("tokens").values, batch.ragged("tokens").offsets.tolist()
+    prompts, answers = _lengths(batch)
+    owners = _owners(batch) if share else list(range(len(batch)))
+    num_sharing = Counter(owners)
+    laid = _Laid()
+    places: dict[int, tuple[int, int]] = {}
+    predictors, labels = [], []
+    for sample, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        start, own = starts[sample], max(answer - 1, 0)
+        owner = owners[sample]
+        if num_sharing[owner] == 1:
+            end = laid.add(start, prompt + own) - own
+            predictors.append(torch.arange(end - 1, end - 1 + answer))
+        else:
+            if owner not in places:
+                end = laid.add(start, prompt)
+                places[owner] = (end - prompt, end)
+            prefix = places[owner]
+            end = laid.add(start + prompt, own, prefix) if own else 0
+            predictors.append(torch.cat([torch.tensor([prefix[1] - 1] * (answer > 0)), torch.arange(end - own, end)]))
+        labels.append(values[start + prompt : start + prompt + answer])
     return PackedInputs(
-        tokens=values.to(device),
-        positions=positions.to(device),
-        segments=tuple(tokens.lengths.tolist()),
-        predictors=(answer - 1).to(device),
-        labels=values[answer].to(device),
+        tokens=values[torch.cat(laid.rows)].long().to(device),
+        positions=torch.cat(laid.positions).to(device),
+        plan=AttentionPlan(tuple(laid.segments)),
+        predictors=torch.cat(predictors).long().to(device),
+        labels=torch.cat(labels).long().to(device),
     )
+
+
+class _Laid:
+    """Segments as they are laid one behind the other."""
+
+    def __init__(self) -> None:
+        self.rows: list[Tensor] = []
+        self.positions: list[Tensor] = []
+        self.segments: list[Segment] = []
+
+    def add(self, row: int, length: int, prefix: tuple[int, int] = (0, 0)) -> int:
+        """``length`` tokens from place ``row`` of the batch on. Returns where they end."""
+        start = self.segments[-1].stop if self.segments else 0
+        self.segments.append(Segment(start, start + length, prefix))
+        self.rows.append(torch.arange(row, row + length))
+        self.positions.append(torch.arange(length) + self.segments[-1].prefix_length)
+        return start + length
+
+
+def _lengths(batch: Batch) -> tuple[list[int], list[int]]:
+    """Tokens of prompt and answer of each sample."""
+    prompts = batch.dense("prompt_length")
+    return prompts.tolist(), (batch.ragged("tokens").lengths - prompts).tolist()
+
+
+def _owners(batch: Batch) -> list[int]:
+    """A number for each sample: the same for consecutive ones with one prompt, but for those that do not `join` them."""
+    rows = batch.ragged("tokens").rows()
+    prompts, answers = _lengths(batch)
+    owners: list[int] = []
+    first = 0
+    for sample, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        if prompt != prompts[first] or not torch.equal(rows[first][:prompt], rows[sample][:prompt]):
+            first = sample
+        owners.append(first if joins(prompt, answer) else -1 - sample)
+    return owners
 
 
 def pack_whole(rows: Sequence[Sequence[int]], device: torch.device) -> PackedInputs:
@@ -64,23 +124,12 @@ def pack_whole(rows: Sequence[Sequence[int]], device: torch.device) -> PackedInp
     positions = torch.cat([torch.arange(len(row)) for row in rows])
     ends = lengths.cumsum(0) - 1
     return PackedInputs(
-        tokens.to(device), positions.to(device), tuple(lengths.tolist()), ends.to(device), tokens[ends].to(device)
+        tokens.to(device),
+        positions.to(device),
+        AttentionPlan.of_lengths(lengths.tolist()),
+        ends.to(device),
+        tokens[ends].to(device),
     )
-
-
-class TokenScores(NamedTuple):
-    """log pi(label), entropy of pi, exact KL(pi || pi_ref): each [answer tokens] in fp32, or None where not asked for."""
-
-    log_probs: Tensor
-    entropy: Tensor | None
-    kl: Tensor | None
-
-
-class ReferenceStates(NamedTuple):
-    """Last hidden states of the reference at the predictors [answer tokens, hidden], and its head (states -> fp32 logits)."""
-
-    hidden: Tensor
-    logits: Callable[[Tensor], Tensor]
 
 
 class PackedModel(nn.Module):
@@ -96,7 +145,7 @@ class PackedModel(nn.Module):
             input_ids=inputs.tokens[None],
             position_ids=inputs.positions[None],
             use_cache=False,
-            **{SEGMENTS: inputs.segments},
+            **{PLAN: inputs.plan},
         ).last_hidden_state[0]
 
 
@@ -119,43 +168,15 @@ class PolicyModel(PackedModel):
         hidden = self.hidden(inputs)
         if states_only:
             return hidden[inputs.predictors]
-        rows = max(1, LOGITS_CHUNK // self.model.config.get_text_config().vocab_size)
-        results = []
-        for start in range(0, max(len(inputs.labels), 1), rows):
-            part = slice(start, start + rows)
-            theirs = reference.hidden[part] if reference else None
-            arguments = (hidden[inputs.predictors[part]], inputs.labels[part], temperature, with_entropy, theirs)
-            results.append(self._score(*arguments, reference.logits if reference else None))
-        log_probs, entropy, kl = (torch.cat(parts) for parts in zip(*results, strict=True))
+        head, scaling = (
+            self.model.get_output_embeddings(),
+            Scaling.of(self.model.config)._replace(temperature=temperature),
+        )
+        scores = token_scores(head, hidden[inputs.predictors], inputs.labels, scaling, with_entropy, reference)
+        if inputs.labels.numel():
+            return scores
         # Keeps every parameter in the graph when there is no answer token at all (a rank that only keeps step).
-        log_probs = log_probs + 0.0 * hidden.float().sum() if not inputs.labels.numel() else log_probs
-        return TokenScores(log_probs, entropy if with_entropy else None, kl if reference else None)
-
-    def _score(self, *arguments: object) -> tuple[Tensor, Tensor, Tensor]:
-        if torch.is_grad_enabled():
-            return checkpoint(self._log_probs, *arguments, use_reentrant=False)
-        return self._log_probs(*arguments)  # type: ignore[arg-type]
-
-    def _log_probs(
-        self,
-        hidden: Tensor,
-        labels: Tensor,
-        temperature: float,
-        with_entropy: bool,
-        ref_hidden: Tensor | None,
-        ref_logits: Callable[[Tensor], Tensor] | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        logits = final_logits(self.model, hidden) / temperature
-        normaliser = logits.logsumexp(-1)
-        log_probs = logits.gather(-1, labels[:, None])[:, 0] - normaliser
-        entropy = kl = log_probs.detach()
-        if with_entropy:
-            entropy = normaliser - (torch.softmax(logits, -1) * logits).sum(-1)
-        if ref_hidden is not None and ref_logits is not None:
-            with torch.no_grad():
-                theirs = torch.log_softmax(ref_logits(ref_hidden) / temperature, -1)
-            kl = exact_kl(logits - normaliser[:, None], theirs)
-        return log_probs, entropy, kl
+        return scores._replace(log_probs=scores.log_probs + 0.0 * hidden.float().sum())
 
 
 class ScalarModel(PackedModel):
@@ -175,19 +196,8 @@ class ScalarModel(PackedModel):
 
 
 def final_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """Hidden states [n, hidden] -> logits [n, vocabulary] in fp32, with the scaling some families apply after the head.
-
-    Cohere multiplies by ``logit_scale``, Granite divides by ``logits_scaling``, Gemma 2 soft-caps.
-    """
-    config = model.config.get_text_config()
-    logits = model.get_output_embeddings()(hidden).float()
-    if scale := getattr(config, "logit_scale", None):
-        logits = logits * scale
-    if scale := getattr(config, "logits_scaling", None):
-        logits = logits / scale
-    if cap := getattr(config, "final_logit_softcapping", None):
-        logits = torch.tanh(logits / cap) * cap
-    return logits
+    """Hidden states [n, hidden] -> logits [n, vocabulary] in fp32, with the scaling some families apply after the head."""
+    return Scaling.of(model.config).apply(model.get_output_embeddings()(hidden))
 
 
 def model_numbers(policy: PackedModel) -> dict[str, int]:

@@ -1,0 +1,114 @@
+"""Packed attention against attention with a full mask."""
+
+import inspect
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import Qwen2Config
+
+from rltrain.errors import ConfigError
+from rltrain.models import attention
+from rltrain.models.attention import AttentionPlan, Segment, attend
+
+# A prompt of 5 with answers of 3 and 1; a segment of its own; a prompt of 2 with an answer of 6.
+PLAN = AttentionPlan(
+    (Segment(0, 5), Segment(5, 8, (0, 5)), Segment(8, 9, (0, 5)), Segment(9, 13), Segment(13, 15), Segment(15, 21, (13, 15)))
+)  # fmt: skip
+PLANS = {"prefixes": PLAN, "alone": AttentionPlan.of_lengths([4, 4, 1, 7, 7])}
+
+
+def tensors(plan, heads=4, kv_heads=2, size=8):
+    torch.manual_seed(0)
+    shapes = [(1, count, plan.num_tokens, size) for count in (heads, kv_heads, kv_heads)]
+    return [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+
+
+def with_a_full_mask(query, key, value, plan, scaling=None, window=None):
+    """The definition: token by token, which keys it sees and how far they are."""
+    mask = torch.zeros(plan.num_tokens, plan.num_tokens, dtype=torch.bool)
+    for segment in plan.segments:
+        keys = [*range(*segment.prefix), *range(segment.start, segment.stop)]
+        for place, token in enumerate(range(segment.start, segment.stop)):
+            seen = keys[: segment.prefix_length + place + 1]
+            mask[token, seen[-window:] if window else seen] = True
+    repeats = query.shape[1] // key.shape[1]
+    scores = query @ key.repeat_interleave(repeats, 1).transpose(-1, -2) * (scaling or query.shape[-1] ** -0.5)
+    return (scores.masked_fill(~mask, -torch.inf).softmax(-1) @ value.repeat_interleave(repeats, 1)).transpose(1, 2)
+
+
+@pytest.mark.parametrize("block", [2, 512])
+@pytest.mark.parametrize("window", [None, 1, 3, 100])
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_packed_attention_is_attention_with_a_full_mask(plan, window, block, monkeypatch):
+    monkeypatch.setattr(attention, "_BLOCK", block)
+    inputs = tensors(plan)
+    found, expected = attend(*inputs, plan, 0.3, window), with_a_full_mask(*inputs, plan, 0.3, window)
+    assert found.shape == (1, plan.num_tokens, 4, 8)
+    assert torch.allclose(found, expected, atol=1e-12)
+    weights = torch.randn_like(found)
+    for one, other in zip(
+        torch.autograd.grad((found * weights).sum(), inputs), torch.autograd.grad((expected * weights).sum(), inputs), strict=True
+    ):  # fmt: skip
+        assert torch.allclose(one, other, atol=1e-12)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_what_the_accelerators_kernels_are_given_describes_the_same_attention(plan, window, monkeypatch):
+    """Kernels that follow the documented meaning of their arguments stand for those that cannot be run here."""
+
+    def by_sequence(query, key, value, query_ends, key_ends, scale, left):
+        outputs, places = [], zip((0, *query_ends[:-1]), query_ends, (0, *key_ends[:-1]), key_ends, strict=True)
+        for q0, q1, k0, k1 in places:
+            distance = torch.arange(q1 - q0)[:, None] + (k1 - k0) - (q1 - q0) - torch.arange(k1 - k0)
+            mask = (distance >= 0) & (distance <= left)
+            rows = (each.transpose(0, 1) for each in (query[q0:q1], key[k0:k1], value[k0:k1]))
+            product = torch.nn.functional.scaled_dot_product_attention
+            outputs.append(product(*rows, attn_mask=mask, scale=scale, enable_gqa=True).transpose(0, 1))
+        return torch.cat(outputs)
+
+    def varlen(q, k, v, starts_q, starts_k, longest_q, longest_k, *, scale, left, grouped):
+        assert (longest_q, longest_k) == (int(starts_q.diff().max()), int(starts_k.diff().max()))
+        assert grouped
+        assert starts_q.dtype == torch.int32
+        return by_sequence(q, k, v, starts_q[1:].tolist(), starts_k[1:].tolist(), scale, 10**6 if left < 0 else left)
+
+    def fusion(q, k, v, head_num, input_layout, *, atten_mask, scale, actual_seq_qlen, actual_seq_kvlen, sparse_mode,
+               pre_tockens=2147483647, next_tockens=2147483647):  # fmt: skip
+        assert (head_num, input_layout, atten_mask.shape) == (4, "TND", (2048, 2048))
+        assert torch.equal(atten_mask[:2, :2], torch.tensor([[False, True], [False, False]]))
+        assert (sparse_mode, next_tockens) in ((3, 2147483647), (4, 0))
+        return (by_sequence(q, k, v, actual_seq_qlen, actual_seq_kvlen, scale, pre_tockens),)
+
+    inputs = tensors(plan)
+    expected = attend(*inputs, plan, 0.3, window)
+    monkeypatch.setattr(attention, "_flash", lambda: varlen)
+    monkeypatch.setattr(attention, "npu_fusion_attention", lambda: fusion)
+    for kernel in (attention._cuda, attention._npu):
+        assert torch.allclose(kernel(*inputs, plan, 0.3, window), expected, atol=1e-12)
+
+
+def test_torchs_variable_length_attention_has_the_arguments_it_is_called_with(monkeypatch):
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    calls = []
+
+    def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa):
+        calls.append(SimpleNamespace(**locals()))
+
+    real = varlen.varlen_attn
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
+    attention._flash.cache_clear()
+    attention._flash()(*range(7), scale=0.5, left=-1, grouped=True)
+    attention._flash.cache_clear()
+    (call,) = calls
+    assert (call.query, call.max_k, call.scale, call.window_size, call.enable_gqa) == (0, 6, 0.5, (-1, 0), True)
+    parameters = inspect.signature(real).parameters
+    assert list(parameters)[:7] == list(vars(call))[:7]
+    assert {"scale", "window_size", "enable_gqa"} <= set(parameters)
+
+
+def test_layers_that_would_mix_samples_are_refused():
+    attention.check_layers(Qwen2Config(num_hidden_layers=2, layer_types=["full_attention", "sliding_attention"]))
+    with pytest.raises(ConfigError, match="layers of kind chunked_attention"):
+        attention.check_layers(Qwen2Config(num_hidden_layers=2, layer_types=["full_attention", "chunked_attention"]))

@@ -74,7 +74,7 @@ def test_with_one_optimizer_step_the_importance_ratio_is_one(worker, sizes):
     for micro in batch.split(sizes):
         log_probs, *_ = worker._policy(pack(micro, torch.device("cpu")), 1.0, False)
         ratio = (log_probs - micro.ragged("old_log_probs").values).exp()
-        assert float((ratio - 1).abs().max().detach()) < 1e-6
+        assert float((ratio - 1).abs().max().detach()) < 5e-6
 
 
 def test_before_the_first_update_actor_reference_and_engine_agree(worker):

@@ -42,6 +42,7 @@ def check(loaded: LoadedConfig) -> None:
         *uneven(config),
         *_answers(config),
         *_algorithm(config),
+        *_sequence_parallel(config),
         *_reward_model(config),
         *_budgets(config),
         *_sizes(config),
@@ -159,6 +160,7 @@ def uneven(config: Config) -> Iterator[str]:
     for key, size in (
         ("actor.ulysses_sequence_parallel_size", actor.ulysses_sequence_parallel_size),
         ("ref.ulysses_sequence_parallel_size", ref.ulysses_sequence_parallel_size),
+        ("critic.ulysses_sequence_parallel_size", config.critic.ulysses_sequence_parallel_size),
         ("rollout.tensor_model_parallel_size", rollout.tensor_model_parallel_size),
         ("actor.fsdp_config.fsdp_size", min(actor.fsdp_config.fsdp_size, devices)),
         ("critic.model.fsdp_config.fsdp_size", min(config.critic.model.fsdp_config.fsdp_size, devices)),
@@ -167,12 +169,14 @@ def uneven(config: Config) -> Iterator[str]:
         key = key if key.startswith(("critic.", "reward_model.")) else _A + key
         if size > 0 and devices % size:
             yield f"{key}={size} does not divide the {devices} devices (trainer.nnodes x trainer.n_gpus_per_node)."
-    ranks = max(1, devices // max(1, actor.ulysses_sequence_parallel_size))
-    for key, dynamic, total in (
-        ("actor.ppo_micro_batch_size", actor.use_dynamic_bsz, actor.ppo_micro_batch_size),
-        ("ref.log_prob_micro_batch_size", ref.log_prob_use_dynamic_bsz, ref.log_prob_micro_batch_size),
-        ("rollout.log_prob_micro_batch_size", rollout.log_prob_use_dynamic_bsz, rollout.log_prob_micro_batch_size),
-    ):
+    for key, dynamic, total, group in (
+        ("actor.ppo_micro_batch_size", actor.use_dynamic_bsz, actor.ppo_micro_batch_size, actor.ulysses_sequence_parallel_size),
+        ("ref.log_prob_micro_batch_size", ref.log_prob_use_dynamic_bsz, ref.log_prob_micro_batch_size,
+         ref.ulysses_sequence_parallel_size),
+        ("rollout.log_prob_micro_batch_size", rollout.log_prob_use_dynamic_bsz, rollout.log_prob_micro_batch_size,
+         actor.ulysses_sequence_parallel_size),
+    ):  # fmt: skip
+        ranks = max(1, devices // max(1, group))
         if not dynamic and total is not None and total % ranks:
             yield f"{_A}{key}={total} is for all {ranks} data-parallel ranks and does not divide. Use {_A}{key}_per_gpu."
 
@@ -224,6 +228,20 @@ def _algorithm(config: Config) -> Iterator[str]:
             yield f"algorithm.rollout_correction.{name}={value}: {error}. See --help algorithm.rollout_correction."
 
 
+def _sequence_parallel(config: Config) -> Iterator[str]:
+    """Where actor and reference compute together, they cut sequences alike."""
+    roles = config.actor_rollout_ref
+    actor, ref = roles.actor.ulysses_sequence_parallel_size, roles.ref.ulysses_sequence_parallel_size
+    together = {
+        f"{_A}actor.kl_loss_type=full": roles.actor.use_kl_loss and roles.actor.kl_loss_type == "full",
+        "algorithm.kl_penalty=full": config.algorithm.use_kl_in_reward and config.algorithm.kl_penalty == "full",
+        f"{_A}model.lora_rank={roles.model.lora_rank}": roles.model.lora_rank > 0,
+    }
+    key = f"{_A}ref.ulysses_sequence_parallel_size"
+    for why in (why for why, holds in together.items() if holds and actor != ref):
+        yield f"{key}={ref}: with {why} actor and reference share the devices of a sequence. Use {key}={actor}, as the actor."
+
+
 def _reward_model(config: Config) -> Iterator[str]:
     model, buffer = config.reward_model, config.reward_model.overlong_buffer
     if model.enable and model.rule_weight == 0:
@@ -266,8 +284,10 @@ def _budgets(config: Config) -> Iterator[str]:
          actor.ulysses_sequence_parallel_size),
         ("ref.log_prob_max_token_len_per_gpu", ref.log_prob_use_dynamic_bsz, ref.log_prob_max_token_len_per_gpu,
          ref.ulysses_sequence_parallel_size),
-        ("critic.ppo_max_token_len_per_gpu", critic.use_dynamic_bsz, critic.ppo_max_token_len_per_gpu, 1),
-        ("critic.forward_max_token_len_per_gpu", critic.use_dynamic_bsz, critic.forward_max_token_len_per_gpu, 1),
+        ("critic.ppo_max_token_len_per_gpu", critic.use_dynamic_bsz, critic.ppo_max_token_len_per_gpu,
+         critic.ulysses_sequence_parallel_size),
+        ("critic.forward_max_token_len_per_gpu", critic.use_dynamic_bsz, critic.forward_max_token_len_per_gpu,
+         critic.ulysses_sequence_parallel_size),
     ):  # fmt: skip
         if key.startswith("critic."):
             if not config.algorithm.needs_critic:

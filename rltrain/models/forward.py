@@ -11,12 +11,14 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from rltrain.algorithms.kl import exact_kl
 from rltrain.batch import Batch
 from rltrain.models.attention import PLAN, AttentionPlan
+from rltrain.models.ulysses import GROUP, share_of_row
 
 # Logits exist for this many elements at a time (fp32: 256 MiB), forward and backward.
 LOGITS_CHUNK = 2**26
@@ -88,11 +90,12 @@ class ReferenceStates(NamedTuple):
 
 
 class PackedModel(nn.Module):
-    """A Hugging Face model over packed sequences: the unit that FSDP wraps."""
+    """A Hugging Face model over packed sequences: the unit that FSDP wraps. ``group``: ranks that hold each sequence together."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, group: ProcessGroup | None = None) -> None:
         super().__init__()
         self.model = model
+        self.group = group
 
     def hidden(self, inputs: PackedInputs) -> Tensor:
         """Last hidden states [total, hidden]."""
@@ -100,7 +103,7 @@ class PackedModel(nn.Module):
             input_ids=inputs.tokens[None],
             position_ids=inputs.positions[None],
             use_cache=False,
-            **{PLAN: inputs.plan},
+            **{PLAN: inputs.plan, GROUP: self.group},
         ).last_hidden_state[0]
 
 
@@ -118,8 +121,10 @@ class PolicyModel(PackedModel):
     ) -> TokenScores | Tensor:
         """Scores of the labels. pi is softmax(logits / temperature): what was sampled from, before top-k and top-p.
 
-        ``reference``: also the exact KL to it. ``states_only``: the hidden states at the predictors instead.
+        ``reference``: also the exact KL to it. ``states_only``: the hidden states at the predictors instead,
+        which like those of ``reference`` are those of this rank's slice of the row.
         """
+        inputs, collect = share_of_row(inputs, self.group)
         hidden = self.hidden(inputs)
         if states_only:
             return hidden[inputs.predictors]
@@ -133,7 +138,9 @@ class PolicyModel(PackedModel):
         log_probs, entropy, kl = (torch.cat(parts) for parts in zip(*results, strict=True))
         # Keeps every parameter in the graph when there is no answer token at all (a rank that only keeps step).
         log_probs = log_probs + 0.0 * hidden.float().sum() if not inputs.labels.numel() else log_probs
-        return TokenScores(log_probs, entropy if with_entropy else None, kl if reference else None)
+        return TokenScores(
+            collect(log_probs), collect(entropy) if with_entropy else None, collect(kl) if reference else None
+        )
 
     def _score(self, *arguments: object) -> tuple[Tensor, Tensor, Tensor]:
         if torch.is_grad_enabled():
@@ -165,17 +172,18 @@ class PolicyModel(PackedModel):
 class ScalarModel(PackedModel):
     """A decoder under a linear head: one number at every place that is asked for. Critic and reward model."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__(model)
+    def __init__(self, model: PreTrainedModel, group: ProcessGroup | None = None) -> None:
+        super().__init__(model, group)
         parameter = next(model.parameters())
         size = model.config.get_text_config().hidden_size
         self.score = nn.Linear(size, 1, bias=False, device=parameter.device, dtype=parameter.dtype)
 
     def forward(self, inputs: PackedInputs) -> Tensor:
         """The head's output at the predictors [answer tokens], in fp32."""
+        inputs, collect = share_of_row(inputs, self.group)
         hidden = self.hidden(inputs)
         values = hidden[inputs.predictors].float() @ self.score.weight[0].float()
-        return values if inputs.labels.numel() else values + 0.0 * hidden.float().sum()
+        return collect(values if inputs.labels.numel() else values + 0.0 * hidden.float().sum())
 
 
 def final_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:

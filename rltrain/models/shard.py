@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -49,8 +50,12 @@ def sharded_model(
     gradient_checkpointing: bool,
     reshard_after_forward: bool = True,
     trust_remote_code: bool = False,
+    group: ProcessGroup | None = None,
 ) -> Model:
-    """The model, one shard on each rank. Only rank 0 reads the weights; no rank ever holds more than one layer whole."""
+    """The model, one shard on each rank. Only rank 0 reads the weights; no rank ever holds more than one layer whole.
+
+    ``group``: ranks that hold each sequence together (see `ulysses`).
+    """
     attention.register()
     config = without_dropout(config)
     decoder_only = issubclass(kind, ScalarModel)
@@ -62,7 +67,7 @@ def sharded_model(
     model.tie_weights()
     if gradient_checkpointing:
         recompute_activations(model)
-    packed = kind(model)
+    packed = kind(model, group)
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     for layer in decoder_layers(model):
         fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_after_forward)

@@ -79,10 +79,12 @@ class PPOTrainer:
                     metrics |= self.actor.log_probs(samples, self._pass(samples, self.plan.log_prob_budget))
             if self.actor.has_reference_pass:
                 with timer("ref"):  # log pi_ref(y | x)
-                    self.actor.ref_log_probs(samples, self._pass(samples, self.plan.ref_budget))
+                    layout = self._pass(samples, self.plan.ref_budget, self.plan.ref_data_parallel_size)
+                    self.actor.ref_log_probs(samples, layout)
             if self.critic:
                 with timer("values"):  # V(x, y_<t)
-                    self.critic.values(samples, self._pass(samples, self.plan.values_budget))
+                    layout = self._pass(samples, self.plan.values_budget, self.plan.critic_data_parallel_size)
+                    self.critic.values(samples, layout)
             with timer("adv"):  # A(x, y)
                 layout = self._pass(samples, self.plan.log_prob_budget)
                 whitening, found = self.advantages.estimate(samples, self.actor, layout)
@@ -100,9 +102,10 @@ class PPOTrainer:
         )
         return metrics | self._describe(samples, layout, step)
 
-    def _pass(self, samples: Samples, budget: PassBudget) -> Layout:
-        """Every sample once, spread over the ranks."""
-        return lay_out([np.arange(len(samples))], _tokens(samples), self.plan.data_parallel_size, budget)
+    def _pass(self, samples: Samples, budget: PassBudget, num_ranks: int | None = None) -> Layout:
+        """Every sample once, spread over the data-parallel ranks, the actor's unless said."""
+        num_ranks = num_ranks or self.plan.data_parallel_size
+        return lay_out([np.arange(len(samples))], _tokens(samples), num_ranks, budget)
 
     def _mini_batches(self, size: int, epochs: int, shuffle: bool, step: int) -> list[Ids]:
         """Ids of the samples of each optimizer step: prompts with all their answers, every prompt once an epoch over the batch."""
@@ -151,7 +154,7 @@ class PPOTrainer:
         cfg = self.cfg.critic
         mini_batches = self._mini_batches(self.plan.critic_prompts_per_mini_batch, cfg.ppo_epochs, cfg.shuffle, step)
         counts = [self._denominators(samples, ids) for ids in mini_batches]
-        layout = lay_out(mini_batches, _tokens(samples), self.plan.data_parallel_size, self.plan.critic_budget)
+        layout = lay_out(mini_batches, _tokens(samples), self.plan.critic_data_parallel_size, self.plan.critic_budget)
         rate = learning_rate(step - 1, cfg.optim, self.plan.critic_lr_warmup_steps, self.plan.total_steps)
         results = self.critic.update(samples, layout, _work(layout, counts), rate)
         metrics = m.update_metrics(results, np.array([count.tokens for count in counts]), "critic")

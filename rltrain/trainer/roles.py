@@ -32,7 +32,11 @@ class Listener(Protocol):
 
 
 class _Role:
-    """Calls methods of one role on all ranks, with samples by reference."""
+    """Calls methods of one role on all ranks, with samples by reference.
+
+    A layout has an entry for each data-parallel rank: the neighbouring workers that share sequences. All of them get the same
+    samples and return the same numbers of them, and those of the first are taken.
+    """
 
     def __init__(self, group: WorkerGroup, name: str) -> None:
         self._group = group
@@ -56,7 +60,9 @@ class _Role:
             ]
             for rank, ids in enumerate(layout.ids)
         ]
-        results = self._group.call_with_payload(method, per_rank=work, num_objects=1)
+        results = self._group.call_with_payload(method, per_rank=self._to_all(work), num_objects=1)[
+            :: self._share(work)
+        ]
         having = [(ids, ref, found) for ids, (ref, found) in zip(layout.ids, results, strict=True) if len(ids)]
         samples.attach([whole(ref, tuple(made), ids) for ids, ref, _ in having])
         scalars: list[Numbers] = []
@@ -68,6 +74,19 @@ class _Role:
                     placed.setdefault(name, np.zeros(len(samples), values.dtype))[ids] = values
         samples.update(placed)
         return scalars
+
+    def _update(self, work: list[list[Any]]) -> list[Numbers]:
+        """Run the optimizer steps of each data-parallel rank; returns what each summed."""
+        results, size = self._group.call(f"{self._name}.update", per_rank=self._to_all(work)), self._share(work)
+        groups = [results[first : first + size] for first in range(0, len(results), size)]
+        return [group[0] | m.peak_memory(group) for group in groups]
+
+    def _share(self, work: Sequence[Any]) -> int:
+        """Workers of one data-parallel rank."""
+        return self._group.world // len(work)
+
+    def _to_all(self, work: Sequence[Any]) -> list[Any]:
+        return [each for each in work for _ in range(self._share(work))]
 
     def save(self, folder: str) -> None:
         """Write model and optimizer."""
@@ -151,7 +170,7 @@ class Policy(_Role):
         )
 
     def update(self, samples: Samples, layout: Layout, tasks: list[UpdateTask], *, token_level: bool) -> list[Numbers]:
-        """Run the optimizer steps; returns what each rank summed."""
+        """Run the optimizer steps; returns what each data-parallel rank summed."""
         columns = [*_PROMPT_AND_ANSWER, self._old]
         columns += ["ref_log_probs"] if self._ref_in_loss else []
         columns += ["advantages"] if token_level else []
@@ -160,7 +179,7 @@ class Policy(_Role):
             columns += ["loss_mask"] if self._correction.masks_loss else []
         numbers = ["sample"] if token_level else ["sample", "advantage"]
         work = [[samples.request(ids, columns, numbers), task] for ids, task in zip(layout.ids, tasks, strict=True)]
-        return self._group.call("actor.update", per_rank=work)
+        return self._update(work)
 
     def export(self, folder: str) -> None:
         """Write the policy as a Hugging Face folder."""
@@ -186,14 +205,13 @@ class Critic(_Role):
     def update(
         self, samples: Samples, layout: Layout, work: list[list[MiniBatch]], learning_rate: float
     ) -> list[Numbers]:
-        """Run the optimizer steps; returns what each rank summed."""
+        """Run the optimizer steps; returns what each data-parallel rank summed."""
         columns = [*_PROMPT_AND_ANSWER, "values", "returns", *(["loss_mask"] if self._with_mask else [])]
-        return self._group.call(
-            "critic.update",
-            per_rank=[
+        return self._update(
+            [
                 [samples.request(ids, columns), mini_batches, learning_rate]
                 for ids, mini_batches in zip(layout.ids, work, strict=True)
-            ],
+            ]
         )
 
 

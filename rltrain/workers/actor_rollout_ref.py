@@ -26,11 +26,12 @@ from rltrain.models.forward import PackedInputs, PolicyModel, ReferenceStates, f
 from rltrain.models.load import load_config
 from rltrain.models.shard import make_mesh, sharded_model
 from rltrain.models.state import load_training_state, save_training_state
+from rltrain.models.ulysses import sequence_group
 from rltrain.ragged import Ragged
 from rltrain.workers.residency import Phase, Residency
-from rltrain.workers.rollout.base import sample_seeds, uniforms
+from rltrain.workers.rollout.base import sample_seeds
 from rltrain.workers.rollout.hf import HFRollout
-from rltrain.workers.selection import select
+from rltrain.workers.selection import noise, select
 from rltrain.workers.tasks import GenerateTask, UpdateTask
 from rltrain.workers.updater import Numbers, Updater, idle
 from rltrain.workers.weight_sync import WeightSync
@@ -66,7 +67,7 @@ class ActorRolloutRefWorker:
         )
         self._encoder = chat_encoder(self._cfg)
         self._policy = self._load_policy(
-            resolve_dtype(fsdp.model_dtype, self._device), model_cfg.enable_gradient_checkpointing
+            "actor", resolve_dtype(fsdp.model_dtype, self._device), model_cfg.enable_gradient_checkpointing
         )
         self._updater = Updater("actor", self._policy, self._actor_cfg.optim, self._cfg.trainer, self._device)
         self._engine = HFRollout(
@@ -85,7 +86,9 @@ class ActorRolloutRefWorker:
         self._residency.add_optimizer(self._updater.optimizer, "train_actor", "save", offload=fsdp.optimizer_offload)
         if with_reference:
             self._reference = (
-                self._load_policy(resolve_dtype(fsdp.compute_dtype, self._device), False).requires_grad_(False).eval()
+                self._load_policy("ref", resolve_dtype(fsdp.compute_dtype, self._device), False)
+                .requires_grad_(False)
+                .eval()
             )
             offload = self._cfg.actor_rollout_ref.ref.fsdp_config.param_offload
             phases = ("ref", "train_actor") if self._exact_kl_loss else ("ref",)
@@ -95,8 +98,10 @@ class ActorRolloutRefWorker:
         self._engine.release()
         self._sync.lost()
 
-    def _load_policy(self, master_dtype: torch.dtype, gradient_checkpointing: bool) -> PolicyModel:
+    def _load_policy(self, role: str, master_dtype: torch.dtype, gradient_checkpointing: bool) -> PolicyModel:
         fsdp = self._actor_cfg.fsdp_config
+        roles = self._cfg.actor_rollout_ref
+        size = (roles.actor if role == "actor" else roles.ref).ulysses_sequence_parallel_size
         return sharded_model(
             PolicyModel,
             self._model_cfg.path,
@@ -108,6 +113,7 @@ class ActorRolloutRefWorker:
             gradient_checkpointing=gradient_checkpointing,
             reshard_after_forward=fsdp.reshard_after_forward,
             trust_remote_code=self._model_cfg.trust_remote_code,
+            group=sequence_group(self._config, size, f"actor_rollout_ref.{role}.ulysses_sequence_parallel_size"),
         )
 
     def sizes(self) -> Numbers:
@@ -330,10 +336,10 @@ class ActorRolloutRefWorker:
             torch.cat([empty, *(_advantages(micro, task) for micro in having)]),
             mask,
         )
-        noise = torch.cat([empty.double(), *(_noise(micro, task.noise_seed) for micro in having)])
+        numbers = torch.cat([empty.double(), *(noise(micro, task.noise_seed) for micro in having)])
         assert self._entry.selection is not None
         # On the CPU, where everything is: a few numbers a token, in a precision that not every accelerator has.
-        chosen = select(inputs, noise, self._entry.selection, denominators.tokens, self._actor_cfg)
+        chosen = select(inputs, numbers, self._entry.selection, denominators.tokens, self._actor_cfg)
         for micro, part in zip(having, mask.like(chosen).split([len(micro) for micro in having]), strict=True):
             micro.update({"selected": part})
 
@@ -377,13 +383,6 @@ def _advantages(micro: Batch, task: UpdateTask) -> Tensor:
     if "advantages" in micro:
         return (micro.ragged("advantages").values - task.shift) * task.scale
     return micro.dense("advantage").float().repeat_interleave(micro.dense("response_length"))
-
-
-def _noise(micro: Batch, seed: int) -> Tensor:
-    """A uniform number a token, which depends on the seed, the sample and the place alone."""
-    lengths = micro.dense("response_length").tolist()
-    drawn = uniforms(sample_seeds(seed, 0, micro.dense("sample").tolist(), 1), 0, max(lengths))
-    return torch.from_numpy(np.concatenate([row[:length] for row, length in zip(drawn, lengths, strict=True)]))
 
 
 def _as_tensors(sums: dict[str, float]) -> dict[str, Tensor]:

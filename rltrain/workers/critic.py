@@ -16,6 +16,7 @@ from rltrain.models.forward import ScalarModel, pack
 from rltrain.models.load import load_config
 from rltrain.models.shard import make_mesh, sharded_model
 from rltrain.models.state import load_training_state, save_training_state
+from rltrain.models.ulysses import sequence_group
 from rltrain.ragged import Ragged
 from rltrain.workers.residency import Residency
 from rltrain.workers.tasks import MiniBatch
@@ -48,6 +49,9 @@ class CriticWorker:
             gradient_checkpointing=model_cfg.enable_gradient_checkpointing,
             reshard_after_forward=fsdp.reshard_after_forward,
             trust_remote_code=model_cfg.trust_remote_code,
+            group=sequence_group(
+                config, cfg.critic.ulysses_sequence_parallel_size, "critic.ulysses_sequence_parallel_size"
+            ),
         )
         self._updater = Updater("critic", self._model, cfg.critic.optim, cfg.trainer, self._device)
         residency.add_model(self._model, "values", "train_critic", "save", offload=fsdp.param_offload)

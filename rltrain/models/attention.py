@@ -234,7 +234,7 @@ def _cuda(
     rows = [_rows(tensor)[where] if plan.has_prefixes else _rows(tensor).contiguous() for tensor in (key, value)]
     flash = _flash()
     assert flash is not None
-    return flash(  # type: ignore[no-any-return]
+    return flash(
         _rows(query).contiguous(), *rows, query_starts, key_starts, max(plan.query_lengths), max(plan.key_lengths),
         scale=scaling, left=-1 if window is None else window - 1, grouped=query.shape[1] != key.shape[1],
     )[None]  # fmt: skip

@@ -5,23 +5,18 @@ Both the log-prob passes and the update go through here, with the same packing, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from rltrain.algorithms.kl import exact_kl
 from rltrain.batch import Batch
 from rltrain.models.attention import PLAN, AttentionPlan
+from rltrain.models.head import ReferenceStates, Scaling, TokenScores, token_scores
 from rltrain.models.ulysses import GROUP, share_of_row
-
-# Logits exist for this many elements at a time (fp32: 256 MiB), forward and backward.
-LOGITS_CHUNK = 2**26
 
 
 @dataclass(frozen=True)
@@ -74,21 +69,6 @@ def pack_whole(rows: Sequence[Sequence[int]], device: torch.device) -> PackedInp
     )
 
 
-class TokenScores(NamedTuple):
-    """log pi(label), entropy of pi, exact KL(pi || pi_ref): each [answer tokens] in fp32, or None where not asked for."""
-
-    log_probs: Tensor
-    entropy: Tensor | None
-    kl: Tensor | None
-
-
-class ReferenceStates(NamedTuple):
-    """Last hidden states of the reference at the predictors [answer tokens, hidden], and its head (states -> fp32 logits)."""
-
-    hidden: Tensor
-    logits: Callable[[Tensor], Tensor]
-
-
 class PackedModel(nn.Module):
     """A Hugging Face model over packed sequences: the unit that FSDP wraps. ``group``: ranks that hold each sequence together."""
 
@@ -128,45 +108,16 @@ class PolicyModel(PackedModel):
         hidden = self.hidden(inputs)
         if states_only:
             return hidden[inputs.predictors]
-        rows = max(1, LOGITS_CHUNK // self.model.config.get_text_config().vocab_size)
-        results = []
-        for start in range(0, max(len(inputs.labels), 1), rows):
-            part = slice(start, start + rows)
-            theirs = reference.hidden[part] if reference else None
-            arguments = (hidden[inputs.predictors[part]], inputs.labels[part], temperature, with_entropy, theirs)
-            results.append(self._score(*arguments, reference.logits if reference else None))
-        log_probs, entropy, kl = (torch.cat(parts) for parts in zip(*results, strict=True))
-        # Keeps every parameter in the graph when there is no answer token at all (a rank that only keeps step).
-        log_probs = log_probs + 0.0 * hidden.float().sum() if not inputs.labels.numel() else log_probs
-        return TokenScores(
-            collect(log_probs), collect(entropy) if with_entropy else None, collect(kl) if reference else None
+        head, scaling = (
+            self.model.get_output_embeddings(),
+            Scaling.of(self.model.config)._replace(temperature=temperature),
         )
-
-    def _score(self, *arguments: object) -> tuple[Tensor, Tensor, Tensor]:
-        if torch.is_grad_enabled():
-            return checkpoint(self._log_probs, *arguments, use_reentrant=False)
-        return self._log_probs(*arguments)  # type: ignore[arg-type]
-
-    def _log_probs(
-        self,
-        hidden: Tensor,
-        labels: Tensor,
-        temperature: float,
-        with_entropy: bool,
-        ref_hidden: Tensor | None,
-        ref_logits: Callable[[Tensor], Tensor] | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        logits = final_logits(self.model, hidden) / temperature
-        normaliser = logits.logsumexp(-1)
-        log_probs = logits.gather(-1, labels[:, None])[:, 0] - normaliser
-        entropy = kl = log_probs.detach()
-        if with_entropy:
-            entropy = normaliser - (torch.softmax(logits, -1) * logits).sum(-1)
-        if ref_hidden is not None and ref_logits is not None:
-            with torch.no_grad():
-                theirs = torch.log_softmax(ref_logits(ref_hidden) / temperature, -1)
-            kl = exact_kl(logits - normaliser[:, None], theirs)
-        return log_probs, entropy, kl
+        scores = token_scores(head, hidden[inputs.predictors], inputs.labels, scaling, with_entropy, reference)
+        if not inputs.labels.numel():
+            # Keeps every parameter in the graph when there is no answer token at all (a rank that only keeps step).
+            scores = scores._replace(log_probs=scores.log_probs + 0.0 * hidden.float().sum())
+        rest = (each if each is None else collect(each) for each in (scores.entropy, scores.kl))
+        return TokenScores(collect(scores.log_probs), *rest)
 
 
 class ScalarModel(PackedModel):
@@ -187,19 +138,8 @@ class ScalarModel(PackedModel):
 
 
 def final_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """Hidden states [n, hidden] -> logits [n, vocabulary] in fp32, with the scaling some families apply after the head.
-
-    Cohere multiplies by ``logit_scale``, Granite divides by ``logits_scaling``, Gemma 2 soft-caps.
-    """
-    config = model.config.get_text_config()
-    logits = model.get_output_embeddings()(hidden).float()
-    if scale := getattr(config, "logit_scale", None):
-        logits = logits * scale
-    if scale := getattr(config, "logits_scaling", None):
-        logits = logits / scale
-    if cap := getattr(config, "final_logit_softcapping", None):
-        logits = torch.tanh(logits / cap) * cap
-    return logits
+    """Hidden states [n, hidden] -> logits [n, vocabulary] in fp32, with the scaling some families apply after the head."""
+    return Scaling.of(model.config).apply(model.get_output_embeddings()(hidden))
 
 
 def model_numbers(policy: PackedModel) -> dict[str, int]:

@@ -22,7 +22,8 @@ from rltrain.data.chat import PromptStore, chat_encoder
 from rltrain.device import resolve_dtype
 from rltrain.errors import NonFiniteError
 from rltrain.models.export import export_huggingface
-from rltrain.models.forward import PackedInputs, PolicyModel, ReferenceStates, final_logits, model_numbers, pack
+from rltrain.models.forward import PackedInputs, PolicyModel, final_logits, model_numbers, pack
+from rltrain.models.head import ReferenceStates
 from rltrain.models.load import load_config
 from rltrain.models.shard import make_mesh, sharded_model
 from rltrain.models.state import load_training_state, save_training_state

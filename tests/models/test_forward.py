@@ -16,7 +16,7 @@ from transformers import (
 
 from rltrain.batch import Batch
 from rltrain.device import get_device
-from rltrain.models import attention, forward
+from rltrain.models import attention
 from rltrain.models.forward import PolicyModel, ScalarModel, pack, pack_whole
 from rltrain.models.load import load_config
 from rltrain.models.shard import make_mesh, named_weights, sharded_model
@@ -100,25 +100,6 @@ def test_packed_log_probs_entropy_and_gradient_equal_transformers(model_folder):
     for name, parameter in plain.named_parameters():
         scale = parameter.grad.abs().max().clamp(min=1e-3)
         assert torch.allclose(found[name] / scale, parameter.grad / scale, atol=2e-5), name
-
-
-def test_chunking_the_logits_changes_nothing(tiny_model, monkeypatch):
-    batch = Batch(
-        {
-            "tokens": Ragged.from_rows([torch.tensor([2, 5, 6, 7, 8, 1], dtype=torch.int32)] * 3),
-            "prompt_length": torch.tensor([2, 3, 2]),
-            "response_length": torch.tensor([4, 3, 4]),
-        }
-    )
-    results = []
-    for chunk in (2**26, 40):
-        monkeypatch.setattr(forward, "LOGITS_CHUNK", chunk)
-        policy = make_policy(str(tiny_model))
-        log_probs, *_ = policy(pack(batch, torch.device("cpu")), 1.0, False)
-        log_probs.sum().backward()
-        results.append((log_probs.detach(), policy.model.get_input_embeddings().weight.grad.full_tensor()))
-    assert torch.allclose(results[0][0], results[1][0], atol=1e-6)
-    assert torch.allclose(results[0][1], results[1][1], atol=1e-5)
 
 
 def test_an_idle_pass_has_zero_gradient(tiny_model):

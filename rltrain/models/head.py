@@ -1,0 +1,196 @@
+"""From hidden states to log-probs, entropy and exact KL without the logits of all tokens.
+
+Logits exist for a chunk of tokens at a time and are computed again in the backward pass, so that memory grows with neither
+vocabulary nor tokens beyond the weight's own gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from rltrain.algorithms.kl import exact_kl
+
+# Logits exist for this many elements at a time (fp32: 64 and 256 MiB); forward and backward hold about three such tensors.
+# Accelerators need the larger one: the weight's gradient is read and written once a chunk.
+LOGITS_CHUNK = {"cpu": 2**24, "cuda": 2**26, "npu": 2**26}
+
+
+class TokenScores(NamedTuple):
+    """log pi(label), entropy of pi, exact KL(pi || pi_ref): each [answer tokens] in fp32, or None where not asked for."""
+
+    log_probs: Tensor
+    entropy: Tensor | None
+    kl: Tensor | None
+
+
+class ReferenceStates(NamedTuple):
+    """Last hidden states of the reference at the predictors [answer tokens, hidden], and its head (states -> fp32 logits)."""
+
+    hidden: Tensor
+    logits: Callable[[Tensor], Tensor]
+
+
+class Scaling(NamedTuple):
+    """What follows the head: logits = cap * tanh(multiplier * x / cap) / temperature, without the tanh where cap is None."""
+
+    multiplier: float = 1.0
+    cap: float | None = None
+    temperature: float = 1.0
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> Scaling:
+        """What the family applies: Cohere multiplies by ``logit_scale``, Granite divides by ``logits_scaling``, Gemma 2 soft-caps."""
+        text = config.get_text_config()
+        multiplier = (getattr(text, "logit_scale", None) or 1.0) / (getattr(text, "logits_scaling", None) or 1.0)
+        return cls(multiplier, getattr(text, "final_logit_softcapping", None) or None)
+
+    def apply(self, x: Tensor) -> Tensor:
+        """The head's output [n, vocabulary] -> fp32 logits."""
+        logits = x.float() * self.multiplier
+        if self.cap:
+            logits = torch.tanh(logits / self.cap) * self.cap
+        return logits / self.temperature
+
+    def apply_(self, x: Tensor) -> Tensor:
+        """`apply`, in place where ``x`` is in fp32 already."""
+        logits = x.float()
+        if not self.cap:
+            factor = self.multiplier / self.temperature
+            return logits if factor == 1 else logits.mul_(factor)
+        return logits.mul_(self.multiplier / self.cap).tanh_().mul_(self.cap / self.temperature)
+
+    def backward_(self, gradient: Tensor, logits: Tensor | None) -> Tensor:
+        """The gradient of the head's output, in place of that of the logits. ``logits`` are needed under a cap."""
+        if self.cap:
+            assert logits is not None
+            gradient.mul_(1 - (logits * (self.temperature / self.cap)).square_())
+        factor = self.multiplier / self.temperature
+        return gradient if factor == 1 else gradient.mul_(factor)
+
+
+def token_scores(
+    head: nn.Module,
+    hidden: Tensor,
+    labels: Tensor,
+    scaling: Scaling,
+    with_entropy: bool,
+    reference: ReferenceStates | None = None,
+) -> TokenScores:
+    """Scores of ``labels`` [n] under softmax(logits of ``hidden`` [n, size]).
+
+    A head that is more than a linear map takes the plain way, with all logits at once.
+    """
+    if type(head) is not nn.Linear:
+        return plain_scores(head, hidden, labels, scaling, with_entropy, reference)
+    found = _Scores.apply(hidden, head.weight, head.bias, labels, scaling, with_entropy, reference)
+    log_probs, entropy, kl = found
+    return TokenScores(log_probs, entropy if with_entropy else None, kl if reference else None)
+
+
+def plain_scores(
+    head: nn.Module,
+    hidden: Tensor,
+    labels: Tensor,
+    scaling: Scaling,
+    with_entropy: bool,
+    reference: ReferenceStates | None = None,
+) -> TokenScores:
+    """`token_scores` by automatic differentiation of the definition."""
+    log_pi = torch.log_softmax(scaling.apply(head(hidden)), -1)
+    log_probs = log_pi.gather(-1, labels[:, None])[:, 0]
+    entropy = -(log_pi.exp() * log_pi).sum(-1) if with_entropy else None
+    if reference is None:
+        return TokenScores(log_probs, entropy, None)
+    with torch.no_grad():
+        theirs = torch.log_softmax(reference.logits(reference.hidden) / scaling.temperature, -1)
+    return TokenScores(log_probs, entropy, exact_kl(log_pi, theirs))
+
+
+class _Scores(torch.autograd.Function):
+    """With p = softmax(z): d log p(l) / dz = 1_l - p;  dH / dz = -p (log p + H);  dKL(p || q) / dz = p (log p - log q - KL)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        scaling: Scaling,
+        with_entropy: bool,
+        reference: ReferenceStates | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.scaling, ctx.reference = scaling, reference
+        log_probs, normaliser = (hidden.new_empty(len(labels), dtype=torch.float32) for _ in range(2))
+        entropy = torch.empty_like(log_probs) if with_entropy else log_probs[:0].clone()
+        kl = torch.empty_like(log_probs) if reference else log_probs[:0].clone()
+        for part in _chunks(len(labels), weight):
+            logits = scaling.apply_(nn.functional.linear(hidden[part], weight, bias))
+            normaliser[part] = logits.logsumexp(-1)
+            log_pi = logits.sub_(normaliser[part, None])
+            log_probs[part] = log_pi.gather(-1, labels[part, None])[:, 0]
+            if with_entropy or reference:
+                probs = log_pi.exp()
+            if with_entropy:
+                entropy[part] = -torch.linalg.vecdot(probs, log_pi)
+            if reference:
+                kl[part] = torch.linalg.vecdot(probs, log_pi - _theirs(reference, part, scaling))
+        ctx.save_for_backward(hidden, weight, bias, labels, normaliser, entropy, kl)
+        return log_probs, entropy, kl
+
+    @staticmethod
+    def backward(
+        ctx: Any, of_log_probs: Tensor | None, of_entropy: Tensor | None, of_kl: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, labels, normaliser, entropy, kl = ctx.saved_tensors
+        scaling: Scaling = ctx.scaling
+        to_hidden, to_weight, to_bias = ctx.needs_input_grad[:3]
+        d_hidden = torch.empty_like(hidden) if to_hidden else None
+        d_weight = weight.new_zeros(weight.shape, dtype=torch.float32) if to_weight else None
+        d_bias = bias.new_zeros(bias.shape, dtype=torch.float32) if to_bias else None
+        for part in _chunks(len(labels), weight):
+            logits = scaling.apply_(nn.functional.linear(hidden[part], weight, bias))
+            capped = logits.clone() if scaling.cap else None
+            log_pi = logits.sub_(normaliser[part, None])
+            if of_log_probs is not None and of_entropy is None and of_kl is None:
+                gradient = log_pi.exp_().mul_(-of_log_probs[part, None])
+            else:
+                factor = torch.zeros_like(log_pi)
+                if of_entropy is not None:
+                    factor.add_(log_pi).add_(entropy[part, None]).mul_(-of_entropy[part, None])
+                if of_kl is not None:
+                    gap = _theirs(ctx.reference, part, scaling).add_(kl[part, None]).sub_(log_pi)
+                    factor.addcmul_(gap, of_kl[part, None], value=-1)
+                if of_log_probs is not None:
+                    factor.sub_(of_log_probs[part, None])
+                gradient = log_pi.exp_().mul_(factor)
+            if of_log_probs is not None:
+                gradient.scatter_add_(-1, labels[part, None], of_log_probs[part, None])
+            gradient = scaling.backward_(gradient, capped)
+            if d_bias is not None:
+                d_bias += gradient.sum(0)
+            gradient = gradient.to(hidden.dtype)
+            if d_hidden is not None:
+                torch.mm(gradient, weight, out=d_hidden[part])
+            if d_weight is not None and hidden.dtype == torch.float32:
+                d_weight.addmm_(gradient.T, hidden[part])
+            elif d_weight is not None:
+                d_weight += gradient.T @ hidden[part]
+        return d_hidden, d_weight, d_bias, None, None, None, None
+
+
+def _theirs(reference: ReferenceStates, part: slice, scaling: Scaling) -> Tensor:
+    """log pi_ref [part, vocabulary]."""
+    return torch.log_softmax(reference.logits(reference.hidden[part]) / scaling.temperature, -1)
+
+
+def _chunks(num_tokens: int, weight: Tensor) -> Iterator[slice]:
+    rows = max(1, LOGITS_CHUNK[weight.device.type] // len(weight))
+    for start in range(0, num_tokens, rows):
+        yield slice(start, start + rows)

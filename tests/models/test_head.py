@@ -1,0 +1,89 @@
+"""Log-probs, entropy and exact KL without logits, against automatic differentiation of their definition."""
+
+import pytest
+import torch
+from torch import nn
+
+from rltrain.models import head
+from rltrain.models.head import ReferenceStates, Scaling, plain_scores, token_scores
+
+SCALINGS = {
+    "plain": Scaling(),
+    "temperature": Scaling(temperature=0.7),
+    "multiplied": Scaling(0.3, None, 1.5),
+    "capped": Scaling(2.0, 3.0, 0.7),
+}
+ASKED = {"log-probs": (1, 0, 0), "entropy": (0, 1, 0), "log-probs and entropy": (1, 0.3, 0), "kl": (1, 0, 0.2),
+         "all": (1, 0.3, 0.2)}  # fmt: skip
+
+
+def make(dtype=torch.float32, bias=False):
+    torch.manual_seed(0)
+    linear = nn.Linear(16, 50, bias=bias).bfloat16().to(dtype)
+    hidden = (3 * torch.randn(23, 16)).bfloat16().to(dtype).requires_grad_()
+    theirs, states = nn.Linear(16, 50, bias=False), torch.randn(23, 16)
+    reference = ReferenceStates(states, lambda part: theirs(part).detach().float())
+    return linear, hidden, torch.randint(0, 50, (23,)), reference
+
+
+def gradients(function, weights, scaling, **settings):
+    """Scores, and the gradients of hidden states and head of a sum that weighs every token differently."""
+    linear, hidden, labels, reference = make(**settings)
+    scores = function(linear, hidden, labels, scaling, weights[1] != 0, reference if weights[2] else None)
+    each = torch.linspace(-1, 1, 23)
+    loss = sum((w * each * part).sum() for w, part in zip(weights, scores, strict=True) if w)
+    loss.backward()
+    return scores, [hidden.grad, *(parameter.grad for parameter in linear.parameters())]
+
+
+@pytest.mark.parametrize("chunk", [1, 170, 10**6])
+@pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
+@pytest.mark.parametrize("weights", ASKED.values(), ids=ASKED)
+def test_scores_and_gradients_are_those_of_the_definition(weights, scaling, chunk, monkeypatch):
+    monkeypatch.setattr(head, "LOGITS_CHUNK", {"cpu": chunk})
+    found, found_gradients = gradients(token_scores, weights, scaling, bias=True)
+    expected, expected_gradients = gradients(plain_scores, weights, scaling, bias=True)
+    for one, other in zip(found, expected, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or torch.allclose(one, other, atol=2e-6)
+    for one, other in zip(found_gradients, expected_gradients, strict=True):
+        assert float(other.abs().max()) > 1e-3
+        assert torch.allclose(one, other, atol=1e-5)
+
+
+def test_half_precision_adds_up_the_heads_gradient_in_single(monkeypatch):
+    """2000 equal contributions, chunk by chunk: a sum in bfloat16 would stand still at 256."""
+    monkeypatch.setattr(head, "LOGITS_CHUNK", {"cpu": 50})
+    linear, hidden, labels, _ = make(torch.bfloat16)
+    weight_gradients = []
+    for count in (1, 2000):
+        linear.weight.grad = None
+        scores = token_scores(linear, hidden[:1].repeat(count, 1), labels[:1].repeat(count), Scaling(), False)
+        scores.log_probs.sum().backward()
+        weight_gradients.append(linear.weight.grad.float())
+    assert torch.allclose(weight_gradients[1], 2000 * weight_gradients[0], rtol=0.01)
+
+
+def test_a_frozen_head_gets_no_gradient_and_hands_it_on():
+    linear, hidden, labels, _ = make()
+    linear.requires_grad_(False)
+    token_scores(linear, hidden, labels, Scaling(), False).log_probs.sum().backward()
+    assert linear.weight.grad is None
+    assert hidden.grad.abs().sum() > 0
+
+
+def test_logits_never_exist_for_all_tokens(monkeypatch):
+    monkeypatch.setattr(head, "LOGITS_CHUNK", {"cpu": 170})
+    sizes = []
+    real = nn.functional.linear
+    monkeypatch.setattr(nn.functional, "linear", lambda *a: sizes.append((out := real(*a)).numel()) or out)
+    gradients(token_scores, (1, 0.3, 0), Scaling())
+    assert max(sizes) <= 170
+    assert sum(sizes) == 2 * 23 * 50
+
+
+def test_a_head_that_is_more_than_a_linear_map_takes_the_plain_way():
+    linear, hidden, labels, _ = make()
+    twice = nn.Sequential(linear, nn.Tanh())
+    found = token_scores(twice, hidden, labels, Scaling(), True)
+    assert torch.equal(found.log_probs, plain_scores(twice, hidden, labels, Scaling(), True).log_probs)

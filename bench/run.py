@@ -10,6 +10,7 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import itertools
 import platform
 import statistics
 import sys
@@ -27,10 +28,12 @@ from rltrain.batch import Batch
 from rltrain.device import get_device
 from rltrain.models.forward import PolicyModel, pack
 from rltrain.models.load import load_config
-from rltrain.models.shard import make_mesh, named_weights, sharded_model
+from rltrain.models.shard import make_mesh, sharded_model
 from rltrain.ragged import Ragged
-from rltrain.workers.rollout.base import Sampling, sample_seeds
+from rltrain.workers.rollout.base import Job, Sampling, sample_seeds
 from rltrain.workers.rollout.hf import HFRollout
+from rltrain.workers.rollout.queue import JobQueue, Replica
+from rltrain.workers.weight_sync import pieces
 
 PROMPTS, ANSWERS, PROMPT_TOKENS, REPEATS = 16, 8, 48, 3
 CPU = torch.device("cpu")
@@ -98,7 +101,7 @@ def rollout_row(policy, plain, config) -> tuple[str, float, float]:
     engine = HFRollout(
         config, dtype=torch.float32, device=get_device("cpu"), eos_token_ids=[1], max_num_seqs=PROMPTS * ANSWERS
     )
-    engine.load_weights(named_weights(policy))
+    engine.load_weights(pieces(policy, 2**28, torch.float32))
     prompts = [np.random.default_rng(i).integers(2, 1000, PROMPT_TOKENS).astype(np.int32) for i in range(PROMPTS)]
     ids = torch.from_numpy(np.stack(prompts).astype(np.int64))
     settings = {
@@ -109,11 +112,16 @@ def rollout_row(policy, plain, config) -> tuple[str, float, float]:
         "num_return_sequences": ANSWERS,
         "pad_token_id": 0,
     }
-    seeds = sample_seeds(0, 0, range(PROMPTS), ANSWERS)
+    seeds = sample_seeds(0, 0, range(PROMPTS), ANSWERS).reshape(PROMPTS, ANSWERS)
+    jobs = [Job(i, np.arange(ANSWERS), prompt, seeds[i]) for i, prompt in enumerate(prompts)]
+    store, alone = dist.HashStore(), Replica(0, 1, 0, 1)
+    calls = itertools.count()
     return (
         "generate",
         seconds(lambda: plain.generate(ids, attention_mask=torch.ones_like(ids), **settings)),
-        seconds(lambda: engine.generate(prompts, seeds, Sampling(ANSWERS, 64, ignore_eos=True))),
+        seconds(
+            lambda: engine.generate(JobQueue(jobs, 0, alone, store, str(next(calls))), Sampling(64, ignore_eos=True))
+        ),
     )
 
 

@@ -43,6 +43,29 @@ def prepare_driver() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
 
+def prepare_vllm(rank: int, world: int) -> None:
+    """Environment of a worker process before vLLM is imported: its engine is launched by us, inside this process."""
+    wanted = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        # GiB of key-value cache on the CPU backend, whose threads are those of the worker.
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
+    for name, value in wanted.items():
+        os.environ.setdefault(name, value)
+    # As torchrun would set them; the process group exists already, so the address is read by nobody.
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": "0"}
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "1")
+
+
+def prepare_sglang() -> None:
+    """Environment of a worker process before SGLang starts: room behind the longest sequence, which no position reaches."""
+    os.environ.setdefault("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "1")
+
+
 def ray_address() -> str | None:
     """The cluster that RAY_ADDRESS points at, or None."""
     return os.environ.get("RAY_ADDRESS") or None

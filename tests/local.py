@@ -1,5 +1,6 @@
 """A whole training step in this process: the real trainer, workers, models and scorers, without Ray."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,7 +44,7 @@ class LocalGroup:
             target = getattr(target, name)
         found = target(*arguments)
         if stream:
-            stream.arrived(0, *self.worker.actor.take_finished(0))
+            stream.arrived(0, *self.worker.rollout.take_finished(0))
             stream.tick()
         return [list(found) if num_objects else [found]]
 
@@ -114,7 +115,14 @@ def local_trainer(arguments: list[str], twist=None) -> PPOTrainer:
     trainer = PPOTrainer(cfg, plan, policy, critic, rewards, Experience(cfg, plan, policy, rewards, sampler), sizes)
     trainer.group, trainer.worker = group, worker
     rollout = cfg.actor_rollout_ref.rollout
+    trainer.calls = itertools.count(1000)
     trainer.experience_task = lambda: GenerateTask(
-        "train", (0, 1, 2, 3), Sampling(rollout.n, cfg.data.max_response_length, rollout.temperature), 1, 1
+        "train",
+        np.arange(4, dtype=np.int32),
+        rollout.n,
+        Sampling(cfg.data.max_response_length, rollout.temperature),
+        seed=1,
+        step=1,
+        call=next(trainer.calls),
     )
     return trainer

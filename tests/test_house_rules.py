@@ -31,6 +31,7 @@ LAYERS = [
 HOMES = {
     "ray": ("main_ppo.py", "controller/", "rewards/pool.py"),
     "vllm": ("workers/rollout/vllm.py",),
+    "sglang": ("workers/rollout/sglang.py",),
     "transformers": ("models/", "data/chat.py", "workers/rollout/hf.py"),
     "torch_npu": ("device.py",),
 }

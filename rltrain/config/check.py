@@ -44,6 +44,7 @@ def check(loaded: LoadedConfig) -> None:
         *_algorithm(config),
         *_sequence_parallel(config),
         *_reward_model(config),
+        *_engine(config),
         *_budgets(config),
         *_sizes(config),
         *_rest(config),
@@ -271,6 +272,26 @@ def _reward_model(config: Config) -> Iterator[str]:
         yield (
             f"reward_model.overlong_buffer.len={buffer.len}: it must be at least 1 and at most "
             f"data.max_response_length={config.data.max_response_length}."
+        )
+
+
+def _engine(config: Config) -> Iterator[str]:
+    rollout, data = config.actor_rollout_ref.rollout, config.data
+    if rollout.name in ("hf", "sglang") and rollout.tensor_model_parallel_size > 1:
+        yield (
+            f"{_A}rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size}: an engine of rollout.name={rollout.name} runs "
+            "on one device. Use 1, or rollout.name=vllm."
+        )
+    for key, value in (
+        ("temperature", rollout.temperature),
+        ("val_kwargs.temperature", rollout.val_kwargs.temperature),
+    ):
+        if rollout.name == "vllm" and value > 2:
+            yield f"{_A}rollout.{key}={value}: vLLM takes 0 to 2. Lower it, or use rollout.name=hf."
+    if rollout.max_model_len is not None and rollout.max_model_len <= data.max_prompt_length:
+        yield (
+            f"{_A}rollout.max_model_len={rollout.max_model_len} leaves no room for an answer to a prompt of data.max_prompt_length="
+            f"{data.max_prompt_length} tokens. Leave it out, or set it to at least {data.max_prompt_length + data.max_response_length}."
         )
 
 

@@ -37,7 +37,7 @@ class RolloutConfig:
     """Generation, and the pass that recomputes the log-probs of what was generated."""
 
     name: str = "hf"
-    """Engine: hf (embedded decode loop)."""
+    """Engine: hf (embedded decode loop), vllm (and vllm-ascend) or sglang."""
     mode: str = "sync"
     """No effect: every step generates with the current weights."""
     n: int = 1
@@ -61,7 +61,7 @@ class RolloutConfig:
     dtype: str = "auto"
     """dtype of the engine's weights: auto is bfloat16 on NPU and GPU, float32 on CPU."""
     tensor_model_parallel_size: int = 1
-    """Devices per engine replica."""
+    """Devices per engine replica (1 with name=hf and name=sglang)."""
     data_parallel_size: int = 1
     """No effect: the number of replicas follows from the devices."""
     gpu_memory_utilization: float = 0.5
@@ -79,7 +79,7 @@ class RolloutConfig:
     enable_prefix_caching: bool = True
     """Reuse the cache of common prefixes (no effect with name=hf: the answers to a prompt always share its prefill)."""
     free_cache_engine: bool = True
-    """No effect: the engine's memory is always freed outside generation."""
+    """Free the engine's weights and cache outside generation (no effect with name=hf: it has none of its own then)."""
     load_format: str = "auto"
     """No effect: the engine gets its weights from the trainer."""
     layered_summon: bool = False
@@ -91,7 +91,11 @@ class RolloutConfig:
     disable_log_stats: bool = True
     """No effect with name=hf."""
     update_weights_bucket_megabytes: int = 512
-    """Weights are handed to the engine in pieces of this size (no effect with name=hf)."""
+    """Weights are gathered and handed to the engine in pieces that together take no more than this."""
+    log_prob_gap_limit: float | None = None
+    """Alarm where engine and trainer differ by more per token; null: 1e-3 if both compute in float32, else 0.1."""
+    on_log_prob_gap: str = "warn"
+    """On such an alarm over the answers of a step: warn, or stop before the update. After a weight sync it always stops."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Free-form arguments of the engine, under its name (no effect with name=hf)."""
     log_prob_micro_batch_size_per_gpu: int | None = None

@@ -54,7 +54,10 @@ class Experience:
         metrics: Metrics = {}
         while len(rounds) < self._plan.max_generation_rounds:
             samples, found = self._round(timer)
-            metrics = {name: metrics.get(name, 0.0) + value for name, value in found.items()}
+            adds_up = {
+                name: metrics.get(name, 0.0) for name in found if name.startswith("timing_s/") or name.endswith("_s")
+            }
+            metrics |= {name: value + adds_up.get(name, 0.0) for name, value in found.items()}
             rounds.append(_Round(samples, self._useful_prompts(samples)))
             if sum(len(each.useful) for each in rounds) >= self._plan.prompts_per_step:
                 break
@@ -64,8 +67,16 @@ class Experience:
         rows = self.sampler.rows(self.batches_drawn)
         self.batches_drawn += 1
         sampling = self._sampling(greedy=not self._rollout.do_sample)
-        arrivals = self._rewards.begin("train", len(rows) * sampling.num_samples)
-        task = GenerateTask("train", tuple(rows), sampling, self._seed, self.batches_drawn, stream=arrivals is not None)
+        arrivals = self._rewards.begin("train", len(rows) * self._rollout.n)
+        task = GenerateTask(
+            "train",
+            np.array(rows, dtype=np.int32),
+            self._rollout.n,
+            sampling,
+            self._seed,
+            self.batches_drawn,
+            stream=arrivals is not None,
+        )
         with timer("gen"):
             samples, metrics = self._policy.generate(task, arrivals)
         with timer("reward"):
@@ -74,9 +85,8 @@ class Experience:
             self.sampler.observe(rows, self._accuracy(samples).clip(0, 1).reshape(len(rows), -1).mean(1))
         return samples, metrics | {"reward/compute_s": self._rewards.take_seconds()}
 
-    def _sampling(self, *, greedy: bool, num_samples: int | None = None) -> Sampling:
+    def _sampling(self, *, greedy: bool) -> Sampling:
         return Sampling(
-            num_samples=num_samples or self._rollout.n,
             max_tokens=self._cfg.data.max_response_length,
             temperature=self._rollout.temperature,
             top_k=self._rollout.top_k,
@@ -131,8 +141,9 @@ class Experience:
         with timer("gen_max"):
             task = GenerateTask(
                 "train",
-                tuple(rows.tolist()),
-                self._sampling(greedy=True, num_samples=1),
+                rows,
+                1,
+                self._sampling(greedy=True),
                 self._seed,
                 self.batches_drawn,
             )
@@ -146,7 +157,6 @@ class Experience:
         greedy = not val.do_sample or val.temperature == 0
         num_samples = 1 if greedy else val.n
         sampling = Sampling(
-            num_samples,
             self._cfg.data.max_response_length,
             val.temperature or 1.0,
             val.top_k,
@@ -154,8 +164,9 @@ class Experience:
             greedy,
             self._rollout.ignore_eos,
         )
-        rows = tuple(range(self._rewards.num_rows("val")))
-        samples, _ = self._policy.generate(GenerateTask("val", rows, sampling, self._seed ^ _VALIDATION_SEED, step))
+        rows = np.arange(self._rewards.num_rows("val"), dtype=np.int32)
+        task = GenerateTask("val", rows, num_samples, sampling, self._seed ^ _VALIDATION_SEED, step)
+        samples, _ = self._policy.generate(task)
         scores = self._rewards.score("val", samples)
         self._rewards.take_seconds()  # not part of any step
         return samples, scores, num_samples

@@ -225,13 +225,28 @@ def flops_metrics(samples: Samples, timing: Metrics, model: dict[str, Any], num_
     }
 
 
-def worker_timing(results: Sequence[dict[str, Any]]) -> Metrics:
-    """``timing_s/<name>``: mean over ranks of what the workers measured themselves, and ``_max``: the slowest rank."""
-    timing: Metrics = {}
+def generation_metrics(samples: Samples, results: Sequence[dict[str, Any]], num_engines: int) -> Metrics:
+    """What the rollout workers measured: phases, the weight sync, and the tail of the generation.
+
+    ``timing_s/<name>``: mean over ranks, and ``_max``: the slowest rank. perf/rollout_tail_s: from the end of 90 % of the answers to the
+    end of the last. perf/rollout_idle_share: share of the replicas' time in which they had ended while another had not.
+    """
+    metrics: Metrics = {}
     for key in results[0]:
         kind, _, name = key.partition("/")
         if kind == "timing":
             seconds = [float(result[key]) for result in results]
-            timing[f"timing_s/{name}"] = float(np.mean(seconds))
-            timing[f"timing_s/{name}_max"] = max(seconds)
-    return timing
+            metrics[f"timing_s/{name}"] = float(np.mean(seconds))
+            metrics[f"timing_s/{name}_max"] = max(seconds)
+    if "sync/seconds" in results[0]:
+        slowest = max(float(result["sync/seconds"]) for result in results)
+        metrics["perf/weight_sync_gb"] = float(results[0]["sync/gigabytes"])
+        metrics["perf/weight_sync_gb_per_s"] = metrics["perf/weight_sync_gb"] / max(slowest, 1e-9)
+        metrics["rollout/canary_gap"] = max(float(result["sync/canary_gap"]) for result in results)
+    ended, length = samples["ended_s"], samples["response_length"]
+    last = np.zeros(num_engines)
+    np.maximum.at(last, samples["engine"], ended)
+    metrics["perf/rollout_tail_s"] = float(ended.max() - np.quantile(ended, 0.9))
+    metrics["perf/rollout_idle_share"] = float(1 - last.mean() / max(last.max(), 1e-9))
+    metrics |= {f"rollout/response_length/p{q}": float(np.percentile(length, q)) for q in (50, 90, 99)}
+    return metrics

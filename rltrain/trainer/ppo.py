@@ -11,7 +11,7 @@ import numpy as np
 from rltrain.algorithms.aggregation import Denominators
 from rltrain.config.schema import Config
 from rltrain.controller.samples import Samples
-from rltrain.errors import NonFiniteError, RewardError
+from rltrain.errors import NonFiniteError, RewardError, SyncError
 from rltrain.models.optim import learning_rate
 from rltrain.trainer import metrics as m
 from rltrain.trainer.advantage import Advantages, Whitening
@@ -77,6 +77,7 @@ class PPOTrainer:
             if not self._bypass:
                 with timer("old_log_prob"):  # log pi_old(y | x), by the trainer's own weights
                     metrics |= self.actor.log_probs(samples, self._pass(samples, self.plan.log_prob_budget))
+                self._watch_gap(metrics)
             if self.actor.has_reference_pass:
                 with timer("ref"):  # log pi_ref(y | x)
                     layout = self._pass(samples, self.plan.ref_budget, self.plan.ref_data_parallel_size)
@@ -144,6 +145,7 @@ class PPOTrainer:
         metrics["perf/update_tokens_skipped"] = float(_tokens(samples)[silent].sum() * cfg.ppo_epochs)
         if self._bypass:
             metrics |= m.mismatch_metrics(m.first_step_mismatch(results))
+            self._watch_gap(metrics)
         if cfg.use_kl_loss:
             metrics["actor/kl_coef"] = cfg.kl_loss_coef
         self._watch_skipped("actor", metrics)
@@ -169,6 +171,21 @@ class PPOTrainer:
         tokens = self._loss_tokens(samples)[ids]
         horizon = self._actor_cfg.loss_scale_factor or self.cfg.data.max_response_length
         return Denominators(int(tokens.sum()), int((tokens > 0).sum()), horizon)
+
+    def _watch_gap(self, metrics: Metrics) -> None:
+        """Say so, or stop, where the engine did not sample from the policy that is trained."""
+        gap, limit = metrics.get("rollout/log_prob_gap/mean", 0.0), self._model_sizes["log_prob_gap_limit"]
+        metrics["rollout/log_prob_gap/alarm"] = float(not gap <= limit)
+        if gap <= limit:
+            return
+        text = (
+            f"rollout engine and trainer differ by {gap:.3g} in the log-prob of a sampled token (mean; limit {limit:.3g}, "
+            "actor_rollout_ref.rollout.log_prob_gap_limit): stale weights, a stale cache, or kernels that compute otherwise. "
+            "algorithm.rollout_correction.rollout_is=token corrects for a small gap."
+        )
+        if self.cfg.actor_rollout_ref.rollout.on_log_prob_gap == "stop":
+            raise SyncError(text)
+        log.warning(text)
 
     def _watch_skipped(self, role: str, metrics: Metrics) -> None:
         self._skipped_in_a_row[role] = (

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rltrain.config.schema import Config
 from rltrain.controller.group import Stream, WorkerGroup
@@ -60,9 +61,7 @@ class _Role:
             ]
             for rank, ids in enumerate(layout.ids)
         ]
-        results = self._group.call_with_payload(method, per_rank=self._to_all(work), num_objects=1)[
-            :: self._share(work)
-        ]
+        results = [group[0] for group in self._call(method, work, 1)]
         having = [(ids, ref, found) for ids, (ref, found) in zip(layout.ids, results, strict=True) if len(ids)]
         samples.attach([whole(ref, tuple(made), ids) for ids, ref, _ in having])
         scalars: list[Numbers] = []
@@ -75,18 +74,17 @@ class _Role:
         samples.update(placed)
         return scalars
 
-    def _update(self, work: list[list[Any]]) -> list[Numbers]:
-        """Run the optimizer steps of each data-parallel rank; returns what each summed."""
-        results, size = self._group.call(f"{self._name}.update", per_rank=self._to_all(work)), self._share(work)
-        groups = [results[first : first + size] for first in range(0, len(results), size)]
+    def _update(self, work: Sequence[Any]) -> list[Numbers]:
+        """Run the optimizer steps; returns what each data-parallel rank summed."""
+        groups = [[numbers for (numbers,) in group] for group in self._call(f"{self._name}.update", work, 0)]
         return [group[0] | m.peak_memory(group) for group in groups]
 
-    def _share(self, work: Sequence[Any]) -> int:
-        """Workers of one data-parallel rank."""
-        return self._group.world // len(work)
-
-    def _to_all(self, work: Sequence[Any]) -> list[Any]:
-        return [each for each in work for _ in range(self._share(work))]
+    def _call(self, method: str, work: Sequence[Any], num_objects: int) -> list[list[Any]]:
+        """Run ``method`` with ``work`` [data-parallel ranks]; returns the results of each rank's workers."""
+        size = self._group.world // len(work)
+        everyone = [each for each in work for _ in range(size)]
+        results = self._group.call_with_payload(method, per_rank=everyone, num_objects=num_objects)
+        return [results[first : first + size] for first in range(0, len(results), size)]
 
     def save(self, folder: str) -> None:
         """Write model and optimizer."""
@@ -103,6 +101,8 @@ class Policy(_Role):
     def __init__(self, group: WorkerGroup, cfg: Config) -> None:
         super().__init__(group, "actor")
         actor, algorithm = cfg.actor_rollout_ref.actor, cfg.algorithm
+        self._calls = 0
+        self._lengths = ResponseLengths()
         self._correction = algorithm.rollout_correction
         self._old = "rollout_log_probs" if self._correction.bypass_mode else "old_log_probs"
         self._kl_in_reward = algorithm.use_kl_in_reward
@@ -112,37 +112,31 @@ class Policy(_Role):
         self.has_reference_pass = self._kl_in_reward or self._ref_in_loss
 
     def generate(self, task: GenerateTask, listener: Listener | None = None) -> tuple[Samples, Metrics]:
-        """Spread the prompts over the engines and collect what the driver needs to know of the answers.
+        """Have the engine replicas answer the prompts, and collect what the driver needs to know of the answers.
 
         ``listener``: is told of answers while others are still being generated (with ``task.stream``).
         """
-        n = task.sampling.num_samples
-        shares = np.array_split(np.arange(len(task.rows)), self._group.world)
-        tasks = [replace(task, rows=tuple(task.rows[i] for i in share)) for share in shares]
+        n = task.num_samples
+        self._calls += 1
+        task = replace(task, order=self._lengths.order(task.split, task.rows), call=self._calls)
 
-        def arrived(rank: int, texts: Any, numbers: Numbers) -> None:
-            if listener and len(numbers["places"]):
-                prompts = shares[rank][numbers["places"]]
-                ids = (prompts[:, None] * n + np.arange(n)).ravel()
-                listener.arrived(texts, ids, np.array(task.rows)[prompts].repeat(n))
+        def arrived(_rank: int, texts: Any, numbers: Numbers) -> None:
+            if listener and len(numbers["place"]):
+                listener.arrived(
+                    texts, numbers["place"] * n + numbers["sample"], task.rows[numbers["place"]].astype(np.int64)
+                )
 
-        stream = Stream("actor.take_finished", arrived, listener.tick) if listener else None
-        results = self._group.call_with_payload(
-            "actor.generate", per_rank=[[each] for each in tasks], num_objects=2, stream=stream
-        )
+        stream = Stream("rollout.take_finished", arrived, listener.tick) if listener else None
+        results = self._group.call_with_payload("rollout.generate", [task], num_objects=2, stream=stream)
         samples = Samples(len(task.rows) * n)
-        having = [
-            ((share[:, None] * n + np.arange(n)).ravel(), *found) for share, found in zip(shares, results, strict=True)
-        ]
-        having = [each for each in having if len(each[0])]
-        for ids, payload, texts, _ in having:
-            samples.attach([whole(payload, _GENERATED, ids), whole(texts, ("text",), ids)])
-        for name in ("prompt_length", "response_length", "truncated"):
-            samples.update({name: np.concatenate([numbers[name] for *_, numbers in having])})
+        served = [(payload, texts, numbers) for payload, texts, numbers in results if "ids" in numbers]
+        for payload, texts, numbers in served:
+            samples.attach([whole(payload, _GENERATED, numbers["ids"]), whole(texts, ("text",), numbers["ids"])])
+        samples.update(_by_sample([numbers for *_, numbers in served], len(samples)))
         places = np.arange(len(task.rows)).repeat(n)
-        engine = np.arange(len(shares)).repeat([len(share) * n for share in shares])
-        samples.update({"group": places, "row": np.array(task.rows)[places], "engine": engine})
-        return samples, m.worker_timing([numbers for *_, numbers in results])
+        samples.update({"group": places, "row": task.rows[places]})
+        self._lengths.observe(task.split, samples["row"], samples["response_length"])
+        return samples, m.generation_metrics(samples, [numbers for *_, numbers in results], len(served))
 
     def log_probs(self, samples: Samples, layout: Layout) -> Metrics:
         """Attach ``old_log_probs`` and the rollout correction; returns entropy, mismatch and correction metrics."""
@@ -191,6 +185,28 @@ class Policy(_Role):
         return taken
 
 
+class ResponseLengths:
+    """How long the answers to each prompt were when it was last seen; the longest should start first."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[str, int], float] = {}
+
+    def order(self, split: str, rows: NDArray[np.int32]) -> NDArray[np.int32] | None:
+        """Places of the prompts, those with the longest answers first (Graham 1969); one never seen counts as the mean of the others."""
+        known = [self._seen.get((split, row), np.nan) for row in rows.tolist()]
+        expected = np.array(known)
+        if np.isnan(expected).all():
+            return None
+        expected = np.nan_to_num(expected, nan=float(np.nanmean(expected)))
+        return np.argsort(-expected, kind="stable").astype(np.int32)
+
+    def observe(self, split: str, rows: NDArray[np.int32], lengths: NDArray[np.int64]) -> None:
+        """rows, lengths: of each answer."""
+        unique, owner = np.unique(rows, return_inverse=True)
+        means = np.bincount(owner, weights=lengths) / np.bincount(owner)
+        self._seen.update(zip(((split, row) for row in unique.tolist()), means.tolist(), strict=True))
+
+
 class Critic(_Role):
     """The value function."""
 
@@ -229,6 +245,21 @@ class RewardModel(_Role):
         for ids, numbers in zip(shares, self._group.call("reward_model.score", per_rank=work), strict=True):
             scores[ids] = numbers["model_score"]
         return scores
+
+
+def _by_sample(found: Sequence[Numbers], num_samples: int) -> Numbers:
+    """Numbers of the samples, from those that each replica has for the samples it served; ``engine``: which one it was."""
+    ids = np.concatenate([numbers["ids"] for numbers in found])
+    columns = {
+        name: np.concatenate([numbers[name] for numbers in found])
+        for name, values in found[0].items()
+        if isinstance(values, np.ndarray) and name != "ids"
+    }
+    columns["engine"] = np.arange(len(found)).repeat([len(numbers["ids"]) for numbers in found])
+    placed = {name: np.zeros(num_samples, values.dtype) for name, values in columns.items()}
+    for name, values in columns.items():
+        placed[name][ids] = values
+    return placed
 
 
 def _deal(lengths: np.ndarray, num_ranks: int) -> list[Ids]:

@@ -7,18 +7,20 @@ from rltrain.config.schema import Config
 from rltrain.data.chat import PromptStore
 from rltrain.data.rows import Rows
 from rltrain.device import get_device
-from rltrain.workers.actor_rollout_ref import ActorRolloutRefWorker
+from rltrain.workers.actor_ref import ActorRefWorker
 from rltrain.workers.critic import CriticWorker
 from rltrain.workers.residency import Residency
 from rltrain.workers.reward_model import RewardModelWorker
+from rltrain.workers.rollout_worker import RolloutWorker, log_prob_gap_limit
 from rltrain.workers.token_advantages import token_advantages
 from rltrain.workers.updater import Numbers
 
 
 class HybridWorker:
-    """Roles are called by their name: ``actor.generate``, ``critic.values``, ``reward_model.score``."""
+    """Roles are called by their name: ``rollout.generate``, ``actor.update``, ``critic.values``, ``reward_model.score``."""
 
-    actor: ActorRolloutRefWorker
+    actor: ActorRefWorker
+    rollout: RolloutWorker
     critic: CriticWorker
     reward_model: RewardModelWorker
 
@@ -32,13 +34,16 @@ class HybridWorker:
         device = get_device(self._cfg.trainer.device)
         device.activate()
         residency = Residency(device)
-        self.actor = ActorRolloutRefWorker(self._cfg, residency, self._prompts, with_reference=with_reference)
+        self.actor = actor = ActorRefWorker(self._cfg, residency, with_reference=with_reference)
+        self.rollout = RolloutWorker(
+            self._cfg, residency, self._prompts, actor.policy, lambda: actor.num_updates, actor.score_text
+        )
         if with_critic:
             self.critic = CriticWorker(self._cfg, residency)
         if self._cfg.reward_model.enable:
             assert self._rows is not None
             self.reward_model = RewardModelWorker(self._cfg, residency, self._rows)
-        return self.actor.sizes()
+        return self.actor.sizes() | {"log_prob_gap_limit": log_prob_gap_limit(self._cfg, device)}
 
     def advantages(self, batch: Batch, kl_coef: float) -> tuple[Batch, Numbers]:
         """Token-level advantages and returns of this rank's samples."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rltrain.algorithms.aggregation import Denominators
 from rltrain.workers.rollout.base import Sampling
 
@@ -18,16 +21,21 @@ class MiniBatch:
 
 @dataclass(frozen=True)
 class GenerateTask:
-    """Answer these prompts. rows: places in the prompt store; (seed, step, row, sample) decides every random number.
+    """Answer these prompts, ``num_samples`` times each. rows [p]: places in the prompt store.
 
-    stream: hand the texts of a prompt out as soon as its last answer has ended (`take_finished`).
+    (seed, step, row, sample) decides every random number. order [p]: places of the prompts, the one to start first in front (None:
+    as they are). call: a number that no other task of this run has. stream: hand the texts of a job out as soon as its last answer
+    has ended (`take_finished`).
     """
 
     split: str
-    rows: tuple[int, ...]
+    rows: NDArray[np.int32]
+    num_samples: int
     sampling: Sampling
     seed: int
     step: int
+    order: NDArray[np.int32] | None = None
+    call: int = 0
     stream: bool = False
 
 

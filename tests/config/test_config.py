@@ -298,8 +298,8 @@ def test_several_broken_rules_come_together():
 
 
 def test_what_this_version_cannot_run_is_listed_with_a_way_out():
-    lines = unavailable(load_config([*BASE, f"{A}rollout.name=vllm", f"{A}model.lora_rank=8"]).config)
-    assert any("rollout.name=vllm" in line and "rollout.name=hf" in line for line in lines)
+    lines = unavailable(load_config([*BASE, f"{A}rollout.name=trtllm", f"{A}model.lora_rank=8"]).config)
+    assert any("rollout.name=trtllm" in line and "rollout.name=vllm" in line for line in lines)
     assert any("lora_rank=8" in line for line in lines)
     assert unavailable(load_config(BASE).config) == []
 

@@ -15,6 +15,7 @@ from rltrain.report import read_metrics
 from rltrain.trainer import saving
 from tests.tiny import small_run
 
+R = "actor_rollout_ref__rollout__"
 TIMERS = {
     "gen",
     "reshard",
@@ -69,8 +70,18 @@ def reference_run(tiny_model, arithmetic_files, tmp_path_factory):
             "actor_rollout_ref__ref__ulysses_sequence_parallel_size": 1,
         },
         {"reward__overlap": False},
+        {"trainer__n_gpus_per_node": 2, R + "name": "vllm"},
+        {"trainer__n_gpus_per_node": 2, R + "name": "vllm", R + "tensor_model_parallel_size": 2},
     ],
-    ids=["smaller_token_budget", "micro_batches_by_count", "two_processes", "shared_sequences", "rewards_after_generation"],
+    ids=[
+        "smaller_token_budget",
+        "micro_batches_by_count",
+        "two_processes",
+        "shared_sequences",
+        "rewards_after_generation",
+        "two_replicas_of_vllm",
+        "one_replica_of_vllm_over_two",
+    ],
 )
 def test_loss_gradient_and_weights_do_not_depend_on_the_cut(
     reference_run, tiny_model, arithmetic_files, tmp_path, changes

@@ -78,8 +78,8 @@ def make(tiny_model, arithmetic_files, tmp_path):
 
 def engine_is_off(trainer) -> None:
     """The engine reports log-probs that are not the trainer's, a different amount for every token."""
-    actor = trainer.worker.actor
-    generate = actor.generate
+    rollout = trainer.worker.rollout
+    generate = rollout.generate
 
     def off(task):
         batch, texts, numbers = generate(task)
@@ -87,7 +87,7 @@ def engine_is_off(trainer) -> None:
         batch.update({"rollout_log_probs": exact.like(exact.values + 0.2 * torch.sin(100 * exact.values))})
         return batch, texts, numbers
 
-    actor.generate = off
+    rollout.generate = off
 
 
 def weights(model) -> torch.Tensor:
@@ -318,7 +318,7 @@ def test_the_exact_kl_equals_the_sum_over_the_vocabulary(make, tiny_model):
     trainer = make(**{ACTOR + "kl_loss_type": "full"}, actor_rollout_ref__rollout__temperature=0.7)
     trainer.step(1)
     actor = trainer.worker.actor
-    batch, *_ = actor.generate(trainer.experience_task())
+    batch, *_ = trainer.worker.rollout.generate(trainer.experience_task())
     inputs = pack(batch, torch.device("cpu"))
     with torch.no_grad():
         found = actor._policy(inputs, 0.7, False, actor._reference_states(inputs)).kl
@@ -340,7 +340,7 @@ def test_the_exact_kl_equals_the_sum_over_the_vocabulary(make, tiny_model):
 def scored(trainer) -> tuple[Batch, Batch, dict]:
     """A generated batch, what the old_log_prob pass makes of it, and its numbers."""
     actor = trainer.worker.actor
-    batch, *_ = actor.generate(trainer.experience_task())
+    batch, *_ = trainer.worker.rollout.generate(trainer.experience_task())
     columns, numbers = actor.log_probs(batch, [len(batch)])
     return batch, columns, numbers
 

@@ -1,6 +1,7 @@
 """The hybrid worker in this very process: no Ray, one rank."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -12,16 +13,15 @@ from rltrain.batch import Batch
 from rltrain.config.load import load_config
 from rltrain.data.chat import chat_encoder, encode_prompts
 from rltrain.data.rows import read_rows
-from rltrain.device import get_device
 from rltrain.errors import NonFiniteError
 from rltrain.models.forward import pack
-from rltrain.workers.actor_rollout_ref import ActorRolloutRefWorker
-from rltrain.workers.residency import Residency
+from rltrain.workers.hybrid import HybridWorker
 from rltrain.workers.rollout.base import Sampling
 from rltrain.workers.tasks import GenerateTask, MiniBatch, UpdateTask
 from tests.tiny import small_run
 
-TASK = GenerateTask("train", (0, 1, 2, 3), Sampling(4, 8), seed=1, step=1)
+TASK = GenerateTask("train", np.arange(4, dtype=np.int32), 4, Sampling(8), seed=1, step=1)
+CALLS = itertools.count(1)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -31,10 +31,15 @@ def process_group():
     dist.destroy_process_group()
 
 
-def make_worker(tiny_model, arithmetic_files, tmp_path, **changes) -> ActorRolloutRefWorker:
+def make_worker(tiny_model, arithmetic_files, tmp_path, **changes):
+    """The actor, with ``generate`` of the rollout role beside it."""
     config = load_config(small_run(tiny_model, arithmetic_files, tmp_path, **changes)).config
     store = encode_prompts(read_rows(str(arithmetic_files[0])), chat_encoder(config), 16, True)
-    return ActorRolloutRefWorker(config, Residency(get_device("cpu")), {"train": store}, with_reference=True)
+    worker = HybridWorker(config, {"train": store})
+    worker.init_models(with_reference=True, with_critic=False)
+    worker.actor.generate = lambda task: worker.rollout.generate(dataclasses.replace(task, call=next(CALLS)))
+    worker.actor.rollout = worker.rollout
+    return worker.actor
 
 
 @pytest.fixture
@@ -42,7 +47,7 @@ def worker(tiny_model, arithmetic_files, tmp_path):
     return make_worker(tiny_model, arithmetic_files, tmp_path)
 
 
-def scored(worker: ActorRolloutRefWorker) -> Batch:
+def scored(worker) -> Batch:
     """A batch that is ready for the update."""
     batch, _, _ = worker.generate(TASK)
     sizes = [5, 6, 5]

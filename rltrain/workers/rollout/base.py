@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from rltrain.ragged import Ragged
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+# Elements of which a fingerprint is made at a time: sums of small integers are taken on 8-byte copies.
+_BLOCK = 2**18
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
 class Sampling:
     """How answers are drawn. ``top_k`` <= 0 and ``top_p`` = 1 are off; ``greedy`` ignores temperature, top_k, top_p."""
 
-    num_samples: int
     max_tokens: int
     temperature: float = 1.0
     top_k: int = -1
@@ -29,42 +33,116 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class Job:
+    """Samples of one prompt that are answered together.
+
+    place: of the prompt in the task; samples [k]: their numbers among the answers to the prompt; prompt: token ids;
+    seeds [k]: the same seed gives the same answer whatever else is in the batch, and whoever serves it.
+    """
+
+    place: int
+    samples: NDArray[np.int64]
+    prompt: NDArray[np.int32]
+    seeds: NDArray[np.uint64]
+
+
+@dataclass(frozen=True)
 class Generation:
-    """Answers in order: all samples of the first prompt, then of the second, ...
+    """Answers: all samples of the first job that was taken, then of the second, ...
 
     tokens: ids, the end token included when there is one. log_probs: log softmax(logits / temperature) of each sampled id,
-    before top-k and top-p (greedy: temperature 1). truncated [n]: stopped by ``max_tokens``, not by an end token.
+    before top-k and top-p (greedy: temperature 1). truncated [n]: stopped by ``max_tokens``, not by an end token. aborted [n]:
+    given up while it was running. seconds [n]: when it ended, since the call.
     """
 
     tokens: Ragged
     log_probs: Ragged
     truncated: Tensor
+    aborted: Tensor
+    seconds: Tensor
 
 
-# (place of the prompt in the call, token ids of its answers in order)
-Finished = Callable[[int, list[list[int]]], None]
+class Source(Protocol):
+    """Where an engine gets its work. The processes of a replica call every method at the same point of their work."""
+
+    def take(self, most: int) -> list[Job]:
+        """Jobs of at most ``most`` samples in all; none when nothing is left, or when the next one has more samples than that.
+
+        No job has more samples than the engine's ``max_num_seqs``.
+        """
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether `stopped` can ever be true."""
+
+    def stopped(self) -> bool:
+        """What is running now is not wanted any more. An engine asks after every token."""
+
+
+@dataclass(frozen=True)
+class WeightPiece:
+    """Rows ``start`` to ``start + len(values)`` of the weight ``name`` (Hugging Face name) of ``shape``.
+
+    A weight comes whole, or if it is too large for a bucket in pieces, in any order. lasting: ``values`` are the training
+    weights themselves; else they may be overwritten as soon as the next piece is asked for if they are not whole. buffer: not a weight, and
+    not counted in fingerprints. persistent: a checkpoint has it (some buffers are computed from the configuration).
+
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    values: Tensor
+    lasting: bool = False
+    buffer: bool = False
+    persistent: bool = True
+
+    @property
+    def whole(self) -> bool:
+        return tuple(self.values.shape) == self.shape
+
+
+# A job has ended; token ids of its answers.
+Finished = Callable[[Job, list[list[int]]], None]
 
 
 class RolloutEngine(Protocol):
-    """The contract of every engine."""
+    """The contract of every engine. Calls come in this order: wake_weights, load_weights, wake_cache, then generate and score; sleep."""
 
-    def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """Take over new weights (Hugging Face names, full tensors) and forget everything computed with the old ones."""
+    def wake_weights(self) -> None:
+        """Take the device memory of the weights."""
 
-    def generate(
-        self,
-        prompts: Sequence[NDArray[np.int32]],
-        seeds: NDArray[np.uint64],
-        sampling: Sampling,
-        finished: Finished | None = None,
-    ) -> Generation:
-        """``seeds``: one a sample, prompt-major; the same seed gives the same answer whatever else is in the batch.
+    def load_weights(self, pieces: Iterator[WeightPiece]) -> int:
+        """Take over new weights (all of them; every rank gets every piece). Returns the `fingerprint` of what it holds now."""
 
-        ``finished`` is told of every prompt as soon as its last answer has ended.
-        """
+    def wake_cache(self) -> None:
+        """Take the device memory of the key-value cache; forget everything that was computed with other weights."""
 
-    def release(self) -> None:
-        """Give the device memory of weights and caches back until the next ``load_weights``."""
+    def generate(self, source: Source, sampling: Sampling, finished: Finished | None = None) -> Generation:
+        """Answer jobs until the source has no more. ``finished`` is told of every job as soon as its last answer has ended."""
+
+    def score(self, tokens: Sequence[int]) -> Tensor:
+        """log softmax(logits) of ``tokens[1:]`` given what stands before each: [len(tokens) - 1] in fp32."""
+
+    def sleep(self) -> bool:
+        """Give the device memory of weights and caches back. Returns whether the weights are gone."""
+
+
+def fingerprint_of(name: str, start: int, rows: Tensor, dtype: torch.dtype | None = None) -> int:
+    """The share of some rows of one weight; the shares of a model add up, modulo 2^64.
+
+    sum over rows of (hash of the name | 1) * (row + 1) * (sum of the row's bits as integers). dtype: as if the rows were of that
+    type. Takes no memory to speak of.
+    """
+    total = 0
+    rows = rows.reshape(len(rows) if rows.dim() else 1, -1)
+    for block in rows.split(max(1, _BLOCK // max(rows.shape[1], 1))) if rows.numel() else ():
+        bits = block.to(dtype or block.dtype).contiguous()
+        sums = bits.view(_BITS[bits.dtype.itemsize]).sum(1, dtype=torch.int64)
+        places = torch.arange(start + 1, start + 1 + len(sums), dtype=torch.int64, device=sums.device)
+        total += int((sums * places).sum())
+        start += len(sums)
+    return total * (zlib.crc32(name.encode()) << 1 | 1)
 
 
 def sample_seeds(seed: int, step: int, rows: Sequence[int], num_samples: int) -> NDArray[np.uint64]:

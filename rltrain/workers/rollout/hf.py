@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import time
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -15,10 +15,19 @@ from rltrain.device import Device
 from rltrain.models.forward import final_logits
 from rltrain.models.load import empty_model
 from rltrain.ragged import Ragged
-from rltrain.workers.rollout.base import Finished, Generation, Sampling, uniforms
+from rltrain.workers.rollout.base import (
+    Finished,
+    Generation,
+    Job,
+    Sampling,
+    Source,
+    WeightPiece,
+    fingerprint_of,
+    uniforms,
+)
 
 # Random numbers are made for this many tokens at a time.
-_BLOCK = 128
+BLOCK = 128
 # The cache is compacted when at most this share of its rows is still running.
 _COMPACT_AT = 0.9
 
@@ -42,70 +51,84 @@ class HFRollout:
         self._eos = torch.tensor(sorted(eos_token_ids), dtype=torch.long, device=self._device)
         self._max_num_seqs = max_num_seqs
 
-    def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """Point the model at the given tensors: no copy when dtype and device already agree."""
-        for name, tensor in weights:
-            path, _, leaf = name.rpartition(".")
+    def wake_weights(self) -> None:
+        """Memory is taken weight by weight in `load_weights`."""
+
+    def wake_cache(self) -> None:
+        """There is no cache between calls."""
+
+    def load_weights(self, pieces: Iterator[WeightPiece]) -> int:
+        """Point the model at the training weights where dtype and device agree; copy the others into its own."""
+        for piece in pieces:
+            path, _, leaf = piece.name.rpartition(".")
             module = self._model.get_submodule(path)
-            if leaf in module._parameters:
-                module._parameters[leaf] = nn.Parameter(tensor.to(self._device, self._dtype), requires_grad=False)
-            else:
-                module._buffers[leaf] = tensor.to(self._device)
+            where = module._parameters if leaf in module._parameters else module._buffers
+            if piece.lasting:
+                dtype = self._dtype if leaf in module._parameters else piece.values.dtype
+                values = piece.values.to(self._device, dtype)
+                where[leaf] = nn.Parameter(values, requires_grad=False) if leaf in module._parameters else values
+                continue
+            own = where[leaf]
+            if own is None or own.is_meta:
+                own = nn.Parameter(
+                    torch.empty(piece.shape, dtype=self._dtype, device=self._device), requires_grad=False
+                )
+                module._parameters[leaf] = own
+            own.data[piece.start : piece.start + len(piece.values)].copy_(piece.values)
         self._model.tie_weights()
         if missing := [name for name, parameter in self._model.named_parameters() if parameter.is_meta]:
             raise RuntimeError(
                 f"the weight sync left {len(missing)} weights of the rollout engine empty: {missing[:3]}"
             )
+        return sum(fingerprint_of(name, 0, weight) for name, weight in self._model.named_parameters()) % 2**64
 
-    def release(self) -> None:
+    def sleep(self) -> bool:
         self._model.to("meta")
+        return True
 
     @torch.inference_mode()
-    def generate(
-        self,
-        prompts: Sequence[NDArray[np.int32]],
-        seeds: NDArray[np.uint64],
-        sampling: Sampling,
-        finished: Finished | None = None,
-    ) -> Generation:
-        wave = max(1, self._max_num_seqs // sampling.num_samples)
-        parts = []
-        for start in range(0, len(prompts), wave):
-            some = prompts[start : start + wave]
-            first = start * sampling.num_samples
-            tell = None if finished is None else functools.partial(_tell, finished, start)
-            parts.append(self._wave(some, seeds[first : first + len(some) * sampling.num_samples], sampling, tell))
+    def score(self, tokens: Sequence[int]) -> Tensor:
+        ids = torch.tensor([list(tokens)], device=self._device)
+        hidden = self._model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0, :-1]
+        return torch.log_softmax(final_logits(self._model, hidden), -1).gather(-1, ids[0, 1:, None])[:, 0].cpu()
+
+    @torch.inference_mode()
+    def generate(self, source: Source, sampling: Sampling, finished: Finished | None = None) -> Generation:
+        started = time.perf_counter()
+        parts = [_Answers([], sampling, self._device, None, started).finish()]
+        while jobs := source.take(self._max_num_seqs):
+            parts.append(self._wave(jobs, sampling, _Answers(jobs, sampling, self._device, finished, started), source))
         return Generation(
             tokens=Ragged.concat([part.tokens for part in parts]),
             log_probs=Ragged.concat([part.log_probs for part in parts]),
             truncated=torch.cat([part.truncated for part in parts]),
+            aborted=torch.cat([part.aborted for part in parts]),
+            seconds=torch.cat([part.seconds for part in parts]),
         )
 
-    def _wave(
-        self,
-        prompts: Sequence[NDArray[np.int32]],
-        seeds: NDArray[np.uint64],
-        sampling: Sampling,
-        finished: Finished | None,
-    ) -> Generation:
+    def _wave(self, jobs: Sequence[Job], sampling: Sampling, answers: _Answers, source: Source) -> Generation:
         """Prefill the prompts and decode all their samples until the last one has finished."""
         cache = DynamicCache()
-        hidden, mask, position = self._prefill(prompts, cache)
-        cache.batch_repeat_interleave(sampling.num_samples)
-        hidden, mask, position = (x.repeat_interleave(sampling.num_samples, 0) for x in (hidden, mask, position))
-        answers = _Answers(len(seeds), sampling, self._device, finished)
+        hidden, mask, position = self._prefill([job.prompt for job in jobs], cache)
+        seeds = np.concatenate([job.seeds for job in jobs])
+        owner = torch.arange(len(jobs)).repeat_interleave(torch.tensor([len(job.seeds) for job in jobs]))
+        owner = owner.to(self._device)
+        cache.batch_select_indices(owner)
+        hidden, mask, position = (x[owner] for x in (hidden, mask, position))
         rows = torch.arange(len(seeds), device=self._device)
         noise = torch.empty(0)
         for step in range(sampling.max_tokens):
-            if step % _BLOCK == 0:
+            if step % BLOCK == 0:
                 noise = torch.from_numpy(random_block(seeds, step)).to(self._device)
-            tokens, log_probs = choose(final_logits(self._model, hidden), noise[rows, step % _BLOCK], sampling)
+            tokens, log_probs = choose(final_logits(self._model, hidden), noise[rows, step % BLOCK], sampling)
             ended = torch.isin(tokens, self._eos) & (not sampling.ignore_eos)
             answers.write(rows, step, tokens, log_probs, ended)
             running = ~answers.ended[rows]
             num_running = int(running.sum())
             if not num_running or step + 1 == sampling.max_tokens:
                 break
+            if source.stopped():
+                return answers.finish(aborted=True)
             if num_running <= _COMPACT_AT * len(rows):
                 keep = running.nonzero()[:, 0]
                 cache.batch_select_indices(keep)
@@ -137,15 +160,26 @@ class HFRollout:
 class _Answers:
     """What has been sampled so far, by sample."""
 
-    def __init__(self, num_samples: int, sampling: Sampling, device: torch.device, finished: Finished | None) -> None:
-        max_tokens = sampling.max_tokens
-        self._group = sampling.num_samples
+    def __init__(
+        self,
+        jobs: Sequence[Job],
+        sampling: Sampling,
+        device: torch.device,
+        finished: Finished | None,
+        started: float,
+    ) -> None:
+        self._jobs = jobs
+        self._owner = [number for number, job in enumerate(jobs) for _ in job.samples]
+        self._running = [len(job.samples) for job in jobs]
+        self._first = np.cumsum([0, *self._running]).tolist()
         self._finished = finished
-        self._told: set[int] = set()
-        self.tokens = torch.zeros(num_samples, max_tokens, dtype=torch.int32, device=device)
-        self.log_probs = torch.zeros(num_samples, max_tokens, device=device)
+        self._started = started
+        num_samples = len(self._owner)
+        self.tokens = torch.zeros(num_samples, sampling.max_tokens, dtype=torch.int32, device=device)
+        self.log_probs = torch.zeros(num_samples, sampling.max_tokens, device=device)
         self.lengths = torch.zeros(num_samples, dtype=torch.long, device=device)
         self.ended = torch.zeros(num_samples, dtype=torch.bool, device=device)
+        self._seconds = torch.zeros(num_samples)
 
     def write(self, rows: Tensor, step: int, tokens: Tensor, log_probs: Tensor, ended: Tensor) -> None:
         """Add one token to each row that has not ended (rows stay in the batch for a while after they end)."""
@@ -155,37 +189,40 @@ class _Answers:
         self.log_probs[live, step] = log_probs[running]
         self.lengths[live] = step + 1
         self.ended[live] = ended[running]
-        if self._finished and bool(ended.any()):
-            self._tell(self.ended)
+        if bool(ended.any()):
+            self._note(live[ended[running]].tolist())
 
-    def _tell(self, ended: Tensor) -> None:
-        """Hand out the prompts whose answers have all ended, each once."""
-        assert self._finished is not None
-        for prompt in ended.view(-1, self._group).all(1).nonzero()[:, 0].tolist():
-            if prompt not in self._told:
-                self._told.add(prompt)
-                samples = range(prompt * self._group, (prompt + 1) * self._group)
-                self._finished(prompt, [self.tokens[i, : int(self.lengths[i])].tolist() for i in samples])
+    def _note(self, samples: list[int]) -> None:
+        """These have ended now. Hands out the jobs whose last answer is among them."""
+        self._seconds[samples] = time.perf_counter() - self._started
+        for sample in samples:
+            number = self._owner[sample]
+            self._running[number] -= 1
+            if not self._running[number] and self._finished:
+                rows = range(self._first[number], self._first[number + 1])
+                self._finished(self._jobs[number], [self.tokens[i, : int(self.lengths[i])].tolist() for i in rows])
 
-    def finish(self) -> Generation:
-        if self._finished:
-            self._tell(torch.ones_like(self.ended))
+    def finish(self, *, aborted: bool = False) -> Generation:
+        cut = ~self.ended
+        if aborted:
+            self._seconds[cut.cpu()] = time.perf_counter() - self._started
+        else:
+            self._note(cut.nonzero()[:, 0].tolist())
         written = torch.arange(self.tokens.shape[1], device=self.tokens.device) < self.lengths[:, None]
         tokens, log_probs = Ragged(self.tokens[written], self.lengths), Ragged(self.log_probs[written], self.lengths)
-        return Generation(tokens.to("cpu"), log_probs.to("cpu"), (~self.ended).cpu())
-
-
-def _tell(finished: Finished, start: int, prompt: int, answers: list[list[int]]) -> None:
-    finished(start + prompt, answers)
+        cut, none = cut.cpu(), torch.zeros(len(self._owner), dtype=torch.bool)
+        return Generation(
+            tokens.to("cpu"), log_probs.to("cpu"), none if aborted else cut, cut if aborted else none, self._seconds
+        )
 
 
 def random_block(seeds: NDArray[np.uint64], start: int) -> NDArray[np.float32]:
-    """Random numbers ``start`` to ``start + _BLOCK`` of each seed, in [0, 1 - 2^-23].
+    """Random numbers ``start`` to ``start + BLOCK`` of each seed, in [0, 1 - 2^-23].
 
     So far below 1 that the product with a float32 total is smaller than the total: the search for it never runs past the last token
     that has any mass. In float32, because not every accelerator computes in float64.
     """
-    return np.minimum(uniforms(seeds, start, _BLOCK), 1 - 2.0**-23).astype(np.float32)
+    return np.minimum(uniforms(seeds, start, BLOCK), 1 - 2.0**-23).astype(np.float32)
 
 
 def choose(logits: Tensor, noise: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:

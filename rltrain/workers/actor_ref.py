@@ -1,14 +1,10 @@
-"""Actor, rollout engine and reference: the policy's part of a worker process, on one device."""
+"""Actor and reference: the training side of the policy in a worker process."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from queue import Empty, SimpleQueue
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from rltrain.algorithms.aggregation import Denominators, all_ones
@@ -18,9 +14,7 @@ from rltrain.algorithms.losses import LossShare, actor_loss
 from rltrain.algorithms.policy_losses import POLICY_LOSSES, PolicyLossInputs, find_policy_loss
 from rltrain.batch import Batch
 from rltrain.config.schema import Config
-from rltrain.data.chat import PromptStore, chat_encoder
 from rltrain.device import resolve_dtype
-from rltrain.errors import NonFiniteError
 from rltrain.models.export import export_huggingface
 from rltrain.models.forward import PackedInputs, PolicyModel, final_logits, model_numbers, pack
 from rltrain.models.head import ReferenceStates
@@ -30,22 +24,16 @@ from rltrain.models.state import load_training_state, save_training_state
 from rltrain.models.ulysses import sequence_group
 from rltrain.ragged import Ragged
 from rltrain.workers.residency import Phase, Residency
-from rltrain.workers.rollout.base import sample_seeds
-from rltrain.workers.rollout.hf import HFRollout
 from rltrain.workers.selection import noise, select
-from rltrain.workers.tasks import GenerateTask, UpdateTask
+from rltrain.workers.tasks import UpdateTask
 from rltrain.workers.updater import Numbers, Updater, idle
-from rltrain.workers.weight_sync import WeightSync
 
 
-class ActorRolloutRefWorker:
+class ActorRefWorker:
     """Every method is called on all ranks at once; each gets its own samples and returns its own share."""
 
-    def __init__(
-        self, cfg: Config, residency: Residency, prompts: dict[str, PromptStore], *, with_reference: bool
-    ) -> None:
+    def __init__(self, cfg: Config, residency: Residency, *, with_reference: bool) -> None:
         self._cfg = cfg
-        self._prompts = prompts
         self._model_cfg = cfg.actor_rollout_ref.model
         self._actor_cfg = cfg.actor_rollout_ref.actor
         self._rollout_cfg = cfg.actor_rollout_ref.rollout
@@ -58,7 +46,6 @@ class ActorRolloutRefWorker:
         self._exact_kl_loss = self._actor_cfg.use_kl_loss and self._actor_cfg.kl_loss_type == "full"
         self._exact_kl_reward = cfg.algorithm.use_kl_in_reward and cfg.algorithm.kl_penalty == "full"
         self._scored_at: int | None = None
-        self._finished: SimpleQueue[tuple[int, list[str]] | None] = SimpleQueue()
         self._load_models(with_reference)
 
     def _load_models(self, with_reference: bool) -> None:
@@ -66,21 +53,10 @@ class ActorRolloutRefWorker:
         self._config = load_config(
             model_cfg.path, trust_remote_code=model_cfg.trust_remote_code, override=dict(model_cfg.override_config)
         )
-        self._encoder = chat_encoder(self._cfg)
         self._policy = self._load_policy(
             "actor", resolve_dtype(fsdp.model_dtype, self._device), model_cfg.enable_gradient_checkpointing
         )
         self._updater = Updater("actor", self._policy, self._actor_cfg.optim, self._cfg.trainer, self._device)
-        self._engine = HFRollout(
-            self._config,
-            dtype=resolve_dtype(self._rollout_cfg.dtype, self._device),
-            device=self._device,
-            eos_token_ids=self._encoder.eos_token_ids,
-            max_num_seqs=self._rollout_cfg.max_num_seqs,
-            trust_remote_code=model_cfg.trust_remote_code,
-        )
-        self._sync = WeightSync(self._policy, self._engine)
-        self._residency.add_engine(self._release_engine)
         phases: tuple[Phase, ...] = ("sync", "score", "train_actor", "save")
         phases += ("ref",) if self._exact_kl_reward else ()
         self._residency.add_model(self._policy, *phases, offload=fsdp.param_offload)
@@ -94,10 +70,6 @@ class ActorRolloutRefWorker:
             offload = self._cfg.actor_rollout_ref.ref.fsdp_config.param_offload
             phases = ("ref", "train_actor") if self._exact_kl_loss else ("ref",)
             self._residency.add_model(self._reference, *phases, offload=offload)
-
-    def _release_engine(self) -> None:
-        self._engine.release()
-        self._sync.lost()
 
     def _load_policy(self, role: str, master_dtype: torch.dtype, gradient_checkpointing: bool) -> PolicyModel:
         fsdp = self._actor_cfg.fsdp_config
@@ -117,75 +89,19 @@ class ActorRolloutRefWorker:
             group=sequence_group(self._config, size, f"actor_rollout_ref.{role}.ulysses_sequence_parallel_size"),
         )
 
+    @property
+    def policy(self) -> PolicyModel:
+        """The weights that are trained."""
+        return self._policy
+
+    @property
+    def num_updates(self) -> int:
+        """Optimizer steps made since the start of the process: the version of the policy."""
+        return self._updater.num_steps
+
     def sizes(self) -> Numbers:
         """Sizes of the policy, for the log and for counting FLOPs."""
         return model_numbers(self._policy) | {"peak_flops": self._device.peak_flops()}
-
-    # -- generation ----------------------------------------------------------------------------------------------------
-
-    def generate(self, task: GenerateTask) -> tuple[Batch, list[str], Numbers]:
-        """Sample answers. Returns payload columns, the answers as text, and per-sample numbers, prompt-major."""
-        started = time.perf_counter()
-        if self._sync.needed(self._updater.num_steps):
-            self._residency.enter("sync")
-            self._sync.run(self._updater.num_steps)
-        self._residency.enter("rollout")
-        self._device.synchronize()
-        synced = time.perf_counter()
-        store = self._prompts[task.split]
-        prompts = [store.prompt(row) for row in task.rows]
-        seeds = sample_seeds(task.seed, task.step, task.rows, task.sampling.num_samples)
-        finished = self._hand_out if task.stream else None
-        generation = self._engine.generate(prompts, seeds, task.sampling, finished) if prompts else None
-        if task.stream:
-            self._finished.put(None)
-        self._device.synchronize()
-        timing = {"timing/reshard": synced - started, "timing/generate_sequences": time.perf_counter() - synced}
-        if generation is None:
-            return Batch(), [], timing
-        self._validate_answers(generation.tokens, generation.log_probs)
-        payload = _join(prompts, generation.tokens, task.sampling.num_samples)
-        payload.update({"rollout_log_probs": generation.log_probs})
-        texts = self._encoder.decode_batch([row.tolist() for row in generation.tokens.rows()])
-        numbers: Numbers = {
-            "prompt_length": payload.dense("prompt_length").numpy(),
-            "response_length": generation.tokens.lengths.numpy(),
-            "truncated": generation.truncated.numpy(),
-        }
-        return payload, texts, numbers | timing
-
-    def _hand_out(self, place: int, answers: list[list[int]]) -> None:
-        self._finished.put((place, self._encoder.decode_batch(answers)))
-
-    def take_finished(self, wait_s: float) -> tuple[list[str], Numbers]:
-        """Texts of prompts that have finished since the last call, and ``places`` [k] of those prompts in the task.
-
-        Waits for the first; ``done`` says that none will follow. Meant for another thread than the one that generates.
-        """
-        found: list[tuple[int, list[str]]] = []
-        done = False
-        try:
-            item = self._finished.get(timeout=wait_s)
-            while item is not None:
-                found.append(item)
-                item = self._finished.get_nowait()
-            done = True
-        except Empty:
-            pass
-        return [text for _, texts in found for text in texts], {
-            "places": np.array([place for place, _ in found], int),
-            "done": done,
-        }
-
-    def _validate_answers(self, tokens: Ragged, log_probs: Ragged) -> None:
-        vocabulary = self._config.get_text_config().vocab_size
-        if bool(((tokens.values < 0) | (tokens.values >= vocabulary)).any()) or not bool(
-            log_probs.values.isfinite().all()
-        ):
-            raise NonFiniteError(
-                f"the rollout engine '{self._rollout_cfg.name}' returned token ids outside the vocabulary of {vocabulary} "
-                "or log-probs that are not finite; the weights it generates with are probably damaged."
-            )
 
     # -- scoring -------------------------------------------------------------------------------------------------------
 
@@ -256,6 +172,15 @@ class ActorRolloutRefWorker:
             all_entropy.append(entropy.cpu() if entropy is not None else log_probs[:0].cpu())
         log_prob = Ragged(torch.cat(all_log_probs), _answer_lengths(batch))
         return log_prob, log_prob.like(torch.cat(all_entropy)) if with_entropy else log_prob
+
+    @torch.no_grad()
+    def score_text(self, tokens: Sequence[int]) -> Tensor:
+        """log pi(token) of ``tokens[1:]`` at temperature 1: [len(tokens) - 1]."""
+        self._policy.eval()
+        whole = Batch(
+            {"tokens": Ragged.from_rows([torch.tensor(tokens)]), "prompt_length": torch.ones(1, dtype=torch.long)}
+        )
+        return self._policy(pack(whole, self._device.torch_device), 1.0).log_probs.cpu()
 
     def _old(self, batch: Batch) -> Tensor:
         """log pi_old: the trainer's own, or with bypass_mode the engine's."""
@@ -360,19 +285,6 @@ class ActorRolloutRefWorker:
         """Write a Hugging Face folder (a collective; rank 0 writes)."""
         self._residency.enter("score")
         export_huggingface(self._policy, self._config, self._model_cfg.path, folder)
-
-
-def _join(prompts: Sequence[NDArray[np.int32]], answers: Ragged, num_samples: int) -> Batch:
-    """Prompt and answer of each sample as one row of ``tokens``."""
-    heads = [torch.from_numpy(np.asarray(prompt, dtype=np.int32)) for prompt in prompts for _ in range(num_samples)]
-    rows = [torch.cat(pair) for pair in zip(heads, answers.rows(), strict=True)]
-    return Batch(
-        {
-            "tokens": Ragged.from_rows(rows),
-            "prompt_length": torch.tensor([len(head) for head in heads]),
-            "response_length": answers.lengths,
-        }
-    )
 
 
 def _answer_lengths(batch: Batch) -> Tensor:

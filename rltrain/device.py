@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from rltrain.env import chosen_threads, cpu_quota
 from rltrain.errors import ConfigError
 
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
@@ -78,6 +79,15 @@ class Device:
         """Hand cached blocks back, so that another allocator can have them."""
         if not self.is_cpu:
             self._module().empty_cache()
+
+    def free_memory_bytes(self) -> int:
+        """Memory that is free now: of the device, or what the operating system says programs can still have."""
+        if self.is_cpu:
+            with open("/proc/meminfo") as file:
+                fields = dict(line.split(":") for line in file)
+            return int(fields["MemAvailable"].split()[0]) << 10
+        self.empty_cache()
+        return int(self._module().mem_get_info()[0])
 
     def peak_memory_gb(self) -> dict[str, float]:
         """``perf/*memory*`` metrics: peaks of this process since it started, in GiB."""
@@ -145,5 +155,8 @@ def resolve_dtype(name: str, device: Device) -> torch.dtype:
 
 
 def threads_per_worker(workers_on_this_node: int) -> int:
-    """CPU threads of one worker: the node's cores shared out. Oversubscribed OpenMP threads spin and cost a factor of ten."""
-    return max(1, len(os.sched_getaffinity(0)) // workers_on_this_node)
+    """CPU threads of one worker: OMP_NUM_THREADS if the user has set it, else the cores this process may use, shared out.
+
+    Oversubscribed OpenMP threads spin and cost a factor of ten.
+    """
+    return chosen_threads() or max(1, int(min(len(os.sched_getaffinity(0)), cpu_quota()) / workers_on_this_node))

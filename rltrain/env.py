@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+from pathlib import Path
 
 # Ascend, as vllm-ascend's and HCCL's documentation ask for reinforcement learning. Not verified on hardware.
 _NPU = {
@@ -27,6 +29,21 @@ def worker_environment(device: str, threads: int) -> dict[str, str]:
     wanted = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", **_BY_DEVICE[device]}
     passed_on = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
     return {name: os.environ.get(name, value) for name, value in wanted.items()} | passed_on
+
+
+def chosen_threads() -> int | None:
+    """OMP_NUM_THREADS, where the user has set it."""
+    value = os.environ.get("OMP_NUM_THREADS", "")
+    return int(value) if value.isdigit() and int(value) else None
+
+
+def cpu_quota(file: Path = Path("/sys/fs/cgroup/cpu.max")) -> float:
+    """Cores that the container's CPU quota (cgroup v2) allows; infinite without one."""
+    try:
+        quota, period = file.read_text().split()
+        return int(quota) / int(period)
+    except (OSError, ValueError):  # no such file, or "max"
+        return math.inf
 
 
 def scorer_environment() -> dict[str, str]:

@@ -22,6 +22,9 @@ from rltrain.workers.hybrid import HybridWorker
 from rltrain.workers.rollout.base import Sampling
 from rltrain.workers.tasks import GenerateTask
 
+# Trainers of one process share a store; each counts its calls from a million of its own.
+_RUNS = itertools.count(1)
+
 
 class LocalGroup:
     """`WorkerGroup` of one rank: objects themselves stand for references."""
@@ -105,6 +108,7 @@ def local_trainer(arguments: list[str], twist=None) -> PPOTrainer:
     sizes = worker.init_models(needs_reference(cfg), with_critic)
     group = LocalGroup(worker)
     policy = Policy(group, cfg)
+    policy._calls = 1_000_000 * next(_RUNS)
     critic = Critic(group, cfg) if with_critic else None
     order = BatchOrder(len(prompts["train"]), plan.prompts_per_round, cfg.data.seed, cfg.data.shuffle)
     sampler = make_sampler(cfg.data.sampler.name, order, rows["train"], cfg.data.sampler.revisit)
@@ -115,7 +119,7 @@ def local_trainer(arguments: list[str], twist=None) -> PPOTrainer:
     trainer = PPOTrainer(cfg, plan, policy, critic, rewards, Experience(cfg, plan, policy, rewards, sampler), sizes)
     trainer.group, trainer.worker = group, worker
     rollout = cfg.actor_rollout_ref.rollout
-    trainer.calls = itertools.count(1000)
+    trainer.calls = itertools.count(policy._calls + 1000)
     trainer.experience_task = lambda: GenerateTask(
         "train",
         np.arange(4, dtype=np.int32),

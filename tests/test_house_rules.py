@@ -34,6 +34,7 @@ HOMES = {
     "sglang": ("workers/rollout/sglang.py",),
     "transformers": ("models/", "data/chat.py", "workers/rollout/hf.py"),
     "torch_npu": ("device.py",),
+    "peft": ("models/lora.py",),
 }
 
 

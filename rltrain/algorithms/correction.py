@@ -58,6 +58,24 @@ def _reduce(values: Ragged, over: str) -> Tensor:
     return values.sum() if over == "seq_sum" else values.mean()
 
 
+def compare(
+    train: Ragged, engine: Ragged, cfg: RolloutCorrectionConfig, given: Tensor | None = None
+) -> tuple[dict[str, Ragged], Sums]:
+    """Columns ``is_weights`` and ``loss_mask`` where the loss uses them, and the sums of mismatch and correction.
+
+    given [n]: see `fresh_gap`.
+    """
+    log_ratio = train.like(train.values - engine.values)
+    columns: dict[str, Ragged] = {}
+    if cfg.weights_loss:
+        columns["is_weights"] = importance_weights(log_ratio, cfg)
+    if cfg.rollout_rs:
+        columns["loss_mask"] = accepted(log_ratio, cfg.rejection_rules())
+    corrected = correction_sums(columns.get("is_weights"), columns.get("loss_mask"), log_ratio, cfg)
+    fresh = {} if given is None else fresh_gap(train, engine, given)
+    return columns, mismatch_sums(train, engine) | fresh | corrected
+
+
 def mismatch_sums(train: Ragged, engine: Ragged) -> Sums:
     """What adds up over ranks (``max/``: what is maximised) of the difference between two log-probs of the same tokens."""
     log_ratio = train.like((train.values - engine.values).double())
@@ -83,6 +101,13 @@ def mismatch_sums(train: Ragged, engine: Ragged) -> Sums:
         "engine_ppl": float(means[1].exp().sum()),
         "log_ppl_gap": float((means[0] - means[1]).abs().sum()),
     }
+
+
+def fresh_gap(train: Ragged, engine: Ragged, given: Tensor) -> Sums:
+    """The gap of `mismatch_sums` over tokens that the current policy sampled: those after the first ``given`` [n] of each row."""
+    fresh = train.positions >= given[train.row_ids]
+    gap = (train.values - engine.values)[fresh].abs().double()
+    return {"gap": float(gap.sum()), "max/gap": float(gap.max()) if len(gap) else 0.0, "gap_tokens": float(len(gap))}
 
 
 def correction_sums(

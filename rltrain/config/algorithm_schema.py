@@ -65,6 +65,11 @@ class RolloutCorrectionConfig:
         """Whether the old_log_prob pass says which tokens are rejected."""
         return bool(self.rollout_rs) and not self.bypass_mode
 
+    @property
+    def weights_loss(self) -> bool:
+        """Whether importance weights enter the loss."""
+        return bool(self.rollout_is) and (not self.bypass_mode or self.loss_type == "reinforce")
+
     def importance_bounds(self) -> tuple[float | None, float]:
         """(low, high) of rollout_is_threshold; low is None for a plain truncation. Raises ValueError."""
         low, high = _bounds(str(self.rollout_is_threshold))

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from rltrain.config.load import LoadedConfig
+from rltrain.config.lora import lora_problems
 from rltrain.config.model_schema import OptimConfig
+from rltrain.config.parallel import parallel_problems
 from rltrain.config.schema import Config
 from rltrain.config.values import (
     AT_LEAST,
@@ -41,12 +43,14 @@ def check(loaded: LoadedConfig) -> None:
         *_ranges(config),
         *uneven(config),
         *_answers(config),
+        *_tail(config),
         *_algorithm(config),
-        *_sequence_parallel(config),
+        *parallel_problems(config),
         *_reward_model(config),
         *_engine(config),
         *_budgets(config),
         *_sizes(config),
+        *lora_problems(config),
         *_rest(config),
     ]
     if problems:
@@ -70,7 +74,7 @@ def missing_files(config: Config) -> list[str]:
     named += [("data.val_files", path) for path in as_list(config.data.val_files)]
     named += [("custom_reward_function.path", path) for path in as_list(config.custom_reward_function.path)]
     named += [(key, get(config, key).rpartition(":")[0]) for key in PLUGINS if ":" in get(config, key)]
-    for key in (_A + "model.path", "critic.model.path", "reward_model.model.path"):
+    for key in (_A + "model.path", _A + "model.lora_adapter_path", "critic.model.path", "reward_model.model.path"):
         if (model := get(config, key) or "").startswith(("/", ".", "~")):
             named.append((key, model))
     if config.trainer.resume_mode == "resume_path":
@@ -112,6 +116,9 @@ def _ranges(config: Config) -> Iterator[str]:
         value = get(config, _A + key)
         if not 0 < value <= 1:
             yield f"{_A}{key}={value}: it must be over 0 and at most 1."
+    ratio = config.actor_rollout_ref.rollout.oversample_ratio
+    if not 1 <= ratio <= 2:
+        yield f"{_A}rollout.oversample_ratio={ratio}: it must be between 1 and 2. Try 1.25."
     if not 0 <= config.data.sampler.revisit <= 1:
         yield f"data.sampler.revisit={config.data.sampler.revisit}: it must be between 0 and 1."
     for key in (_A + "actor.policy_loss.clip_cov_ratio", _A + "actor.policy_loss.kl_cov_ratio"):
@@ -196,6 +203,22 @@ def _answers(config: Config) -> Iterator[str]:
         yield f"{_A}rollout.do_sample=False makes all answers to a prompt alike, and nothing is learnt from them. Leave it out."
 
 
+def _tail(config: Config) -> Iterator[str]:
+    rollout, correction = config.actor_rollout_ref.rollout, config.algorithm.rollout_correction
+    tail = f"{_A}rollout.tail={rollout.tail}"
+    if rollout.tail == "exact" and rollout.name != "vllm":
+        yield f"{tail} is speculative decoding, which {_A}rollout.name={rollout.name} has not. Use rollout.name=vllm, or leave tail out."
+    if rollout.stops_early and config.algorithm.filter_groups.enable:
+        yield f"{tail} and algorithm.filter_groups.enable=True both choose the prompts of a step. Keep one of them."
+    # With bypass_mode and ppo_clip the ratio of the loss is taken against the policy that sampled the token: weight enough.
+    weighted = (correction.bypass_mode and correction.loss_type == "ppo_clip") or correction.rollout_is == "token"
+    if rollout.tail == "carry_over" and not weighted:
+        yield (
+            f"{tail} learns from tokens that earlier policies have sampled, and needs a weight for each: set "
+            f"algorithm.rollout_correction.rollout_is=token (got {correction.rollout_is or 'null'})."
+        )
+
+
 def _algorithm(config: Config) -> Iterator[str]:
     algorithm, correction = config.algorithm, config.algorithm.rollout_correction
     for key in ("gamma", "lam"):
@@ -227,20 +250,6 @@ def _algorithm(config: Config) -> Iterator[str]:
         except ValueError as error:
             value = getattr(correction, name)
             yield f"algorithm.rollout_correction.{name}={value}: {error}. See --help algorithm.rollout_correction."
-
-
-def _sequence_parallel(config: Config) -> Iterator[str]:
-    """Where actor and reference compute together, they cut sequences alike."""
-    roles = config.actor_rollout_ref
-    actor, ref = roles.actor.ulysses_sequence_parallel_size, roles.ref.ulysses_sequence_parallel_size
-    together = {
-        f"{_A}actor.kl_loss_type=full": roles.actor.use_kl_loss and roles.actor.kl_loss_type == "full",
-        "algorithm.kl_penalty=full": config.algorithm.use_kl_in_reward and config.algorithm.kl_penalty == "full",
-        f"{_A}model.lora_rank={roles.model.lora_rank}": roles.model.lora_rank > 0,
-    }
-    key = f"{_A}ref.ulysses_sequence_parallel_size"
-    for why in (why for why, holds in together.items() if holds and actor != ref):
-        yield f"{key}={ref}: with {why} actor and reference share the devices of a sequence. Use {key}={actor}, as the actor."
 
 
 def _reward_model(config: Config) -> Iterator[str]:

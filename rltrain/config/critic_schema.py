@@ -22,6 +22,14 @@ class CriticModelConfig:
     """Free-form: fields of the model's config to replace."""
     enable_gradient_checkpointing: bool = True
     """Recompute each layer in the backward pass."""
+    lora_rank: int = 0
+    """The critic's own LoRA: rank of adapters over frozen weights; 0: train all weights. Adapters want a larger optim.lr, such as 1e-4."""
+    lora_alpha: float = 16.0
+    """Adapters are scaled by lora_alpha / lora_rank."""
+    target_modules: Any = "all-linear"
+    """Layers that get adapters: all-linear (all but the head), a list of names such as [q_proj,v_proj], or a pattern of full names."""
+    exclude_modules: Any = None
+    """Layers that get none all the same: a list of names, or a pattern of full names."""
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
     """Sharding."""
     tokenizer_path: str | None = None
@@ -32,6 +40,11 @@ class CriticModelConfig:
     """No effect: weights are read once, by rank 0."""
     external_lib: str | None = None
     """No effect: import it in your own entry point."""
+
+    @property
+    def uses_lora(self) -> bool:
+        """Whether adapters and the head are trained instead of all weights."""
+        return self.lora_rank > 0
 
 
 @dataclass

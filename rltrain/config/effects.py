@@ -8,6 +8,8 @@ from typing import Any
 from rltrain.config.check import as_list, get
 from rltrain.config.keys import all_keys, free_form_parent
 from rltrain.config.load import LoadedConfig
+from rltrain.config.lora import LORA_MODES
+from rltrain.config.rollout_effects import ROLLOUT_MODES
 from rltrain.config.schema import Config
 
 _A = "actor_rollout_ref."
@@ -101,11 +103,7 @@ _MODES: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
         lambda cfg: cfg.actor_rollout_ref.actor.optim.lr_warmup_steps >= 0,
         "lr_warmup_steps is set",
     ),
-    (
-        (_A + "model.lora_alpha", _A + "model.target_modules"),
-        lambda cfg: cfg.actor_rollout_ref.model.lora_rank == 0,
-        "lora_rank=0",
-    ),
+    *LORA_MODES,
     (
         tuple(f"{_A}rollout.val_kwargs.{name}" for name in ("temperature", "top_k", "top_p")),
         lambda cfg: not cfg.actor_rollout_ref.rollout.val_kwargs.do_sample,
@@ -189,11 +187,7 @@ _MODES: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
         lambda cfg: not cfg.algorithm.rollout_correction.rollout_rs,
         "rollout_rs is null",
     ),
-    (
-        ("algorithm.rollout_correction.loss_type",),
-        lambda cfg: not _bypass(cfg),
-        "bypass_mode=False",
-    ),
+    (("algorithm.rollout_correction.loss_type",), lambda cfg: not _bypass(cfg), "bypass_mode=False"),
     (
         (
             _A + "actor.policy_loss.loss_mode",
@@ -215,6 +209,11 @@ _MODES: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
         "with bypass_mode no old_log_prob pass is made",
     ),
     (
+        (_A + "actor.recompute_old_log_prob",),
+        lambda cfg: cfg.old_log_probs_all_or_none,
+        "this mode needs the whole pass, or none",
+    ),
+    (
         ("algorithm.kl_penalty", "algorithm.kl_ctrl."),
         lambda cfg: not cfg.algorithm.use_kl_in_reward,
         "use_kl_in_reward=False",
@@ -229,11 +228,7 @@ _MODES: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
         lambda cfg: cfg.data.sampler.name != "solve_rate",
         "only data.sampler.name=solve_rate uses it",
     ),
-    (
-        ("data.gen_batch_size",),
-        lambda cfg: not cfg.algorithm.filter_groups.enable,
-        "filter_groups.enable=False",
-    ),
+    (("data.gen_batch_size",), lambda cfg: not cfg.algorithm.filter_groups.enable, "filter_groups.enable=False"),
     (
         ("reward_model.overlong_buffer.",),
         lambda cfg: cfg.reward_model.reward_manager != "dapo",
@@ -259,11 +254,7 @@ _MODES: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
         lambda cfg: cfg.critic.optim.lr_warmup_steps >= 0,
         "lr_warmup_steps is set",
     ),
-    (
-        ("critic.checkpoint.",),
-        lambda cfg: True,
-        "a checkpoint always holds the whole critic",
-    ),
+    (("critic.checkpoint.",), lambda cfg: True, "a checkpoint always holds the whole critic"),
     (
         (
             "custom_reward_function.",
@@ -301,6 +292,7 @@ _MODES: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
         lambda cfg: cfg.trainer.test_freq > 0 and not as_list(cfg.data.val_files),
         "data.val_files is not set",
     ),
+    *ROLLOUT_MODES,
 )
 
 

@@ -64,7 +64,6 @@ IGNORED = {
     _A + "actor.optim.override_optimizer_config.": "use actor.optim.* and actor.fsdp_config.optimizer_offload",
     _A + "actor.optim.lr_scheduler": "use actor.optim.lr_scheduler_type",
     _A + "model.fused_kernel_options.": "logits are always computed in chunks",
-    _A + "model.exclude_modules": "LoRA is not in this version",
     _A + "model.mtp.": "multi-token prediction heads are not trained",
     _A + "nccl_timeout": "a lost worker is noticed at once",
     _A + "ref.model.": "the reference is the model that training starts from",

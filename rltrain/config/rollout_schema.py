@@ -92,6 +92,15 @@ class RolloutConfig:
     """No effect with name=hf."""
     update_weights_bucket_megabytes: int = 512
     """Weights are gathered and handed to the engine in pieces that together take no more than this."""
+    tail: str = "off"
+    """What to do about the few longest answers: off (wait for them), exact (speculative decoding; vllm), oversample (start more prompts,
+    and throw away what has not ended when there are enough), carry_over (the same, but go on with it in the next step)."""
+    oversample_ratio: float = 1.25
+    """oversample, carry_over: prompts started in a step, as a multiple of data.train_batch_size."""
+    tail_max_age: int = 4
+    """oversample, carry_over: a step waits for a prompt that this many steps have ended without."""
+    tail_draft_tokens: int = 4
+    """exact: tokens guessed at once, from where the last ones stood before in prompt or answer."""
     log_prob_gap_limit: float | None = None
     """Alarm where engine and trainer differ by more per token; null: 1e-3 if both compute in float32, else 0.1."""
     on_log_prob_gap: str = "warn"
@@ -106,3 +115,20 @@ class RolloutConfig:
     """old_log_prob pass: cut by tokens instead of by samples."""
     log_prob_max_token_len_per_gpu: int = _ACTOR + "ppo_max_token_len_per_gpu}"  # type: ignore[assignment]
     """old_log_prob pass: tokens per forward on one device."""
+
+    @property
+    def stops_early(self) -> bool:
+        """Whether a step ends before all answers that it has started."""
+        return self.tail in ("oversample", "carry_over")
+
+    @property
+    def prompt_lookup(self) -> dict[str, Any] | None:
+        """vLLM's ``speculative_config`` for ``tail=exact``: drafts looked up in the text so far (Saxena 2023)."""
+        if self.tail != "exact":
+            return None
+        return {
+            "method": "ngram",
+            "num_speculative_tokens": self.tail_draft_tokens,
+            "prompt_lookup_max": 4,
+            "prompt_lookup_min": 2,
+        }

@@ -121,6 +121,8 @@ class ActorConfig:
     """Tokens per forward and backward on one device; times the sequence-parallel size for a group."""
     ppo_epochs: int = 1
     """Passes over each batch."""
+    recompute_old_log_prob: str = "auto"
+    """Old log-probs of the first mini-batch. auto: from the update's own forward, unless needed earlier; always: from a pass."""
     shuffle: bool = False
     """Shuffle the prompts of a batch, anew for every pass, before it is cut into mini-batches."""
     clip_ratio: float = 0.2
@@ -158,7 +160,7 @@ class ActorConfig:
     entropy_checkpointing: bool = False
     """No effect: logits are always recomputed in the backward pass."""
     calculate_entropy: bool = False
-    """No effect: entropy is always measured in the old_log_prob pass."""
+    """No effect: entropy is always measured."""
 
 
 @dataclass
@@ -200,11 +202,15 @@ class ModelConfig:
     use_remove_padding: bool = True
     """No effect: sequences are always packed."""
     lora_rank: int = 0
-    """Rank of LoRA adapters; 0: train all weights."""
+    """Rank of LoRA adapters over frozen weights; 0: train all weights. Adapters want a larger optim.lr, such as 3e-5."""
     lora_alpha: float = 16.0
-    """Scale of LoRA adapters."""
+    """Adapters are scaled by lora_alpha / lora_rank."""
     target_modules: Any = "all-linear"
-    """Layers that get LoRA adapters."""
+    """Layers that get adapters: all-linear (all but the head), a list of names such as [q_proj,v_proj], or a pattern of full names."""
+    exclude_modules: Any = None
+    """Layers that get none all the same: a list of names, or a pattern of full names."""
+    lora_adapter_path: str | None = None
+    """Go on training a peft adapter: a folder or hub name, which says rank, scale and layers. The reference stays the model without it."""
     use_shm: bool = False
     """No effect: weights are read once, by rank 0."""
     use_liger: bool = False
@@ -215,6 +221,11 @@ class ModelConfig:
     """No effect in this version."""
     external_lib: str | None = None
     """No effect: import it in your own entry point."""
+
+    @property
+    def uses_lora(self) -> bool:
+        """Whether adapters are trained instead of the weights."""
+        return self.lora_rank > 0 or self.lora_adapter_path is not None
 
 
 @dataclass
@@ -255,3 +266,20 @@ class Config:
     """The run."""
     ray_kwargs: RayConfig = field(default_factory=RayConfig)
     """Ray."""
+
+    @property
+    def old_log_probs_all_or_none(self) -> bool:
+        """Whether recompute_old_log_prob=auto cannot leave the first mini-batch out of the old_log_prob pass.
+
+        Something needs all of them before the update: the reward's KL, denominators, the mean weight, tokens chosen over a
+        mini-batch, a second pass over the batch (maybe on other ranks). bypass_mode makes no pass.
+        """
+        actor, correction = self.actor_rollout_ref.actor, self.algorithm.rollout_correction
+        weighs = bool(correction.rollout_is) and correction.rollout_is_batch_normalize
+        needed = self.algorithm.use_kl_in_reward or bool(correction.rollout_rs) or weighs
+        return (
+            correction.bypass_mode
+            or needed
+            or actor.policy_loss.loss_mode in ("clip_cov", "kl_cov")
+            or actor.ppo_epochs > 1
+        )

@@ -29,10 +29,12 @@ CHOICES = {
     _A + "actor.fsdp_config.model_dtype": _DTYPES,
     _A + "actor.fsdp_config.compute_dtype": _DTYPES,
     _A + "rollout.dtype": _DTYPES,
+    _A + "rollout.tail": ("off", "exact", "oversample", "carry_over"),
     _A + "actor.optim.lr_scheduler_type": ("constant", "cosine"),
     _A + "actor.policy_loss.loss_mode": POLICY_LOSSES,
     _A + "actor.kl_loss_type": KL_KINDS,
     _A + "actor.loss_agg_mode": AGGREGATION,
+    _A + "actor.recompute_old_log_prob": ("auto", "always"),
     "critic.loss_agg_mode": AGGREGATION,
     "critic.strategy": ("fsdp2", "fsdp"),
     "critic.optim.lr_scheduler_type": ("constant", "cosine"),
@@ -97,6 +99,8 @@ AT_LEAST = {
     _A + "rollout.log_prob_micro_batch_size_per_gpu": 1,
     _A + "rollout.n": 1,
     _A + "rollout.log_prob_gap_limit": 0,
+    _A + "rollout.tail_max_age": 1,
+    _A + "rollout.tail_draft_tokens": 1,
     _A + "rollout.max_num_seqs": 1,
     _A + "rollout.max_num_batched_tokens": 1,
     _A + "rollout.update_weights_bucket_megabytes": 1,
@@ -108,13 +112,15 @@ AT_LEAST = {
     "trainer.n_gpus_per_node": 1,
     "trainer.total_epochs": 1,
     "trainer.total_training_steps": 1,
+    _A + "model.lora_rank": 0,
+    "critic.model.lora_rank": 0,
     "reward.num_workers": 1,
     "reward.timeout_s": 0.01,
 }
 # key -> the values this version can run, and what to do instead
 AVAILABLE: dict[str, tuple[tuple[Any, ...], str]] = {
     "reward_model.reward_manager": (("naive", "dapo", "batch"), "Use reward_model.reward_manager=naive."),
-    _A + "model.lora_rank": ((0,), "Use lora_rank=0: all weights are trained."),
+    _A + "rollout.tail": (("off", "oversample", "carry_over"), "Leave it out, or use tail=carry_over."),
     _A + "rollout.multi_turn.enable": ((False,), "Answers are single-turn: leave it out."),
     _A + "rollout.name": (("hf", "vllm", "sglang"), "Use rollout.name=vllm, sglang or hf."),
 }

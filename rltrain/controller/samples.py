@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from rltrain.batch import Batch, Column
+from rltrain.ragged import Ragged
 
 Array = NDArray[Any]
 
@@ -59,7 +60,7 @@ class Samples:
     def __init__(self, num_samples: int) -> None:
         self.num_samples = num_samples
         self.numbers: dict[str, Array] = {}
-        self._parts: list[Part] = []
+        self._parts: dict[tuple[int, tuple[str, ...]], Part] = {}
 
     def __len__(self) -> int:
         return self.num_samples
@@ -79,11 +80,27 @@ class Samples:
 
     def attach(self, parts: Sequence[Part]) -> None:
         """Add payload columns that now exist in the object store."""
-        self._parts.extend(parts)
+        for part in parts:
+            name = (id(part.ref), part.columns)
+            if known := self._parts.get(name):  # so that one object is fetched once
+                ids, rows = np.concatenate([known.ids, part.ids]), np.concatenate([known.rows, part.rows])
+                part = Part(part.ref, part.columns, ids, rows)
+            self._parts[name] = part
+
+    def adopt(self, other: Samples, ids: Array, places: Array, numbers: Sequence[str] = ()) -> None:
+        """Take the payload, and the given numbers, of the samples ``ids`` of ``other``: they are my samples ``places``."""
+        new_id = np.full(len(other), -1)
+        new_id[ids] = places
+        for part in other._parts.values():
+            kept = new_id[part.ids] >= 0
+            if kept.any():  # else nothing of the object is needed any more
+                self.attach([Part(part.ref, part.columns, new_id[part.ids][kept], part.rows[kept])])
+        for name in numbers:
+            self[name][places] = other[name][ids]
 
     def parts_with(self, column: str) -> list[Part]:
         """The objects that hold ``column``."""
-        return [part for part in self._parts if column in part.columns]
+        return [part for part in self._parts.values() if column in part.columns]
 
     @classmethod
     def join(cls, pieces: Sequence[tuple[Samples, Array]]) -> Samples:
@@ -91,22 +108,23 @@ class Samples:
         joined = cls(sum(len(ids) for _, ids in pieces))
         start = 0
         for samples, ids in pieces:
-            new_id = np.full(len(samples), -1)
-            new_id[ids] = start + np.arange(len(ids))
-            for part in samples._parts:
-                kept = new_id[part.ids] >= 0
-                if kept.any():  # else nothing of the object is needed any more
-                    joined.attach([Part(part.ref, part.columns, new_id[part.ids][kept], part.rows[kept])])
+            joined.adopt(samples, ids, start + np.arange(len(ids)))
             start += len(ids)
         for name in dict.fromkeys(name for samples, _ in pieces for name in samples.numbers):
             columns = [samples.numbers.get(name, np.full(len(samples), np.nan))[ids] for samples, ids in pieces]
             joined.update({name: np.concatenate(columns)})
         return joined
 
-    def request(self, ids: Array, columns: Sequence[str], numbers: Sequence[str] = ()) -> Request:
-        """The given samples in the given order. Raises KeyError when a column is not there for every one of them."""
+    def request(
+        self, ids: Array, columns: Sequence[str], numbers: Sequence[str] = (), optional: Sequence[str] = ()
+    ) -> Request:
+        """The given samples in the given order. Raises KeyError when a column is not there for every one of them.
+
+        Of ``optional`` columns those rows come that there are.
+        """
+        columns = [*columns, *optional]
         pieces = []
-        for part in self._parts:
+        for part in self._parts.values():
             wanted = tuple(name for name in part.columns if name in columns)
             row_of = np.full(self.num_samples, -1, dtype=np.int32)
             row_of[part.ids] = part.rows
@@ -115,21 +133,29 @@ class Samples:
                 pieces.append(Piece([part.ref], wanted, row_of[ids[places]], places))
         for name in columns:
             have = sum(len(piece.rows) for piece in pieces if name in piece.columns)
-            if have != len(ids):
+            if have != len(ids) and name not in optional:
                 raise KeyError(f"column '{name}' is there for {have} of {len(ids)} samples")
         return Request(len(ids), pieces, {name: self[name][ids] for name in numbers})
 
 
 def assemble(request: Request, objects: Sequence[Batch | list[Any]]) -> Batch:
-    """The requested batch, from the fetched objects (one a piece). A list is an object of one column."""
+    """The requested batch, from the fetched objects (one a piece). A list is an object of one column.
+
+    Of a ragged column that some samples lack, their rows are empty.
+    """
     batch = Batch()
     if not request.num_samples:
         return batch
     for name in dict.fromkeys(name for piece in request.pieces for name in piece.columns):
         having = [(piece, found) for piece, found in zip(request.pieces, objects, strict=True) if name in piece.columns]
         joined = Batch.concat([Batch({name: _column(found, name)}).select(piece.rows) for piece, found in having])
-        order = np.argsort(np.concatenate([piece.places for piece, _ in having]), kind="stable")
-        batch.update(joined.select(order))
+        places = np.concatenate([piece.places for piece, _ in having])
+        column = joined.select(np.argsort(places, kind="stable"))[name]
+        if isinstance(column, Ragged) and len(column) < request.num_samples:
+            lengths = torch.zeros(request.num_samples, dtype=torch.long)
+            lengths[torch.from_numpy(np.sort(places)).long()] = column.lengths
+            column = Ragged(column.values, lengths)
+        batch.update({name: column})
     batch.update({name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in request.numbers.items()})
     return batch
 

@@ -143,7 +143,8 @@ def final_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
 
 
 def model_numbers(policy: PackedModel) -> dict[str, int]:
-    """num_parameters; matmul_parameters (without the input embedding, with the head); attention_width = layers x heads x head size."""
+    """num_parameters, and trained_parameters of them; matmul_parameters (without the input embedding, with the head);
+    attention_width = layers x heads x head size."""
     config = policy.model.config.get_text_config()
     total = sum(parameter.numel() for parameter in policy.parameters())
     embedding = next(policy.model.get_input_embeddings().parameters())
@@ -151,6 +152,7 @@ def model_numbers(policy: PackedModel) -> dict[str, int]:
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return {
         "num_parameters": total,
+        "trained_parameters": sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad),
         "matmul_parameters": total if tied else total - embedding.numel(),
         "attention_width": config.num_hidden_layers * config.num_attention_heads * head_size,
     }

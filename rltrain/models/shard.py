@@ -25,6 +25,7 @@ from rltrain.models.load import (
     recompute_activations,
     without_dropout,
 )
+from rltrain.models.lora import Lora, add_adapters, first_adapters, plain_name, plain_weights
 
 PREFIX = "model."
 Model = TypeVar("Model", PolicyModel, ScalarModel)
@@ -50,11 +51,13 @@ def sharded_model(
     gradient_checkpointing: bool,
     reshard_after_forward: bool = True,
     trust_remote_code: bool = False,
+    lora: Lora | None = None,
     group: ProcessGroup | None = None,
 ) -> Model:
     """The model, one shard on each rank. Only rank 0 reads the weights; no rank ever holds more than one layer whole.
 
-    ``group``: ranks that hold each sequence together (see `ulysses`).
+    ``lora``: with these adapters, in their own dtype, over frozen weights in ``master_dtype``. ``group``: ranks that hold
+    each sequence together (see `ulysses`).
     """
     attention.register()
     config = without_dropout(config)
@@ -62,12 +65,16 @@ def sharded_model(
     model = empty_model(
         config, attention.NAME, master_dtype, decoder_only=decoder_only, trust_remote_code=trust_remote_code
     )
+    if lora:
+        add_adapters(model, lora)
     # Memory that is never written costs nothing: this allocates address space, and fully_shard touches only the shard.
     model.to_empty(device="cpu")
     model.tie_weights()
     if gradient_checkpointing:
         recompute_activations(model)
     packed = kind(model, group)
+    if lora and isinstance(packed, ScalarModel):
+        packed.score.to(lora.dtype)
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     for layer in decoder_layers(model):
         fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_after_forward)
@@ -78,6 +85,8 @@ def sharded_model(
             path, config, master_dtype, decoder_only=decoder_only, trust_remote_code=trust_remote_code
         )
         source = dict([*plain.named_parameters(), *plain.named_buffers()])
+        if lora:
+            source |= first_adapters(model, lora)
         if isinstance(packed, ScalarModel):
             head = read_score_head(path)
             source["score.weight"] = torch.zeros(packed.score.weight.shape) if head is None else head
@@ -90,7 +99,7 @@ def _fill(packed: PackedModel, source: dict[str, Tensor] | None, device: Device)
     with torch.no_grad():
         for name, parameter in packed.named_parameters():
             assert isinstance(parameter, DTensor)
-            full = source[name.removeprefix(PREFIX)] if source else torch.empty(parameter.shape)
+            full = source[plain_name(name.removeprefix(PREFIX))] if source else torch.empty(parameter.shape)
             full = full.detach().to(device.torch_device, parameter.dtype)
             shard = distribute_tensor(full, parameter.device_mesh, parameter.placements)
             parameter.to_local().copy_(shard.to_local())
@@ -103,10 +112,10 @@ def _fill(packed: PackedModel, source: dict[str, Tensor] | None, device: Device)
 def named_weights(packed: PackedModel) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, full tensor on the device) of every parameter and buffer, one at a time, in one order on all ranks.
 
-    A collective: every rank must run the whole iterator. Tied weights come once, under their first name.
+    A collective: every rank must run the whole iterator. Tied weights come once, under their first name; LoRA adapters come merged.
     """
-    for name, parameter in packed.named_parameters():
-        full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-        yield name.removeprefix(PREFIX), full.detach()
+    for weight in plain_weights(packed):
+        merged = weight.merged()
+        yield weight.name.removeprefix(PREFIX), merged.full_tensor() if isinstance(merged, DTensor) else merged
     for name, buffer in packed.named_buffers():
         yield name.removeprefix(PREFIX), buffer

@@ -1,6 +1,6 @@
 """Training state on disk: sharded, and re-shardable on load (torch.distributed.checkpoint).
 
-Only tensors go in, under Hugging Face names: weights, and each weight's AdamW moments and step count.
+Only tensors go in, under Hugging Face names: trained weights (with LoRA the adapters alone), and each one's AdamW moments and step count.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def load_training_state(packed: PackedModel, optimizer: torch.optim.Optimizer | 
 
 def _state(packed: PackedModel, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     """The tensors themselves, not copies: loading writes into them."""
-    parameters = {name.removeprefix(PREFIX): parameter for name, parameter in packed.named_parameters()}
+    trained = ((name, parameter) for name, parameter in packed.named_parameters() if parameter.requires_grad)
+    parameters = {name.removeprefix(PREFIX): parameter for name, parameter in trained}
     state: dict[str, Any] = {"model": {name: parameter.detach() for name, parameter in parameters.items()}}
     if optimizer is not None:
         state["optimizer"] = {name: _moments(optimizer, parameter) for name, parameter in parameters.items()}

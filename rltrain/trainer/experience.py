@@ -9,11 +9,13 @@ import numpy as np
 from rltrain.config.schema import Config
 from rltrain.controller.samples import Samples
 from rltrain.data.sampler import Sampler
+from rltrain.trainer import metrics as m
 from rltrain.trainer.balance import Ids
 from rltrain.trainer.metrics import Metrics
 from rltrain.trainer.plan import Plan
 from rltrain.trainer.rewards import Rewards, known_number
 from rltrain.trainer.roles import Policy
+from rltrain.trainer.tail import Prompt, PromptLine
 from rltrain.trainer.timing import StepTimer
 from rltrain.workers.rollout.base import Sampling
 from rltrain.workers.tasks import GenerateTask
@@ -24,12 +26,15 @@ _VALIDATION_SEED = 0x5EED
 
 @dataclass
 class _Round:
+    """generated: all that engines were asked for; samples: what of it may be learnt from, with scores."""
+
     samples: Samples
-    useful: Ids
+    generated: Samples
+    metrics: Metrics
 
 
 class Experience:
-    """Generates and scores. ``batches_drawn``: rounds of prompts taken so far, which is the data position of the run."""
+    """Generates and scores. ``batches_drawn`` (rounds of prompts drawn so far) and ``line`` are the data position of the run."""
 
     def __init__(self, cfg: Config, plan: Plan, policy: Policy, rewards: Rewards, sampler: Sampler) -> None:
         self.batches_drawn = 0
@@ -38,6 +43,7 @@ class Experience:
         self._policy = policy
         self._rewards = rewards
         self.sampler = sampler
+        self.line = PromptLine(cfg, plan)
         self._rollout = cfg.actor_rollout_ref.rollout
         self._seed = cfg.data.seed if self._rollout.seed is None else self._rollout.seed
 
@@ -48,42 +54,54 @@ class Experience:
 
     def collect(self, timer: StepTimer) -> tuple[Samples, Metrics]:
         """y ~ pi_old(. | x) and r(x, y) for the prompts of one step, prompt-major."""
-        if not self._cfg.algorithm.filter_groups.enable:
-            return self._round(timer)
-        rounds: list[_Round] = []
-        metrics: Metrics = {}
-        while len(rounds) < self._plan.max_generation_rounds:
-            samples, found = self._round(timer)
-            adds_up = {
-                name: metrics.get(name, 0.0) for name in found if name.startswith("timing_s/") or name.endswith("_s")
-            }
-            metrics |= {name: value + adds_up.get(name, 0.0) for name, value in found.items()}
-            rounds.append(_Round(samples, self._useful_prompts(samples)))
-            if sum(len(each.useful) for each in rounds) >= self._plan.prompts_per_step:
-                break
-        return self._choose(rounds, metrics)
+        rounds = [self._round(timer)]
+        samples = rounds[0].samples
+        found: Metrics = {}
+        if self._cfg.algorithm.filter_groups.enable:
+            useful = [self._useful_prompts(samples)]
+            while (
+                sum(map(len, useful)) < self._plan.prompts_per_step and len(rounds) < self._plan.max_generation_rounds
+            ):
+                rounds.append(self._round(timer))
+                useful.append(self._useful_prompts(rounds[-1].samples))
+            samples, found = self._choose([each.samples for each in rounds], useful)
+        shape = m.rollout_metrics([each.generated for each in rounds], self._plan.num_engine_replicas)
+        return samples, m.join_rounds([each.metrics for each in rounds]) | shape | found
 
-    def _round(self, timer: StepTimer) -> tuple[Samples, Metrics]:
-        rows = self.sampler.rows(self.batches_drawn)
-        self.batches_drawn += 1
+    def _round(self, timer: StepTimer) -> _Round:
+        started = self.line.take(self._draw)
+        n = self._rollout.n
         sampling = self._sampling(greedy=not self._rollout.do_sample)
-        arrivals = self._rewards.begin("train", len(rows) * self._rollout.n)
+        arrivals = self._rewards.begin("train", len(started) * n)
         task = GenerateTask(
             "train",
-            np.array(rows, dtype=np.int32),
-            self._rollout.n,
+            np.array([prompt.row for prompt in started], dtype=np.int32),
+            n,
             sampling,
             self._seed,
-            self.batches_drawn,
+            np.array([prompt.draw for prompt in started]),
             stream=arrivals is not None,
+            **self.line.terms(started),
         )
         with timer("gen"):
-            samples, metrics = self._policy.generate(task, arrivals)
+            generated, metrics = self._policy.generate(task, arrivals, self.line.begun(started))
+        samples = generated
+        if self.line.stops_early:
+            samples, ids, found = self.line.settle(started, generated)
+            metrics |= found
+            if arrivals:
+                arrivals.keep(samples, ids)
         with timer("reward"):
             samples.update(self._rewards.score("train", samples, arrivals))
         if "rule_score" in samples.numbers:
-            self.sampler.observe(rows, self._accuracy(samples).clip(0, 1).reshape(len(rows), -1).mean(1))
-        return samples, metrics | {"reward/compute_s": self._rewards.take_seconds()}
+            solved = self._accuracy(samples).clip(0, 1).reshape(-1, n).mean(1)
+            self.sampler.observe(samples["row"][::n].tolist(), solved)
+        return _Round(samples, generated, metrics | {"reward/compute_s": self._rewards.take_seconds()})
+
+    def _draw(self) -> list[Prompt]:
+        rows = self.sampler.rows(self.batches_drawn)
+        self.batches_drawn += 1
+        return [Prompt(row, self.batches_drawn) for row in rows]
 
     def _sampling(self, *, greedy: bool) -> Sampling:
         return Sampling(
@@ -111,26 +129,26 @@ class Experience:
         acc = samples.numbers.get("acc", score)
         return np.where(np.isnan(acc), score, acc)
 
-    def _choose(self, rounds: list[_Round], metrics: Metrics) -> tuple[Samples, Metrics]:
+    def _choose(self, rounds: list[Samples], useful: list[Ids]) -> tuple[Samples, Metrics]:
         """Useful groups in order; where they are too few, groups that were thrown away keep the batch at its size."""
         wanted, n = self._plan.prompts_per_step, self._rollout.n
         taken: list[Ids] = []
-        for each in rounds:
-            taken.append(each.useful[: wanted - sum(map(len, taken))])
-        useful = sum(map(len, taken))
-        for number, each in enumerate(rounds):
-            others = np.setdiff1d(np.arange(len(each.samples) // n), each.useful)
+        for each in useful:
+            taken.append(each[: wanted - sum(map(len, taken))])
+        num_useful = sum(map(len, taken))
+        for number, samples in enumerate(rounds):
+            others = np.setdiff1d(np.arange(len(samples) // n), useful[number])
             taken[number] = np.sort(np.concatenate([taken[number], others[: wanted - sum(map(len, taken))]]))
         ids = [(prompts[:, None] * n + np.arange(n)).ravel() for prompts in taken]
-        samples = Samples.join([(each.samples, mine) for each, mine in zip(rounds, ids, strict=True)])
+        samples = Samples.join(list(zip(rounds, ids, strict=True)))
         samples.update({"group": np.arange(wanted).repeat(n)})
-        generated = sum(len(each.samples) for each in rounds)
-        tokens = sum(int(each.samples["response_length"].sum()) for each in rounds)
-        return samples, metrics | {
+        generated = sum(map(len, rounds))
+        tokens = sum(int(each["response_length"].sum()) for each in rounds)
+        return samples, {
             "filter_groups/rounds": float(len(rounds)),
             "filter_groups/prompts_generated": generated / n,
-            "filter_groups/prompts_thrown_away": generated / n - useful,
-            "filter_groups/prompts_filled_up": float(wanted - useful),
+            "filter_groups/prompts_thrown_away": generated / n - num_useful,
+            "filter_groups/prompts_filled_up": float(wanted - num_useful),
             "filter_groups/tokens_thrown_away": float(tokens - int(samples["response_length"].sum())),
         }
 

@@ -97,7 +97,7 @@ def update_metrics(results: Sequence[dict[str, Any]], tokens: NDArray[np.int64],
         total = sum(result.get(key, 0.0) for result in results)
         if kind == "share":
             metrics[f"{prefix}/{name}"] = float(np.mean(total))
-        elif kind == "token" and not name.startswith("mismatch/") and (tokens > 0).any():
+        elif kind == "token" and not name.startswith("measured/") and (tokens > 0).any():
             # A step without tokens has no mean.
             metrics[f"{prefix}/{name}"] = float(np.mean((total / np.maximum(tokens, 1))[tokens > 0]))
     metrics[f"{prefix}/grad_norm"] = float(np.mean(results[0]["grad_norm"]))
@@ -111,15 +111,22 @@ def peak_memory(results: Sequence[dict[str, Any]]) -> Metrics:
     return {name: max(float(result[name]) for result in results) for name in names}
 
 
-def first_step_mismatch(results: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """With bypass_mode the engine is compared in the first optimizer step, which still has the weights that were sampled with."""
-    mark = "token/mismatch/"
+def first_step_sums(results: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """What was measured in the first optimizer step of an update, whose forward still has the weights that were sampled with."""
+    mark = "token/measured/"
     return add_up(
         [
             {name.removeprefix(mark): value[0] for name, value in each.items() if name.startswith(mark)}
             for each in results
+            if mark + "tokens" in each and each[mark + "tokens"][0]
         ]
     )
+
+
+def policy_metrics(sums: dict[str, float]) -> Metrics:
+    """Entropy before the update, and `mismatch_metrics`, of the samples whose log-probs were computed."""
+    entropy = {"actor/entropy": sums["entropy"] / sums["tokens"]} if sums.get("tokens") and "entropy" in sums else {}
+    return entropy | mismatch_metrics(sums)
 
 
 def mismatch_metrics(sums: dict[str, float]) -> Metrics:
@@ -132,7 +139,7 @@ def mismatch_metrics(sums: dict[str, float]) -> Metrics:
         return {}
     tokens, sequences = max(sums["tokens"], 1), max(sums["sequences"], 1)
     metrics = {
-        "rollout/log_prob_gap/mean": sums["gap"] / tokens,
+        "rollout/log_prob_gap/mean": sums["gap"] / max(sums.get("gap_tokens", tokens), 1),
         "training/rollout_probs_diff_mean": sums["prob_gap"] / tokens,
         "rollout_corr/kl": sums["k1"] / tokens,
         "rollout_corr/k3_kl": sums["k3"] / tokens,
@@ -182,20 +189,22 @@ def balance_metrics(samples: Samples, num_engines: int, after: Sequence[int]) ->
 def throughput_metrics(samples: Samples, timing: Metrics, num_devices: int) -> Metrics:
     """Tokens per second and device. perf/throughput counts prompt and response tokens over the whole step.
 
-    What dynamic sampling threw away was generated too, and counts in perf/gen_throughput alone.
+    perf/gen_throughput alone counts every token of this step's generation, whether the step learns from it or not.
     """
     response = int(samples["response_length"].sum())
     total = response + int(samples["prompt_length"].sum())
     step = timing["timing_s/step"]
-    generated = response + timing.get("filter_groups/tokens_thrown_away", 0.0)
+    thrown_away = timing.get("filter_groups/tokens_thrown_away", 0.0)
+    generated = timing.get("rollout/tail/tokens_generated", response + thrown_away)
     metrics = {
         "perf/total_num_tokens": float(total),
         "perf/time_per_step": step,
         "perf/throughput": total / (step * num_devices),
         "perf/gen_throughput": generated / (timing["timing_s/generate_sequences"] * num_devices),
     }
-    if timing.get("timing_s/old_log_prob"):
-        metrics["perf/old_log_prob_throughput"] = total / (timing["timing_s/old_log_prob"] * num_devices)
+    if "scored" in samples.numbers and samples["scored"].any():
+        scored = int((samples["prompt_length"] + samples["response_length"])[samples["scored"]].sum())
+        metrics["perf/old_log_prob_throughput"] = scored / (timing["timing_s/old_log_prob"] * num_devices)
     for name, tokens in (
         ("gen", response),
         ("ref", total),
@@ -219,18 +228,16 @@ def flops_metrics(samples: Samples, timing: Metrics, model: dict[str, Any], num_
         return {}
     lengths = (samples["prompt_length"] + samples["response_length"]).astype(np.float64)
     lengths = lengths[~samples["silent"]]  # the others were not computed
-    flops = 6 * model["matmul_parameters"] * lengths.sum() + 6 * model["attention_width"] * np.square(lengths).sum()
+    # Two for the forward, two for the gradient of the activations, two for that of the weights (LoRA: of the adapters).
+    per_token = 4 * model["matmul_parameters"] + 2 * min(model["trained_parameters"], model["matmul_parameters"])
+    flops = per_token * lengths.sum() + 6 * model["attention_width"] * np.square(lengths).sum()
     return {
         "perf/mfu/actor": float(epochs * flops / (timing["timing_s/update_actor"] * num_devices * model["peak_flops"]))
     }
 
 
-def generation_metrics(samples: Samples, results: Sequence[dict[str, Any]], num_engines: int) -> Metrics:
-    """What the rollout workers measured: phases, the weight sync, and the tail of the generation.
-
-    ``timing_s/<name>``: mean over ranks, and ``_max``: the slowest rank. perf/rollout_tail_s: from the end of 90 % of the answers to the
-    end of the last. perf/rollout_idle_share: share of the replicas' time in which they had ended while another had not.
-    """
+def generation_metrics(results: Sequence[dict[str, Any]]) -> Metrics:
+    """What the rollout workers measured: phases (``timing_s/<name>``: mean over ranks, ``_max``: slowest rank) and the weight sync."""
     metrics: Metrics = {}
     for key in results[0]:
         kind, _, name = key.partition("/")
@@ -243,10 +250,37 @@ def generation_metrics(samples: Samples, results: Sequence[dict[str, Any]], num_
         metrics["perf/weight_sync_gb"] = float(results[0]["sync/gigabytes"])
         metrics["perf/weight_sync_gb_per_s"] = metrics["perf/weight_sync_gb"] / max(slowest, 1e-9)
         metrics["rollout/canary_gap"] = max(float(result["sync/canary_gap"]) for result in results)
-    ended, length = samples["ended_s"], samples["response_length"]
-    last = np.zeros(num_engines)
-    np.maximum.at(last, samples["engine"], ended)
-    metrics["perf/rollout_tail_s"] = float(ended.max() - np.quantile(ended, 0.9))
-    metrics["perf/rollout_idle_share"] = float(1 - last.mean() / max(last.max(), 1e-9))
-    metrics |= {f"rollout/response_length/p{q}": float(np.percentile(length, q)) for q in (50, 90, 99)}
     return metrics
+
+
+def rollout_metrics(rounds: Sequence[Samples], num_replicas: int) -> Metrics:
+    """Lengths of the answers, and how long replicas waited for the last of them, over one or more rounds of generation.
+
+    rollout/response_length/p*: percentiles over answers that ended. perf/rollout_tail_s: from the end of 90 % of the answers to the end
+    of the last, summed over rounds. perf/rollout_idle_share: share of the replicas' time, from the start of a round to the end of
+    its last answer, in which they had nothing left to do.
+    """
+    tail = busy = total = 0.0
+    lengths = []
+    for samples in rounds:
+        served = samples["served"]
+        ended = samples["ended_s"][served]
+        last = np.zeros(num_replicas)
+        np.maximum.at(last, samples["engine"][served], ended)
+        tail += float(ended.max() - np.quantile(ended, 0.9))
+        busy += float(last.sum())
+        total += float(last.max()) * num_replicas
+        lengths.append(samples["response_length"][served & samples["complete"]])
+    all_lengths = np.concatenate(lengths)
+    percentiles = {f"rollout/response_length/p{q}": float(np.percentile(all_lengths, q)) for q in (50, 90, 99)}
+    return {"perf/rollout_tail_s": tail, "perf/rollout_idle_share": 1 - busy / max(total, 1e-9)} | percentiles
+
+
+def join_rounds(rounds: Sequence[Metrics]) -> Metrics:
+    """Metrics of several rounds of generation: seconds add up; of anything else the newest is kept."""
+    joined: Metrics = {}
+    for found in rounds:
+        for name, value in found.items():
+            seconds = name.startswith("timing_s/") or (name.endswith("_s") and not name.endswith("_per_s"))
+            joined[name] = joined.get(name, 0.0) + value if seconds else value
+    return joined

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from rltrain.config.check import uneven
@@ -42,6 +43,7 @@ class Plan:
     samples_per_mini_batch: int
     optimizer_steps_per_step: int
     prompts_per_round: int
+    prompts_started: int
     max_generation_rounds: int
     critic_prompts_per_mini_batch: int
     num_engine_replicas: int
@@ -74,6 +76,8 @@ def make_plan(config: Config, num_prompts: int | None = None) -> Plan:
     prompts, mini = config.data.train_batch_size, actor.ppo_mini_batch_size
     filtering, critic = config.algorithm.filter_groups, config.critic
     drawn = (config.data.gen_batch_size or prompts) if filtering.enable else prompts
+    # A float is not exact: 1.1 x 10 is a little over 11.
+    started = math.ceil(round(prompts * rollout.oversample_ratio, 6)) if rollout.stops_early else drawn
     steps_per_epoch = _steps_per_epoch(num_prompts, drawn, prompts)
     total = config.trainer.total_training_steps or (steps_per_epoch or 0) * config.trainer.total_epochs
     ref_ranks = devices // ref.ulysses_sequence_parallel_size
@@ -95,10 +99,11 @@ def make_plan(config: Config, num_prompts: int | None = None) -> Plan:
         samples_per_mini_batch=mini * rollout.n,
         optimizer_steps_per_step=actor.ppo_epochs * (prompts // mini),
         prompts_per_round=drawn,
+        prompts_started=started,
         max_generation_rounds=(filtering.max_num_gen_batches or DEFAULT_ROUNDS) if filtering.enable else 1,
         critic_prompts_per_mini_batch=critic.ppo_mini_batch_size,
         num_engine_replicas=replicas,
-        most_samples_per_replica=-(-prompts // replicas) * rollout.n,
+        most_samples_per_replica=-(-(started if rollout.stops_early else prompts) // replicas) * rollout.n,
         update_budget=_budget(actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu * group, update_size),
         log_prob_budget=_budget(
             rollout.log_prob_use_dynamic_bsz,
@@ -187,6 +192,14 @@ def _more_rows(plan: Plan, config: Config) -> list[tuple[str, str]]:
                 "critic",
                 f"{steps} optimizer steps per step, at most {plan.critic_budget} (values: {plan.values_budget}) per "
                 "data-parallel rank" + _ranks_of_its_own(plan, plan.critic_data_parallel_size),
+            )
+        )
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.stops_early:
+        rows.append(
+            (
+                f"tail, {rollout.tail}",
+                f"{plan.prompts_started:,} prompts are started; the step ends when {plan.prompts_per_step:,} are answered",
             )
         )
     if config.algorithm.filter_groups.enable:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rltrain.algorithms.aggregation import Denominators
+from rltrain.algorithms.policy_losses import find_policy_loss
 from rltrain.config.schema import Config
 from rltrain.controller.samples import Samples
 from rltrain.errors import NonFiniteError, RewardError, SyncError
@@ -62,6 +63,7 @@ class PPOTrainer:
         self._actor_cfg = cfg.actor_rollout_ref.actor
         self._model_sizes = model_sizes
         self._bypass = cfg.algorithm.rollout_correction.bypass_mode
+        self._update_scores_first = update_may_score_first(cfg)
         self._skipped_in_a_row: dict[str, int] = {}
 
     # -- the algorithm -------------------------------------------------------------------------------------------------
@@ -73,11 +75,13 @@ class PPOTrainer:
             samples, generated = self.experience.collect(timer)  # y ~ pi_old(. | x), n answers each, and r(x, y)
             if self.cfg.algorithm.adv_estimator == "remax":
                 self.experience.add_greedy_baseline(samples, timer)
-            metrics: Metrics = {}
+            updates_actor = not self.critic or step >= self.cfg.trainer.critic_warmup
+            measured: Metrics = {}
+            alarm: Metrics = {}
             if not self._bypass:
                 with timer("old_log_prob"):  # log pi_old(y | x), by the trainer's own weights
-                    metrics |= self.actor.log_probs(samples, self._pass(samples, self.plan.log_prob_budget))
-                self._watch_gap(metrics)
+                    measured = self._old_log_probs(samples, step, updates_actor)
+                alarm = self._watch_gap(m.policy_metrics(measured)) if measured else {}
             if self.actor.has_reference_pass:
                 with timer("ref"):  # log pi_ref(y | x)
                     layout = self._pass(samples, self.plan.ref_budget, self.plan.ref_data_parallel_size)
@@ -88,14 +92,16 @@ class PPOTrainer:
                     self.critic.values(samples, layout)
             with timer("adv"):  # A(x, y)
                 layout = self._pass(samples, self.plan.log_prob_budget)
-                whitening, found = self.advantages.estimate(samples, self.actor, layout)
-                metrics |= found
+                whitening, metrics = self.advantages.estimate(samples, self.actor, layout)
             if self.critic:
                 with timer("update_critic"):  # fit V to the returns
                     metrics |= self._update_critic(samples, step)
-            if not self.critic or step >= self.cfg.trainer.critic_warmup:
+            if updates_actor:
                 with timer("update_actor"):  # maximise the clipped surrogate
-                    metrics |= self._update_actor(samples, whitening, step, metrics)
+                    found, measured = self._update_actor(samples, whitening, step, measured)
+                    metrics |= found
+        metrics |= m.policy_metrics(measured)
+        metrics |= alarm or self._watch_gap(metrics)
         timing = timer.metrics() | generated
         metrics |= timing | m.throughput_metrics(samples, timing, self.plan.num_devices)
         metrics |= m.flops_metrics(
@@ -103,10 +109,26 @@ class PPOTrainer:
         )
         return metrics | self._describe(samples, layout, step)
 
-    def _pass(self, samples: Samples, budget: PassBudget, num_ranks: int | None = None) -> Layout:
-        """Every sample once, spread over the data-parallel ranks, the actor's unless said."""
-        num_ranks = num_ranks or self.plan.data_parallel_size
-        return lay_out([np.arange(len(samples))], _tokens(samples), num_ranks, budget)
+    def _pass(
+        self, samples: Samples, budget: PassBudget, num_ranks: int | None = None, ids: Ids | None = None
+    ) -> Layout:
+        """Every sample (or those of ``ids``) once, spread over the data-parallel ranks, the actor's unless said."""
+        ids = np.arange(len(samples)) if ids is None else ids
+        return lay_out([ids], _tokens(samples), num_ranks or self.plan.data_parallel_size, budget)
+
+    def _old_log_probs(self, samples: Samples, step: int, updates_actor: bool) -> Metrics:
+        """The pass over all samples but those whose log-probs the update itself will compute before its first optimizer step."""
+        scored = np.ones(len(samples), dtype=bool)
+        if updates_actor and self._update_scores_first:
+            scored[self._actor_mini_batches(step)[0]] = False
+        samples.update({"scored": scored})
+        if not scored.any():
+            return {}
+        return self.actor.log_probs(samples, self._pass(samples, self.plan.log_prob_budget, ids=np.flatnonzero(scored)))
+
+    def _actor_mini_batches(self, step: int) -> list[Ids]:
+        cfg = self._actor_cfg
+        return self._mini_batches(self.plan.prompts_per_mini_batch, cfg.ppo_epochs, cfg.shuffle, step)
 
     def _mini_batches(self, size: int, epochs: int, shuffle: bool, step: int) -> list[Ids]:
         """Ids of the samples of each optimizer step: prompts with all their answers, every prompt once an epoch over the batch."""
@@ -120,9 +142,12 @@ class PPOTrainer:
             found += [(chunk[:, None] * n + np.arange(n)).ravel() for chunk in prompts.reshape(-1, size)]
         return found
 
-    def _update_actor(self, samples: Samples, whitening: Whitening, step: int, measured: Metrics) -> Metrics:
+    def _update_actor(
+        self, samples: Samples, whitening: Whitening, step: int, measured: Metrics
+    ) -> tuple[Metrics, Metrics]:
+        """Returns metrics, and ``measured`` with what the update measured before its first optimizer step."""
         cfg = self._actor_cfg
-        mini_batches = self._mini_batches(self.plan.prompts_per_mini_batch, cfg.ppo_epochs, cfg.shuffle, step)
+        mini_batches = self._actor_mini_batches(step)
         counts = [self._denominators(samples, ids) for ids in mini_batches]
         # Samples without any gradient are left out after everything was counted: the loss is the same, the work is not.
         silent = self.advantages.silent(samples)
@@ -131,25 +156,22 @@ class PPOTrainer:
         rate = learning_rate(step - 1, cfg.optim, self.plan.lr_warmup_steps, self.plan.total_steps)
         weight_scale = 1.0
         if self.cfg.algorithm.rollout_correction.rollout_is_batch_normalize:
-            weight_scale = 1.0 / max(measured.get("rollout_corr/rollout_is_mean", 1.0), 1e-8)
+            weight_scale = 1.0 / max(m.mismatch_metrics(measured).get("rollout_corr/rollout_is_mean", 1.0), 1e-8)
         samples.update({"sample": np.arange(len(samples))})
         seed = (self.cfg.data.seed << 32) + step
         tasks = [
             UpdateTask(tuple(each), rate, whitening.shift, whitening.scale, weight_scale, seed)
-            for each in _work(layout, counts)
+            for each in _work(layout, counts, first_scored=not self._update_scores_first)
         ]
         results = self.actor.update(samples, layout, tasks, token_level=self.advantages.token_level)
         computed = np.array([self._loss_tokens(samples)[ids].sum() for ids in mini_batches])
         metrics = m.update_metrics(results, computed, "actor") | {"actor/lr": rate}
         samples.update({"silent": silent})
         metrics["perf/update_tokens_skipped"] = float(_tokens(samples)[silent].sum() * cfg.ppo_epochs)
-        if self._bypass:
-            metrics |= m.mismatch_metrics(m.first_step_mismatch(results))
-            self._watch_gap(metrics)
         if cfg.use_kl_loss:
             metrics["actor/kl_coef"] = cfg.kl_loss_coef
         self._watch_skipped("actor", metrics)
-        return metrics
+        return metrics, m.add_up([measured, m.first_step_sums(results)])
 
     def _update_critic(self, samples: Samples, step: int) -> Metrics:
         assert self.critic is not None
@@ -172,12 +194,11 @@ class PPOTrainer:
         horizon = self._actor_cfg.loss_scale_factor or self.cfg.data.max_response_length
         return Denominators(int(tokens.sum()), int((tokens > 0).sum()), horizon)
 
-    def _watch_gap(self, metrics: Metrics) -> None:
-        """Say so, or stop, where the engine did not sample from the policy that is trained."""
+    def _watch_gap(self, metrics: Metrics) -> Metrics:
+        """Say so, or stop, where the engine did not sample from the policy that is trained: before the update, if it is known then."""
         gap, limit = metrics.get("rollout/log_prob_gap/mean", 0.0), self._model_sizes["log_prob_gap_limit"]
-        metrics["rollout/log_prob_gap/alarm"] = float(not gap <= limit)
         if gap <= limit:
-            return
+            return {"rollout/log_prob_gap/alarm": 0.0}
         text = (
             f"rollout engine and trainer differ by {gap:.3g} in the log-prob of a sampled token (mean; limit {limit:.3g}, "
             "actor_rollout_ref.rollout.log_prob_gap_limit): stale weights, a stale cache, or kernels that compute otherwise. "
@@ -186,6 +207,7 @@ class PPOTrainer:
         if self.cfg.actor_rollout_ref.rollout.on_log_prob_gap == "stop":
             raise SyncError(text)
         log.warning(text)
+        return {"rollout/log_prob_gap/alarm": 1.0}
 
     def _watch_skipped(self, role: str, metrics: Metrics) -> None:
         self._skipped_in_a_row[role] = (
@@ -214,7 +236,8 @@ class PPOTrainer:
     @property
     def progress(self) -> Progress:
         """What a resumed run needs besides the weights."""
-        return Progress(self.experience.batches_drawn, self.advantages.kl_coef, self.experience.sampler.state())
+        drawn, sampler, line = self.experience.batches_drawn, self.experience.sampler, self.experience.line
+        return Progress(drawn, self.advantages.kl_coef, sampler.state(), line.state())
 
     def fit(self, first_step: int, tracker: Tracker, saver: Saver, stop: StopFlag) -> int:
         """Run steps ``first_step`` + 1 to the last of the plan, with validation and saving. Returns the last step done."""
@@ -251,6 +274,7 @@ class PPOTrainer:
     def restore(self, progress: Progress) -> None:
         """Go on where ``progress`` was."""
         self.experience.batches_drawn = progress.batches_drawn
+        self.experience.line.restore(progress.in_flight)
         if progress.sampler:
             self.experience.sampler.restore(progress.sampler)
         if progress.kl_coef is not None and self.cfg.algorithm.kl_ctrl.type == "adaptive":
@@ -270,10 +294,20 @@ class PPOTrainer:
         return metrics | timer.metrics() | {"val-aux/response_length/mean": float(samples["response_length"].mean())}
 
 
+def update_may_score_first(cfg: Config) -> bool:
+    """Whether the first mini-batch takes its old log-probs from the update's own forward: nothing needs them earlier."""
+    actor = cfg.actor_rollout_ref.actor
+    selects = find_policy_loss(actor.policy_loss.loss_mode).selection is not None
+    # An alarm that is to stop the run must ring before the update.
+    early = selects or cfg.old_log_probs_all_or_none or cfg.actor_rollout_ref.rollout.on_log_prob_gap == "stop"
+    return actor.recompute_old_log_prob == "auto" and not early
+
+
 def _tokens(samples: Samples) -> np.ndarray:
     return samples["prompt_length"] + samples["response_length"]
 
 
-def _work(layout: Layout, counts: list[Denominators]) -> list[list[MiniBatch]]:
+def _work(layout: Layout, counts: list[Denominators], *, first_scored: bool = True) -> list[list[MiniBatch]]:
     """The mini-batches of every rank."""
-    return [[MiniBatch(sizes, count) for sizes, count in zip(mine, counts, strict=True)] for mine in layout.micro_sizes]
+    scored = [first_scored] + [True] * (len(counts) - 1)
+    return [[MiniBatch(*each) for each in zip(mine, counts, scored, strict=True)] for mine in layout.micro_sizes]

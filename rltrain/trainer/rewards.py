@@ -87,17 +87,16 @@ class Rewards:
     def _all_at_once(self, split: str, samples: Samples) -> Arrivals:
         assert self._pool is not None
         arrivals = Arrivals(self._pool.begin(split, len(samples)))
-        for part in samples.parts_with("text"):
-            arrivals.scoring.add(part.ref, samples["row"][part.ids], part.rows)
-            arrivals.ids.append(part.ids)
+        arrivals.add_missing(samples)
         return arrivals
 
     def _finish(self, arrivals: Arrivals) -> dict[str, Floats]:
         results, ids = arrivals.scoring.finish(), np.concatenate(arrivals.ids)
         self._seconds += arrivals.scoring.seconds
-        ordered = {name: np.empty(len(values), dtype=np.float64) for name, values in results.items()}
+        wanted = ids >= 0
+        ordered = {name: np.empty(int(wanted.sum()), dtype=np.float64) for name in results}
         for name, values in results.items():
-            ordered[name][ids] = values
+            ordered[name][ids[wanted]] = values[wanted]
         return ordered
 
     def take_seconds(self) -> float:
@@ -108,7 +107,7 @@ class Rewards:
 
 @dataclass
 class Arrivals:
-    """Answers on their way through the scorers, and which samples they are, in order of arrival."""
+    """Answers on their way through the scorers, and which samples they are, in order of arrival (-1: none that counts)."""
 
     scoring: Scoring
     ids: list[Ids] = field(default_factory=list)
@@ -117,6 +116,24 @@ class Arrivals:
         """A list of texts exists: the answers ``ids``, to the prompts in ``rows``."""
         self.scoring.add(texts, rows, np.arange(len(ids)))
         self.ids.append(ids)
+
+    def keep(self, samples: Samples, ids: Ids) -> None:
+        """What counts are ``samples``, which were the answers ``ids``. Begins those that never arrived: they are from an earlier step."""
+        new_id = np.full(1 + max(int(each.max()) for each in (ids, *self.ids)), -1)
+        new_id[ids] = np.arange(len(ids))
+        self.ids = [new_id[each] for each in self.ids]
+        self.add_missing(samples)
+
+    def add_missing(self, samples: Samples) -> None:
+        """Begin the answers among ``samples`` that have not arrived."""
+        arrived = np.zeros(len(samples), dtype=bool)
+        for each in self.ids:
+            arrived[each[each >= 0]] = True
+        for part in samples.parts_with("text"):
+            missing = ~arrived[part.ids]
+            if missing.any():
+                self.scoring.add(part.ref, samples["row"][part.ids[missing]], part.rows[missing])
+                self.ids.append(part.ids[missing])
 
     def tick(self) -> None:
         """Hand out what waits, without waiting."""

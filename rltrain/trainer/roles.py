@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 
 from rltrain.config.schema import Config
 from rltrain.controller.group import Stream, WorkerGroup
-from rltrain.controller.samples import Samples, whole
+from rltrain.controller.samples import Request, Samples, whole
 from rltrain.trainer import metrics as m
 from rltrain.trainer.balance import Ids, Layout
 from rltrain.trainer.metrics import Metrics
 from rltrain.workers.tasks import GenerateTask, MiniBatch, UpdateTask
 
 _PROMPT_AND_ANSWER = ("tokens", "prompt_length", "response_length")
-_GENERATED = (*_PROMPT_AND_ANSWER, "rollout_log_probs")
+GENERATED = (*_PROMPT_AND_ANSWER, "rollout_log_probs")
 Numbers = dict[str, Any]
 
 
@@ -111,10 +111,13 @@ class Policy(_Role):
         # The exact KL of the loss needs no pass of its own: the update runs the reference.
         self.has_reference_pass = self._kl_in_reward or self._ref_in_loss
 
-    def generate(self, task: GenerateTask, listener: Listener | None = None) -> tuple[Samples, Metrics]:
+    def generate(
+        self, task: GenerateTask, listener: Listener | None = None, begun: Request | None = None
+    ) -> tuple[Samples, Metrics]:
         """Have the engine replicas answer the prompts, and collect what the driver needs to know of the answers.
 
-        ``listener``: is told of answers while others are still being generated (with ``task.stream``).
+        ``listener``: is told of answers while others are still being generated (with ``task.stream``). ``begun``: payload and ``id`` of
+        answers that have some tokens already. Numbers of the samples: ``served``: there is payload; ``complete``: the answer has ended.
         """
         n = task.num_samples
         self._calls += 1
@@ -127,24 +130,28 @@ class Policy(_Role):
                 )
 
         stream = Stream("rollout.take_finished", arrived, listener.tick) if listener else None
-        results = self._group.call_with_payload("rollout.generate", [task], num_objects=2, stream=stream)
+        arguments = [task] if begun is None else [task, begun]
+        results = self._group.call_with_payload("rollout.generate", arguments, num_objects=2, stream=stream)
         samples = Samples(len(task.rows) * n)
         served = [(payload, texts, numbers) for payload, texts, numbers in results if "ids" in numbers]
         for payload, texts, numbers in served:
-            samples.attach([whole(payload, _GENERATED, numbers["ids"]), whole(texts, ("text",), numbers["ids"])])
+            samples.attach([whole(payload, GENERATED, numbers["ids"]), whole(texts, ("text",), numbers["ids"])])
         samples.update(_by_sample([numbers for *_, numbers in served], len(samples)))
         places = np.arange(len(task.rows)).repeat(n)
         samples.update({"group": places, "row": task.rows[places]})
-        self._lengths.observe(task.split, samples["row"], samples["response_length"])
-        return samples, m.generation_metrics(samples, [numbers for *_, numbers in results], len(served))
+        # What was given up counts as the longest there can be, so that it starts first the next time.
+        lengths = np.where(samples["complete"], samples["response_length"], task.sampling.max_tokens)
+        asked = np.ones(len(samples), dtype=bool) if task.todo is None else task.todo.ravel()
+        self._lengths.observe(task.split, samples["row"][asked], lengths[asked])
+        return samples, m.generation_metrics([numbers for *_, numbers in results])
 
-    def log_probs(self, samples: Samples, layout: Layout) -> Metrics:
-        """Attach ``old_log_probs`` and the rollout correction; returns entropy, mismatch and correction metrics."""
+    def log_probs(self, samples: Samples, layout: Layout) -> Numbers:
+        """Attach ``old_log_probs`` and the rollout correction; returns sums of entropy, mismatch and correction."""
         made = ["old_log_probs"]
         made += ["is_weights"] if self._correction.rollout_is else []
         made += ["loss_mask"] if self._correction.rollout_rs else []
-        sums = m.add_up(self._score("actor.log_probs", samples, layout, _GENERATED, made))
-        return {"actor/entropy": sums["entropy"] / max(sums["tokens"], 1)} | m.mismatch_metrics(sums)
+        numbers = ["given"] if "given" in samples.numbers else []
+        return m.add_up(self._score("actor.log_probs", samples, layout, GENERATED, made, numbers=numbers))
 
     def ref_log_probs(self, samples: Samples, layout: Layout) -> None:
         """Attach ``ref_log_probs``, and with a KL in the reward ``ref_kl``; the samples get ``kl_sum``."""
@@ -171,8 +178,17 @@ class Policy(_Role):
         if not self._correction.bypass_mode:
             columns += ["is_weights"] if self._correction.rollout_is else []
             columns += ["loss_mask"] if self._correction.masks_loss else []
+        optional: tuple[str, ...] = ()
+        if not all(mini.scored for task in tasks for mini in task.mini_batches):
+            optional = ("old_log_probs", "is_weights")  # the first mini-batch has none
+            columns = [*(name for name in columns if name not in optional), "rollout_log_probs"]
         numbers = ["sample"] if token_level else ["sample", "advantage"]
-        work = [[samples.request(ids, columns, numbers), task] for ids, task in zip(layout.ids, tasks, strict=True)]
+        compares = self._correction.bypass_mode or bool(optional)
+        numbers += ["given"] if compares and "given" in samples.numbers else []
+        work = [
+            [samples.request(ids, columns, numbers, optional), task]
+            for ids, task in zip(layout.ids, tasks, strict=True)
+        ]
         return self._update(work)
 
     def export(self, folder: str) -> None:
@@ -255,6 +271,8 @@ def _by_sample(found: Sequence[Numbers], num_samples: int) -> Numbers:
         for name, values in found[0].items()
         if isinstance(values, np.ndarray) and name != "ids"
     }
+    columns["served"] = np.ones(len(ids), dtype=bool)
+    columns["complete"] = ~columns.pop("aborted")
     columns["engine"] = np.arange(len(found)).repeat([len(numbers["ids"]) for numbers in found])
     placed = {name: np.zeros(num_samples, values.dtype) for name, values in columns.items()}
     for name, values in columns.items():

@@ -80,11 +80,12 @@ def _train(
     pool = start_pool(cfg, splits)
     with_critic = cfg.algorithm.needs_critic
     sizes = group.call("init_models", [needs_reference(cfg), with_critic])
-    log.info("%d workers, %.1f million parameters", group.world, sizes[0]["num_parameters"] / 1e6)
+    total, trained = sizes[0]["num_parameters"], sizes[0]["trained_parameters"]
+    log.info("%d workers, %.1f million parameters, %.1f million trained", group.world, total / 1e6, trained / 1e6)
     policy = Policy(group, cfg)
     critic = Critic(group, cfg) if with_critic else None
     others = {"critic": critic} if critic else {}
-    saver = Saver(cfg, folder, policy, others, rows["train"].fingerprint(), sizes[0]["num_parameters"])
+    saver = Saver(cfg, folder, policy, others, rows["train"].fingerprint(), total, trained)
     first_step, progress = saver.resume()
     write_run_files(folder, loaded, plan)
     tracker = Tracker(

@@ -20,6 +20,8 @@ from rltrain.trainer.timing import StepTimer
 
 log = logging.getLogger(__name__)
 
+# With LoRA a checkpoint holds the adapters alone: these say what they are adapters to.
+_LORA_KEYS = ("lora_rank", "lora_alpha", "target_modules", "exclude_modules", "lora_adapter_path")
 # A resumed run must agree on these, or "continues as if never stopped" would be a lie.
 FROZEN_KEYS = (
     "actor_rollout_ref.model.path",
@@ -37,11 +39,13 @@ class Progress:
     """The driver's own state.
 
     batches_drawn: rounds of prompts taken so far. kl_coef: weight of the KL in the reward. sampler: what the sampler keeps.
+    in_flight: row, draw and age of the prompts that were drawn and not yet learnt from (`PromptLine.state`).
     """
 
     batches_drawn: int = 0
     kl_coef: float | None = None
     sampler: dict[str, NDArray[Any]] = field(default_factory=dict)
+    in_flight: list[list[int]] = field(default_factory=list)
 
 
 class Role(Protocol):
@@ -72,14 +76,15 @@ class Saver:
         others: Mapping[str, Role],
         dataset_fingerprint: str,
         num_parameters: int,
+        num_trained: int,
     ) -> None:
         self._cfg = cfg
         self._folder = folder
         self._actor = actor
         self._roles: dict[str, Role] = {"actor": actor, **others}
         self._fingerprint = dataset_fingerprint
-        # Master weights and two moments in float32, and the exported model; the next one is as large as the last.
-        self._bytes_needed = (4 + 12 * len(self._roles)) * num_parameters
+        # Trained weights and two moments in float32, and the exported model; the next one is as large as the last.
+        self._bytes_needed = 12 * num_trained + (4 + 12 * len(others)) * num_parameters
         self._last_step = 0
 
     def due(self, step: int, stopping: bool) -> bool:
@@ -127,6 +132,7 @@ class Saver:
             self._actor.export(str(temporary / "huggingface"))
         record = {"global_step": step, "dataset": self._fingerprint, "frozen": frozen_values(self._cfg)}
         record |= {"batches_drawn": progress.batches_drawn, "kl_coef": progress.kl_coef}
+        record["in_flight"] = progress.in_flight
         np.savez(temporary / "sampler.npz", **progress.sampler)  # type: ignore[arg-type]
         (temporary / "progress.json").write_text(json.dumps(record, indent=1))
 
@@ -140,7 +146,9 @@ class Saver:
             if not trainer.resume_weights_only:
                 step = int(record["global_step"])
                 with np.load(folder / "sampler.npz", allow_pickle=False) as arrays:
-                    progress = Progress(record["batches_drawn"], record["kl_coef"], dict(arrays))
+                    # Older checkpoints have none in flight.
+                    in_flight = record.get("in_flight", [])
+                    progress = Progress(record["batches_drawn"], record["kl_coef"], dict(arrays), in_flight)
                 self._refuse_other_run(folder, record)
         self._refuse_later_checkpoints(step)
         if folder is not None:
@@ -180,7 +188,8 @@ class Saver:
     def _refuse_other_run(self, folder: Path, progress: dict[str, Any]) -> None:
         now = frozen_values(self._cfg) | {"dataset": self._fingerprint}
         then = progress["frozen"] | {"dataset": progress["dataset"]}
-        changed = [f"{key}: {then.get(key)} then, {now[key]} now" for key in now if then.get(key) != now[key]]
+        keys = sorted(now.keys() | then.keys())
+        changed = [f"{key}: {then.get(key)} then, {now.get(key)} now" for key in keys if then.get(key) != now.get(key)]
         if changed:
             raise CheckpointError(
                 f"{folder} belongs to another run ({'; '.join(changed)}). Put the values back, choose another "
@@ -198,4 +207,8 @@ def frozen_values(cfg: Config) -> dict[str, Any]:
         values[key] = value
     # The data position is counted in rounds of this many prompts.
     rounds = cfg.data.gen_batch_size if cfg.algorithm.filter_groups.enable else None
-    return values | {"prompts per round": rounds or cfg.data.train_batch_size}
+    values |= {"prompts per round": rounds or cfg.data.train_batch_size}
+    for section, model in (("actor_rollout_ref", cfg.actor_rollout_ref.model), ("critic", cfg.critic.model)):
+        if model.uses_lora:
+            values |= {f"{section}.model.{key}": getattr(model, key) for key in _LORA_KEYS if hasattr(model, key)}
+    return values

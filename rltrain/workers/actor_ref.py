@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rltrain.algorithms.aggregation import Denominators, all_ones
-from rltrain.algorithms.correction import accepted, correction_sums, importance_weights, mismatch_sums
+from rltrain.algorithms.aggregation import all_ones
+from rltrain.algorithms.correction import accepted, compare, importance_weights
 from rltrain.algorithms.kl import kl_per_token
 from rltrain.algorithms.losses import LossShare, actor_loss
 from rltrain.algorithms.policy_losses import POLICY_LOSSES, PolicyLossInputs, find_policy_loss
@@ -19,13 +19,14 @@ from rltrain.models.export import export_huggingface
 from rltrain.models.forward import PackedInputs, PolicyModel, final_logits, model_numbers, pack
 from rltrain.models.head import ReferenceStates
 from rltrain.models.load import load_config
+from rltrain.models.lora import adapters_off, lora_of, save_adapter
 from rltrain.models.shard import make_mesh, sharded_model
 from rltrain.models.state import load_training_state, save_training_state
 from rltrain.models.ulysses import sequence_group
 from rltrain.ragged import Ragged
 from rltrain.workers.residency import Phase, Residency
 from rltrain.workers.selection import noise, select
-from rltrain.workers.tasks import UpdateTask
+from rltrain.workers.tasks import MiniBatch, UpdateTask
 from rltrain.workers.updater import Numbers, Updater, idle
 
 
@@ -53,39 +54,39 @@ class ActorRefWorker:
         self._config = load_config(
             model_cfg.path, trust_remote_code=model_cfg.trust_remote_code, override=dict(model_cfg.override_config)
         )
-        self._policy = self._load_policy(
-            "actor", resolve_dtype(fsdp.model_dtype, self._device), model_cfg.enable_gradient_checkpointing
-        )
+        self._policy = self._load_policy(trained=True)
         self._updater = Updater("actor", self._policy, self._actor_cfg.optim, self._cfg.trainer, self._device)
         phases: tuple[Phase, ...] = ("sync", "score", "train_actor", "save")
-        phases += ("ref",) if self._exact_kl_reward else ()
+        phases += ("ref",) if self._exact_kl_reward or model_cfg.uses_lora else ()
         self._residency.add_model(self._policy, *phases, offload=fsdp.param_offload)
         self._residency.add_optimizer(self._updater.optimizer, "train_actor", "save", offload=fsdp.optimizer_offload)
-        if with_reference:
-            self._reference = (
-                self._load_policy("ref", resolve_dtype(fsdp.compute_dtype, self._device), False)
-                .requires_grad_(False)
-                .eval()
-            )
+        if model_cfg.uses_lora:
+            self._reference = self._policy  # with its adapters off
+        elif with_reference:
+            self._reference = self._load_policy(trained=False).requires_grad_(False).eval()
             offload = self._cfg.actor_rollout_ref.ref.fsdp_config.param_offload
             phases = ("ref", "train_actor") if self._exact_kl_loss else ("ref",)
             self._residency.add_model(self._reference, *phases, offload=offload)
 
-    def _load_policy(self, role: str, master_dtype: torch.dtype, gradient_checkpointing: bool) -> PolicyModel:
-        fsdp = self._actor_cfg.fsdp_config
-        roles = self._cfg.actor_rollout_ref
-        size = (roles.actor if role == "actor" else roles.ref).ulysses_sequence_parallel_size
+    def _load_policy(self, *, trained: bool) -> PolicyModel:
+        fsdp, roles = self._actor_cfg.fsdp_config, self._cfg.actor_rollout_ref
+        role = "actor" if trained else "ref"
+        size = (roles.actor if trained else roles.ref).ulysses_sequence_parallel_size
+        dtype, compute_dtype = (resolve_dtype(name, self._device) for name in (fsdp.model_dtype, fsdp.compute_dtype))
+        lora = lora_of(self._model_cfg, "actor_rollout_ref.model", dtype, self._cfg.data.seed) if trained else None
         return sharded_model(
             PolicyModel,
             self._model_cfg.path,
             self._config,
             make_mesh(self._device, fsdp.fsdp_size),
             self._device,
-            master_dtype=master_dtype,
-            compute_dtype=resolve_dtype(fsdp.compute_dtype, self._device),
-            gradient_checkpointing=gradient_checkpointing,
+            # Frozen weights gain nothing from a dtype wider than the one they compute in.
+            master_dtype=dtype if trained and not lora else compute_dtype,
+            compute_dtype=compute_dtype,
+            gradient_checkpointing=trained and self._model_cfg.enable_gradient_checkpointing,
             reshard_after_forward=fsdp.reshard_after_forward,
             trust_remote_code=self._model_cfg.trust_remote_code,
+            lora=lora,
             group=sequence_group(self._config, size, f"actor_rollout_ref.{role}.ulysses_sequence_parallel_size"),
         )
 
@@ -115,17 +116,11 @@ class ActorRefWorker:
         log_probs, entropy = self._score(self._policy, batch, micro_sizes, with_entropy=True)
         if not len(batch):
             return Batch(), {}
-        columns = {"old_log_probs": log_probs}
-        engine = batch.ragged("rollout_log_probs")
-        numbers: Numbers = {"entropy": float(entropy.values.double().sum())} | mismatch_sums(log_probs, engine)
-        log_ratio = log_probs.like(log_probs.values - engine.values)
-        if self._correction.rollout_is:
-            columns["is_weights"] = importance_weights(log_ratio, self._correction)
+        columns, sums = compare(log_probs, batch.ragged("rollout_log_probs"), self._correction, _given(batch))
+        numbers: Numbers = sums | {"entropy": float(entropy.values.double().sum())}
         if self._rules:
-            columns["loss_mask"] = accepted(log_ratio, self._rules)
             numbers["loss_tokens"] = columns["loss_mask"].sum().long().numpy()
-        numbers |= correction_sums(columns.get("is_weights"), columns.get("loss_mask"), log_ratio, self._correction)
-        return Batch(columns), numbers
+        return Batch({"old_log_probs": log_probs, **columns}), numbers
 
     @torch.no_grad()
     def ref_log_probs(self, batch: Batch, micro_sizes: Sequence[int]) -> tuple[Batch, Numbers]:
@@ -135,7 +130,8 @@ class ActorRefWorker:
         columns: dict[str, Ragged] = {}
         exact = self._exact_kl_reward
         if not exact or (self._actor_cfg.use_kl_loss and not self._exact_kl_loss):
-            columns["ref_log_probs"], _ = self._score(self._reference, batch, micro_sizes, with_entropy=False)
+            with adapters_off(self._reference):
+                columns["ref_log_probs"], _ = self._score(self._reference, batch, micro_sizes, with_entropy=False)
         if exact:
             self._policy.eval()
             found = [self._exact_kl(micro) for micro in batch.split(micro_sizes)]
@@ -153,11 +149,15 @@ class ActorRefWorker:
         return self._policy(inputs, self._rollout_cfg.temperature, False, self._reference_states(inputs)).kl.cpu()
 
     def _reference_states(self, inputs: PackedInputs) -> ReferenceStates:
-        with torch.no_grad():
+        with torch.no_grad(), adapters_off(self._reference):
             hidden = self._reference(inputs, states_only=True)
         # The head is needed outside the reference's own forward, and again when logits are recomputed in the backward pass.
         self._reference.unshard()  # type: ignore[operator]
-        return ReferenceStates(hidden, lambda states: final_logits(self._reference.model, states))
+        return ReferenceStates(hidden, self._reference_logits)
+
+    def _reference_logits(self, states: Tensor) -> Tensor:
+        with adapters_off(self._reference):
+            return final_logits(self._reference.model, states)
 
     @torch.no_grad()
     def _score(
@@ -195,20 +195,21 @@ class ActorRefWorker:
             batch,
             task.mini_batches,
             task.learning_rate,
-            lambda micro, denominators: self._loss(micro, denominators, task),
-            (lambda micros, denominators: self._select(micros, denominators, task)) if self._entry.selection else None,
+            lambda micro, mini: self._loss(micro, mini, task),
+            (lambda micros, mini: self._select(micros, mini, task)) if self._entry.selection else None,
         )
         if self._exact_kl_loss:
             self._reference.reshard()  # type: ignore[operator]
         return numbers
 
-    def _loss(self, micro: Batch, denominators: Denominators, task: UpdateTask) -> LossShare:
+    def _loss(self, micro: Batch, mini: MiniBatch, task: UpdateTask) -> LossShare:
         inputs = pack(micro, self._device.torch_device)
         reference = self._reference_states(inputs) if self._exact_kl_loss else None
         temperature, with_entropy = self._rollout_cfg.temperature, self._actor_cfg.entropy_coeff != 0
-        log_probs, entropy, kl = self._policy(inputs, temperature, with_entropy, reference)
+        log_probs, entropy, kl = self._policy(inputs, temperature, with_entropy or not mini.scored, reference)
         if not len(micro):
             return idle(log_probs)
+        sums = {} if mini.scored and not self._correction.bypass_mode else self._measure(micro, log_probs, entropy)
         micro = micro.to(self._device.torch_device)
         if self._actor_cfg.use_kl_loss and kl is None:
             kl = kl_per_token(log_probs, micro.ragged("ref_log_probs").values, self._actor_cfg.kl_loss_type)
@@ -217,18 +218,27 @@ class ActorRefWorker:
         policy_inputs = PolicyLossInputs(log_probs, self._old(micro), _advantages(micro, task), mask, selected)
         function = POLICY_LOSSES["gpg"].function if self._reinforce else self._entry.function
         share = actor_loss(
-            policy_inputs, denominators, self._actor_cfg, function, weights=weights, entropy=entropy, kl=kl
+            policy_inputs,
+            mini.denominators,
+            self._actor_cfg,
+            function,
+            weights=weights,
+            entropy=entropy if with_entropy else None,
+            kl=kl,
         )
-        if self._correction.bypass_mode:
-            engine = micro.ragged("rollout_log_probs").to("cpu")
-            train = engine.like(log_probs.detach().cpu())
-            sums = mismatch_sums(train, engine)
-            if self._rules:
-                sums |= correction_sums(
-                    None, mask.to("cpu"), engine.like(train.values - engine.values), self._correction
-                )
-            share.token_sums.update(_as_tensors(sums))
+        share.token_sums.update(
+            {f"measured/{name}": torch.tensor(value, dtype=torch.float64) for name, value in sums.items()}
+        )
         return share
+
+    def _measure(self, micro: Batch, log_probs: Tensor, entropy: Tensor | None) -> dict[str, float]:
+        """What the old_log_prob pass measures, from the update's own forward; and its columns where ``micro`` has none."""
+        engine = micro.ragged("rollout_log_probs")
+        log_prob = engine.like(log_probs.detach().cpu())
+        columns, sums = compare(log_prob, engine, self._correction, _given(micro))
+        if not self._correction.bypass_mode:
+            micro.update({"old_log_probs": log_prob, **columns})
+        return sums if entropy is None else sums | {"entropy": float(entropy.detach().double().sum())}
 
     def _correct(self, micro: Batch, log_probs: Tensor, task: UpdateTask) -> tuple[Ragged, Tensor | None]:
         """(tokens that count, importance weights). With bypass_mode both follow from the current policy."""
@@ -243,7 +253,7 @@ class ActorRefWorker:
         return accepted(log_ratio, self._rules), weights
 
     @torch.no_grad()
-    def _select(self, micros: Sequence[Batch], denominators: Denominators, task: UpdateTask) -> None:
+    def _select(self, micros: Sequence[Batch], mini: MiniBatch, task: UpdateTask) -> None:
         """Add the column ``selected`` to the micro-batches of one mini-batch."""
         having = [micro for micro in micros if len(micro)]
         if self._scored_at == self._updater.num_steps:
@@ -265,7 +275,7 @@ class ActorRefWorker:
         numbers = torch.cat([empty.double(), *(noise(micro, task.noise_seed) for micro in having)])
         assert self._entry.selection is not None
         # On the CPU, where everything is: a few numbers a token, in a precision that not every accelerator has.
-        chosen = select(inputs, numbers, self._entry.selection, denominators.tokens, self._actor_cfg)
+        chosen = select(inputs, numbers, self._entry.selection, mini.denominators.tokens, self._actor_cfg)
         for micro, part in zip(having, mask.like(chosen).split([len(micro) for micro in having]), strict=True):
             micro.update({"selected": part})
 
@@ -275,6 +285,8 @@ class ActorRefWorker:
         """Write this rank's shards of model and optimizer into ``folder`` (a collective)."""
         self._residency.enter("save")
         save_training_state(self._policy, self._updater.optimizer, folder)
+        if self._model_cfg.uses_lora:
+            save_adapter(self._policy.model, self._model_cfg.path, f"{folder}/lora_adapter")
 
     def load(self, folder: str, weights_only: bool) -> None:
         """Read model and optimizer back, on any number of ranks (a collective)."""
@@ -287,6 +299,11 @@ class ActorRefWorker:
         export_huggingface(self._policy, self._config, self._model_cfg.path, folder)
 
 
+def _given(batch: Batch) -> Tensor | None:
+    """Tokens of each answer [n] that an earlier policy sampled, where there are such answers."""
+    return batch.dense("given") if "given" in batch else None
+
+
 def _answer_lengths(batch: Batch) -> Tensor:
     return batch.dense("response_length") if len(batch) else torch.zeros(0, dtype=torch.long)
 
@@ -296,7 +313,3 @@ def _advantages(micro: Batch, task: UpdateTask) -> Tensor:
     if "advantages" in micro:
         return (micro.ragged("advantages").values - task.shift) * task.scale
     return micro.dense("advantage").float().repeat_interleave(micro.dense("response_length"))
-
-
-def _as_tensors(sums: dict[str, float]) -> dict[str, Tensor]:
-    return {f"mismatch/{name}": torch.tensor(value) for name, value in sums.items() if not name.startswith("max/")}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from rltrain.algorithms.aggregation import Denominators, all_ones, token_weights
+from rltrain.algorithms.aggregation import all_ones, token_weights
 from rltrain.algorithms.losses import LossShare, aggregate, finish
 from rltrain.algorithms.value_loss import value_loss
 from rltrain.batch import Batch
@@ -14,6 +14,7 @@ from rltrain.config.schema import Config
 from rltrain.device import resolve_dtype
 from rltrain.models.forward import ScalarModel, pack
 from rltrain.models.load import load_config
+from rltrain.models.lora import lora_of
 from rltrain.models.shard import make_mesh, sharded_model
 from rltrain.models.state import load_training_state, save_training_state
 from rltrain.models.ulysses import sequence_group
@@ -38,17 +39,20 @@ class CriticWorker:
             trust_remote_code=model_cfg.trust_remote_code,
             override=dict(model_cfg.override_config),
         )
+        dtype, compute_dtype = (resolve_dtype(name, self._device) for name in (fsdp.model_dtype, fsdp.compute_dtype))
+        lora = lora_of(model_cfg, "critic.model", dtype, cfg.data.seed)
         self._model = sharded_model(
             ScalarModel,
             path,
             config,
             make_mesh(self._device, fsdp.fsdp_size),
             self._device,
-            master_dtype=resolve_dtype(fsdp.model_dtype, self._device),
-            compute_dtype=resolve_dtype(fsdp.compute_dtype, self._device),
+            master_dtype=compute_dtype if lora else dtype,  # frozen weights gain nothing from more
+            compute_dtype=compute_dtype,
             gradient_checkpointing=model_cfg.enable_gradient_checkpointing,
             reshard_after_forward=fsdp.reshard_after_forward,
             trust_remote_code=model_cfg.trust_remote_code,
+            lora=lora,
             group=sequence_group(
                 config, cfg.critic.ulysses_sequence_parallel_size, "critic.ulysses_sequence_parallel_size"
             ),
@@ -71,7 +75,7 @@ class CriticWorker:
         self._residency.enter("train_critic")
         return self._updater.run(batch, mini_batches, learning_rate, self._loss)
 
-    def _loss(self, micro: Batch, denominators: Denominators) -> LossShare:
+    def _loss(self, micro: Batch, mini: MiniBatch) -> LossShare:
         device = self._device.torch_device
         values = self._model(pack(micro, device))
         if not len(micro):
@@ -80,7 +84,7 @@ class CriticWorker:
         mask = micro.ragged("loss_mask") if "loss_mask" in micro else all_ones(micro.dense("response_length"), device)
         old, returns = micro.ragged("values").values, micro.ragged("returns").values
         losses, statistics = value_loss(values, old, returns, self._cfg.cliprange_value)
-        loss = aggregate(losses, token_weights(self._cfg.loss_agg_mode, mask, denominators))
+        loss = aggregate(losses, token_weights(self._cfg.loss_agg_mode, mask, mini.denominators))
         return finish(loss, {"vf_loss": loss}, statistics, mask)
 
     def save(self, folder: str) -> None:

@@ -20,8 +20,8 @@ from rltrain.models.forward import PackedModel
 from rltrain.models.load import load_config
 from rltrain.ragged import Ragged
 from rltrain.workers.residency import Residency
-from rltrain.workers.rollout.base import Job, RolloutEngine, sample_seeds
-from rltrain.workers.rollout.hf import HFRollout
+from rltrain.workers.rollout.base import Job, RolloutEngine, check_images, sample_seeds
+from rltrain.workers.rollout.hf import HFRollout, Limits
 from rltrain.workers.rollout.queue import JobQueue, make_replica, samples_per_job
 from rltrain.workers.tasks import GenerateTask
 from rltrain.workers.updater import Numbers
@@ -29,6 +29,9 @@ from rltrain.workers.weight_sync import WeightSync
 
 # Tokens of the first training prompt that the engine is compared with the trainer on after every sync.
 _CANARY_TOKENS = 64
+_NOTHING = np.zeros(0, dtype=np.int32)
+# Tokens and log-probs that answers already have, by their number in the task.
+Given = dict[int, tuple[Tensor, Tensor]]
 
 
 class RolloutWorker:
@@ -88,7 +91,7 @@ class RolloutWorker:
                 replica=self._replica,
                 eos_token_ids=self._encoder.eos_token_ids,
                 max_model_len=self._rollout.max_model_len or longest,
-                tied_embeddings=bool(config.get_text_config().tie_word_embeddings),
+                tied_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
                 override_config=dict(model.override_config),
                 trust_remote_code=model.trust_remote_code,
             )
@@ -112,7 +115,13 @@ class RolloutWorker:
             dtype=dtype,
             device=self._device,
             eos_token_ids=self._encoder.eos_token_ids,
-            max_num_seqs=self._rollout.max_num_seqs,
+            limits=Limits(
+                max_num_seqs=self._rollout.max_num_seqs,
+                max_model_len=self._rollout.max_model_len or cfg.data.max_prompt_length + cfg.data.max_response_length,
+                max_num_batched_tokens=self._rollout.max_num_batched_tokens,
+                chunked_prefill=self._rollout.enable_chunked_prefill,
+                memory_share=self._rollout.gpu_memory_utilization,
+            ),
             trust_remote_code=model.trust_remote_code,
         )
 
@@ -120,19 +129,21 @@ class RolloutWorker:
         if self._engine.sleep():
             self._sync.lost()
 
-    def generate(self, task: GenerateTask) -> tuple[Batch, list[str], Numbers]:
+    def generate(self, task: GenerateTask, begun: Batch | None = None) -> tuple[Batch, list[str], Numbers]:
         """Sample answers with the current weights. Returns payload columns, the answers as text, and numbers.
 
+        begun: payload columns of answers that have some tokens already, and their ``id``; what is returned has these tokens too.
         Numbers [n]: ``ids`` (place in the task * num_samples + sample, ascending), lengths, ``truncated``, ``aborted``, ``ended_s``.
         One rank of a replica returns what it has generated; the others have no samples.
         """
         numbers = self._bring_weights()
         started = time.perf_counter()
-        queue = self._queue(task)
+        given = _by_id(begun)
+        queue = self._queue(task, given)
         tell = self._hand_out if task.stream and self._replica.leads else None
 
         def finished(job: Job, answers: list[list[int]]) -> None:
-            queue.ended()
+            queue.ended(job)
             if tell:
                 tell(job, answers)
 
@@ -146,10 +157,14 @@ class RolloutWorker:
         self._validate_answers(generation.tokens, generation.log_probs)
         ids = np.concatenate([job.place * task.num_samples + job.samples for job in queue.taken])
         order = np.argsort(ids)
-        payload = _join(queue.taken, generation.tokens)
-        payload.update({"rollout_log_probs": generation.log_probs})
+        answers, log_probs = generation.tokens, generation.log_probs
+        if given:
+            answers = _prepend([given[i][0] if i in given else None for i in ids.tolist()], answers)
+            log_probs = _prepend([given[i][1] if i in given else None for i in ids.tolist()], log_probs)
+        payload = _join(queue.taken, answers)
+        payload.update({"rollout_log_probs": log_probs})
         payload = payload.select(order)
-        texts = self._encoder.decode_batch([row.tolist() for row in generation.tokens.select(order).rows()])
+        texts = self._encoder.decode_batch([row.tolist() for row in answers.select(order).rows()])
         per_sample = {
             "ids": ids,
             "prompt_length": payload.dense("prompt_length").numpy(),
@@ -182,19 +197,25 @@ class RolloutWorker:
         self._device.synchronize()
         return numbers | {"timing/reshard": time.perf_counter() - started}
 
-    def _queue(self, task: GenerateTask) -> JobQueue:
+    def _queue(self, task: GenerateTask, given: Given) -> JobQueue:
         size = samples_per_job(len(task.rows), task.num_samples, self._replica.count, self._rollout.max_num_seqs)
         seeds = sample_seeds(task.seed, task.step, task.rows.tolist(), task.num_samples).reshape(-1, task.num_samples)
         jobs = []
         for place in range(len(task.rows)) if task.order is None else task.order.tolist():
             prompt = self._prompts[task.split].prompt(int(task.rows[place]))
-            for first in range(0, task.num_samples, size):
-                samples = np.arange(first, min(first + size, task.num_samples))
-                jobs.append(Job(place, samples, prompt, seeds[place, samples]))
+            todo = np.arange(task.num_samples) if task.todo is None else np.flatnonzero(task.todo[place])
+            for first in range(0, len(todo), size):
+                samples = todo[first : first + size]
+                parts = [given.get(number) for number in (place * task.num_samples + samples).tolist()]
+                begun = tuple(_NOTHING if part is None else part[0].numpy() for part in parts) if any(parts) else None
+                jobs.append(Job(place, samples, prompt, seeds[place, samples], begun))
+        check_images(self._rollout.name, jobs)
         num_dealt = min(len(jobs), self._replica.count * (self._rollout.max_num_seqs // size))
-        return JobQueue(jobs, num_dealt, self._replica, self._store, f"rollout/{task.call}")
+        return JobQueue(jobs, num_dealt, self._replica, self._store, f"rollout/{task.call}", task.enough, task.must)
 
     def _hand_out(self, job: Job, answers: list[list[int]]) -> None:
+        if job.given:
+            answers = [[*part.tolist(), *answer] for part, answer in zip(job.given, answers, strict=True)]
         self._finished.put((job, self._encoder.decode_batch(answers)))
 
     def take_finished(self, wait_s: float) -> tuple[list[str], Numbers]:
@@ -240,6 +261,20 @@ def _canary(prompts: dict[str, PromptStore]) -> list[int]:
     """The start of the first prompt; at least two tokens."""
     first = next((store.prompt(0).tolist() for store in prompts.values() if len(store)), [0])
     return (first if len(first) > 1 else first * 2)[:_CANARY_TOKENS]
+
+
+def _by_id(begun: Batch | None) -> Given:
+    if begun is None:
+        return {}
+    heads, ids = begun.dense("prompt_length").tolist(), begun.dense("id").tolist()
+    rows = zip(ids, heads, begun.ragged("tokens").rows(), begun.ragged("rollout_log_probs").rows(), strict=True)
+    return {number: (tokens[head:], log_probs) for number, head, tokens, log_probs in rows}
+
+
+def _prepend(parts: Sequence[Tensor | None], rows: Ragged) -> Ragged:
+    return Ragged.from_rows(
+        [row if part is None else torch.cat([part, row]) for part, row in zip(parts, rows.rows(), strict=True)]
+    )
 
 
 def _join(jobs: Sequence[Job], answers: Ragged) -> Batch:

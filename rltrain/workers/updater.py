@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rltrain.algorithms.aggregation import Denominators
 from rltrain.algorithms.losses import LossShare
 from rltrain.batch import Batch
 from rltrain.config.model_schema import OptimConfig
@@ -22,8 +21,8 @@ from rltrain.models.optim import clip_gradients, make_optimizer
 from rltrain.workers.tasks import MiniBatch
 
 Numbers = dict[str, Any]
-LossFunction = Callable[[Batch, Denominators], LossShare]
-Preparation = Callable[[Sequence[Batch], Denominators], None]
+LossFunction = Callable[[Batch, MiniBatch], LossShare]
+Preparation = Callable[[Sequence[Batch], MiniBatch], None]
 
 
 class Updater:
@@ -49,7 +48,7 @@ class Updater:
         """One optimizer step a mini-batch. ``batch`` holds their samples in order, micro-batch after micro-batch.
 
         ``prepare`` sees all micro-batches of a mini-batch before the first is differentiated. Returns arrays with one entry
-        an optimizer step: ``share/`` and ``token/`` sums of this rank, the global ``grad_norm``, ``skipped``.
+        an optimizer step: ``share/`` and ``token/`` sums of this rank (``/max/``: the largest), the global ``grad_norm``, ``skipped``.
         """
         self._model.train()
         for group in self.optimizer.param_groups:
@@ -59,21 +58,23 @@ class Updater:
         for mini in mini_batches:
             mine = [next(micros) for _ in mini.micro_sizes]
             if prepare:
-                prepare(mine, mini.denominators)
-            steps.append(self._step(mine, mini.denominators, loss))
+                prepare(mine, mini)
+            steps.append(self._step(mine, mini, loss))
         self._device.synchronize()
         names = dict.fromkeys(name for step in steps for name in step)
         numbers: Numbers = {name: np.array([step.get(name, 0.0) for step in steps]) for name in names}
         return numbers | self._device.peak_memory_gb()
 
-    def _step(self, micros: Sequence[Batch], denominators: Denominators, loss: LossFunction) -> dict[str, float]:
+    def _step(self, micros: Sequence[Batch], mini: MiniBatch, loss: LossFunction) -> dict[str, float]:
         sums: dict[str, Tensor] = {}
         for micro in micros:
-            share = loss(micro, denominators)
-            # FSDP averages gradients over the ranks; the denominators are global already, so undo the average.
+            share = loss(micro, mini)
+            # FSDP averages gradients over the ranks; the denominators are global already, so undo the average. Ranks that share
+            # sequences have the same loss, and each a part of its gradient.
             (share.loss * dist.get_world_size()).backward()
             for name, value in _named(share):
-                sums[name] = sums[name] + value if name in sums else value
+                join = torch.maximum if "/max/" in name else torch.add
+                sums[name] = join(sums[name], value) if name in sums else value
         norm = clip_gradients(self._model.parameters(), self._clip_grad)
         health = torch.stack([sums["share/loss"], norm.to(sums["share/loss"].device)])
         dist.all_reduce(health)

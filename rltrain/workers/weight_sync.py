@@ -8,7 +8,7 @@ a second copy of the model).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from rltrain.device import Device
 from rltrain.errors import SyncError
 from rltrain.models.forward import PackedModel
+from rltrain.models.lora import PlainWeight, plain_weights
 from rltrain.models.shard import PREFIX
 from rltrain.workers.rollout.base import RolloutEngine, WeightPiece, fingerprint_of
 
@@ -149,21 +150,26 @@ class _Slab:
 
 
 def pieces(packed: PackedModel, bucket_bytes: int, dtype: torch.dtype) -> Iterator[WeightPiece]:
-    """Every weight and buffer of the model (a collective: all ranks run the whole iterator), tied weights once.
+    """Every weight and buffer of the model (a collective: all ranks run the whole iterator), tied weights once, LoRA merged.
 
     At most ``bucket_bytes`` are taken beside the model (more only for a single row that is larger). Weights that are on this
     rank as a whole, in ``dtype`` already, are handed out themselves.
     """
-    sharded: list[tuple[str, DTensor]] = []
-    for name, parameter in packed.named_parameters():
-        name = name.removeprefix(PREFIX)
-        if isinstance(parameter, DTensor) and _num_shards(parameter) > 1:
-            sharded.append((name, parameter))
+    sharded: list[PlainWeight] = []
+    for weight in plain_weights(packed):
+        if isinstance(weight.parameter, DTensor) and _num_shards(weight.parameter) > 1:
+            sharded.append(weight)
             continue
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        yield from _unsharded(name, local.detach(), bucket_bytes, dtype)
-    for bucket in _buckets(sharded, bucket_bytes, dtype):
-        yield from _gathered(bucket, dtype)
+        merged = weight.merged()
+        local = merged.to_local() if isinstance(merged, DTensor) else merged
+        lasting = local.dtype == dtype and weight.layer is None
+        yield from _unsharded(weight.name.removeprefix(PREFIX), local, bucket_bytes, dtype, lasting)
+    if sharded:
+        # Merged one by one, as the buckets fill.
+        weights = ((weight.name.removeprefix(PREFIX), _sharded(weight.merged())) for weight in sharded)
+        num_shards = _num_shards(_sharded(sharded[0].parameter))
+        for bucket in _buckets(weights, num_shards, bucket_bytes, dtype):
+            yield from _gathered(bucket, dtype)
     persistent = packed.state_dict().keys() if any(True for _ in packed.buffers()) else ()
     for name, buffer in packed.named_buffers():
         short = name.removeprefix(PREFIX)
@@ -172,9 +178,11 @@ def pieces(packed: PackedModel, bucket_bytes: int, dtype: torch.dtype) -> Iterat
         )
 
 
-def _unsharded(name: str, weight: Tensor, bucket_bytes: int, dtype: torch.dtype) -> Iterator[WeightPiece]:
+def _unsharded(
+    name: str, weight: Tensor, bucket_bytes: int, dtype: torch.dtype, lasting: bool
+) -> Iterator[WeightPiece]:
     shape = tuple(weight.shape)
-    if weight.dtype == dtype:
+    if lasting:
         yield WeightPiece(name, shape, 0, weight, lasting=True)
         return
     row_bytes = weight[0].numel() * dtype.itemsize if weight.dim() else dtype.itemsize
@@ -183,11 +191,11 @@ def _unsharded(name: str, weight: Tensor, bucket_bytes: int, dtype: torch.dtype)
         yield WeightPiece(name, shape, start, weight[start : start + rows].to(dtype))
 
 
-def _buckets(weights: Sequence[tuple[str, DTensor]], bucket_bytes: int, dtype: torch.dtype) -> Iterator[list[_Slab]]:
+def _buckets(
+    weights: Iterable[tuple[str, DTensor]], num_shards: int, bucket_bytes: int, dtype: torch.dtype
+) -> Iterator[list[_Slab]]:
     """Slabs that fit together into the share of a bucket that one gather may receive."""
-    if not weights:
-        return
-    room = bucket_bytes // _PARTS_OF_A_BUCKET // dtype.itemsize // _num_shards(weights[0][1])
+    room = bucket_bytes // _PARTS_OF_A_BUCKET // dtype.itemsize // num_shards
     bucket: list[_Slab] = []
     filled = 0
     for name, parameter in weights:
@@ -238,13 +246,13 @@ def _gathered(bucket: Sequence[_Slab], dtype: torch.dtype) -> Iterator[WeightPie
 def fingerprint(packed: PackedModel, dtype: torch.dtype) -> int:
     """A number that depends on every bit of every weight, on its row and its name (a collective; equal on all ranks)."""
     total = 0
-    for name, parameter in packed.named_parameters():
-        local, start = parameter.detach(), 0
+    for weight in plain_weights(packed):
+        local, start = weight.merged(), 0
         if isinstance(local, DTensor):
             sharded = _num_shards(local) > 1
             start = _shard_rank(local) * _rows_per_rank(local) if sharded else 0
             local = local.to_local()
-        total += fingerprint_of(name.removeprefix(PREFIX), start, local, dtype)
+        total += fingerprint_of(weight.name.removeprefix(PREFIX), start, local, dtype)
     box = torch.tensor([_signed(total)], dtype=torch.int64)
     first = next(packed.parameters())
     if isinstance(first, DTensor) and _num_shards(first) > 1:
@@ -255,6 +263,11 @@ def fingerprint(packed: PackedModel, dtype: torch.dtype) -> int:
 def _signed(number: int) -> int:
     number %= 2**64
     return number - 2**64 if number >= 2**63 else number
+
+
+def _sharded(weight: Tensor) -> DTensor:
+    assert isinstance(weight, DTensor)
+    return weight
 
 
 def _shard_dim(parameter: DTensor) -> int:

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rltrain.algorithms.correction import accepted, correction_sums, importance_weights, mismatch_sums
+from rltrain.algorithms.correction import accepted, correction_sums, fresh_gap, importance_weights, mismatch_sums
 from rltrain.config.algorithm_schema import RolloutCorrectionConfig
 from rltrain.config.critic_schema import OverlongBufferConfig
 from rltrain.ragged import Ragged
@@ -114,3 +114,11 @@ def test_the_correction_by_hand():
 def test_the_overlong_penalty_equals_its_loop(lengths, buffer):
     found = overlong_penalty(np.array(lengths), 20, OverlongBufferConfig(len=buffer, penalty_factor=0.5))
     assert found.tolist() == pytest.approx([slow.overlong(length, 20, buffer, 0.5) for length in lengths])
+
+
+def test_the_gap_of_fresh_tokens_leaves_out_those_of_earlier_policies():
+    lengths = torch.tensor([3, 2, 1])
+    train = Ragged(torch.tensor([-1.0, -2.0, -3.0, -1.0, -1.0, -4.0]), lengths)
+    engine = train.like(train.values + torch.tensor([9.0, 9.0, 0.5, 0.25, -0.25, 9.0]))
+    assert fresh_gap(train, engine, torch.tensor([2, 0, 1])) == {"gap": 1.0, "max/gap": 0.5, "gap_tokens": 3.0}
+    assert fresh_gap(train, engine, torch.tensor([3, 2, 1])) == {"gap": 0.0, "max/gap": 0.0, "gap_tokens": 0.0}

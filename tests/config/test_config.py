@@ -284,6 +284,11 @@ def test_keys_that_do_nothing_in_the_chosen_mode_say_so():
         (["algorithm.adv_estimator=gae", "trainer.critic_warmup=9", "trainer.total_training_steps=5"], "never learn"),
         (["algorithm.adv_estimator=gae", "critic.use_dynamic_bsz=False"], "critic.use_dynamic_bsz=False needs"),
         (["trainer.val_only=True"], "has nothing to do"),
+        ([f"{A}model.lora_rank=-1"], "model.lora_rank=-1: it must be at least 0"),
+        ([f"{A}model.lora_rank=8", f"{A}model.lora_alpha=0"], "model.lora_alpha=0.0: it must be over 0. Try 16"),
+        ([f"{A}model.lora_rank=8", f"{A}model.target_modules=[]"], "model.target_modules=[]: give a name"),
+        ([f"{A}model.lora_rank=8", f"{A}model.exclude_modules=[3]"], "model.exclude_modules=[3]: give a name"),
+        (["critic.model.lora_rank=8", "critic.model.target_modules=null"], "critic.model.target_modules=None"),
         ([f"{A}actor.tau_pos=0"], "actor.tau_pos=0.0: it must be over 0"),
         ([f"{A}actor.entropy_coeff=.nan"], "entropy_coeff=nan"),
     ],
@@ -298,9 +303,9 @@ def test_several_broken_rules_come_together():
 
 
 def test_what_this_version_cannot_run_is_listed_with_a_way_out():
-    lines = unavailable(load_config([*BASE, f"{A}rollout.name=trtllm", f"{A}model.lora_rank=8"]).config)
+    lines = unavailable(load_config([*BASE, f"{A}rollout.name=trtllm", f"{A}rollout.multi_turn.enable=True"]).config)
     assert any("rollout.name=trtllm" in line and "rollout.name=vllm" in line for line in lines)
-    assert any("lora_rank=8" in line for line in lines)
+    assert any("multi_turn.enable=True" in line for line in lines)
     assert unavailable(load_config(BASE).config) == []
 
 

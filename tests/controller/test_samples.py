@@ -53,6 +53,15 @@ def test_a_column_that_is_not_there_for_all_is_named(samples):
         samples.request(np.array([0, 1, 2]), ["ref_log_probs"])
 
 
+def test_optional_columns_bring_the_rows_that_there_are(samples):
+    samples.attach([whole(Batch({"old_log_probs": Ragged.from_rows([torch.ones(2), torch.ones(1)])}), ("old_log_probs",),
+                          np.array([2, 0]))])  # fmt: skip
+    batch = resolve(samples.request(np.array([1, 0, 2]), ["tokens"], optional=["old_log_probs"]))
+    assert [row.tolist() for row in batch.ragged("old_log_probs").rows()] == [[], [1.0], [1.0, 1.0]]
+    assert [len(row) for row in batch.ragged("tokens").rows()] == [2, 1, 3]
+    assert "old_log_probs" not in resolve(samples.request(np.array([1, 4]), ["tokens"], optional=["old_log_probs"]))
+
+
 def test_bytes_through_the_driver_do_not_grow_with_tokens(samples):
     long = Samples(5)
     rows = [torch.zeros(10_000 * (i + 1)) for i in range(5)]
@@ -61,3 +70,22 @@ def test_bytes_through_the_driver_do_not_grow_with_tokens(samples):
     short.attach([whole(tokens_of(range(5)), ("tokens",), np.arange(5))])
     ids = np.arange(5)
     assert driver_bytes([long.request(ids, ["tokens"])]) == driver_bytes([short.request(ids, ["tokens"])])
+
+
+def test_samples_of_another_step_may_stand_among_new_ones(samples):
+    new = Samples(3)
+    new.update({"advantage": np.array([9.0, 9.0, 9.0])})
+    new.attach([whole(tokens_of([7]), ("tokens", "prompt_length"), np.array([1]))])
+    new.adopt(samples, np.array([4, 3]), np.array([0, 2]), ["advantage"])
+    assert new["advantage"].tolist() == [0.4, 9.0, 0.3]
+    batch = resolve(new.request(np.arange(3), ["tokens", "prompt_length"]))
+    assert batch.dense("prompt_length").tolist() == [40, 70, 30]
+
+
+def test_one_object_is_fetched_once_however_often_it_was_taken_from(samples):
+    new = Samples(5)
+    for sample in range(5):
+        new.adopt(samples, np.array([sample]), np.array([4 - sample]))
+    request = new.request(np.arange(5), ["tokens", "prompt_length"])
+    assert len(request.pieces) == 2
+    assert resolve(request).dense("prompt_length").tolist() == [40, 30, 20, 10, 0]

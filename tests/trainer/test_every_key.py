@@ -84,6 +84,7 @@ CASES = {
     ACTOR + "ppo_max_token_len_per_gpu": (30, {}),
     ACTOR + "ppo_epochs": (1, {}),
     ACTOR + "shuffle": (True, {}),
+    ACTOR + "recompute_old_log_prob": ("always", {ACTOR + "ppo_epochs": 1}),
     ACTOR + "clip_ratio": (0.01, {}),
     ACTOR + "clip_ratio_low": (0.01, {}),
     ACTOR + "clip_ratio_high": (0.01, {}),

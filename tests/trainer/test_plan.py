@@ -113,3 +113,14 @@ def test_the_description_says_what_is_left_out_and_when_it_saves():
     assert "at the end" in text
     never = load_config(["trainer.save_at_end=False"]).config
     assert "never" in describe(make_plan(never), never)
+
+
+@pytest.mark.parametrize(("ratio", "started"), [(1.0, 10), (1.1, 11), (1.25, 13), (2.0, 20)])
+def test_over_sampling_starts_more_prompts_than_a_step_needs(ratio, started):
+    keys = ["data.train_batch_size=10", f"{A}actor.ppo_mini_batch_size=10", f"{A}rollout.oversample_ratio={ratio}"]
+    found = plan(*keys, f"{A}rollout.tail=oversample", f"{A}rollout.n=4", "trainer.n_gpus_per_node=1")
+    assert (found.prompts_started, found.prompts_per_round, found.samples_per_step) == (started, 10, 40)
+    assert found.most_samples_per_replica == 4 * started
+    assert plan(*keys).prompts_started == 10
+    config = load_config([*keys, f"{A}rollout.tail=oversample"]).config
+    assert f"{started} prompts are started; the step ends when 10 are answered" in describe(make_plan(config), config)

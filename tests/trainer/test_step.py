@@ -126,6 +126,75 @@ def test_weights_and_metrics_do_not_depend_on_the_cut(make, variant):
             assert mine == pytest.approx(theirs, abs=2e-4, rel=2e-3)
 
 
+ALWAYS = {ACTOR + "recompute_old_log_prob": "always"}
+ONE_STEP = {ACTOR + "ppo_mini_batch_size": 4}
+WITHOUT_PASS = {
+    "two steps": {}, "one step": ONE_STEP, "no kl": ONE_STEP | NO_KL, "gae": {ESTIMATOR: "gae"}, "exact kl": VARIANTS["exact kl"],
+    "shuffle": {ACTOR + "shuffle": True}, "cispo": {LOSS: "cispo"}, "tis": VARIANTS["tis"],
+    "sequence is, one step": ONE_STEP | {CORRECTION + "rollout_is": "sequence"}, "filter": VARIANTS["filter"],
+    "cut": {ACTOR + "ppo_max_token_len_per_gpu": 25},
+}  # fmt: skip
+
+
+def scored_samples(trainer) -> list[int]:
+    """Grows by the number of samples of every old_log_prob pass."""
+    sizes: list[int] = []
+    log_probs = trainer.worker.actor.log_probs
+    trainer.worker.actor.log_probs = lambda batch, cut: sizes.append(len(batch)) or log_probs(batch, cut)
+    return sizes
+
+
+@pytest.mark.parametrize("variant", WITHOUT_PASS)
+def test_old_log_probs_may_come_from_the_updates_own_forward(make, variant):
+    keys = WITHOUT_PASS[variant]
+    found = []
+    for choice in ({}, ALWAYS):
+        trainer = make(**keys, **choice)
+        sizes = scored_samples(trainer)
+        found.append(([numbers_of(trainer.step(step)) for step in (1, 2)], actor_weights(trainer), sizes))
+    (metrics, mine, few), (all_metrics, theirs, many) = found
+    assert many == [16, 16]
+    assert few == ([] if keys.get(ACTOR + "ppo_mini_batch_size") == 4 else [8, 8])
+    assert float((mine - theirs).abs().max()) < 2e-6
+    for one, other in zip(metrics, all_metrics, strict=True):
+        assert one.keys() == other.keys()
+        assert one == pytest.approx(other, abs=2e-5, rel=2e-4)
+
+
+def test_with_one_optimizer_step_the_ratio_is_exactly_one_and_the_phase_costs_nothing(make):
+    metrics = make(**ONE_STEP, **NO_KL).step(1)
+    assert metrics["actor/ppo_kl"] == metrics["actor/pg_clipfrac"] == 0.0
+    assert metrics["actor/entropy"] > 0
+    assert "timing_s/old_log_prob" in metrics
+    assert "perf/old_log_prob_throughput" not in metrics
+
+
+@pytest.mark.parametrize("needs", [
+    {"algorithm__use_kl_in_reward": True}, {LOSS: "kl_cov"}, {ACTOR + "ppo_epochs": 2}, VARIANTS["rejection"],
+    VARIANTS["sequence is"], {ESTIMATOR: "gae", "trainer__critic_warmup": 2},
+])  # fmt: skip
+def test_all_old_log_probs_are_computed_where_something_needs_them_before_the_update(make, needs):
+    trainer = make(**needs)
+    sizes = scored_samples(trainer)
+    trainer.step(1)
+    assert sizes == [16]
+
+
+def test_what_has_no_signal_is_neither_updated_nor_measured(make):
+    trainer = make(**ONE_STEP, **NO_KL, twist=lambda row, score: 1.0 if row < 6 else score)
+    metrics = [trainer.step(step) for step in (1, 2, 3)]
+    assert any(each["perf/update_tokens_skipped"] for each in metrics)
+    assert all(("actor/entropy" in each) == (each["actor/grad_norm"] > 0) for each in metrics)
+
+
+def test_without_a_kl_there_is_no_reference_and_no_pass(make):
+    for keys, calls in ((NO_KL, 0), ({}, 1), ({ACTOR + "kl_loss_type": "full"}, 0)):
+        trainer = make(**keys)
+        trainer.step(1)
+        assert trainer.group.calls.count("actor.ref_log_probs") == calls
+        assert hasattr(trainer.worker.actor, "_reference") == (keys != NO_KL)
+
+
 def test_work_without_signal_is_not_done_and_changes_nothing(make, monkeypatch):
     """Rows below 3 score alike: whole groups, and whole mini-batches, have no advantage."""
 
@@ -306,7 +375,7 @@ def test_a_critic_may_start_from_a_reward_model(make, reward_model):
 def test_long_answers_pay_the_overlong_penalty(make):
     trainer = make(reward_model__reward_manager="dapo", reward_model__overlong_buffer__enable=True, reward_model__overlong_buffer__len=4,
                    reward_model__overlong_buffer__penalty_factor=2.0)  # fmt: skip
-    samples, _ = trainer.experience._round(StepTimer())
+    samples = trainer.experience._round(StepTimer()).samples
     at_limit = samples["response_length"] == 8
     assert at_limit.any()
     assert (samples["overlong"][at_limit] == -2.0).all()
@@ -442,7 +511,7 @@ def test_rows_of_answers_without_tokens_do_no_harm(make):
 
 def test_the_rule_reward_may_be_a_weighted_sum_of_what_the_scorer_returns(make):
     trainer = make(reward__weights="{acc: 2.0, score: 0.5}")
-    samples, _ = trainer.experience._round(StepTimer())
+    samples = trainer.experience._round(StepTimer()).samples
     metrics = trainer.step(2)
     assert set(samples["rule_score"] - 2.0 * samples["acc"]) != {0.0}
     assert metrics["reward/acc/mean"] >= 0

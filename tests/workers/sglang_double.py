@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rltrain.config.rollout_schema import RolloutConfig
 from rltrain.device import get_device
 from rltrain.workers.rollout.base import Sampling
-from rltrain.workers.rollout.hf import BLOCK, choose, random_block
+from rltrain.workers.rollout.sampling import choose, random_numbers
 from rltrain.workers.rollout.sglang import SGLangRollout
 from tests.workers.engines import ALONE
 
@@ -228,9 +228,9 @@ class Engine:
         seed = params["sampling_seed"] if not greedy and self.settings["enable_deterministic_inference"] else None
         assert seed is None or -(2**63) <= seed < 2**63
         seeds = np.array([np.random.randint(2**60) if seed is None else seed]).astype(np.uint64)
-        noise = random_block(seeds, number // BLOCK * BLOCK)[:, number % BLOCK]
+        noise = random_numbers(seeds, np.array([number]))
         sampling = Sampling(
             1, params["temperature"], params.get("top_k", -1), params.get("top_p", 1.0), greedy=greedy
         )  # fmt: skip
-        tokens, log_probs = choose(logits[None], torch.from_numpy(noise), sampling)
+        tokens, log_probs = choose(logits[None].clone(), torch.from_numpy(noise), sampling)
         return int(tokens), float(log_probs)

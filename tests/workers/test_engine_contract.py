@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 from rltrain.config.rollout_schema import RolloutConfig
 from rltrain.device import get_device
 from rltrain.models.load import load_config
-from rltrain.workers.rollout.base import Sampling, WeightPiece, fingerprint_of
-from rltrain.workers.rollout.hf import HFRollout
+from rltrain.workers.rollout.base import Job, Sampling, WeightPiece, fingerprint_of
+from rltrain.workers.rollout.hf import HFRollout, Limits
 from tests.workers.engines import ALONE, generate, jobs_of, queue_of
 from tests.workers.sglang_double import sglang_engine
 
@@ -24,7 +24,7 @@ LONGEST = 64
 PROMPTS = [np.array(ids, dtype=np.int32) for ids in ([2, 5, 6, 3], [2, 7, 3], [2, 8, 9, 10, 11, 3], [4])]
 # On accelerators vLLM's weights are written in place, on the CPU it must load them anew, unless its packed kernels are off.
 # SGLang's real engine takes a minute to start; its double takes what the real one takes, and computes with transformers.
-ENGINES = ["hf", "vllm", "vllm in place", "sglang double", "sglang"]
+ENGINES = ["hf", "vllm", "vllm in place", "sglang double", *(["sglang"] if importlib.util.find_spec("sglang") else [])]
 # vLLM and what it imports warn of their own affairs.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -82,7 +82,7 @@ def engine(request, tiny_model):
     device = get_device("cpu")
     if request.param == "hf":
         config = load_config(str(tiny_model))
-        yield HFRollout(config, dtype=torch.float32, device=device, eos_token_ids=[EOS], max_num_seqs=8)
+        yield HFRollout(config, dtype=torch.float32, device=device, eos_token_ids=[EOS], limits=Limits(8, LONGEST))
         return
     if request.param.startswith("sglang"):
         with sglang_engine(str(tiny_model), rollout, double="double" in request.param, max_model_len=LONGEST) as found:
@@ -231,13 +231,42 @@ def test_what_is_not_wanted_any_more_is_given_up(seeded, ready):
     """Two of four jobs are enough: the others come back as far as they are, and the engine goes on afterwards."""
     jobs = jobs_of(PROMPTS, 2)
     queue = queue_of(jobs, enough=2)
-    found = ready.generate(queue, Sampling(40), lambda job, texts: queue.ended())
+    found = ready.generate(queue, Sampling(40), lambda job, texts: queue.ended(job))
     whole = answers(generate(ready, Sampling(40), PROMPTS, 2))
     assert bool(found.aborted.any())
     for answer, expected, aborted in zip(answers(found), whole, found.aborted.tolist(), strict=True):
         assert answer == (expected[: len(answer)] if aborted else expected)
     assert len(found.tokens.values) == len(found.log_probs.values)
     assert answers(generate(ready, Sampling(40), PROMPTS, 2)) == whole
+
+
+@pytest.mark.parametrize("sampling", [Sampling(14, temperature=0.8), Sampling(14, greedy=True)])
+def test_an_answer_that_was_begun_is_continued_as_if_never_stopped(ready, sampling):
+    jobs = jobs_of(PROMPTS, 3)
+    whole = ready.generate(queue_of(jobs), sampling)
+    all_of_it, log_probs = whole.tokens.rows(), whole.log_probs.rows()
+    begun = [max(0, min(number, len(answer) - 1)) for number, answer in enumerate(all_of_it)]
+    begun[3] = 0  # a sample that has no token yet, beside others of its prompt that have some
+    given = [answer[:count].numpy() for answer, count in zip(all_of_it, begun, strict=True)]
+    told = {}
+    queue = queue_of([Job(job.place, job.samples, job.prompt, job.seeds, tuple(given[3 * job.place : 3 * job.place + 3]))
+                      for job in jobs[:3]] + jobs[3:])  # fmt: skip
+    rest = ready.generate(queue, sampling, lambda job, found: told.update({job.place: found}))
+    begun[9:] = [0, 0, 0]
+    assert [row.tolist() for row in rest.tokens.rows()] == [
+        answer[count:].tolist() for answer, count in zip(all_of_it, begun, strict=True)
+    ]
+    for found, expected, count in zip(rest.log_probs.rows(), log_probs, begun, strict=True):
+        assert torch.allclose(found, expected[count:], atol=1e-4)
+    assert rest.truncated.tolist() == whole.truncated.tolist()
+    assert sampling.greedy or set(whole.truncated.tolist()) == {True, False}
+    assert told[1] == [row.tolist() for row in rest.tokens.rows()[3:6]]
+
+
+def test_after_the_stop_no_further_job_is_begun(ready):
+    queue = queue_of(jobs_of(PROMPTS, 8), enough=1)
+    ready.generate(queue, Sampling(40), lambda job, texts: queue.ended(job))
+    assert [job.place for job in queue.taken] == [0]
 
 
 def test_a_text_is_scored_as_by_the_trainer(ready, plain):

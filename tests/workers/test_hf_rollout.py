@@ -1,142 +1,327 @@
+import itertools
+
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from rltrain.device import get_device
-from rltrain.models.load import load_config
-from rltrain.workers.rollout.base import Sampling, WeightPiece, sample_seeds, uniforms
-from rltrain.workers.rollout.hf import HFRollout, choose, random_block, restrict
+from rltrain.errors import ConfigError, DataError
+from rltrain.workers.rollout.base import Sampling, WeightPiece
+from rltrain.workers.rollout.hf import HFRollout, Limits
 from tests.workers.engines import generate as serve
 from tests.workers.engines import jobs_of, queue_of
 
 EOS = 1
-PROMPTS = [np.array(ids, dtype=np.int32) for ids in ([2, 5, 6, 3], [2, 7, 3], [2, 8, 9, 10, 11, 3], [4])]
+VOCABULARY = 40
+SIZES = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "eos_token_id": EOS, "pad_token_id": 0, "bos_token_id": None,
+    "initializer_range": 0.3,
+}  # fmt: skip
+FAMILIES = {
+    "qwen3": Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True),
+    "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=False),
+    "llama": LlamaConfig(**SIZES),
+    "mistral, a window of 5": MistralConfig(**SIZES, sliding_window=5),
+    "qwen2, a window of 7 in one layer": Qwen2Config(
+        **SIZES, use_sliding_window=True, sliding_window=7, max_window_layers=1
+    ),
+}
+# Lengths 4, 3, 11, 1, 2, 23.
+PROMPTS = [
+    np.random.default_rng(number).integers(2, VOCABULARY, length).astype(np.int32)
+    for number, length in enumerate((4, 3, 11, 1, 2, 23))
+]
+LONG = Sampling(80, ignore_eos=True)
+
+
+def plain_model(family="qwen3", dtype=torch.float32):
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(FAMILIES[family].__class__(**FAMILIES[family].to_dict())).to(dtype).eval()
 
 
 @pytest.fixture(scope="module")
-def plain(tiny_model):
-    return AutoModelForCausalLM.from_pretrained(tiny_model).eval()
+def plain():
+    return plain_model()
 
 
-def make_engine(tiny_model, plain, max_num_seqs=64, eos=(EOS,)):
-    engine = HFRollout(
-        load_config(str(tiny_model)),
-        dtype=torch.float32,
-        device=get_device("cpu"),
-        eos_token_ids=eos,
-        max_num_seqs=max_num_seqs,
-    )
-    engine.load_weights(
+def weights_of(model):
+    return (
         WeightPiece(name, tuple(tensor.shape), 0, tensor.detach(), lasting=True)
-        for tensors in (plain.named_parameters(), plain.named_buffers())
+        for tensors in (model.named_parameters(), model.named_buffers())
         for name, tensor in tensors
     )
+
+
+def make_engine(plain, max_num_seqs=64, block=None, dtype=torch.float32, **limits):
+    config = plain.config.__class__(**plain.config.to_dict())
+    engine = HFRollout(
+        config,
+        dtype=dtype,
+        device=get_device("cpu"),
+        eos_token_ids=[EOS],
+        limits=Limits(max_num_seqs, **{"max_model_len": 128, **limits}),
+    )
+    engine._block = block or engine._block
+    engine.load_weights(weights_of(plain))
+    engine.wake_cache()
     return engine
 
 
 def generate(engine, num_samples, sampling, prompts=PROMPTS, step=1):
+    """Answers in the order of the prompts."""
     return serve(engine, sampling, prompts, num_samples, step)
 
 
-def test_greedy_equals_transformers(tiny_model, plain):
-    found = generate(make_engine(tiny_model, plain), 1, Sampling(12, greedy=True))
-    for prompt, answer in zip(PROMPTS, found.tokens.rows(), strict=True):
+def answers(generation):
+    return [row.tolist() for row in generation.tokens.rows()]
+
+
+def trainer_log_probs(model, prompt, answer, temperature=1.0):
+    whole = torch.cat([torch.from_numpy(prompt.astype(np.int64)), answer.long()])
+    logits = model(whole[None], use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+    return torch.log_softmax(logits / temperature, -1).gather(-1, answer.long()[:, None])[:, 0]
+
+
+def test_greedy_equals_transformers_while_rows_leave_and_enter(plain):
+    found = generate(make_engine(plain, max_num_seqs=2, block=4, max_model_len=28), 1, Sampling(30, greedy=True))
+    for prompt, answer in zip(PROMPTS, answers(found), strict=True):
         ids = torch.from_numpy(prompt.astype(np.int64))[None]
-        expected = plain.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, pad_token_id=0
-        )
-        assert answer.tolist() == expected[0, len(prompt) :].tolist()
+        expected = plain.generate(ids, attention_mask=torch.ones_like(ids), max_length=28, do_sample=False)
+        assert answer == expected[0, len(prompt) :].tolist()
 
 
-def test_log_probs_are_those_of_the_sampling_temperature(tiny_model, plain):
-    found = generate(make_engine(tiny_model, plain), 3, Sampling(12, temperature=0.7, top_p=0.9))
+@pytest.mark.parametrize("block", [4, 64])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_takes_the_likeliest_token_of_every_family(family, block):
+    plain = plain_model(family)
+    limits = {"max_num_seqs": 2, "block": block, "max_model_len": 60, "max_num_batched_tokens": 8}
+    found = generate(make_engine(plain, **limits), 1, Sampling(40, greedy=True, ignore_eos=True))
+    assert found.tokens.lengths.tolist() == [40, 40, 40, 40, 40, 37]
+    for prompt, answer in zip(PROMPTS, found.tokens.rows(), strict=True):
+        whole = torch.cat([torch.from_numpy(prompt), answer]).long()[None]
+        logits = plain(whole, use_cache=False).logits[0, len(prompt) - 1 : -1]
+        assert answer.tolist() == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probs_are_the_trainers_at_the_sampling_temperature(family):
+    plain = plain_model(family)
+    engine = make_engine(plain, max_num_seqs=7, block=8, max_num_batched_tokens=6)
+    found = generate(engine, 3, Sampling(40, temperature=0.7, top_p=0.9))
     for number, (answer, log_probs) in enumerate(zip(found.tokens.rows(), found.log_probs.rows(), strict=True)):
-        prompt = torch.from_numpy(PROMPTS[number // 3].astype(np.int64))
-        logits = plain(torch.cat([prompt, answer.long()])[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
-        expected = torch.log_softmax(logits / 0.7, -1).gather(-1, answer.long()[:, None])[:, 0]
-        assert torch.allclose(log_probs, expected, atol=2e-6)
+        assert torch.allclose(log_probs, trainer_log_probs(plain, PROMPTS[number // 3], answer, 0.7), atol=2e-5)
 
 
-def test_an_answer_depends_on_its_seed_alone(tiny_model, plain):
-    """Not on the wave it was generated in, on its neighbours, or on finished rows having left the batch."""
-    together = generate(make_engine(tiny_model, plain), 4, Sampling(20))
-    waves = generate(make_engine(tiny_model, plain, max_num_seqs=4), 4, Sampling(20))
-    assert together.tokens == waves.tokens
-    alone = make_engine(tiny_model, plain).generate(queue_of(jobs_of(PROMPTS, 4)[2:3]), Sampling(20))
-    assert [row.tolist() for row in alone.tokens.rows()] == [row.tolist() for row in together.tokens.rows()[8:12]]
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"max_num_seqs": 4},
+        {"max_num_seqs": 9, "block": 4},
+        {"max_num_batched_tokens": 5},
+        {"max_num_batched_tokens": 5, "chunked_prefill": False},
+        {"max_num_seqs": 5, "max_num_batched_tokens": 1, "block": 16},
+    ],
+)
+@pytest.mark.parametrize("family", ["qwen3", "mistral, a window of 5"])
+def test_an_answer_depends_on_its_seed_alone(family, limits):
+    """Not on how many are generated at once, when it entered, how prompts were cut, or how the cache is laid out."""
+    plain = plain_model(family)
+    expected = generate(make_engine(plain), 4, Sampling(40))
+    found = generate(make_engine(plain, **limits), 4, Sampling(40))
+    assert found.tokens == expected.tokens
+    assert torch.allclose(found.log_probs.values, expected.log_probs.values, atol=2e-5)
 
 
-def test_samples_of_a_prompt_and_of_another_step_differ(tiny_model, plain):
-    engine = make_engine(tiny_model, plain)
+def test_an_answer_depends_neither_on_the_order_of_jobs_nor_on_neighbours(plain):
+    engine = make_engine(plain, max_num_seqs=8)
+    expected = answers(generate(engine, 4, Sampling(40)))
+    jobs = jobs_of(PROMPTS, 4)
+    backwards = answers(engine.generate(queue_of(jobs[::-1]), Sampling(40)))
+    assert [row for start in range(20, -1, -4) for row in backwards[start : start + 4]] == expected
+    assert answers(engine.generate(queue_of(jobs[2:3]), Sampling(40))) == expected[8:12]
+
+
+def test_rows_of_very_different_age_share_the_batch(plain):
+    """Blocks of columns are dropped, holes are filled, prompts leave and longer ones come."""
+    jobs = jobs_of(PROMPTS * 4, 3)
+    expected = make_engine(plain).generate(queue_of(jobs), Sampling(90))
+    found = make_engine(plain, max_num_seqs=6, block=4).generate(queue_of(jobs), Sampling(90))
+    assert found.tokens == expected.tokens
+    assert expected.tokens.lengths.max() > 30 > 5 > expected.tokens.lengths.min()
+
+
+def test_samples_of_a_prompt_and_of_another_step_differ(plain):
+    engine = make_engine(plain)
     first, later = generate(engine, 6, Sampling(16)), generate(engine, 6, Sampling(16), step=2)
-    answers = {tuple(row.tolist()) for row in first.tokens.rows()[:6]}
-    assert len(answers) > 3
+    assert len({tuple(row) for row in answers(first)[:6]}) > 3
     assert first.tokens != later.tokens
 
 
-def test_finish_reasons_and_lengths(tiny_model, plain):
-    found = generate(make_engine(tiny_model, plain), 8, Sampling(10))
-    for answer, truncated in zip(found.tokens.rows(), found.truncated.tolist(), strict=True):
-        assert EOS not in answer[:-1].tolist()
+def test_finish_reasons_and_lengths(plain):
+    found = generate(make_engine(plain), 8, Sampling(10))
+    assert len(set(found.truncated.tolist())) == 2
+    assert not found.aborted.any()
+    for answer, truncated in zip(answers(found), found.truncated.tolist(), strict=True):
+        assert EOS not in answer[:-1]
         assert truncated == (answer[-1] != EOS)
         assert not truncated or len(answer) == 10
 
 
-def test_ignore_eos_and_a_limit_of_one_token(tiny_model, plain):
-    engine = make_engine(tiny_model, plain)
-    assert generate(engine, 2, Sampling(9, ignore_eos=True)).tokens.lengths.tolist() == [9] * 8
-    assert generate(engine, 2, Sampling(1)).tokens.lengths.tolist() == [1] * 8
+def test_ignore_eos_and_a_limit_of_one_token(plain):
+    engine = make_engine(plain)
+    everything = generate(engine, 2, Sampling(9, ignore_eos=True))
+    assert everything.tokens.lengths.tolist() == [9] * 12
+    assert everything.truncated.tolist() == [row[-1] != EOS for row in answers(everything)]
+    assert generate(engine, 2, Sampling(1)).tokens.lengths.tolist() == [1] * 12
 
 
-def test_an_engine_without_weights_refuses(tiny_model, plain):
-    engine = make_engine(tiny_model, plain)
-    engine.sleep()
-    some = [
-        WeightPiece(name, tuple(tensor.shape), 0, tensor, lasting=True)
-        for name, tensor in plain.named_parameters()
-        if "layers.1" not in name
+def test_prompt_and_answer_together_stay_within_max_model_len(plain):
+    engine = make_engine(plain, max_model_len=24)
+    found = generate(engine, 1, LONG)
+    assert found.tokens.lengths.tolist() == [24 - len(prompt) for prompt in PROMPTS]
+    assert found.truncated.all()
+    with pytest.raises(DataError, match=r"prompt of 23 tokens leaves no room .*max_model_len=23"):
+        generate(make_engine(plain, max_model_len=23), 1, LONG)
+
+
+def count_tokens(engine):
+    """Sizes [rows, tokens] of the forward passes from now on."""
+    sizes = []
+    forward = engine._forward
+    engine._forward = lambda tokens, *rest, **more: sizes.append(tuple(tokens.shape)) or forward(tokens, *rest, **more)
+    return sizes
+
+
+def test_a_prompt_is_computed_once_for_all_its_answers_and_in_pieces(plain):
+    engine = make_engine(plain, max_num_seqs=48, max_num_batched_tokens=10)
+    sizes = count_tokens(engine)
+    generate(engine, 8, Sampling(5, ignore_eos=True))
+    prefills = [tokens for rows, tokens in sizes if rows == 1]
+    assert sum(prefills) == sum(len(prompt) for prompt in PROMPTS)
+    assert max(prefills) == 10
+    assert [rows for rows, _ in sizes if rows > 1] == [48] * 4
+
+
+def test_a_waiting_job_enters_as_soon_as_another_has_left(plain):
+    """Waves would take as long as the longest of each."""
+    jobs = jobs_of(PROMPTS, 1)
+    engine = make_engine(plain, max_num_seqs=2)
+    sizes = count_tokens(engine)
+    found = engine.generate(queue_of(jobs), Sampling(60, temperature=1.2))
+    lengths = found.tokens.lengths.tolist()
+    steps = sum((rows == 1 and tokens == 1) or rows == 2 for rows, tokens in sizes)
+    assert steps < sum(max(lengths[first : first + 2]) for first in (0, 2, 4)) - 5
+    assert max(rows for rows, _ in sizes) == 2
+
+
+def test_a_job_is_told_of_when_its_last_answer_ends(plain):
+    told = []
+    jobs = jobs_of(PROMPTS, 3)
+    found = make_engine(plain).generate(
+        queue_of(jobs), Sampling(50), lambda job, texts: told.append((job.place, texts))
+    )
+    lengths = found.tokens.lengths.view(-1, 3).amax(1)
+    assert sorted(place for place, _ in told) == list(range(6))
+    assert all(lengths[a] <= lengths[b] for (a, _), (b, _) in itertools.pairwise(told))
+    for place, texts in told:
+        assert texts == answers(found)[3 * place : 3 * place + 3]
+    by_length = found.tokens.lengths.argsort()
+    assert found.seconds[by_length].diff().min() >= -1e-3
+
+
+class Stopping:
+    """A queue that is stopped after some tokens."""
+
+    def __init__(self, jobs, tokens):
+        self._queue, self._tokens = queue_of(jobs), tokens
+
+    def take(self, most):
+        return self._queue.take(most) if self._tokens else []
+
+    def stopped(self):
+        self._tokens -= 1
+        return not self._tokens
+
+
+def test_what_is_running_when_the_source_stops_is_given_up(plain):
+    expected = generate(make_engine(plain), 4, Sampling(40))
+    told = []
+    stopping = Stopping(jobs_of(PROMPTS, 4), 12)
+    found = make_engine(plain).generate(stopping, Sampling(40), lambda job, texts: told.append(job.place))
+    assert found.tokens.lengths.tolist() == expected.tokens.lengths.clamp(max=12).tolist()
+    assert found.aborted.tolist() == (expected.tokens.lengths > 12).tolist()
+    assert 0 < found.aborted.sum() < len(found.aborted)
+    assert not (found.aborted & found.truncated).any()
+    whole = [place for place in range(6) if not found.aborted[4 * place : 4 * place + 4].any()]
+    assert sorted(told) == whole
+    assert [a == b[:12] for a, b in zip(answers(found), answers(expected), strict=True)] == [True] * 24
+
+
+def test_no_work_gives_no_answers(plain):
+    found = make_engine(plain).generate(queue_of([]), Sampling(4))
+    assert len(found.tokens) == len(found.seconds) == 0
+
+
+def test_bf16_is_repeatable_and_close_to_the_trainer():
+    plain = plain_model(dtype=torch.bfloat16)
+    engine = make_engine(plain, dtype=torch.bfloat16)
+    found = generate(engine, 3, Sampling(70, ignore_eos=True))
+    assert generate(engine, 3, Sampling(70, ignore_eos=True)).tokens == found.tokens
+    gaps = [
+        log_probs - trainer_log_probs(plain, PROMPTS[number // 3], answer)
+        for number, (answer, log_probs) in enumerate(zip(found.tokens.rows(), found.log_probs.rows(), strict=True))
     ]
+    assert torch.cat(gaps).abs().mean() < 0.05
+
+
+def test_it_answers_as_before_after_it_slept(plain):
+    engine = make_engine(plain)
+    before = generate(engine, 2, Sampling(20))
+    engine.sleep()
+    assert all(parameter.is_meta for parameter in engine._model.parameters())
+    engine.wake_weights()
+    engine.load_weights(weights_of(plain))
+    engine.wake_cache()
+    assert generate(engine, 2, Sampling(20)).tokens == before.tokens
+
+
+def test_the_training_weights_are_used_where_they_lie(plain):
+    engine = make_engine(plain)
+    theirs = dict(plain.named_parameters())
+    for name, weight in engine._model.named_parameters():
+        assert weight.data_ptr() == theirs[name].data_ptr()
+
+
+def test_scores_are_the_trainers(plain):
+    text = [3, 9, 27, 11, 5, 8]
+    expected = trainer_log_probs(plain, np.array(text[:1]), torch.tensor(text[1:]))
+    assert torch.allclose(make_engine(plain).score(text), expected, atol=2e-6)
+
+
+def test_fewer_answers_run_at_once_where_memory_is_short(plain, monkeypatch):
+    one = (128 + 64) * 2 * 2 * 2 * 16 * 4
+    monkeypatch.setattr("rltrain.device.Device.free_memory_bytes", lambda self: one * 14)
+    engine = make_engine(plain, memory_share=0.5)
+    sizes = count_tokens(engine)
+    found = generate(engine, 4, Sampling(20))
+    assert max(rows for rows, _ in sizes) == 7
+    assert found.tokens == generate(make_engine(plain), 4, Sampling(20)).tokens
+    with pytest.raises(ConfigError, match=r"holds 7 answers of up to 128 tokens .* 8 answers .*max_num_seqs=7,"):
+        generate(engine, 8, Sampling(20))
+
+
+def test_an_engine_without_weights_refuses(plain):
+    engine = make_engine(plain)
+    engine.sleep()
+    some = [piece for piece in weights_of(plain) if "layers.1" not in piece.name]
     with pytest.raises(RuntimeError, match=r"left .* weights of the rollout engine empty"):
         engine.load_weights(iter(some))
 
 
-def test_sampling_follows_the_distribution():
-    torch.manual_seed(0)
-    logits = torch.randn(1, 30).expand(100_000, 30)
-    noise = torch.from_numpy(random_block(sample_seeds(3, 1, range(100_000), 1), 0)[:, 0])
-    tokens, _ = choose(logits, noise, Sampling(1))
-    assert torch.allclose(torch.bincount(tokens, minlength=30) / 100_000, logits[0].softmax(-1), atol=0.006)
-
-
-def test_a_token_without_mass_is_never_chosen():
-    logits = torch.tensor([[0.0, float("-inf"), 0.0, float("-inf")]])
-    edge = torch.tensor([0.0, 0.25, 0.5, 1 - 2**-23])
-    tokens, _ = choose(logits.expand(4, 4), edge, Sampling(1))
-    assert set(tokens.tolist()) <= {0, 2}
-
-
-def test_the_largest_random_number_stays_below_any_total():
-    totals = torch.rand(100_000) * 2 + 1e-3
-    assert bool((totals * np.float32(1 - 2**-23) < totals).all())
-    assert random_block(np.arange(1000, dtype=np.uint64), 0).max() <= np.float32(1 - 2**-23)
-
-
-def test_top_k_and_top_p_restrict():
-    probs = torch.tensor([[0.4, 0.3, 0.2, 0.1]])
-    assert restrict(probs, 2, 1.0).tolist() == [pytest.approx([0.4, 0.3, 0, 0])]
-    assert restrict(probs, -1, 0.5).tolist() == [pytest.approx([0.4, 0.3, 0, 0])]
-    assert restrict(probs, -1, 0.4).tolist() == [pytest.approx([0.4, 0, 0, 0])]
-    assert restrict(probs, 1_000_000, 1.0) is probs
-
-
-def test_random_numbers_are_a_function_of_seed_and_position():
-    seeds = sample_seeds(5, 2, [3, 8], 2)
-    assert np.array_equal(uniforms(seeds, 0, 10)[:, 4:], uniforms(seeds, 4, 6))
-    assert np.array_equal(sample_seeds(5, 2, [8], 2), seeds[2:])
-    many = sample_seeds(0, 0, range(2000), 4)
-    assert len(set(many.tolist())) == 8000
-    numbers = uniforms(many, 0, 50)
-    assert abs(numbers.mean() - 0.5) < 0.002
-    assert numbers.min() >= 0
-    assert numbers.max() < 1
+def test_a_layer_that_keeps_its_own_state_is_refused(plain):
+    engine = make_engine(plain)
+    engine._model.config.num_hidden_layers = 3
+    with pytest.raises(ConfigError, match="2 of the 3 layers of Qwen3ForCausalLM"):
+        generate(engine, 1, LONG)

@@ -27,6 +27,7 @@ from tests.tiny import save_tiny_model, small_run
 A = "actor_rollout_ref.actor."
 COV = {A + "policy_loss.clip_cov_lb": -100, A + "policy_loss.clip_cov_ub": 100, A + "policy_loss.clip_cov_ratio": 0.1,
        A + "policy_loss.kl_cov_ratio": 0.1}  # fmt: skip
+LORA = {"actor_rollout_ref.model.lora_rank": 3, "actor_rollout_ref.model.target_modules": "[q_proj,v_proj,down_proj]"}
 VARIANTS = {
     **{f"loss {name}": {A + "policy_loss.loss_mode": name, **COV} for name in POLICY_LOSSES},
     **{
@@ -34,6 +35,8 @@ VARIANTS = {
         for name in ("seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
     },
     "exact kl": {A + "kl_loss_type": "full"},
+    "lora": {**LORA, "critic.model.lora_rank": 3},
+    "lora, exact kl": {**LORA, A + "kl_loss_type": "full"},
 }
 # (processes, those of them that share sequences), and the variants that are run so.
 ALONE = [(1, 1), (2, 1), (4, 1)]
@@ -103,8 +106,9 @@ def record_gradients(updater, model, gradients: list[torch.Tensor]) -> None:
     """Instead of a step of AdamW, which would blow up rounding: write down the gradient, and move along it."""
 
     def step():
-        gradients.append(torch.cat([p.grad.full_tensor().flatten() for p in model.parameters()]))
-        for parameter in model.parameters():
+        trained = [p for p in model.parameters() if p.requires_grad]
+        gradients.append(torch.cat([p.grad.full_tensor().flatten() for p in trained]))
+        for parameter in trained:
             parameter.data.add_(parameter.grad, alpha=-0.05)
 
     updater.optimizer.step = step

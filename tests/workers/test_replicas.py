@@ -20,9 +20,12 @@ from rltrain.workers.rollout.base import Sampling
 from rltrain.workers.tasks import GenerateTask
 from tests.tiny import save_tiny_model, small_run, write_arithmetic
 
+# Each cut starts processes of its own, some of which import vLLM.
+pytestmark = pytest.mark.timeout(900)
 R = "actor_rollout_ref__rollout__"
 TASK = GenerateTask("train", np.arange(12, dtype=np.int32), 4, Sampling(8), seed=1, step=1)
 CALLS = itertools.count(1)
+LORA = {"actor_rollout_ref__model__lora_rank": 3, "actor_rollout_ref__model__lora_alpha": 6}
 # name -> (processes, changed keys, bytes of a bucket)
 CUTS = {
     "hf 1": (1, {}, 2**29),
@@ -31,6 +34,8 @@ CUTS = {
     "hf 4, replicas of shards": (4, {"actor_rollout_ref__actor__fsdp_config__fsdp_size": 2}, 2**14),
     "vllm 1": (1, {R + "name": "vllm"}, 2**29),
     "vllm 2": (2, {R + "name": "vllm", R + "max_num_seqs": 16}, 2**14),
+    "lora, hf 1": (1, LORA, 2**29),
+    "lora, hf 2, a few rows a bucket": (2, LORA, 3000),
     "vllm 2 as one replica": (2, {R + "name": "vllm", R + "tensor_model_parallel_size": 2}, 2**29),
 }
 
@@ -97,7 +102,7 @@ def by_sample(version: list[tuple]) -> dict[int, list[int]]:
 
 @pytest.mark.parametrize("cut", CUTS)
 def test_answers_do_not_depend_on_who_serves_them(found, cut):
-    for version, expected in zip(found[cut], found["hf 1"], strict=True):
+    for version, expected in zip(found[cut], found["lora, hf 1" if "lora" in cut else "hf 1"], strict=True):
         assert sorted(sample for ids, *_ in version for sample in ids) == list(range(48))
         assert by_sample(version) == by_sample(expected)
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rltrain.errors import ConfigError
 from rltrain.ragged import Ragged
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -37,22 +38,29 @@ class Job:
     """Samples of one prompt that are answered together.
 
     place: of the prompt in the task; samples [k]: their numbers among the answers to the prompt; prompt: token ids;
-    seeds [k]: the same seed gives the same answer whatever else is in the batch, and whoever serves it.
+    seeds [k]: the same seed gives the same answer whatever else is in the batch, and whoever serves it. given: of each sample the
+    tokens it already has (None: no sample has any): they follow the prompt, count towards ``max_tokens``, and the random numbers go
+    on after theirs. images: PIL images or the bytes of image files, in the order of their places in the prompt; ``prompt`` has ONE
+    placeholder token for each of them, and the engine puts as many as the image takes in its place (which count for
+    ``max_model_len``).
     """
 
     place: int
     samples: NDArray[np.int64]
     prompt: NDArray[np.int32]
     seeds: NDArray[np.uint64]
+    given: tuple[NDArray[np.int32], ...] | None = None
+    images: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)
 class Generation:
     """Answers: all samples of the first job that was taken, then of the second, ...
 
-    tokens: ids, the end token included when there is one. log_probs: log softmax(logits / temperature) of each sampled id,
-    before top-k and top-p (greedy: temperature 1). truncated [n]: stopped by ``max_tokens``, not by an end token. aborted [n]:
-    given up while it was running. seconds [n]: when it ended, since the call.
+    tokens: new ids (without `Job.given`), the end token included when there is one. log_probs: log softmax(logits / temperature) of
+    each sampled id, before top-k and top-p (greedy: temperature 1), placeholder tokens of images included, although they are never
+    drawn. truncated [n]: stopped by ``max_tokens``, not by an end token. aborted [n]: given up while it was running. seconds [n]:
+    when it ended, since the call.
     """
 
     tokens: Ragged
@@ -66,7 +74,7 @@ class Source(Protocol):
     """Where an engine gets its work. The processes of a replica call every method at the same point of their work."""
 
     def take(self, most: int) -> list[Job]:
-        """Jobs of at most ``most`` samples in all; none when nothing is left, or when the next one has more samples than that.
+        """Jobs of at most ``most`` samples in all; none when nothing is left or wanted, or the next one has more samples than that.
 
         No job has more samples than the engine's ``max_num_seqs``.
         """
@@ -102,7 +110,7 @@ class WeightPiece:
         return tuple(self.values.shape) == self.shape
 
 
-# A job has ended; token ids of its answers.
+# A job has ended; the new token ids of its answers.
 Finished = Callable[[Job, list[list[int]]], None]
 
 
@@ -128,6 +136,14 @@ class RolloutEngine(Protocol):
         """Give the device memory of weights and caches back. Returns whether the weights are gone."""
 
 
+def check_images(engine: str, jobs: Sequence[Job]) -> None:
+    """Raises ConfigError where jobs have images and the engine (``rollout.name``) takes text alone."""
+    if engine != "vllm" and any(job.images for job in jobs):
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.name={engine} takes text alone, and prompts have images. Use rollout.name=vllm."
+        )
+
+
 def fingerprint_of(name: str, start: int, rows: Tensor, dtype: torch.dtype | None = None) -> int:
     """The share of some rows of one weight; the shares of a model add up, modulo 2^64.
 
@@ -145,12 +161,12 @@ def fingerprint_of(name: str, start: int, rows: Tensor, dtype: torch.dtype | Non
     return total * (zlib.crc32(name.encode()) << 1 | 1)
 
 
-def sample_seeds(seed: int, step: int, rows: Sequence[int], num_samples: int) -> NDArray[np.uint64]:
-    """One seed a sample, prompt-major: a pure function of (seed, step, prompt, sample)."""
+def sample_seeds(seed: int, step: int | NDArray[np.int64], rows: Sequence[int], num_samples: int) -> NDArray[np.uint64]:
+    """One seed a sample, prompt-major: a pure function of (seed, step, prompt, sample). step: one, or one a row."""
     parts = np.empty((len(rows), num_samples), dtype=np.uint64)
     parts[:] = _mix(np.uint64(seed % 2**64))
     for number in (
-        np.uint64(step),
+        np.asarray(step, dtype=np.uint64).reshape(-1, 1),
         np.asarray(rows, dtype=np.uint64)[:, None],
         np.arange(num_samples, dtype=np.uint64),
     ):
@@ -158,13 +174,14 @@ def sample_seeds(seed: int, step: int, rows: Sequence[int], num_samples: int) ->
     return parts.ravel()
 
 
-def uniforms(seeds: NDArray[np.uint64], start: int, count: int) -> NDArray[np.float64]:
-    """Random numbers ``start`` to ``start + count`` of each seed's stream, in [0, 1): shape [len(seeds), count].
+def uniforms(seeds: NDArray[np.uint64], start: int | NDArray[np.int64], count: int) -> NDArray[np.float64]:
+    """Random numbers ``start`` (one, or one a seed) to ``start + count`` of each seed's stream, in [0, 1): shape [len(seeds), count].
 
     Counted, not drawn from shared state: SplitMix64 (Steele et al. 2014) at position ``start + i``.
     """
     with np.errstate(over="ignore"):
-        states = seeds[:, None] + np.arange(start + 1, start + count + 1, dtype=np.uint64) * _GOLDEN
+        places = np.asarray(start, dtype=np.uint64).reshape(-1, 1) + np.arange(1, count + 1, dtype=np.uint64)
+        states = seeds[:, None] + places * _GOLDEN
     return (_mix(states) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 

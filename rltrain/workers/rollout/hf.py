@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import DynamicCache, PretrainedConfig
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 
 from rltrain.device import Device
+from rltrain.errors import ConfigError
+from rltrain.models.attention import SEGMENTS, packed_attention
 from rltrain.models.forward import final_logits
 from rltrain.models.load import empty_model
-from rltrain.ragged import Ragged
+from rltrain.workers.rollout.answers import Answers
 from rltrain.workers.rollout.base import (
     Finished,
     Generation,
@@ -23,17 +26,37 @@ from rltrain.workers.rollout.base import (
     Source,
     WeightPiece,
     fingerprint_of,
-    uniforms,
 )
+from rltrain.workers.rollout.kv import KeyValues, Piece
+from rltrain.workers.rollout.sampling import choose, random_numbers
 
-# Random numbers are made for this many tokens at a time.
-BLOCK = 128
-# The cache is compacted when at most this share of its rows is still running.
-_COMPACT_AT = 0.9
+_ATTENTION = "rltrain_rollout"
+_CACHE = "rltrain_cache"
+# Rows that have ended stay in the batch until they are this share of it: moving the others costs more.
+_DEAD = 0.05
+# Columns of the cache that are stored together: few on a CPU, where reading what is masked costs; many where a kernel launch does.
+_BLOCK_CPU, _BLOCK_ACCELERATOR = 64, 512
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the engine may use.
+
+    max_num_seqs: answers at once. max_model_len: tokens of prompt and answer. max_num_batched_tokens: tokens of prompts computed at
+    once; a longer prompt is computed in pieces (chunked_prefill), else alone. memory_share: part of the memory free before
+    generation that keys and values may take.
+    """
+
+    max_num_seqs: int
+    max_model_len: int
+    max_num_batched_tokens: int = 8192
+    chunked_prefill: bool = True
+    memory_share: float = 0.5
 
 
 class HFRollout:
-    """Samples answers with a key-value cache: one prefill a prompt, shared by its samples; finished rows leave the batch."""
+    """Continuous batching over the model's own modules: one prefill a prompt, shared by its answers; answers leave as they end and
+    new ones enter."""
 
     def __init__(
         self,
@@ -42,37 +65,44 @@ class HFRollout:
         dtype: torch.dtype,
         device: Device,
         eos_token_ids: Sequence[int],
-        max_num_seqs: int,
+        limits: Limits,
         trust_remote_code: bool = False,
     ) -> None:
-        self._model = empty_model(config, "sdpa", dtype, trust_remote_code=trust_remote_code).eval()
+        _register()
+        self._model = empty_model(config, _ATTENTION, dtype, trust_remote_code=trust_remote_code).eval()
         self._dtype = dtype
-        self._device = device.torch_device
-        self._eos = torch.tensor(sorted(eos_token_ids), dtype=torch.long, device=self._device)
-        self._max_num_seqs = max_num_seqs
+        self._device = device
+        self._limits = limits
+        self._is_end = np.zeros(config.get_text_config().vocab_size, dtype=bool)
+        self._is_end[[token for token in eos_token_ids if token < len(self._is_end)]] = True
+        self._block = _BLOCK_CPU if device.is_cpu else _BLOCK_ACCELERATOR
+        self._most_rows = 0
 
     def wake_weights(self) -> None:
         """Memory is taken weight by weight in `load_weights`."""
 
     def wake_cache(self) -> None:
-        """There is no cache between calls."""
+        """Decides how many answers may be generated at once: so many that all could become as long as they may, each with a prompt
+        of its own. Keys and values themselves live as long as a `generate`."""
+        budget = self._limits.memory_share * self._device.free_memory_bytes()
+        longest = (self._limits.max_model_len + self._block) * bytes_per_token(self._model.config, self._dtype)
+        self._most_rows = min(self._limits.max_num_seqs, int(budget / longest))
 
     def load_weights(self, pieces: Iterator[WeightPiece]) -> int:
         """Point the model at the training weights where dtype and device agree; copy the others into its own."""
+        device = self._device.torch_device
         for piece in pieces:
             path, _, leaf = piece.name.rpartition(".")
             module = self._model.get_submodule(path)
             where = module._parameters if leaf in module._parameters else module._buffers
             if piece.lasting:
                 dtype = self._dtype if leaf in module._parameters else piece.values.dtype
-                values = piece.values.to(self._device, dtype)
+                values = piece.values.to(device, dtype)
                 where[leaf] = nn.Parameter(values, requires_grad=False) if leaf in module._parameters else values
                 continue
             own = where[leaf]
             if own is None or own.is_meta:
-                own = nn.Parameter(
-                    torch.empty(piece.shape, dtype=self._dtype, device=self._device), requires_grad=False
-                )
+                own = nn.Parameter(torch.empty(piece.shape, dtype=self._dtype, device=device), requires_grad=False)
                 module._parameters[leaf] = own
             own.data[piece.start : piece.start + len(piece.values)].copy_(piece.values)
         self._model.tie_weights()
@@ -88,166 +118,150 @@ class HFRollout:
 
     @torch.inference_mode()
     def score(self, tokens: Sequence[int]) -> Tensor:
-        ids = torch.tensor([list(tokens)], device=self._device)
-        hidden = self._model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0, :-1]
-        return torch.log_softmax(final_logits(self._model, hidden), -1).gather(-1, ids[0, 1:, None])[:, 0].cpu()
+        ids = torch.tensor(tokens, device=self._device.torch_device)
+        hidden = self._forward(ids[None], torch.arange(len(ids))[None], **{SEGMENTS: (len(ids),)})[0, :-1]
+        return torch.log_softmax(final_logits(self._model, hidden), -1).gather(-1, ids[1:, None])[:, 0].cpu()
 
     @torch.inference_mode()
     def generate(self, source: Source, sampling: Sampling, finished: Finished | None = None) -> Generation:
-        started = time.perf_counter()
-        parts = [_Answers([], sampling, self._device, None, started).finish()]
-        while jobs := source.take(self._max_num_seqs):
-            parts.append(self._wave(jobs, sampling, _Answers(jobs, sampling, self._device, finished, started), source))
-        return Generation(
-            tokens=Ragged.concat([part.tokens for part in parts]),
-            log_probs=Ragged.concat([part.log_probs for part in parts]),
-            truncated=torch.cat([part.truncated for part in parts]),
-            aborted=torch.cat([part.aborted for part in parts]),
-            seconds=torch.cat([part.seconds for part in parts]),
-        )
-
-    def _wave(self, jobs: Sequence[Job], sampling: Sampling, answers: _Answers, source: Source) -> Generation:
-        """Prefill the prompts and decode all their samples until the last one has finished."""
-        cache = DynamicCache()
-        hidden, mask, position = self._prefill([job.prompt for job in jobs], cache)
-        seeds = np.concatenate([job.seeds for job in jobs])
-        owner = torch.arange(len(jobs)).repeat_interleave(torch.tensor([len(job.seeds) for job in jobs]))
-        owner = owner.to(self._device)
-        cache.batch_select_indices(owner)
-        hidden, mask, position = (x[owner] for x in (hidden, mask, position))
-        rows = torch.arange(len(seeds), device=self._device)
-        noise = torch.empty(0)
-        for step in range(sampling.max_tokens):
-            if step % BLOCK == 0:
-                noise = torch.from_numpy(random_block(seeds, step)).to(self._device)
-            tokens, log_probs = choose(final_logits(self._model, hidden), noise[rows, step % BLOCK], sampling)
-            ended = torch.isin(tokens, self._eos) & (not sampling.ignore_eos)
-            answers.write(rows, step, tokens, log_probs, ended)
+        kv = KeyValues(self._device.torch_device, self._block)
+        answers = Answers(sampling.max_tokens, self._limits.max_model_len, finished)
+        rows = np.zeros(0, dtype=np.int64)
+        hidden = torch.empty(0, self._model.config.get_text_config().hidden_size, dtype=self._dtype)
+        hidden = hidden.to(self._device.torch_device)
+        while True:
+            if jobs := self._take(source, answers.num_running):
+                rows = np.concatenate([rows, answers.add(jobs)])
+                hidden = torch.cat([hidden, self._prefill(jobs, kv)])
+            if not len(rows):
+                return answers.result()
+            tokens = self._sample(hidden, rows, answers, sampling)
+            if answers.num_running and source.stopped():
+                return answers.result()
             running = ~answers.ended[rows]
-            num_running = int(running.sum())
-            if not num_running or step + 1 == sampling.max_tokens:
-                break
-            if source.stopped():
-                return answers.finish(aborted=True)
-            if num_running <= _COMPACT_AT * len(rows):
-                keep = running.nonzero()[:, 0]
-                cache.batch_select_indices(keep)
-                rows, tokens, mask, position = rows[keep], tokens[keep], mask[keep], position[keep]
-            mask = torch.cat([mask, mask.new_ones(len(rows), 1)], 1)
-            hidden = self._forward(tokens[:, None], mask, position[:, None], cache)
-            position = position + 1
-        return answers.finish()
+            if not running.any() or running.mean() < 1 - _DEAD:
+                order = kv.keep(running)
+                rows, tokens = rows[order], tokens[torch.from_numpy(order).to(tokens.device)]
+            if len(rows):
+                kv.begin_step()
+                positions = torch.from_numpy((answers.prompt_lengths + answers.lengths)[rows] - 1)
+                hidden = self._forward(tokens[:, None], positions[:, None], **{_CACHE: kv})[:, 0]
+            else:
+                hidden = hidden[:0]
 
-    def _prefill(self, prompts: Sequence[NDArray[np.int32]], cache: DynamicCache) -> tuple[Tensor, Tensor, Tensor]:
-        """Left-pad and run the prompts: last hidden state [prompts, h], attention mask, and the next position of each."""
-        width = max(len(prompt) for prompt in prompts)
-        tokens = torch.zeros(len(prompts), width, dtype=torch.long)
-        mask = torch.zeros(len(prompts), width, dtype=torch.long)
-        for row, prompt in enumerate(prompts):
-            tokens[row, width - len(prompt) :] = torch.from_numpy(prompt.astype(np.int64))
-            mask[row, width - len(prompt) :] = 1
-        tokens, mask = tokens.to(self._device), mask.to(self._device)
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
-        return self._forward(tokens, mask, positions, cache), mask, positions[:, -1] + 1
+    def _take(self, source: Source, num_running: int) -> list[Job]:
+        most = self._most_rows
+        if jobs := source.take(most - num_running) if num_running < most else []:
+            return jobs
+        if not num_running and most < self._limits.max_num_seqs and (jobs := source.take(self._limits.max_num_seqs)):
+            key = "actor_rollout_ref.rollout."
+            raise ConfigError(
+                f"the memory for keys and values holds {most} answers of up to {self._limits.max_model_len} tokens at once, but "
+                f"{len(jobs[0].samples)} answers to one prompt were to be generated together. Raise {key}gpu_memory_utilization, lower "
+                f"{key}max_model_len, or set {key}max_num_seqs={max(most, 1)}, which cuts them into several parts."
+            )
+        return []
 
-    def _forward(self, tokens: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
-        output = self._model.base_model(
-            input_ids=tokens, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
+    def _sample(self, hidden: Tensor, rows: NDArray[np.int64], answers: Answers, sampling: Sampling) -> Tensor:
+        """One more token of each row [rows], written down."""
+        noise = torch.from_numpy(random_numbers(answers.seeds[rows], (answers.given + answers.lengths)[rows])).to(
+            hidden.device
         )
-        return output.last_hidden_state[:, -1]
+        tokens, log_probs = choose(final_logits(self._model, hidden), noise, sampling)
+        found = tokens.cpu().numpy()
+        answers.write(rows, found, log_probs.cpu().numpy(), self._is_end[found] & (not sampling.ignore_eos))
+        return tokens
+
+    def _prefill(self, jobs: Sequence[Job], kv: KeyValues) -> Tensor:
+        """Compute the prompts, as many at once as the limits allow. Last hidden state of each answer's prompt [rows, h]."""
+        prompts, counts = [], []
+        for job in jobs:
+            # Answers that have begun already share no text.
+            texts = [np.concatenate([job.prompt, part]) for part in job.given] if job.given else [job.prompt]
+            prompts += [torch.from_numpy(text.astype(np.int64)) for text in texts]
+            counts += [1] * len(texts) if job.given else [len(job.samples)]
+        places = kv.add([len(prompt) for prompt in prompts], counts)
+        last = []
+        for pack in self._packs([len(prompt) for prompt in prompts]):
+            kv.begin_prefill([Piece(places[number], start, stop) for number, start, stop in pack])
+            tokens = torch.cat([prompts[number][start:stop] for number, start, stop in pack])
+            positions = torch.cat([torch.arange(start, stop) for _, start, stop in pack])
+            lengths = [stop - start for _, start, stop in pack]
+            hidden = self._forward(tokens[None], positions[None], **{_CACHE: kv, SEGMENTS: tuple(lengths)})[0]
+            ends = np.cumsum(lengths) - 1
+            last += [
+                hidden[end] for end, (number, _, stop) in zip(ends, pack, strict=True) if stop == len(prompts[number])
+            ]
+        self._check_layers(kv)
+        return torch.stack(last).repeat_interleave(torch.tensor(counts, device=last[0].device), 0)
+
+    def _check_layers(self, kv: KeyValues) -> None:
+        expected = self._model.config.get_text_config().num_hidden_layers
+        if kv.num_layers != expected:
+            raise ConfigError(
+                f"{kv.num_layers} of the {expected} layers of {type(self._model).__name__} keep keys and values through "
+                "transformers' attention interface; the engine actor_rollout_ref.rollout.name=hf needs all of them to."
+            )
+
+    def _packs(self, lengths: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
+        """Pieces (number, start, stop) of prompts that are computed together: whole prompts, or one piece of a long one."""
+        budget = self._limits.max_num_batched_tokens
+        pack: list[tuple[int, int, int]] = []
+        filled = 0
+        for number, length in enumerate(lengths):
+            if pack and filled + length > budget:
+                yield pack
+                pack, filled = [], 0
+            if length > budget and self._limits.chunked_prefill:
+                for start in range(0, length, budget):
+                    yield [(number, start, min(start + budget, length))]
+            else:
+                pack.append((number, 0, length))
+                filled += length
+        if pack:
+            yield pack
+
+    def _forward(self, tokens: Tensor, positions: Tensor, **arguments: Any) -> Tensor:
+        """[rows, tokens] -> last hidden states [rows, tokens, h]."""
+        device = self._device.torch_device
+        return self._model.base_model(
+            input_ids=tokens.to(device), position_ids=positions.to(device), use_cache=False, **arguments
+        ).last_hidden_state
 
 
-class _Answers:
-    """What has been sampled so far, by sample."""
-
-    def __init__(
-        self,
-        jobs: Sequence[Job],
-        sampling: Sampling,
-        device: torch.device,
-        finished: Finished | None,
-        started: float,
-    ) -> None:
-        self._jobs = jobs
-        self._owner = [number for number, job in enumerate(jobs) for _ in job.samples]
-        self._running = [len(job.samples) for job in jobs]
-        self._first = np.cumsum([0, *self._running]).tolist()
-        self._finished = finished
-        self._started = started
-        num_samples = len(self._owner)
-        self.tokens = torch.zeros(num_samples, sampling.max_tokens, dtype=torch.int32, device=device)
-        self.log_probs = torch.zeros(num_samples, sampling.max_tokens, device=device)
-        self.lengths = torch.zeros(num_samples, dtype=torch.long, device=device)
-        self.ended = torch.zeros(num_samples, dtype=torch.bool, device=device)
-        self._seconds = torch.zeros(num_samples)
-
-    def write(self, rows: Tensor, step: int, tokens: Tensor, log_probs: Tensor, ended: Tensor) -> None:
-        """Add one token to each row that has not ended (rows stay in the batch for a while after they end)."""
-        running = ~self.ended[rows]
-        live = rows[running]
-        self.tokens[live, step] = tokens[running].int()
-        self.log_probs[live, step] = log_probs[running]
-        self.lengths[live] = step + 1
-        self.ended[live] = ended[running]
-        if bool(ended.any()):
-            self._note(live[ended[running]].tolist())
-
-    def _note(self, samples: list[int]) -> None:
-        """These have ended now. Hands out the jobs whose last answer is among them."""
-        self._seconds[samples] = time.perf_counter() - self._started
-        for sample in samples:
-            number = self._owner[sample]
-            self._running[number] -= 1
-            if not self._running[number] and self._finished:
-                rows = range(self._first[number], self._first[number + 1])
-                self._finished(self._jobs[number], [self.tokens[i, : int(self.lengths[i])].tolist() for i in rows])
-
-    def finish(self, *, aborted: bool = False) -> Generation:
-        cut = ~self.ended
-        if aborted:
-            self._seconds[cut.cpu()] = time.perf_counter() - self._started
-        else:
-            self._note(cut.nonzero()[:, 0].tolist())
-        written = torch.arange(self.tokens.shape[1], device=self.tokens.device) < self.lengths[:, None]
-        tokens, log_probs = Ragged(self.tokens[written], self.lengths), Ragged(self.log_probs[written], self.lengths)
-        cut, none = cut.cpu(), torch.zeros(len(self._owner), dtype=torch.bool)
-        return Generation(
-            tokens.to("cpu"), log_probs.to("cpu"), none if aborted else cut, cut if aborted else none, self._seconds
-        )
+def rollout_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    rltrain_cache: KeyValues | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention over what the engine has cached; without a cache, and within whole prompts, that of the trainer."""
+    if rltrain_cache is not None:
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        layer = int(module.layer_idx)  # type: ignore[arg-type]
+        if not rltrain_cache.is_prefill:
+            return rltrain_cache.decode(layer, query, key, value, scaling, sliding_window), None
+        rltrain_cache.store(layer, key, value)
+        if rltrain_cache.continues:
+            return rltrain_cache.prefill_rest(layer, query, scaling, sliding_window), None
+    return packed_attention(
+        module, query, key, value, attention_mask, scaling=scaling, sliding_window=sliding_window, **others
+    )
 
 
-def random_block(seeds: NDArray[np.uint64], start: int) -> NDArray[np.float32]:
-    """Random numbers ``start`` to ``start + BLOCK`` of each seed, in [0, 1 - 2^-23].
-
-    So far below 1 that the product with a float32 total is smaller than the total: the search for it never runs past the last token
-    that has any mass. In float32, because not every accelerator computes in float64.
-    """
-    return np.minimum(uniforms(seeds, start, BLOCK), 1 - 2.0**-23).astype(np.float32)
+def _register() -> None:
+    AttentionInterface.register(_ATTENTION, rollout_attention)
+    AttentionMaskInterface.register(_ATTENTION, lambda *args, **kwargs: None)
 
 
-def choose(logits: Tensor, noise: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Sample one token a row by inverting the distribution function at ``noise`` (as from `random_block`).
-
-    logits [n, vocabulary] -> token ids [n] and their log-probs [n].
-    """
-    if sampling.greedy:
-        tokens = logits.argmax(-1)
-        return tokens, torch.log_softmax(logits, -1).gather(-1, tokens[:, None])[:, 0]
-    log_probs = torch.log_softmax(logits / sampling.temperature, -1)
-    mass = restrict(log_probs.exp(), sampling.top_k, sampling.top_p).cumsum(-1)
-    tokens = torch.searchsorted(mass, noise[:, None] * mass[:, -1:], right=True)[:, 0]
-    return tokens, log_probs.gather(-1, tokens[:, None])[:, 0]
-
-
-def restrict(probs: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Zero the mass of tokens outside the ``top_k`` most likely, then outside the smallest set that holds ``top_p``."""
-    vocabulary = probs.shape[-1]
-    if 0 < top_k < vocabulary:
-        threshold = probs.topk(top_k, -1).values[:, -1:]
-        probs = probs.where(probs >= threshold, 0)
-    if top_p < 1:
-        ordered, order = probs.sort(-1, descending=True)
-        before = ordered.cumsum(-1) - ordered
-        inside = before < top_p * ordered.sum(-1, keepdim=True)
-        probs = torch.zeros_like(probs).scatter(-1, order, ordered.where(inside, 0))
-    return probs
+def bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:
+    """Keys and values of one token in all layers."""
+    text = config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return 2 * text.num_hidden_layers * heads * size * dtype.itemsize

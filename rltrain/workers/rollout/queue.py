@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,6 +17,9 @@ class Store(Protocol):
 
     def add(self, key: str, amount: int) -> int:
         """Add and return the new value; a counter begins at 0."""
+
+    def delete_key(self, key: str) -> bool:
+        """Forget a counter."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +73,19 @@ class JobQueue:
     """`Source` of one replica: first what was dealt to it, then jobs from the common rest, one by one.
 
     jobs: of the whole task, in the order in which they should start. The first ``num_dealt`` are dealt to the replicas back and
-    forth, so with nothing left over who serves what does not depend on time. enough: once that many jobs have ended, over all
-    replicas, the others are not wanted any more.
+    forth, so with nothing left over who serves what does not depend on time. enough: once all jobs of that many prompts have ended,
+    over all replicas, and all jobs of the prompts at places below ``must``, the others are not wanted any more.
     """
 
     def __init__(
-        self, jobs: Sequence[Job], num_dealt: int, replica: Replica, store: Store, key: str, enough: int | None = None
+        self,
+        jobs: Sequence[Job],
+        num_dealt: int,
+        replica: Replica,
+        store: Store,
+        key: str,
+        enough: int | None = None,
+        must: int = 0,
     ) -> None:
         self.taken: list[Job] = []
         self._jobs = jobs
@@ -83,13 +94,16 @@ class JobQueue:
         self._store = store
         self._key = key
         self._enough = enough
+        self._must = must
+        self._jobs_of = Counter(job.place for job in jobs)
+        self._num_must = sum(place < must for place in self._jobs_of)
         self._mine = [place for place in range(num_dealt) if _dealt_to(place, replica.count) == replica.number]
         self._largest = max((len(job.samples) for job in jobs), default=0)
         self._empty = False
 
     def take(self, most: int) -> list[Job]:
-        """Jobs of at most ``most`` samples in all; none if none is left, or if the largest would not fit."""
-        if self._empty:
+        """Jobs of at most ``most`` samples in all; none if none is left or wanted, or if the largest would not fit."""
+        if self._empty or self.stopped():
             return []
         numbers, self._empty = self._replica.agree(self._draw(most) if self._replica.leads else None)
         jobs = [self._jobs[number] for number in numbers]
@@ -107,10 +121,19 @@ class JobQueue:
             most -= len(self._jobs[number].samples)
         return numbers, False
 
-    def ended(self, num_jobs: int = 1) -> None:
-        """This replica has ended some jobs."""
-        if self._enough is not None and self._replica.leads:
-            self._store.add(self._key + "/ended", num_jobs)
+    def ended(self, job: Job) -> None:
+        """A job of this replica has ended."""
+        if self._enough is None or not self._replica.leads:
+            return
+        needed, own = self._jobs_of[job.place], f"{self._key}/of/{job.place}"
+        if needed > 1:
+            if self._store.add(own, 1) < needed:
+                return
+            self._store.delete_key(own)
+        # Those that must be there are counted first, so that nobody sees the others without them.
+        if job.place < self._must:
+            self._store.add(self._key + "/must", 1)
+        self._store.add(self._key + "/ended", 1)
 
     @property
     def may_stop(self) -> bool:
@@ -118,11 +141,15 @@ class JobQueue:
         return self._enough is not None
 
     def stopped(self) -> bool:
-        """Whether enough jobs have ended."""
+        """Whether enough prompts have all their answers."""
         if self._enough is None:
             return False
-        found = self._store.add(self._key + "/ended", 0) >= self._enough if self._replica.leads else None
-        return bool(self._replica.agree(found))
+        return bool(self._replica.agree(self._have_enough(self._enough) if self._replica.leads else None))
+
+    def _have_enough(self, enough: int) -> bool:
+        return self._store.add(self._key + "/ended", 0) >= enough and (
+            not self._num_must or self._store.add(self._key + "/must", 0) >= self._num_must
+        )
 
 
 def _dealt_to(place: int, num_replicas: int) -> int:

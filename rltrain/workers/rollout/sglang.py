@@ -11,7 +11,6 @@ import json
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from rltrain.config.rollout_schema import RolloutConfig
 from rltrain.device import Device
 from rltrain.env import prepare_sglang
 from rltrain.errors import ConfigError, SyncError
-from rltrain.ragged import Ragged
+from rltrain.workers.rollout.answers import Answer, Taken, generation_of
 from rltrain.workers.rollout.base import (
     Finished,
     Generation,
@@ -175,38 +174,37 @@ class SGLangRollout:
         return torch.tensor([entry[0] for entry in output["meta_info"]["input_token_logprobs"][1:]])
 
     def generate(self, source: Source, sampling: Sampling, finished: Finished | None = None) -> Generation:
-        answers: list[_Answer] = self._engine.loop.run_until_complete(self._serve(source, sampling, finished))
-        return _generation(answers)
+        return generation_of(self._engine.loop.run_until_complete(self._serve(source, sampling, finished)))
 
-    async def _serve(self, source: Source, sampling: Sampling, finished: Finished | None) -> list[_Answer]:
+    async def _serve(self, source: Source, sampling: Sampling, finished: Finished | None) -> list[Answer]:
         """Keep the engine full until the source has no more; tell of every job that has ended."""
         started = time.perf_counter()
-        answers: list[_Answer] = []
-        running: dict[asyncio.Future[None], _Taken] = {}
+        answers: list[Answer] = []
+        running: dict[asyncio.Future[None], Taken] = {}
         stopped = False
         while True:
             stopped = stopped or (bool(running) and source.stopped())
             if stopped:
                 self._engine.tokenizer_manager.abort_request(abort_all=True)
             for job in [] if stopped else source.take(self._max_num_seqs - len(running)):
-                taken = _Taken(job, [_Answer() for _ in job.samples], len(job.samples))
+                taken = Taken(job, finished)
                 answers += taken.answers
-                for seed, answer in zip(job.seeds, taken.answers, strict=True):
-                    running[asyncio.ensure_future(self._answer(job, int(seed), sampling, answer, started))] = taken
+                for number, answer in enumerate(taken.answers):
+                    running[asyncio.ensure_future(self._answer(job, number, sampling, answer, started))] = taken
             if not running:
                 return answers
             done, _ = await asyncio.wait(running, timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()  # raises what the engine raised
-                taken = running.pop(task)
-                taken.num_running -= 1
-                if finished and not taken.num_running and all(answer.reason != "abort" for answer in taken.answers):
-                    finished(taken.job, [answer.tokens for answer in taken.answers])
+                running.pop(task).end()
 
-    async def _answer(self, job: Job, seed: int, sampling: Sampling, answer: _Answer, started: float) -> None:
-        prompt = job.prompt.tolist()
+    async def _answer(self, job: Job, number: int, sampling: Sampling, answer: Answer, started: float) -> None:
+        seed = int(job.seeds[number])
+        given = job.given[number].tolist() if job.given else []
+        prompt = [*job.prompt.tolist(), *given]
+        most = min(sampling.max_tokens, self._max_model_len - len(job.prompt)) - len(given)
         params: dict[str, Any] = {
-            "max_new_tokens": min(sampling.max_tokens, self._max_model_len - len(prompt)),
+            "max_new_tokens": most,
             "ignore_eos": sampling.ignore_eos,
             "temperature": 0.0,
         }
@@ -224,38 +222,6 @@ class SGLangRollout:
         answer.log_probs = [entry[0] for entry in found]
         answer.reason = output["meta_info"]["finish_reason"]["type"]
         answer.seconds = time.perf_counter() - started
-
-
-@dataclass
-class _Answer:
-    """One answer; ``reason`` is SGLang's: stop, length or abort."""
-
-    tokens: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    reason: str = ""
-    seconds: float = 0.0
-
-
-@dataclass
-class _Taken:
-    """A job that has been taken."""
-
-    job: Job
-    answers: list[_Answer]
-    num_running: int
-
-
-def _generation(answers: Sequence[_Answer]) -> Generation:
-    lengths = torch.tensor([len(answer.tokens) for answer in answers], dtype=torch.long)
-    tokens = torch.tensor([token for answer in answers for token in answer.tokens], dtype=torch.int32)
-    log_probs = torch.tensor([value for answer in answers for value in answer.log_probs], dtype=torch.float32)
-    return Generation(
-        Ragged(tokens, lengths),
-        Ragged(log_probs, lengths),
-        torch.tensor([answer.reason == "length" for answer in answers], dtype=torch.bool),
-        torch.tensor([answer.reason == "abort" for answer in answers], dtype=torch.bool),
-        torch.tensor([answer.seconds for answer in answers]),
-    )
 
 
 def _start(settings: Mapping[str, Any]) -> Any:

@@ -9,22 +9,24 @@ from __future__ import annotations
 import importlib
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rltrain.config.rollout_schema import RolloutConfig
 from rltrain.device import Device
 from rltrain.env import prepare_vllm
 from rltrain.errors import ConfigError
-from rltrain.ragged import Ragged
+from rltrain.models.load import load_config
+from rltrain.models.vision import placeholder_ids, takes_images
+from rltrain.workers.rollout.answers import Answer, Taken, generation_of
 from rltrain.workers.rollout.base import (
     Finished,
     Generation,
@@ -34,8 +36,8 @@ from rltrain.workers.rollout.base import (
     WeightPiece,
     fingerprint_of,
 )
-from rltrain.workers.rollout.hf import BLOCK, choose, random_block
 from rltrain.workers.rollout.queue import Replica
+from rltrain.workers.rollout.sampling import choose, random_numbers
 
 
 class VLLMRollout:
@@ -67,10 +69,15 @@ class VLLMRollout:
         self._reload = device.is_cpu
         self._sleeps = rollout.free_cache_engine and not device.is_cpu
         prepare_vllm(replica.number * replica.size + replica.member, replica.count * replica.size)
+        config = load_config(path, trust_remote_code=trust_remote_code)
+        self._takes_images = takes_images(config)
         settings = {
             "model": path,
-            "skip_tokenizer_init": True,
-            "load_format": "dummy",
+            # Its processor of images needs the tokenizer.
+            "skip_tokenizer_init": not self._takes_images,
+            # Real weights come before the first answer. With a vision tower: read, because vLLM's random ones also overwrite its constants
+            # for the normalization of pixels (0.32), which are no weights and never come again.
+            "load_format": "auto" if self._takes_images else "dummy",
             "dtype": str(dtype).removeprefix("torch."),
             "seed": 0,
             "distributed_executor_backend": "external_launcher",
@@ -90,11 +97,15 @@ class VLLMRollout:
             "hf_overrides": dict(override_config or {}),
             "trust_remote_code": trust_remote_code,
         }
+        if self._takes_images:
+            # No memory is kept for what never comes; images: vLLM's default.
+            settings["limit_mm_per_prompt"] = {"video": 0}
         with _own_shared_memory(replica):
             self._llm = _make_llm(settings | dict(rollout.engine_kwargs.get("vllm", {})))
         # The worker of this process: the call passes it through as it is.
         self._worker = self._llm.collective_rpc(lambda worker: worker)[0]
-        self._sampler = _CountedSampler.put_into(self._worker.model_runner.sampler)
+        never = torch.tensor(placeholder_ids(config), dtype=torch.long, device=device.torch_device)
+        self._sampler = _CountedSampler.put_into(self._worker.model_runner.sampler, never)
         # vllm-ascend makes new parameters of experts when it wakes, without the loaders.
         parameters = self._worker.model_runner.get_model().named_parameters()
         self._loaders = {name: p.weight_loader for name, p in parameters if hasattr(p, "weight_loader")}
@@ -114,7 +125,7 @@ class VLLMRollout:
             for name, parameter in model.named_parameters():
                 if name in self._loaders and not hasattr(parameter, "weight_loader"):
                     parameter.weight_loader = self._loaders[name]
-            model.load_weights(received.tensors(_vocabulary_weights(model)))
+            model.load_weights(received.tensors(_vocabulary_weights(model), _own_names(model)))
         return received.fingerprint % 2**64
 
     def wake_cache(self) -> None:
@@ -142,36 +153,54 @@ class VLLMRollout:
     def generate(self, source: Source, sampling: Sampling, finished: Finished | None = None) -> Generation:
         started = time.perf_counter()
         engine = self._llm.llm_engine
-        answers = _Answers(finished, started)
-        running: dict[str, int] = {}
+        answers: list[Answer] = []
+        running: dict[str, tuple[Answer, Taken]] = {}
         self._sampler.begin(sampling)
         while True:
             for job in source.take(self._max_num_seqs - len(running)):
-                for number, sample in enumerate(answers.expect(job)):
-                    running[self._ask(job, number, sampling, deltas=source.may_stop)] = sample
+                images = self._open(job)
+                taken = Taken(job, finished)
+                answers += taken.answers
+                for number, answer in enumerate(taken.answers):
+                    name = self._ask(job, number, images, sampling, deltas=source.may_stop)
+                    running[name] = (answer, taken)
             if not running:
-                return answers.finish()
+                return generation_of(answers)
             for output in engine.step():
-                sample = running[output.request_id]
-                answers.add(sample, output.outputs[0], ended=output.finished)
+                answer, taken = running[output.request_id]
+                answer.tokens += output.outputs[0].token_ids
+                answer.log_probs += output.outputs[0].logprobs.logprobs
                 if output.finished:
                     del running[output.request_id]
+                    answer.reason, answer.seconds = output.outputs[0].finish_reason, time.perf_counter() - started
+                    taken.end()
             if running and source.stopped():
                 engine.abort_request(list(running))
-                return answers.finish()
+                for answer, _ in running.values():
+                    answer.seconds = time.perf_counter() - started
+                return generation_of(answers)
 
-    def _ask(self, job: Job, number: int, sampling: Sampling, *, deltas: bool) -> str:
-        """Start one answer of a job."""
+    def _open(self, job: Job) -> list[Any]:
+        """The job's images as PIL images."""
+        if job.images and not self._takes_images:
+            raise ConfigError("prompts have images, and the model of actor_rollout_ref.model.path has no vision_config")
+        return [_opened(image) for image in job.images]
+
+    def _ask(self, job: Job, number: int, images: list[Any], sampling: Sampling, *, deltas: bool) -> str:
+        """Start one answer of a job, or go on with it. vLLM itself ends it at ``max_model_len``, where images make the prompt longer."""
+        given = job.given[number].tolist() if job.given else []
+        seed = int(job.seeds[number])
+        self._sampler.start_at(seed, len(given))
         params = self._params(
-            max_tokens=min(sampling.max_tokens, self._max_model_len - len(job.prompt)),
+            max_tokens=min(sampling.max_tokens, self._max_model_len - len(job.prompt)) - len(given),
             temperature=0.0 if sampling.greedy else sampling.temperature,
-            seed=None if sampling.greedy else int(job.seeds[number]),
+            seed=None if sampling.greedy else seed,
             logprobs=0,
             ignore_eos=sampling.ignore_eos,
             stop_token_ids=None if sampling.ignore_eos else self._eos,
             deltas=deltas,
         )
-        return self._add(job.prompt.tolist(), params)
+        return self._add([*job.prompt.tolist(), *given], params, images)
 
     def _params(self, *, deltas: bool = False, **settings: Any) -> Any:
         from vllm import SamplingParams
@@ -180,10 +209,13 @@ class VLLMRollout:
         kind = RequestOutputKind.DELTA if deltas else RequestOutputKind.FINAL_ONLY
         return SamplingParams(detokenize=False, flat_logprobs=True, output_kind=kind, **settings)
 
-    def _add(self, tokens: Sequence[int], params: Any) -> str:
+    def _add(self, tokens: Sequence[int], params: Any, images: Sequence[Any] = ()) -> str:
         self._num_requests += 1
         name = str(self._num_requests)
-        self._llm.llm_engine.add_request(name, {"prompt_token_ids": list(tokens)}, params)
+        prompt: dict[str, Any] = {"prompt_token_ids": list(tokens)}
+        if images:
+            prompt["multi_modal_data"] = {"image": list(images)}
+        self._llm.llm_engine.add_request(name, prompt, params)
         return name
 
 
@@ -202,6 +234,18 @@ def _make_llm(settings: dict[str, Any]) -> Any:
         raise ConfigError(f"actor_rollout_ref.rollout.engine_kwargs.vllm: {error}") from error
     finally:
         torch.set_rng_state(state)
+
+
+def _opened(image: Any) -> Any:
+    from PIL import Image  # comes with vLLM
+
+    return Image.open(BytesIO(image)) if isinstance(image, bytes) else image
+
+
+def _own_names(model: Any) -> Callable[[str], str]:
+    """From Hugging Face names to those of vLLM's modules, which differ in models with a vision tower."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    return (lambda name: (mapper.apply_list([name]) or [name])[0]) if mapper else str
 
 
 @contextmanager
@@ -243,8 +287,10 @@ class _Received:
         self._pieces = pieces
         self._repeat = repeat_embedding
 
-    def tensors(self, in_place: Mapping[str, tuple[Tensor, int, int]] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Whole weights. Rows of those named in ``in_place`` that come in pieces are written there instead."""
+    def tensors(
+        self, in_place: Mapping[str, tuple[Tensor, int, int]] | None = None, own_name: Callable[[str], str] = str
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Whole weights. Rows of those whose ``own_name`` is in ``in_place`` that come in pieces are written there instead."""
         partial: dict[str, tuple[Tensor, int]] = {}
         for piece in self._pieces:
             if not piece.persistent:
@@ -253,8 +299,8 @@ class _Received:
                 self.fingerprint += fingerprint_of(piece.name, piece.start, piece.values)
             if piece.whole:
                 yield from self._named(piece.name, piece.values)
-            elif in_place and piece.name in in_place:
-                _write_rows(piece, *in_place[piece.name])
+            elif in_place and own_name(piece.name) in in_place:
+                _write_rows(piece, *in_place[own_name(piece.name)])
             else:
                 whole, filled = partial.pop(piece.name, (None, 0))
                 whole = piece.values.new_empty(piece.shape) if whole is None else whole
@@ -282,99 +328,56 @@ class _CountedSampler(nn.Module):
     """In the place of vLLM's top-k/top-p sampler: draws with counted random numbers, so that an answer depends on its seed alone.
 
     Gives the log-probs before top-k and top-p. vLLM draws request by request; this draws the whole batch at once.
+    never: ids that are never drawn. They keep their place in the log-probs: the trainer's softmax has them too.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, never: Tensor) -> None:
         super().__init__()
+        self._never = never
         self._sampling = Sampling(1)
-        self._streams: dict[torch.Generator, tuple[int, NDArray[np.float32]]] = {}
+        self._starts: dict[int, int] = {}
+        self._drawn: dict[torch.Generator, int] = {}
 
     @classmethod
-    def put_into(cls, sampler: nn.Module) -> _CountedSampler:
+    def put_into(cls, sampler: Any, never: Tensor) -> _CountedSampler:
         """Replace the drawing part of vLLM's sampler."""
-        if not hasattr(sampler, "topk_topp_sampler"):
+        if not hasattr(sampler, "topk_topp_sampler") or not hasattr(sampler, "greedy_sample"):
             raise RuntimeError(
                 f"this version of vLLM has another sampler ({type(sampler).__name__}) than rltrain knows"
             )
-        sampler.topk_topp_sampler = counted = cls()
+        sampler.topk_topp_sampler = counted = cls(never)
+        if len(never):
+            greedy = sampler.greedy_sample
+            sampler.greedy_sample = lambda logits: greedy(counted._without_never(logits))
         return counted
 
     def begin(self, sampling: Sampling) -> None:
         """From now on: other answers."""
         self._sampling = replace(sampling, temperature=1.0, greedy=False)
-        self._streams = {}
+        self._starts, self._drawn = {}, {}
+
+    def start_at(self, seed: int, start: int) -> None:
+        """The stream of this seed begins at another place than 0."""
+        if start:
+            self._starts[seed] = start
 
     def forward(
         self, logits: Tensor, generators: dict[int, torch.Generator], k: Tensor | None, p: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """logits [rows, vocabulary], divided by the temperature. Returns token ids [rows] and log-probs [rows, vocabulary]."""
-        # Greedy rows have no generator, and what is drawn for them is not used.
-        noise = [self._next(generators[row]) if row in generators else 0.0 for row in range(len(logits))]
         log_probs = torch.log_softmax(logits, -1, dtype=torch.float32)
-        tokens, _ = choose(log_probs, torch.tensor(noise, device=logits.device), self._sampling)
-        return tokens, log_probs
+        # Greedy rows have no generator, and what is drawn for them is not used.
+        streams = [self._next(generators[row]) if row in generators else (0, 0) for row in range(len(logits))]
+        seeds, places = np.array([seed for seed, _ in streams], dtype=np.uint64), np.array([at for _, at in streams])
+        noise = torch.from_numpy(random_numbers(seeds, places)).to(logits.device)
+        return choose(self._without_never(logits), noise, self._sampling)[0], log_probs
 
-    def _next(self, generator: torch.Generator) -> float:
-        """The next number of a request's stream; vLLM keeps one generator a request, also when it computes it anew."""
-        count, block = self._streams.get(generator, (0, np.empty(0, dtype=np.float32)))
-        if count % BLOCK == 0:
-            block = random_block(np.array([generator.initial_seed()], dtype=np.uint64), count)[0]
-        self._streams[generator] = (count + 1, block)
-        return float(block[count % BLOCK])
+    def _without_never(self, scores: Tensor) -> Tensor:
+        return scores.index_fill(-1, self._never, -torch.inf) if len(self._never) else scores
 
-
-class _Answers:
-    """What has come back so far, by sample."""
-
-    def __init__(self, finished: Finished | None, started: float) -> None:
-        self._finished = finished
-        self._started = started
-        self._jobs: list[Job] = []
-        self._first: list[int] = []
-        self._running: list[int] = []
-        self._owner: list[int] = []
-        self._tokens: list[list[int]] = []
-        self._log_probs: list[list[float]] = []
-        self._reason: list[str | None] = []
-        self._seconds: list[float] = []
-
-    def expect(self, job: Job) -> range:
-        """Places of the job's samples."""
-        first, count = len(self._tokens), len(job.samples)
-        self._owner += [len(self._jobs)] * count
-        self._jobs.append(job)
-        self._first.append(first)
-        self._running.append(count)
-        self._tokens += [[] for _ in range(count)]
-        self._log_probs += [[] for _ in range(count)]
-        self._reason += [None] * count
-        self._seconds += [0.0] * count
-        return range(first, first + count)
-
-    def add(self, sample: int, output: Any, *, ended: bool) -> None:
-        """A piece of an answer, or all of it."""
-        self._tokens[sample] += output.token_ids
-        self._log_probs[sample] += output.logprobs.logprobs
-        if ended:
-            self._reason[sample] = output.finish_reason
-            self._seconds[sample] = time.perf_counter() - self._started
-            number = self._owner[sample]
-            self._running[number] -= 1
-            if not self._running[number] and self._finished:
-                places = range(self._first[number], self._first[number] + len(self._jobs[number].samples))
-                self._finished(self._jobs[number], [self._tokens[place] for place in places])
-
-    def finish(self) -> Generation:
-        now = time.perf_counter() - self._started
-        lengths = torch.tensor([len(tokens) for tokens in self._tokens], dtype=torch.long)
-        tokens = torch.tensor([token for row in self._tokens for token in row], dtype=torch.int32)
-        log_probs = torch.tensor([value for row in self._log_probs for value in row], dtype=torch.float32)
-        return Generation(
-            Ragged(tokens, lengths),
-            Ragged(log_probs, lengths),
-            truncated=torch.tensor([reason == "length" for reason in self._reason], dtype=torch.bool),
-            aborted=torch.tensor([reason is None for reason in self._reason], dtype=torch.bool),
-            seconds=torch.tensor(
-                [at if reason else now for at, reason in zip(self._seconds, self._reason, strict=True)]
-            ),
-        )
+    def _next(self, generator: torch.Generator) -> tuple[int, int]:
+        """Seed and place of the next number of a request's stream. vLLM keeps a request's generator, also when it computes it anew."""
+        seed = generator.initial_seed()
+        place = self._drawn.get(generator, self._starts.get(seed, 0))
+        self._drawn[generator] = place + 1
+        return seed, place

@@ -1,0 +1,95 @@
+"""A worker that computes nothing and returns columns and numbers of the right length: what is left of a step is the driver.
+
+Tokens and log-probs are one byte each, so that many workers fit on one machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from rltrain.batch import Batch
+from rltrain.ragged import Ragged
+from rltrain.workers.tasks import GenerateTask, UpdateTask
+
+Numbers = dict[str, Any]
+
+
+class IdleWorker:
+    """Answers have ``task.sampling.max_tokens`` tokens on average, give or take half."""
+
+    def __init__(self, prompt_tokens: int) -> None:
+        self.rollout = self.actor = self
+        self._rank, self._world, self._prompt_tokens = dist.get_rank(), dist.get_world_size(), prompt_tokens
+        self._finished: SimpleQueue[tuple[list[str], Numbers]] = SimpleQueue()
+
+    def generate(self, task: GenerateTask) -> tuple[Batch, list[str], Numbers]:
+        """The columns and numbers of `RolloutWorker.generate`, for a fair share of the prompts."""
+        places = np.array_split(np.arange(len(task.rows)), self._world)[self._rank]
+        samples = np.tile(np.arange(task.num_samples), len(places))
+        ids = (places[:, None] * task.num_samples + np.arange(task.num_samples)).ravel()
+        mean = task.sampling.max_tokens
+        lengths = np.random.default_rng(self._rank).integers(mean // 2, mean + mean // 2, len(ids), endpoint=True)
+        texts = ["an answer"] * len(ids)
+        self._finished.put((texts, {"place": places.repeat(task.num_samples), "sample": samples, "done": True}))
+        total = torch.from_numpy(lengths) + self._prompt_tokens
+        payload = Batch(
+            {
+                "tokens": Ragged(torch.zeros(int(total.sum()), dtype=torch.int8), total),
+                "prompt_length": torch.full((len(ids),), self._prompt_tokens),
+                "response_length": torch.from_numpy(lengths),
+                "rollout_log_probs": Ragged(
+                    torch.zeros(int(lengths.sum()), dtype=torch.int8), torch.from_numpy(lengths)
+                ),
+            }
+        )
+        numbers = {
+            "ids": ids,
+            "prompt_length": payload.dense("prompt_length").numpy(),
+            "response_length": lengths,
+            "truncated": np.zeros(len(ids), bool),
+            "aborted": np.zeros(len(ids), bool),
+            "ended_s": np.ones(len(ids)),
+            "timing/reshard": 1e-3,
+            "timing/generate_sequences": 1e-3,
+        }
+        return payload, texts, numbers
+
+    def take_finished(self, wait_s: float) -> tuple[list[str], Numbers]:
+        """All texts at once, when they are there."""
+        try:
+            return self._finished.get(timeout=wait_s)
+        except Empty:
+            nothing = np.zeros(0, dtype=np.int64)
+            return [], {"place": nothing, "sample": nothing, "done": False}
+
+    def log_probs(self, batch: Batch, micro_sizes: Sequence[int]) -> tuple[Batch, Numbers]:
+        """Columns of the length of log-probs."""
+        return self._column(batch, "old_log_probs"), {"entropy": 1.0}
+
+    def ref_log_probs(self, batch: Batch, micro_sizes: Sequence[int]) -> tuple[Batch, Numbers]:
+        """Likewise."""
+        return self._column(batch, "ref_log_probs"), {}
+
+    def _column(self, batch: Batch, name: str) -> Batch:
+        lengths = batch.dense("response_length") if len(batch) else torch.zeros(0, dtype=torch.long)
+        return Batch({name: Ragged(torch.zeros(int(lengths.sum()), dtype=torch.int8), lengths)})
+
+    def update(self, batch: Batch, task: UpdateTask) -> Numbers:
+        """Numbers of the optimizer steps."""
+        steps = np.zeros(len(task.mini_batches))
+        names = (
+            "share/loss",
+            "share/pg_loss",
+            "share/kl_loss",
+            "token/ppo_kl",
+            "token/pg_clipfrac",
+            "grad_norm",
+            "skipped",
+        )
+        return dict.fromkeys(names, steps) | {"perf/cpu_memory_used_gb": 0.0}

@@ -1,0 +1,145 @@
+"""Each phase of a step against a bare floor: the same work in plain torch (bench/floor.py), packed and with shared prompts.
+
+    python -m bench.phases [--dtype bfloat16] [--shape tiny] [--steps 3] [--rounds 2]
+
+Ours is a real run (`python -m rltrain.main_ppo`, phases as in its metrics); the floor is a process with the same environment and one
+thread. 32 prompts x 8 answers x 128 tokens, two optimizer steps, KL in the loss. Writes bench/results/phases_cpu.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.step import ROOT, Steps, run_ours
+from bench.table import write
+from bench.workload import ANSWERS, LIMITS, PROMPTS, make
+from rltrain.env import worker_environment
+
+PHASES = ("generate_sequences", "old_log_prob", "ref", "update_actor")
+# Half of the old log-probs come from the update itself (actor.recompute_old_log_prob=auto), here as there.
+OLD_LOG_PROB_SHARE = 0.5
+MICRO_GROUPS, MINI_BATCHES = 4, 2
+
+
+def floors(folder: Path, dtype: str, limit: int, repeats: int) -> dict[str, dict[str, float]]:
+    """Seconds of each phase, packed and shared. Runs in this process."""
+    import torch
+    from transformers import AutoTokenizer, Qwen3ForCausalLM
+
+    from bench.floor import Floor, Group
+    from bench.workload import prompts
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    floor = Floor(Qwen3ForCausalLM.from_pretrained(folder / "model"), getattr(torch, dtype))
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    chats = [[{"role": "user", "content": text}] for text in prompts(PROMPTS)]
+    ids = torch.tensor(tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=False))
+    optimizer = torch.optim.AdamW(floor.weights.values(), lr=1e-6, weight_decay=0.01)
+    made: dict[str, Any] = {}
+
+    def generate() -> None:
+        made["batch"] = Group(ids, floor.generate(ids, ANSWERS, limit)[0])
+
+    @torch.no_grad()
+    def score(shared: bool) -> None:
+        parts = [
+            floor.log_probs(made["batch"][at : at + MICRO_GROUPS], shared) for at in range(0, PROMPTS, MICRO_GROUPS)
+        ]
+        made["reference"] = torch.cat(parts)
+
+    def update(shared: bool) -> None:
+        floor.update(made["batch"], made["reference"], optimizer, shared, MICRO_GROUPS, MINI_BATCHES)
+
+    found = {}
+    generating = seconds(generate, repeats)
+    for name, shared in (("packed", False), ("prompt shared", True)):
+        scoring = seconds(lambda shared=shared: score(shared), repeats)
+        updating = seconds(lambda shared=shared: update(shared), repeats)
+        found[name] = dict(zip(PHASES, (generating, OLD_LOG_PROB_SHARE * scoring, scoring, updating), strict=True))
+    return found
+
+
+def seconds(action: Callable[[], object], repeats: int) -> float:
+    """Median wall clock after a warm run."""
+    times = []
+    for _ in range(repeats + 1):
+        started = time.perf_counter()
+        action()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times[1:])
+
+
+def run_floors(folder: Path, options: argparse.Namespace, limit: int) -> dict[str, dict[str, float]]:
+    """`floors` in a process with the environment of our workers."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | worker_environment("cpu", 1)
+    command = [
+        sys.executable,
+        "-m",
+        "bench.phases",
+        "--floor",
+        json.dumps([str(folder), options.dtype, limit, options.steps]),
+    ]
+    done = subprocess.run(command, cwd=ROOT, env=environment | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"the floor failed:\n{done.stderr[-4000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--floor", type=json.loads, help=argparse.SUPPRESS)
+    parser.add_argument("--work", type=Path, default=Path("outputs/bench_phases"))
+    parser.add_argument("--shape", default="tiny")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--limit", type=int, default=LIMITS["equal"])
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further keys of ours")
+    parser.add_argument("--note", default="")
+    parser.add_argument("--out", default="phases_cpu.md")
+    options = parser.parse_args(argv)
+    if options.floor:
+        folder, dtype, limit, repeats = options.floor
+        sys.stdout.write(json.dumps(floors(Path(folder), dtype, limit, repeats)) + "\n")
+        return
+    folder = options.work.absolute()
+    make(folder, "equal", options.shape, options.steps + 1)
+    ours: Steps = []
+    bare: dict[str, list[dict[str, float]]] = {}
+    for _ in range(options.rounds):
+        ours += run_ours(folder, options.limit, options)[1:]
+        for name, found in run_floors(folder, options, options.limit).items():
+            bare.setdefault(name, []).append(found)
+    rows = []
+    for phase in PHASES:
+        mine = statistics.median(one[phase] for one in ours)
+        cells = [f"{mine:.3f}"]
+        for found in bare.values():
+            least = statistics.median(one[phase] for one in found)
+            cells += [f"{least:.3f}", f"{mine / least:.2f}"]
+        rows.append(f"| {phase} | {' | '.join(cells)} |")
+    titles = [title for name in bare for title in (f"floor, {name}, s", "ours is times that")]
+    write(
+        options.out,
+        f"python -m bench.phases --shape {options.shape} --dtype {options.dtype} --steps {options.steps} --rounds {options.rounds}",
+        f"{PROMPTS} prompts x {ANSWERS} answers x {options.limit} tokens, Qwen3 of shape {options.shape}, {options.dtype}, one thread; "
+        "medians. The floor shares prompts when generating in both columns; "
+        "update: forward, backward, clip and AdamW of two optimizer steps.",
+        ["phase", "rltrain, s", *titles],
+        rows,
+        options.note,
+    )
+
+
+if __name__ == "__main__":
+    main()

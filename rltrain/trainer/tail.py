@@ -1,0 +1,167 @@
+"""Which prompts a step starts, and what becomes of those that have no answer yet when it has enough (`rollout.tail`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from rltrain.config.schema import Config
+from rltrain.controller.samples import Request, Samples
+from rltrain.trainer.balance import Ids
+from rltrain.trainer.metrics import Metrics
+from rltrain.trainer.plan import Plan
+from rltrain.trainer.roles import GENERATED
+
+# What is known of an answer that no engine has worked on in this step, because it was finished before or had to wait.
+_KEPT = ("prompt_length", "response_length", "truncated", "complete", "engine", "given", "token_ages", "oldest")
+State = list[list[int]]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt that was drawn and not yet learnt from.
+
+    row: its place in the data. draw: the draw (from 1) it came with, which decides its random numbers in every attempt. age: how often
+    a step has ended without it. answers: those it has so far, whole or begun, with the numbers of `_KEPT` (carry_over).
+    """
+
+    row: int
+    draw: int
+    age: int = 0
+    answers: Samples | None = None
+
+
+class PromptLine:
+    """Prompts on their way into a batch, oldest first. With ``tail=off`` nobody ever waits in it."""
+
+    def __init__(self, cfg: Config, plan: Plan) -> None:
+        rollout = cfg.actor_rollout_ref.rollout
+        self.stops_early = rollout.stops_early
+        self._carries = rollout.tail == "carry_over"
+        self._max_age = rollout.tail_max_age
+        self._num_started = plan.prompts_started
+        self._wanted = plan.prompts_per_step
+        self._n = plan.answers_per_prompt
+        self._waiting: list[Prompt] = []
+
+    def take(self, draw: Callable[[], list[Prompt]]) -> list[Prompt]:
+        """The prompts of a step: those that wait, then new ones."""
+        while len(self._waiting) < self._num_started:
+            self._waiting += draw()
+        started, self._waiting = self._waiting[: self._num_started], self._waiting[self._num_started :]
+        return started
+
+    def terms(self, started: Sequence[Prompt]) -> dict[str, Any]:
+        """Fields of the `GenerateTask`: when to stop, and which answers are still missing."""
+        if not self.stops_early:
+            return {}
+        todo = np.ones((len(started), self._n), dtype=bool)
+        for place, prompt in enumerate(started):
+            if prompt.answers:
+                todo[place] = ~prompt.answers["complete"]
+        enough = max(1, self._wanted - int((~todo.any(1)).sum()))
+        return {"enough": enough, "must": self._num_waited_for(started), "todo": todo if self._carries else None}
+
+    def _num_waited_for(self, started: Sequence[Prompt]) -> int:
+        """How many (of the first) prompts the step must wait for.
+
+        carry_over: those that are too old. oversample: as soon as one is too old, all that were thrown away before, since a step that has
+        to last long anyway may as well complete them.
+        """
+        old = [prompt for prompt in started if prompt.age >= self._max_age]
+        if old and not self._carries:
+            old = [prompt for prompt in started if prompt.age]
+        return min(len(old), self._wanted)
+
+    def begun(self, started: Sequence[Prompt]) -> Request | None:
+        """Payload and ``id`` (place * n + sample) of the answers that are to be continued."""
+        pieces, ids = [], []
+        for place, prompt in enumerate(started):
+            if prompt.answers:
+                mine = np.flatnonzero(~prompt.answers["complete"] & (prompt.answers["response_length"] > 0))
+                pieces.append((prompt.answers, mine))
+                ids.append(place * self._n + mine)
+        if not sum(map(len, ids)):
+            return None
+        answers = Samples.join(pieces)
+        answers.update({"id": np.concatenate(ids)})
+        return answers.request(np.arange(len(answers)), GENERATED, ["id"])
+
+    def settle(self, started: Sequence[Prompt], samples: Samples) -> tuple[Samples, Ids, Metrics]:
+        """The batch: the first prompts, in the order of the line, that have all their answers; their ids; what it cost.
+
+        The other prompts go to the front of the line.
+        """
+        n = self._n
+        if self._carries:
+            self._add_earlier(started, samples)
+        complete = np.flatnonzero(samples["complete"].reshape(-1, n).all(1))
+        chosen = complete[: self._wanted]
+        left = np.setdiff1d(np.arange(len(started)), chosen)
+        ids, left_ids = ((places[:, None] * n + np.arange(n)).ravel() for places in (chosen, left))
+        batch = Samples.join([(samples, ids)])
+        batch.update({"group": np.arange(len(chosen)).repeat(n)})
+        metrics = {"rollout/tail/age_max": float(max(started[place].age for place in chosen.tolist()))}
+        served = samples["served"]
+        new_tokens = np.where(served, samples["response_length"], 0)
+        if self._carries:
+            metrics |= _staleness(batch)
+            new_tokens -= np.where(served, samples["given"], 0)
+            metrics["rollout/tail/prompts_carried_over"] = float(len(left))
+        else:
+            metrics["rollout/tail/prompts_thrown_away"] = float(len(left))
+            metrics["rollout/tail/tokens_thrown_away"] = float(new_tokens[left_ids].sum())
+        metrics["rollout/tail/tokens_generated"] = float(new_tokens.sum())
+        back = []
+        for place in left.tolist():
+            answers = self._aged(samples, place) if self._carries else None
+            back.append(replace(started[place], age=started[place].age + 1, answers=answers))
+        self._waiting = back + self._waiting
+        return batch, ids, metrics
+
+    def _add_earlier(self, started: Sequence[Prompt], samples: Samples) -> None:
+        """Put the answers that earlier steps have left beside those of this one."""
+        nothing = np.zeros(len(samples), dtype=np.int64)
+        samples.update({name: nothing.copy() for name in ("given", "token_ages", "oldest")})
+        for place, prompt in enumerate(started):
+            if prompt.answers:
+                ids = place * self._n + np.arange(self._n)
+                for name in ("token_ages", "oldest"):
+                    samples[name][ids] = prompt.answers[name]
+                samples["given"][ids] = prompt.answers["response_length"]
+                mine = np.flatnonzero(~samples["served"][ids])
+                samples.adopt(prompt.answers, mine, ids[mine], [name for name in _KEPT if name != "given"])
+
+    def _aged(self, samples: Samples, place: int) -> Samples:
+        """The answers of one prompt as the next step finds them: every token is a step older."""
+        answers = Samples.join([(samples, place * self._n + np.arange(self._n))])
+        lengths = answers["response_length"]
+        answers.update(
+            {
+                "token_ages": answers["token_ages"] + lengths,
+                "oldest": np.where(lengths > 0, answers["oldest"] + 1, 0),
+            }
+        )
+        return answers
+
+    def state(self) -> State:
+        """Row, draw and age of every prompt in the line, for a checkpoint. Begun answers are not kept: they start anew."""
+        return [[prompt.row, prompt.draw, prompt.age] for prompt in self._waiting]
+
+    def restore(self, state: State) -> None:
+        """Go on from ``state``."""
+        self._waiting = [Prompt(row, draw, age) for row, draw, age in state]
+
+
+def _staleness(batch: Samples) -> Metrics:
+    """What of the batch earlier policies have sampled. staleness: age of a token in steps, mean over tokens, and the largest."""
+    given = batch["given"]
+    return {
+        "rollout/tail/carried_tokens": float(given.sum()),
+        "rollout/tail/carried_samples": float((given > 0).sum()),
+        "rollout/tail/staleness/mean": float(batch["token_ages"].sum() / max(batch["response_length"].sum(), 1)),
+        "rollout/tail/staleness/max": float(batch["oldest"].max()),
+    }

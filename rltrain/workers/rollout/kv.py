@@ -1,0 +1,276 @@
+"""Keys and values of what is being generated: those of a prompt once for all its answers, those of the answers in lockstep.
+
+All answers decode together, and each step writes one column: a row's own columns are those since it was born, whatever its
+length. So a new token is one plain copy, and as long as all rows are of one age nothing is masked but what is not written yet.
+Columns are held in blocks of fixed width, and a product reads whole blocks: contiguous, which on a CPU is worth a factor of two to
+four against slices of a wider buffer. A block is made when its first column is written and dropped when no living row is so old.
+
+The attention itself is two groups of products under one softmax: with the prompts, where all answers to a prompt are queries of
+one product, and with the answers' own columns. Grouped-query attention and sliding windows fall out of the same form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+Ints = NDArray[np.int64]
+# Prompts get room in steps of this many tokens.
+_PROMPT_STEP = 32
+# Queries of a piece of a long prompt are masked this many at a time.
+_QUERIES = 512
+
+
+class Piece(NamedTuple):
+    """Tokens ``start`` to ``stop`` of the prompt at ``place``."""
+
+    place: int
+    start: int
+    stop: int
+
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
+
+class Pair(NamedTuple):
+    """keys [n, kv heads, columns, d] and values [n, kv heads, columns, d']."""
+
+    keys: Tensor
+    values: Tensor
+
+
+@dataclass
+class _Layer:
+    """prompts: [places, kv heads, width, d]; blocks: [rows, kv heads, block, d] each."""
+
+    prompts: Pair
+    blocks: list[Pair] = field(default_factory=list)
+
+
+class KeyValues:
+    """The cache of one generation, for any number of layers; what they look like is learnt from the first prompt.
+
+    Rows are numbered 0, 1, ...; `add` appends some, `keep` drops some and renumbers. block: columns that are stored together.
+    """
+
+    def __init__(self, device: torch.device, block: int) -> None:
+        self._device = device
+        self._block = block
+        self._layers: dict[int, _Layer] = {}
+        self._prompt_lengths: Ints = np.zeros(0, dtype=np.int64)
+        self._width = 0
+        self._place_of_row: Ints = np.zeros(0, dtype=np.int64)
+        self._born: Ints = np.zeros(0, dtype=np.int64)
+        self._column = -1
+        self._first_column = 0
+        self._pieces: Sequence[Piece] = ()
+        self._seats: _Seats | None = None
+        self._masks: dict[int | None, Tensor] = {}
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._born)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that have stored anything."""
+        return len(self._layers)
+
+    def add(self, prompt_lengths: Sequence[int], num_rows: Sequence[int]) -> range:
+        """Room for new prompts, and rows for the answers to each, after those that are there. Returns the prompts' places."""
+        places = range(len(self._prompt_lengths), len(self._prompt_lengths) + len(prompt_lengths))
+        self._prompt_lengths = np.concatenate([self._prompt_lengths, prompt_lengths])
+        self._place_of_row = np.concatenate([self._place_of_row, np.repeat(np.asarray(places), num_rows)])
+        self._born = np.concatenate([self._born, np.full(sum(num_rows), self._column + 1)])
+        self._width = max(self._width, -(-max(prompt_lengths) // _PROMPT_STEP) * _PROMPT_STEP)
+        for layer in self._layers.values():
+            layer.prompts = _enlarged(layer.prompts, places.stop, self._width)
+            layer.blocks = [_enlarged(block, self.num_rows, self._block) for block in layer.blocks]
+        self._seats = None
+        return places
+
+    def keep(self, alive: NDArray[np.bool_]) -> Ints:
+        """Drop the other rows, and prompts that nobody answers any more. Returns the old number of each row that is left."""
+        rows = _without_holes(alive)
+        answered = np.zeros(len(self._prompt_lengths), dtype=bool)
+        answered[self._place_of_row[rows]] = True
+        places = _without_holes(answered)
+        for layer in self._layers.values():
+            _move([layer.prompts], places)
+            _move(layer.blocks, rows)
+        number = np.zeros(len(answered), dtype=np.int64)
+        number[places] = np.arange(len(places))
+        self._prompt_lengths = self._prompt_lengths[places]
+        self._place_of_row = number[self._place_of_row[rows]]
+        self._born = self._born[rows]
+        self._seats = None
+        return rows
+
+    def begin_prefill(self, pieces: Sequence[Piece]) -> None:
+        """The next forward pass computes these pieces of prompts, packed. One that does not start at 0 stands alone."""
+        self._pieces = pieces
+
+    def begin_step(self) -> None:
+        """The next forward pass computes one token of each row."""
+        self._pieces = ()
+        self._column += 1
+        self._masks = {}
+        while self._first_column + self._block <= self._born.min():
+            self._first_column += self._block
+            for layer in self._layers.values():
+                del layer.blocks[:1]
+        if self._seats is None:
+            self._seats = _Seats.of(self._place_of_row, self._prompt_lengths, self._born, self._device)
+
+    @property
+    def is_prefill(self) -> bool:
+        return bool(self._pieces)
+
+    def store(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Keys and values [1, kv heads, tokens, d] of the pieces that were announced."""
+        if layer not in self._layers:
+            places = len(self._prompt_lengths)
+            empty = (new.new_zeros(places, new.shape[1], self._width, new.shape[3]) for new in (keys, values))
+            self._layers[layer] = _Layer(Pair(*empty))
+        prompts = self._layers[layer].prompts
+        lengths = [piece.length for piece in self._pieces]
+        for whole, new in zip(prompts, (keys, values), strict=True):
+            for piece, part in zip(self._pieces, new[0].split(lengths, 1), strict=True):
+                whole[piece.place, :, piece.start : piece.stop] = part
+
+    @property
+    def continues(self) -> bool:
+        """Whether the announced piece has a beginning that was computed before."""
+        return bool(self._pieces) and self._pieces[0].start > 0
+
+    def prefill_rest(self, layer: int, query: Tensor, scaling: float, window: int | None) -> Tensor:
+        """Attention of a piece of a prompt to all of the prompt up to itself. query [1, heads, n, d] -> [1, n, heads, d']."""
+        (piece,) = self._pieces
+        keys, values = (each[piece.place : piece.place + 1, :, : piece.stop] for each in self._layers[layer].prompts)
+        everywhere = torch.arange(piece.stop, device=query.device)
+        parts = []
+        for first in range(0, piece.length, _QUERIES):
+            some = query[:, :, first : first + _QUERIES]
+            places = piece.start + first + torch.arange(some.shape[2], device=query.device)[:, None]
+            mask = (everywhere <= places) & (everywhere > places - (window or piece.stop))
+            parts.append(
+                nn.functional.scaled_dot_product_attention(
+                    some, keys, values, attn_mask=mask, scale=scaling, enable_gqa=query.shape[1] != keys.shape[1]
+                )
+            )
+        return torch.cat(parts, 2).transpose(1, 2)
+
+    def decode(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
+    ) -> Tensor:
+        """One token a row: query [rows, heads, 1, d]; key, value [rows, kv heads, 1, d] -> [rows, 1, heads, d']."""
+        assert self._seats is not None
+        rows, kv_heads = key.shape[:2]
+        held = self._layers[layer]
+        number, column = divmod(self._column - self._first_column, self._block)
+        if number == len(held.blocks):
+            held.blocks.append(
+                Pair(*(new.new_zeros(rows, kv_heads, self._block, new.shape[3]) for new in (key, value)))
+            )
+        for whole, new in zip(held.blocks[-1], (key, value), strict=True):
+            whole[:rows, :, column] = new[:, :, 0]
+        queries = (query * scaling).reshape(rows, kv_heads, -1, query.shape[3])
+        prompts = Pair(*(each[: len(self._prompt_lengths)] for each in held.prompts))
+        blocks = [Pair(*(each[:rows] for each in block)) for block in held.blocks]
+        scores = [self._seats.to_rows(self._seats.to_prompts(queries) @ prompts.keys.mT)]
+        scores += [queries @ block.keys.mT for block in blocks]
+        weights = torch.softmax(torch.cat(scores, -1).add_(self._mask(window, key.dtype)), -1)
+        of_prompt, *of_blocks = weights.split([self._width] + [self._block] * len(blocks), -1)
+        output = self._seats.to_rows(self._seats.to_prompts(of_prompt) @ prompts.values)
+        for some, block in zip(of_blocks, blocks, strict=True):
+            output += some @ block.values
+        return output.reshape(rows, 1, -1, value.shape[3])
+
+    def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """0 where a row sees a column (first those of its prompt), else -inf: [rows, 1, 1, columns]."""
+        if window not in self._masks:
+            assert self._seats is not None
+            lengths, born = self._seats.prompt_lengths[:, None], self._seats.born[:, None]
+            prompt = torch.arange(self._width, device=self._device)
+            num_blocks = (self._column - self._first_column) // self._block + 1
+            own = torch.arange(self._first_column, self._first_column + num_blocks * self._block, device=self._device)
+            in_prompt, in_own = prompt >= lengths, (own < born) | (own > self._column)
+            if window is not None:
+                in_prompt |= prompt <= lengths + self._column - born - window
+                in_own |= own <= self._column - window
+            hidden = torch.cat([in_prompt, in_own], 1)[:, None, None]
+            self._masks[window] = torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, -torch.inf)
+        return self._masks[window]
+
+
+@dataclass(frozen=True)
+class _Seats:
+    """Rows sorted by prompt: every prompt has as many seats as the most answered one has rows.
+
+    rows [prompts * seats]: who sits there (anyone on the empty ones); seats, prompt_lengths, born [rows].
+    """
+
+    num_prompts: int
+    rows: Tensor
+    seats: Tensor
+    prompt_lengths: Tensor
+    born: Tensor
+
+    @classmethod
+    def of(cls, place_of_row: Ints, prompt_lengths: Ints, born: Ints, device: torch.device) -> _Seats:
+        order = np.argsort(place_of_row, kind="stable")
+        counts = np.bincount(place_of_row, minlength=len(prompt_lengths))
+        first = np.cumsum(counts) - counts
+        seats = np.empty_like(order)
+        seats[order] = np.arange(len(order)) - first[place_of_row[order]] + place_of_row[order] * counts.max()
+        rows = np.zeros(len(prompt_lengths) * counts.max(), dtype=np.int64)
+        rows[seats] = np.arange(len(order))
+        tensors = (torch.from_numpy(each).to(device) for each in (rows, seats, prompt_lengths[place_of_row], born))
+        return cls(len(prompt_lengths), *tensors)
+
+    def to_prompts(self, rows: Tensor) -> Tensor:
+        """[rows, kv heads, g, d] -> [prompts, kv heads, seats * g, d]."""
+        seated = rows[self.rows].unflatten(0, (self.num_prompts, -1)).transpose(1, 2)
+        return seated.reshape(*seated.shape[:2], -1, rows.shape[-1])
+
+    def to_rows(self, seated: Tensor) -> Tensor:
+        """The way back: [prompts, kv heads, seats * g, d] -> [rows, kv heads, g, d]."""
+        num_seats = len(self.rows) // self.num_prompts
+        return seated.unflatten(2, (num_seats, -1)).transpose(1, 2).flatten(0, 1)[self.seats]
+
+
+def _without_holes(alive: NDArray[np.bool_]) -> Ints:
+    """Numbers of the living, where the last ones have moved into the places of the dead."""
+    count = int(alive.sum())
+    order = np.arange(count)
+    order[~alive[:count]] = count + np.flatnonzero(alive[count:])
+    return order
+
+
+def _move(pairs: Sequence[Pair], order: Ints) -> None:
+    targets = np.flatnonzero(order != np.arange(len(order)))
+    if not len(targets):
+        return
+    for tensor in (tensor for pair in pairs for tensor in pair):
+        to, of = (torch.from_numpy(each).to(tensor.device) for each in (targets, order[targets]))
+        tensor[to] = tensor[of]
+
+
+def _enlarged(pair: Pair, count: int, width: int) -> Pair:
+    """The same content with room for at least ``count`` times ``width``."""
+    have, _, columns, _ = pair.keys.shape
+    if have >= count and columns >= width:
+        return pair
+    # A quarter more, so that one prompt after the other does not copy everything every time.
+    count = have if have >= count else max(count, have + have // 4)
+    larger = Pair(*(each.new_zeros(count, each.shape[1], max(columns, width), each.shape[3]) for each in pair))
+    for new, old in zip(larger, pair, strict=True):
+        new[:have, :, :columns] = old
+    return larger

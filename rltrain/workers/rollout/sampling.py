@@ -1,0 +1,99 @@
+"""From logits to tokens: counted random numbers, temperature, top-k, top-p, and the log-prob of what was drawn."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rltrain.workers.rollout.base import Sampling, uniforms
+
+# Logits are worked on this many at a time, so that on a CPU they stay in its cache.
+_CHUNK = 2**21
+# Tokens of one block of the two-level search.
+_BLOCK = 256
+# Top-p looks for its threshold among this many of the likeliest tokens before it sorts all of them.
+_NUCLEUS = 1024
+_BELOW_ONE = 1 - 2.0**-23
+
+
+def random_numbers(seeds: NDArray[np.uint64], places: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Number ``places[i]`` of the stream of ``seeds[i]``, in [0, 1 - 2^-23].
+
+    So far below 1 that the product with a float32 total is smaller than the total: the search for it never runs past the last token
+    that has any mass. In float32, because not every accelerator computes in float64.
+    """
+    return np.minimum(uniforms(seeds, places, 1)[:, 0], _BELOW_ONE).astype(np.float32)
+
+
+def choose(logits: Tensor, noise: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """Sample one token a row by inverting the distribution function at ``noise`` (as from `random_numbers`).
+
+    logits [n, vocabulary] in fp32, which are overwritten -> token ids [n] and their log-probs [n].
+    """
+    rows = max(1, _CHUNK // logits.shape[-1])
+    parts = [_choose(*part, sampling) for part in zip(logits.split(rows), noise.split(rows), strict=True)]
+    return torch.cat([tokens for tokens, _ in parts]), torch.cat([log_probs for _, log_probs in parts])
+
+
+def _choose(logits: Tensor, noise: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    if sampling.greedy:
+        tokens = logits.argmax(-1, keepdim=True)
+        return tokens[:, 0], (logits.gather(-1, tokens) - logits.logsumexp(-1, keepdim=True))[:, 0]
+    if sampling.temperature != 1:
+        logits.div_(sampling.temperature)
+    weights = logits.sub_(logits.amax(-1, keepdim=True)).exp_()
+    sums = _block_sums(weights)
+    total = sums.sum(-1, keepdim=True)
+    if 0 < sampling.top_k < weights.shape[-1] or sampling.top_p < 1:
+        allowed = restrict(weights, sampling.top_k, sampling.top_p)
+        tokens = _search(allowed, _block_sums(allowed), noise[:, None])
+    else:
+        tokens = _search(weights, sums, noise[:, None])
+    return tokens[:, 0], (weights.gather(-1, tokens).log() - total.log())[:, 0]
+
+
+def _block_sums(weights: Tensor) -> Tensor:
+    """[n, vocabulary] -> [n, blocks]; the last block is what is left over, possibly nothing."""
+    whole = weights.shape[-1] // _BLOCK * _BLOCK
+    sums = weights[:, :whole].unflatten(-1, (-1, _BLOCK)).sum(-1)
+    return torch.cat([sums, weights[:, whole:].sum(-1, keepdim=True)], -1)
+
+
+def _search(weights: Tensor, sums: Tensor, noise: Tensor) -> Tensor:
+    """The first token [n, 1] at which the running total exceeds ``noise`` times the total: first the block, then in it.
+
+    No running total over the whole vocabulary is made, which costs more than everything else here.
+    """
+    totals = sums.cumsum(-1)
+    target = noise * totals[:, -1:]
+    block = torch.searchsorted(totals, target, right=True)
+    before = torch.cat([torch.zeros_like(target), totals], -1).gather(-1, block)
+    places = block * _BLOCK + torch.arange(_BLOCK, device=weights.device)
+    outside = places >= weights.shape[-1]
+    inside = weights.gather(-1, places.masked_fill(outside, 0)).masked_fill_(outside, 0).cumsum(-1)
+    # The two ways of adding up round differently: what is left must stay below the block's own total.
+    left = torch.minimum(target - before, inside[:, -1:] * _BELOW_ONE)
+    return block * _BLOCK + torch.searchsorted(inside, left, right=True)
+
+
+def restrict(weights: Tensor, top_k: int, top_p: float) -> Tensor:
+    """Zero the tokens [n, vocabulary] outside the ``top_k`` likeliest, then outside the likeliest that hold ``top_p`` of these.
+
+    Tokens as likely as the last one inside are inside as well: what is allowed depends on the weights alone.
+    """
+    vocabulary = weights.shape[-1]
+    limited = 0 < top_k < vocabulary
+    if not limited and top_p >= 1:
+        return weights
+    most = min(top_k if limited else _NUCLEUS, vocabulary)
+    ordered = weights.topk(most, -1).values
+    if top_p >= 1:
+        return weights.masked_fill(weights < ordered[:, -1:], 0)
+    goal = top_p * (ordered if limited else weights).sum(-1, keepdim=True)
+    if not limited and most < vocabulary and bool((ordered.sum(-1, keepdim=True) < goal).any()):
+        ordered = weights.sort(-1, descending=True).values
+    before = ordered.cumsum(-1) - ordered
+    last = (before < goal).sum(-1, keepdim=True) - 1
+    return weights.masked_fill(weights < ordered.gather(-1, last), 0)

@@ -1,0 +1,38 @@
+"""Lets torchvision be imported beside PyTorch for CPU when its wheel was built for CUDA. Lives in site-packages, loaded by a .pth file.
+
+The wheel's operators cannot be loaded there, and torchvision stops at two of them that it describes without looking. Their names alone
+let it in: image transforms work, nms does not. Put there by setup_env.sh where torchvision cannot be imported without it.
+"""
+
+import sys
+
+_KEPT = []
+
+
+class _Finder:
+    """Other imports cost one comparison of strings; PyTorch is imported only with torchvision."""
+
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name != "torchvision":
+            return None
+        from importlib.machinery import PathFinder  # here, because every interpreter pays for the imports above
+
+        spec = PathFinder.find_spec(name, path, target)
+        if spec and spec.loader:
+            run = spec.loader.exec_module
+
+            def exec_module(module):
+                import torch
+
+                if not _KEPT:  # the names last as long as the library object
+                    _KEPT.append(torch.library.Library("torchvision", "DEF"))
+                    for operator in ("nms", "qnms"):
+                        _KEPT[0].define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+                run(module)
+
+            spec.loader.exec_module = exec_module
+        return spec
+
+
+sys.meta_path.insert(0, _Finder)

@@ -1,0 +1,301 @@
+"""LoRA: frozen weights, trained adapters, and everything that leaves the trainer merged."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import IA3Config, PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from rltrain.device import get_device
+from rltrain.errors import ConfigError
+from rltrain.models.export import export_huggingface
+from rltrain.models.forward import PolicyModel, ScalarModel, pack
+from rltrain.models.load import load_config
+from rltrain.models.lora import Lora, adapters_off, lora_layers, plain_weights, save_adapter
+from rltrain.models.shard import make_mesh, named_weights, sharded_model
+from tests.models.test_forward import FAMILIES, TEMPERATURE, by_transformers, make_batch, make_policy
+
+LORA = Lora("actor_rollout_ref.model", 4, 12.0, "all-linear", None, None, torch.float32, 1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(params=["qwen2_tied", "llama", "granite_logits_scaling", "qwen3_moe"])
+def model_folder(request, tmp_path):
+    return save(request.param, tmp_path / "base")
+
+
+@pytest.fixture
+def qwen2(tmp_path):
+    return save("qwen2_tied", tmp_path / "base")
+
+
+def save(family, folder) -> str:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(FAMILIES[family]).save_pretrained(folder)
+    return str(folder)
+
+
+def make(
+    folder: str, lora: Lora = LORA, kind=PolicyModel, dtype=torch.float32, gradient_checkpointing=False, **changes
+):
+    device = get_device("cpu")
+    return sharded_model(
+        kind, folder, load_config(folder), make_mesh(device), device, master_dtype=dtype, compute_dtype=dtype,
+        gradient_checkpointing=gradient_checkpointing, lora=replace(lora, **changes),
+    )  # fmt: skip
+
+
+def train_by_chance(policy, size: float = 0.3) -> None:
+    """As if every adapter had been trained."""
+    generator = torch.Generator().manual_seed(7)
+    for parameter in policy.parameters():
+        if parameter.requires_grad:
+            local = parameter.detach().to_local()
+            local.copy_(size * torch.randn(local.shape, generator=generator))
+
+
+def scores(policy, with_entropy=True) -> tuple[torch.Tensor, torch.Tensor]:
+    log_probs, entropy, _ = policy(pack(make_batch(), torch.device("cpu")), TEMPERATURE, with_entropy)
+    return log_probs.detach(), entropy.detach()
+
+
+def gradients(policy) -> dict[str, torch.Tensor]:
+    policy.train()
+    log_probs, *_ = policy(pack(make_batch(), torch.device("cpu")), TEMPERATURE)
+    (log_probs * torch.linspace(-1, 1, len(log_probs))).sum().backward()
+    found = {name: p.grad.full_tensor().clone() for name, p in policy.named_parameters() if p.grad is not None}
+    policy.zero_grad()
+    return found
+
+
+def test_fresh_adapters_change_nothing_and_the_rest_is_frozen(model_folder):
+    plain, policy = make_policy(model_folder), make(model_folder)
+    assert torch.equal(scores(plain)[0], scores(policy)[0])
+    expected, found = dict(named_weights(plain)), dict(named_weights(policy))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    layers = list(lora_layers(policy))
+    assert not any("lm_head" in name for name, _ in layers)
+    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    assert len(trained) == 2 * len(layers) >= 2 * 2 * 4
+    assert gradients(policy).keys() == {name for name, p in policy.named_parameters() if p.requires_grad}
+
+
+def test_the_merged_model_computes_what_the_model_with_adapters_does(model_folder, tmp_path):
+    policy = make(model_folder)
+    base = scores(policy)
+    train_by_chance(policy)
+    log_probs, entropy = scores(policy)
+    assert float((log_probs - base[0]).abs().max()) > 0.01
+    export_huggingface(policy, load_config(model_folder), model_folder, str(tmp_path / "merged"))
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager").eval()
+    with torch.no_grad():
+        expected = by_transformers(merged, make_batch())
+    assert torch.allclose(log_probs, expected[0], atol=1e-5)
+    assert torch.allclose(entropy, expected[1], atol=1e-5)
+    again = make_policy(str(tmp_path / "merged"))
+    assert torch.allclose(scores(again)[0], log_probs, atol=1e-5)
+
+
+def test_without_its_adapters_the_model_is_the_base_and_back_again(model_folder):
+    policy = make(model_folder)
+    train_by_chance(policy)
+    before = scores(policy)
+    with adapters_off(policy):
+        assert torch.equal(scores(policy)[0], scores(make_policy(model_folder))[0])
+    assert torch.equal(scores(policy)[0], before[0])
+    assert len(gradients(policy)) == 2 * len(list(lora_layers(policy)))
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "down_proj"]])
+def test_the_adapter_folder_is_one_that_peft_loads(qwen2, tmp_path, targets):
+    check_peft_loads(qwen2, tmp_path, targets)
+
+
+def test_the_adapter_folder_of_a_mixture_of_experts_is_one_that_peft_loads(tmp_path):
+    check_peft_loads(save("qwen3_moe", tmp_path / "base"), tmp_path, "all-linear")
+
+
+def check_peft_loads(folder, tmp_path, targets):
+    policy = make(folder, target_modules=targets)
+    train_by_chance(policy)
+    save_adapter(policy.model, folder, str(tmp_path / "adapter"))
+    assert json.loads((tmp_path / "adapter/adapter_config.json").read_text())["base_model_name_or_path"] == folder
+    base = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    with torch.no_grad():
+        expected = by_transformers(PeftModel.from_pretrained(base, tmp_path / "adapter").eval(), make_batch())
+    assert torch.allclose(scores(policy)[0], expected[0], atol=1e-5)
+    # What the file says counts, not what the keys beside it say.
+    resumed = make(folder, path=str(tmp_path / "adapter"), rank=2, alpha=1.0, seed=9)
+    assert torch.equal(scores(resumed)[0], scores(policy)[0])
+    assert len(gradients(resumed)) == 2 * len(list(lora_layers(policy)))
+
+
+def test_gradients_reach_the_adapters_under_frozen_embeddings_and_recomputation(qwen2):
+    """Nothing that enters the first layer needs a gradient."""
+    found = []
+    for checkpointing in (False, True):
+        policy = make(qwen2, gradient_checkpointing=checkpointing)
+        train_by_chance(policy, 0.05)
+        found.append(gradients(policy))
+    assert any(".layers.0." in name for name in found[0])
+    for name, gradient in found[0].items():
+        assert float(gradient.abs().max()) > 1e-6, name
+        assert torch.allclose(gradient, found[1][name], atol=1e-6), name
+
+
+def test_gradients_are_those_of_peft(qwen2, tmp_path):
+    policy = make(qwen2)
+    train_by_chance(policy, 0.05)
+    save_adapter(policy.model, qwen2, str(tmp_path))
+    base = AutoModelForCausalLM.from_pretrained(qwen2, attn_implementation="eager")
+    theirs = PeftModel.from_pretrained(base, tmp_path, is_trainable=True)
+    log_probs, _ = by_transformers(theirs, make_batch())
+    (log_probs * torch.linspace(-1, 1, len(log_probs))).sum().backward()
+    expected = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
+    found = gradients(policy)
+    assert {f"base_model.{name}" for name in found} == expected.keys()
+    for name, gradient in found.items():
+        assert torch.allclose(gradient, expected[f"base_model.{name}"], atol=1e-5), name
+
+
+def test_adapters_start_from_the_seed_and_differ_from_layer_to_layer(qwen2):
+    def first(**changes):
+        return {
+            name: p.full_tensor().detach()
+            for name, p in make(qwen2, **changes).named_parameters()
+            if ".lora_A." in name
+        }
+
+    one, same, other = first(), first(), first(seed=2)
+    assert all(torch.equal(one[name], same[name]) for name in one)
+    assert not any(torch.equal(one[name], other[name]) for name in one)
+    tops = [weight.abs().max() * weight.shape[1] ** 0.5 for weight in one.values()]
+    assert all(0.9 < float(top) <= 1 for top in tops)
+    assert len({float(weight.sum()) for weight in one.values()}) == len(one)
+
+
+def test_frozen_weights_may_rest_in_another_dtype_than_the_adapters(qwen2):
+    policy = make(qwen2, dtype=torch.bfloat16)
+    train_by_chance(policy)
+    kinds = {
+        p.requires_grad: {q.dtype for q in policy.parameters() if q.requires_grad is p.requires_grad}
+        for p in policy.parameters()
+    }
+    assert kinds == {False: {torch.bfloat16}, True: {torch.float32}}
+    weights = {weight.name: weight.merged() for weight in plain_weights(policy)}
+    name = "model.model.layers.0.mlp.up_proj.weight"
+    layer = policy.get_submodule("model.model.layers.0.mlp.up_proj")
+    first, second = layer.lora_A.default.weight.full_tensor(), layer.lora_B.default.weight.full_tensor()
+    expected = layer.base_layer.weight.full_tensor().float() + 3.0 * second @ first
+    assert weights[name].dtype == torch.float32
+    assert torch.allclose(weights[name].full_tensor(), expected, atol=1e-6)
+    found = gradients(policy)
+    assert {gradient.dtype for gradient in found.values()} == {torch.float32}
+    assert len(found) == 2 * len(list(lora_layers(policy)))
+
+
+@pytest.mark.parametrize("untied", [False, True])
+def test_the_head_can_have_adapters_unless_it_is_the_embedding(tmp_path, untied):
+    folder = save("llama" if untied else "qwen2_tied", tmp_path / "base")
+    if not untied:
+        with pytest.raises(ConfigError, match="'lm_head' shares its weight with the input embedding"):
+            make(folder, target_modules=["lm_head", "q_proj"])
+        return
+    policy = make(folder, target_modules=["lm_head", "q_proj"])
+    train_by_chance(policy)
+    export_huggingface(policy, load_config(folder), folder, str(tmp_path / "merged"))
+    assert torch.allclose(scores(make_policy(str(tmp_path / "merged")))[0], scores(policy)[0], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "layers"),
+    [
+        ({"target_modules": "q_proj"}, {"q_proj"}),
+        ({"target_modules": r".*layers\.1\.mlp\..*_proj"}, {"gate_proj", "up_proj", "down_proj"}),
+        ({"exclude_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}, {"gate_proj", "up_proj", "down_proj"}),
+        ({"target_modules": ["up_proj", "q_proj"], "exclude_modules": r".*\.self_attn\..*"}, {"up_proj"}),
+    ],
+)  # fmt: skip
+def test_layers_are_chosen_by_name_or_pattern(qwen2, changes, layers):
+    assert {name.rpartition(".")[2] for name, _ in lora_layers(make(qwen2, **changes))} == layers
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"target_modules": ["q_porj", "v_proj"]}, r"target_modules=.*no linear layer is called 'q_porj'. Did you mean q_proj"),
+        ({"target_modules": ["embed_tokens"]}, "no linear layer is called 'embed_tokens'"),
+        ({"target_modules": "zzz"}, "There are down_proj, gate_proj, k_proj"),
+        ({"target_modules": r"decoder\..*"}, "the pattern matches no linear layer. One is called model.layers.0"),
+        ({"target_modules": "*_proj"}, "neither a name nor a pattern"),
+        ({"exclude_modules": ["self_attn"]}, "exclude_modules=.*no linear layer is called 'self_attn'"),
+        ({"target_modules": ["q_proj"], "exclude_modules": ["q_proj"]}, "leaves no layer"),
+        ({"path": "/nowhere"}, "lora_adapter_path=/nowhere is not a peft adapter"),
+    ],
+)  # fmt: skip
+def test_what_matches_nothing_is_answered_with_the_nearest_names(qwen2, changes, words):
+    with pytest.raises(ConfigError, match=words):
+        make(qwen2, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"use_dora": True}, "has use_dora=True: only plain LoRA"),
+        ({"modules_to_save": ["lm_head"]}, "only plain LoRA"),
+        ({"bias": "all"}, "has bias=all"),
+        ({"init_lora_weights": "pissa"}, "has init_lora_weights=pissa"),
+        ({"r": 8}, r"lora_A.default.weight is \[8, 64\] here, and the adapter has shape \[4, 64\]"),
+    ],
+)  # fmt: skip
+def test_adapters_of_another_kind_or_shape_are_refused(qwen2, tmp_path, changes, words):
+    policy = make(qwen2)
+    save_adapter(policy.model, qwen2, str(tmp_path / "adapter"))
+    file = tmp_path / "adapter/adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    with pytest.raises(ConfigError, match=words):
+        make(qwen2, path=str(tmp_path / "adapter"))
+
+
+def test_another_method_of_peft_is_refused(qwen2, tmp_path):
+    IA3Config(target_modules=["q_proj"], feedforward_modules=[]).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ConfigError, match="has peft_type=IA3: only plain LoRA"):
+        make(qwen2, path=str(tmp_path / "adapter"))
+
+
+def test_adapters_of_another_model_are_refused(qwen2, tmp_path):
+    save_adapter(make(qwen2).model, qwen2, str(tmp_path / "adapter"))
+    file = tmp_path / "adapter/adapter_model.safetensors"
+    save_file({name.replace("layers.1", "layers.7"): weight for name, weight in load_file(file).items()}, file)
+    with pytest.raises(ConfigError, match=r"which has no linear layer model.layers.7"):
+        make(qwen2, path=str(tmp_path / "adapter"))
+
+
+def test_an_adapter_with_a_missing_weight_is_refused(qwen2, tmp_path):
+    save_adapter(make(qwen2).model, qwen2, str(tmp_path / "adapter"))
+    weights = load_file(tmp_path / "adapter/adapter_model.safetensors")
+    weights.pop("base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight")
+    save_file(weights, tmp_path / "adapter/adapter_model.safetensors")
+    with pytest.raises(ConfigError, match=r"layers.1.self_attn.q_proj.lora_B.default.weight .* no such weight"):
+        make(qwen2, path=str(tmp_path / "adapter"))
+
+
+def test_a_critic_trains_adapters_and_its_head(qwen2):
+    critic = make(qwen2, kind=ScalarModel, dtype=torch.bfloat16)
+    train_by_chance(critic)
+    critic(pack(make_batch(), torch.device("cpu"))).sum().backward()
+    trained = {name: p for name, p in critic.named_parameters() if p.requires_grad}
+    assert trained["score.weight"].dtype == torch.float32
+    assert len(trained) == 1 + 2 * len(list(lora_layers(critic)))
+    assert all(float(p.grad.full_tensor().abs().max()) > 0 for p in trained.values())

@@ -1,0 +1,197 @@
+"""Whole training steps with LoRA: the same numbers for every cut, one copy of the weights, checkpoints of adapters alone."""
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import PeftModel
+from torch.distributed.checkpoint import FileSystemReader
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from rltrain.models.forward import pack
+from rltrain.models.lora import lora_layers
+from rltrain.trainer.saving import Progress, frozen_values
+from tests import local
+from tests.tiny import save_tiny_tokenizer, small_run
+from tests.trainer.test_step import (
+    ACTOR,
+    CORRECTION,
+    ESTIMATOR,
+    NO_KL,
+    actor_weights,
+    engine_is_off,
+    numbers_of,
+    weights,
+)
+
+MODEL = "actor_rollout_ref__model__"
+LORA = {MODEL + "lora_rank": 4, MODEL + "lora_alpha": 8, ACTOR + "optim__lr": 0.01}
+VARIANTS = {
+    "kl loss": {},
+    "exact kl": {ACTOR + "kl_loss_type": "full"},
+    "exact kl, gathered weights kept": {ACTOR + "kl_loss_type": "full", ACTOR + "fsdp_config__reshard_after_forward": False},
+    "exact kl in reward, gae": {"algorithm__use_kl_in_reward": True, "algorithm__kl_penalty": "full", ESTIMATOR: "gae"},
+    "gae, a critic with adapters": {ESTIMATOR: "gae", "critic__model__lora_rank": 2, "critic__optim__lr": 0.01},
+    "bypass": {CORRECTION + "bypass_mode": True},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def make(tiny_model, arithmetic_files, tmp_path):
+    def trainer(**changes):
+        count = iter(range(10**6))
+        made = local.local_trainer(
+            small_run(tiny_model, arithmetic_files, tmp_path, **(LORA | changes)),
+            lambda row, score: score + (next(count) * 7 % 5) / 5,
+        )
+        engine_is_off(made)
+        return made
+
+    return trainer
+
+
+def frozen_of(model) -> torch.Tensor:
+    return torch.cat([p.full_tensor().flatten() for p in model.parameters() if not p.requires_grad]).clone()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_weights_and_metrics_do_not_depend_on_the_cut(make, variant):
+    found = []
+    for cut in (
+        {},
+        {ACTOR + "ppo_max_token_len_per_gpu": 25, MODEL + "enable_gradient_checkpointing": False},
+        {ACTOR + "use_dynamic_bsz": False, ACTOR + "ppo_micro_batch_size_per_gpu": 3},
+    ):
+        trainer = make(**VARIANTS[variant], **cut)
+        policy = trainer.worker.actor._policy
+        before, frozen = actor_weights(trainer), frozen_of(policy)
+        metrics = [numbers_of(trainer.step(step)) for step in (1, 2)]
+        assert float((actor_weights(trainer) - before).abs().max()) > 1e-3, "the step must do something"
+        assert torch.equal(frozen_of(policy), frozen)
+        found.append((actor_weights(trainer), metrics))
+    for other, metrics in found[1:]:
+        assert float((found[0][0] - other).abs().max()) < 1e-4  # AdamW at a learning rate of 0.01
+        for mine, theirs in zip(found[0][1], metrics, strict=True):
+            assert mine == pytest.approx(theirs, abs=5e-4, rel=2e-3)
+
+
+def test_the_reference_is_the_actor_without_its_adapters(make):
+    trainer = make()
+    actor = trainer.worker.actor
+    assert actor._reference is actor._policy, "no second copy of the weights"
+    batch, *_ = trainer.worker.rollout.generate(trainer.experience_task())
+    sizes = [5, 6, 5]
+    first = actor.ref_log_probs(batch, sizes)[0].ragged("ref_log_probs").values
+    assert torch.equal(first, actor.log_probs(batch, sizes)[0].ragged("old_log_probs").values)
+    trainer.step(1)
+    trainer.step(2)
+    assert torch.equal(actor.ref_log_probs(batch, sizes)[0].ragged("ref_log_probs").values, first)
+    assert float((actor.log_probs(batch, sizes)[0].ragged("old_log_probs").values - first).abs().max()) > 1e-3
+    full = make(**{MODEL + "lora_rank": 0}).worker.actor
+    assert torch.equal(full.ref_log_probs(batch, sizes)[0].ragged("ref_log_probs").values, first)
+
+
+def test_the_exact_kl_is_to_the_model_without_adapters_even_in_the_head(make, tmp_path):
+    """Against a trainer that holds a reference of its own. The head has adapters, so its weights are not the embedding's."""
+    folder = tmp_path / "untied"
+    save_tiny_tokenizer(folder)
+    AutoModelForCausalLM.from_config(
+        Qwen3Config(vocab_size=20, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, head_dim=16,
+                    num_key_value_heads=1, eos_token_id=1, pad_token_id=0, bos_token_id=None, tie_word_embeddings=False)
+    ).save_pretrained(folder)  # fmt: skip
+    keys = {MODEL + "path": folder, ACTOR + "kl_loss_type": "full", "actor_rollout_ref__rollout__temperature": 0.8}
+    trainer = make(**keys, **{MODEL + "target_modules": "[lm_head,q_proj]"})
+    actor = trainer.worker.actor
+    other = make(**keys, **{MODEL + "lora_rank": 0}).worker.actor
+    for step in (1, 2):
+        trainer.step(step)
+    batch, *_ = trainer.worker.rollout.generate(trainer.experience_task())
+    inputs = pack(batch, torch.device("cpu"))
+    with torch.no_grad():
+        expected = actor._policy(inputs, 0.8, False, other._reference_states(inputs)).kl
+        found = actor._exact_kl(batch)
+    assert float(expected.max()) > 1e-3
+    assert torch.allclose(found, expected, atol=1e-6)
+
+
+def test_the_engine_samples_from_the_merged_weights(make):
+    trainer = make(**NO_KL)
+    for step in (1, 2):
+        assert trainer.step(step)["rollout/canary_gap"] < 1e-5
+    actor, rollout = trainer.worker.actor, trainer.worker.rollout
+    batch, *_ = type(rollout).generate(rollout, trainer.experience_task())
+    trained = actor.log_probs(batch, [16])[0].ragged("old_log_probs").values
+    assert float((trained - batch.ragged("rollout_log_probs").values).abs().max()) < 1e-5
+
+
+def test_training_goes_on_from_a_checkpoint_of_adapters_bit_for_bit(make, tmp_path):
+    changes = VARIANTS["gae, a critic with adapters"]
+    whole = make(**changes)
+    for step in (1, 2):
+        whole.step(step)
+    for role in (whole.actor, whole.critic):
+        role.save(str(tmp_path / role._name))
+    expected = whole.step(3)
+    resumed = make(**changes)
+    for role in (resumed.actor, resumed.critic):
+        role.load(str(tmp_path / role._name), False)
+    resumed.restore(Progress(2, None))
+    for _ in range(32):  # the twist counts answers
+        resumed.rewards._pool.twist(0, 0.0)
+    assert numbers_of(resumed.step(3)) == numbers_of(expected)
+    assert torch.equal(actor_weights(whole), actor_weights(resumed))
+    assert torch.equal(weights(whole.worker.critic._model), weights(resumed.worker.critic._model))
+
+
+def test_a_checkpoint_holds_the_adapters_and_nothing_that_is_elsewhere(make, tiny_model, tmp_path):
+    trainer = make()
+    trainer.step(1)
+    trainer.actor.save(str(tmp_path / "actor"))
+    stored = FileSystemReader(tmp_path / "actor").read_metadata().state_dict_metadata
+    assert all(".lora_A." in name or ".lora_B." in name for name in stored)
+    actor = trainer.worker.actor
+    assert len([name for name in stored if name.startswith("model.")]) == 2 * len(list(lora_layers(actor._policy)))
+    config = json.loads((tmp_path / "actor/lora_adapter/adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (4, 8)
+    assert config["target_modules"] == ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    trainer.actor.export(str(tmp_path / "merged"))
+    tokens = torch.arange(5, 20)[None]
+    base = AutoModelForCausalLM.from_pretrained(tiny_model)
+    with torch.no_grad():
+        plain = base(tokens).logits
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(tokens).logits
+        adapted = PeftModel.from_pretrained(base, tmp_path / "actor/lora_adapter")(tokens).logits
+    assert torch.allclose(merged, adapted, atol=1e-4)
+    assert float((merged - plain).abs().max()) > 0.01
+    # A run of its own starts from that folder.
+    other = make(**{MODEL + "lora_rank": 0, MODEL + "lora_adapter_path": tmp_path / "actor/lora_adapter"})
+    assert torch.equal(actor_weights(other), actor_weights(trainer))
+
+
+def test_a_resumed_run_must_have_the_same_adapters(make):
+    plain, lora, scaled = (
+        frozen_values(make(**keys).cfg) for keys in ({MODEL + "lora_rank": 0}, {}, {MODEL + "lora_alpha": 9})
+    )
+    assert not [key for key in plain if "lora" in key], "checkpoints of full training stay as they were"
+    assert lora["actor_rollout_ref.model.lora_rank"] == 4
+    assert lora != scaled
+
+
+def test_adapters_learn_what_all_weights_learn(make, monkeypatch):
+    """Reward: the share of ones in the answer."""
+    monkeypatch.setattr(local, "find_scorer", lambda source: lambda text, *rest: text.count("1") / max(len(text), 1))
+    gains = []
+    for keys in ({}, {MODEL + "lora_rank": 0, ACTOR + "optim__lr": 0.003}):
+        trainer = make(**NO_KL, **keys, trainer__total_training_steps=20)
+        trainer.rewards._pool.twist = lambda row, score: score
+        rewards = [trainer.step(step)["critic/rewards/mean"] for step in range(1, 21)]
+        gains.append(sum(rewards[-3:]) / 3 - sum(rewards[:3]) / 3)
+    assert min(gains) > 0.2, gains

@@ -1,0 +1,92 @@
+import numpy as np
+import pytest
+
+from rltrain.controller.samples import Samples
+from rltrain.trainer import metrics as m
+
+
+def generated(ended, engine, lengths, complete=None, served=None) -> Samples:
+    samples = Samples(len(ended))
+    everything = np.ones(len(ended), dtype=bool)
+    samples.update(
+        {
+            "ended_s": np.array(ended, dtype=float),
+            "engine": np.array(engine),
+            "response_length": np.array(lengths),
+            "complete": everything if complete is None else np.array(complete),
+            "served": everything if served is None else np.array(served),
+        }
+    )
+    return samples
+
+
+def test_the_tail_and_the_idle_time_of_the_replicas():
+    # Eleven answers, one a second: 90 % have ended at 10 s. Replica 0 works for 11 s, 1 for 4 s, 2 has nothing to do.
+    samples = generated(range(1, 12), [0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0], range(10, 120, 10))
+    found = m.rollout_metrics([samples], 3)
+    assert found["perf/rollout_tail_s"] == pytest.approx(1.0)
+    assert found["perf/rollout_idle_share"] == pytest.approx(1 - (11 + 4) / (3 * 11))
+    assert found["rollout/response_length/p50"] == 60
+    assert found["rollout/response_length/p90"] == 100
+    assert found["rollout/response_length/p99"] == pytest.approx(109)
+
+
+def test_one_replica_that_ends_with_its_last_answer_is_never_idle():
+    assert m.rollout_metrics([generated([1, 5], [0, 0], [1, 9])], 1)["perf/rollout_idle_share"] == 0
+
+
+def test_rounds_add_up():
+    first = generated([10.0] * 10 + [20.0], [0] * 10 + [1], [4] * 11)
+    second = generated([2.0, 2.0], [0, 1], [8, 8])
+    found = m.rollout_metrics([first, second], 2)
+    assert found["perf/rollout_tail_s"] == pytest.approx(10.0)
+    # 10 of 2 x 20 seconds, and none of 2 x 2.
+    assert found["perf/rollout_idle_share"] == pytest.approx(10 / 44)
+    assert (found["rollout/response_length/p50"], found["rollout/response_length/p99"]) == (4, 8)
+
+
+def test_answers_given_up_have_no_length_but_kept_their_replica_busy():
+    samples = generated([1, 3, 3, 0], [0, 0, 1, 0], [5, 7, 9, 0], [True, True, False, False], [True, True, True, False])
+    found = m.rollout_metrics([samples], 2)
+    assert found["rollout/response_length/p99"] == pytest.approx(6.98)
+    assert found["perf/rollout_idle_share"] == 0
+
+
+def test_seconds_of_rounds_add_up_and_rates_do_not():
+    rounds = [
+        {
+            "timing_s/reshard": 1.0,
+            "reward/compute_s": 2.0,
+            "perf/weight_sync_gb_per_s": 5.0,
+            "rollout/canary_gap": 1e-6,
+        },
+        {"timing_s/reshard": 0.5, "reward/compute_s": 3.0, "perf/weight_sync_gb_per_s": 4.0},
+    ]
+    assert m.join_rounds(rounds) == {
+        "timing_s/reshard": 1.5,
+        "reward/compute_s": 5.0,
+        "perf/weight_sync_gb_per_s": 4.0,
+        "rollout/canary_gap": 1e-6,
+    }
+    assert m.join_rounds(rounds[:1]) == rounds[0]
+
+
+def test_gen_throughput_counts_what_this_step_has_generated():
+    samples = Samples(1)
+    samples.update({"response_length": np.array([100]), "prompt_length": np.array([20])})
+    timing = {"timing_s/step": 10.0, "timing_s/generate_sequences": 2.0}
+    rates = [
+        m.throughput_metrics(samples, timing | more, 1)["perf/gen_throughput"]
+        for more in ({}, {"filter_groups/tokens_thrown_away": 30.0}, {"rollout/tail/tokens_generated": 80.0})
+    ]
+    assert rates == [50.0, 65.0, 40.0]
+
+
+def test_the_gap_is_that_of_tokens_of_this_step():
+    summed = (
+        "gap prob_gap k1 k3 train_ppl engine_ppl engine_log_ppl train_log_ppl log_ppl_gap w_squared w_product_squared"
+    )
+    sums = dict.fromkeys(summed.split(), 1.0) | {"tokens": 10, "sequences": 2}
+    assert m.mismatch_metrics(sums)["rollout/log_prob_gap/mean"] == 0.1
+    assert m.mismatch_metrics(sums | {"gap_tokens": 4})["rollout/log_prob_gap/mean"] == 0.25
+    assert m.mismatch_metrics(sums | {"gap_tokens": 4})["rollout_corr/kl"] == 0.1

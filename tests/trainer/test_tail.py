@@ -1,0 +1,364 @@
+"""Steps that end before the longest answers: what is learnt from, what waits, and with which log-probs."""
+
+import json
+from collections import Counter, defaultdict
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from rltrain.controller.samples import Samples, assemble, whole
+from rltrain.errors import ConfigError
+from rltrain.rewards.registry import find_scorer
+from rltrain.trainer.saving import Progress, Saver
+from rltrain.trainer.tail import Prompt, PromptLine
+from rltrain.trainer.timing import StepTimer
+from rltrain.workers import rollout_worker
+from tests.local import local_trainer
+from tests.tiny import small_run
+from tests.trainer.test_step import actor_weights, numbers_of
+
+ROLLOUT = "actor_rollout_ref__rollout__"
+IS = "algorithm__rollout_correction__rollout_is"
+BYPASS = "algorithm__rollout_correction__bypass_mode"
+OVERSAMPLE = {ROLLOUT + "tail": "oversample", ROLLOUT + "oversample_ratio": 1.5}
+CARRY = {ROLLOUT + "tail": "carry_over", ROLLOUT + "oversample_ratio": 1.5, IS: "token"}
+MODES = {
+    "oversample": OVERSAMPLE,
+    "carry_over": CARRY,
+    # Twelve jobs of two answers, four at a time: groups end in parts, and some prompts are never begun.
+    "oversample in jobs": OVERSAMPLE | {ROLLOUT + "max_num_seqs": 8},
+    "carry_over in jobs": CARRY | {ROLLOUT + "max_num_seqs": 8},
+    "carry_over, rewards at the end": CARRY | {"reward__overlap": False},
+    "carry_over, all twice": CARRY | {ROLLOUT + "oversample_ratio": 2.0},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def make(tiny_model, arithmetic_files, tmp_path):
+    """make(**changes): a trainer with answers of 1 to 20 tokens."""
+
+    def trainer(**changes):
+        changes = {"data__max_response_length": 20} | changes
+        return local_trainer(small_run(tiny_model, arithmetic_files, tmp_path, **changes))
+
+    return trainer
+
+
+class Watch:
+    """Sees what every step starts, what the engine samples with which policy, and what the batch is."""
+
+    def __init__(self, trainer) -> None:
+        self.experience, self.engine = trainer.experience, trainer.worker.rollout._engine
+        self.step = 0
+        self.batches: list[Samples] = []
+        self.keys: list[list[tuple[int, int, int]]] = []  # (row, draw, sample) of each answer of each batch
+        self.log_probs: dict[tuple[int, int, int], list[float]] = defaultdict(list)
+        self.tokens: dict[tuple[int, int, int], list[int]] = {}
+        self.born: dict[tuple[int, int, int], list[int]] = defaultdict(list)  # step in which each token was sampled
+        policy, line = self.experience._policy, self.experience.line
+        self._generate, policy.generate = policy.generate, self.generate
+        self._settle, line.settle = line.settle, self.settle
+
+    def generate(self, task, listener=None, begun=None):
+        samples, metrics = self._generate(task, listener, begun)
+        n, steps = task.num_samples, np.broadcast_to(task.step, len(task.rows))
+        ids = np.flatnonzero(samples["served"])
+        found = columns(samples, ids, ["tokens", "prompt_length"])
+        for number, row in zip(ids.tolist(), found.ragged("tokens").rows(), strict=True):
+            key = (int(task.rows[number // n]), int(steps[number // n]), number % n)
+            head = int(samples["prompt_length"][number])
+            if task.todo is None:  # every attempt starts anew
+                self.tokens[key], self.log_probs[key], self.born[key] = [], [], []
+            answer, before = row[head:].tolist(), self.tokens.get(key, [])
+            assert answer[: len(before)] == before
+            self.tokens[key] = answer
+            self.log_probs[key] += self.engine.score(row.tolist())[head - 1 :][len(before) :].tolist()
+            self.born[key] += [self.step] * (len(answer) - len(before))
+        return samples, metrics
+
+    def settle(self, started, samples):
+        batch, ids, metrics = self._settle(started, samples)
+        self.batches.append(batch)
+        self.keys.append([(started[i // 4].row, started[i // 4].draw, i % 4) for i in ids.tolist()])
+        self.step += 1
+        return batch, ids, metrics
+
+
+def columns(samples, ids, names):
+    request = samples.request(np.asarray(ids), names)
+    return assemble(request, [piece.ref[0] for piece in request.pieces])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_prompt_that_was_drawn_is_in_one_batch_or_in_the_line(make, mode, monkeypatch):
+    trainer = make(**MODES[mode])
+    if "jobs" in mode:
+        monkeypatch.setattr(rollout_worker, "samples_per_job", lambda *_: 2)
+    watch, line, sampler = Watch(trainer), trainer.experience.line, trainer.experience.sampler
+    left_over = 0.0
+    for step in range(1, 7):
+        metrics = trainer.step(step)
+        left_over += metrics[f"rollout/tail/prompts_{'carried_over' if 'carry' in mode else 'thrown_away'}"]
+        drawn = Counter(
+            (row, draw + 1) for draw in range(trainer.experience.batches_drawn) for row in sampler.rows(draw)
+        )
+        used = Counter(key[:2] for keys in watch.keys for key in keys[::4])
+        assert used + Counter((prompt.row, prompt.draw) for prompt in line._waiting) == drawn
+    assert left_over >= 6, "steps must have ended early"
+    for batch, keys in zip(watch.batches, watch.keys, strict=True):
+        assert len(batch) == 16
+        assert batch["complete"].all()
+        assert batch["row"].tolist() == [row for row, _, _ in keys]
+        assert [sample for *_, sample in keys] == [0, 1, 2, 3] * 4
+        found = columns(batch, np.arange(16), ["tokens", "rollout_log_probs", "text", "prompt_length"])
+        for key, row, log_probs, text, head, score in zip(
+            keys, found.ragged("tokens").rows(), found.ragged("rollout_log_probs").rows(), found["text"],
+            found.dense("prompt_length").tolist(), batch["score"].tolist(), strict=True,
+        ):  # fmt: skip
+            assert row[head:].tolist() == watch.tokens[key]
+            assert torch.allclose(log_probs, torch.tensor(watch.log_probs[key]), atol=1e-5), (
+                "of whoever sampled the token"
+            )
+            assert text == trainer.worker.rollout._encoder.decode(row[head:])
+            prompt = trainer.rewards._rows["train"][key[0]]
+            verdict = find_scorer(prompt.data_source)(text, prompt.ground_truth, prompt.extra_info)
+            assert score == (verdict["score"] if isinstance(verdict, dict) else verdict)
+
+
+def test_carried_tokens_are_weighed_by_how_far_the_policy_has_moved(make):
+    threshold = "algorithm__rollout_correction__rollout_is_threshold"
+    trainer = make(**CARRY, **{threshold: "1.05", "actor_rollout_ref__actor__optim__lr": 0.003})
+    watch = Watch(trainer)
+    for step in range(1, 6):
+        metrics = trainer.step(step)
+        batch, keys = watch.batches[-1], watch.keys[-1]
+        found = columns(batch, np.arange(16), ["old_log_probs", "rollout_log_probs", "is_weights"])
+        old, sampled, weights = (found.ragged(name) for name in ("old_log_probs", "rollout_log_probs", "is_weights"))
+        assert torch.allclose(weights.values, (old.values - sampled.values).exp().clamp(max=1.05))
+        age = step - 1 - torch.tensor([born for key in keys for born in watch.born[key]])
+        assert torch.allclose(weights.values[age == 0], torch.ones(1), atol=1e-4)
+        assert metrics["rollout/tail/carried_tokens"] == int((age > 0).sum())
+        assert metrics["rollout/tail/carried_samples"] == sum(watch.born[key][0] < step - 1 for key in keys)
+        assert metrics["rollout/tail/staleness/mean"] == pytest.approx(float(age.float().mean()))
+        assert metrics["rollout/tail/staleness/max"] == int(age.max())
+        assert metrics["rollout/log_prob_gap/max"] < 1e-4, "the gap is that of the engine, not of the age"
+        if step > 1:
+            assert float((weights.values[age > 0] - 1).abs().max()) > 1e-3
+            assert metrics["rollout/tail/carried_samples"] > 0
+
+
+def test_bypass_takes_the_ratio_against_who_sampled_the_token(make):
+    trainer = make(**(CARRY | {IS: "null", BYPASS: True}))
+    carried = [trainer.step(step) for step in range(1, 5)][1:]
+    assert all(metrics["rollout/log_prob_gap/mean"] < 1e-4 for metrics in carried)
+    assert max(metrics["rollout_corr/kl"] for metrics in carried) != pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize("tail", ["oversample", "carry_over"])
+def test_a_ratio_of_one_changes_nothing(make, tail):
+    found = []
+    for changes in ({}, {ROLLOUT + "tail": tail, ROLLOUT + "oversample_ratio": 1.0}):
+        trainer = make(**changes, **{IS: "token"})
+        metrics = [numbers_of(trainer.step(step)) for step in (1, 2, 3)]
+        kept = [{name: value for name, value in each.items() if "/tail/" not in name} for each in metrics]
+        found.append(
+            (
+                actor_weights(trainer),
+                [{name: value for name, value in each.items() if name != "reward/compute_s"} for each in kept],
+            )
+        )
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
+
+
+@pytest.mark.parametrize("mode", ["oversample", "carry_over"])
+def test_a_prompt_keeps_its_random_numbers_however_often_it_is_begun(make, mode):
+    """So that a long answer is not replaced by a luckier, shorter one: with a policy that stands still, all are those of a plain run."""
+    still = {"actor_rollout_ref__actor__optim__lr": 0.0}
+    watch, plain = Watch(trainer := make(**MODES[mode], **still)), Watch(other := make(**still))
+    for step in range(1, 6):
+        trainer.step(step)
+        other.step(step)
+    done = {key for keys in watch.keys for key in keys} & plain.tokens.keys()
+    assert len(done) >= 48
+    assert all(watch.tokens[key] == plain.tokens[key] for key in done)
+    again = Counter(key for keys in watch.keys for key in keys)
+    assert max(again.values()) == 1
+
+
+@pytest.mark.parametrize("mode", ["oversample", "carry_over"])
+def test_no_prompt_is_older_than_the_cap(make, mode):
+    trainer = make(**MODES[mode], **{ROLLOUT + "tail_max_age": 1})
+    watch, line = Watch(trainer), trainer.experience.line
+    for step in range(1, 6):
+        waiting = [(prompt.row, prompt.draw) for prompt in line._waiting if prompt.age]
+        metrics = trainer.step(step)
+        assert set(waiting) <= {key[:2] for key in watch.keys[-1]}, "all that were left over once are waited for"
+        assert metrics["rollout/tail/age_max"] == (1.0 if waiting else 0.0)
+    assert trainer.experience.line.state()
+
+
+def samples_of(complete: list[list[bool]], length: int = 3, unserved: tuple[int, ...] = ()) -> Samples:
+    """Answers of which those that are not complete were given up after ``length`` tokens; ``unserved``: nobody worked on them."""
+    flat = np.array(complete).ravel()
+    served = ~np.isin(np.arange(len(flat)), unserved)
+    samples = Samples(len(flat))
+    samples.update({"complete": flat, "served": served, "response_length": length * served,
+                    "truncated": ~flat & False, "prompt_length": np.full(len(flat), 2), "engine": np.zeros(len(flat), int),
+                    "row": np.arange(len(flat))})  # fmt: skip
+    ids = np.flatnonzero(served)
+    samples.attach([whole([f"{length}:{i}" for i in ids], ("tokens", "text"), ids)])
+    return samples
+
+
+def line_of(make, **changes) -> PromptLine:
+    changes |= {"data__train_batch_size": 2, "actor_rollout_ref__actor__ppo_mini_batch_size": 2, ROLLOUT + "n": 2}
+    trainer = make(**changes)
+    return PromptLine(trainer.cfg, trainer.plan)
+
+
+def test_the_batch_is_the_oldest_prompts_that_are_complete(make):
+    line = line_of(make, **OVERSAMPLE, **{ROLLOUT + "tail_max_age": 2})
+    draws = iter([[Prompt(5, 1), Prompt(6, 1)], [Prompt(7, 2), Prompt(8, 2)], [Prompt(9, 3), Prompt(5, 3)]])
+    started = line.take(lambda: next(draws))
+    assert [prompt.row for prompt in started] == [5, 6, 7]
+    assert line.terms(started) == {"enough": 2, "must": 0, "todo": None}
+    _, ids, metrics = line.settle(started, samples_of([[True, False], [True, True], [True, True]]))
+    assert ids.tolist() == [2, 3, 4, 5]
+    assert metrics["rollout/tail/tokens_thrown_away"] == 6
+    assert metrics["rollout/tail/tokens_generated"] == 18
+    assert line.state() == [[5, 1, 1], [8, 2, 0]]
+    restored = line_of(make, **OVERSAMPLE)
+    restored.restore(json.loads(json.dumps(line.state())))
+    assert restored.state() == line.state()
+    started = line.take(lambda: next(draws))
+    assert [prompt.row for prompt in started] == [5, 8, 9]
+    # All are complete: the last has to wait, although it has its answers.
+    line.settle(started, samples_of([[False, False], [True, True], [True, True]]))
+    assert line.state() == [[5, 1, 2], [5, 3, 0]]
+    started = line.take(lambda: [Prompt(1, 4), Prompt(2, 4)])
+    assert line.terms(started)["must"] == 1
+
+
+def test_once_one_is_too_old_all_that_were_thrown_away_are_waited_for(make):
+    started = [Prompt(1, 1, age=4), Prompt(2, 1, age=2), Prompt(3, 2, age=0)]
+    assert line_of(make, **OVERSAMPLE).terms(started)["must"] == 2
+    assert line_of(make, **OVERSAMPLE).terms(started[1:])["must"] == 0
+    assert line_of(make, **CARRY).terms(started)["must"] == 1
+    assert line_of(make).terms(started) == {}
+
+
+def test_answers_are_carried_where_they_are_and_only_the_missing_ones_are_asked_for(make):
+    line = line_of(make, **CARRY)
+    started = line.take(lambda: [Prompt(5, 1), Prompt(6, 1), Prompt(7, 1)])
+    assert line.begun(started) is None
+    line.settle(started, samples_of([[True, True], [False, True], [True, True]]))
+    (waiting,) = line.take(lambda: [Prompt(8, 2), Prompt(9, 2)])[:1]
+    assert (waiting.row, waiting.age) == (6, 1)
+    assert line.terms([Prompt(8, 2), waiting])["todo"].tolist() == [[True, True], [True, False]]
+    assert line.terms([waiting, Prompt(8, 2)])["enough"] == 2
+    assert waiting.answers["token_ages"].tolist() == [3, 3]
+    second = samples_of([[True, True], [False, False]], length=9, unserved=(3,))
+    _, ids, metrics = line.settle([Prompt(8, 2), waiting], second)
+    assert ids.tolist() == [0, 1]
+    assert metrics["rollout/tail/tokens_generated"] == 9 + 9 + (9 - 3)
+    (again,) = [prompt for prompt in line._waiting if prompt.age]
+    assert again.age == 2
+    assert again.answers["response_length"].tolist() == [9, 3]
+    assert again.answers["complete"].tolist() == [False, True]
+    assert again.answers["token_ages"].tolist() == [3 + 9, 3 + 3]
+    assert {part.ref[row] for part in again.answers.parts_with("text") for row in part.rows} == {"9:2", "3:3"}
+
+
+@pytest.mark.parametrize("mode", ["oversample", "carry_over"])
+def test_a_resumed_run_starts_the_same_prompts(make, mode):
+    still = {"actor_rollout_ref__actor__optim__lr": 0.0}
+    straight, first, second = (make(**MODES[mode], **still) for _ in range(3))
+    seen = [Watch(each) for each in (straight, first, second)]
+    for step in (1, 2, 3, 4):
+        straight.step(step)
+    first.step(1)
+    first.step(2)
+    progress = first.progress
+    assert progress.in_flight
+    first.step(3)  # what was asked for is a copy
+    second.restore(
+        Progress(progress.batches_drawn, progress.kl_coef, progress.sampler, json.loads(json.dumps(progress.in_flight)))
+    )
+    metrics = second.step(3)
+    if mode == "oversample":
+        second.step(4)
+        assert seen[0].keys == [*seen[1].keys[:2], *seen[2].keys]
+    else:
+        assert metrics["rollout/tail/carried_tokens"] == 0, "begun answers start anew"
+        started = {tuple(key[:2]) for key in seen[2].tokens}
+        assert {(row, draw) for row, draw, _ in progress.in_flight[:2]} <= started
+
+
+def test_a_run_without_tail_goes_on_with_what_another_has_left(make):
+    trainer = make()
+    trainer.restore(Progress(1, None, {}, [[20, 1, 1], [21, 1, 0]]))
+    samples, _ = trainer.experience.collect(StepTimer())
+    fresh = trainer.experience.sampler.rows(1)
+    assert samples["row"][::4].tolist() == [20, 21, *fresh[:2]]
+    samples, _ = trainer.experience.collect(StepTimer())
+    assert samples["row"][::4].tolist()[:2] == fresh[2:]
+
+
+def test_progress_is_saved_with_the_prompts_in_flight(make, tmp_path, monkeypatch):
+    from rltrain.trainer.checkpoint import RunFolder
+
+    class Nothing:
+        def save(self, folder):
+            pass
+
+        load = export = lambda self, *arguments: None
+
+    cfg = make(**OVERSAMPLE).cfg
+    monkeypatch.setattr(cfg.trainer, "resume_mode", "auto")
+    folder = RunFolder(str(tmp_path / "run"))
+    saver = Saver(cfg, folder, Nothing(), {}, "data", 1, 1)
+    saver._roles = {}
+    saver.save(3, Progress(7, 0.1, {}, [[4, 1, 2]]))
+    assert saver.resume() == (3, Progress(7, 0.1, {}, [[4, 1, 2]]))
+    folder.release()
+
+
+def test_validation_and_the_greedy_baseline_are_never_cut_short(make):
+    trainer = make(**OVERSAMPLE, algorithm__adv_estimator="remax")
+    asked = []
+    generate = trainer.actor.generate
+    trainer.actor.generate = lambda task, *others: asked.append(task) or generate(task, *others)
+    metrics = trainer.step(1)
+    trainer.validate(1)
+    assert [task.enough for task in asked] == [4, None, None]
+    assert len(asked[1].rows) == 4
+    assert all(np.isfinite(value) for value in metrics.values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({ROLLOUT + "tail": "carry_over"}, "algorithm.rollout_correction.rollout_is=token .got null."),
+        (CARRY | {IS: "sequence"}, "rollout_is=token .got sequence."),
+        (CARRY | {IS: "null", BYPASS: True, "algorithm__rollout_correction__loss_type": "reinforce"}, "rollout_is=token"),
+        (OVERSAMPLE | {"algorithm__filter_groups__enable": True}, "both choose the prompts"),
+        ({ROLLOUT + "tail": "exact"}, "rollout.name=vllm"),
+        (OVERSAMPLE | {ROLLOUT + "oversample_ratio": 2.5}, "between 1 and 2"),
+        (OVERSAMPLE | {ROLLOUT + "oversample_ratio": 0.9}, "between 1 and 2"),
+        (OVERSAMPLE | {ROLLOUT + "tail_max_age": 0}, "at least 1"),
+        ({ROLLOUT + "tail": "fast"}, "use one of off, exact, oversample, carry_over"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_together_is_refused(make, changes, words):
+    with pytest.raises(ConfigError, match=words):
+        make(**changes)

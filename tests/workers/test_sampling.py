@@ -1,0 +1,91 @@
+import numpy as np
+import pytest
+import torch
+
+from rltrain.workers.rollout.base import Sampling, sample_seeds, uniforms
+from rltrain.workers.rollout.sampling import choose, random_numbers, restrict
+
+
+def test_sampling_follows_the_distribution():
+    torch.manual_seed(0)
+    logits = torch.randn(1, 30).repeat(100_000, 1)
+    expected = logits[0].softmax(-1)
+    noise = torch.from_numpy(random_numbers(sample_seeds(3, 1, range(100_000), 1), np.zeros(100_000, dtype=np.int64)))
+    tokens, _ = choose(logits, noise, Sampling(1))
+    assert torch.allclose(torch.bincount(tokens, minlength=30) / 100_000, expected, atol=0.006)
+
+
+def test_a_token_without_mass_is_never_chosen():
+    logits = torch.tensor([[0.0, float("-inf"), 0.0, float("-inf")]])
+    edge = torch.tensor([0.0, 0.25, 0.5, 1 - 2**-23])
+    tokens, _ = choose(logits.repeat(4, 1), edge, Sampling(1))
+    assert set(tokens.tolist()) <= {0, 2}
+
+
+def test_the_largest_random_number_stays_below_any_total():
+    totals = torch.rand(100_000) * 2 + 1e-3
+    assert bool((totals * np.float32(1 - 2**-23) < totals).all())
+    assert random_numbers(np.arange(100_000, dtype=np.uint64), np.arange(100_000)).max() <= np.float32(1 - 2**-23)
+
+
+def test_top_k_and_top_p_restrict():
+    probs = torch.tensor([[0.4, 0.3, 0.2, 0.1]])
+    assert restrict(probs, 2, 1.0).tolist() == [pytest.approx([0.4, 0.3, 0, 0])]
+    assert restrict(probs, -1, 0.5).tolist() == [pytest.approx([0.4, 0.3, 0, 0])]
+    assert restrict(probs, -1, 0.4).tolist() == [pytest.approx([0.4, 0, 0, 0])]
+    assert restrict(probs, 1_000_000, 1.0) is probs
+
+
+def test_random_numbers_are_a_function_of_seed_and_position():
+    seeds = sample_seeds(5, 2, [3, 8], 2)
+    assert np.array_equal(uniforms(seeds, 0, 10)[:, 4:], uniforms(seeds, 4, 6))
+    assert np.array_equal(sample_seeds(5, 2, [8], 2), seeds[2:])
+    many = sample_seeds(0, 0, range(2000), 4)
+    assert len(set(many.tolist())) == 8000
+    numbers = uniforms(many, 0, 50)
+    assert abs(numbers.mean() - 0.5) < 0.002
+    assert numbers.min() >= 0
+    assert numbers.max() < 1
+
+
+@pytest.mark.parametrize("vocabulary", [3, 256, 1000, 151_936])
+def test_the_search_in_two_levels_finds_what_one_running_total_finds(vocabulary):
+    torch.manual_seed(0)
+    rows = 64
+    logits = torch.randn(rows, vocabulary) * 3
+    noise = torch.from_numpy(random_numbers(np.arange(rows, dtype=np.uint64), np.arange(rows)))
+    mass = logits.double().softmax(-1).cumsum(-1)
+    tokens, log_probs = choose(logits.clone(), noise, Sampling(1, temperature=1.0))
+    before = torch.cat([torch.zeros(rows, 1), mass], -1).gather(-1, tokens[:, None])[:, 0]
+    after = mass.gather(-1, tokens[:, None])[:, 0]
+    assert bool((before - 1e-5 <= noise).all())
+    assert bool((noise <= after + 1e-5).all())
+    exact = torch.log_softmax(logits.double(), -1).gather(-1, tokens[:, None])[:, 0]
+    assert torch.allclose(log_probs.double(), exact, atol=3e-6)
+
+
+def test_what_is_chosen_does_not_depend_on_how_many_rows_are_worked_on_together(monkeypatch):
+    logits = torch.randn(50, 1000)
+    noise = torch.rand(50)
+    together = choose(logits.clone(), noise, Sampling(1, temperature=0.7, top_p=0.9))
+    monkeypatch.setattr("rltrain.workers.rollout.sampling._CHUNK", 3000)
+    apart = choose(logits.clone(), noise, Sampling(1, temperature=0.7, top_p=0.9))
+    assert all(torch.equal(*pair) for pair in zip(together, apart, strict=True))
+
+
+def test_a_nucleus_wider_than_the_first_guess_is_found_all_the_same():
+    weights = torch.rand(2, 5000) + 0.5
+    weights[1, 7] = 1e6
+    allowed = restrict(weights, -1, 0.9)
+    ordered = weights[0].sort(descending=True).values
+    inside = int((ordered.cumsum(0) - ordered < 0.9 * ordered.sum()).sum())
+    assert int((allowed[0] > 0).sum()) == inside > 1024
+    assert allowed[1].nonzero()[:, 0].tolist() == [7]
+
+
+def test_equally_likely_tokens_are_inside_together():
+    """bf16 logits tie all the time; who is inside must not depend on how a sort happened to order them."""
+    weights = torch.tensor([[0.4, 0.2, 0.2, 0.2]])
+    assert restrict(weights, 2, 1.0).gt(0).tolist() == [[True] * 4]
+    assert restrict(weights, -1, 0.5).gt(0).tolist() == [[True] * 4]
+    assert restrict(weights, 1, 1.0).gt(0).tolist() == [[True, False, False, False]]

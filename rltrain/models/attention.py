@@ -20,9 +20,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 
 from rltrain.device import npu_fusion_attention
+from rltrain.errors import ConfigError
 from rltrain.models.ulysses import share_of_heads, share_of_tokens
 
 NAME = "rltrain_packed"
@@ -32,7 +33,7 @@ _BLOCK = 512
 
 
 class Segment(NamedTuple):
-    """Queries [start, stop): they see the keys of ``prefix`` (a range that comes earlier) and, causally, those of the segment."""
+    """Queries [start, stop): they see the keys of ``prefix`` (the range of an earlier segment) and, causally, those of their own."""
 
     start: int
     stop: int
@@ -125,10 +126,8 @@ def attend(
     window = None if sliding_window is None or sliding_window >= max(plan.key_lengths) else sliding_window
     if kernel is not None and not dropout:
         return kernel(query, key, value, plan, scaling, window)
-    outputs = [
-        _segment(query[:, :, each.start : each.stop], _keys(key, each), _keys(value, each), scaling, window, dropout)
-        for each in plan.segments
-    ]
+    parts = (query.split(plan.query_lengths, dim=2), _keys(key, plan), _keys(value, plan))
+    outputs = [_segment(*part, scaling, window, dropout) for part in zip(*parts, strict=True)]
     return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
@@ -169,12 +168,27 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
 
 
+def check_layers(config: PretrainedConfig) -> None:
+    """Raises ConfigError for layers that mix tokens in another way than `attend` knows: they would mix the samples of a packed row."""
+    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if kinds:
+        raise ConfigError(
+            f"{type(config).__name__} has layers of kind {', '.join(sorted(kinds))}, which rltrain cannot train on packed sequences. "
+            "Use a model with full or sliding-window attention."
+        )
+
+
 # -- any device: scaled dot products, segment by segment ---------------------------------------------------------------
 
 
-def _keys(tensor: Tensor, segment: Segment) -> Tensor:
-    own = tensor[:, :, segment.start : segment.stop]
-    return torch.cat([tensor[:, :, slice(*segment.prefix)], own], 2) if segment.prefix_length else own
+def _keys(tensor: Tensor, plan: AttentionPlan) -> list[Tensor]:
+    """What each segment sees of ``tensor`` [1, kv heads, tokens, d]. By split: the gradient of a slice is as large as the whole."""
+    parts = tensor.split(plan.query_lengths, dim=2)
+    place = {(each.start, each.stop): part for each, part in zip(plan.segments, parts, strict=True)}
+    return [
+        torch.cat([place[each.prefix], part], 2) if each.prefix_length else part
+        for each, part in zip(plan.segments, parts, strict=True)
+    ]
 
 
 def _segment(

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -60,6 +60,7 @@ def sharded_model(
     each sequence together (see `ulysses`).
     """
     attention.register()
+    attention.check_layers(config)
     config = without_dropout(config)
     decoder_only = issubclass(kind, ScalarModel)
     model = empty_model(
@@ -78,7 +79,9 @@ def sharded_model(
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     for layer in decoder_layers(model):
         fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_after_forward)
-    fully_shard(packed, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_after_forward)
+    # Embedding and head stay gathered from the forward to the end of the backward pass (and from one forward-only pass to the next,
+    # until `reshard`): otherwise they would be gathered twice a micro-batch.
+    fully_shard(packed, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
     source: dict[str, Tensor] | None = None
     if dist.get_rank() == 0:
         plain: PreTrainedModel = read_weights(
@@ -92,6 +95,13 @@ def sharded_model(
             source["score.weight"] = torch.zeros(packed.score.weight.shape) if head is None else head
     _fill(packed, source, device)
     return packed
+
+
+def reshard(packed: PackedModel) -> None:
+    """Free gathered weights: to be called after forward-only passes, before anything looks at or changes the shards."""
+    for module in packed.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _fill(packed: PackedModel, source: dict[str, Tensor] | None, device: Device) -> None:

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from rltrain.models.forward import PackedInputs
 
 GROUP = "rltrain_group"
-# Layers whose tokens meet in attention alone.
-_LAYERS = {"full_attention", "sliding_attention"}
 
 
 def sequence_group(config: PretrainedConfig, size: int, key: str) -> ProcessGroup | None:
@@ -38,16 +36,11 @@ def sequence_group(config: PretrainedConfig, size: int, key: str) -> ProcessGrou
     """
     if size == 1:
         return None
-    text = config.get_text_config()
-    heads = text.num_attention_heads
+    heads = config.get_text_config().num_attention_heads
     if heads % size:
         fits = [each for each in range(1, heads + 1) if heads % each == 0]
         raise ConfigError(
             f"{key}={size} does not divide the {heads} attention heads of the model. Use one of {', '.join(map(str, fits))}."
-        )
-    if others := set(getattr(text, "layer_types", None) or ()) - _LAYERS:
-        raise ConfigError(
-            f"{key}={size}: the model has layers of type {', '.join(sorted(others))}, whose sequences cannot be shared. Use 1."
         )
     return _neighbours(dist.group.WORLD, size)
 

@@ -2,6 +2,9 @@
 
 The driver decides for all ranks at once, from lengths alone: every rank gets the same number of micro-batches, so that no
 collective waits for one that never comes. Which samples share an optimizer step is settled before and does not change here.
+
+Answers to one prompt that meet in a micro-batch share its tokens (`models.forward.pack`). Keeping them together saves work and
+makes coarser pieces to spread; how far to go is what the cost model decides.
 """
 
 from __future__ import annotations
@@ -10,13 +13,63 @@ import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rltrain.models.forward import joins
 from rltrain.trainer.plan import PassBudget
 
 Ids = NDArray[np.int64]
+# What a micro-batch costs beside its tokens, in tokens: kernels to start, layers to gather.
+_MICRO_BATCH = 64.0
+# Finer pieces are not tried once the ranks wait for less than this share.
+_GOOD_ENOUGH = 1.02
+# A piece is tried in so many of the emptiest micro-batches before one more is opened.
+_TRIES = 8
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Tokens and cost of n samples. owners [n]: samples of one owner share their prompt within a micro-batch.
+
+    The cost of a token is 1, of a pair of query and key ``pair_cost``: their FLOPs in relation to those of a token's matrix
+    products. images [n]: what the pictures of the prompt cost beside its tokens, in tokens.
+    """
+
+    prompts: Ids
+    answers: Ids
+    owners: Ids
+    pair_cost: float = 0.0
+    images: NDArray[np.float64] | None = None
+
+    @classmethod
+    def of_groups(cls, prompts: Ids, answers: Ids, groups: Ids, pair_cost: float = 0.0) -> Workload:
+        """groups [n]: the prompt of each sample. An answer shares it where `joins` says that it pays."""
+        alone = -1 - np.arange(len(groups))
+        return cls(prompts, answers, np.where(joins(prompts, answers), groups, alone), pair_cost)
+
+    @cached_property
+    def answer_cost(self) -> NDArray[np.float64]:
+        return self.answers + self.pair_cost * self.answers * (self.prompts + self.answers / 2)
+
+    @cached_property
+    def prompt_cost(self) -> NDArray[np.float64]:
+        images = 0.0 if self.images is None else self.images
+        return self.prompts + self.pair_cost * np.square(self.prompts, dtype=np.float64) / 2 + images
+
+    def _once(self, ids: Ids) -> Ids:
+        """One sample of each owner: it pays for the prompt."""
+        return ids[np.unique(self.owners[ids], return_index=True)[1]]
+
+    def tokens(self, ids: Ids) -> int:
+        """Tokens of one micro-batch, a shared prompt counted once."""
+        return int(self.answers[ids].sum() + self.prompts[self._once(ids)].sum())
+
+    def cost(self, ids: Ids) -> float:
+        """Cost of one micro-batch."""
+        return float(self.answer_cost[ids].sum() + self.prompt_cost[self._once(ids)].sum())
 
 
 @dataclass(frozen=True)
@@ -30,10 +83,14 @@ class Layout:
         """Micro-batch sizes of ``rank`` over all mini-batches."""
         return [size for mini in self.micro_sizes[rank] for size in mini]
 
+    def micro_batches(self, rank: int) -> list[Ids]:
+        """The samples of each micro-batch of ``rank``."""
+        return np.split(self.ids[rank], np.cumsum(self.flat_sizes(rank))[:-1])
 
-def lay_out(mini_batches: Sequence[Ids], lengths: NDArray[np.int64], num_ranks: int, budget: PassBudget) -> Layout:
-    """Spread each mini-batch (ids of its samples) over the ranks by token count. lengths: tokens of every sample [n]."""
-    spreads = [spread(ids, lengths, num_ranks, budget) for ids in mini_batches]
+
+def lay_out(mini_batches: Sequence[Ids], work: Workload, num_ranks: int, budget: PassBudget) -> Layout:
+    """Spread each mini-batch (ids of its samples) over the ranks by cost."""
+    spreads = [spread(ids, work, num_ranks, budget) for ids in mini_batches]
     ids = [[micro for mini in spreads for micro in mini[rank]] for rank in range(num_ranks)]
     return Layout(
         ids=[np.concatenate(micros) for micros in ids],
@@ -41,14 +98,56 @@ def lay_out(mini_batches: Sequence[Ids], lengths: NDArray[np.int64], num_ranks: 
     )
 
 
-def spread(ids: Ids, lengths: NDArray[np.int64], num_ranks: int, budget: PassBudget) -> list[list[Ids]]:
-    """micro-batches[rank][i] of one mini-batch: as few as the budget allows, equally many on every rank, none over budget."""
-    tokens = int(lengths[ids].sum())
-    count = max(1, math.ceil(tokens / (num_ranks * budget.max_tokens))) if budget.max_tokens else 1
-    count = max(count, math.ceil(len(ids) / (num_ranks * budget.max_samples))) if budget.max_samples else count
-    while (bins := _fill(ids, lengths, num_ranks * count, budget)) is None:
+def spread(ids: Ids, work: Workload, num_ranks: int, budget: PassBudget) -> list[list[Ids]]:
+    """micro-batches[rank][i] of one mini-batch: as few as the budget allows, equally many on every rank, none over budget.
+
+    Tried with whole groups first, then with ever smaller parts of them; the cheapest is taken.
+    """
+    size = int(np.unique(work.owners[ids], return_counts=True)[1].max(initial=1))
+    ideal = work.cost(ids) / num_ranks
+    best: list[list[Ids]] = []
+    least = math.inf
+    while True:
+        ranks = _spread(_pieces(ids, work, size, budget), work, num_ranks, budget)
+        cost = _time(ranks, work)
+        if cost < least:
+            best, least = ranks, cost
+        if size == 1 or least - _MICRO_BATCH * len(best[0]) <= _GOOD_ENOUGH * ideal:
+            return best
+        size = (size + 1) // 2
+
+
+def _time(ranks: list[list[Ids]], work: Workload) -> float:
+    """Every micro-batch takes as long as the rank that has most of it."""
+    return sum(max(map(work.cost, turn)) + _MICRO_BATCH for turn in zip(*ranks, strict=True))
+
+
+def _pieces(ids: Ids, work: Workload, size: int, budget: PassBudget) -> list[Ids]:
+    """Samples that stay together: up to ``size`` of one owner, within the budget."""
+    size = min(size, budget.max_samples or size)
+    pieces: list[list[int]] = []
+    room = 0.0
+    last = None
+    for sample in ids[np.argsort(work.owners[ids], kind="stable")].tolist():
+        owner, tokens = work.owners[sample], work.answers[sample]
+        if owner != last or len(pieces[-1]) == size or tokens > room:
+            pieces.append([])
+            room = (budget.max_tokens or math.inf) - work.prompts[sample]
+        pieces[-1].append(sample)
+        room -= tokens
+        last = owner
+    return [np.array(piece, dtype=np.int64) for piece in pieces]
+
+
+def _spread(pieces: list[Ids], work: Workload, num_ranks: int, budget: PassBudget) -> list[list[Ids]]:
+    together = np.concatenate([*pieces, np.zeros(0, dtype=np.int64)])
+    count = max(1, math.ceil(work.tokens(together) / (num_ranks * budget.max_tokens))) if budget.max_tokens else 1
+    count = max(count, math.ceil(len(together) / (num_ranks * budget.max_samples))) if budget.max_samples else count
+    costs = [work.cost(piece) for piece in pieces]
+    pieces = [pieces[place] for place in np.argsort(-np.array(costs), kind="stable")]
+    while (bins := _fill(pieces, work, num_ranks * count, budget)) is None:
         count += 1
-    bins.sort(key=lambda one: (-int(lengths[one].sum()), one[0] if len(one) else -1))
+    bins.sort(key=lambda one: (-work.cost(one), one[0] if len(one) else -1))
     ranks: list[list[Ids]] = [[] for _ in range(num_ranks)]
     for turn in range(count):
         row = bins[turn * num_ranks : (turn + 1) * num_ranks]
@@ -57,28 +156,73 @@ def spread(ids: Ids, lengths: NDArray[np.int64], num_ranks: int, budget: PassBud
     return ranks
 
 
-def _fill(ids: Ids, lengths: NDArray[np.int64], num_bins: int, budget: PassBudget) -> list[Ids] | None:
-    """Longest first into the emptiest bin that has room (Graham 1969); None when a sample fits nowhere."""
-    order = sorted(ids.tolist(), key=lambda sample: (-int(lengths[sample]), sample))
-    heap = [(0, number) for number in range(num_bins)]
-    bins: list[list[int]] = [[] for _ in range(num_bins)]
-    for sample in order:
-        full = []
-        while heap and budget.max_samples is not None and len(bins[heap[0][1]]) >= budget.max_samples:
-            full.append(heapq.heappop(heap))
-        if not heap:
+class _Bin:
+    def __init__(self, work: Workload, budget: PassBudget) -> None:
+        self.ids: list[int] = []
+        self.cost = 0.0
+        self._tokens = 0
+        self._owners: set[int] = set()
+        self._work, self._budget = work, budget
+
+    @property
+    def is_full(self) -> bool:
+        return self._budget.max_samples is not None and len(self.ids) >= self._budget.max_samples
+
+    def take(self, piece: Ids) -> bool:
+        """Add the piece, if there is room. A sample that is over the budget by itself goes alone."""
+        work, owner = self._work, int(self._work.owners[piece[0]])
+        known = owner in self._owners
+        tokens = work.tokens(piece) - known * int(work.prompts[piece[0]])
+        crowded = self._budget.max_samples is not None and len(self.ids) + len(piece) > self._budget.max_samples
+        heavy = self._budget.max_tokens is not None and self._tokens + tokens > self._budget.max_tokens
+        if self.ids and (crowded or heavy):
+            return False
+        self.ids += piece.tolist()
+        self._tokens += tokens
+        self.cost += work.cost(piece) - known * float(work.prompt_cost[piece[0]])
+        self._owners.add(owner)
+        return True
+
+
+def _fill(pieces: list[Ids], work: Workload, num_bins: int, budget: PassBudget) -> list[Ids] | None:
+    """Costliest first into the emptiest bin that has room (Graham 1969); None when a piece fits nowhere."""
+    bins = [_Bin(work, budget) for _ in range(num_bins)]
+    heap = [(0.0, number) for number in range(num_bins)]
+    for piece in pieces:
+        refused: list[tuple[float, int]] = []
+        while heap and len(refused) < _TRIES:
+            entry = heapq.heappop(heap)
+            chosen = bins[entry[1]]
+            if chosen.take(piece):
+                if not chosen.is_full:
+                    heapq.heappush(heap, (chosen.cost, entry[1]))
+                break
+            refused.append(entry)
+        else:
             return None
-        load, number = heapq.heappop(heap)
-        alone = not bins[number]
-        if budget.max_tokens is not None and load + lengths[sample] > budget.max_tokens and not alone:
-            return None
-        bins[number].append(sample)
-        heapq.heappush(heap, (load + int(lengths[sample]), number))
-        for item in full:
-            heapq.heappush(heap, item)
-    return [np.array(sorted(one), dtype=np.int64) for one in bins]
+        for entry in refused:
+            heapq.heappush(heap, entry)
+    return [np.array(sorted(each.ids), dtype=np.int64) for each in bins]
 
 
 def rank_tokens(layout: Layout, lengths: NDArray[np.int64]) -> list[int]:
     """Tokens of each rank."""
     return [int(lengths[ids].sum()) for ids in layout.ids]
+
+
+def slack_metrics(layout: Layout, work: Workload) -> dict[str, float]:
+    """``perf/balance/*``: how much longer than its share the busiest rank works (1 = even), over all its work and with the ranks
+    in step at every micro-batch; the tokens that are computed, their cost, and their share of the samples' tokens.
+    """
+    ranks = [layout.micro_batches(rank) for rank in range(len(layout.ids))]
+    costs = np.array([[work.cost(micro) for micro in micros] for micros in ranks])
+    computed = sum(work.tokens(micro) for micros in ranks for micro in micros)
+    total = sum(int((work.prompts + work.answers)[ids].sum()) for ids in layout.ids)
+    mean = max(float(costs.sum(1).mean()), 1e-9)
+    return {
+        "perf/balance/ranks": float(costs.sum(1).max()) / mean,
+        "perf/balance/micro_batches": float(costs.max(0).sum()) / mean,
+        "perf/balance/cost": float(costs.sum()),
+        "perf/balance/tokens": float(computed),
+        "perf/balance/tokens_share": computed / max(total, 1),
+    }

@@ -218,22 +218,18 @@ def throughput_metrics(samples: Samples, timing: Metrics, num_devices: int) -> M
     return metrics
 
 
-def flops_metrics(samples: Samples, timing: Metrics, model: dict[str, Any], num_devices: int, epochs: int) -> Metrics:
+def flops_metrics(cost: float, tokens: float, timing: Metrics, model: dict[str, Any], num_devices: int) -> Metrics:
     """``perf/mfu/actor``: model FLOPs of the update without recompute / (seconds x devices x bf16 peak); nothing where the peak is unknown.
 
-    6 FLOPs a weight and token (forward and backward, input embedding not counted), and causal attention: 6 x layers x heads x
-    head size x length^2 a sequence (Narayanan et al. 2021, appendix, halved for causality).
+    cost: of the ``tokens`` that were computed, in tokens, their attention included (`balance.Workload`); a shared prompt counts
+    once. A token takes 6 FLOPs a weight, input embedding not counted (Narayanan et al. 2021, appendix, halved for causality).
     """
     if not model.get("peak_flops") or "timing_s/update_actor" not in timing:
         return {}
-    lengths = (samples["prompt_length"] + samples["response_length"]).astype(np.float64)
-    lengths = lengths[~samples["silent"]]  # the others were not computed
-    # Two for the forward, two for the gradient of the activations, two for that of the weights (LoRA: of the adapters).
-    per_token = 4 * model["matmul_parameters"] + 2 * min(model["trained_parameters"], model["matmul_parameters"])
-    flops = per_token * lengths.sum() + 6 * model["attention_width"] * np.square(lengths).sum()
-    return {
-        "perf/mfu/actor": float(epochs * flops / (timing["timing_s/update_actor"] * num_devices * model["peak_flops"]))
-    }
+    # Forward and gradient of the activations, two each; that of the weights two more (LoRA: of the adapters alone).
+    frozen = model["matmul_parameters"] - min(model["trained_parameters"], model["matmul_parameters"])
+    flops = 6 * model["matmul_parameters"] * cost - 2 * frozen * tokens
+    return {"perf/mfu/actor": float(flops / (timing["timing_s/update_actor"] * num_devices * model["peak_flops"]))}
 
 
 def generation_metrics(results: Sequence[dict[str, Any]]) -> Metrics:

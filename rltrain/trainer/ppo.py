@@ -16,7 +16,7 @@ from rltrain.errors import NonFiniteError, RewardError, SyncError
 from rltrain.models.optim import learning_rate
 from rltrain.trainer import metrics as m
 from rltrain.trainer.advantage import Advantages, Whitening
-from rltrain.trainer.balance import Ids, Layout, lay_out, rank_tokens
+from rltrain.trainer.balance import Ids, Layout, Workload, lay_out, rank_tokens, slack_metrics
 from rltrain.trainer.experience import Experience
 from rltrain.trainer.metrics import Metrics
 from rltrain.trainer.plan import PassBudget, Plan
@@ -104,9 +104,8 @@ class PPOTrainer:
         metrics |= alarm or self._watch_gap(metrics)
         timing = timer.metrics() | generated
         metrics |= timing | m.throughput_metrics(samples, timing, self.plan.num_devices)
-        metrics |= m.flops_metrics(
-            samples, timing, self._model_sizes, self.plan.num_devices, self._actor_cfg.ppo_epochs
-        )
+        cost, tokens = (metrics.get(f"perf/balance/{name}", 0.0) for name in ("cost", "tokens"))
+        metrics |= m.flops_metrics(cost, tokens, timing, self._model_sizes, self.plan.num_devices)
         return metrics | self._describe(samples, layout, step)
 
     def _pass(
@@ -114,7 +113,7 @@ class PPOTrainer:
     ) -> Layout:
         """Every sample (or those of ``ids``) once, spread over the data-parallel ranks, the actor's unless said."""
         ids = np.arange(len(samples)) if ids is None else ids
-        return lay_out([ids], _tokens(samples), num_ranks or self.plan.data_parallel_size, budget)
+        return lay_out([ids], self._workload(samples), num_ranks or self.plan.data_parallel_size, budget)
 
     def _old_log_probs(self, samples: Samples, step: int, updates_actor: bool) -> Metrics:
         """The pass over all samples but those whose log-probs the update itself will compute before its first optimizer step."""
@@ -129,6 +128,12 @@ class PPOTrainer:
     def _actor_mini_batches(self, step: int) -> list[Ids]:
         cfg = self._actor_cfg
         return self._mini_batches(self.plan.prompts_per_mini_batch, cfg.ppo_epochs, cfg.shuffle, step)
+
+    def _workload(self, samples: Samples) -> Workload:
+        """A pair of query and key costs 4 FLOPs a layer and element of its heads, a token 2 for each weight of a matrix product."""
+        pair_cost = 2 * self._model_sizes["attention_width"] / self._model_sizes["matmul_parameters"]
+        prompts, answers = samples["prompt_length"], samples["response_length"]
+        return Workload.of_groups(prompts, answers, samples["group"], pair_cost)
 
     def _mini_batches(self, size: int, epochs: int, shuffle: bool, step: int) -> list[Ids]:
         """Ids of the samples of each optimizer step: prompts with all their answers, every prompt once an epoch over the batch."""
@@ -152,7 +157,8 @@ class PPOTrainer:
         # Samples without any gradient are left out after everything was counted: the loss is the same, the work is not.
         silent = self.advantages.silent(samples)
         mini_batches = [ids[~silent[ids]] for ids in mini_batches]
-        layout = lay_out(mini_batches, _tokens(samples), self.plan.data_parallel_size, self.plan.update_budget)
+        work = self._workload(samples)
+        layout = lay_out(mini_batches, work, self.plan.data_parallel_size, self.plan.update_budget)
         rate = learning_rate(step - 1, cfg.optim, self.plan.lr_warmup_steps, self.plan.total_steps)
         weight_scale = 1.0
         if self.cfg.algorithm.rollout_correction.rollout_is_batch_normalize:
@@ -167,6 +173,7 @@ class PPOTrainer:
         computed = np.array([self._loss_tokens(samples)[ids].sum() for ids in mini_batches])
         metrics = m.update_metrics(results, computed, "actor") | {"actor/lr": rate}
         samples.update({"silent": silent})
+        metrics |= slack_metrics(layout, work)
         metrics["perf/update_tokens_skipped"] = float(_tokens(samples)[silent].sum() * cfg.ppo_epochs)
         if cfg.use_kl_loss:
             metrics["actor/kl_coef"] = cfg.kl_loss_coef
@@ -178,7 +185,9 @@ class PPOTrainer:
         cfg = self.cfg.critic
         mini_batches = self._mini_batches(self.plan.critic_prompts_per_mini_batch, cfg.ppo_epochs, cfg.shuffle, step)
         counts = [self._denominators(samples, ids) for ids in mini_batches]
-        layout = lay_out(mini_batches, _tokens(samples), self.plan.critic_data_parallel_size, self.plan.critic_budget)
+        layout = lay_out(
+            mini_batches, self._workload(samples), self.plan.critic_data_parallel_size, self.plan.critic_budget
+        )
         rate = learning_rate(step - 1, cfg.optim, self.plan.critic_lr_warmup_steps, self.plan.total_steps)
         results = self.critic.update(samples, layout, _work(layout, counts), rate)
         metrics = m.update_metrics(results, np.array([count.tokens for count in counts]), "critic")

@@ -20,7 +20,7 @@ from rltrain.models.forward import PackedInputs, PolicyModel, final_logits, mode
 from rltrain.models.head import ReferenceStates
 from rltrain.models.load import load_config
 from rltrain.models.lora import adapters_off, lora_of, save_adapter
-from rltrain.models.shard import make_mesh, sharded_model
+from rltrain.models.shard import make_mesh, reshard, sharded_model
 from rltrain.models.state import load_training_state, save_training_state
 from rltrain.models.ulysses import sequence_group
 from rltrain.ragged import Ragged
@@ -136,7 +136,8 @@ class ActorRefWorker:
             self._policy.eval()
             found = [self._exact_kl(micro) for micro in batch.split(micro_sizes)]
             columns["ref_kl"] = Ragged(torch.cat(found), _answer_lengths(batch))
-            self._reference.reshard()  # type: ignore[operator]
+            reshard(self._reference)
+            reshard(self._policy)
         if not len(batch) or not algorithm.use_kl_in_reward:
             return Batch(columns), {}
         if not exact:
@@ -170,6 +171,7 @@ class ActorRefWorker:
             log_probs, entropy, _ = model(inputs, self._rollout_cfg.temperature, with_entropy)
             all_log_probs.append(log_probs.cpu())
             all_entropy.append(entropy.cpu() if entropy is not None else log_probs[:0].cpu())
+        reshard(model)
         log_prob = Ragged(torch.cat(all_log_probs), _answer_lengths(batch))
         return log_prob, log_prob.like(torch.cat(all_entropy)) if with_entropy else log_prob
 
@@ -180,7 +182,9 @@ class ActorRefWorker:
         whole = Batch(
             {"tokens": Ragged.from_rows([torch.tensor(tokens)]), "prompt_length": torch.ones(1, dtype=torch.long)}
         )
-        return self._policy(pack(whole, self._device.torch_device), 1.0).log_probs.cpu()
+        log_probs: Tensor = self._policy(pack(whole, self._device.torch_device), 1.0).log_probs.cpu()
+        reshard(self._policy)
+        return log_probs
 
     def _old(self, batch: Batch) -> Tensor:
         """log pi_old: the trainer's own, or with bypass_mode the engine's."""
@@ -199,7 +203,7 @@ class ActorRefWorker:
             (lambda micros, mini: self._select(micros, mini, task)) if self._entry.selection else None,
         )
         if self._exact_kl_loss:
-            self._reference.reshard()  # type: ignore[operator]
+            reshard(self._reference)
         return numbers
 
     def _loss(self, micro: Batch, mini: MiniBatch, task: UpdateTask) -> LossShare:

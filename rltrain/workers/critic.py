@@ -15,7 +15,7 @@ from rltrain.device import resolve_dtype
 from rltrain.models.forward import ScalarModel, pack
 from rltrain.models.load import load_config
 from rltrain.models.lora import lora_of
-from rltrain.models.shard import make_mesh, sharded_model
+from rltrain.models.shard import make_mesh, reshard, sharded_model
 from rltrain.models.state import load_training_state, save_training_state
 from rltrain.models.ulysses import sequence_group
 from rltrain.ragged import Ragged
@@ -67,6 +67,7 @@ class CriticWorker:
         self._residency.enter("values")
         self._model.eval()
         found = [self._model(pack(micro, self._device.torch_device)).cpu() for micro in batch.split(micro_sizes)]
+        reshard(self._model)
         lengths = batch.dense("response_length") if len(batch) else torch.zeros(0, dtype=torch.long)
         return Batch({"values": Ragged(torch.cat(found), lengths)}), {}
 

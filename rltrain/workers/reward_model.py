@@ -14,7 +14,7 @@ from rltrain.device import resolve_dtype
 from rltrain.errors import ConfigError, DataError, NonFiniteError
 from rltrain.models.forward import ScalarModel, pack_whole
 from rltrain.models.load import load_config, read_score_head
-from rltrain.models.shard import make_mesh, sharded_model
+from rltrain.models.shard import make_mesh, reshard, sharded_model
 from rltrain.workers.residency import Residency
 from rltrain.workers.updater import Numbers
 
@@ -68,6 +68,7 @@ class RewardModelWorker:
         found = [
             self._model(pack_whole([rows[i] for i in micro], self._residency.device.torch_device)) for micro in micros
         ]
+        reshard(self._model)
         scores = torch.cat([each.cpu() for each in found]).double().numpy()
         if not np.isfinite(scores).all():
             raise NonFiniteError(f"the reward model {self._cfg.model.path} gave scores that are not finite.")

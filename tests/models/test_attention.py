@@ -5,7 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import Qwen2Config
 
+from rltrain.errors import ConfigError
 from rltrain.models import attention
 from rltrain.models.attention import AttentionPlan, Segment, attend
 
@@ -104,3 +106,9 @@ def test_torchs_variable_length_attention_has_the_arguments_it_is_called_with(mo
     parameters = inspect.signature(real).parameters
     assert list(parameters)[:7] == list(vars(call))[:7]
     assert {"scale", "window_size", "enable_gqa"} <= set(parameters)
+
+
+def test_layers_that_would_mix_samples_are_refused():
+    attention.check_layers(Qwen2Config(num_hidden_layers=2, layer_types=["full_attention", "sliding_attention"]))
+    with pytest.raises(ConfigError, match="layers of kind chunked_attention"):
+        attention.check_layers(Qwen2Config(num_hidden_layers=2, layer_types=["full_attention", "chunked_attention"]))

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -19,7 +20,7 @@ from rltrain.device import get_device
 from rltrain.models import attention
 from rltrain.models.forward import PolicyModel, ScalarModel, pack, pack_whole
 from rltrain.models.load import load_config
-from rltrain.models.shard import make_mesh, named_weights, sharded_model
+from rltrain.models.shard import make_mesh, named_weights, reshard, sharded_model
 from rltrain.ragged import Ragged
 
 SIZES = {
@@ -102,12 +103,98 @@ def test_packed_log_probs_entropy_and_gradient_equal_transformers(model_folder):
         assert torch.allclose(found[name] / scale, parameter.grad / scale, atol=2e-5), name
 
 
+# (prompt, answers): a group, an empty answer in a group, an answer too long to share, one answer alone, a group again.
+GROUPS = [(9, [7, 1, 12]), (20, [3, 0, 5]), (1, [4, 17, 2]), (6, [5]), (9, [2, 2])]
+
+
+def make_groups() -> Batch:
+    generator = torch.Generator().manual_seed(2)
+    rows, prompts = [], []
+    for length, answers in GROUPS:
+        prompt = torch.randint(2, 20, (length,), generator=generator, dtype=torch.int32)
+        for answer in answers:
+            rows.append(torch.cat([prompt, torch.randint(2, 20, (answer,), generator=generator, dtype=torch.int32)]))
+            prompts.append(length)
+    return Batch({"tokens": Ragged.from_rows(rows), "prompt_length": torch.tensor(prompts)})
+
+
+def both_ways(model, scores):
+    """Scores of the groups and gradients of every weight, with the prompts shared and without."""
+    found = []
+    for share in (True, False):
+        inputs = pack(make_groups(), torch.device("cpu"), share=share)
+        each = scores(model(inputs, 0.7, True) if isinstance(model, PolicyModel) else model(inputs))
+        (each * torch.linspace(-1, 1, each.numel()).view_as(each)).sum().backward()
+        found.append(
+            (
+                each.detach(),
+                torch.cat([p.grad.full_tensor().flatten() for p in model.parameters() if p.grad is not None]),
+            )
+        )
+        model.zero_grad()
+    return found
+
+
+def test_sharing_the_prompt_changes_neither_log_probs_nor_gradient(model_folder):
+    policy = make_policy(model_folder, gradient_checkpointing=True).train()
+    (found, gradient), (expected, expected_gradient) = both_ways(policy, lambda each: torch.stack(each[:2]))
+    assert torch.allclose(found, expected, atol=2e-6)
+    assert float((gradient - expected_gradient).abs().max() / expected_gradient.abs().max()) < 1e-5
+
+
+def test_sharing_the_prompt_changes_no_value(tiny_model):
+    device = get_device("cpu")
+    critic = sharded_model(
+        ScalarModel, str(tiny_model), load_config(str(tiny_model)), make_mesh(device), device,
+        master_dtype=torch.float32, compute_dtype=torch.float32, gradient_checkpointing=False,
+    )  # fmt: skip
+    with torch.no_grad():
+        critic.score.weight.to_local().normal_()
+    (found, gradient), (expected, expected_gradient) = both_ways(critic, lambda each: each)
+    assert float(expected.abs().max()) > 0.1
+    assert torch.allclose(found, expected, atol=1e-5)
+    assert float((gradient - expected_gradient).abs().max() / expected_gradient.abs().max()) < 1e-5
+
+
+def test_a_shared_prompt_is_computed_once():
+    inputs = pack(make_groups(), torch.device("cpu"))
+    # Prompt once; answers without their last token; what does not share brings its own prompt.
+    shared = [9 + 6 + 0 + 11, 20 + 2 + 4, 1 + 3 + 1, 1 + 16, 6 + 4, 9 + 1 + 1]
+    assert len(inputs.tokens) == inputs.plan.num_tokens == sum(shared)
+    assert len(pack(make_groups(), torch.device("cpu"), share=False).tokens) > len(inputs.tokens) + 40
+    # Order of samples: predictors and labels stay in it.
+    answers = [
+        row[int(p) :]
+        for row, p in zip(make_groups().ragged("tokens").rows(), make_groups().dense("prompt_length"), strict=True)
+    ]
+    assert torch.equal(inputs.labels, torch.cat(answers).long())
+
+
+def test_prompts_that_only_begin_alike_are_not_shared():
+    rows = [torch.tensor([2, 5, 6, 9]), torch.tensor([2, 5, 7, 9]), torch.tensor([2, 5, 6, 9])]
+    batch = Batch({"tokens": Ragged.from_rows(rows), "prompt_length": torch.tensor([3, 3, 2])})
+    assert not pack(batch, torch.device("cpu")).plan.has_prefixes
+
+
 def test_an_idle_pass_has_zero_gradient(tiny_model):
     policy = make_policy(str(tiny_model))
     log_probs, *_ = policy(pack(Batch(), torch.device("cpu")), 1.0, False)
     assert log_probs.shape == (0,)
     log_probs.sum().backward()
     assert all(not p.grad.full_tensor().any() for p in policy.parameters() if p.grad is not None)
+
+
+def test_embedding_and_head_are_gathered_once_a_micro_batch(tiny_model):
+    policy = make_policy(str(tiny_model))
+    embedding = policy.model.get_input_embeddings()
+    log_probs, *_ = policy(pack(make_groups(), torch.device("cpu")))
+    assert not isinstance(embedding.weight, DTensor)
+    log_probs.sum().backward()
+    assert isinstance(embedding.weight, DTensor)
+    with torch.no_grad():
+        policy(pack(make_groups(), torch.device("cpu")))
+    reshard(policy)
+    assert all(isinstance(parameter, DTensor) for parameter in policy.parameters())
 
 
 def test_samples_do_not_see_each_other(tiny_model):
@@ -152,6 +239,7 @@ def test_values_are_the_classifiers_head_at_every_place_before_an_answer_token(m
     batch = make_batch()
     # A head that is not in the checkpoint starts at 0.
     assert not critic(pack(batch, torch.device("cpu"))).detach().any()
+    reshard(critic)
     torch.manual_seed(0)
     head = torch.randn(1, 64)
     with torch.no_grad():

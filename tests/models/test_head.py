@@ -82,8 +82,14 @@ def test_logits_never_exist_for_all_tokens(monkeypatch):
     assert sum(sizes) == 2 * 23 * 50
 
 
-def test_a_head_that_is_more_than_a_linear_map_takes_the_plain_way():
-    linear, hidden, labels, _ = make()
-    twice = nn.Sequential(linear, nn.Tanh())
-    found = token_scores(twice, hidden, labels, Scaling(), True)
-    assert torch.equal(found.log_probs, plain_scores(twice, hidden, labels, Scaling(), True).log_probs)
+@pytest.mark.parametrize("rows", [5, 256])
+def test_a_head_that_is_more_than_a_linear_map_takes_the_plain_way(rows, monkeypatch):
+    monkeypatch.setattr(head, "PLAIN_ROWS", rows)
+    found = []
+    for function in (token_scores, plain_scores):
+        linear, hidden, labels, reference = make()
+        scores = function(nn.Sequential(linear, nn.Tanh()), hidden, labels, Scaling(), True, reference)
+        sum(part.sum() for part in scores).backward()
+        found.append([*scores, hidden.grad, linear.weight.grad])
+    for one, other in zip(*found, strict=True):
+        assert torch.allclose(one, other, atol=1e-5)

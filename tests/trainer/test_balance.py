@@ -1,9 +1,13 @@
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rltrain.trainer.balance import lay_out, rank_tokens, spread
+from rltrain.batch import Batch
+from rltrain.models.forward import pack
+from rltrain.ragged import Ragged
+from rltrain.trainer.balance import Workload, lay_out, rank_tokens, slack_metrics, spread
 from rltrain.trainer.plan import PassBudget
 
 budgets = st.one_of(
@@ -12,41 +16,125 @@ budgets = st.one_of(
 )
 
 
-@settings(deadline=None)
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 5), budgets)
-def test_every_sample_once_equal_counts_and_no_budget_broken(lengths, num_ranks, budget):
+def apart(lengths) -> Workload:
+    """Samples that share nothing."""
     lengths = np.array(lengths)
-    ranks = spread(np.arange(len(lengths)), lengths, num_ranks, budget)
-    assert sorted(np.concatenate([micro for rank in ranks for micro in rank]).tolist()) == list(range(len(lengths)))
+    return Workload(lengths, 0 * lengths, np.arange(len(lengths)))
+
+
+def groups_of(prompt, answers, pair_cost=0.0) -> Workload:
+    """answers[group][i]: lengths of the answers to prompts of one length."""
+    counts = [len(each) for each in answers]
+    flat = np.concatenate(answers)
+    return Workload.of_groups(np.full(len(flat), prompt), flat, np.repeat(np.arange(len(counts)), counts), pair_cost)
+
+
+answer_groups = st.lists(st.lists(st.integers(0, 30), min_size=1, max_size=8), min_size=1, max_size=10)
+
+
+@settings(deadline=None)
+@given(answer_groups, st.integers(1, 20), st.integers(1, 5), budgets)
+def test_every_sample_once_equal_counts_and_no_budget_broken(answers, prompt, num_ranks, budget):
+    work = groups_of(prompt, answers, 0.01)
+    num_samples = len(work.prompts)
+    ranks = spread(np.arange(num_samples), work, num_ranks, budget)
+    assert sorted(np.concatenate([micro for rank in ranks for micro in rank]).tolist()) == list(range(num_samples))
     assert len({len(rank) for rank in ranks}) == 1
     for micro in (micro for rank in ranks for micro in rank):
-        assert budget.max_tokens is None or lengths[micro].sum() <= budget.max_tokens
+        assert budget.max_tokens is None or work.tokens(micro) <= budget.max_tokens
         assert budget.max_samples is None or len(micro) <= budget.max_samples
+        batch = Batch(
+            {
+                "tokens": Ragged.from_rows(
+                    [torch.full((prompt + int(work.answers[i]),), int(work.owners[i]) % 1000) for i in micro]
+                ),
+                "prompt_length": torch.from_numpy(work.prompts[micro]),
+            }
+        ) if len(micro) else Batch()  # fmt: skip
+        # Packing drops the last token of an answer. What the budget counts is never less than what is computed.
+        computed = len(pack(batch, torch.device("cpu")).tokens)
+        assert work.tokens(micro) - len(micro) <= computed <= max(work.tokens(micro), 1)
 
 
 def test_a_mini_batch_keeps_its_samples_whatever_the_number_of_ranks():
     lengths = np.arange(1, 17)
     minis = [np.arange(8), np.arange(8, 16)]
     for num_ranks in (1, 2, 3):
-        layout = lay_out(minis, lengths, num_ranks, PassBudget(max_tokens=40, max_samples=None))
+        layout = lay_out(minis, apart(lengths), num_ranks, PassBudget(max_tokens=40, max_samples=None))
         first = [layout.ids[rank][: sum(layout.micro_sizes[rank][0])] for rank in range(num_ranks)]
         assert sorted(np.concatenate(first).tolist()) == list(range(8))
 
 
 def test_ranks_get_about_the_same_number_of_tokens():
     lengths = np.random.default_rng(0).lognormal(6, 1, 256).astype(int) + 1
-    layout = lay_out([np.arange(256)], lengths, 8, PassBudget(max_tokens=20_000, max_samples=None))
+    layout = lay_out([np.arange(256)], apart(lengths), 8, PassBudget(max_tokens=20_000, max_samples=None))
     tokens = rank_tokens(layout, lengths)
     assert max(tokens) / min(tokens) < 1.1
 
 
 def test_as_few_micro_batches_as_the_budget_allows():
-    ranks = spread(np.arange(8), np.full(8, 10), 2, PassBudget(max_tokens=20, max_samples=None))
+    ranks = spread(np.arange(8), apart([10] * 8), 2, PassBudget(max_tokens=20, max_samples=None))
     assert [len(rank) for rank in ranks] == [2, 2]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_fewer_samples_than_ranks_leaves_idle_passes(num_ranks):
-    layout = lay_out([np.array([0])], np.array([5]), num_ranks, PassBudget(max_tokens=10, max_samples=None))
+    layout = lay_out([np.array([0])], apart([5]), num_ranks, PassBudget(max_tokens=10, max_samples=None))
     assert sorted(len(ids) for ids in layout.ids) == [0] * (num_ranks - 1) + [1]
     assert all(len(sizes[0]) == 1 for sizes in layout.micro_sizes)
+
+
+def together(ranks, work) -> float:
+    """Share of the samples' tokens that are computed."""
+    return sum(work.tokens(micro) for rank in ranks for micro in rank) / (work.prompts + work.answers).sum()
+
+
+def test_answers_to_a_long_prompt_stay_together():
+    work = groups_of(512, [[128] * 8] * 8)
+    ranks = spread(np.arange(64), work, 4, PassBudget(max_tokens=2 * (512 + 8 * 128), max_samples=None))
+    assert together(ranks, work) == (512 + 8 * 128) / (8 * (512 + 128))
+    assert [len(rank) for rank in ranks] == [1] * 4
+
+
+def test_a_group_is_cut_where_keeping_it_together_leaves_ranks_idle():
+    work = groups_of(100, [[400] * 8])
+    ranks = spread(np.arange(8), work, 4, PassBudget(max_tokens=5000, max_samples=None))
+    assert [len(rank[0]) for rank in ranks] == [2] * 4
+
+
+def test_a_group_that_is_over_the_budget_is_cut_as_little_as_possible():
+    work = groups_of(512, [[128] * 8])
+    (rank,) = spread(np.arange(8), work, 1, PassBudget(max_tokens=512 + 4 * 128, max_samples=None))
+    assert [len(micro) for micro in rank] == [4, 4]
+
+
+def test_answers_much_longer_than_their_prompt_do_not_share_it():
+    work = groups_of(10, [[160, 161, 160, 161]])
+    assert work.tokens(np.arange(4)) == 3 * 10 + 2 * 160 + 2 * 161
+
+
+def test_cost_grows_with_the_pairs_of_query_and_key():
+    """Four long samples on one rank against sixteen short ones: equal tokens, unequal cost."""
+    lengths = np.array([400] * 4 + [100] * 16)
+    work = Workload(lengths, 0 * lengths, np.arange(20), pair_cost=0.01)
+    assert work.cost(np.arange(4)) == pytest.approx(4 * (400 + 0.01 * 400**2 / 2))
+    layout = lay_out([np.arange(20)], work, 2, PassBudget(max_tokens=10_000, max_samples=None))
+    assert slack_metrics(layout, work)["perf/balance/ranks"] < 1.05
+    shared, alone = groups_of(100, [[50, 50]], 0.01), groups_of(100, [[50], [50]], 0.01)
+    saved = alone.cost(np.arange(2)) - shared.cost(np.arange(2))
+    assert saved == pytest.approx(100 + 0.01 * 100**2 / 2)
+
+
+def test_slack_counts_what_ranks_wait_for():
+    work = apart([30, 10, 10, 10])
+    layout = lay_out([np.arange(4)], work, 2, PassBudget(max_tokens=None, max_samples=1))
+    # Turns of (30, 10) and (10, 10): ranks have 40 and 20, and in step 30 + 10.
+    assert slack_metrics(layout, work) == pytest.approx(
+        {
+            "perf/balance/ranks": 40 / 30,
+            "perf/balance/micro_batches": 40 / 30,
+            "perf/balance/cost": 60,
+            "perf/balance/tokens": 60,
+            "perf/balance/tokens_share": 1,
+        }
+    )

@@ -15,6 +15,7 @@ from rltrain.algorithms.policy_losses import PolicyLossEntry
 from rltrain.batch import Batch
 from rltrain.controller.samples import Samples
 from rltrain.errors import ConfigError, NonFiniteError, RewardError
+from rltrain.models import shard
 from rltrain.models.forward import pack
 from rltrain.ragged import Ragged
 from rltrain.trainer.advantage import check_plugins
@@ -119,7 +120,8 @@ def test_weights_and_metrics_do_not_depend_on_the_cut(make, variant):
         assert float((actor_weights(trainer) - before).abs().max()) > 1e-4, "the step must do something"
         found.append((actor_weights(trainer), metrics))
     for other, metrics in found[1:]:
-        assert float((found[0][0] - other).abs().max()) < 2e-5
+        # AdamW divides by the gradient's size: rounding of a gradient near 0 is a part of a step (1e-3).
+        assert float((found[0][0] - other).abs().max()) < 5e-5
         for mine, theirs in zip(found[0][1], metrics, strict=True):
             assert mine.keys() == theirs.keys()
             assert all(math.isfinite(value) for value in mine.values())
@@ -391,6 +393,7 @@ def test_the_exact_kl_equals_the_sum_over_the_vocabulary(make, tiny_model):
     inputs = pack(batch, torch.device("cpu"))
     with torch.no_grad():
         found = actor._policy(inputs, 0.7, False, actor._reference_states(inputs)).kl
+    shard.reshard(actor._policy)
     plain, theirs = AutoModelForCausalLM.from_pretrained(tiny_model), AutoModelForCausalLM.from_pretrained(tiny_model)
     state = {name.removeprefix("model."): p.full_tensor() for name, p in actor._policy.named_parameters()}
     plain.load_state_dict(state, strict=False)

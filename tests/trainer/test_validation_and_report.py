@@ -3,9 +3,9 @@ import json
 import numpy as np
 import pytest
 
-from rltrain.controller.samples import Samples
 from rltrain.errors import DataError
 from rltrain.report import learning_summary, phase_table, read_metrics, report
+from rltrain.trainer.balance import Workload
 from rltrain.trainer.metrics import flops_metrics
 from rltrain.trainer.tracking import JsonLines
 from rltrain.trainer.validation import validation_metrics
@@ -75,16 +75,13 @@ def test_a_report_of_nothing_says_what_to_give(tmp_path):
 
 
 def test_mfu_by_hand_and_only_where_the_peak_is_known():
-    samples = Samples(3)
-    samples.update({"prompt_length": np.array([10, 20, 9]), "response_length": np.array([30, 20, 9])})
-    samples.update({"silent": np.array([False, False, True])})  # what was not computed is not counted
     model = {"matmul_parameters": 1000, "trained_parameters": 1200, "attention_width": 8, "peak_flops": 1e6}
+    work = Workload.of_groups(np.array([10, 20]), np.array([30, 20]), np.arange(2), pair_cost=2 * 8 / 1000)
+    cost, seconds = work.cost(np.arange(2)), {"timing_s/update_actor": 2.0}
     # 80 tokens, both sequences 40 long: 6 * 1000 * 80 + 6 * 8 * 2 * 1600 FLOPs in 2 s on 4 devices
-    found = flops_metrics(samples, {"timing_s/update_actor": 2.0}, model, 4, 1)["perf/mfu/actor"]
+    found = flops_metrics(cost, 80, seconds, model, 4)["perf/mfu/actor"]
     assert found == pytest.approx((480_000 + 153_600) / (2 * 4 * 1e6))
     # LoRA: weight gradients of 10 parameters alone
-    found = flops_metrics(samples, {"timing_s/update_actor": 2.0}, model | {"trained_parameters": 10}, 4, 1)[
-        "perf/mfu/actor"
-    ]
+    found = flops_metrics(cost, 80, seconds, model | {"trained_parameters": 10}, 4)["perf/mfu/actor"]
     assert found == pytest.approx((321_600 + 153_600) / (2 * 4 * 1e6))
-    assert flops_metrics(samples, {"timing_s/update_actor": 2.0}, model | {"peak_flops": None}, 4, 1) == {}
+    assert flops_metrics(cost, 80, seconds, model | {"peak_flops": None}, 4) == {}

@@ -18,7 +18,7 @@ from rltrain.batch import Batch
 from rltrain.config.load import load_config
 from rltrain.ragged import Ragged
 from rltrain.trainer import metrics as m
-from rltrain.trainer.balance import lay_out
+from rltrain.trainer.balance import Workload, lay_out
 from rltrain.trainer.plan import PassBudget
 from rltrain.workers.hybrid import HybridWorker
 from rltrain.workers.tasks import MiniBatch, UpdateTask
@@ -41,10 +41,12 @@ VARIANTS = {
 # (processes, those of them that share sequences), and the variants that are run so.
 ALONE = [(1, 1), (2, 1), (4, 1)]
 SHARING = [(2, 2), (4, 2), (4, 4)]
-SHARED_VARIANTS = ["loss clip_cov", "exact kl"]
+SHARED_VARIANTS = ["loss clip_cov", "exact kl", "lora"]
 CASES = [(*sizes, name) for sizes in ALONE[1:] for name in VARIANTS]
 CASES += [(*sizes, name) for sizes in SHARING for name in SHARED_VARIANTS]
-PROMPTS = [3, 4, 5, 3, 4, 5, 3]
+# Three prompts with two, three and two answers, which share them where they meet in a micro-batch.
+GROUPS = [0, 0, 1, 1, 1, 2, 2]
+PROMPTS = [4, 4, 5, 5, 5, 3, 3]
 # An answer without tokens, and one that is masked out whole.
 ANSWERS = [4, 0, 7, 1, 3, 8, 5]
 MASKED_OUT = 3
@@ -55,9 +57,10 @@ MINI_BATCHES = [np.arange(7), np.array([2, 5]), np.array([6, 0, 4, 1])]
 def sample_batch() -> Batch:
     torch.manual_seed(3)
     lengths = torch.tensor(ANSWERS)
-    tokens = Ragged.from_rows(
-        [torch.randint(5, 20, (p + a,), dtype=torch.int32) for p, a in zip(PROMPTS, ANSWERS, strict=True)]
-    )
+    heads = [torch.randint(5, 20, (5,), dtype=torch.int32) for _ in range(3)]
+    answers = [torch.randint(5, 20, (length,), dtype=torch.int32) for length in ANSWERS]
+    rows = zip(GROUPS, PROMPTS, answers, strict=True)
+    tokens = Ragged.from_rows([torch.cat([heads[group][:prompt], answer]) for group, prompt, answer in rows])
     old = Ragged(torch.randn(int(lengths.sum())) - 3, lengths)
     mask = torch.ones(len(old.values))
     mask[::5] = 0
@@ -79,21 +82,20 @@ def run_variant(folder: Path, changes: dict, group: int) -> tuple[dict, list[tor
     worker = HybridWorker(cfg, {})
     worker.init_models(True, True)
     batch = sample_batch()
-    layout = lay_out(
-        MINI_BATCHES, np.array(PROMPTS) + np.array(ANSWERS), dist.get_world_size() // group, PassBudget(20, None)
-    )
+    work = Workload.of_groups(np.array(PROMPTS), np.array(ANSWERS), np.array(GROUPS))
+    layout = lay_out(MINI_BATCHES, work, dist.get_world_size() // group, PassBudget(20, None))
     counted = batch.ragged("loss_mask").sum().long().numpy()
     counts = [Denominators(int(counted[ids].sum()), int((counted[ids] > 0).sum()), 8) for ids in MINI_BATCHES]
     rank = dist.get_rank() // group
     ids, sizes = layout.ids[rank], layout.micro_sizes[rank]
-    work = tuple(MiniBatch(*each) for each in zip(sizes, counts, strict=True))
+    mini_batches = tuple(MiniBatch(*each) for each in zip(sizes, counts, strict=True))
     mine = batch.select(ids) if len(ids) else Batch()
     gradients: list[torch.Tensor] = []
     found = {}
     worker.actor._scored_at = -1  # the old log-probs are made up, so selections must look at the current ones
     for name, role, arguments in (
-        ("actor", worker.actor, [UpdateTask(work, 0.01)]),
-        ("critic", worker.critic, [work, 0.01]),
+        ("actor", worker.actor, [UpdateTask(mini_batches, 0.01)]),
+        ("critic", worker.critic, [mini_batches, 0.01]),
     ):
         record_gradients(role._updater, role._policy if name == "actor" else role._model, gradients)
         everyone = [None] * dist.get_world_size()

@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PretrainedC
 
 from rltrain.device import Device
 from rltrain.errors import ConfigError
-from rltrain.models.attention import SEGMENTS, packed_attention
+from rltrain.models.attention import PLAN, AttentionPlan, packed_attention
 from rltrain.models.forward import final_logits
 from rltrain.models.load import empty_model
 from rltrain.workers.rollout.answers import Answers
@@ -119,7 +119,9 @@ class HFRollout:
     @torch.inference_mode()
     def score(self, tokens: Sequence[int]) -> Tensor:
         ids = torch.tensor(tokens, device=self._device.torch_device)
-        hidden = self._forward(ids[None], torch.arange(len(ids))[None], **{SEGMENTS: (len(ids),)})[0, :-1]
+        hidden = self._forward(ids[None], torch.arange(len(ids))[None], **{PLAN: AttentionPlan.of_lengths([len(ids)])})[
+            0, :-1
+        ]
         return torch.log_softmax(final_logits(self._model, hidden), -1).gather(-1, ids[1:, None])[:, 0].cpu()
 
     @torch.inference_mode()
@@ -187,7 +189,8 @@ class HFRollout:
             tokens = torch.cat([prompts[number][start:stop] for number, start, stop in pack])
             positions = torch.cat([torch.arange(start, stop) for _, start, stop in pack])
             lengths = [stop - start for _, start, stop in pack]
-            hidden = self._forward(tokens[None], positions[None], **{_CACHE: kv, SEGMENTS: tuple(lengths)})[0]
+            plan = AttentionPlan.of_lengths(lengths)
+            hidden = self._forward(tokens[None], positions[None], **{_CACHE: kv, PLAN: plan})[0]
             ends = np.cumsum(lengths) - 1
             last += [
                 hidden[end] for end, (number, _, stop) in zip(ends, pack, strict=True) if stop == len(prompts[number])

@@ -1,0 +1,114 @@
+"""Peak memory of the log-prob pass and the update against vocabulary and tokens: ours, and with all logits at once.
+
+    python -m bench.memory                   prints the table and writes it to bench/results/
+
+Every figure is a child process of its own: its peak resident memory (VmHWM) less what it had before the pass. The model is one layer
+of 128, so that what remains is the vocabulary's.
+"""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import json
+import platform
+import subprocess
+import sys
+from datetime import date
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from rltrain.batch import Batch
+from rltrain.device import get_device
+from rltrain.models import forward, head
+from rltrain.models.load import load_config
+from rltrain.models.shard import make_mesh, sharded_model
+from rltrain.ragged import Ragged
+
+VOCABULARIES = (32_768, 151_936)
+TOKENS = (512, 2048, 8192)
+PROMPT, SAMPLE = 64, 576
+# With all logits at once there are about four such tensors.
+PLAIN_LIMIT = 2048 * 151_936
+
+
+def peak_mib() -> float:
+    """Peak resident memory of this process."""
+    status = Path("/proc/self/status").read_text()
+    return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) / 1024
+
+
+def measure(way: str, work: str, vocabulary: int, tokens: int) -> float:
+    """MiB that one pass adds to this process. tokens: answer tokens in one micro-batch."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    folder = Path(f"outputs/bench_memory/{vocabulary}")
+    if not (folder / "config.json").exists():
+        config = Qwen3Config(
+            vocab_size=vocabulary, hidden_size=128, intermediate_size=256, num_hidden_layers=1, num_attention_heads=2,
+            num_key_value_heads=1, head_dim=64, tie_word_embeddings=True, eos_token_id=1, bos_token_id=0, pad_token_id=0,
+        )  # fmt: skip
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    device = get_device("cpu")
+    policy = sharded_model(
+        forward.PolicyModel, str(folder), load_config(str(folder)), make_mesh(device), device,
+        master_dtype=torch.float32, compute_dtype=torch.float32, gradient_checkpointing=False,
+    )  # fmt: skip
+    if way == "plain":
+        forward.token_scores = head.plain_scores
+    rows = [torch.randint(2, vocabulary, (SAMPLE,), dtype=torch.int32) for _ in range(tokens // (SAMPLE - PROMPT))]
+    batch = Batch({"tokens": Ragged.from_rows(rows), "prompt_length": torch.full((len(rows),), PROMPT)})
+    before = peak_mib()
+    with torch.set_grad_enabled(work == "update"):
+        log_probs, entropy, _ = policy(forward.pack(batch, device.torch_device), 1.0, True)
+        if work == "update":
+            (log_probs.sum() + 0.01 * entropy.sum()).backward()
+    return peak_mib() - before
+
+
+def in_a_child(*arguments: object) -> float:
+    """`measure` in a process of its own."""
+    command = [sys.executable, "-m", "bench.memory", *map(str, arguments)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return float(json.loads(done.stdout.splitlines()[-1]))
+
+
+def main() -> None:
+    found = []
+    for vocabulary in VOCABULARIES:
+        for tokens in TOKENS:
+            cells = []
+            for work in ("log-prob", "update"):
+                plain = (
+                    f"{in_a_child('plain', work, vocabulary, tokens):,.0f}"
+                    if tokens * vocabulary <= PLAIN_LIMIT
+                    else "-"
+                )
+                cells += [plain, f"{in_a_child('ours', work, vocabulary, tokens):,.0f}"]
+            found.append(
+                f"| {vocabulary:,} | {tokens:,} | {tokens * vocabulary * 4 / 2**20:,.0f} | {' | '.join(cells)} |"
+            )
+            sys.stderr.write(found[-1] + "\n")
+    lines = [
+        f"`python -m bench.memory`, {date.today()}, {platform.processor() or platform.machine()}, one thread, torch {torch.__version__}",
+        "",
+        "MiB that a pass adds to the process (peak), fp32, with entropy; `-`: not run, all logits would not fit. One layer of 128; the "
+        "update holds the gradient of the embedding (vocabulary x 128 x 4 bytes) as well.",
+        "",
+        "| vocabulary | answer tokens | all logits once | log-prob, all at once | log-prob, ours | update, all at once | update, ours |",
+        "|---|---|---|---|---|---|---|",
+        *found,
+    ]
+    text = "\n".join(lines) + "\n"
+    (Path(__file__).parent / "results" / "memory_cpu.md").write_text(text)
+    sys.stdout.write(text)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        sys.stdout.write(json.dumps(measure(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))) + "\n")
+    else:
+        main()

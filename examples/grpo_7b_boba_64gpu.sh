@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # verl's published 7B run on 64 devices (DeepSeek-R1-Distill-Qwen-7B, boba mathematics): its command with the entry point changed.
-# In this version it is planned (--dry-run) and refused by a run: it needs sglang and sequence parallelism.
+# In this version it is planned (--dry-run) and refused by a run: it needs sglang.
 set -euo pipefail
 TRAIN="${TRAIN:-data/boba/train.parquet}"
 VAL="${VAL:-data/boba/test.parquet}"

@@ -10,6 +10,7 @@ from typing import Any
 from rltrain.config.load import LoadedConfig
 from rltrain.config.lora import lora_problems
 from rltrain.config.model_schema import OptimConfig
+from rltrain.config.parallel import parallel_problems
 from rltrain.config.schema import Config
 from rltrain.config.values import (
     AT_LEAST,
@@ -44,6 +45,7 @@ def check(loaded: LoadedConfig) -> None:
         *_answers(config),
         *_tail(config),
         *_algorithm(config),
+        *parallel_problems(config),
         *_reward_model(config),
         *_engine(config),
         *_budgets(config),
@@ -166,6 +168,7 @@ def uneven(config: Config) -> Iterator[str]:
     for key, size in (
         ("actor.ulysses_sequence_parallel_size", actor.ulysses_sequence_parallel_size),
         ("ref.ulysses_sequence_parallel_size", ref.ulysses_sequence_parallel_size),
+        ("critic.ulysses_sequence_parallel_size", config.critic.ulysses_sequence_parallel_size),
         ("rollout.tensor_model_parallel_size", rollout.tensor_model_parallel_size),
         ("actor.fsdp_config.fsdp_size", min(actor.fsdp_config.fsdp_size, devices)),
         ("critic.model.fsdp_config.fsdp_size", min(config.critic.model.fsdp_config.fsdp_size, devices)),
@@ -174,12 +177,14 @@ def uneven(config: Config) -> Iterator[str]:
         key = key if key.startswith(("critic.", "reward_model.")) else _A + key
         if size > 0 and devices % size:
             yield f"{key}={size} does not divide the {devices} devices (trainer.nnodes x trainer.n_gpus_per_node)."
-    ranks = max(1, devices // max(1, actor.ulysses_sequence_parallel_size))
-    for key, dynamic, total in (
-        ("actor.ppo_micro_batch_size", actor.use_dynamic_bsz, actor.ppo_micro_batch_size),
-        ("ref.log_prob_micro_batch_size", ref.log_prob_use_dynamic_bsz, ref.log_prob_micro_batch_size),
-        ("rollout.log_prob_micro_batch_size", rollout.log_prob_use_dynamic_bsz, rollout.log_prob_micro_batch_size),
-    ):
+    for key, dynamic, total, group in (
+        ("actor.ppo_micro_batch_size", actor.use_dynamic_bsz, actor.ppo_micro_batch_size, actor.ulysses_sequence_parallel_size),
+        ("ref.log_prob_micro_batch_size", ref.log_prob_use_dynamic_bsz, ref.log_prob_micro_batch_size,
+         ref.ulysses_sequence_parallel_size),
+        ("rollout.log_prob_micro_batch_size", rollout.log_prob_use_dynamic_bsz, rollout.log_prob_micro_batch_size,
+         actor.ulysses_sequence_parallel_size),
+    ):  # fmt: skip
+        ranks = max(1, devices // max(1, group))
         if not dynamic and total is not None and total % ranks:
             yield f"{_A}{key}={total} is for all {ranks} data-parallel ranks and does not divide. Use {_A}{key}_per_gpu."
 
@@ -309,8 +314,10 @@ def _budgets(config: Config) -> Iterator[str]:
          actor.ulysses_sequence_parallel_size),
         ("ref.log_prob_max_token_len_per_gpu", ref.log_prob_use_dynamic_bsz, ref.log_prob_max_token_len_per_gpu,
          ref.ulysses_sequence_parallel_size),
-        ("critic.ppo_max_token_len_per_gpu", critic.use_dynamic_bsz, critic.ppo_max_token_len_per_gpu, 1),
-        ("critic.forward_max_token_len_per_gpu", critic.use_dynamic_bsz, critic.forward_max_token_len_per_gpu, 1),
+        ("critic.ppo_max_token_len_per_gpu", critic.use_dynamic_bsz, critic.ppo_max_token_len_per_gpu,
+         critic.ulysses_sequence_parallel_size),
+        ("critic.forward_max_token_len_per_gpu", critic.use_dynamic_bsz, critic.forward_max_token_len_per_gpu,
+         critic.ulysses_sequence_parallel_size),
     ):  # fmt: skip
         if key.startswith("critic."):
             if not config.algorithm.needs_critic:

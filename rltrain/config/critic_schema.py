@@ -80,7 +80,7 @@ class CriticConfig:
     loss_agg_mode: str = _ACTOR + "loss_agg_mode}"
     """As actor.loss_agg_mode."""
     ulysses_sequence_parallel_size: int = 1
-    """No effect in this version."""
+    """Devices that share each sequence."""
     rollout_n: int | None = None
     """No effect: it follows actor_rollout_ref.rollout.n."""
 

@@ -32,7 +32,7 @@ IGNORED = {
     "reward.reward_model.": "the reward model runs in the workers, see --help reward_model",
     "reward_model.max_length": "the reward model reads whole conversations",
     "reward_model.strategy": "every model is sharded with FSDP2",
-    "reward_model.ulysses_sequence_parallel_size": "sequences are not shared between devices in this version",
+    "reward_model.ulysses_sequence_parallel_size": "the reward model reads each conversation on one device",
     "global_profiler.": "there is no profiler in this version",
     "trainer.npu_profile.": "there is no profiler in this version",
     "trainer.profile_steps": "there is no profiler in this version",

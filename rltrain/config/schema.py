@@ -150,7 +150,7 @@ class ActorConfig:
     kl_loss_type: str = "low_var_kl"
     """kl (k1), abs, mse (k2), low_var_kl (k3); with + (k3+): its value with the gradient of k2; full: the exact KL over the vocabulary."""
     ulysses_sequence_parallel_size: int = 1
-    """Devices that share one sequence."""
+    """Neighbouring devices that share each sequence (Ulysses), so that it takes their token budgets together. It divides the heads."""
     use_torch_compile: bool = False
     """No effect: nothing is compiled in this version."""
     use_fused_kernels: bool = False
@@ -180,7 +180,7 @@ class RefConfig:
     log_prob_max_token_len_per_gpu: int = _ACTOR + "ppo_max_token_len_per_gpu}"  # type: ignore[assignment]
     """Tokens per forward on one device."""
     ulysses_sequence_parallel_size: int = _ACTOR + "ulysses_sequence_parallel_size}"  # type: ignore[assignment]
-    """Devices that share one sequence."""
+    """Devices that share each sequence; another number than the actor's will do, but for full KLs and LoRA."""
     use_torch_compile: bool = False
     """No effect: nothing is compiled in this version."""
 

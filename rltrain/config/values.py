@@ -82,6 +82,7 @@ AT_LEAST = {
     "critic.ppo_micro_batch_size_per_gpu": 1,
     "critic.forward_micro_batch_size_per_gpu": 1,
     "critic.cliprange_value": 0,
+    "critic.ulysses_sequence_parallel_size": 1,
     "critic.optim.lr": 0,
     "critic.optim.weight_decay": 0,
     "data.gen_batch_size": 1,
@@ -119,8 +120,6 @@ AT_LEAST = {
 # key -> the values this version can run, and what to do instead
 AVAILABLE: dict[str, tuple[tuple[Any, ...], str]] = {
     "reward_model.reward_manager": (("naive", "dapo", "batch"), "Use reward_model.reward_manager=naive."),
-    _A + "actor.ulysses_sequence_parallel_size": ((1,), "Use 1, and a token budget that holds the longest sequence."),
-    _A + "ref.ulysses_sequence_parallel_size": ((1,), "Use 1."),
     _A + "rollout.tail": (("off", "oversample", "carry_over"), "Leave it out, or use tail=carry_over."),
     _A + "rollout.multi_turn.enable": ((False,), "Answers are single-turn: leave it out."),
     _A + "rollout.name": (("hf", "vllm", "sglang"), "Use rollout.name=vllm, sglang or hf."),

@@ -19,10 +19,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 
 from rltrain.device import npu_fusion_attention
 from rltrain.errors import ConfigError
+from rltrain.models.ulysses import share_of_heads, share_of_tokens
 
 NAME = "rltrain_packed"
 PLAN = "rltrain_plan"
@@ -57,6 +59,11 @@ class AttentionPlan:
     @property
     def num_tokens(self) -> int:
         return self.segments[-1].stop
+
+    def padded_to(self, num_tokens: int) -> AttentionPlan:
+        """With one more segment, where tokens are missing to that number."""
+        end = self.num_tokens
+        return self if end == num_tokens else AttentionPlan((*self.segments, Segment(end, num_tokens)))
 
     @cached_property
     def query_lengths(self) -> tuple[int, ...]:
@@ -135,16 +142,24 @@ def packed_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     rltrain_plan: AttentionPlan | None = None,
+    rltrain_group: ProcessGroup | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """`attend`, as transformers calls it. Raises NotImplementedError for what it would compute wrongly."""
+    """`attend`, as transformers calls it. Raises NotImplementedError for what it would compute wrongly.
+
+    With ``rltrain_group`` the tensors hold this rank's slice of the tokens, and the plan covers those of all its ranks.
+    """
     if rltrain_plan is None:
         raise NotImplementedError(
             f"{type(module).__name__} does not hand keyword arguments on to its attention, so packed sequences cannot be trained"
         )
     if softcap is not None or "s_aux" in unused:
         raise NotImplementedError("attention with soft-capping or sinks is not supported on packed sequences")
-    return attend(query, key, value, rltrain_plan, scaling, sliding_window, dropout), None
+    if rltrain_group is None:
+        return attend(query, key, value, rltrain_plan, scaling, sliding_window, dropout), None
+    query, key, value = share_of_heads(rltrain_group, query, key, value)
+    output = attend(query, key, value, rltrain_plan, scaling, sliding_window, dropout)
+    return share_of_tokens(rltrain_group, output), None
 
 
 def register() -> None:

@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
 from rltrain.batch import Batch
 from rltrain.models.attention import PLAN, AttentionPlan, Segment
 from rltrain.models.head import ReferenceStates, Scaling, TokenScores, token_scores
+from rltrain.models.ulysses import GROUP, share_of_row
 
 
 @dataclass(frozen=True)
@@ -133,11 +135,12 @@ def pack_whole(rows: Sequence[Sequence[int]], device: torch.device) -> PackedInp
 
 
 class PackedModel(nn.Module):
-    """A Hugging Face model over packed sequences: the unit that FSDP wraps."""
+    """A Hugging Face model over packed sequences: the unit that FSDP wraps. ``group``: ranks that hold each sequence together."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, group: ProcessGroup | None = None) -> None:
         super().__init__()
         self.model = model
+        self.group = group
 
     def hidden(self, inputs: PackedInputs) -> Tensor:
         """Last hidden states [total, hidden]."""
@@ -145,7 +148,7 @@ class PackedModel(nn.Module):
             input_ids=inputs.tokens[None],
             position_ids=inputs.positions[None],
             use_cache=False,
-            **{PLAN: inputs.plan},
+            **{PLAN: inputs.plan, GROUP: self.group},
         ).last_hidden_state[0]
 
 
@@ -163,8 +166,10 @@ class PolicyModel(PackedModel):
     ) -> TokenScores | Tensor:
         """Scores of the labels. pi is softmax(logits / temperature): what was sampled from, before top-k and top-p.
 
-        ``reference``: also the exact KL to it. ``states_only``: the hidden states at the predictors instead.
+        ``reference``: also the exact KL to it. ``states_only``: the hidden states at the predictors instead,
+        which like those of ``reference`` are those of this rank's slice of the row.
         """
+        inputs, collect = share_of_row(inputs, self.group)
         hidden = self.hidden(inputs)
         if states_only:
             return hidden[inputs.predictors]
@@ -173,26 +178,28 @@ class PolicyModel(PackedModel):
             Scaling.of(self.model.config)._replace(temperature=temperature),
         )
         scores = token_scores(head, hidden[inputs.predictors], inputs.labels, scaling, with_entropy, reference)
-        if inputs.labels.numel():
-            return scores
-        # Keeps every parameter in the graph when there is no answer token at all (a rank that only keeps step).
-        return scores._replace(log_probs=scores.log_probs + 0.0 * hidden.float().sum())
+        if not inputs.labels.numel():
+            # Keeps every parameter in the graph when there is no answer token at all (a rank that only keeps step).
+            scores = scores._replace(log_probs=scores.log_probs + 0.0 * hidden.float().sum())
+        rest = (each if each is None else collect(each) for each in (scores.entropy, scores.kl))
+        return TokenScores(collect(scores.log_probs), *rest)
 
 
 class ScalarModel(PackedModel):
     """A decoder under a linear head: one number at every place that is asked for. Critic and reward model."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__(model)
+    def __init__(self, model: PreTrainedModel, group: ProcessGroup | None = None) -> None:
+        super().__init__(model, group)
         parameter = next(model.parameters())
         size = model.config.get_text_config().hidden_size
         self.score = nn.Linear(size, 1, bias=False, device=parameter.device, dtype=parameter.dtype)
 
     def forward(self, inputs: PackedInputs) -> Tensor:
         """The head's output at the predictors [answer tokens], in fp32."""
+        inputs, collect = share_of_row(inputs, self.group)
         hidden = self.hidden(inputs)
         values = hidden[inputs.predictors].float() @ self.score.weight[0].float()
-        return values if inputs.labels.numel() else values + 0.0 * hidden.float().sum()
+        return collect(values if inputs.labels.numel() else values + 0.0 * hidden.float().sum())
 
 
 def final_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:

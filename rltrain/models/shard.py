@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -51,10 +52,12 @@ def sharded_model(
     reshard_after_forward: bool = True,
     trust_remote_code: bool = False,
     lora: Lora | None = None,
+    group: ProcessGroup | None = None,
 ) -> Model:
     """The model, one shard on each rank. Only rank 0 reads the weights; no rank ever holds more than one layer whole.
 
-    ``lora``: with these adapters, in their own dtype, over frozen weights in ``master_dtype``.
+    ``lora``: with these adapters, in their own dtype, over frozen weights in ``master_dtype``. ``group``: ranks that hold
+    each sequence together (see `ulysses`).
     """
     attention.register()
     attention.check_layers(config)
@@ -70,7 +73,7 @@ def sharded_model(
     model.tie_weights()
     if gradient_checkpointing:
         recompute_activations(model)
-    packed = kind(model)
+    packed = kind(model, group)
     if lora and isinstance(packed, ScalarModel):
         packed.score.to(lora.dtype)
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)

@@ -32,6 +32,8 @@ class Plan:
     num_devices: int
     sequence_parallel_size: int
     data_parallel_size: int
+    ref_data_parallel_size: int
+    critic_data_parallel_size: int
     prompts_per_step: int
     answers_per_prompt: int
     samples_per_step: int
@@ -78,6 +80,7 @@ def make_plan(config: Config, num_prompts: int | None = None) -> Plan:
     started = math.ceil(round(prompts * rollout.oversample_ratio, 6)) if rollout.stops_early else drawn
     steps_per_epoch = _steps_per_epoch(num_prompts, drawn, prompts)
     total = config.trainer.total_training_steps or (steps_per_epoch or 0) * config.trainer.total_epochs
+    ref_ranks = devices // ref.ulysses_sequence_parallel_size
     update_size = actor.ppo_micro_batch_size_per_gpu or _share(actor.ppo_micro_batch_size, ranks)
     return Plan(
         num_nodes=config.trainer.nnodes,
@@ -85,6 +88,8 @@ def make_plan(config: Config, num_prompts: int | None = None) -> Plan:
         num_devices=devices,
         sequence_parallel_size=group,
         data_parallel_size=ranks,
+        ref_data_parallel_size=ref_ranks,
+        critic_data_parallel_size=devices // critic.ulysses_sequence_parallel_size,
         prompts_per_step=prompts,
         answers_per_prompt=rollout.n,
         samples_per_step=prompts * rollout.n,
@@ -110,15 +115,17 @@ def make_plan(config: Config, num_prompts: int | None = None) -> Plan:
         ref_budget=_budget(
             ref.log_prob_use_dynamic_bsz,
             ref.log_prob_max_token_len_per_gpu * ref.ulysses_sequence_parallel_size,
-            ref.log_prob_micro_batch_size_per_gpu or _share(ref.log_prob_micro_batch_size, ranks) or update_size,
+            ref.log_prob_micro_batch_size_per_gpu or _share(ref.log_prob_micro_batch_size, ref_ranks) or update_size,
         ),
         values_budget=_budget(
             critic.use_dynamic_bsz,
-            critic.forward_max_token_len_per_gpu,
+            critic.forward_max_token_len_per_gpu * critic.ulysses_sequence_parallel_size,
             critic.forward_micro_batch_size_per_gpu or update_size,
         ),
         critic_budget=_budget(
-            critic.use_dynamic_bsz, critic.ppo_max_token_len_per_gpu, critic.ppo_micro_batch_size_per_gpu or update_size
+            critic.use_dynamic_bsz,
+            critic.ppo_max_token_len_per_gpu * critic.ulysses_sequence_parallel_size,
+            critic.ppo_micro_batch_size_per_gpu or update_size,
         ),
         num_prompts=num_prompts,
         steps_per_epoch=steps_per_epoch,
@@ -159,7 +166,8 @@ def describe(plan: Plan, config: Config) -> str:
          f"{plan.samples_per_mini_batch:,} samples)"),
         ("micro-batch, update", f"at most {plan.update_budget} per data-parallel rank"),
         ("micro-batch, old_log_prob", f"at most {plan.log_prob_budget} per data-parallel rank"),
-        ("micro-batch, ref", f"at most {plan.ref_budget} per data-parallel rank"),
+        ("micro-batch, ref", f"at most {plan.ref_budget} per data-parallel rank"
+         + _ranks_of_its_own(plan, plan.ref_data_parallel_size)),
         *_more_rows(plan, config),
         ("longest sequence", f"{config.data.max_prompt_length + config.data.max_response_length:,} tokens"),
         ("steps", _steps(plan, config)),
@@ -167,6 +175,11 @@ def describe(plan: Plan, config: Config) -> str:
     ]  # fmt: skip
     width = max(len(name) for name, _ in rows)
     return "plan\n" + "\n".join(f"  {name.ljust(width)}  {value}" for name, value in rows)
+
+
+def _ranks_of_its_own(plan: Plan, ranks: int) -> str:
+    """Said where a model is spread otherwise than the actor."""
+    return "" if ranks == plan.data_parallel_size else f", of which there are {ranks}"
 
 
 def _more_rows(plan: Plan, config: Config) -> list[tuple[str, str]]:
@@ -177,7 +190,8 @@ def _more_rows(plan: Plan, config: Config) -> list[tuple[str, str]]:
         rows.append(
             (
                 "critic",
-                f"{steps} optimizer steps per step, at most {plan.critic_budget} (values: {plan.values_budget}) per rank",
+                f"{steps} optimizer steps per step, at most {plan.critic_budget} (values: {plan.values_budget}) per "
+                "data-parallel rank" + _ranks_of_its_own(plan, plan.critic_data_parallel_size),
             )
         )
     rollout = config.actor_rollout_ref.rollout

@@ -84,10 +84,12 @@ class PPOTrainer:
                 alarm = self._watch_gap(m.policy_metrics(measured)) if measured else {}
             if self.actor.has_reference_pass:
                 with timer("ref"):  # log pi_ref(y | x)
-                    self.actor.ref_log_probs(samples, self._pass(samples, self.plan.ref_budget))
+                    layout = self._pass(samples, self.plan.ref_budget, self.plan.ref_data_parallel_size)
+                    self.actor.ref_log_probs(samples, layout)
             if self.critic:
                 with timer("values"):  # V(x, y_<t)
-                    self.critic.values(samples, self._pass(samples, self.plan.values_budget))
+                    layout = self._pass(samples, self.plan.values_budget, self.plan.critic_data_parallel_size)
+                    self.critic.values(samples, layout)
             with timer("adv"):  # A(x, y)
                 layout = self._pass(samples, self.plan.log_prob_budget)
                 whitening, metrics = self.advantages.estimate(samples, self.actor, layout)
@@ -106,10 +108,12 @@ class PPOTrainer:
         metrics |= m.flops_metrics(cost, tokens, timing, self._model_sizes, self.plan.num_devices)
         return metrics | self._describe(samples, layout, step)
 
-    def _pass(self, samples: Samples, budget: PassBudget, ids: Ids | None = None) -> Layout:
-        """Every sample (or those of ``ids``) once, spread over the ranks."""
+    def _pass(
+        self, samples: Samples, budget: PassBudget, num_ranks: int | None = None, ids: Ids | None = None
+    ) -> Layout:
+        """Every sample (or those of ``ids``) once, spread over the data-parallel ranks, the actor's unless said."""
         ids = np.arange(len(samples)) if ids is None else ids
-        return lay_out([ids], self._workload(samples), self.plan.data_parallel_size, budget)
+        return lay_out([ids], self._workload(samples), num_ranks or self.plan.data_parallel_size, budget)
 
     def _old_log_probs(self, samples: Samples, step: int, updates_actor: bool) -> Metrics:
         """The pass over all samples but those whose log-probs the update itself will compute before its first optimizer step."""
@@ -119,7 +123,7 @@ class PPOTrainer:
         samples.update({"scored": scored})
         if not scored.any():
             return {}
-        return self.actor.log_probs(samples, self._pass(samples, self.plan.log_prob_budget, np.flatnonzero(scored)))
+        return self.actor.log_probs(samples, self._pass(samples, self.plan.log_prob_budget, ids=np.flatnonzero(scored)))
 
     def _actor_mini_batches(self, step: int) -> list[Ids]:
         cfg = self._actor_cfg
@@ -181,7 +185,9 @@ class PPOTrainer:
         cfg = self.cfg.critic
         mini_batches = self._mini_batches(self.plan.critic_prompts_per_mini_batch, cfg.ppo_epochs, cfg.shuffle, step)
         counts = [self._denominators(samples, ids) for ids in mini_batches]
-        layout = lay_out(mini_batches, self._workload(samples), self.plan.data_parallel_size, self.plan.critic_budget)
+        layout = lay_out(
+            mini_batches, self._workload(samples), self.plan.critic_data_parallel_size, self.plan.critic_budget
+        )
         rate = learning_rate(step - 1, cfg.optim, self.plan.critic_lr_warmup_steps, self.plan.total_steps)
         results = self.critic.update(samples, layout, _work(layout, counts), rate)
         metrics = m.update_metrics(results, np.array([count.tokens for count in counts]), "critic")

@@ -33,7 +33,11 @@ class Listener(Protocol):
 
 
 class _Role:
-    """Calls methods of one role on all ranks, with samples by reference."""
+    """Calls methods of one role on all ranks, with samples by reference.
+
+    A layout has an entry for each data-parallel rank: the neighbouring workers that share sequences. All of them get the same
+    samples and return the same numbers of them, and those of the first are taken.
+    """
 
     def __init__(self, group: WorkerGroup, name: str) -> None:
         self._group = group
@@ -57,7 +61,7 @@ class _Role:
             ]
             for rank, ids in enumerate(layout.ids)
         ]
-        results = self._group.call_with_payload(method, per_rank=work, num_objects=1)
+        results = [group[0] for group in self._call(method, work, 1)]
         having = [(ids, ref, found) for ids, (ref, found) in zip(layout.ids, results, strict=True) if len(ids)]
         samples.attach([whole(ref, tuple(made), ids) for ids, ref, _ in having])
         scalars: list[Numbers] = []
@@ -69,6 +73,18 @@ class _Role:
                     placed.setdefault(name, np.zeros(len(samples), values.dtype))[ids] = values
         samples.update(placed)
         return scalars
+
+    def _update(self, work: Sequence[Any]) -> list[Numbers]:
+        """Run the optimizer steps; returns what each data-parallel rank summed."""
+        groups = [[numbers for (numbers,) in group] for group in self._call(f"{self._name}.update", work, 0)]
+        return [group[0] | m.peak_memory(group) for group in groups]
+
+    def _call(self, method: str, work: Sequence[Any], num_objects: int) -> list[list[Any]]:
+        """Run ``method`` with ``work`` [data-parallel ranks]; returns the results of each rank's workers."""
+        size = self._group.world // len(work)
+        everyone = [each for each in work for _ in range(size)]
+        results = self._group.call_with_payload(method, per_rank=everyone, num_objects=num_objects)
+        return [results[first : first + size] for first in range(0, len(results), size)]
 
     def save(self, folder: str) -> None:
         """Write model and optimizer."""
@@ -155,7 +171,7 @@ class Policy(_Role):
         )
 
     def update(self, samples: Samples, layout: Layout, tasks: list[UpdateTask], *, token_level: bool) -> list[Numbers]:
-        """Run the optimizer steps; returns what each rank summed."""
+        """Run the optimizer steps; returns what each data-parallel rank summed."""
         columns = [*_PROMPT_AND_ANSWER, self._old]
         columns += ["ref_log_probs"] if self._ref_in_loss else []
         columns += ["advantages"] if token_level else []
@@ -173,7 +189,7 @@ class Policy(_Role):
             [samples.request(ids, columns, numbers, optional), task]
             for ids, task in zip(layout.ids, tasks, strict=True)
         ]
-        return self._group.call("actor.update", per_rank=work)
+        return self._update(work)
 
     def export(self, folder: str) -> None:
         """Write the policy as a Hugging Face folder."""
@@ -221,14 +237,13 @@ class Critic(_Role):
     def update(
         self, samples: Samples, layout: Layout, work: list[list[MiniBatch]], learning_rate: float
     ) -> list[Numbers]:
-        """Run the optimizer steps; returns what each rank summed."""
+        """Run the optimizer steps; returns what each data-parallel rank summed."""
         columns = [*_PROMPT_AND_ANSWER, "values", "returns", *(["loss_mask"] if self._with_mask else [])]
-        return self._group.call(
-            "critic.update",
-            per_rank=[
+        return self._update(
+            [
                 [samples.request(ids, columns), mini_batches, learning_rate]
                 for ids, mini_batches in zip(layout.ids, work, strict=True)
-            ],
+            ]
         )
 
 

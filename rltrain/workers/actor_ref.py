@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,10 +22,10 @@ from rltrain.models.load import load_config
 from rltrain.models.lora import adapters_off, lora_of, save_adapter
 from rltrain.models.shard import make_mesh, reshard, sharded_model
 from rltrain.models.state import load_training_state, save_training_state
+from rltrain.models.ulysses import sequence_group
 from rltrain.ragged import Ragged
 from rltrain.workers.residency import Phase, Residency
-from rltrain.workers.rollout.base import sample_seeds, uniforms
-from rltrain.workers.selection import select
+from rltrain.workers.selection import noise, select
 from rltrain.workers.tasks import MiniBatch, UpdateTask
 from rltrain.workers.updater import Numbers, Updater, idle
 
@@ -70,7 +69,9 @@ class ActorRefWorker:
             self._residency.add_model(self._reference, *phases, offload=offload)
 
     def _load_policy(self, *, trained: bool) -> PolicyModel:
-        fsdp = self._actor_cfg.fsdp_config
+        fsdp, roles = self._actor_cfg.fsdp_config, self._cfg.actor_rollout_ref
+        role = "actor" if trained else "ref"
+        size = (roles.actor if trained else roles.ref).ulysses_sequence_parallel_size
         dtype, compute_dtype = (resolve_dtype(name, self._device) for name in (fsdp.model_dtype, fsdp.compute_dtype))
         lora = lora_of(self._model_cfg, "actor_rollout_ref.model", dtype, self._cfg.data.seed) if trained else None
         return sharded_model(
@@ -86,6 +87,7 @@ class ActorRefWorker:
             reshard_after_forward=fsdp.reshard_after_forward,
             trust_remote_code=self._model_cfg.trust_remote_code,
             lora=lora,
+            group=sequence_group(self._config, size, f"actor_rollout_ref.{role}.ulysses_sequence_parallel_size"),
         )
 
     @property
@@ -274,10 +276,10 @@ class ActorRefWorker:
             torch.cat([empty, *(_advantages(micro, task) for micro in having)]),
             mask,
         )
-        noise = torch.cat([empty.double(), *(_noise(micro, task.noise_seed) for micro in having)])
+        numbers = torch.cat([empty.double(), *(noise(micro, task.noise_seed) for micro in having)])
         assert self._entry.selection is not None
         # On the CPU, where everything is: a few numbers a token, in a precision that not every accelerator has.
-        chosen = select(inputs, noise, self._entry.selection, mini.denominators.tokens, self._actor_cfg)
+        chosen = select(inputs, numbers, self._entry.selection, mini.denominators.tokens, self._actor_cfg)
         for micro, part in zip(having, mask.like(chosen).split([len(micro) for micro in having]), strict=True):
             micro.update({"selected": part})
 
@@ -315,10 +317,3 @@ def _advantages(micro: Batch, task: UpdateTask) -> Tensor:
     if "advantages" in micro:
         return (micro.ragged("advantages").values - task.shift) * task.scale
     return micro.dense("advantage").float().repeat_interleave(micro.dense("response_length"))
-
-
-def _noise(micro: Batch, seed: int) -> Tensor:
-    """A uniform number a token, which depends on the seed, the sample and the place alone."""
-    lengths = micro.dense("response_length").tolist()
-    drawn = uniforms(sample_seeds(seed, 0, micro.dense("sample").tolist(), 1), 0, max(lengths))
-    return torch.from_numpy(np.concatenate([row[:length] for row, length in zip(drawn, lengths, strict=True)]))

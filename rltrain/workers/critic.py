@@ -17,6 +17,7 @@ from rltrain.models.load import load_config
 from rltrain.models.lora import lora_of
 from rltrain.models.shard import make_mesh, reshard, sharded_model
 from rltrain.models.state import load_training_state, save_training_state
+from rltrain.models.ulysses import sequence_group
 from rltrain.ragged import Ragged
 from rltrain.workers.residency import Residency
 from rltrain.workers.tasks import MiniBatch
@@ -52,6 +53,9 @@ class CriticWorker:
             reshard_after_forward=fsdp.reshard_after_forward,
             trust_remote_code=model_cfg.trust_remote_code,
             lora=lora,
+            group=sequence_group(
+                config, cfg.critic.ulysses_sequence_parallel_size, "critic.ulysses_sequence_parallel_size"
+            ),
         )
         self._updater = Updater("critic", self._model, cfg.critic.optim, cfg.trainer, self._device)
         residency.add_model(self._model, "values", "train_critic", "save", offload=fsdp.param_offload)

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rltrain.algorithms.policy_losses import BatchMeans, PolicyLossInputs, Selection
+from rltrain.batch import Batch
 from rltrain.config.schema import ActorConfig
+from rltrain.workers.rollout.base import sample_seeds, uniforms
 
 
 def select(inputs: PolicyLossInputs, noise: Tensor, selection: Selection, num_tokens: int, cfg: ActorConfig) -> Tensor:
     """Which of this rank's tokens belong to the selected of all ranks (a collective). Ties at the border are all taken.
 
-    ``inputs``: all tokens of this rank's part of the mini-batch. num_tokens: tokens of the global mini-batch.
+    ``inputs``: all tokens of this rank's part of the mini-batch. num_tokens: tokens of the global mini-batch. The ranks of
+    a sequence-parallel group have the same part.
     """
+    copies = cfg.ulysses_sequence_parallel_size
     mask = inputs.mask.values
     sums = torch.stack([(inputs.advantages * mask).double().sum(), (inputs.log_probs * mask).double().sum()])
     dist.all_reduce(sums)
-    advantage, log_prob = (sums / max(num_tokens, 1)).tolist()
+    advantage, log_prob = (sums / max(num_tokens * copies, 1)).tolist()
     keys = selection.keys(inputs, noise, BatchMeans(advantage, log_prob), cfg).double()
     count = max(1, int(selection.share(cfg) * num_tokens))
     best = torch.full((count,), torch.inf, dtype=torch.float64, device=keys.device)
@@ -26,5 +31,12 @@ def select(inputs: PolicyLossInputs, noise: Tensor, selection: Selection, num_to
     best[: len(mine)] = mine
     everyone = [torch.empty_like(best) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, best)
-    border = torch.cat(everyone).kthvalue(count).values
+    border = torch.cat(everyone).kthvalue(count * copies).values
     return (keys <= border) & keys.isfinite()
+
+
+def noise(micro: Batch, seed: int) -> Tensor:
+    """A uniform number a token, which depends on the seed, the sample and the place alone."""
+    lengths = micro.dense("response_length").tolist()
+    drawn = uniforms(sample_seeds(seed, 0, micro.dense("sample").tolist(), 1), 0, max(lengths))
+    return torch.from_numpy(np.concatenate([row[:length] for row, length in zip(drawn, lengths, strict=True)]))

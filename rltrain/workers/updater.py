@@ -69,7 +69,8 @@ class Updater:
         sums: dict[str, Tensor] = {}
         for micro in micros:
             share = loss(micro, mini)
-            # FSDP averages gradients over the ranks; the denominators are global already, so undo the average.
+            # FSDP averages gradients over the ranks; the denominators are global already, so undo the average. Ranks that share
+            # sequences have the same loss, and each a part of its gradient.
             (share.loss * dist.get_world_size()).backward()
             for name, value in _named(share):
                 join = torch.maximum if "/max/" in name else torch.add

@@ -225,6 +225,28 @@ def test_keys_that_do_nothing_in_the_chosen_mode_say_so():
         ([f"{A}model.path=''"], "model.path is not set"),
         (["data.train_files=null"], "data.train_files is not set"),
         ([f"{A}actor.ulysses_sequence_parallel_size=3"], "does not divide the 8 devices"),
+        (["critic.ulysses_sequence_parallel_size=3"], "critic.ulysses_sequence_parallel_size=3 does not divide"),
+        (
+            [
+                f"{A}ref.ulysses_sequence_parallel_size=4",
+                f"{A}ref.log_prob_use_dynamic_bsz=False",
+                f"{A}ref.log_prob_micro_batch_size=3",
+            ],
+            "for all 2 data-parallel ranks",
+        ),
+        (
+            [f"{A}actor.ulysses_sequence_parallel_size=2", "data.max_response_length=40000"],
+            "= 40512 tokens over 2 devices. Set it to at least 20256",
+        ),
+        (
+            [
+                f"{A}actor.ulysses_sequence_parallel_size=2",
+                f"{A}ref.ulysses_sequence_parallel_size=4",
+                f"{A}actor.use_kl_loss=True",
+                f"{A}actor.kl_loss_type=full",
+            ],
+            "Use actor_rollout_ref.ref.ulysses_sequence_parallel_size=2, as the actor",
+        ),
         ([f"{A}actor.fsdp_config.fsdp_size=3"], "fsdp_size=3 does not divide the 8 devices"),
         ([f"{A}actor.ppo_mini_batch_size=0"], "ppo_mini_batch_size=0: it must be at least 1"),
         (["data.train_batch_size=-4"], "train_batch_size=-4: it must be at least 1"),

@@ -90,7 +90,6 @@ def test_what_would_change_the_run_is_never_a_mere_note():
     for key in (f"{A}rollout.multi_turn.enable",):
         assert unavailable(load_config([*BASE, f"{key}=True"]).config), key
         assert not unavailable(load_config([*BASE, f"{key}=False"]).config), key
-    assert unavailable(load_config([*BASE, f"{A}actor.ulysses_sequence_parallel_size=2"]).config)
 
 
 def test_words_of_refused_keys_are_free_to_use_in_free_form_dictionaries():

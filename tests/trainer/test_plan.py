@@ -32,6 +32,18 @@ def test_the_arithmetic_of_a_64_device_run():
     assert (found.steps_per_epoch, found.total_steps) == (7, 21)
 
 
+def test_every_model_may_share_sequences_among_a_number_of_devices_of_its_own():
+    found = plan(
+        f"{A}actor.ulysses_sequence_parallel_size=4", f"{A}ref.ulysses_sequence_parallel_size=2", "algorithm.adv_estimator=gae",
+        "critic.ulysses_sequence_parallel_size=8", f"{A}actor.ppo_max_token_len_per_gpu=1000", "trainer.n_gpus_per_node=8",
+        f"{A}ref.log_prob_use_dynamic_bsz=False", f"{A}ref.log_prob_micro_batch_size=12",
+    )  # fmt: skip
+    assert (found.data_parallel_size, found.ref_data_parallel_size, found.critic_data_parallel_size) == (2, 4, 1)
+    assert found.update_budget == found.log_prob_budget == PassBudget(4000, None)
+    assert found.values_budget == found.critic_budget == PassBudget(8000, None)
+    assert found.ref_budget == PassBudget(None, 3)
+
+
 def test_total_training_steps_wins_over_epochs():
     assert plan(*EIGHT, "trainer.total_training_steps=500", "trainer.total_epochs=1", num_prompts=16).total_steps == 500
 

@@ -1,4 +1,7 @@
-"""Losses, metrics and gradients are the same on 1, 2 and 4 processes, which get different samples and idle now and then."""
+"""Losses, metrics and gradients are the same on 1, 2 and 4 processes, which get different samples and idle now and then.
+
+Or they share sequences, in groups of 2 and 4. The model has 4 heads, which share 2 of keys and values.
+"""
 
 import os
 from pathlib import Path
@@ -35,6 +38,12 @@ VARIANTS = {
     "lora": {**LORA, "critic.model.lora_rank": 3},
     "lora, exact kl": {**LORA, A + "kl_loss_type": "full"},
 }
+# (processes, those of them that share sequences), and the variants that are run so.
+ALONE = [(1, 1), (2, 1), (4, 1)]
+SHARING = [(2, 2), (4, 2), (4, 4)]
+SHARED_VARIANTS = ["loss clip_cov", "exact kl", "lora"]
+CASES = [(*sizes, name) for sizes in ALONE[1:] for name in VARIANTS]
+CASES += [(*sizes, name) for sizes in SHARING for name in SHARED_VARIANTS]
 # Three prompts with two, three and two answers, which share them where they meet in a micro-batch.
 GROUPS = [0, 0, 1, 1, 1, 2, 2]
 PROMPTS = [4, 4, 5, 5, 5, 3, 3]
@@ -64,8 +73,9 @@ def sample_batch() -> Batch:
     })  # fmt: skip
 
 
-def run_variant(folder: Path, changes: dict) -> tuple[dict, list[torch.Tensor]]:
-    """(metrics, gradients of every optimizer step) of actor and critic."""
+def run_variant(folder: Path, changes: dict, group: int) -> tuple[dict, list[torch.Tensor]]:
+    """(metrics, gradients of every optimizer step) of actor and critic. group: ranks that share sequences."""
+    changes = {A + "ulysses_sequence_parallel_size": group, "critic.ulysses_sequence_parallel_size": group} | changes
     keys = {name.replace(".", "__"): value for name, value in changes.items()}
     files = (folder / "none", folder / "none")
     cfg = load_config(small_run(folder / "model", files, folder, algorithm__adv_estimator="gae", **keys)).config
@@ -73,10 +83,11 @@ def run_variant(folder: Path, changes: dict) -> tuple[dict, list[torch.Tensor]]:
     worker.init_models(True, True)
     batch = sample_batch()
     work = Workload.of_groups(np.array(PROMPTS), np.array(ANSWERS), np.array(GROUPS))
-    layout = lay_out(MINI_BATCHES, work, dist.get_world_size(), PassBudget(20, None))
+    layout = lay_out(MINI_BATCHES, work, dist.get_world_size() // group, PassBudget(20, None))
     counted = batch.ragged("loss_mask").sum().long().numpy()
     counts = [Denominators(int(counted[ids].sum()), int((counted[ids] > 0).sum()), 8) for ids in MINI_BATCHES]
-    ids, sizes = layout.ids[dist.get_rank()], layout.micro_sizes[dist.get_rank()]
+    rank = dist.get_rank() // group
+    ids, sizes = layout.ids[rank], layout.micro_sizes[rank]
     mini_batches = tuple(MiniBatch(*each) for each in zip(sizes, counts, strict=True))
     mine = batch.select(ids) if len(ids) else Batch()
     gradients: list[torch.Tensor] = []
@@ -89,7 +100,7 @@ def run_variant(folder: Path, changes: dict) -> tuple[dict, list[torch.Tensor]]:
         record_gradients(role._updater, role._policy if name == "actor" else role._model, gradients)
         everyone = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, role.update(mine, *arguments))
-        found |= m.update_metrics(everyone, np.array([count.tokens for count in counts]), name)
+        found |= m.update_metrics(everyone[::group], np.array([count.tokens for count in counts]), name)
     return {name: value for name, value in found.items() if "perf/" not in name}, gradients
 
 
@@ -109,7 +120,12 @@ def rank_main(rank: int, world: int, folder: Path) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / f"store_{world}"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    found = {name: run_variant(folder, changes) for name, changes in VARIANTS.items()}
+    sizes = [each for each in ALONE + SHARING if each[0] == world]
+    found = {
+        (*each, name): run_variant(folder, VARIANTS[name], each[1])
+        for each in sizes
+        for name in (VARIANTS if each in ALONE else SHARED_VARIANTS)
+    }
     if rank == 0:
         torch.save(found, folder / f"world_{world}.pt")
     dist.destroy_process_group()
@@ -117,19 +133,19 @@ def rank_main(rank: int, world: int, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """By number of processes: what every variant gave."""
+    """By number of processes, of those that share sequences, and variant: what came of it."""
     folder = tmp_path_factory.mktemp("ranks")
-    save_tiny_model(folder / "model")
+    save_tiny_model(folder / "model", heads=4, kv_heads=2)
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
     for world in (1, 2, 4):
         mp.start_processes(rank_main, (world, folder), nprocs=world, start_method="spawn")
-    return {world: torch.load(folder / f"world_{world}.pt", weights_only=False) for world in (1, 2, 4)}
+    files = [torch.load(folder / f"world_{world}.pt", weights_only=False) for world in (1, 2, 4)]
+    return {case: each for file in files for case, each in file.items()}
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("world", [2, 4])
-def test_the_number_of_processes_changes_no_loss_metric_or_gradient(found, world, variant):
-    (metrics, gradients), (other_metrics, other_gradients) = found[1][variant], found[world][variant]
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "{}-{}-{}".format(*case))
+def test_the_number_of_processes_changes_no_loss_metric_or_gradient(found, case):
+    (metrics, gradients), (other_metrics, other_gradients) = found[1, 1, case[-1]], found[case]
     assert len(gradients) == 6
     assert all(float(each.abs().max()) > 1e-4 for each in gradients)
     assert metrics == pytest.approx(other_metrics, abs=1e-5, rel=1e-4)

@@ -1,0 +1,149 @@
+"""Sequence parallelism (Jacobs et al. 2023, DeepSpeed-Ulysses): the ranks of a group hold one packed row together.
+
+Every rank runs the layers on its slice of the tokens. Around attention, one all-to-all trades heads for tokens, so that each
+rank attends over all tokens with its share of the heads. The scores of the answers' tokens are computed where their
+predictors lie and then given to every rank of the group, which therefore all see the same loss; the gradient of each rank is
+its part of the group's, and FSDP adds the parts up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn.functional import pad
+from transformers import PretrainedConfig
+
+from rltrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rltrain.models.forward import PackedInputs
+
+GROUP = "rltrain_group"
+
+
+def sequence_group(config: PretrainedConfig, size: int, key: str) -> ProcessGroup | None:
+    """The ``size`` neighbouring ranks that share sequences with this one; None where each has its own (a collective).
+
+    Raises ConfigError, which names ``key``, where the model cannot be split so.
+    """
+    if size == 1:
+        return None
+    heads = config.get_text_config().num_attention_heads
+    if heads % size:
+        fits = [each for each in range(1, heads + 1) if heads % each == 0]
+        raise ConfigError(
+            f"{key}={size} does not divide the {heads} attention heads of the model. Use one of {', '.join(map(str, fits))}."
+        )
+    return _neighbours(dist.group.WORLD, size)
+
+
+@cache
+def _neighbours(world: ProcessGroup, size: int) -> ProcessGroup:
+    """One group for all models of a process. ``world``: the group that is split, so that a later one is split anew."""
+    group, _ = dist.new_subgroups(group_size=size, group=world)
+    return group
+
+
+# -- around attention --------------------------------------------------------------------------------------------------
+
+
+class _Exchange(torch.autograd.Function):
+    """All-to-all of rows [ranks, n]: row i goes to rank i. It is its own transpose."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        rows = rows.contiguous()
+        received = torch.empty_like(rows)
+        dist.all_to_all_single(received, rows, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _Exchange.apply(gradients[0], ctx.group), None
+
+
+def share_of_heads(group: ProcessGroup, *tensors: Tensor) -> list[Tensor]:
+    """Some tokens of all heads -> all tokens of some heads, in one all-to-all.
+
+    tensors: query, key, value, each [1, heads, tokens / ranks, d]. Returns each as [1, heads / ranks, tokens, d]. Heads that
+    do not divide (keys and values of grouped queries) are repeated until they do.
+    """
+    ranks = group.size()
+    parts = []
+    for tensor in tensors:
+        heads = tensor.shape[1]
+        tensor = tensor.repeat_interleave(math.lcm(heads, ranks) // heads, 1)
+        parts.append(tensor[0].unflatten(0, (ranks, -1)))
+    received = _Exchange.apply(torch.cat([part.flatten(1) for part in parts], 1), group)
+    pieces = received.split([part[0].numel() for part in parts], 1)
+    return [
+        piece.view(part.shape).transpose(0, 1).flatten(1, 2)[None] for piece, part in zip(pieces, parts, strict=True)
+    ]
+
+
+def share_of_tokens(group: ProcessGroup, tensor: Tensor) -> Tensor:
+    """The way back. tensor: [1, tokens, heads / ranks, d]. Returns [1, tokens / ranks, heads, d]."""
+    parts = tensor[0].unflatten(0, (group.size(), -1))
+    received = _Exchange.apply(parts.flatten(1), group).view(parts.shape)
+    return received.transpose(0, 1).flatten(1, 2)[None]
+
+
+# -- around the model --------------------------------------------------------------------------------------------------
+
+
+Collect = Callable[[Tensor], Tensor]
+
+
+def share_of_row(inputs: PackedInputs, group: ProcessGroup | None) -> tuple[PackedInputs, Collect]:
+    """This rank's slice of a packed row, and how to bring results together.
+
+    The slices are equal: the row is padded by one segment that nobody asks for. In the inputs returned, tokens and positions
+    are those of the slice, predictors and labels those answer tokens whose predictors lie in it, and the plan is the whole
+    row's. The function takes one number for each of these answer tokens and returns one for each of the row's.
+    """
+    if group is None:
+        return inputs, lambda values: values
+    ranks, total = group.size(), inputs.plan.num_tokens
+    length = -(-total // ranks)
+    start = group.rank() * length
+    plan = inputs.plan.padded_to(length * ranks)
+    tokens, positions = (
+        pad(each, (0, length * ranks - total))[start : start + length] for each in (inputs.tokens, inputs.positions)
+    )
+    predictors = inputs.predictors - start
+    places = ((predictors >= 0) & (predictors < length)).nonzero()[:, 0]
+    mine = replace(inputs, tokens=tokens, positions=positions, plan=plan)
+    mine = replace(mine, predictors=predictors[places], labels=inputs.labels[places])
+    num_answer_tokens = len(inputs.labels)
+
+    def collect(values: Tensor) -> Tensor:
+        # Nothing to bring together: then on every rank of the group.
+        return _Collect.apply(values, places, num_answer_tokens, group) if num_answer_tokens else values
+
+    return mine, collect
+
+
+class _Collect(torch.autograd.Function):
+    """Put values [n here] at their places among ``total``, on all ranks. Each rank then has the same loss: no sum in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, places: Tensor, total: int, group: ProcessGroup) -> Tensor:
+        ctx.save_for_backward(places)
+        everyone = values.new_zeros(total)
+        everyone[places] = values
+        dist.all_reduce(everyone, group=group)
+        return everyone
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        (places,) = ctx.saved_tensors
+        return gradients[0][places], None, None, None

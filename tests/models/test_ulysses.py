@@ -1,0 +1,143 @@
+"""Ranks that share sequences compute what one process computes: scores, values and gradients."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from rltrain.batch import Batch
+from rltrain.device import get_device
+from rltrain.errors import ConfigError
+from rltrain.models.attention import AttentionPlan, Segment
+from rltrain.models.forward import PackedInputs, PolicyModel, ScalarModel, pack
+from rltrain.models.load import load_config
+from rltrain.models.shard import make_mesh, sharded_model
+from rltrain.models.ulysses import sequence_group
+from rltrain.ragged import Ragged
+from tests.models.test_forward import FAMILIES, SIZES, make_batch
+
+WORLD = 4
+MODELS = {
+    **FAMILIES,
+    # Keys and values of 3 heads are repeated to 6 heads for 2 ranks, and to 12 for 4.
+    "qwen3_uneven_heads": Qwen3Config(**SIZES | {"num_attention_heads": 12, "num_key_value_heads": 3}, head_dim=8),
+}
+# Odd inputs: one family, and the critic.
+CASES = [(name, "packed") for name in MODELS] + [("mistral_sliding_window", "shared prompt")]
+CASES += [
+    (name, which) for name in ("qwen2_tied", "critic") for which in ("shared prompt", "fewer tokens than ranks", "idle")
+]
+CPU = torch.device("cpu")
+
+
+def shared_prompt() -> PackedInputs:
+    """A prompt of 5 tokens once, then answers of 4, 1 and 3; the prompt's last place predicts the first token of each."""
+    torch.manual_seed(2)
+    tokens = torch.randint(2, 128, (13,))
+    starts, lengths = [5, 9, 10], [4, 1, 3]
+    answers = [Segment(start, start + n, (0, 5)) for start, n in zip(starts, lengths, strict=True)]
+    predictors = [[4, *range(start, start + n - 1)] for start, n in zip(starts, lengths, strict=True)]
+    return PackedInputs(
+        tokens, torch.cat([torch.arange(5), *(torch.arange(5, 5 + n) for n in lengths)]),
+        AttentionPlan((Segment(0, 5), *answers)), torch.tensor([each for row in predictors for each in row]), tokens[5:],
+    )  # fmt: skip
+
+
+def inputs_by_name() -> dict[str, PackedInputs]:
+    two = Batch(
+        {
+            "tokens": Ragged.from_rows([torch.tensor([7, 9], dtype=torch.int32)]),
+            "prompt_length": torch.tensor([1]),
+            "response_length": torch.tensor([1]),
+        }
+    )
+    return {
+        "packed": pack(make_batch(), CPU),
+        "shared prompt": shared_prompt(),
+        "fewer tokens than ranks": pack(two, CPU),
+        "idle": pack(Batch(), CPU),
+    }
+
+
+def load(kind: type, folder: Path):
+    device = get_device("cpu")
+    return sharded_model(
+        kind, str(folder), load_config(str(folder)), make_mesh(device), device,
+        master_dtype=torch.float32, compute_dtype=torch.float32, gradient_checkpointing=True,
+    )  # fmt: skip
+
+
+def run(model, inputs: PackedInputs, size: int) -> dict[str, torch.Tensor]:
+    """What a forward and backward pass gives; every group of ``size`` ranks computes the same."""
+    model.group = sequence_group(model.model.config, size, "key")
+    lengths = []
+    hook = model.model.get_input_embeddings().register_forward_pre_hook(
+        lambda _, args: lengths.append(args[0].shape[1])
+    )
+    if isinstance(model, PolicyModel):
+        log_probs, entropy, _ = model(inputs, 0.7, True)
+        found, loss = {"log_probs": log_probs, "entropy": entropy}, log_probs.sum() + 0.3 * entropy.sum()
+    else:
+        values = model(inputs)
+        found, loss = {"values": values}, (values * torch.arange(len(values))).sum()
+    # FSDP takes the mean over all ranks, each of which has one part in `size` of the gradient.
+    (loss * size).backward()
+    hook.remove()
+    gradients = {
+        name: parameter.grad.full_tensor() for name, parameter in model.named_parameters() if parameter.grad is not None
+    }
+    model.zero_grad(set_to_none=True)
+    found |= {"length": torch.tensor(lengths[0])} | gradients
+    return {name: tensor.detach().clone() for name, tensor in found.items()}
+
+
+def rank_main(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), WORLD)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
+    found = {}
+    models = {name: load(PolicyModel, folder / name) for name in MODELS}
+    models["critic"] = load(ScalarModel, folder / "llama")
+    models["critic"].score.weight.detach().to_local().fill_(0.1)
+    everything = inputs_by_name()
+    for name, which in CASES:
+        for size in (1, 2, 4):
+            found[name, which, size] = run(models[name].train(), everything[which], size)
+    torch.save(found, folder / f"rank_{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """Of the first and the last rank: model, inputs and group size -> results."""
+    folder = tmp_path_factory.mktemp("ulysses")
+    for name, config in MODELS.items():
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
+    mp.start_processes(rank_main, (folder,), nprocs=WORLD, start_method="spawn")
+    return [torch.load(folder / f"rank_{rank}.pt") for rank in (0, WORLD - 1)]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("name", "which"), CASES)
+def test_sharing_sequences_changes_no_score_and_no_gradient(found, name, which, size):
+    num_tokens = inputs_by_name()[which].tokens.numel()
+    for rank in found:
+        alone, shared = rank[name, which, 1], rank[name, which, size]
+        assert (alone["length"], shared["length"]) == (num_tokens, -(-num_tokens // size))
+        assert alone.keys() == shared.keys()
+        for each in alone.keys() - {"length"}:
+            tensor = alone[each]
+            scale = max(1.0, float(tensor.abs().max())) if tensor.numel() else 1.0
+            assert torch.allclose(shared[each] / scale, tensor / scale, rtol=0, atol=2e-6), each
+
+
+def test_heads_that_do_not_divide_are_refused_before_anything_is_loaded():
+    message = r"actor\.size=3 does not divide the 4 attention heads of the model\. Use one of 1, 2, 4\."
+    with pytest.raises(ConfigError, match=message):
+        sequence_group(MODELS["llama"], 3, "actor.size")
+    assert sequence_group(MODELS["llama"], 1, "actor.size") is None

@@ -1,0 +1,66 @@
+"""Workers that share sequences: who gets which samples, and whose answer counts."""
+
+import numpy as np
+
+from rltrain.config.load import load_config
+from rltrain.controller.samples import Samples, whole
+from rltrain.trainer.balance import Layout
+from rltrain.trainer.roles import Critic
+
+
+class FakeGroup:
+    """Four workers that write down what they are asked and return their rank."""
+
+    world = 4
+
+    def call(self, method, args=(), per_rank=None):
+        return [found for *_, found in self.call_with_payload(method, args, per_rank, num_objects=0)]
+
+    def call_with_payload(self, method, args=(), per_rank=None, *, num_objects, stream=None):
+        self.asked = per_rank
+        numbers = [
+            {
+                "share/loss": np.array([rank]),
+                "perf/max_memory_gb": rank,
+                "seen": np.full(len(work[0].pieces[0].rows), rank),
+            }
+            for rank, work in enumerate(per_rank)
+        ]
+        return [[*[f"made by {rank}"] * num_objects, each] for rank, each in enumerate(numbers)]
+
+
+def critic_and_samples() -> tuple[Critic, Samples, FakeGroup]:
+    group, samples = FakeGroup(), Samples(5)
+    columns = ("tokens", "prompt_length", "response_length", "values", "returns")
+    samples.attach([whole("generated", columns[:3], np.arange(5))])
+    samples.attach([whole("scored", columns[3:], np.arange(5))])
+    return Critic(group, load_config([]).config), samples, group
+
+
+def test_neighbours_get_the_same_samples_and_the_first_answers_for_all():
+    critic, samples, group = critic_and_samples()
+    layout = Layout([np.array([4, 0]), np.array([1, 2, 3])], [[(2,)], [(3,)]])
+    found = critic._score("critic.values", samples, layout, ("tokens",), ("values_of_it",), numbers=())
+    assert [work[0].pieces[0].rows.tolist() for work in group.asked] == [[4, 0], [4, 0], [1, 2, 3], [1, 2, 3]]
+    assert [work[1] for work in group.asked] == [[2], [2], [3], [3]]
+    assert [part.ref for part in samples.parts_with("values_of_it")] == ["made by 0", "made by 2"]
+    assert samples["seen"].tolist() == [0, 2, 2, 2, 0]
+    assert len(found) == 2
+
+
+def test_an_update_counts_each_sample_once_and_the_memory_of_every_device():
+    critic, samples, group = critic_and_samples()
+    layout = Layout([np.array([4, 0]), np.array([1, 2, 3])], [[(2,)], [(3,)]])
+    results = critic.update(samples, layout, [["first"], ["second"]], 0.1)
+    assert [work[1] for work in group.asked] == [["first"], ["first"], ["second"], ["second"]]
+    assert [result["share/loss"].tolist() for result in results] == [[0], [2]]
+    assert [result["perf/max_memory_gb"] for result in results] == [1, 3]
+
+
+def test_models_may_be_spread_differently():
+    critic, samples, _ = critic_and_samples()
+    alone = Layout([np.array([0]), np.array([1]), np.array([2, 4]), np.array([3])], [[(1,)], [(1,)], [(2,)], [(1,)]])
+    critic.values(samples, alone)
+    assert [part.ref for part in samples.parts_with("values")][1:] == [f"made by {rank}" for rank in range(4)]
+    critic.values(samples, Layout([np.arange(5)], [[(5,)]]))
+    assert [part.ref for part in samples.parts_with("values")][5:] == ["made by 0"]

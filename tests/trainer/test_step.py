@@ -291,9 +291,10 @@ def test_before_critic_warmup_only_the_critic_learns(make):
 def test_the_critic_learns_to_explain_the_returns(make):
     trainer = make(**{ESTIMATOR: "gae"}, trainer__critic_warmup=1000, trainer__total_training_steps=1000,
                    critic__optim__lr=3e-3, critic__ppo_epochs=4, twist=lambda row, score: float(row % 2))  # fmt: skip
-    explained = [trainer.step(step)["critic/vf_explained_var"] for step in range(1, 13)]
+    explained = [trainer.step(step)["critic/vf_explained_var"] for step in range(1, 21)]
     assert explained[0] == pytest.approx(0.0, abs=0.05)
-    assert np.mean(explained[-3:]) > 0.5
+    # The median: a batch whose returns are all alike has next to no variance to explain.
+    assert np.median(explained[-5:]) > 0.9
 
 
 def test_actor_and_critic_go_on_from_a_checkpoint_bit_for_bit(make, tmp_path):

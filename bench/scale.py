@@ -71,7 +71,13 @@ def make_trainer(group: WorkerGroup, workers: int, samples: int, tokens: int) ->
     sampler = make_sampler("shuffle", BatchOrder(prompts * 4, prompts, 0, True), [], 0.1)
     rewards = Rewards(cfg, {"train": []}, FreeScores(), None)  # type: ignore[arg-type]
     return PPOTrainer(
-        cfg, plan, policy, None, rewards, Experience(cfg, plan, policy, rewards, sampler), {"log_prob_gap_limit": 1.0}
+        cfg,
+        plan,
+        policy,
+        None,
+        rewards,
+        Experience(cfg, plan, policy, rewards, sampler),
+        {"log_prob_gap_limit": 1.0, "attention_width": 1, "matmul_parameters": 1},
     )
 
 

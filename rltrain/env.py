@@ -74,6 +74,8 @@ def prepare_vllm(rank: int, world: int) -> None:
         os.environ.setdefault(name, value)
     # As torchrun would set them; the process group exists already, so the address is read by nobody.
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": "0"}
+    # The newer runner, the default on GPUs, has no place for a sampler of our own.
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "1")
 

@@ -38,7 +38,7 @@ def test_the_published_command_is_planned(capsys):
     text = capsys.readouterr().out
     for words in (
         "8 x 8 = 64", "data-parallel              16", "at most 128 samples each", "2,048 (16 answers",
-        "32 (sglang, 2 devices each, at most 64 samples each", "4 (mini-batches of 32 prompts", "at most 120,000 tokens", "28,672 tokens",
+        "32 (sglang, 2 devices each, about 64 samples each", "4 (mini-batches of 32 prompts", "at most 120,000 tokens", "28,672 tokens",
     ):  # fmt: skip
         assert words in text
     no_effect = text[text.index("no effect\n") : text.index("does not fit")]

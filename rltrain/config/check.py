@@ -64,6 +64,12 @@ def unavailable(config: Config) -> list[str]:
         value = get(config, key)
         if value not in values:
             lines.append(f"{key}={value} is not in this version. {advice}")
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.name == "sglang" and (size := rollout.tensor_model_parallel_size) > 1:
+        lines.append(
+            f"{_A}rollout.tensor_model_parallel_size={size} with {_A}rollout.name=sglang is not in this version. "
+            "Use rollout.name=vllm, or 1."
+        )
     return lines
 
 
@@ -177,6 +183,12 @@ def uneven(config: Config) -> Iterator[str]:
         key = key if key.startswith(("critic.", "reward_model.")) else _A + key
         if size > 0 and devices % size:
             yield f"{key}={size} does not divide the {devices} devices (trainer.nnodes x trainer.n_gpus_per_node)."
+    size, here = rollout.tensor_model_parallel_size, config.trainer.n_gpus_per_node
+    if 0 < size < here and here % size:
+        yield (
+            f"{_A}rollout.tensor_model_parallel_size={size} does not divide trainer.n_gpus_per_node={here}: an engine would lie across "
+            "nodes. Use a divisor."
+        )
     for key, dynamic, total, group in (
         ("actor.ppo_micro_batch_size", actor.use_dynamic_bsz, actor.ppo_micro_batch_size, actor.ulysses_sequence_parallel_size),
         ("ref.log_prob_micro_batch_size", ref.log_prob_use_dynamic_bsz, ref.log_prob_micro_batch_size,
@@ -286,17 +298,19 @@ def _reward_model(config: Config) -> Iterator[str]:
 
 def _engine(config: Config) -> Iterator[str]:
     rollout, data = config.actor_rollout_ref.rollout, config.data
-    if rollout.name in ("hf", "sglang") and rollout.tensor_model_parallel_size > 1:
+    if rollout.name == "hf" and rollout.tensor_model_parallel_size > 1:
         yield (
-            f"{_A}rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size}: an engine of rollout.name={rollout.name} runs "
-            "on one device. Use 1, or rollout.name=vllm."
+            f"{_A}rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size}: an engine of rollout.name=hf runs on one "
+            "device. Use 1, or rollout.name=vllm."
         )
     for key, value in (
         ("temperature", rollout.temperature),
         ("val_kwargs.temperature", rollout.val_kwargs.temperature),
     ):
-        if rollout.name == "vllm" and value > 2:
-            yield f"{_A}rollout.{key}={value}: vLLM takes 0 to 2. Lower it, or use rollout.name=hf."
+        if rollout.name == "vllm" and (value > 2 or 0 < value < 0.01):
+            yield f"{_A}rollout.{key}={value}: vLLM takes 0.01 to 2. Use such a value, or rollout.name=hf."
+    for name in rollout.engine_kwargs.keys() - {"vllm", "sglang"}:
+        yield f"{_A}rollout.engine_kwargs.{name}: arguments stand under an engine: engine_kwargs.vllm or engine_kwargs.sglang."
     if rollout.max_model_len is not None and rollout.max_model_len <= data.max_prompt_length:
         yield (
             f"{_A}rollout.max_model_len={rollout.max_model_len} leaves no room for an answer to a prompt of data.max_prompt_length="
@@ -324,7 +338,7 @@ def _budgets(config: Config) -> Iterator[str]:
                 continue
         else:
             key = _A + key
-        if dynamic and tokens * group < longest:
+        if dynamic and group > 0 and tokens * group < longest:
             yield (
                 f"{key}={tokens} cannot hold the longest sequence: data.max_prompt_length + data.max_response_length = {longest} tokens"
                 + (f" over {group} devices" if group > 1 else "")

@@ -307,8 +307,9 @@ def _bypass(cfg: Config) -> bool:
 def without_effect(loaded: LoadedConfig) -> list[str]:
     """One line for each key the user set that changes nothing in the chosen mode."""
     notes: dict[str, str] = {}
-    for key, why in [*_by_mode(loaded), *_by_help(loaded), *_micro_batches(loaded), *_other_micro_batches(loaded)]:
-        notes.setdefault(key, f"{key}: no effect: {why}")
+    for source in (_by_mode, _by_help, _micro_batches, _other_micro_batches, _other_engine):
+        for key, why in source(loaded):
+            notes.setdefault(key, f"{key}: no effect: {why}")
     return [*notes.values(), *_greedy_validation(loaded.config), *_whole_checkpoints(loaded)]
 
 
@@ -339,6 +340,15 @@ def _by_help(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
         elif known.help.startswith("No effect") and not _says_nothing(loaded.config, known.name):
             text = known.help.removeprefix("No effect").lstrip(": ").rstrip(".")
             yield key, text or "it is not in this version"
+
+
+def _other_engine(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
+    """Arguments of an engine that is not the chosen one."""
+    name = loaded.config.actor_rollout_ref.rollout.name
+    every = "actor_rollout_ref.rollout.engine_kwargs."
+    for key in sorted(loaded.explicit):
+        if key.startswith(every) and not key.startswith(f"{every}{name}.") and name != "hf":
+            yield key, f"the engine is rollout.name={name}, whose arguments are {every}{name}"
 
 
 def _says_nothing(config: Config, key: str) -> bool:

@@ -58,7 +58,7 @@ IGNORED = {
     _A + "rollout.logprobs_mode": "log-probs are always those of the sampling temperature",
     _A + "rollout.over_sample_rate": "exactly rollout.n answers are made for each prompt",
     _A + "actor.data_loader_seed": "the order of mini-batches follows data.seed",
-    _A + "actor.use_prefix_grouper": "prompts are not shared in this version",
+    _A + "actor.use_prefix_grouper": "answers share the tokens of their prompt wherever that pays",
     _A + "actor.policy_loss.dro_beta": "only the loss dro uses it, which is not here",
     _A + "actor.freeze_vision_tower": "images are not in this version",
     _A + "actor.optim.override_optimizer_config.": "use actor.optim.* and actor.fsdp_config.optimizer_offload",

@@ -83,13 +83,13 @@ class RolloutConfig:
     load_format: str = "auto"
     """No effect: the engine gets its weights from the trainer."""
     layered_summon: bool = False
-    """No effect: weights are always gathered one by one."""
+    """No effect: weights are always gathered bucket by bucket (update_weights_bucket_megabytes)."""
     multi_stage_wake_up: bool = False
     """No effect: the engine is always woken in stages."""
     calculate_log_probs: bool = True
     """No effect: the engine always returns log-probs."""
     disable_log_stats: bool = True
-    """No effect with name=hf."""
+    """Do not collect the engine's statistics (no effect with name=hf) (no effect with name=sglang)."""
     update_weights_bucket_megabytes: int = 512
     """Weights are gathered and handed to the engine in pieces that together take no more than this."""
     tail: str = "off"
@@ -104,7 +104,8 @@ class RolloutConfig:
     log_prob_gap_limit: float | None = None
     """Alarm where engine and trainer differ by more per token; null: 1e-3 if both compute in float32, else 0.1."""
     on_log_prob_gap: str = "warn"
-    """On such an alarm over the answers of a step: warn, or stop before the update. After a weight sync it always stops."""
+    """On such an alarm over the answers of a step: warn, or stop before the update (with bypass_mode: after it, and nothing is saved).
+    After a weight sync it always stops."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Free-form arguments of the engine, under its name (no effect with name=hf)."""
     log_prob_micro_batch_size_per_gpu: int | None = None

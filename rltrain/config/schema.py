@@ -54,7 +54,7 @@ class DataConfig:
     reward_fn_key: str = "data_source"
     """Column that chooses the scorer."""
     image_key: str = "images"
-    """Column with images (text prompts only in this version)."""
+    """No effect: rows with something in the columns images or videos are refused in this version."""
     shuffle: bool = True
     """Shuffle the prompts anew in every epoch; batch k depends on data.seed and k alone."""
     sampler: SamplerConfig = field(default_factory=SamplerConfig)

@@ -29,6 +29,7 @@ CHOICES = {
     _A + "actor.fsdp_config.model_dtype": _DTYPES,
     _A + "actor.fsdp_config.compute_dtype": _DTYPES,
     _A + "rollout.dtype": _DTYPES,
+    _A + "rollout.name": ("hf", "vllm", "sglang"),
     _A + "rollout.tail": ("off", "exact", "oversample", "carry_over"),
     _A + "actor.optim.lr_scheduler_type": ("constant", "cosine"),
     _A + "actor.policy_loss.loss_mode": POLICY_LOSSES,
@@ -120,7 +121,5 @@ AT_LEAST = {
 # key -> the values this version can run, and what to do instead
 AVAILABLE: dict[str, tuple[tuple[Any, ...], str]] = {
     "reward_model.reward_manager": (("naive", "dapo", "batch"), "Use reward_model.reward_manager=naive."),
-    _A + "rollout.tail": (("off", "oversample", "carry_over"), "Leave it out, or use tail=carry_over."),
     _A + "rollout.multi_turn.enable": ((False,), "Answers are single-turn: leave it out."),
-    _A + "rollout.name": (("hf", "vllm", "sglang"), "Use rollout.name=vllm, sglang or hf."),
 }

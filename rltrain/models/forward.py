@@ -208,16 +208,23 @@ def final_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
 
 
 def model_numbers(policy: PackedModel) -> dict[str, int]:
-    """num_parameters, and trained_parameters of them; matmul_parameters (without the input embedding, with the head);
+    """num_parameters, and trained_parameters of them; matmul_parameters that a token meets (without the input embedding,
+    with the head, of the experts those that it is sent to);
     attention_width = layers x heads x head size."""
     config = policy.model.config.get_text_config()
+    known = config.to_dict()  # a config whose layers differ refuses to be asked for one head size
     total = sum(parameter.numel() for parameter in policy.parameters())
     embedding = next(policy.model.get_input_embeddings().parameters())
     tied = embedding is next(policy.model.get_output_embeddings().parameters())
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head_size = known.get("head_dim") or config.hidden_size // config.num_attention_heads
+    experts = next(
+        (known[name] for name in ("num_experts", "num_local_experts", "n_routed_experts") if known.get(name)), 0
+    )
+    idle = 1 - known.get("num_experts_per_tok", experts) / experts if experts else 0.0
+    in_experts = sum(weight.numel() for name, weight in policy.named_parameters() if ".experts." in name)
     return {
         "num_parameters": total,
         "trained_parameters": sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad),
-        "matmul_parameters": total if tied else total - embedding.numel(),
+        "matmul_parameters": (total if tied else total - embedding.numel()) - round(idle * in_experts),
         "attention_width": config.num_hidden_layers * config.num_attention_heads * head_size,
     }

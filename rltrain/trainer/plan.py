@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from rltrain.config.check import uneven
 from rltrain.config.model_schema import OptimConfig
@@ -47,7 +48,7 @@ class Plan:
     max_generation_rounds: int
     critic_prompts_per_mini_batch: int
     num_engine_replicas: int
-    most_samples_per_replica: int
+    samples_per_replica: int
     update_budget: PassBudget
     log_prob_budget: PassBudget
     ref_budget: PassBudget
@@ -81,7 +82,6 @@ def make_plan(config: Config, num_prompts: int | None = None) -> Plan:
     steps_per_epoch = _steps_per_epoch(num_prompts, drawn, prompts)
     total = config.trainer.total_training_steps or (steps_per_epoch or 0) * config.trainer.total_epochs
     ref_ranks = devices // ref.ulysses_sequence_parallel_size
-    update_size = actor.ppo_micro_batch_size_per_gpu or _share(actor.ppo_micro_batch_size, ranks)
     return Plan(
         num_nodes=config.trainer.nnodes,
         devices_per_node=config.trainer.n_gpus_per_node,
@@ -103,36 +103,48 @@ def make_plan(config: Config, num_prompts: int | None = None) -> Plan:
         max_generation_rounds=(filtering.max_num_gen_batches or DEFAULT_ROUNDS) if filtering.enable else 1,
         critic_prompts_per_mini_batch=critic.ppo_mini_batch_size,
         num_engine_replicas=replicas,
-        most_samples_per_replica=-(-(started if rollout.stops_early else prompts) // replicas) * rollout.n,
-        update_budget=_budget(actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu * group, update_size),
-        log_prob_budget=_budget(
-            rollout.log_prob_use_dynamic_bsz,
-            rollout.log_prob_max_token_len_per_gpu * group,
-            rollout.log_prob_micro_batch_size_per_gpu
-            or _share(rollout.log_prob_micro_batch_size, ranks)
-            or update_size,
-        ),
-        ref_budget=_budget(
-            ref.log_prob_use_dynamic_bsz,
-            ref.log_prob_max_token_len_per_gpu * ref.ulysses_sequence_parallel_size,
-            ref.log_prob_micro_batch_size_per_gpu or _share(ref.log_prob_micro_batch_size, ref_ranks) or update_size,
-        ),
-        values_budget=_budget(
-            critic.use_dynamic_bsz,
-            critic.forward_max_token_len_per_gpu * critic.ulysses_sequence_parallel_size,
-            critic.forward_micro_batch_size_per_gpu or update_size,
-        ),
-        critic_budget=_budget(
-            critic.use_dynamic_bsz,
-            critic.ppo_max_token_len_per_gpu * critic.ulysses_sequence_parallel_size,
-            critic.ppo_micro_batch_size_per_gpu or update_size,
-        ),
+        samples_per_replica=-(-started // replicas) * rollout.n,
+        **_budgets(config, ranks, ref_ranks),
         num_prompts=num_prompts,
         steps_per_epoch=steps_per_epoch,
         total_steps=total,
         lr_warmup_steps=_warmup_steps(actor.optim, total),
         critic_lr_warmup_steps=_warmup_steps(critic.optim, total),
     )
+
+
+def _budgets(config: Config, ranks: int, ref_ranks: int) -> dict[str, Any]:
+    """The fields of `Plan` that say how passes are cut into micro-batches."""
+    actor, ref, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.actor_rollout_ref.rollout
+    critic = config.critic
+    update_size = actor.ppo_micro_batch_size_per_gpu or _share(actor.ppo_micro_batch_size, ranks)
+    return {
+        "update_budget": _budget(
+            actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu * actor.ulysses_sequence_parallel_size, update_size
+        ),
+        "log_prob_budget": _budget(
+            rollout.log_prob_use_dynamic_bsz,
+            rollout.log_prob_max_token_len_per_gpu * actor.ulysses_sequence_parallel_size,
+            rollout.log_prob_micro_batch_size_per_gpu
+            or _share(rollout.log_prob_micro_batch_size, ranks)
+            or update_size,
+        ),
+        "ref_budget": _budget(
+            ref.log_prob_use_dynamic_bsz,
+            ref.log_prob_max_token_len_per_gpu * ref.ulysses_sequence_parallel_size,
+            ref.log_prob_micro_batch_size_per_gpu or _share(ref.log_prob_micro_batch_size, ref_ranks) or update_size,
+        ),
+        "values_budget": _budget(
+            critic.use_dynamic_bsz,
+            critic.forward_max_token_len_per_gpu * critic.ulysses_sequence_parallel_size,
+            critic.forward_micro_batch_size_per_gpu or update_size,
+        ),
+        "critic_budget": _budget(
+            critic.use_dynamic_bsz,
+            critic.ppo_max_token_len_per_gpu * critic.ulysses_sequence_parallel_size,
+            critic.ppo_micro_batch_size_per_gpu or update_size,
+        ),
+    }
 
 
 def _steps_per_epoch(num_prompts: int | None, drawn: int, prompts: int) -> int | None:
@@ -160,8 +172,8 @@ def describe(plan: Plan, config: Config) -> str:
          f"{plan.most_samples_per_rank:,} samples each)"),
         ("prompts per step", f"{plan.prompts_per_step:,}"),
         ("samples per step", f"{plan.samples_per_step:,} ({plan.answers_per_prompt} answers to each prompt)"),
-        ("engine replicas", f"{plan.num_engine_replicas} ({rollout.name}, {rollout.tensor_model_parallel_size} devices each, at most "
-         f"{plan.most_samples_per_replica:,} samples each)"),
+        ("engine replicas", f"{plan.num_engine_replicas} ({rollout.name}, {rollout.tensor_model_parallel_size} devices each, about "
+         f"{plan.samples_per_replica:,} samples each)"),
         ("optimizer steps per step", f"{plan.optimizer_steps_per_step} (mini-batches of {plan.prompts_per_mini_batch:,} prompts = "
          f"{plan.samples_per_mini_batch:,} samples)"),
         ("micro-batch, update", f"at most {plan.update_budget} per data-parallel rank"),

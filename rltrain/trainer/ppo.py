@@ -269,11 +269,12 @@ class PPOTrainer:
                 saver.rescue(step - 1, before)
                 raise
             last = step == self.plan.total_steps
-            if self.rewards.has_validation and trainer.test_freq > 0 and (last or step % trainer.test_freq == 0):
-                metrics |= self.validate(step)
+            # Saved first: validation wakes the engine, which then keeps its weights for the next step.
             stopping = last or stop.requested
             if saver.due(step, stopping):
                 metrics |= saver.save(step, self.progress)
+            if self.rewards.has_validation and trainer.test_freq > 0 and (last or step % trainer.test_freq == 0):
+                metrics |= self.validate(step)
             metrics["timing_s/wall"] = time.perf_counter() - started
             tracker.log(step, metrics)
             if stopping:

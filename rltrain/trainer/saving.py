@@ -192,8 +192,9 @@ class Saver:
         changed = [f"{key}: {then.get(key)} then, {now.get(key)} now" for key in keys if then.get(key) != now.get(key)]
         if changed:
             raise CheckpointError(
-                f"{folder} belongs to another run ({'; '.join(changed)}). Put the values back, choose another "
-                "trainer.experiment_name, or set trainer.resume_weights_only=True to start a new run from these weights."
+                f"{folder} belongs to another run ({'; '.join(changed)}). Put the values back, or choose another "
+                f"trainer.experiment_name; a new run starts from these weights with trainer.resume_mode=resume_path "
+                f"trainer.resume_from_path={folder} trainer.resume_weights_only=True."
             )
 
 

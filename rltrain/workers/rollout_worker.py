@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from rltrain.batch import Batch
 from rltrain.config.schema import Config
 from rltrain.data.chat import PromptStore, chat_encoder
 from rltrain.device import Device, resolve_dtype
-from rltrain.errors import NonFiniteError, SyncError
+from rltrain.errors import NonFiniteError
 from rltrain.models.forward import PackedModel
 from rltrain.models.load import load_config
 from rltrain.ragged import Ragged
@@ -78,52 +79,38 @@ class RolloutWorker:
             model.path, trust_remote_code=model.trust_remote_code, override=dict(model.override_config)
         )
         self._vocabulary = config.get_text_config().vocab_size
-        if self._rollout.name == "vllm":
-            from rltrain.workers.rollout.vllm import VLLMRollout  # vLLM takes seconds to import
-
-            longest = cfg.data.max_prompt_length + cfg.data.max_response_length
-            self._residency.enter("rollout")  # it measures the memory that is free now
-            return VLLMRollout(
-                model.path,
-                self._rollout,
-                dtype=dtype,
-                device=self._device,
-                replica=self._replica,
-                eos_token_ids=self._encoder.eos_token_ids,
-                max_model_len=self._rollout.max_model_len or longest,
-                tied_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
-                override_config=dict(model.override_config),
-                trust_remote_code=model.trust_remote_code,
+        longest = self._rollout.max_model_len or cfg.data.max_prompt_length + cfg.data.max_response_length
+        common: dict[str, Any] = {
+            "dtype": dtype,
+            "device": self._device,
+            "eos_token_ids": self._encoder.eos_token_ids,
+            "trust_remote_code": model.trust_remote_code,
+        }
+        if self._rollout.name == "hf":
+            # Workers on a CPU share its memory.
+            sharing = cfg.trainer.n_gpus_per_node if self._device.is_cpu else 1
+            limits = Limits(
+                max_num_seqs=self._rollout.max_num_seqs,
+                max_model_len=longest,
+                max_num_batched_tokens=self._rollout.max_num_batched_tokens,
+                chunked_prefill=self._rollout.enable_chunked_prefill,
+                memory_share=self._rollout.gpu_memory_utilization / sharing,
             )
+            return HFRollout(config, limits=limits, **common)
+        self._residency.enter("rollout")  # it measures the memory that is free now
+        common |= {
+            "replica": self._replica,
+            "max_model_len": longest,
+            "override_config": dict(model.override_config),
+        }
         if self._rollout.name == "sglang":
             from rltrain.workers.rollout.sglang import SGLangRollout
 
-            self._residency.enter("rollout")
-            return SGLangRollout(
-                model.path,
-                self._rollout,
-                dtype=dtype,
-                device=self._device,
-                replica=self._replica,
-                eos_token_ids=self._encoder.eos_token_ids,
-                max_model_len=self._rollout.max_model_len or cfg.data.max_prompt_length + cfg.data.max_response_length,
-                override_config=dict(model.override_config),
-                trust_remote_code=model.trust_remote_code,
-            )
-        return HFRollout(
-            config,
-            dtype=dtype,
-            device=self._device,
-            eos_token_ids=self._encoder.eos_token_ids,
-            limits=Limits(
-                max_num_seqs=self._rollout.max_num_seqs,
-                max_model_len=self._rollout.max_model_len or cfg.data.max_prompt_length + cfg.data.max_response_length,
-                max_num_batched_tokens=self._rollout.max_num_batched_tokens,
-                chunked_prefill=self._rollout.enable_chunked_prefill,
-                memory_share=self._rollout.gpu_memory_utilization,
-            ),
-            trust_remote_code=model.trust_remote_code,
-        )
+            return SGLangRollout(model.path, self._rollout, **common)
+        from rltrain.workers.rollout.vllm import VLLMRollout  # vLLM takes seconds to import
+
+        tied = bool(getattr(config, "tie_word_embeddings", False))
+        return VLLMRollout(model.path, self._rollout, tied_embeddings=tied, **common)
 
     def _release(self) -> None:
         if self._engine.sleep():
@@ -151,6 +138,10 @@ class RolloutWorker:
         if task.stream:
             self._finished.put(None)
         self._device.synchronize()
+        if generation.aborted.any() and not queue.stopped():
+            raise RuntimeError(
+                f"the rollout engine '{self._rollout.name}' gave up {int(generation.aborted.sum())} answers that were still wanted"
+            )
         numbers |= {"timing/generate_sequences": time.perf_counter() - started}
         if not queue.taken or not self._replica.leads:
             return Batch(), [], numbers
@@ -192,8 +183,6 @@ class RolloutWorker:
             numbers["sync/seconds"] = report.seconds
         else:
             self._residency.enter("rollout")
-        if self._sync.version != version:
-            raise SyncError(f"the rollout engine has the weights of update {self._sync.version}, not of {version}")
         self._device.synchronize()
         return numbers | {"timing/reshard": time.perf_counter() - started}
 

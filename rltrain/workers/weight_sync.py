@@ -7,6 +7,7 @@ a second copy of the model).
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -75,7 +76,7 @@ class WeightSync:
     def run(self, version: int, free_training_copy: Callable[[], object]) -> SyncReport:
         """Bring the weights over and wake the engine in stages, then compare it with the trainer (a collective).
 
-        Order: memory for weights, weights, the trainer's answer to the canary, training copy off the device, all ranks, memory for
+        Order: the trainer's answer to the canary, memory for weights, weights, training copy off the device, all ranks, memory for
         the cache. Raises SyncError where the engine does not hold what was sent, or answers otherwise than the trainer.
         """
         if version == self.version:
@@ -83,6 +84,7 @@ class WeightSync:
                 f"the rollout engine has the weights of update {version} already; a second sync is a mistake"
             )
         started = time.perf_counter()
+        expected = self._score(self._canary)
         self._engine.wake_weights()
         counted = _Counted(pieces(self._policy, self._bucket_bytes, self._dtype))
         held = self._engine.load_weights(iter(counted))
@@ -92,7 +94,6 @@ class WeightSync:
                 f"the weights that the rollout engine holds after the sync of update {version} are not those of the trainer "
                 f"(fingerprint {held:#x} instead of {sent:#x}, rank {dist.get_rank()})."
             )
-        expected = self._score(self._canary)
         free_training_copy()
         dist.barrier()
         self._engine.wake_cache()
@@ -142,7 +143,7 @@ class _Slab:
 
     @property
     def row_size(self) -> int:
-        return self.parameter[0].numel() if self.parameter.dim() > 1 else 1
+        return math.prod(self.parameter.shape[1:])  # a row of a DTensor itself would be gathered
 
     @property
     def num_elements(self) -> int:

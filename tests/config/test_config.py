@@ -305,8 +305,9 @@ def test_several_broken_rules_come_together():
 
 
 def test_what_this_version_cannot_run_is_listed_with_a_way_out():
-    lines = unavailable(load_config([*BASE, f"{A}rollout.name=trtllm", f"{A}rollout.multi_turn.enable=True"]).config)
-    assert any("rollout.name=trtllm" in line and "rollout.name=vllm" in line for line in lines)
+    keys = [f"{A}rollout.name=sglang", f"{A}rollout.tensor_model_parallel_size=2", f"{A}rollout.multi_turn.enable=True"]
+    lines = unavailable(load_config([*BASE, *keys]).config)
+    assert any("rollout.name=sglang" in line and "rollout.name=vllm" in line for line in lines)
     assert any("multi_turn.enable=True" in line for line in lines)
     assert unavailable(load_config(BASE).config) == []
 

@@ -51,6 +51,7 @@ def test_a_plain_command_has_no_notes():
         (f"{A}rollout.oversample_ratio=1.5", [], [f"{A}rollout.tail=oversample"]),
         (f"{A}rollout.tail_max_age=2", [f"{A}rollout.tail=oversample", f"{A}rollout.oversample_ratio=1"], [f"{A}rollout.tail=oversample"]),
         (f"{A}rollout.tail_draft_tokens=2", [], [f"{A}rollout.tail=exact", f"{A}rollout.name=vllm"]),
+        (f"+{A}rollout.engine_kwargs.vllm.block_size=32", [f"{A}rollout.name=sglang"], [f"{A}rollout.name=vllm"]),
         (f"{A}rollout.free_cache_engine=False", [], [f"{A}rollout.name=vllm"]),
         (f"{A}rollout.mode=async", [], [f"{A}rollout.mode=sync"]),
         (f"{A}model.use_fused_kernels=True", [], [f"{A}model.use_fused_kernels=False"]),

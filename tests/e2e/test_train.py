@@ -306,5 +306,5 @@ def test_grpo_learns_what_is_rewarded(tiny_model, arithmetic_files, tmp_path):
     )  # fmt: skip
     assert main(args) == 0
     scores = [line["critic/score/mean"] for line in read_metrics(tmp_path / "run")]
-    assert sum(scores[:3]) / 3 < 0.5
-    assert sum(scores[-3:]) / 3 > sum(scores[:3]) / 3 + 0.3
+    assert scores[0] < 0.5
+    assert sum(scores[-3:]) / 3 > scores[0] + 0.4

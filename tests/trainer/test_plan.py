@@ -27,7 +27,7 @@ def test_the_arithmetic_of_a_64_device_run():
     assert found.samples_per_mini_batch == 512
     assert found.num_mini_batches == 4
     assert found.num_engine_replicas == 32
-    assert (found.most_samples_per_rank, found.most_samples_per_replica) == (128, 64)
+    assert (found.most_samples_per_rank, found.samples_per_replica) == (128, 64)
     assert found.update_budget == found.log_prob_budget == found.ref_budget == PassBudget(120_000, None)
     assert (found.steps_per_epoch, found.total_steps) == (7, 21)
 
@@ -80,7 +80,7 @@ def test_nothing_is_rounded_in_silence(overrides):
 
 def test_answers_that_do_not_divide_are_spread_as_evenly_as_whole_prompts_allow():
     found = plan(*EIGHT, f"{A}rollout.n=3", "trainer.n_gpus_per_node=5")
-    assert (found.samples_per_step, found.most_samples_per_rank, found.most_samples_per_replica) == (24, 5, 6)
+    assert (found.samples_per_step, found.most_samples_per_rank, found.samples_per_replica) == (24, 5, 6)
 
 
 def test_epochs_over_the_same_batch_multiply_the_optimizer_steps():
@@ -120,7 +120,7 @@ def test_over_sampling_starts_more_prompts_than_a_step_needs(ratio, started):
     keys = ["data.train_batch_size=10", f"{A}actor.ppo_mini_batch_size=10", f"{A}rollout.oversample_ratio={ratio}"]
     found = plan(*keys, f"{A}rollout.tail=oversample", f"{A}rollout.n=4", "trainer.n_gpus_per_node=1")
     assert (found.prompts_started, found.prompts_per_round, found.samples_per_step) == (started, 10, 40)
-    assert found.most_samples_per_replica == 4 * started
+    assert found.samples_per_replica == 4 * started
     assert plan(*keys).prompts_started == 10
     config = load_config([*keys, f"{A}rollout.tail=oversample"]).config
     assert f"{started} prompts are started; the step ends when 10 are answered" in describe(make_plan(config), config)

@@ -136,7 +136,8 @@ def test_every_prompt_that_was_drawn_is_in_one_batch_or_in_the_line(make, mode, 
 
 def test_carried_tokens_are_weighed_by_how_far_the_policy_has_moved(make):
     threshold = "algorithm__rollout_correction__rollout_is_threshold"
-    trainer = make(**CARRY, **{threshold: "1.05", "actor_rollout_ref__actor__optim__lr": 0.003})
+    trainer = make(**CARRY, **{threshold: "1.05", "actor_rollout_ref__actor__optim__lr": 0.003,
+                               "actor_rollout_ref__actor__recompute_old_log_prob": "always"})  # fmt: skip
     watch = Watch(trainer)
     for step in range(1, 6):
         metrics = trainer.step(step)

@@ -24,7 +24,15 @@ LONGEST = 64
 PROMPTS = [np.array(ids, dtype=np.int32) for ids in ([2, 5, 6, 3], [2, 7, 3], [2, 8, 9, 10, 11, 3], [4])]
 # On accelerators vLLM's weights are written in place, on the CPU it must load them anew, unless its packed kernels are off.
 # SGLang's real engine takes a minute to start; its double takes what the real one takes, and computes with transformers.
-ENGINES = ["hf", "vllm", "vllm in place", "sglang double", *(["sglang"] if importlib.util.find_spec("sglang") else [])]
+# "vllm drafts" decodes speculatively, and has so few tokens in a step that prompts come in pieces.
+ENGINES = [
+    "hf",
+    "vllm",
+    "vllm in place",
+    "vllm drafts",
+    "sglang double",
+    *(["sglang"] if importlib.util.find_spec("sglang") else []),
+]
 # vLLM and what it imports warn of their own affairs.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -97,6 +105,8 @@ def engine(request, tiny_model):
     from rltrain.workers.rollout.vllm import VLLMRollout
 
     in_place = request.param == "vllm in place"
+    if request.param == "vllm drafts":
+        rollout.tail, rollout.max_num_batched_tokens = "exact", 16
     packed, kernels._supports_onednn = kernels._supports_onednn, kernels._supports_onednn and not in_place
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     engine = VLLMRollout(
@@ -203,6 +213,31 @@ def test_samples_differ_and_repeat_however_they_are_spread(seeded, ready):
     for share in ([3, 1], [2, 0]):
         found = answers(ready.generate(queue_of([jobs[place] for place in share]), Sampling(16)))
         assert found == [together[4 * place + number] for place in share for number in range(4)]
+
+
+def test_sampled_answers_are_those_of_the_embedded_engine(ready, plain, tiny_model, request):
+    """Whether prompts come in pieces, tokens are guessed or not: a seed says what is drawn."""
+    if "sglang" in request.node.callspec.params["engine"]:
+        pytest.skip("SGLang draws with its own random numbers")
+    device, config = get_device("cpu"), load_config(str(tiny_model))
+    embedded = HFRollout(config, dtype=torch.float32, device=device, eos_token_ids=[EOS], limits=Limits(8, LONGEST))
+    load(embedded, pieces_of(plain))
+    longest = np.array([2 + number % 5 for number in range(LONGEST - 40)], dtype=np.int32)
+    for sampling in (Sampling(40, ignore_eos=True), Sampling(40, temperature=0.6, top_k=10), Sampling(40, greedy=True)):
+        expected, found = (generate(one, sampling, [*PROMPTS, longest], 3) for one in (embedded, ready))
+        assert answers(found) == answers(expected)
+        assert torch.allclose(found.log_probs.values, expected.log_probs.values, atol=1e-4)
+
+
+def test_drafts_are_accepted_where_they_are_right(ready, request):
+    if "drafts" not in request.node.callspec.params["engine"]:
+        return  # nothing else guesses
+    engine, steps = ready._llm.llm_engine, []
+    step = engine.step
+    engine.step = lambda: steps.append(1) or step()
+    found = generate(ready, Sampling(60, greedy=True, ignore_eos=True), [PROMPTS[0]], 1)
+    engine.step = step
+    assert len(answers(found)[0]) == 60 > len(steps) + 5
 
 
 def test_a_job_is_handed_out_as_soon_as_it_has_ended(ready):

@@ -46,7 +46,7 @@ def jobs_of(prompts, num_samples: int = 1, step: int = 1) -> list[Job]:
     """One job a pair of prompt and images."""
     seeds = sample_seeds(7, step, range(len(prompts)), num_samples).reshape(-1, num_samples)
     return [
-        Job(place, np.arange(num_samples), prompt, seeds[place], tuple(images))
+        Job(place, np.arange(num_samples), prompt, seeds[place], images=tuple(images))
         for place, (prompt, images) in enumerate(prompts)
     ]
 

@@ -9,6 +9,7 @@ from rltrain.device import get_device
 from rltrain.errors import ConfigError, DataError
 from rltrain.workers.rollout.base import Sampling, WeightPiece
 from rltrain.workers.rollout.hf import HFRollout, Limits
+from rltrain.workers.rollout.kv import ROOM
 from tests.workers.engines import generate as serve
 from tests.workers.engines import jobs_of, queue_of
 
@@ -302,7 +303,7 @@ def test_scores_are_the_trainers(plain):
 
 def test_fewer_answers_run_at_once_where_memory_is_short(plain, monkeypatch):
     one = (128 + 64) * 2 * 2 * 2 * 16 * 4
-    monkeypatch.setattr("rltrain.device.Device.free_memory_bytes", lambda self: one * 14)
+    monkeypatch.setattr("rltrain.device.Device.free_memory_bytes", lambda self: int(one * 14.5 * ROOM))
     engine = make_engine(plain, memory_share=0.5)
     sizes = count_tokens(engine)
     found = generate(engine, 4, Sampling(20))

@@ -68,7 +68,7 @@ def test_what_is_chosen_does_not_depend_on_how_many_rows_are_worked_on_together(
     logits = torch.randn(50, 1000)
     noise = torch.rand(50)
     together = choose(logits.clone(), noise, Sampling(1, temperature=0.7, top_p=0.9))
-    monkeypatch.setattr("rltrain.workers.rollout.sampling._CHUNK", 3000)
+    monkeypatch.setattr("rltrain.workers.rollout.sampling._CHUNK_CPU", 3000)
     apart = choose(logits.clone(), noise, Sampling(1, temperature=0.7, top_p=0.9))
     assert all(torch.equal(*pair) for pair in zip(together, apart, strict=True))
 

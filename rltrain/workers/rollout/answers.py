@@ -20,12 +20,16 @@ Ints = NDArray[np.int64]
 
 @dataclass
 class Answer:
-    """One answer as an engine of its own hands it over. reason: stop, length or abort."""
+    """One answer as an engine of its own hands it over. reason: stop, length, or what else the engine says of one it gave up."""
 
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     reason: str = "abort"
     seconds: float = 0.0
+
+    @property
+    def whole(self) -> bool:
+        return self.reason in ("stop", "length")
 
 
 class Taken:
@@ -40,7 +44,7 @@ class Taken:
     def end(self) -> None:
         """One more answer has ended."""
         self._num_running -= 1
-        if not self._num_running and self._finished and all(answer.reason != "abort" for answer in self.answers):
+        if not self._num_running and self._finished and all(answer.whole for answer in self.answers):
             self._finished(self._job, [answer.tokens for answer in self.answers])
 
 
@@ -52,7 +56,7 @@ def generation_of(answers: Sequence[Answer]) -> Generation:
         Ragged(torch.tensor([*chain(answer.tokens for answer in answers)], dtype=torch.int32), lengths),
         Ragged(torch.tensor([*chain(answer.log_probs for answer in answers)], dtype=torch.float32), lengths),
         truncated=torch.tensor([answer.reason == "length" for answer in answers], dtype=torch.bool),
-        aborted=torch.tensor([answer.reason == "abort" for answer in answers], dtype=torch.bool),
+        aborted=torch.tensor([not answer.whole for answer in answers], dtype=torch.bool),
         seconds=torch.tensor([answer.seconds for answer in answers]),
     )
 

@@ -16,8 +16,8 @@ from rltrain.errors import ConfigError
 from rltrain.ragged import Ragged
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-# Elements of which a fingerprint is made at a time: sums of small integers are taken on 8-byte copies.
-_BLOCK = 2**18
+# Elements of which a fingerprint is made at a time, on a CPU and elsewhere: sums of small integers are taken on 8-byte copies.
+_BLOCK_CPU, _BLOCK_ACCELERATOR = 2**18, 2**22
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -150,15 +150,16 @@ def fingerprint_of(name: str, start: int, rows: Tensor, dtype: torch.dtype | Non
     sum over rows of (hash of the name | 1) * (row + 1) * (sum of the row's bits as integers). dtype: as if the rows were of that
     type. Takes no memory to speak of.
     """
-    total = 0
+    total = torch.zeros((), dtype=torch.int64, device=rows.device)
     rows = rows.reshape(len(rows) if rows.dim() else 1, -1)
-    for block in rows.split(max(1, _BLOCK // max(rows.shape[1], 1))) if rows.numel() else ():
+    size = _BLOCK_CPU if rows.device.type == "cpu" else _BLOCK_ACCELERATOR
+    for block in rows.split(max(1, size // max(rows.shape[1], 1))) if rows.numel() else ():
         bits = block.to(dtype or block.dtype).contiguous()
         sums = bits.view(_BITS[bits.dtype.itemsize]).sum(1, dtype=torch.int64)
         places = torch.arange(start + 1, start + 1 + len(sums), dtype=torch.int64, device=sums.device)
-        total += int((sums * places).sum())
+        total += (sums * places).sum()
         start += len(sums)
-    return total * (zlib.crc32(name.encode()) << 1 | 1)
+    return int(total) * (zlib.crc32(name.encode()) << 1 | 1)
 
 
 def sample_seeds(seed: int, step: int | NDArray[np.int64], rows: Sequence[int], num_samples: int) -> NDArray[np.uint64]:

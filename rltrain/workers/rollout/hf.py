@@ -27,7 +27,7 @@ from rltrain.workers.rollout.base import (
     WeightPiece,
     fingerprint_of,
 )
-from rltrain.workers.rollout.kv import KeyValues, Piece
+from rltrain.workers.rollout.kv import ROOM, KeyValues, Piece
 from rltrain.workers.rollout.sampling import choose, random_numbers
 
 _ATTENTION = "rltrain_rollout"
@@ -84,7 +84,7 @@ class HFRollout:
     def wake_cache(self) -> None:
         """Decides how many answers may be generated at once: so many that all could become as long as they may, each with a prompt
         of its own. Keys and values themselves live as long as a `generate`."""
-        budget = self._limits.memory_share * self._device.free_memory_bytes()
+        budget = self._limits.memory_share * self._device.free_memory_bytes() / ROOM
         longest = (self._limits.max_model_len + self._block) * bytes_per_token(self._model.config, self._dtype)
         self._most_rows = min(self._limits.max_num_seqs, int(budget / longest))
 
@@ -160,7 +160,8 @@ class HFRollout:
             raise ConfigError(
                 f"the memory for keys and values holds {most} answers of up to {self._limits.max_model_len} tokens at once, but "
                 f"{len(jobs[0].samples)} answers to one prompt were to be generated together. Raise {key}gpu_memory_utilization, lower "
-                f"{key}max_model_len, or set {key}max_num_seqs={max(most, 1)}, which cuts them into several parts."
+                f"{key}max_model_len"
+                + (f", or set {key}max_num_seqs={most}, which cuts them into several parts." if most else ".")
             )
         return []
 

@@ -21,6 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 Ints = NDArray[np.int64]
+# Memory of `KeyValues` over that of its rows at their longest: room to grow, and rows of answers that have ended.
+ROOM = 1.3
 # Prompts get room in steps of this many tokens.
 _PROMPT_STEP = 32
 # Queries of a piece of a long prompt are masked this many at a time.

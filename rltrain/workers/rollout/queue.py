@@ -103,7 +103,7 @@ class JobQueue:
 
     def take(self, most: int) -> list[Job]:
         """Jobs of at most ``most`` samples in all; none if none is left or wanted, or if the largest would not fit."""
-        if self._empty or self.stopped():
+        if self._empty or most < self._largest or self.stopped():
             return []
         numbers, self._empty = self._replica.agree(self._draw(most) if self._replica.leads else None)
         jobs = [self._jobs[number] for number in numbers]

@@ -186,7 +186,7 @@ class Engine:
                 reason = "abort"
                 break
             logits = await self._logits((*input_ids, *(entry[1] for entry in found)))
-            token, log_prob = self._draw(logits, len(found), sampling_params)
+            token, log_prob = self._draw(logits, len(input_ids) + len(found), sampling_params)
             found.append((log_prob, token, None))
             if token in self._eos and not sampling_params["ignore_eos"]:
                 reason = "stop"
@@ -224,6 +224,7 @@ class Engine:
         ).logits
 
     def _draw(self, logits, number, params):
+        """number: the place of the token in the sequence, as SGLang's sampler counts."""
         greedy = params["temperature"] == 0
         seed = params["sampling_seed"] if not greedy and self.settings["enable_deterministic_inference"] else None
         assert seed is None or -(2**63) <= seed < 2**63

@@ -11,12 +11,10 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -37,7 +35,7 @@ from rltrain.workers.rollout.base import (
     fingerprint_of,
 )
 from rltrain.workers.rollout.queue import Replica
-from rltrain.workers.rollout.sampling import choose, random_numbers
+from rltrain.workers.rollout.vllm_sampler import CountedSampler, Stream
 
 
 class VLLMRollout:
@@ -106,7 +104,7 @@ class VLLMRollout:
         # The worker of this process: the call passes it through as it is.
         self._worker = self._llm.collective_rpc(lambda worker: worker)[0]
         never = torch.tensor(placeholder_ids(config), dtype=torch.long, device=device.torch_device)
-        self._sampler = _CountedSampler.put_into(self._worker.model_runner, never)
+        self._sampler = CountedSampler.put_into(self._worker.model_runner, never)
         # vllm-ascend makes new parameters of experts when it wakes, without the loaders.
         parameters = self._worker.model_runner.get_model().named_parameters()
         self._loaders = {name: p.weight_loader for name, p in parameters if hasattr(p, "weight_loader")}
@@ -193,7 +191,7 @@ class VLLMRollout:
         params = self._params(
             max_tokens=min(sampling.max_tokens, self._max_model_len - len(job.prompt)) - len(given),
             temperature=0.0 if sampling.greedy else sampling.temperature,
-            extra_args=_Stream(int(job.seeds[number]), len(given)).as_arguments(),
+            extra_args=Stream(int(job.seeds[number]), len(given)).as_arguments(),
             logprobs=0,
             ignore_eos=sampling.ignore_eos,
             stop_token_ids=None if sampling.ignore_eos else self._eos,
@@ -326,104 +324,3 @@ def _write_rows(piece: WeightPiece, own: Tensor, first: int, last: int) -> None:
     begin, end = max(piece.start, first), min(piece.start + len(piece.values), last)
     if begin < end:
         own[begin - first : end - first].copy_(piece.values[begin - piece.start : end - piece.start])
-
-
-class _Stream(NamedTuple):
-    """The random numbers of one request: those of ``seed`` from ``start`` on. Travels in vLLM's ``extra_args``."""
-
-    seed: int
-    start: int
-
-    def as_arguments(self) -> dict[str, Any]:
-        return {"rltrain": tuple(self)}
-
-    @classmethod
-    def of(cls, params: Any) -> _Stream:
-        """Of the request's SamplingParams."""
-        return cls(*(params.extra_args or {}).get("rltrain", (0, 0)))
-
-
-class _CountedSampler(nn.Module):
-    """In the place of vLLM's top-k/top-p sampler: draws with counted random numbers, so that an answer depends on its seed alone.
-
-    Gives the log-probs before top-k and top-p. vLLM draws request by request; this draws the whole batch at once.
-    never: ids that are never drawn. They keep their place in the log-probs: the trainer's softmax has them too.
-    """
-
-    def __init__(self, runner: Any, never: Tensor) -> None:
-        super().__init__()
-        self._runner = [runner]  # not a module of this one
-        self._never = never
-        self._sampling = Sampling(1)
-
-    @classmethod
-    def put_into(cls, runner: Any, never: Tensor) -> _CountedSampler:
-        """Replace the drawing parts of vLLM's model runner: that of its sampler, and that which judges drafts."""
-        sampler: Any = getattr(runner, "sampler", None)
-        if not hasattr(sampler, "topk_topp_sampler") or not hasattr(sampler, "greedy_sample"):
-            raise RuntimeError(
-                f"this version of vLLM has another sampler ({type(sampler).__name__}) than rltrain knows"
-            )
-        sampler.topk_topp_sampler = counted = cls(runner, never)
-        if len(never):
-            greedy = sampler.greedy_sample
-            sampler.greedy_sample = lambda logits: greedy(counted._without_never(logits))
-        if hasattr(runner, "rejection_sampler"):
-            runner.rejection_sampler = counted.verify
-        return counted
-
-    def begin(self, sampling: Sampling) -> None:
-        """From now on: other answers."""
-        self._sampling = sampling
-
-    def forward(
-        self, logits: Tensor, generators: dict[int, torch.Generator], k: Tensor | None, p: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """logits [rows, vocabulary], divided by the temperature. Returns token ids [rows] and log-probs [rows, vocabulary]."""
-        log_probs = torch.log_softmax(logits, -1, dtype=torch.float32)
-        return self._draw(logits, [1] * len(logits)), log_probs
-
-    def verify(self, metadata: Any, draft_probs: Any, logits: Tensor, sampling_metadata: Any) -> Any:
-        """In the place of vLLM's rejection sampler: a draft is accepted as long as it is what would have been drawn without it.
-
-        That is as often as rejection sampling accepts a draft that is sure of itself (Leviathan et al. 2023), and the answer is that
-        without drafts. logits [drafts and one more of each request, vocabulary], not divided. Returns vLLM's SamplerOutput: -1 after what
-        was accepted and the first token that was not.
-        """
-        from vllm.v1.outputs import LogprobsTensors, SamplerOutput
-
-        scores = logits.float() / (1.0 if self._sampling.greedy else self._sampling.temperature)
-        counts = [drafts + 1 for drafts in metadata.num_draft_tokens]
-        log_probs = torch.log_softmax(scores, -1)
-        drawn = self._draw(scores, counts)
-        log_probs = log_probs.gather(-1, drawn[:, None])[:, 0]
-        drafts = torch.full_like(drawn, -1)
-        drafts[metadata.target_logits_indices.long()] = metadata.draft_token_ids.long()
-
-        def table(rows: Tensor, padding: float) -> Tensor:
-            return nn.utils.rnn.pad_sequence(list(rows.split(counts)), batch_first=True, padding_value=padding)
-
-        accepted = table((drawn == drafts).long(), 0).cumprod(1)
-        tokens = table(drawn, -1)
-        tokens[:, 1:].masked_fill_(accepted[:, :-1] == 0, -1)
-        ids = tokens.clamp(min=0).view(-1, 1).int()
-        ranks = torch.zeros_like(ids[:, 0])  # nobody reads them
-        return SamplerOutput(tokens.int(), LogprobsTensors(ids, table(log_probs, 0.0).view(-1, 1), ranks))
-
-    def _draw(self, logits: Tensor, counts: Sequence[int]) -> Tensor:
-        """logits [rows, vocabulary], divided by the temperature, which are overwritten -> token ids [rows]. counts: of rows, by request."""
-        runner = self._runner[0]
-        seeds, places = np.zeros(len(logits), dtype=np.uint64), np.zeros(len(logits), dtype=np.int64)
-        row = 0
-        # No names: vLLM tries itself out.
-        for name, count in zip(runner.input_batch.req_ids, counts, strict=False):
-            request = runner.requests[name]
-            stream = _Stream.of(request.sampling_params)
-            seeds[row : row + count] = stream.seed
-            places[row : row + count] = stream.start + len(request.output_token_ids) + np.arange(count)
-            row += count
-        noise = torch.from_numpy(random_numbers(seeds, places)).to(logits.device)
-        return choose(self._without_never(logits), noise, replace(self._sampling, temperature=1.0))[0]
-
-    def _without_never(self, scores: Tensor) -> Tensor:
-        return scores.index_fill(-1, self._never, -torch.inf) if len(self._never) else scores

@@ -30,7 +30,10 @@ LAYERS = [
 # Where a heavy package may be imported.
 HOMES = {
     "ray": ("main_ppo.py", "controller/", "rewards/pool.py"),
-    "vllm": ("workers/rollout/vllm.py",),
+    "vllm": (
+        "workers/rollout/vllm.py",
+        "workers/rollout/vllm_sampler.py",
+    ),
     "sglang": ("workers/rollout/sglang.py",),
     "transformers": ("models/", "data/chat.py", "workers/rollout/hf.py"),
     "torch_npu": ("device.py",),

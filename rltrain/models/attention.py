@@ -30,6 +30,8 @@ NAME = "rltrain_packed"
 PLAN = "rltrain_plan"
 # Queries are masked this many at a time, so that a mask is never larger than this times the keys of one segment.
 _BLOCK = 512
+# npu_fusion_attention takes no more of them in one call.
+_NPU_SEGMENTS = 1024
 
 
 class Segment(NamedTuple):
@@ -115,7 +117,6 @@ def attend(
     plan: AttentionPlan,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    dropout: float = 0.0,
 ) -> Tensor:
     """Attention by ``plan``: the one entry to whatever kernel the device has.
 
@@ -124,11 +125,11 @@ def attend(
     """
     kernel = _kernel(query)
     window = None if sliding_window is None or sliding_window >= max(plan.key_lengths) else sliding_window
-    if kernel is not None and not dropout:
+    if kernel is not None:
         return kernel(query, key, value, plan, scaling, window)
     parts = (query.split(plan.query_lengths, dim=2), _keys(key, plan), _keys(value, plan))
-    outputs = [_segment(*part, scaling, window, dropout) for part in zip(*parts, strict=True)]
-    return torch.cat(outputs, dim=2).transpose(1, 2)
+    outputs = [_segment(*part, scaling, window) for part in zip(*parts, strict=True)]
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
 
 
 def packed_attention(
@@ -153,12 +154,16 @@ def packed_attention(
         raise NotImplementedError(
             f"{type(module).__name__} does not hand keyword arguments on to its attention, so packed sequences cannot be trained"
         )
-    if softcap is not None or "s_aux" in unused:
+    if softcap is not None or unused.get("s_aux") is not None:
         raise NotImplementedError("attention with soft-capping or sinks is not supported on packed sequences")
+    if dropout or attention_mask is not None:
+        raise NotImplementedError(
+            f"{type(module).__name__} asks for {'dropout' if dropout else 'a mask of its own'}, which packed sequences do not get"
+        )
     if rltrain_group is None:
-        return attend(query, key, value, rltrain_plan, scaling, sliding_window, dropout), None
+        return attend(query, key, value, rltrain_plan, scaling, sliding_window), None
     query, key, value = share_of_heads(rltrain_group, query, key, value)
-    output = attend(query, key, value, rltrain_plan, scaling, sliding_window, dropout)
+    output = attend(query, key, value, rltrain_plan, scaling, sliding_window)
     return share_of_tokens(rltrain_group, output), None
 
 
@@ -168,9 +173,21 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
 
 
-def check_layers(config: PretrainedConfig) -> None:
-    """Raises ConfigError for layers that mix tokens in another way than `attend` knows: they would mix the samples of a packed row."""
-    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+def check_layers(config: PretrainedConfig, longest: int | None = None) -> None:
+    """Raises ConfigError for models whose layers would mix the samples of a packed row. longest: tokens of a sequence, at most.
+
+    That is other kinds of layers than `attend` knows, and rotary frequencies that follow from the longest sequence of a forward.
+    """
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    limit: int = rope.get("original_max_position_embeddings") or getattr(text, "max_position_embeddings", None) or 0
+    if rope.get("rope_type") in ("longrope", "dynamic") and (longest is None or longest > limit):
+        raise ConfigError(
+            f"{type(config).__name__} has other rotary frequencies beyond {limit} tokens (rope_type={rope['rope_type']}), so "
+            "samples of one forward would change each other. Keep "
+            f"data.max_prompt_length + data.max_response_length (now {longest}) within {limit}."
+        )
+    kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:
         raise ConfigError(
             f"{type(config).__name__} has layers of kind {', '.join(sorted(kinds))}, which rltrain cannot train on packed sequences. "
@@ -191,12 +208,13 @@ def _keys(tensor: Tensor, plan: AttentionPlan) -> list[Tensor]:
     ]
 
 
-def _segment(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None, dropout: float
-) -> Tensor:
+def _segment(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
     """query [1, heads, n, d] of the last n places of key, value [1, kv heads, m, d]."""
-    grouped = query.shape[1] != key.shape[1]
-    settings: dict[str, Any] = {"scale": scaling, "dropout_p": dropout, "enable_gqa": grouped}
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1 and query.device.type != "cpu":
+        # With enable_gqa only a kernel that builds all scores at once is left where the flash kernel does not fit.
+        key, value, groups = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), 1
+    settings: dict[str, Any] = {"scale": scaling, "enable_gqa": groups > 1}
     product = nn.functional.scaled_dot_product_attention
     if query.shape[2] == key.shape[2] and (window is None or key.shape[2] <= window):
         return product(query, key, value, is_causal=True, **settings)
@@ -246,12 +264,14 @@ def _cuda(
 ) -> Tensor:
     query_starts, key_starts, where = plan.on_device(query.device)
     rows = [_rows(tensor)[where] if plan.has_prefixes else _rows(tensor).contiguous() for tensor in (key, value)]
-    flash = _flash()
+    flash, width = _flash(), value.shape[-1]
     assert flash is not None
+    # The kernel knows one head size; multi-head latent attention has narrower values.
+    rows[1] = nn.functional.pad(rows[1], (0, query.shape[-1] - width))
     return flash(
         _rows(query).contiguous(), *rows, query_starts, key_starts, max(plan.query_lengths), max(plan.key_lengths),
         scale=scaling, left=-1 if window is None else window - 1, grouped=query.shape[1] != key.shape[1],
-    )[None]  # fmt: skip
+    )[None, ..., :width]  # fmt: skip
 
 
 @cache
@@ -260,7 +280,7 @@ def _flash() -> Callable[..., Any] | None:
     try:
         from torch.nn.attention.varlen import varlen_attn
 
-        if "window_size" in inspect.signature(varlen_attn).parameters:
+        if {"window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys():
             return lambda *tensors, scale, left, grouped: varlen_attn(
                 *tensors, scale=scale, window_size=(left, 0), enable_gqa=grouped
             )
@@ -284,11 +304,17 @@ def _npu(
         where = plan.on_device(query.device)[2]
         rows = [each[where] for each in rows]
     band = {"sparse_mode": 3} if window is None else {"sparse_mode": 4, "pre_tockens": window - 1, "next_tockens": 0}
-    return npu_fusion_attention()(
-        _rows(query).contiguous(), *(each.contiguous() for each in rows), query.shape[1], "TND",
-        atten_mask=_upper_triangle(query.device), scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        actual_seq_qlen=plan.query_ends, actual_seq_kvlen=plan.key_ends, **band,
-    )[0][None]  # fmt: skip
+    outputs = []
+    for first in range(0, len(plan.segments), _NPU_SEGMENTS):
+        q_ends, kv_ends = (ends[first : first + _NPU_SEGMENTS] for ends in (plan.query_ends, plan.key_ends))
+        q_start, kv_start = (ends[first - 1] if first else 0 for ends in (plan.query_ends, plan.key_ends))
+        some = (each[kv_start : kv_ends[-1]].contiguous() for each in rows)
+        outputs.append(npu_fusion_attention()(
+            _rows(query)[q_start : q_ends[-1]].contiguous(), *some, query.shape[1], "TND",
+            atten_mask=_upper_triangle(query.device), scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+            actual_seq_qlen=tuple(end - q_start for end in q_ends), actual_seq_kvlen=tuple(end - kv_start for end in kv_ends), **band,
+        )[0])  # fmt: skip
+    return torch.cat(outputs)[None]
 
 
 @cache

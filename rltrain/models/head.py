@@ -47,9 +47,13 @@ class Scaling(NamedTuple):
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> Scaling:
-        """What the family applies: Cohere multiplies by ``logit_scale``, Granite divides by ``logits_scaling``, Gemma 2 soft-caps."""
+        """What the family applies: Cohere multiplies by ``logit_scale``, Granite divides by ``logits_scaling``, HyperCLOVA X multiplies
+        by it, Gemma 2 soft-caps."""
         text = config.get_text_config()
-        multiplier = (getattr(text, "logit_scale", None) or 1.0) / (getattr(text, "logits_scaling", None) or 1.0)
+        scaling = getattr(text, "logits_scaling", None) or 1.0
+        multiplier = (getattr(text, "logit_scale", None) or 1.0) * (
+            scaling if text.model_type == "hyperclovax" else 1 / scaling
+        )
         return cls(multiplier, getattr(text, "final_logit_softcapping", None) or None)
 
     def apply(self, x: Tensor) -> Tensor:

@@ -199,6 +199,11 @@ def _target_layers(model: PreTrainedModel, lora: Lora) -> list[str]:
             )
         chosen = stored
     elif lora.target_modules == "all-linear":
+        if any(".experts." in name and parameter.dim() > 2 for name, parameter in model.named_parameters()):
+            raise ConfigError(
+                f"{lora.section}.target_modules=all-linear does not reach the experts of this model, whose weights are not linear layers. "
+                f"Name the layers that are to be trained, such as {lora.section}.target_modules=[q_proj,k_proj,v_proj,o_proj]."
+            )
         head = model.get_output_embeddings()
         chosen = {name for name, module in linear.items() if module is not head}
     else:

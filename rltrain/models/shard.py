@@ -53,14 +53,15 @@ def sharded_model(
     trust_remote_code: bool = False,
     lora: Lora | None = None,
     group: ProcessGroup | None = None,
+    longest: int | None = None,
 ) -> Model:
     """The model, one shard on each rank. Only rank 0 reads the weights; no rank ever holds more than one layer whole.
 
     ``lora``: with these adapters, in their own dtype, over frozen weights in ``master_dtype``. ``group``: ranks that hold
-    each sequence together (see `ulysses`).
+    each sequence together (see `ulysses`). ``longest``: tokens of a sequence, at most.
     """
     attention.register()
-    attention.check_layers(config)
+    attention.check_layers(config, longest)
     config = without_dropout(config)
     decoder_only = issubclass(kind, ScalarModel)
     model = empty_model(

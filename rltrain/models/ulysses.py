@@ -80,8 +80,8 @@ def share_of_heads(group: ProcessGroup, *tensors: Tensor) -> list[Tensor]:
     ranks = group.size()
     parts = []
     for tensor in tensors:
-        heads = tensor.shape[1]
-        tensor = tensor.repeat_interleave(math.lcm(heads, ranks) // heads, 1)
+        times = math.lcm(tensor.shape[1], ranks) // tensor.shape[1]
+        tensor = tensor.repeat_interleave(times, 1) if times > 1 else tensor
         parts.append(tensor[0].unflatten(0, (ranks, -1)))
     received = _Exchange.apply(torch.cat([part.flatten(1) for part in parts], 1), group)
     pieces = received.split([part[0].numel() for part in parts], 1)

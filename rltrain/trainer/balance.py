@@ -35,14 +35,13 @@ class Workload:
     """Tokens and cost of n samples. owners [n]: samples of one owner share their prompt within a micro-batch.
 
     The cost of a token is 1, of a pair of query and key ``pair_cost``: their FLOPs in relation to those of a token's matrix
-    products. images [n]: what the pictures of the prompt cost beside its tokens, in tokens.
+    products.
     """
 
     prompts: Ids
     answers: Ids
     owners: Ids
     pair_cost: float = 0.0
-    images: NDArray[np.float64] | None = None
 
     @classmethod
     def of_groups(cls, prompts: Ids, answers: Ids, groups: Ids, pair_cost: float = 0.0) -> Workload:
@@ -56,8 +55,7 @@ class Workload:
 
     @cached_property
     def prompt_cost(self) -> NDArray[np.float64]:
-        images = 0.0 if self.images is None else self.images
-        return self.prompts + self.pair_cost * np.square(self.prompts, dtype=np.float64) / 2 + images
+        return self.prompts + self.pair_cost * np.square(self.prompts, dtype=np.float64) / 2
 
     def _once(self, ids: Ids) -> Ids:
         """One sample of each owner: it pays for the prompt."""

@@ -87,6 +87,7 @@ class ActorRefWorker:
             reshard_after_forward=fsdp.reshard_after_forward,
             trust_remote_code=self._model_cfg.trust_remote_code,
             lora=lora,
+            longest=self._cfg.data.max_prompt_length + self._cfg.data.max_response_length,
             group=sequence_group(self._config, size, f"actor_rollout_ref.{role}.ulysses_sequence_parallel_size"),
         )
 
@@ -177,14 +178,23 @@ class ActorRefWorker:
 
     @torch.no_grad()
     def score_text(self, tokens: Sequence[int]) -> Tensor:
-        """log pi(token) of ``tokens[1:]`` at temperature 1: [len(tokens) - 1]."""
+        """log pi(token) of ``tokens[1:]`` at temperature 1: [len(tokens) - 1].
+
+        Computed as the update computes: behind another text, and the second half as an answer that shares its prompt. So whoever compares
+        these with an engine's finds out a model that mixes the samples of a packed row.
+        """
         self._policy.eval()
-        whole = Batch(
-            {"tokens": Ragged.from_rows([torch.tensor(tokens)]), "prompt_length": torch.ones(1, dtype=torch.long)}
+        text, half = torch.tensor(tokens), max(len(tokens) // 2, 1)
+        rows = Batch(
+            {
+                "tokens": Ragged.from_rows([text.flip(0), text, text, text]),
+                "prompt_length": torch.tensor([1, 1, half, half]),
+            }
         )
-        log_probs: Tensor = self._policy(pack(whole, self._device.torch_device), 1.0).log_probs.cpu()
+        log_probs: Tensor = self._policy(pack(rows, self._device.torch_device), 1.0).log_probs.cpu()
         reshard(self._policy)
-        return log_probs
+        whole, shared = log_probs.split([len(tokens) - 1] * 2 + [len(tokens) - half] * 2)[1::2]
+        return torch.cat([whole[: half - 1], shared])
 
     def _old(self, batch: Batch) -> Tensor:
         """log pi_old: the trainer's own, or with bypass_mode the engine's."""
@@ -210,10 +220,11 @@ class ActorRefWorker:
         inputs = pack(micro, self._device.torch_device)
         reference = self._reference_states(inputs) if self._exact_kl_loss else None
         temperature, with_entropy = self._rollout_cfg.temperature, self._actor_cfg.entropy_coeff != 0
-        log_probs, entropy, kl = self._policy(inputs, temperature, with_entropy or not mini.scored, reference)
+        measures = not mini.scored or self._correction.bypass_mode
+        log_probs, entropy, kl = self._policy(inputs, temperature, with_entropy or measures, reference)
         if not len(micro):
             return idle(log_probs)
-        sums = {} if mini.scored and not self._correction.bypass_mode else self._measure(micro, log_probs, entropy)
+        sums = self._measure(micro, log_probs, entropy) if measures else {}
         micro = micro.to(self._device.torch_device)
         if self._actor_cfg.use_kl_loss and kl is None:
             kl = kl_per_token(log_probs, micro.ragged("ref_log_probs").values, self._actor_cfg.kl_loss_type)
@@ -242,7 +253,7 @@ class ActorRefWorker:
         columns, sums = compare(log_prob, engine, self._correction, _given(micro))
         if not self._correction.bypass_mode:
             micro.update({"old_log_probs": log_prob, **columns})
-        return sums if entropy is None else sums | {"entropy": float(entropy.detach().double().sum())}
+        return sums if entropy is None else sums | {"entropy": float(entropy.detach().cpu().double().sum())}
 
     def _correct(self, micro: Batch, log_probs: Tensor, task: UpdateTask) -> tuple[Ragged, Tensor | None]:
         """(tokens that count, importance weights). With bypass_mode both follow from the current policy."""

@@ -53,6 +53,7 @@ class CriticWorker:
             reshard_after_forward=fsdp.reshard_after_forward,
             trust_remote_code=model_cfg.trust_remote_code,
             lora=lora,
+            longest=cfg.data.max_prompt_length + cfg.data.max_response_length,
             group=sequence_group(
                 config, cfg.critic.ulysses_sequence_parallel_size, "critic.ulysses_sequence_parallel_size"
             ),

@@ -29,11 +29,10 @@ class RewardModelWorker:
         device, model_cfg, fsdp = residency.device, cfg.reward_model.model, cfg.reward_model.model.fsdp_config
         assert model_cfg.path is not None
         config = load_config(model_cfg.path, "reward_model.model", trust_remote_code=model_cfg.trust_remote_code)
-        head = read_score_head(model_cfg.path)
-        if head is None or head.shape[0] != 1:
-            has = "no classification head (score.weight)" if head is None else f"{head.shape[0]} labels"
+        if read_score_head(model_cfg.path) is None:
             raise ConfigError(
-                f"reward_model.model.path={model_cfg.path} has {has}. Give a sequence classifier with one label."
+                f"reward_model.model.path={model_cfg.path} has no classification head (score.weight). Give a sequence classifier with "
+                "one label."
             )
         self._encoder = ChatEncoder(
             model_cfg.path, trust_remote_code=model_cfg.trust_remote_code, chat_template=None, template_kwargs={}
@@ -55,6 +54,7 @@ class RewardModelWorker:
             gradient_checkpointing=False,
             reshard_after_forward=fsdp.reshard_after_forward,
             trust_remote_code=model_cfg.trust_remote_code,
+            longest=cfg.data.max_prompt_length + cfg.data.max_response_length,
         )
         self._model.requires_grad_(False).eval()
         residency.add_model(self._model, "reward", offload=fsdp.param_offload)

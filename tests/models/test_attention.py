@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 from transformers import Qwen2Config
 
 from rltrain.errors import ConfigError
@@ -81,8 +82,10 @@ def test_what_the_accelerators_kernels_are_given_describes_the_same_attention(pl
         assert (sparse_mode, next_tockens) in ((3, 2147483647), (4, 0))
         return (by_sequence(q, k, v, actual_seq_qlen, actual_seq_kvlen, scale, pre_tockens),)
 
-    inputs = tensors(plan)
+    query, key, value = tensors(plan)
+    inputs = (query, key, value[..., :6])  # values narrower than keys, as in multi-head latent attention
     expected = attend(*inputs, plan, 0.3, window)
+    monkeypatch.setattr(attention, "_NPU_SEGMENTS", 2)
     monkeypatch.setattr(attention, "_flash", lambda: varlen)
     monkeypatch.setattr(attention, "npu_fusion_attention", lambda: fusion)
     for kernel in (attention._cuda, attention._npu):
@@ -112,3 +115,22 @@ def test_layers_that_would_mix_samples_are_refused():
     attention.check_layers(Qwen2Config(num_hidden_layers=2, layer_types=["full_attention", "sliding_attention"]))
     with pytest.raises(ConfigError, match="layers of kind chunked_attention"):
         attention.check_layers(Qwen2Config(num_hidden_layers=2, layer_types=["full_attention", "chunked_attention"]))
+
+
+@pytest.mark.parametrize(("longest", "fits"), [(128, True), (129, False), (None, False)])
+def test_frequencies_that_follow_the_longest_sequence_are_refused_where_they_would_change(longest, fits):
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    config = Qwen2Config(num_hidden_layers=2, max_position_embeddings=128, rope_parameters=rope)
+    if fits:
+        attention.check_layers(config, longest)
+        return
+    with pytest.raises(ConfigError, match=r"rotary frequencies beyond 128 tokens .* within 128"):
+        attention.check_layers(config, longest)
+
+
+def test_a_mask_of_the_models_own_is_refused():
+    one = torch.zeros(1, 2, 3, 4)
+    with pytest.raises(NotImplementedError, match="a mask of its own"):
+        attention.packed_attention(
+            nn.Module(), one, one, one, torch.zeros(1, 1, 3, 3), rltrain_plan=AttentionPlan.of_lengths([3])
+        )

@@ -38,12 +38,15 @@ VARIANTS = {
     "lora": {**LORA, "critic.model.lora_rank": 3},
     "lora, exact kl": {**LORA, A + "kl_loss_type": "full"},
 }
-# (processes, those of them that share sequences), and the variants that are run so.
-ALONE = [(1, 1), (2, 1), (4, 1)]
-SHARING = [(2, 2), (4, 2), (4, 4)]
-SHARED_VARIANTS = ["loss clip_cov", "exact kl", "lora"]
-CASES = [(*sizes, name) for sizes in ALONE[1:] for name in VARIANTS]
-CASES += [(*sizes, name) for sizes in SHARING for name in SHARED_VARIANTS]
+# (processes, those of them that share sequences): the variants that are run so.
+SOME = ["loss clip_cov", "exact kl", "lora"]
+CUTS = {
+    (1, 1): list(VARIANTS),
+    (2, 1): list(VARIANTS),
+    (4, 1): ["loss vanilla", "loss kl_cov", "agg seq-mean-token-mean", *SOME],
+    **dict.fromkeys([(2, 2), (4, 2), (4, 4)], SOME),
+}
+CASES = [(*sizes, name) for sizes, names in CUTS.items() if sizes != (1, 1) for name in names]
 # Three prompts with two, three and two answers, which share them where they meet in a micro-batch.
 GROUPS = [0, 0, 1, 1, 1, 2, 2]
 PROMPTS = [4, 4, 5, 5, 5, 3, 3]
@@ -120,11 +123,11 @@ def rank_main(rank: int, world: int, folder: Path) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / f"store_{world}"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    sizes = [each for each in ALONE + SHARING if each[0] == world]
     found = {
-        (*each, name): run_variant(folder, VARIANTS[name], each[1])
-        for each in sizes
-        for name in (VARIANTS if each in ALONE else SHARED_VARIANTS)
+        (*sizes, name): run_variant(folder, VARIANTS[name], sizes[1])
+        for sizes, names in CUTS.items()
+        if sizes[0] == world
+        for name in names
     }
     if rank == 0:
         torch.save(found, folder / f"world_{world}.pt")

@@ -84,7 +84,7 @@ def run_ours(folder: Path, limit: int, options: argparse.Namespace) -> Steps:
         "data.max_prompt_length=128", f"data.max_response_length={limit}", "data.shuffle=False",
         f"actor_rollout_ref.model.path={folder}/model", "actor_rollout_ref.model.enable_gradient_checkpointing=False",
         f"{actor}.ppo_mini_batch_size={PROMPTS // 2}", f"{actor}.optim.lr=1e-6", f"{actor}.use_kl_loss=True", f"{actor}.kl_loss_coef=0.001",
-        f"{actor}.fsdp_config.compute_dtype={options.dtype}", f"{actor}.ppo_max_token_len_per_gpu={MICRO_BATCH * 256}",
+        f"{actor}.fsdp_config.compute_dtype={options.dtype}", f"{actor}.ppo_max_token_len_per_gpu={MICRO_BATCH * 140}",
         f"{rollout}.n={ANSWERS}", f"{rollout}.dtype={options.dtype}",
         f"custom_reward_function.path={folder}/reward.py", "custom_reward_function.name=reward", "reward.num_workers=1",
         "trainer.device=cpu", "trainer.n_gpus_per_node=1", f"trainer.total_training_steps={options.steps + 1}", "trainer.logger=[]",

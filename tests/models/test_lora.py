@@ -48,9 +48,11 @@ def save(family, folder) -> str:
 def make(
     folder: str, lora: Lora = LORA, kind=PolicyModel, dtype=torch.float32, gradient_checkpointing=False, **changes
 ):
-    device = get_device("cpu")
+    device, config = get_device("cpu"), load_config(folder)
+    if config.model_type == "qwen3_moe" and not lora.path and "path" not in changes:
+        changes.setdefault("target_modules", ["q_proj", "k_proj", "v_proj", "o_proj"])
     return sharded_model(
-        kind, folder, load_config(folder), make_mesh(device), device, master_dtype=dtype, compute_dtype=dtype,
+        kind, folder, config, make_mesh(device), device, master_dtype=dtype, compute_dtype=dtype,
         gradient_checkpointing=gradient_checkpointing, lora=replace(lora, **changes),
     )  # fmt: skip
 
@@ -123,7 +125,10 @@ def test_the_adapter_folder_is_one_that_peft_loads(qwen2, tmp_path, targets):
 
 
 def test_the_adapter_folder_of_a_mixture_of_experts_is_one_that_peft_loads(tmp_path):
-    check_peft_loads(save("qwen3_moe", tmp_path / "base"), tmp_path, "all-linear")
+    folder = save("qwen3_moe", tmp_path / "base")
+    with pytest.raises(ConfigError, match=r"all-linear does not reach the experts .*target_modules=\[q_proj,"):
+        make(folder, target_modules="all-linear")
+    check_peft_loads(folder, tmp_path, ["q_proj", "o_proj"])
 
 
 def check_peft_loads(folder, tmp_path, targets):

@@ -14,6 +14,6 @@ python -m rltrain.main_ppo \
     actor_rollout_ref.actor.optim.weight_decay=0.1 actor_rollout_ref.actor.ppo_mini_batch_size=32 \
     actor_rollout_ref.actor.clip_ratio_low=0.2 actor_rollout_ref.actor.clip_ratio_high=0.28 \
     actor_rollout_ref.actor.loss_agg_mode=token-mean actor_rollout_ref.actor.ppo_max_token_len_per_gpu=20480 \
-    actor_rollout_ref.rollout.name=hf actor_rollout_ref.rollout.n=16 \
+    actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n=16 \
     trainer.device=npu trainer.n_gpus_per_node=8 trainer.save_freq=10 trainer.total_training_steps=500 \
     trainer.project_name=dapo trainer.experiment_name=qwen2_5_math_7b_npu "$@"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# PPO with a critic (GAE) on GSM8K, one node of 8 NPUs, embedded rollout engine. Not run on hardware yet.
+# PPO with a critic (GAE) on GSM8K, one node of 8 NPUs, vLLM (vllm-ascend) as rollout engine. Not run on hardware yet.
 # Data: python -m rltrain.data_preprocess.gsm8k --input FOLDER --output data/gsm8k
 set -euo pipefail
 DATA="${DATA:-data/gsm8k}"
@@ -11,6 +11,6 @@ python -m rltrain.main_ppo \
     data.train_batch_size=1024 data.max_prompt_length=512 data.max_response_length=512 data.filter_overlong_prompts=True \
     actor_rollout_ref.model.path="$MODEL" actor_rollout_ref.actor.optim.lr=1e-6 actor_rollout_ref.actor.ppo_mini_batch_size=256 \
     critic.optim.lr=1e-5 critic.model.fsdp_config.param_offload=True critic.model.fsdp_config.optimizer_offload=True \
-    actor_rollout_ref.rollout.name=hf trainer.critic_warmup=10 \
+    actor_rollout_ref.rollout.name=vllm trainer.critic_warmup=10 \
     trainer.device=npu trainer.n_gpus_per_node=8 trainer.save_freq=20 trainer.test_freq=5 trainer.total_epochs=15 \
     trainer.project_name=gsm8k trainer.experiment_name=ppo_qwen2_5_0_5b_npu "$@"

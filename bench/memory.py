@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from rltrain.batch import Batch
 from rltrain.device import get_device
-from rltrain.models import forward, head
+from rltrain.models import head, packing
 from rltrain.models.load import load_config
 from rltrain.models.shard import make_mesh, sharded_model
 from rltrain.ragged import Ragged
@@ -63,7 +63,7 @@ def measure(way: str, work: str, vocabulary: int, tokens: int) -> float:
     batch = Batch({"tokens": Ragged.from_rows(rows), "prompt_length": torch.full((len(rows),), PROMPT)})
     before = peak_mib()
     with torch.set_grad_enabled(work == "update"):
-        log_probs, entropy, _ = policy(forward.pack(batch, device.torch_device), 1.0, True)
+        log_probs, entropy, _ = policy(packing.pack(batch, device.torch_device), 1.0, True)
         if work == "update":
             (log_probs.sum() + 0.01 * entropy.sum()).backward()
     return peak_mib() - before

@@ -23,8 +23,9 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from rltrain.batch import Batch
 from rltrain.device import get_device
-from rltrain.models.forward import PolicyModel, pack
+from rltrain.models.forward import PolicyModel
 from rltrain.models.load import load_config
+from rltrain.models.packing import pack
 from rltrain.models.shard import make_mesh, sharded_model
 from rltrain.ragged import Ragged
 

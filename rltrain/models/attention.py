@@ -11,11 +11,9 @@ npu_fusion_attention on Ascend. The last two are written against the real signat
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property
-from itertools import accumulate
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PretrainedC
 
 from rltrain.device import npu_fusion_attention
 from rltrain.errors import ConfigError
+from rltrain.models.packing import AttentionPlan
 from rltrain.models.ulysses import share_of_heads, share_of_tokens
 
 NAME = "rltrain_packed"
@@ -32,82 +31,6 @@ PLAN = "rltrain_plan"
 _BLOCK = 512
 # npu_fusion_attention takes no more of them in one call.
 _NPU_SEGMENTS = 1024
-
-
-class Segment(NamedTuple):
-    """Queries [start, stop): they see the keys of ``prefix`` (the range of an earlier segment) and, causally, those of their own."""
-
-    start: int
-    stop: int
-    prefix: tuple[int, int] = (0, 0)
-
-    @property
-    def prefix_length(self) -> int:
-        return self.prefix[1] - self.prefix[0]
-
-
-@dataclass(frozen=True)
-class AttentionPlan:
-    """Who sees whom in one packed row, in host integers. The segments follow one another and cover all tokens."""
-
-    segments: tuple[Segment, ...]
-
-    @classmethod
-    def of_lengths(cls, lengths: Sequence[int]) -> AttentionPlan:
-        """Segments that see themselves alone."""
-        ends = list(accumulate(lengths))
-        return cls(tuple(Segment(end - length, end) for end, length in zip(ends, lengths, strict=True)))
-
-    @property
-    def num_tokens(self) -> int:
-        return self.segments[-1].stop
-
-    def padded_to(self, num_tokens: int) -> AttentionPlan:
-        """With one more segment, where tokens are missing to that number."""
-        end = self.num_tokens
-        return self if end == num_tokens else AttentionPlan((*self.segments, Segment(end, num_tokens)))
-
-    @cached_property
-    def query_lengths(self) -> tuple[int, ...]:
-        return tuple(segment.stop - segment.start for segment in self.segments)
-
-    @cached_property
-    def key_lengths(self) -> tuple[int, ...]:
-        return tuple(segment.prefix_length + segment.stop - segment.start for segment in self.segments)
-
-    @cached_property
-    def query_ends(self) -> tuple[int, ...]:
-        return tuple(accumulate(self.query_lengths))
-
-    @cached_property
-    def key_ends(self) -> tuple[int, ...]:
-        return tuple(accumulate(self.key_lengths))
-
-    @cached_property
-    def has_prefixes(self) -> bool:
-        return any(segment.prefix_length for segment in self.segments)
-
-    @cached_property
-    def on_device(self) -> _OnDevice:
-        return _OnDevice(self)
-
-
-class _OnDevice:
-    """The plan's tensors, made once a device rather than once a layer."""
-
-    def __init__(self, plan: AttentionPlan) -> None:
-        self._plan = plan
-        self._made: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
-
-    def __call__(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Cumulative query lengths and key lengths [segments + 1] (int32); where the key rows of all segments lie [keys]."""
-        if device not in self._made:
-            plan = self._plan
-            rows = [torch.arange(*part) for each in plan.segments for part in (each.prefix, (each.start, each.stop))]
-            ends = (torch.tensor((0, *ends), dtype=torch.int32) for ends in (plan.query_ends, plan.key_ends))
-            queries, keys, where = (each.to(device) for each in (*ends, torch.cat(rows)))
-            self._made[device] = queries, keys, where
-        return self._made[device]
 
 
 def attend(

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,9 +22,7 @@ from torch.nn.functional import pad
 from transformers import PretrainedConfig
 
 from rltrain.errors import ConfigError
-
-if TYPE_CHECKING:
-    from rltrain.models.forward import PackedInputs
+from rltrain.models.packing import PackedInputs
 
 GROUP = "rltrain_group"
 

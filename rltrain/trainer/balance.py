@@ -3,7 +3,7 @@
 The driver decides for all ranks at once, from lengths alone: every rank gets the same number of micro-batches, so that no
 collective waits for one that never comes. Which samples share an optimizer step is settled before and does not change here.
 
-Answers to one prompt that meet in a micro-batch share its tokens (`models.forward.pack`). Keeping them together saves work and
+Answers to one prompt that meet in a micro-batch share its tokens (`models.packing.pack`). Keeping them together saves work and
 makes coarser pieces to spread; how far to go is what the cost model decides.
 """
 
@@ -18,7 +18,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from rltrain.models.forward import joins
+from rltrain.models.packing import joins
 from rltrain.trainer.plan import PassBudget
 
 Ids = NDArray[np.int64]

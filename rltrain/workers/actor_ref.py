@@ -16,10 +16,11 @@ from rltrain.batch import Batch
 from rltrain.config.schema import Config
 from rltrain.device import resolve_dtype
 from rltrain.models.export import export_huggingface
-from rltrain.models.forward import PackedInputs, PolicyModel, final_logits, model_numbers, pack
+from rltrain.models.forward import PolicyModel, final_logits, model_numbers
 from rltrain.models.head import ReferenceStates
 from rltrain.models.load import load_config
 from rltrain.models.lora import adapters_off, lora_of, save_adapter
+from rltrain.models.packing import PackedInputs, pack
 from rltrain.models.shard import make_mesh, reshard, sharded_model
 from rltrain.models.state import load_training_state, save_training_state
 from rltrain.models.ulysses import sequence_group

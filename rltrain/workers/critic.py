@@ -12,9 +12,10 @@ from rltrain.algorithms.value_loss import value_loss
 from rltrain.batch import Batch
 from rltrain.config.schema import Config
 from rltrain.device import resolve_dtype
-from rltrain.models.forward import ScalarModel, pack
+from rltrain.models.forward import ScalarModel
 from rltrain.models.load import load_config
 from rltrain.models.lora import lora_of
+from rltrain.models.packing import pack
 from rltrain.models.shard import make_mesh, reshard, sharded_model
 from rltrain.models.state import load_training_state, save_training_state
 from rltrain.models.ulysses import sequence_group

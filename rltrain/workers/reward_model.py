@@ -12,8 +12,9 @@ from rltrain.data.chat import ChatEncoder
 from rltrain.data.rows import Rows
 from rltrain.device import resolve_dtype
 from rltrain.errors import ConfigError, DataError, NonFiniteError
-from rltrain.models.forward import ScalarModel, pack_whole
+from rltrain.models.forward import ScalarModel
 from rltrain.models.load import load_config, read_score_head
+from rltrain.models.packing import pack_whole
 from rltrain.models.shard import make_mesh, reshard, sharded_model
 from rltrain.workers.residency import Residency
 from rltrain.workers.updater import Numbers

@@ -10,7 +10,8 @@ from transformers import Qwen2Config
 
 from rltrain.errors import ConfigError
 from rltrain.models import attention
-from rltrain.models.attention import AttentionPlan, Segment, attend
+from rltrain.models.attention import attend
+from rltrain.models.packing import AttentionPlan, Segment
 
 # A prompt of 5 with answers of 3 and 1; a segment of its own; a prompt of 2 with an answer of 6.
 PLAN = AttentionPlan(

@@ -18,8 +18,9 @@ from transformers import (
 from rltrain.batch import Batch
 from rltrain.device import get_device
 from rltrain.models import attention
-from rltrain.models.forward import PolicyModel, ScalarModel, pack, pack_whole
+from rltrain.models.forward import PolicyModel, ScalarModel
 from rltrain.models.load import load_config
+from rltrain.models.packing import pack, pack_whole
 from rltrain.models.shard import make_mesh, named_weights, reshard, sharded_model
 from rltrain.ragged import Ragged
 

@@ -13,9 +13,10 @@ from transformers import AutoModelForCausalLM
 from rltrain.device import get_device
 from rltrain.errors import ConfigError
 from rltrain.models.export import export_huggingface
-from rltrain.models.forward import PolicyModel, ScalarModel, pack
+from rltrain.models.forward import PolicyModel, ScalarModel
 from rltrain.models.load import load_config
 from rltrain.models.lora import Lora, adapters_off, lora_layers, plain_weights, save_adapter
+from rltrain.models.packing import pack
 from rltrain.models.shard import make_mesh, named_weights, sharded_model
 from tests.models.test_forward import FAMILIES, TEMPERATURE, by_transformers, make_batch, make_policy
 

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from rltrain.batch import Batch
 from rltrain.device import get_device
 from rltrain.errors import ConfigError
-from rltrain.models.attention import AttentionPlan, Segment
-from rltrain.models.forward import PackedInputs, PolicyModel, ScalarModel, pack
+from rltrain.models.forward import PolicyModel, ScalarModel
 from rltrain.models.load import load_config
+from rltrain.models.packing import AttentionPlan, PackedInputs, Segment, pack
 from rltrain.models.shard import make_mesh, sharded_model
 from rltrain.models.ulysses import sequence_group
 from rltrain.ragged import Ragged

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rltrain.batch import Batch
-from rltrain.models.forward import pack
+from rltrain.models.packing import pack
 from rltrain.ragged import Ragged
 from rltrain.trainer.balance import Workload, lay_out, rank_tokens, slack_metrics, spread
 from rltrain.trainer.plan import PassBudget

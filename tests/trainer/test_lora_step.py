@@ -9,8 +9,8 @@ from peft import PeftModel
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from rltrain.models.forward import pack
 from rltrain.models.lora import lora_layers
+from rltrain.models.packing import pack
 from rltrain.trainer.saving import Progress, frozen_values
 from tests import local
 from tests.tiny import save_tiny_tokenizer, small_run

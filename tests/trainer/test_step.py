@@ -16,7 +16,7 @@ from rltrain.batch import Batch
 from rltrain.controller.samples import Samples
 from rltrain.errors import ConfigError, NonFiniteError, RewardError
 from rltrain.models import shard
-from rltrain.models.forward import pack
+from rltrain.models.packing import pack
 from rltrain.ragged import Ragged
 from rltrain.trainer.advantage import check_plugins
 from rltrain.trainer.saving import Progress

@@ -14,7 +14,7 @@ from rltrain.config.load import load_config
 from rltrain.data.chat import chat_encoder, encode_prompts
 from rltrain.data.rows import read_rows
 from rltrain.errors import NonFiniteError
-from rltrain.models.forward import pack
+from rltrain.models.packing import pack
 from rltrain.workers.hybrid import HybridWorker
 from rltrain.workers.rollout.base import Sampling
 from rltrain.workers.tasks import GenerateTask, MiniBatch, UpdateTask

@@ -14,9 +14,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, PretrainedC
 
 from rltrain.device import Device
 from rltrain.errors import ConfigError
-from rltrain.models.attention import PLAN, AttentionPlan, packed_attention
+from rltrain.models.attention import PLAN, packed_attention
 from rltrain.models.forward import final_logits
 from rltrain.models.load import empty_model
+from rltrain.models.packing import AttentionPlan
 from rltrain.workers.rollout.answers import Answers
 from rltrain.workers.rollout.base import (
     Finished,

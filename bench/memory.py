@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from rltrain.batch import Batch
 from rltrain.device import get_device
-from rltrain.models import head, packing
+from rltrain.models import forward, head, packing
 from rltrain.models.load import load_config
 from rltrain.models.shard import make_mesh, sharded_model
 from rltrain.ragged import Ragged

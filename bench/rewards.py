@@ -82,7 +82,7 @@ def replacement(custom: CustomReward) -> float:
 
 def main() -> None:
     prepare_driver()
-    ray.init(num_cpus=WORKERS, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=WORKERS, include_dashboard=False, log_to_driver=False)
     easies = [easy(number) for number in range(ANSWERS)]
     mixed = ["hostile" if number % 100 == 50 else text for number, text in enumerate(easies)]
     hostile = mixed.count("hostile")

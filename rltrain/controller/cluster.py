@@ -34,7 +34,8 @@ def start_ray(cfg: Config, device: Device) -> None:
             "then set ray_kwargs.ray_init.address=auto."
         )
     num_cpus = init.num_cpus or max(os.cpu_count() or 1, cfg.trainer.n_gpus_per_node)
-    ray.init(num_cpus=num_cpus, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    # "local": not one that happens to run on this machine.
+    ray.init("local", num_cpus=num_cpus, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
 
 
 def reserve(cfg: Config, device: Device) -> list[PlacementGroup]:

@@ -13,6 +13,8 @@ from rltrain.report import read_metrics
 from tests.e2e.test_train import largest_difference, weights
 from tests.tiny import CHARACTERS, SPECIALS, save_tiny_tokenizer, small_run
 
+pytestmark = pytest.mark.usefixtures("joined")
+
 CHANGES = {
     "algorithm__adv_estimator": "gae", "algorithm__lam": 0.95, "algorithm__use_kl_in_reward": True, "algorithm__kl_ctrl__type": "adaptive",
     "algorithm__filter_groups__enable": True, "algorithm__filter_groups__metric": "score",

@@ -3,10 +3,13 @@
 import json
 
 import numpy as np
+import pytest
 
 from rltrain.main_ppo import main
 from rltrain.report import read_metrics
 from tests.tiny import small_run
+
+pytestmark = pytest.mark.usefixtures("joined")
 
 ROLLOUT = "actor_rollout_ref__rollout__"
 CARRY = {

@@ -15,6 +15,8 @@ from rltrain.report import read_metrics
 from rltrain.trainer import saving
 from tests.tiny import small_run
 
+pytestmark = pytest.mark.usefixtures("joined")
+
 R = "actor_rollout_ref__rollout__"
 TIMERS = {
     "gen",

@@ -1,0 +1,22 @@
+"""One Ray for whole runs that need none of their own: starting one takes seconds, and there are dozens of runs."""
+
+import os
+
+import pytest
+from ray.cluster_utils import Cluster
+
+
+@pytest.fixture(scope="package")
+def cluster():
+    """Address of a Ray head that lives as long as these tests."""
+    found = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
+    yield found.address
+    found.shutdown()
+
+
+@pytest.fixture(scope="module")
+def joined(cluster):
+    """Runs of this module join that Ray, as they would on a cluster."""
+    os.environ["RAY_ADDRESS"] = cluster
+    yield
+    del os.environ["RAY_ADDRESS"]

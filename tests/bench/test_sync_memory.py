@@ -1,6 +1,7 @@
 """What a weight sync takes beside shards and engine."""
 
 from pathlib import Path
+from statistics import median
 
 import pytest
 import torch
@@ -20,4 +21,4 @@ def test_a_sync_takes_no_more_than_a_bucket_however_often(tmp_path):
     beyond = [peak - size for _, peak in found[2:]]
     assert size > 4 * BUCKET_MIB
     assert max(beyond) < BUCKET_MIB
-    assert max(beyond[4:]) < max(beyond[:4]) + 1, "it does not grow"
+    assert median(beyond[4:]) < median(beyond[:4]) + 0.5, "it does not grow"

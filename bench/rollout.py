@@ -4,8 +4,8 @@
 
 The model is random and its end token is never sampled; every answer has the length the workload says. The floor is the same decoder
 written out in bare torch for answers of one length: fused projections, keys and values in place, prompts shared, no scheduling.
-Seconds are processor time of the thread, the least of all runs, with the engines taking turns: other work on the machine counts
-less than in wall clock, though it still takes its caches. Ratios are what counts.
+vLLM runs in the same process through rollout.name=vllm. Seconds are processor time of the process, the least of all runs, with
+the engines taking turns: other work on the machine counts less than in wall clock, though it still takes its caches. Ratios are what counts.
 """
 
 import os
@@ -16,22 +16,27 @@ import argparse
 import copy
 import platform
 import sys
+import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
+from rltrain.config.rollout_schema import RolloutConfig
 from rltrain.device import get_device
 from rltrain.workers.rollout import hf
 from rltrain.workers.rollout.answers import Answers
-from rltrain.workers.rollout.base import Job, Sampling, WeightPiece, sample_seeds
+from rltrain.workers.rollout.base import Generation, Job, RolloutEngine, Sampling, WeightPiece, sample_seeds
+from rltrain.workers.rollout.queue import Replica
+from rltrain.workers.rollout.vllm import VLLMRollout
 
 PROMPT_TOKENS = 57
 BLOCK = 64
@@ -101,16 +106,31 @@ def embedded(engine: hf.HFRollout, work: Workload) -> None:
             self._limits[numbers] = np.concatenate([work.lengths[job.place].numpy() for job in jobs])
             return numbers
 
+    hf.Answers = Forced
+    serve(engine, work)
+    hf.Answers = Answers
+
+
+def through_vllm(engine: VLLMRollout, work: Workload) -> None:
+    """rollout.name=vllm, likewise."""
+    ask = engine._ask
+    engine._ask = lambda job, number, images, sampling, **how: ask(
+        job, number, images, replace(sampling, max_tokens=int(work.lengths[job.place, number])), **how
+    )
+    serve(engine, work)
+    engine._ask = ask
+
+
+def serve(engine: RolloutEngine, work: Workload) -> Generation:
     num_prompts, num_samples = work.lengths.shape
     seeds = sample_seeds(0, 0, range(num_prompts), num_samples).reshape(num_prompts, num_samples)
     jobs = [
         Job(place, np.arange(num_samples), prompt.numpy().astype(np.int32), seeds[place])
         for place, prompt in enumerate(work.prompts)
     ]
-    hf.Answers = Forced
     found = engine.generate(AllAtOnce(jobs), Sampling(work.longest, ignore_eos=True))
-    hf.Answers = Answers
     assert torch.equal(found.tokens.lengths, work.lengths.flatten())
+    return found
 
 
 class Floor:
@@ -217,6 +237,22 @@ def make_engine(model: PreTrainedModel, dtype: torch.dtype) -> hf.HFRollout:
         eos_token_ids=[],
         limits=hf.Limits(max_num_seqs=256, max_model_len=PROMPT_TOKENS + 512),
     )
+    return with_weights(engine, model)
+
+
+def make_vllm(model: PreTrainedModel, dtype: torch.dtype, folder: str) -> VLLMRollout:
+    model.save_pretrained(folder)
+    settings = RolloutConfig()
+    settings.max_num_seqs = 256
+    engine = VLLMRollout(
+        folder, settings, dtype=dtype, device=get_device("cpu"), replica=Replica(0, 1, 0, 1, None), eos_token_ids=[],
+        max_model_len=PROMPT_TOKENS + 512, tied_embeddings=True,
+    )  # fmt: skip
+    return with_weights(engine, model)
+
+
+def with_weights(engine, model: PreTrainedModel):
+    engine.wake_weights()
     engine.load_weights(
         WeightPiece(name, tuple(tensor.shape), 0, tensor.detach(), lasting=True)
         for tensors in (model.named_parameters(), model.named_buffers())
@@ -231,16 +267,21 @@ def seconds(actions: dict[str, Callable[[], object]], repeats: int) -> dict[str,
     found: dict[str, list[float]] = {name: [] for name in actions}
     for _ in range(repeats):
         for name, action in actions.items():
-            started = time.thread_time()
+            started = time.process_time()
             action()
-            found[name].append(time.thread_time() - started)
+            found[name].append(time.process_time() - started)
             sys.stderr.write(f"{name}: {found[name][-1]:.2f} s\n")
     return {name: min(times) for name, times in found.items()}
 
 
 def table(dtype: torch.dtype, repeats: int) -> list[str]:
+    from vllm.distributed import cleanup_dist_env_and_memory
+
     model = make_model(dtype)
     engine, floor = make_engine(model, dtype), Floor(model)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with tempfile.TemporaryDirectory() as folder:
+        vllm = make_vllm(model, dtype, folder)
     columns = []
     for work in workloads():
         equal = int(work.lengths.min()) == work.longest
@@ -248,10 +289,12 @@ def table(dtype: torch.dtype, repeats: int) -> list[str]:
             "transformers generate, all at once": lambda work=work: transformers_generate(model, work, 256),
             "transformers generate, 32 at once": lambda work=work: transformers_generate(model, work, 32),
             "rltrain, rollout.name=hf": lambda work=work: embedded(engine, work),
+            "rltrain, rollout.name=vllm": lambda work=work: through_vllm(vllm, work),
             "floor": lambda work=work: floor(work),
         }
         del actions["transformers generate, 32 at once" if equal else "floor"]
         columns.append((work, seconds(actions, repeats)))
+    cleanup_dist_env_and_memory()
     lines = [
         f"{str(dtype).removeprefix('torch.')}:",
         "",

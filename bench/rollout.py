@@ -5,7 +5,7 @@
 The model is random and its end token is never sampled; every answer has the length the workload says. The floor is the same decoder
 written out in bare torch for answers of one length: fused projections, keys and values in place, prompts shared, no scheduling.
 vLLM runs in the same process through rollout.name=vllm. Seconds are processor time of the process, the least of all runs, with
-the engines taking turns: other work on the machine counts less than in wall clock, though it still takes its caches. Ratios are what counts.
+the engines taking turns: other work on the machine counts less than in wall clock. Ratios are what counts.
 """
 
 import os

@@ -3,6 +3,7 @@
 import copy
 import importlib.util
 import itertools
+import sys
 import warnings
 
 import numpy as np
@@ -119,6 +120,9 @@ def engine(request, tiny_model):
     del engine
 
     cleanup_dist_env_and_memory()  # the process group too
+    # Guessing brings numba, whose llvmlite has objects that vLLM cannot look through when a second engine starts in a process.
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("llvmlite", "numba")]:
+        del sys.modules[name]
 
 
 @pytest.fixture

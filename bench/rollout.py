@@ -254,8 +254,8 @@ def make_vllm(model: PreTrainedModel, dtype: torch.dtype, folder: str) -> VLLMRo
 def with_weights(engine, model: PreTrainedModel):
     engine.wake_weights()
     engine.load_weights(
-        WeightPiece(name, tuple(tensor.shape), 0, tensor.detach(), lasting=True)
-        for tensors in (model.named_parameters(), model.named_buffers())
+        WeightPiece(name, tuple(tensor.shape), 0, tensor.detach(), lasting=True, buffer=buffer, persistent=not buffer)
+        for buffer, tensors in ((False, model.named_parameters()), (True, model.named_buffers()))
         for name, tensor in tensors
     )
     engine.wake_cache()

@@ -1,6 +1,7 @@
 """What every rollout engine must do, run on each of them for real."""
 
 import copy
+import gc
 import importlib.util
 import itertools
 import sys
@@ -118,7 +119,7 @@ def engine(request, tiny_model):
     yield engine
     kernels._supports_onednn = packed
     del engine
-
+    gc.collect()  # what ends with an engine must not end the next one
     cleanup_dist_env_and_memory()  # the process group too
     # Guessing brings numba, whose llvmlite has objects that vLLM cannot look through when a second engine starts in a process.
     for name in [name for name in sys.modules if name.partition(".")[0] in ("llvmlite", "numba")]:

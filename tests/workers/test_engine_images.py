@@ -1,6 +1,7 @@
 """Images through the vLLM adapter: vision-language models, measured against transformers."""
 
 import copy
+import gc
 import importlib.util
 import io
 import os
@@ -119,6 +120,7 @@ def made(request, tmp_path_factory):
     yield engine, Reference(path)
     kernels._supports_onednn = packed
     del engine
+    gc.collect()
     cleanup_dist_env_and_memory()
 
 

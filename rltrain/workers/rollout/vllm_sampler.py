@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -38,7 +39,7 @@ class CountedSampler(nn.Module):
 
     def __init__(self, runner: Any, never: Tensor) -> None:
         super().__init__()
-        self._runner = [runner]  # not a module of this one
+        self._runner = weakref.ref(runner)  # which holds this: an engine must go with its last reference
         self._never = never
         self._sampling = Sampling(1)
 
@@ -98,7 +99,8 @@ class CountedSampler(nn.Module):
 
     def _draw(self, logits: Tensor, counts: Sequence[int]) -> Tensor:
         """logits [rows, vocabulary], divided by the temperature, which are overwritten -> token ids [rows]. counts: of rows, by request."""
-        runner = self._runner[0]
+        runner = self._runner()
+        assert runner is not None
         seeds, places = np.zeros(len(logits), dtype=np.uint64), np.zeros(len(logits), dtype=np.int64)
         row = 0
         # No names: vLLM tries itself out.

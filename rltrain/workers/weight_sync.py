@@ -63,7 +63,6 @@ class WeightSync:
         score: Callable[[Sequence[int]], Tensor],
     ) -> None:
         self.version: int | None = None
-        self.num_syncs = 0
         self._policy = policy
         self._engine = engine
         self._device = device
@@ -98,7 +97,6 @@ class WeightSync:
         dist.barrier()
         self._engine.wake_cache()
         self.version = version
-        self.num_syncs += 1
         gap = self._compare(expected, version)
         self._device.synchronize()
         return SyncReport(time.perf_counter() - started, counted.num_bytes / 2**30, gap)

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from rltrain.errors import SyncError
+from rltrain.models.packing import AttentionPlan, pack
 from rltrain.workers.rollout.base import WeightPiece, fingerprint_of
 from rltrain.workers.weight_sync import fingerprint, pieces
 from tests.local import local_trainer
@@ -39,14 +40,16 @@ def own_weights(trainer):
 
 def test_steps_without_fault_are_in_sync(make):
     trainer = make(**STOP)
-    sync = own_weights(trainer)
+    sync, versions = own_weights(trainer), []
+    run = sync.run
+    sync.run = lambda version, **how: versions.append(version) or run(version, **how)
     for step in (1, 2, 3):
         metrics = trainer.step(step)
         assert metrics["rollout/log_prob_gap/mean"] < 1e-5
         assert metrics["rollout/canary_gap"] < 1e-5
         assert metrics["rollout/log_prob_gap/alarm"] == 0
         assert metrics["perf/weight_sync_gb"] > 0
-        assert sync.num_syncs == step, "one sync for every policy version"
+        assert len(versions) == len(set(versions)) == step, "one sync for every policy version"
 
 
 def test_a_second_sync_of_a_version_is_refused(make):
@@ -81,6 +84,18 @@ def test_a_sync_that_only_pretends_is_noticed_by_the_canary(make, monkeypatch):
     )
     with pytest.raises(SyncError, match="answers otherwise than the trainer"):
         trainer.step(2)
+
+
+def test_a_model_that_mixes_packed_samples_is_noticed_by_the_canary(make, monkeypatch):
+    """Every token sees all before it, whosesoever they are."""
+
+    def mixed(batch, device):
+        inputs = pack(batch, device)
+        return dataclasses.replace(inputs, plan=AttentionPlan.of_lengths([inputs.plan.num_tokens]))
+
+    monkeypatch.setattr("rltrain.workers.actor_ref.pack", mixed)
+    with pytest.raises(SyncError, match="answers otherwise than the trainer"):
+        make().step(1)
 
 
 def test_a_swapped_tensor_is_noticed(make):

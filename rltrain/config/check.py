@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from rltrain.config.keys import get
 from rltrain.config.load import LoadedConfig
 from rltrain.config.lora import lora_problems
 from rltrain.config.model_schema import OptimConfig
 from rltrain.config.parallel import parallel_problems
+from rltrain.config.passes import pass_problems, uneven_passes
 from rltrain.config.rollout_check import engine_problems, tail_problems
 from rltrain.config.schema import Config
 from rltrain.config.values import (
@@ -28,14 +30,6 @@ from rltrain.errors import ConfigError
 _A = "actor_rollout_ref."
 
 
-def get(config: Config, key: str) -> Any:
-    """The value of a dotted key."""
-    value: Any = config
-    for name in key.split("."):
-        value = getattr(value, name)
-    return value
-
-
 def check(loaded: LoadedConfig) -> None:
     """Raise ConfigError with every rule that the config breaks."""
     config = loaded.config
@@ -49,8 +43,7 @@ def check(loaded: LoadedConfig) -> None:
         *parallel_problems(config),
         *_reward_model(config),
         *engine_problems(config),
-        *_budgets(config),
-        *_sizes(config),
+        *pass_problems(config),
         *lora_problems(config),
         *_rest(config),
     ]
@@ -190,16 +183,7 @@ def uneven(config: Config) -> Iterator[str]:
             f"{_A}rollout.tensor_model_parallel_size={size} does not divide trainer.n_gpus_per_node={here}: an engine would lie across "
             "nodes. Use a divisor."
         )
-    for key, dynamic, total, group in (
-        ("actor.ppo_micro_batch_size", actor.use_dynamic_bsz, actor.ppo_micro_batch_size, actor.ulysses_sequence_parallel_size),
-        ("ref.log_prob_micro_batch_size", ref.log_prob_use_dynamic_bsz, ref.log_prob_micro_batch_size,
-         ref.ulysses_sequence_parallel_size),
-        ("rollout.log_prob_micro_batch_size", rollout.log_prob_use_dynamic_bsz, rollout.log_prob_micro_batch_size,
-         actor.ulysses_sequence_parallel_size),
-    ):  # fmt: skip
-        ranks = max(1, devices // max(1, group))
-        if not dynamic and total is not None and total % ranks:
-            yield f"{_A}{key}={total} is for all {ranks} data-parallel ranks and does not divide. Use {_A}{key}_per_gpu."
+    yield from uneven_passes(config, devices)
 
 
 def _answers(config: Config) -> Iterator[str]:
@@ -279,65 +263,6 @@ def _reward_model(config: Config) -> Iterator[str]:
             f"reward_model.overlong_buffer.len={buffer.len}: it must be at least 1 and at most "
             f"data.max_response_length={config.data.max_response_length}."
         )
-
-
-def _budgets(config: Config) -> Iterator[str]:
-    actor, ref, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.actor_rollout_ref.rollout
-    critic = config.critic
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    for key, dynamic, tokens, group in (
-        ("actor.ppo_max_token_len_per_gpu", actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu, actor.ulysses_sequence_parallel_size),
-        ("rollout.log_prob_max_token_len_per_gpu", rollout.log_prob_use_dynamic_bsz, rollout.log_prob_max_token_len_per_gpu,
-         actor.ulysses_sequence_parallel_size),
-        ("ref.log_prob_max_token_len_per_gpu", ref.log_prob_use_dynamic_bsz, ref.log_prob_max_token_len_per_gpu,
-         ref.ulysses_sequence_parallel_size),
-        ("critic.ppo_max_token_len_per_gpu", critic.use_dynamic_bsz, critic.ppo_max_token_len_per_gpu,
-         critic.ulysses_sequence_parallel_size),
-        ("critic.forward_max_token_len_per_gpu", critic.use_dynamic_bsz, critic.forward_max_token_len_per_gpu,
-         critic.ulysses_sequence_parallel_size),
-    ):  # fmt: skip
-        if key.startswith("critic."):
-            if not config.algorithm.needs_critic:
-                continue
-        else:
-            key = _A + key
-        if dynamic and group > 0 and tokens * group < longest:
-            yield (
-                f"{key}={tokens} cannot hold the longest sequence: data.max_prompt_length + data.max_response_length = {longest} tokens"
-                + (f" over {group} devices" if group > 1 else "")
-                + f". Set it to at least {-(-longest // group)}."
-            )
-
-
-def _sizes(config: Config) -> Iterator[str]:
-    """Micro-batches by count: one size each; the log-prob passes may leave theirs out and take the update's."""
-    actor, ref, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.actor_rollout_ref.rollout
-    update = (actor.ppo_micro_batch_size, actor.ppo_micro_batch_size_per_gpu)
-    for section, used, dynamic, size in (
-        ("critic.ppo_micro_batch_size_per_gpu", config.algorithm.needs_critic, config.critic.use_dynamic_bsz,
-         config.critic.ppo_micro_batch_size_per_gpu),
-        ("reward_model.micro_batch_size_per_gpu", config.reward_model.enable, config.reward_model.use_dynamic_bsz,
-         config.reward_model.micro_batch_size_per_gpu),
-    ):  # fmt: skip
-        if used and not dynamic and size is None:
-            yield f"{section.partition('.')[0]}.use_dynamic_bsz=False needs {section} (samples per forward on one device). Try 4."
-    for key, dynamic, switch, pair in (
-        ("actor.ppo_micro_batch_size", actor.use_dynamic_bsz, "actor.use_dynamic_bsz", update),
-        ("ref.log_prob_micro_batch_size", ref.log_prob_use_dynamic_bsz, "ref.log_prob_use_dynamic_bsz",
-         (ref.log_prob_micro_batch_size, ref.log_prob_micro_batch_size_per_gpu)),
-        ("rollout.log_prob_micro_batch_size", rollout.log_prob_use_dynamic_bsz, "rollout.log_prob_use_dynamic_bsz",
-         (rollout.log_prob_micro_batch_size, rollout.log_prob_micro_batch_size_per_gpu)),
-    ):  # fmt: skip
-        if None not in pair:
-            yield f"{_A}{key} and …_per_gpu are both set. Keep {_A}{key}_per_gpu."
-        # Where the update cuts by samples too, its own missing size is the one error to mend.
-        if (
-            not dynamic
-            and pair == (None, None)
-            and update == (None, None)
-            and (pair is update or actor.use_dynamic_bsz)
-        ):
-            yield f"{_A}{switch}=False needs {_A}{key}_per_gpu (samples per forward on one device). Try 4."
 
 
 def _rest(config: Config) -> Iterator[str]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from rltrain.config.check import as_list, get
-from rltrain.config.keys import all_keys, free_form_parent
+from rltrain.config.check import as_list
+from rltrain.config.keys import all_keys, free_form_parent, get
 from rltrain.config.load import LoadedConfig
 from rltrain.config.lora import LORA_MODES
+from rltrain.config.passes import passes
 from rltrain.config.rollout_effects import ROLLOUT_MODES
 from rltrain.config.schema import Config
 
@@ -307,7 +308,7 @@ def _bypass(cfg: Config) -> bool:
 def without_effect(loaded: LoadedConfig) -> list[str]:
     """One line for each key the user set that changes nothing in the chosen mode."""
     notes: dict[str, str] = {}
-    for source in (_by_mode, _by_help, _micro_batches, _other_micro_batches, _other_engine):
+    for source in (_by_mode, _by_help, _micro_batches, _other_engine):
         for key, why in source(loaded):
             notes.setdefault(key, f"{key}: no effect: {why}")
     return [*notes.values(), *_greedy_validation(loaded.config), *_whole_checkpoints(loaded)]
@@ -357,31 +358,11 @@ def _says_nothing(config: Config, key: str) -> bool:
 
 
 def _micro_batches(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
-    roles = loaded.config.actor_rollout_ref
-    for size, dynamic, budget, switch in (
-        ("actor.ppo_micro_batch_size", roles.actor.use_dynamic_bsz, "actor.ppo_max_token_len_per_gpu", "actor.use_dynamic_bsz"),
-        ("ref.log_prob_micro_batch_size", roles.ref.log_prob_use_dynamic_bsz, "ref.log_prob_max_token_len_per_gpu",
-         "ref.log_prob_use_dynamic_bsz"),
-        ("rollout.log_prob_micro_batch_size", roles.rollout.log_prob_use_dynamic_bsz, "rollout.log_prob_max_token_len_per_gpu",
-         "rollout.log_prob_use_dynamic_bsz"),
-    ):  # fmt: skip
-        if dynamic:
-            for key in _set_by_user(loaded, (_A + size, f"{_A}{size}_per_gpu")):
-                yield key, f"{switch}=True cuts by tokens ({_A}{budget})"
-        else:
-            for key in _set_by_user(loaded, (_A + budget,)):
-                yield key, f"{switch}=False cuts by samples ({_A}{size}_per_gpu)"
-
-
-def _other_micro_batches(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
-    critic, model = loaded.config.critic, loaded.config.reward_model
-    for section, dynamic, sizes, budgets in (
-        ("critic", critic.use_dynamic_bsz, ("ppo_micro_batch_size_per_gpu", "forward_micro_batch_size_per_gpu"),
-         ("ppo_max_token_len_per_gpu", "forward_max_token_len_per_gpu")),
-        ("reward_model", model.use_dynamic_bsz, ("micro_batch_size_per_gpu",), ("forward_max_token_len_per_gpu",)),
-    ):  # fmt: skip
-        for key in _set_by_user(loaded, tuple(f"{section}.{name}" for name in (sizes if dynamic else budgets))):
-            yield key, f"{section}.use_dynamic_bsz={dynamic} cuts by {'tokens' if dynamic else 'samples'}"
+    for each in passes(loaded.config).values():
+        by_samples = (each.total_key, each.size_key)
+        for key in _set_by_user(loaded, by_samples if each.dynamic else (each.tokens_key,)):
+            unit, instead = ("tokens", each.tokens_key) if each.dynamic else ("samples", each.size_key)
+            yield key, f"{each.switch}={each.dynamic} cuts by {unit} ({instead})"
 
 
 def _greedy_validation(config: Config) -> Iterator[str]:

@@ -27,6 +27,14 @@ class Key:
     free_form: bool
 
 
+def get(config: Config, key: str) -> Any:
+    """The value of a dotted key."""
+    value: Any = config
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
 @functools.cache
 def all_keys() -> dict[str, Key]:
     """Every leaf key by its dotted name, in schema order."""

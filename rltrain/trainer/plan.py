@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from rltrain.config.check import uneven
 from rltrain.config.model_schema import OptimConfig
+from rltrain.config.passes import Pass, passes
 from rltrain.config.schema import Config
 from rltrain.config.values import DEFAULT_ROUNDS
 from rltrain.errors import ConfigError
@@ -81,14 +81,14 @@ def make_plan(config: Config, num_prompts: int | None = None) -> Plan:
     started = math.ceil(round(prompts * rollout.oversample_ratio, 6)) if rollout.stops_early else drawn
     steps_per_epoch = _steps_per_epoch(num_prompts, drawn, prompts)
     total = config.trainer.total_training_steps or (steps_per_epoch or 0) * config.trainer.total_epochs
-    ref_ranks = devices // ref.ulysses_sequence_parallel_size
+    budgets = _budgets(config, devices)
     return Plan(
         num_nodes=config.trainer.nnodes,
         devices_per_node=config.trainer.n_gpus_per_node,
         num_devices=devices,
         sequence_parallel_size=group,
         data_parallel_size=ranks,
-        ref_data_parallel_size=ref_ranks,
+        ref_data_parallel_size=devices // ref.ulysses_sequence_parallel_size,
         critic_data_parallel_size=devices // critic.ulysses_sequence_parallel_size,
         prompts_per_step=prompts,
         answers_per_prompt=rollout.n,
@@ -104,7 +104,11 @@ def make_plan(config: Config, num_prompts: int | None = None) -> Plan:
         critic_prompts_per_mini_batch=critic.ppo_mini_batch_size,
         num_engine_replicas=replicas,
         samples_per_replica=-(-started // replicas) * rollout.n,
-        **_budgets(config, ranks, ref_ranks),
+        update_budget=budgets["update"],
+        log_prob_budget=budgets["log_prob"],
+        ref_budget=budgets["ref"],
+        values_budget=budgets["values"],
+        critic_budget=budgets["critic"],
         num_prompts=num_prompts,
         steps_per_epoch=steps_per_epoch,
         total_steps=total,
@@ -113,37 +117,21 @@ def make_plan(config: Config, num_prompts: int | None = None) -> Plan:
     )
 
 
-def _budgets(config: Config, ranks: int, ref_ranks: int) -> dict[str, Any]:
-    """The fields of `Plan` that say how passes are cut into micro-batches."""
-    actor, ref, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.actor_rollout_ref.rollout
-    critic = config.critic
-    update_size = actor.ppo_micro_batch_size_per_gpu or _share(actor.ppo_micro_batch_size, ranks)
+def _budgets(config: Config, devices: int) -> dict[str, PassBudget]:
+    """How each pass is cut, by its name."""
+    every = passes(config)
+
+    def samples(one: Pass) -> int:
+        """A total is shared out over the data-parallel ranks (that it divides was checked)."""
+        if one.total is not None:
+            return one.total // (devices // one.ranks_per_sequence)
+        if one.size is None and one.like:
+            return samples(every[one.like])
+        return one.size or 1
+
     return {
-        "update_budget": _budget(
-            actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu * actor.ulysses_sequence_parallel_size, update_size
-        ),
-        "log_prob_budget": _budget(
-            rollout.log_prob_use_dynamic_bsz,
-            rollout.log_prob_max_token_len_per_gpu * actor.ulysses_sequence_parallel_size,
-            rollout.log_prob_micro_batch_size_per_gpu
-            or _share(rollout.log_prob_micro_batch_size, ranks)
-            or update_size,
-        ),
-        "ref_budget": _budget(
-            ref.log_prob_use_dynamic_bsz,
-            ref.log_prob_max_token_len_per_gpu * ref.ulysses_sequence_parallel_size,
-            ref.log_prob_micro_batch_size_per_gpu or _share(ref.log_prob_micro_batch_size, ref_ranks) or update_size,
-        ),
-        "values_budget": _budget(
-            critic.use_dynamic_bsz,
-            critic.forward_max_token_len_per_gpu * critic.ulysses_sequence_parallel_size,
-            critic.forward_micro_batch_size_per_gpu or update_size,
-        ),
-        "critic_budget": _budget(
-            critic.use_dynamic_bsz,
-            critic.ppo_max_token_len_per_gpu * critic.ulysses_sequence_parallel_size,
-            critic.ppo_micro_batch_size_per_gpu or update_size,
-        ),
+        name: PassBudget(one.tokens * one.ranks_per_sequence, None) if one.dynamic else PassBudget(None, samples(one))
+        for name, one in every.items()
     }
 
 
@@ -237,12 +225,3 @@ def _saving(config: Config) -> str:
     return (
         " and ".join(part for part in (every, at_end) if part) or "never"
     ) + f", in {config.trainer.default_local_dir}"
-
-
-def _budget(dynamic: bool, max_tokens: int, max_samples: int | None) -> PassBudget:
-    return PassBudget(max_tokens, None) if dynamic else PassBudget(None, max_samples or 1)
-
-
-def _share(total: int | None, ranks: int) -> int | None:
-    """A global micro-batch size, shared out over the data-parallel ranks (that it divides was checked where it counts)."""
-    return None if total is None else total // ranks

@@ -129,7 +129,7 @@ def find_damage(folder: Path, check_digests: bool = False) -> str | None:
     return None
 
 
-def read_progress(folder: Path) -> dict[str, Any]:
+def read_record(folder: Path) -> dict[str, Any]:
     """``progress.json`` of a checkpoint. Raises CheckpointError when the folder is not a whole checkpoint."""
     if problem := find_damage(folder):
         raise CheckpointError(f"{folder} cannot be resumed from: {problem}.")

@@ -20,9 +20,10 @@ from rltrain.trainer.balance import Ids, Layout, Workload, lay_out, rank_tokens,
 from rltrain.trainer.experience import Experience
 from rltrain.trainer.metrics import Metrics
 from rltrain.trainer.plan import PassBudget, Plan
+from rltrain.trainer.progress import Progress
 from rltrain.trainer.rewards import Rewards
 from rltrain.trainer.roles import Critic, Policy
-from rltrain.trainer.saving import Progress, Saver
+from rltrain.trainer.saving import Saver
 from rltrain.trainer.timing import StepTimer
 from rltrain.trainer.tracking import Tracker
 from rltrain.trainer.validation import validation_metrics

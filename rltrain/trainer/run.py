@@ -33,6 +33,7 @@ from rltrain.trainer.checkpoint import RunFolder
 from rltrain.trainer.experience import Experience
 from rltrain.trainer.plan import Plan, describe, make_plan
 from rltrain.trainer.ppo import PPOTrainer, StopFlag
+from rltrain.trainer.progress import Start, find_start
 from rltrain.trainer.rewards import Rewards
 from rltrain.trainer.roles import Critic, Policy, RewardModel
 from rltrain.trainer.saving import Saver
@@ -53,9 +54,10 @@ def run_training(loaded: LoadedConfig) -> int:
     log.info("%s", describe(plan, cfg))
     folder = RunFolder(cfg.trainer.default_local_dir)
     try:
+        start = find_start(cfg, folder, rows["train"].fingerprint())
         start_ray(cfg, device)
         with stop_on_signal() as stop:
-            _train(loaded, plan, device, rows, prompts, folder, stop)
+            _train(loaded, plan, device, rows, prompts, folder, start, stop)
     finally:
         stop_ray()
         folder.release()
@@ -70,14 +72,16 @@ def _train(
     rows: dict[str, Rows],
     prompts: dict[str, PromptStore],
     folder: RunFolder,
+    start: Start,
     stop: StopFlag,
 ) -> None:
     cfg = loaded.config
     splits = {name: share(each) for name, each in rows.items()}
     group = WorkerGroup("hybrid", reserve(cfg, device), device, threads_per_worker(cfg.trainer.n_gpus_per_node))
+    # While the workers import what they need.
+    pool = start_pool(cfg, splits)
     # A Config object would arrive as a reference too; only the data is big enough to be shared.
     group.start(_WORKER, {"cfg": cfg, "prompts": share(prompts), "rows": splits if cfg.reward_model.enable else None})
-    pool = start_pool(cfg, splits)
     with_critic = cfg.algorithm.needs_critic
     sizes = group.call("init_models", [needs_reference(cfg), with_critic])
     total, trained = sizes[0]["num_parameters"], sizes[0]["trained_parameters"]
@@ -86,12 +90,12 @@ def _train(
     critic = Critic(group, cfg) if with_critic else None
     others = {"critic": critic} if critic else {}
     saver = Saver(cfg, folder, policy, others, rows["train"].fingerprint(), total, trained)
-    first_step, progress = saver.resume()
+    saver.load(start)
     write_run_files(folder, loaded, plan)
     tracker = Tracker(
         cfg.trainer.logger,
         folder.path,
-        first_step=first_step,
+        first_step=start.step,
         total_steps=plan.total_steps,
         project=cfg.trainer.project_name,
         name=cfg.trainer.experiment_name,
@@ -102,9 +106,9 @@ def _train(
     model = RewardModel(group) if cfg.reward_model.enable else None
     rewards = Rewards(cfg, rows, pool, model)
     trainer = PPOTrainer(cfg, plan, policy, critic, rewards, Experience(cfg, plan, policy, rewards, sampler), sizes[0])
-    trainer.restore(progress)
+    trainer.restore(start.progress)
     try:
-        trainer.fit(first_step, tracker, saver, stop)
+        trainer.fit(start.step, tracker, saver, stop)
     finally:
         tracker.close()
         if pool:

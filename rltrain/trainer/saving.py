@@ -2,50 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Protocol
 
 from rltrain.config.schema import Config
-from rltrain.errors import CheckpointError, DiskError
-from rltrain.trainer.checkpoint import RunFolder, find_damage, read_progress
+from rltrain.errors import DiskError
+from rltrain.trainer.checkpoint import RunFolder
+from rltrain.trainer.progress import Progress, Start
 from rltrain.trainer.timing import StepTimer
-
-log = logging.getLogger(__name__)
-
-# With LoRA a checkpoint holds the adapters alone: these say what they are adapters to.
-_LORA_KEYS = ("lora_rank", "lora_alpha", "target_modules", "exclude_modules", "lora_adapter_path")
-# A resumed run must agree on these, or "continues as if never stopped" would be a lie.
-FROZEN_KEYS = (
-    "actor_rollout_ref.model.path",
-    "actor_rollout_ref.rollout.n",
-    "data.train_batch_size",
-    "data.seed",
-    "data.shuffle",
-    "data.sampler.name",
-    "data.max_prompt_length",
-)
-
-
-@dataclass(frozen=True)
-class Progress:
-    """The driver's own state.
-
-    batches_drawn: rounds of prompts taken so far. kl_coef: weight of the KL in the reward. sampler: what the sampler keeps.
-    in_flight: row, draw and age of the prompts that were drawn and not yet learnt from (`PromptLine.state`).
-    """
-
-    batches_drawn: int = 0
-    kl_coef: float | None = None
-    sampler: dict[str, NDArray[Any]] = field(default_factory=dict)
-    in_flight: list[list[int]] = field(default_factory=list)
 
 
 class Role(Protocol):
@@ -130,86 +96,11 @@ class Saver:
             role.save(str(temporary / name))
         if "hf_model" in self._cfg.actor_rollout_ref.actor.checkpoint.save_contents:
             self._actor.export(str(temporary / "huggingface"))
-        record = {"global_step": step, "dataset": self._fingerprint, "frozen": frozen_values(self._cfg)}
-        record |= {"batches_drawn": progress.batches_drawn, "kl_coef": progress.kl_coef}
-        record["in_flight"] = progress.in_flight
-        np.savez(temporary / "sampler.npz", **progress.sampler)  # type: ignore[arg-type]
-        (temporary / "progress.json").write_text(json.dumps(record, indent=1))
+        progress.write(temporary, step, self._cfg, self._fingerprint)
 
-    def resume(self) -> tuple[int, Progress]:
-        """Load what ``trainer.resume_mode`` points at; returns the step it was saved after (0: start from scratch), and progress."""
-        trainer = self._cfg.trainer
-        folder = self._choose()
-        step, progress = 0, Progress()
-        if folder is not None:
-            record = read_progress(folder)
-            if not trainer.resume_weights_only:
-                step = int(record["global_step"])
-                with np.load(folder / "sampler.npz", allow_pickle=False) as arrays:
-                    # Older checkpoints have none in flight.
-                    in_flight = record.get("in_flight", [])
-                    progress = Progress(record["batches_drawn"], record["kl_coef"], dict(arrays), in_flight)
-                self._refuse_other_run(folder, record)
-        self._refuse_later_checkpoints(step)
-        if folder is not None:
-            log.info(
-                "resuming from %s%s",
-                folder,
-                ", weights only" if trainer.resume_weights_only else f": {step} steps are done",
-            )
+    def load(self, start: Start) -> None:
+        """Bring every role to where the run starts."""
+        if start.folder:
             for name, role in self._roles.items():
-                if not (folder / name).is_dir():
-                    raise CheckpointError(
-                        f"{folder} holds no {name}: it was saved by a run without one. Set algorithm.adv_estimator as it was, or choose "
-                        "another trainer.experiment_name."
-                    )
-                role.load(str(folder / name), trainer.resume_weights_only)
-        self._last_step = step
-        return step, progress
-
-    def _choose(self) -> Path | None:
-        trainer = self._cfg.trainer
-        if trainer.resume_mode == "resume_path":
-            return Path(trainer.resume_from_path or "")
-        return self._folder.newest() if trainer.resume_mode == "auto" else None
-
-    def _refuse_later_checkpoints(self, step: int) -> None:
-        """A run that starts below a checkpoint of its own folder would meet it hours later, when it saves."""
-        later = [
-            each for each in self._folder.steps() if each > step and not find_damage(self._folder.step_folder(each))
-        ]
-        if later:
-            raise CheckpointError(
-                f"{self._folder.path} already holds a checkpoint of step {later[-1]}, and this run would start after step {step}. "
-                "Choose another trainer.experiment_name (or trainer.default_local_dir), remove the folder, or go on from the newest "
-                "with trainer.resume_mode=auto trainer.resume_weights_only=False."
-            )
-
-    def _refuse_other_run(self, folder: Path, progress: dict[str, Any]) -> None:
-        now = frozen_values(self._cfg) | {"dataset": self._fingerprint}
-        then = progress["frozen"] | {"dataset": progress["dataset"]}
-        keys = sorted(now.keys() | then.keys())
-        changed = [f"{key}: {then.get(key)} then, {now.get(key)} now" for key in keys if then.get(key) != now.get(key)]
-        if changed:
-            raise CheckpointError(
-                f"{folder} belongs to another run ({'; '.join(changed)}). Put the values back, or choose another "
-                f"trainer.experiment_name; a new run starts from these weights with trainer.resume_mode=resume_path "
-                f"trainer.resume_from_path={folder} trainer.resume_weights_only=True."
-            )
-
-
-def frozen_values(cfg: Config) -> dict[str, Any]:
-    """The values of `FROZEN_KEYS`."""
-    values = {}
-    for key in FROZEN_KEYS:
-        value: Any = cfg
-        for name in key.split("."):
-            value = getattr(value, name)
-        values[key] = value
-    # The data position is counted in rounds of this many prompts.
-    rounds = cfg.data.gen_batch_size if cfg.algorithm.filter_groups.enable else None
-    values |= {"prompts per round": rounds or cfg.data.train_batch_size}
-    for section, model in (("actor_rollout_ref", cfg.actor_rollout_ref.model), ("critic", cfg.critic.model)):
-        if model.uses_lora:
-            values |= {f"{section}.model.{key}": getattr(model, key) for key in _LORA_KEYS if hasattr(model, key)}
-    return values
+                role.load(str(start.folder / name), self._cfg.trainer.resume_weights_only)
+        self._last_step = start.step

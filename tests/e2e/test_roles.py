@@ -71,12 +71,6 @@ def test_a_run_with_all_roles_resumes_bit_for_bit(straight_run, tiny_model, arit
     assert [one[name] for name in same] == [other[name] for name in same]
 
 
-def test_a_checkpoint_without_a_critic_is_refused_by_a_run_with_one(tiny_model, arithmetic_files, tmp_path, capsys):
-    assert main(small_run(tiny_model, arithmetic_files, tmp_path, trainer__total_training_steps=1)) == 0
-    assert main(small_run(tiny_model, arithmetic_files, tmp_path, algorithm__adv_estimator="gae")) == 2
-    assert "holds no critic" in capsys.readouterr().err
-
-
 def test_a_data_source_without_a_scorer_needs_no_rule_reward(tiny_model, arithmetic_files, reward_model, tmp_path):
     table = pq.read_table(arithmetic_files[0]).to_pylist()
     for row in table:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rltrain.main_ppo import main
 from rltrain.report import read_metrics
-from rltrain.trainer import saving
+from rltrain.trainer import run, saving
 from tests.tiny import small_run
 
 pytestmark = pytest.mark.usefixtures("joined")
@@ -163,11 +163,26 @@ def test_the_export_is_a_model_that_transformers_loads(reference_run, tiny_model
     assert rendered[0] == rendered[1]
 
 
+@pytest.fixture(scope="module")
+def straight_run(tiny_model, arithmetic_files, tmp_path_factory):
+    """24 prompts, 4 a step: an epoch is 6 steps."""
+    folder = tmp_path_factory.mktemp("straight")
+    changes = {"trainer__total_training_steps": 8, "trainer__save_freq": 1}
+    assert main(small_run(tiny_model, arithmetic_files, folder, **changes)) == 0
+    return folder
+
+
+def stopped_after(step: int, straight: Path, folder: Path) -> None:
+    """``folder`` as a run leaves it behind that is stopped after ``step``."""
+    shutil.copytree(straight / f"global_step_{step}", folder / f"global_step_{step}")
+    lines = (straight / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text("".join(lines[:step]))
+
+
 @pytest.mark.parametrize("cut", [4, 6, 7], ids=["mid_epoch", "epoch_end", "after_epoch_end"])
 def test_resume_continues_bit_for_bit(tiny_model, arithmetic_files, tmp_path, cut, straight_run):
-    """24 prompts, 4 a step: an epoch is 6 steps."""
-    for steps in (cut, 8):
-        assert main(small_run(tiny_model, arithmetic_files, tmp_path, trainer__total_training_steps=steps)) == 0
+    stopped_after(cut, straight_run, tmp_path)
+    assert main(small_run(tiny_model, arithmetic_files, tmp_path, trainer__total_training_steps=8)) == 0
     assert largest_difference(weights(straight_run, 8), weights(tmp_path, 8)) == 0
     pairs = list(zip(read_metrics(straight_run), read_metrics(tmp_path), strict=True))
     assert len(pairs) == 8
@@ -177,26 +192,20 @@ def test_resume_continues_bit_for_bit(tiny_model, arithmetic_files, tmp_path, cu
     )
 
 
-@pytest.fixture(scope="module")
-def straight_run(tiny_model, arithmetic_files, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("straight")
-    assert main(small_run(tiny_model, arithmetic_files, folder, trainer__total_training_steps=8)) == 0
-    return folder
-
-
 def test_a_checkpoint_of_one_process_resumes_on_two(straight_run, tiny_model, arithmetic_files, tmp_path):
-    assert main(small_run(tiny_model, arithmetic_files, tmp_path, trainer__total_training_steps=6)) == 0
-    assert (
-        main(
-            small_run(
-                tiny_model, arithmetic_files, tmp_path, trainer__total_training_steps=8, trainer__n_gpus_per_node=2
-            )
-        )
-        == 0
-    )
+    stopped_after(6, straight_run, tmp_path)
+    changes = {"trainer__total_training_steps": 8, "trainer__n_gpus_per_node": 2}
+    assert main(small_run(tiny_model, arithmetic_files, tmp_path, **changes)) == 0
     assert largest_difference(weights(straight_run, 8), weights(tmp_path, 8)) < 1e-5
 
 
+@pytest.fixture
+def no_workers(monkeypatch):
+    """What is refused is refused before anything is started."""
+    monkeypatch.setattr(run, "start_ray", lambda *arguments: pytest.fail("the run went on"))
+
+
+@pytest.mark.usefixtures("no_workers")
 def test_another_run_in_the_same_folder_is_refused(reference_run, tiny_model, arithmetic_files, capsys):
     args = small_run(tiny_model, arithmetic_files, reference_run, data__seed=2, trainer__total_training_steps=3)
     assert main(args) == 2
@@ -205,6 +214,16 @@ def test_another_run_in_the_same_folder_is_refused(reference_run, tiny_model, ar
     assert "resume_weights_only" in message
 
 
+@pytest.mark.usefixtures("no_workers")
+def test_a_checkpoint_without_a_critic_is_refused_by_a_run_with_one(
+    reference_run, tiny_model, arithmetic_files, capsys
+):
+    args = small_run(tiny_model, arithmetic_files, reference_run, algorithm__adv_estimator="gae")
+    assert main(args) == 2
+    assert "holds no critic" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("no_workers")
 @pytest.mark.parametrize(
     "changes",
     [{"trainer__resume_mode": "disable"}, {"trainer__resume_weights_only": True}],
@@ -245,15 +264,16 @@ def test_a_reward_outage_after_the_first_step_saves_what_was_learned(tiny_model,
         "        raise OSError('the scoring server is gone')\n"
         "    return float(len(solution_str) % 2)\n"
     )
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "metrics.jsonl").touch()
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "metrics.jsonl").touch()
     args = small_run(
-        tiny_model, arithmetic_files, run, custom_reward_function__path=scorer, custom_reward_function__reward_kwargs__folder=run,
+        tiny_model, arithmetic_files, folder, custom_reward_function__path=scorer,
+        custom_reward_function__reward_kwargs__folder=folder,
         trainer__total_training_steps=5,
     )  # fmt: skip
     assert main(args) == 2
-    assert [entry.name for entry in run.glob("global_step_*")] == ["global_step_2"]
+    assert [entry.name for entry in folder.glob("global_step_*")] == ["global_step_2"]
 
 
 def test_a_custom_reward_function_is_used(tiny_model, arithmetic_files, tmp_path):

@@ -4,7 +4,7 @@ import logging
 import pytest
 
 from rltrain.errors import CheckpointError, ConfigError
-from rltrain.trainer.checkpoint import RunFolder, find_damage, read_progress
+from rltrain.trainer.checkpoint import RunFolder, find_damage, read_record
 
 
 def save(folder: RunFolder, step: int) -> None:
@@ -27,7 +27,7 @@ def test_the_newest_whole_checkpoint_is_found(folder):
     for step in (2, 10, 9):
         save(folder, step)
     assert folder.newest() == folder.step_folder(10)
-    assert read_progress(folder.newest())["global_step"] == 10
+    assert read_record(folder.newest())["global_step"] == 10
 
 
 @pytest.mark.parametrize("damage", ["truncated", "missing", "no manifest", "garbage manifest"])
@@ -47,7 +47,7 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(folder, damage, caplog):
         assert folder.newest() == folder.step_folder(1)
     assert "global_step_2" in caplog.text
     with pytest.raises(CheckpointError, match="cannot be resumed from"):
-        read_progress(newest)
+        read_record(newest)
 
 
 def test_digests_catch_a_flipped_bit_that_sizes_do_not(folder):

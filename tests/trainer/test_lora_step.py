@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from rltrain.models.lora import lora_layers
 from rltrain.models.packing import pack
-from rltrain.trainer.saving import Progress, frozen_values
+from rltrain.trainer.progress import Progress, frozen_values
 from tests import local
 from tests.tiny import save_tiny_tokenizer, small_run
 from tests.trainer.test_step import (

@@ -19,7 +19,7 @@ from rltrain.models import shard
 from rltrain.models.packing import pack
 from rltrain.ragged import Ragged
 from rltrain.trainer.advantage import check_plugins
-from rltrain.trainer.saving import Progress
+from rltrain.trainer.progress import Progress
 from rltrain.trainer.timing import StepTimer
 from tests.local import local_trainer
 from tests.tiny import save_tiny_tokenizer, small_run

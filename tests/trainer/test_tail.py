@@ -11,7 +11,8 @@ import torch.distributed as dist
 from rltrain.controller.samples import Samples, assemble, whole
 from rltrain.errors import ConfigError
 from rltrain.rewards.registry import find_scorer
-from rltrain.trainer.saving import Progress, Saver
+from rltrain.trainer.progress import Progress, find_start
+from rltrain.trainer.saving import Saver
 from rltrain.trainer.tail import Prompt, PromptLine
 from rltrain.trainer.timing import StepTimer
 from rltrain.workers import rollout_worker
@@ -330,7 +331,8 @@ def test_progress_is_saved_with_the_prompts_in_flight(make, tmp_path, monkeypatc
     saver = Saver(cfg, folder, Nothing(), {}, "data", 1, 1)
     saver._roles = {}
     saver.save(3, Progress(7, 0.1, {}, [[4, 1, 2]]))
-    assert saver.resume() == (3, Progress(7, 0.1, {}, [[4, 1, 2]]))
+    start = find_start(cfg, folder, "data")
+    assert (start.step, start.progress) == (3, Progress(7, 0.1, {}, [[4, 1, 2]]))
     folder.release()
 
 

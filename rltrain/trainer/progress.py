@@ -1,0 +1,125 @@
+"""How far a run is: what a checkpoint says beside the weights, and where a run starts. Checked before any worker is there."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rltrain.config.keys import get
+from rltrain.config.schema import Config
+from rltrain.errors import CheckpointError
+from rltrain.trainer.checkpoint import RunFolder, find_damage, read_record
+
+log = logging.getLogger(__name__)
+
+# With LoRA a checkpoint holds the adapters alone: these say what they are adapters to.
+_LORA_KEYS = ("lora_rank", "lora_alpha", "target_modules", "exclude_modules", "lora_adapter_path")
+# A resumed run must agree on these, or "continues as if never stopped" would be a lie.
+FROZEN_KEYS = (
+    "actor_rollout_ref.model.path",
+    "actor_rollout_ref.rollout.n",
+    "data.train_batch_size",
+    "data.seed",
+    "data.shuffle",
+    "data.sampler.name",
+    "data.max_prompt_length",
+)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The driver's own state.
+
+    batches_drawn: rounds of prompts taken so far. kl_coef: weight of the KL in the reward. sampler: what the sampler keeps.
+    in_flight: row, draw and age of the prompts that were drawn and not yet learnt from (`PromptLine.state`).
+    """
+
+    batches_drawn: int = 0
+    kl_coef: float | None = None
+    sampler: dict[str, NDArray[Any]] = field(default_factory=dict)
+    in_flight: list[list[int]] = field(default_factory=list)
+
+    def write(self, folder: Path, step: int, cfg: Config, dataset: str) -> None:
+        """Into the checkpoint of ``step``, with what `find_start` compares. dataset: fingerprint of the training data."""
+        record = {"global_step": step, "dataset": dataset, "frozen": frozen_values(cfg)}
+        record |= {"batches_drawn": self.batches_drawn, "kl_coef": self.kl_coef, "in_flight": self.in_flight}
+        np.savez(folder / "sampler.npz", **self.sampler)  # type: ignore[arg-type]
+        (folder / "progress.json").write_text(json.dumps(record, indent=1))
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins: after ``step`` steps, with the weights of the checkpoint ``folder`` (None: those of the model)."""
+
+    step: int = 0
+    progress: Progress = field(default_factory=Progress)
+    folder: Path | None = None
+
+
+def find_start(cfg: Config, run: RunFolder, dataset: str) -> Start:
+    """What ``trainer.resume_mode`` points at. Raises CheckpointError where this run cannot go on from there."""
+    trainer = cfg.trainer
+    folder = run.newest() if trainer.resume_mode == "auto" else None
+    if trainer.resume_mode == "resume_path":
+        folder = Path(trainer.resume_from_path or "")
+    start = Start(folder=folder)
+    if folder is not None:
+        record = read_record(folder)
+        if not trainer.resume_weights_only:
+            with np.load(folder / "sampler.npz", allow_pickle=False) as arrays:
+                # Older checkpoints have none in flight.
+                in_flight = record.get("in_flight", [])
+                progress = Progress(record["batches_drawn"], record["kl_coef"], dict(arrays), in_flight)
+            start = Start(int(record["global_step"]), progress, folder)
+            _refuse_other_run(cfg, folder, record, dataset)
+        if cfg.algorithm.needs_critic and not (folder / "critic").is_dir():
+            raise CheckpointError(
+                f"{folder} holds no critic: it was saved by a run without one. Set algorithm.adv_estimator as it was, or choose "
+                "another trainer.experiment_name."
+            )
+        what = "weights only" if trainer.resume_weights_only else f"{start.step} steps are done"
+        log.info("resuming from %s: %s", folder, what)
+    _refuse_later_checkpoints(run, start.step)
+    return start
+
+
+def _refuse_later_checkpoints(run: RunFolder, step: int) -> None:
+    """A run that starts below a checkpoint of its own folder would meet it hours later, when it saves."""
+    later = [each for each in run.steps() if each > step and not find_damage(run.step_folder(each))]
+    if later:
+        raise CheckpointError(
+            f"{run.path} already holds a checkpoint of step {later[-1]}, and this run would start after step {step}. "
+            "Choose another trainer.experiment_name (or trainer.default_local_dir), remove the folder, or go on from the newest "
+            "with trainer.resume_mode=auto trainer.resume_weights_only=False."
+        )
+
+
+def _refuse_other_run(cfg: Config, folder: Path, record: dict[str, Any], dataset: str) -> None:
+    now = frozen_values(cfg) | {"dataset": dataset}
+    then = record["frozen"] | {"dataset": record["dataset"]}
+    keys = sorted(now.keys() | then.keys())
+    changed = [f"{key}: {then.get(key)} then, {now.get(key)} now" for key in keys if then.get(key) != now.get(key)]
+    if changed:
+        raise CheckpointError(
+            f"{folder} belongs to another run ({'; '.join(changed)}). Put the values back, or choose another "
+            f"trainer.experiment_name; a new run starts from these weights with trainer.resume_mode=resume_path "
+            f"trainer.resume_from_path={folder} trainer.resume_weights_only=True."
+        )
+
+
+def frozen_values(cfg: Config) -> dict[str, Any]:
+    """The values of `FROZEN_KEYS`."""
+    values = {key: get(cfg, key) for key in FROZEN_KEYS}
+    # The data position is counted in rounds of this many prompts.
+    rounds = cfg.data.gen_batch_size if cfg.algorithm.filter_groups.enable else None
+    values |= {"prompts per round": rounds or cfg.data.train_batch_size}
+    for section, model in (("actor_rollout_ref", cfg.actor_rollout_ref.model), ("critic", cfg.critic.model)):
+        if model.uses_lora:
+            values |= {f"{section}.model.{key}": getattr(model, key) for key in _LORA_KEYS if hasattr(model, key)}
+    return values

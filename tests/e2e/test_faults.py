@@ -87,6 +87,7 @@ def test_a_killed_worker_ends_the_run_and_the_same_command_goes_on(start, tiny_m
     assert [line["step"] for line in read_metrics(tmp_path)] == list(range(1, saved + 2))
 
 
+@pytest.mark.usefixtures("joined")
 def test_sigterm_finishes_the_step_saves_and_exits_zero(start, tiny_model, arithmetic_files, tmp_path):
     process = start(small_run(tiny_model, arithmetic_files, tmp_path, trainer__total_training_steps=100000))
     wait_for_step(tmp_path, 2, process)
@@ -97,6 +98,7 @@ def test_sigterm_finishes_the_step_saves_and_exits_zero(start, tiny_model, arith
     assert [folder.name for folder in tmp_path.glob("global_step_*")] == [f"global_step_{last}"]
 
 
+@pytest.mark.usefixtures("joined")
 def test_kill_nine_of_the_driver_frees_the_folder(start, tiny_model, arithmetic_files, tmp_path):
     args = small_run(tiny_model, arithmetic_files, tmp_path, trainer__total_training_steps=100000, trainer__save_freq=1)
     process = start(args)

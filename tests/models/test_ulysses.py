@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from rltrain.batch import Batch
@@ -18,6 +17,7 @@ from rltrain.models.shard import make_mesh, sharded_model
 from rltrain.models.ulysses import sequence_group
 from rltrain.ragged import Ragged
 from tests.models.test_forward import FAMILIES, SIZES, make_batch
+from tests.ranks import run_on_ranks
 
 WORLD = 4
 MODELS = {
@@ -118,7 +118,7 @@ def found(tmp_path_factory):
     for name, config in MODELS.items():
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
-    mp.start_processes(rank_main, (folder,), nprocs=WORLD, start_method="spawn")
+    run_on_ranks(rank_main, WORLD, folder)
     return [torch.load(folder / f"rank_{rank}.pt") for rank in (0, WORLD - 1)]
 
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from rltrain.algorithms.aggregation import Denominators
 from rltrain.algorithms.policy_losses import POLICY_LOSSES
@@ -22,6 +21,7 @@ from rltrain.trainer.balance import Workload, lay_out
 from rltrain.trainer.plan import PassBudget
 from rltrain.workers.hybrid import HybridWorker
 from rltrain.workers.tasks import MiniBatch, UpdateTask
+from tests.ranks import run_on_ranks
 from tests.tiny import save_tiny_model, small_run
 
 A = "actor_rollout_ref.actor."
@@ -141,7 +141,7 @@ def found(tmp_path_factory):
     save_tiny_model(folder / "model", heads=4, kv_heads=2)
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
     for world in (1, 2, 4):
-        mp.start_processes(rank_main, (world, folder), nprocs=world, start_method="spawn")
+        run_on_ranks(rank_main, world, world, folder)
     files = [torch.load(folder / f"world_{world}.pt", weights_only=False) for world in (1, 2, 4)]
     return {case: each for file in files for case, each in file.items()}
 

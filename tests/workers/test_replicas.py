@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from rltrain.config.load import load_config
 from rltrain.data.chat import chat_encoder, encode_prompts
@@ -18,6 +17,7 @@ from rltrain.data.rows import read_rows
 from rltrain.workers.hybrid import HybridWorker
 from rltrain.workers.rollout.base import Sampling
 from rltrain.workers.tasks import GenerateTask
+from tests.ranks import run_on_ranks
 from tests.tiny import save_tiny_model, small_run, write_arithmetic
 
 # Many processes are started, some of which import vLLM.
@@ -96,7 +96,7 @@ def found(tmp_path_factory):
         starts.setdefault(name if "vllm" in name else world, []).append(name)
     for names in starts.values():
         world = CUTS[names[0]][0]
-        mp.start_processes(rank_main, (world, folder, names), nprocs=world, start_method="spawn")
+        run_on_ranks(rank_main, world, world, folder, names)
     left = set(Path("/dev/shm").glob("*cpushm*")) - before
     assert not left, "shared memory is left behind"
     return {name: torch.load(folder / f"{name}.pt", weights_only=False) for name in CUTS}

@@ -27,7 +27,8 @@ from rltrain.models.ulysses import share_of_heads, share_of_tokens
 
 NAME = "rltrain_packed"
 PLAN = "rltrain_plan"
-# Queries are masked this many at a time, so that a mask is never larger than this times the keys of one segment.
+# Queries are masked this many at a time, so that a mask is never larger than this times the keys of one segment (and the heads that
+# share a key head).
 _BLOCK = 512
 # npu_fusion_attention takes no more of them in one call.
 _NPU_SEGMENTS = 1024
@@ -133,19 +134,24 @@ def _keys(tensor: Tensor, plan: AttentionPlan) -> list[Tensor]:
 
 def _segment(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
     """query [1, heads, n, d] of the last n places of key, value [1, kv heads, m, d]."""
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1 and query.device.type != "cpu":
-        # With enable_gqa only a kernel that builds all scores at once is left where the flash kernel does not fit.
-        key, value, groups = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), 1
-    settings: dict[str, Any] = {"scale": scaling, "enable_gqa": groups > 1}
+    groups, own = query.shape[1] // key.shape[1], query.shape[2]
     product = nn.functional.scaled_dot_product_attention
-    if query.shape[2] == key.shape[2] and (window is None or key.shape[2] <= window):
-        return product(query, key, value, is_causal=True, **settings)
+    if own == key.shape[2] and (window is None or own <= window):
+        if groups > 1 and query.device.type != "cpu":
+            # With enable_gqa only a kernel that builds all scores at once is left where the flash kernel does not fit.
+            key, value, groups = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), 1
+        return product(query, key, value, is_causal=True, scale=scaling, enable_gqa=groups > 1)
+    # The heads that share keys are queries beside each other: a key is read, and its gradient written, once for all of them.
+    query = query.unflatten(1, (-1, groups)).transpose(2, 3)
     parts = []
-    for queries, keys in _blocks(query.shape[2], key.shape[2], window):
-        mask = _band(queries, keys, key.shape[2] - query.shape[2], window, query.device)
-        parts.append(product(query[:, :, queries], key[:, :, keys], value[:, :, keys], attn_mask=mask, **settings))
-    return torch.cat(parts, 2)
+    for queries, keys in _blocks(own, key.shape[2], window):
+        before = key.shape[2] - own + queries.start - keys.start
+        mask = _band(queries.stop - queries.start, before, groups, window, query)
+        part = product(
+            query[:, :, queries].flatten(2, 3), key[:, :, keys], value[:, :, keys], attn_mask=mask, scale=scaling
+        )
+        parts.append(part.unflatten(2, (-1, groups)))
+    return torch.cat(parts, 2).transpose(2, 3).flatten(1, 2)
 
 
 def _blocks(num_queries: int, num_keys: int, window: int | None) -> Iterator[tuple[slice, slice]]:
@@ -157,11 +163,24 @@ def _blocks(num_queries: int, num_keys: int, window: int | None) -> Iterator[tup
         yield slice(start, stop), slice(first, before + stop)
 
 
-def _band(queries: slice, keys: slice, before: int, window: int | None, device: torch.device) -> Tensor:
-    """mask [queries, keys]: query i sees key j when 0 <= before + i - j < window."""
-    i = torch.arange(queries.start, queries.stop, device=device)[:, None] + before
-    distance = i - torch.arange(keys.start, keys.stop, device=device)
-    return distance >= 0 if window is None else (distance >= 0) & (distance < window)
+def _band(num_queries: int, before: int, groups: int, window: int | None, like: Tensor) -> Tensor:
+    """mask [queries * groups, before + queries], 0 or -inf: query i (``groups`` times) sees key j when 0 <= before + i - j < window."""
+    middle = max(1024, 1 << (before - 1).bit_length())
+    template = _template(_BLOCK, middle, groups, window, like.dtype, like.device)
+    mask = template[: num_queries * groups, middle - before : middle + num_queries]
+    return mask if like.is_cpu else mask.contiguous()
+
+
+@cache
+@torch.inference_mode(False)  # the first to ask may be a forward pass without gradients
+def _template(
+    block: int, before: int, groups: int, window: int | None, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """The mask of a whole block behind ``before`` keys, of which every other is a part: who sees whom follows from the distance."""
+    i = torch.arange(block * groups, device=device)[:, None] // groups
+    distance = i - torch.arange(-before, block, device=device)
+    hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+    return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
 
 
 # -- variable-length kernels of accelerators (not run) -----------------------------------------------------------------

@@ -55,6 +55,18 @@ def test_packed_attention_is_attention_with_a_full_mask(plan, window, block, mon
         assert torch.allclose(one, other, atol=1e-12)
 
 
+@pytest.mark.parametrize("prefix", [1023, 1100])
+def test_prefixes_of_any_length_and_a_first_call_without_gradients(prefix):
+    plan = AttentionPlan((Segment(0, prefix), Segment(prefix, prefix + 4, (0, prefix))))
+    inputs = tensors(plan)
+    expected = with_a_full_mask(*inputs, plan, 0.3, None)
+    attention._template.cache_clear()
+    with torch.inference_mode():
+        assert torch.allclose(attend(*inputs, plan, 0.3), expected, atol=1e-12)
+    attend(*inputs, plan, 0.3).sum().backward()
+    assert all(each.grad is not None for each in inputs)
+
+
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_what_the_accelerators_kernels_are_given_describes_the_same_attention(plan, window, monkeypatch):

@@ -14,6 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -120,79 +121,100 @@ def _time(ranks: list[list[Ids]], work: Workload) -> float:
     return sum(max(map(work.cost, turn)) + _MICRO_BATCH for turn in zip(*ranks, strict=True))
 
 
-def _pieces(ids: Ids, work: Workload, size: int, budget: PassBudget) -> list[Ids]:
-    """Samples that stay together: up to ``size`` of one owner, within the budget."""
+class _Piece(NamedTuple):
+    """Samples of one owner that stay together: tokens and cost with their prompt, and those of the prompt."""
+
+    ids: list[int]
+    owner: int
+    tokens: int
+    cost: float
+    prompt_tokens: int
+    prompt_cost: float
+
+
+def _pieces(ids: Ids, work: Workload, size: int, budget: PassBudget) -> list[_Piece]:
+    """Pieces of up to ``size`` samples, each within the budget; the costliest first."""
     size = min(size, budget.max_samples or size)
-    pieces: list[list[int]] = []
-    room = 0.0
-    last = None
-    for sample in ids[np.argsort(work.owners[ids], kind="stable")].tolist():
-        owner, tokens = work.owners[sample], work.answers[sample]
-        if owner != last or len(pieces[-1]) == size or tokens > room:
-            pieces.append([])
-            room = (budget.max_tokens or math.inf) - work.prompts[sample]
-        pieces[-1].append(sample)
-        room -= tokens
-        last = owner
-    return [np.array(piece, dtype=np.int64) for piece in pieces]
+    ids = ids[np.argsort(work.owners[ids], kind="stable")]
+    columns = (work.owners, work.answers, work.prompts, work.answer_cost, work.prompt_cost)
+    pieces: list[_Piece] = []
+    for sample, *numbers in zip(ids.tolist(), *(column[ids].tolist() for column in columns), strict=True):
+        owner, answer, prompt, answer_cost, prompt_cost = numbers
+        last = pieces[-1] if pieces else None
+        if (
+            last is None
+            or owner != last.owner
+            or len(last.ids) == size
+            or last.tokens + answer > (budget.max_tokens or math.inf)
+        ):
+            pieces.append(_Piece([sample], owner, prompt + answer, prompt_cost + answer_cost, prompt, prompt_cost))
+        else:
+            last.ids.append(sample)
+            pieces[-1] = last._replace(tokens=last.tokens + answer, cost=last.cost + answer_cost)
+    return sorted(pieces, key=lambda piece: -piece.cost)
 
 
-def _spread(pieces: list[Ids], work: Workload, num_ranks: int, budget: PassBudget) -> list[list[Ids]]:
-    together = np.concatenate([*pieces, np.zeros(0, dtype=np.int64)])
-    count = max(1, math.ceil(work.tokens(together) / (num_ranks * budget.max_tokens))) if budget.max_tokens else 1
-    count = max(count, math.ceil(len(together) / (num_ranks * budget.max_samples))) if budget.max_samples else count
-    costs = [work.cost(piece) for piece in pieces]
-    pieces = [pieces[place] for place in np.argsort(-np.array(costs), kind="stable")]
-    while (bins := _fill(pieces, work, num_ranks * count, budget)) is None:
-        count += 1
+def _spread(pieces: list[_Piece], work: Workload, num_ranks: int, budget: PassBudget) -> list[list[Ids]]:
+    together = np.array([sample for piece in pieces for sample in piece.ids], dtype=np.int64)
+    least = math.ceil(work.tokens(together) / (num_ranks * budget.max_tokens)) if budget.max_tokens else 1
+    least = max(least, math.ceil(len(together) / (num_ranks * budget.max_samples))) if budget.max_samples else least
+    bins = _fewest(pieces, max(1, least), num_ranks, budget)
     bins.sort(key=lambda one: (-work.cost(one), one[0] if len(one) else -1))
     ranks: list[list[Ids]] = [[] for _ in range(num_ranks)]
-    for turn in range(count):
+    for turn in range(len(bins) // num_ranks):
         row = bins[turn * num_ranks : (turn + 1) * num_ranks]
         for rank, one in enumerate(row if turn % 2 == 0 else reversed(row)):
             ranks[rank].append(one)
     return ranks
 
 
+def _fewest(pieces: list[_Piece], count: int, num_ranks: int, budget: PassBudget) -> list[Ids]:
+    """Bins for the fewest turns, ``count`` or more, that hold all pieces: with strides that double, then by bisection."""
+    too_few, stride = count - 1, 1
+    while (found := _fill(pieces, num_ranks * count, budget)) is None:
+        too_few, count, stride = count, count + stride, 2 * stride
+    while count - too_few > 1:
+        middle = (too_few + count) // 2
+        if (fewer := _fill(pieces, num_ranks * middle, budget)) is None:
+            too_few = middle
+        else:
+            count, found = middle, fewer
+    return found
+
+
 class _Bin:
-    def __init__(self, work: Workload, budget: PassBudget) -> None:
+    def __init__(self) -> None:
         self.ids: list[int] = []
         self.cost = 0.0
         self._tokens = 0
         self._owners: set[int] = set()
-        self._work, self._budget = work, budget
 
-    @property
-    def is_full(self) -> bool:
-        return self._budget.max_samples is not None and len(self.ids) >= self._budget.max_samples
-
-    def take(self, piece: Ids) -> bool:
+    def take(self, piece: _Piece, budget: PassBudget) -> bool:
         """Add the piece, if there is room. A sample that is over the budget by itself goes alone."""
-        work, owner = self._work, int(self._work.owners[piece[0]])
-        known = owner in self._owners
-        tokens = work.tokens(piece) - known * int(work.prompts[piece[0]])
-        crowded = self._budget.max_samples is not None and len(self.ids) + len(piece) > self._budget.max_samples
-        heavy = self._budget.max_tokens is not None and self._tokens + tokens > self._budget.max_tokens
+        known = piece.owner in self._owners
+        tokens = piece.tokens - known * piece.prompt_tokens
+        crowded = budget.max_samples is not None and len(self.ids) + len(piece.ids) > budget.max_samples
+        heavy = budget.max_tokens is not None and self._tokens + tokens > budget.max_tokens
         if self.ids and (crowded or heavy):
             return False
-        self.ids += piece.tolist()
+        self.ids += piece.ids
         self._tokens += tokens
-        self.cost += work.cost(piece) - known * float(work.prompt_cost[piece[0]])
-        self._owners.add(owner)
+        self.cost += piece.cost - known * piece.prompt_cost
+        self._owners.add(piece.owner)
         return True
 
 
-def _fill(pieces: list[Ids], work: Workload, num_bins: int, budget: PassBudget) -> list[Ids] | None:
+def _fill(pieces: list[_Piece], num_bins: int, budget: PassBudget) -> list[Ids] | None:
     """Costliest first into the emptiest bin that has room (Graham 1969); None when a piece fits nowhere."""
-    bins = [_Bin(work, budget) for _ in range(num_bins)]
+    bins = [_Bin() for _ in range(num_bins)]
     heap = [(0.0, number) for number in range(num_bins)]
     for piece in pieces:
         refused: list[tuple[float, int]] = []
         while heap and len(refused) < _TRIES:
             entry = heapq.heappop(heap)
             chosen = bins[entry[1]]
-            if chosen.take(piece):
-                if not chosen.is_full:
+            if chosen.take(piece, budget):
+                if budget.max_samples is None or len(chosen.ids) < budget.max_samples:
                     heapq.heappush(heap, (chosen.cost, entry[1]))
                 break
             refused.append(entry)

@@ -11,6 +11,6 @@ _PRELOADED = ["rltrain.workers.hybrid", "tests.tiny"]
 
 
 def run_on_ranks(function: Callable[..., None], world: int, *args: Any) -> None:
-    """``function(rank, *args)`` in ``world`` processes at once. Raises what the first that fails raises."""
+    """``function(rank, world, *args)`` in ``world`` processes at once. Raises what the first that fails raises."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOADED)
-    mp.start_processes(function, args, nprocs=world, start_method="forkserver")
+    mp.start_processes(function, (world, *args), nprocs=world, start_method="forkserver")

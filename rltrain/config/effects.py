@@ -9,7 +9,7 @@ from rltrain.config.check import as_list
 from rltrain.config.keys import all_keys, free_form_parent, get
 from rltrain.config.load import LoadedConfig
 from rltrain.config.lora import LORA_MODES
-from rltrain.config.passes import passes
+from rltrain.config.passes import passes, sized
 from rltrain.config.rollout_effects import ROLLOUT_MODES
 from rltrain.config.schema import Config
 
@@ -358,8 +358,10 @@ def _says_nothing(config: Config, key: str) -> bool:
 
 
 def _micro_batches(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
-    for each in passes(loaded.config).values():
-        by_samples = (each.total_key, each.size_key)
+    every = passes(loaded.config)
+    counted = {sized(every, each).size_key for each in every.values() if not each.dynamic}
+    for each in every.values():
+        by_samples = () if each.size_key in counted else (each.total_key, each.size_key)
         for key in _set_by_user(loaded, by_samples if each.dynamic else (each.tokens_key,)):
             unit, instead = ("tokens", each.tokens_key) if each.dynamic else ("samples", each.size_key)
             yield key, f"{each.switch}={each.dynamic} cuts by {unit} ({instead})"

@@ -65,6 +65,11 @@ def passes(config: Config) -> dict[str, Pass]:
     }
 
 
+def sized(every: dict[str, Pass], one: Pass) -> Pass:
+    """The pass whose number of samples counts for ``one``."""
+    return every[one.like] if one.like and not one.has_size else one
+
+
 def pass_problems(config: Config) -> Iterator[str]:
     """Budgets that the longest sequence is over, sizes that are missing or set twice."""
     every = passes(config)
@@ -91,7 +96,9 @@ def pass_problems(config: Config) -> Iterator[str]:
 
 def uneven_passes(config: Config, devices: int) -> Iterator[str]:
     """Totals that the data-parallel ranks do not divide."""
-    for each in passes(config).values():
-        ranks = max(1, devices // max(1, each.ranks_per_sequence))
-        if not each.dynamic and each.total is not None and each.total % ranks:
-            yield f"{each.total_key}={each.total} is for all {ranks} data-parallel ranks and does not divide. Use {each.size_key}."
+    every, told = passes(config), set()
+    for each in every.values():
+        ranks, size = max(1, devices // max(1, each.ranks_per_sequence)), sized(every, each)
+        if not each.dynamic and size.total is not None and size.total % ranks and (size.total_key, ranks) not in told:
+            told.add((size.total_key, ranks))
+            yield f"{size.total_key}={size.total} is for all {ranks} data-parallel ranks and does not divide. Use {size.size_key}."

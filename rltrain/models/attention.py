@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -27,8 +27,7 @@ from rltrain.models.ulysses import share_of_heads, share_of_tokens
 
 NAME = "rltrain_packed"
 PLAN = "rltrain_plan"
-# Queries are masked this many at a time, so that a mask is never larger than this times the keys of one segment (and the heads that
-# share a key head).
+# Rows of a mask (a query has one for each head that shares its keys): it is never larger than this times the keys of one segment.
 _BLOCK = 512
 # npu_fusion_attention takes no more of them in one call.
 _NPU_SEGMENTS = 1024
@@ -144,7 +143,7 @@ def _segment(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, w
     # The heads that share keys are queries beside each other: a key is read, and its gradient written, once for all of them.
     query = query.unflatten(1, (-1, groups)).transpose(2, 3)
     parts = []
-    for queries, keys in _blocks(own, key.shape[2], window):
+    for queries, keys in _blocks(own, key.shape[2], groups, window):
         before = key.shape[2] - own + queries.start - keys.start
         mask = _band(queries.stop - queries.start, before, groups, window, query)
         part = product(
@@ -154,11 +153,11 @@ def _segment(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, w
     return torch.cat(parts, 2).transpose(2, 3).flatten(1, 2)
 
 
-def _blocks(num_queries: int, num_keys: int, window: int | None) -> Iterator[tuple[slice, slice]]:
+def _blocks(num_queries: int, num_keys: int, groups: int, window: int | None) -> Iterator[tuple[slice, slice]]:
     """Blocks of queries, and the keys that any query of the block sees."""
-    before = num_keys - num_queries
-    for start in range(0, num_queries, _BLOCK):
-        stop = min(start + _BLOCK, num_queries)
+    before, size = num_keys - num_queries, max(1, _BLOCK // groups)
+    for start in range(0, num_queries, size):
+        stop = min(start + size, num_queries)
         first = 0 if window is None else max(0, before + start + 1 - window)
         yield slice(start, stop), slice(first, before + stop)
 
@@ -166,19 +165,19 @@ def _blocks(num_queries: int, num_keys: int, window: int | None) -> Iterator[tup
 def _band(num_queries: int, before: int, groups: int, window: int | None, like: Tensor) -> Tensor:
     """mask [queries * groups, before + queries], 0 or -inf: query i (``groups`` times) sees key j when 0 <= before + i - j < window."""
     middle = max(1024, 1 << (before - 1).bit_length())
-    template = _template(_BLOCK, middle, groups, window, like.dtype, like.device)
+    template = _template(max(1, _BLOCK // groups), middle, groups, window, like.dtype, like.device)
     mask = template[: num_queries * groups, middle - before : middle + num_queries]
     return mask if like.is_cpu else mask.contiguous()
 
 
-@cache
+@lru_cache(8)
 @torch.inference_mode(False)  # the first to ask may be a forward pass without gradients
 def _template(
     block: int, before: int, groups: int, window: int | None, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """The mask of a whole block behind ``before`` keys, of which every other is a part: who sees whom follows from the distance."""
-    i = torch.arange(block * groups, device=device)[:, None] // groups
-    distance = i - torch.arange(-before, block, device=device)
+    i = torch.arange(block * groups, dtype=torch.int32, device=device)[:, None] // groups
+    distance = i - torch.arange(-before, block, dtype=torch.int32, device=device)
     hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
     return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rltrain.config.check import uneven
 from rltrain.config.model_schema import OptimConfig
-from rltrain.config.passes import Pass, passes
+from rltrain.config.passes import Pass, passes, sized
 from rltrain.config.schema import Config
 from rltrain.config.values import DEFAULT_ROUNDS
 from rltrain.errors import ConfigError
@@ -123,11 +123,10 @@ def _budgets(config: Config, devices: int) -> dict[str, PassBudget]:
 
     def samples(one: Pass) -> int:
         """A total is shared out over the data-parallel ranks (that it divides was checked)."""
-        if one.total is not None:
-            return one.total // (devices // one.ranks_per_sequence)
-        if one.size is None and one.like:
-            return samples(every[one.like])
-        return one.size or 1
+        size = sized(every, one)
+        if size.total is not None:
+            return size.total // (devices // one.ranks_per_sequence)
+        return size.size or 1
 
     return {
         name: PassBudget(one.tokens * one.ranks_per_sequence, None) if one.dynamic else PassBudget(None, samples(one))

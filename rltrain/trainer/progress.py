@@ -83,9 +83,10 @@ def find_start(cfg: Config, run: RunFolder, dataset: str) -> Start:
                 f"{folder} holds no critic: it was saved by a run without one. Set algorithm.adv_estimator as it was, or choose "
                 "another trainer.experiment_name."
             )
+    _refuse_later_checkpoints(run, start.step)
+    if folder is not None:
         what = "weights only" if trainer.resume_weights_only else f"{start.step} steps are done"
         log.info("resuming from %s: %s", folder, what)
-    _refuse_later_checkpoints(run, start.step)
     return start
 
 

@@ -77,9 +77,10 @@ def _train(
 ) -> None:
     cfg = loaded.config
     splits = {name: share(each) for name, each in rows.items()}
-    group = WorkerGroup("hybrid", reserve(cfg, device), device, threads_per_worker(cfg.trainer.n_gpus_per_node))
-    # While the workers import what they need.
+    placement = reserve(cfg, device)
+    # A scorer that does not work is better known before models are loaded.
     pool = start_pool(cfg, splits)
+    group = WorkerGroup("hybrid", placement, device, threads_per_worker(cfg.trainer.n_gpus_per_node))
     # A Config object would arrive as a reference too; only the data is big enough to be shared.
     group.start(_WORKER, {"cfg": cfg, "prompts": share(prompts), "rows": splits if cfg.reward_model.enable else None})
     with_critic = cfg.algorithm.needs_critic

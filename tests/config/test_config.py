@@ -184,6 +184,8 @@ def test_keys_that_do_nothing_in_the_chosen_mode_say_so():
     dynamic = notes(kl, f"{A}actor.ppo_micro_batch_size_per_gpu=1", f"{A}ref.log_prob_micro_batch_size_per_gpu=1")
     assert f"{A}actor.ppo_micro_batch_size_per_gpu: no effect" in dynamic
     assert f"{A}ref.log_prob_micro_batch_size_per_gpu: no effect" in dynamic
+    taken_by_another = notes(f"{A}actor.ppo_micro_batch_size_per_gpu=1", f"{A}rollout.log_prob_use_dynamic_bsz=False")
+    assert "ppo_micro_batch_size_per_gpu" not in taken_by_another
     counted = notes(
         f"{A}actor.use_dynamic_bsz=False",
         f"{A}actor.ppo_micro_batch_size_per_gpu=2",
@@ -256,6 +258,10 @@ def test_keys_that_do_nothing_in_the_chosen_mode_say_so():
         ),
         ([f"{A}ref.log_prob_micro_batch_size=8", f"{A}ref.log_prob_micro_batch_size_per_gpu=8"], "both set"),
         ([f"{A}actor.use_dynamic_bsz=False", f"{A}actor.ppo_micro_batch_size=6"], "for all 8 data-parallel ranks"),
+        (
+            [f"{A}rollout.log_prob_use_dynamic_bsz=False", f"{A}actor.ppo_micro_batch_size=4"],
+            "actor.ppo_micro_batch_size=4 is for all 8 data-parallel ranks",
+        ),
         ([f"{A}rollout.log_prob_micro_batch_size_per_gpu=0"], "at least 1"),
         ([f"{A}actor.optim.lr=.nan"], "lr=nan: it must be at least 0"),
         ([f"{A}actor.optim.betas=[2,3]"], "betas=[2.0, 3.0]: give two numbers"),

@@ -38,6 +38,12 @@ def start():
         process.stdout.close()
 
 
+@pytest.fixture
+def own_ray(monkeypatch):
+    """The run starts its own Ray, although others join one."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
 def wait_for_step(folder: Path, step: int, process: subprocess.Popen, limit_s: float = 90) -> None:
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline and process.poll() is None:
@@ -66,6 +72,7 @@ def worker_pids(driver: int) -> list[int]:
     ]
 
 
+@pytest.mark.usefixtures("own_ray")
 def test_a_killed_worker_ends_the_run_and_the_same_command_goes_on(start, tiny_model, arithmetic_files, tmp_path):
     args = small_run(tiny_model, arithmetic_files, tmp_path, trainer__total_training_steps=100000, trainer__save_freq=2)
     process = start(args)
@@ -98,7 +105,7 @@ def test_sigterm_finishes_the_step_saves_and_exits_zero(start, tiny_model, arith
     assert [folder.name for folder in tmp_path.glob("global_step_*")] == [f"global_step_{last}"]
 
 
-@pytest.mark.usefixtures("joined")
+@pytest.mark.usefixtures("own_ray")
 def test_kill_nine_of_the_driver_frees_the_folder(start, tiny_model, arithmetic_files, tmp_path):
     args = small_run(tiny_model, arithmetic_files, tmp_path, trainer__total_training_steps=100000, trainer__save_freq=1)
     process = start(args)

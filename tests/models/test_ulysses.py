@@ -94,10 +94,10 @@ def run(model, inputs: PackedInputs, size: int) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in found.items()}
 
 
-def rank_main(rank: int, folder: Path) -> None:
+def rank_main(rank: int, world: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), WORLD)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
+    store = dist.FileStore(str(folder / "store"), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     found = {}
     models = {name: load(PolicyModel, folder / name) for name in MODELS}
     models["critic"] = load(ScalarModel, folder / "llama")

@@ -60,6 +60,14 @@ def test_micro_batches_by_count_and_the_old_global_sizes():
         plan(f"{A}actor.use_dynamic_bsz=False", f"{A}actor.ppo_micro_batch_size=6", "trainer.n_gpus_per_node=4")
 
 
+def test_a_pass_without_a_size_takes_that_of_the_update():
+    taking = (f"{A}rollout.log_prob_use_dynamic_bsz=False", "trainer.n_gpus_per_node=4")
+    assert plan(*taking, f"{A}actor.ppo_micro_batch_size=8").log_prob_budget == PassBudget(None, 2)
+    assert plan(*taking, f"{A}actor.ppo_micro_batch_size_per_gpu=3").log_prob_budget == PassBudget(None, 3)
+    with pytest.raises(ConfigError, match="ppo_micro_batch_size=2 is for all 4 data-parallel ranks"):
+        plan(*taking, f"{A}actor.ppo_micro_batch_size=2")
+
+
 def test_a_size_that_is_not_used_need_not_divide():
     assert plan(f"{A}actor.ppo_micro_batch_size=6", "trainer.n_gpus_per_node=4").update_budget.max_tokens == 16384
 

@@ -3,7 +3,6 @@
 Or they share sequences, in groups of 2 and 4. The model has 4 heads, which share 2 of keys and values.
 """
 
-import os
 from pathlib import Path
 
 import numpy as np
@@ -139,9 +138,8 @@ def found(tmp_path_factory):
     """By number of processes, of those that share sequences, and variant: what came of it."""
     folder = tmp_path_factory.mktemp("ranks")
     save_tiny_model(folder / "model", heads=4, kv_heads=2)
-    os.environ.setdefault("PYTHONWARNINGS", "ignore")
     for world in (1, 2, 4):
-        run_on_ranks(rank_main, world, world, folder)
+        run_on_ranks(rank_main, world, folder)
     files = [torch.load(folder / f"world_{world}.pt", weights_only=False) for world in (1, 2, 4)]
     return {case: each for file in files for case, each in file.items()}
 

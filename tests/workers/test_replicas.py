@@ -96,7 +96,7 @@ def found(tmp_path_factory):
         starts.setdefault(name if "vllm" in name else world, []).append(name)
     for names in starts.values():
         world = CUTS[names[0]][0]
-        run_on_ranks(rank_main, world, world, folder, names)
+        run_on_ranks(rank_main, world, folder, names)
     left = set(Path("/dev/shm").glob("*cpushm*")) - before
     assert not left, "shared memory is left behind"
     return {name: torch.load(folder / f"{name}.pt", weights_only=False) for name in CUTS}

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from rltrain.batch import Batch
 from rltrain.models.packing import pack
 from rltrain.ragged import Ragged
+from rltrain.trainer import balance
 from rltrain.trainer.balance import Workload, lay_out, rank_tokens, slack_metrics, spread
 from rltrain.trainer.plan import PassBudget
 
@@ -138,3 +139,17 @@ def test_slack_counts_what_ranks_wait_for():
             "perf/balance/tokens_share": 1,
         }
     )
+
+
+def test_how_many_micro_batches_are_needed_is_found_in_few_tries(monkeypatch):
+    """Of long answers far more than their sum says, as few fit together: driver time, which no device works in."""
+    answers = np.random.default_rng(0).integers(5_000, 15_000, 1024)
+    work = Workload.of_groups(np.full(1024, 100), answers, np.arange(1024) // 8)
+    tried = []
+    fill = balance._fill
+    monkeypatch.setattr(balance, "_fill", lambda *arguments: tried.append(arguments[1]) or fill(*arguments))
+    (micros,) = spread(np.arange(1024), work, 1, PassBudget(32_768, None))
+    assert sorted(np.concatenate(micros).tolist()) == list(range(1024))
+    assert len(micros) > 1.05 * answers.sum() / 32_768
+    assert len(tried) < 60, "pieces of four sizes, some ten tries each"
+    assert len(micros) in tried

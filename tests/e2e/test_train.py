@@ -41,14 +41,14 @@ def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tens
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
-def assert_alike(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    """AdamW divides a gradient by its own size: where it is next to nothing, its rounding shows as a part of the learning rate (1e-3).
+def assert_alike(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], most: float) -> None:
+    """None differs by ``most``, and hardly any by 1e-6. AdamW divides a gradient by its own size: where it is next to nothing, its rounding shows as a part of the learning rate (1e-3).
 
-    One weight in 25,504 it is here; any error in a gradient moves most of them.
+    One weight in 25,504 it is where sequences are shared; any error in a gradient moves most of them.
     """
     differences = torch.cat([(one[name] - other[name]).abs().flatten() for name in one])
     assert float((differences > 1e-6).float().mean()) < 2e-4
-    assert float(differences.max()) < 1e-4
+    assert float(differences.max()) < most
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,8 @@ def test_loss_gradient_and_weights_do_not_depend_on_the_cut(
     reference_run, tiny_model, arithmetic_files, tmp_path, changes
 ):
     assert main(small_run(tiny_model, arithmetic_files, tmp_path, **changes)) == 0
-    assert_alike(weights(reference_run, 2), weights(tmp_path, 2))
+    shared = any("ulysses" in key for key in changes)
+    assert_alike(weights(reference_run, 2), weights(tmp_path, 2), 1e-4 if shared else 1e-5)
     before = [line for line in read_metrics(reference_run) if line["step"]]
     for one, other in zip(before, read_metrics(tmp_path), strict=True):
         for name in (

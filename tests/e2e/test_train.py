@@ -42,7 +42,9 @@ def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tens
 
 
 def assert_alike(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], most: float) -> None:
-    """None differs by ``most``, and hardly any by 1e-6. AdamW divides a gradient by its own size: where it is next to nothing, its rounding shows as a part of the learning rate (1e-3).
+    """None differs by ``most``, and hardly any by 1e-6.
+
+    AdamW divides a gradient by its own size: where it is next to nothing, its rounding shows as a part of the learning rate (1e-3).
 
     One weight in 25,504 it is where sequences are shared; any error in a gradient moves most of them.
     """

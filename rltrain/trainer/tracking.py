@@ -33,6 +33,8 @@ class Sink(Protocol):
 
     def log(self, step: int, metrics: dict[str, float]) -> None: ...
 
+    def log_table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -73,6 +75,9 @@ class Console:
             sys.stdout.write(f"step {step}/{self._total}  " + "  ".join(f"{k}={v}" for k, v in shown.items()) + "\n")
             sys.stdout.flush()
 
+    def log_table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        pass  # a console has no tables
+
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
@@ -91,6 +96,10 @@ class TensorBoard:
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
+    def log_table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        self._writer.add_text(name, markdown_table(columns, rows), step)
+        self._writer.flush()
+
     def close(self) -> None:
         self._writer.close()
 
@@ -105,6 +114,12 @@ class WandB:
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self._run.log(metrics, step=step)
+
+    def log_table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        import wandb
+
+        table = wandb.Table(columns=list(columns), data=[list(row) for row in rows])
+        self._run.log({name: table}, step=step)
 
     def close(self) -> None:
         self._run.finish()
@@ -144,6 +159,11 @@ class Tracker:
         for name, sink in list(self._sinks.items()):
             self._attempt(name, lambda sink=sink: sink.log(step, metrics))
 
+    def log_table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Send a table (text, numbers; such as sampled answers) to every tracker that has them. name: "samples/train" or the like."""
+        for key, sink in list(self._sinks.items()):
+            self._attempt(key, lambda sink=sink: sink.log_table(step, name, columns, rows))
+
     def close(self) -> None:
         self._always.close()
         for name, sink in list(self._sinks.items()):
@@ -155,6 +175,17 @@ class Tracker:
         except Exception as error:  # noqa: BLE001 - a tracker that is down must not stop training
             log.warning("tracker '%s' failed and is left out from here on: %s", name, error)
             self._sinks.pop(name, None)
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """A table as Markdown, one line a row, whatever the cells hold."""
+    lines = [list(columns), ["---"] * len(columns), *rows]
+    return "\n".join("| " + " | ".join(_cell(each) for each in line) + " |" for line in lines)
+
+
+def _cell(value: Any) -> str:
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return text.replace("\\", "\\\\").replace("|", "\\|").replace("\n", "<br>")
 
 
 def _step_of(line: str) -> int:

@@ -75,7 +75,12 @@ class LocalPool:
                 scores.append(float(self.twist(row, value)))
                 accs.append(float(value > 0.5))
         nothing = np.zeros(len(scores))
-        return {"score": np.array(scores), "acc": np.array(accs), "reward_failed": nothing, "reward_timeout": nothing}
+        return {
+            "score": np.array(scores),
+            "scorer/acc": np.array(accs),
+            "reward_failed": nothing,
+            "reward_timeout": nothing,
+        }
 
 
 class LocalScoring:

@@ -21,7 +21,8 @@ logger = logging.getLogger(__name__)
 Columns = dict[str, np.ndarray]
 Job = tuple[Any, np.ndarray, np.ndarray]
 
-_RESERVED = ("score", "reward_failed", "reward_timeout")
+# A number of the scorer's own has a column with this before its name, so that it can never be taken for the trainer's.
+EXTRA = "scorer/"
 _CHUNKS_PER_WORKER = 4
 _TIMEOUT_ALARM = 0.1
 _LEAST_MEMORY_MB = 256
@@ -211,8 +212,8 @@ class Scoring:
             raise RewardError(_failure_report(self._failures, self._total))
 
     def finish(self) -> Columns:
-        """Columns over all jobs in their order: ``score``, every numeric extra (NaN where an answer has none), ``reward_failed``
-        and ``reward_timeout`` (0 or 1); all float64. Raises RewardError if more than half of the answers fail.
+        """Columns over all jobs in their order: ``score``, ``scorer/NAME`` for every numeric extra (NaN where an answer has none),
+        ``reward_failed`` and ``reward_timeout`` (0 or 1); all float64. Raises RewardError if more than half of the answers fail.
         """
         while self._waiting or self._running:
             self.advance(wait_s=None)
@@ -224,11 +225,11 @@ class Scoring:
             "reward_failed": np.array([score.status != "ok" for score in scores], np.float64),
             "reward_timeout": np.array([score.status == "timeout" for score in scores], np.float64),
         }
-        for name in sorted({name for score in scores for name in score.extras} - set(_RESERVED)):
+        for name in sorted({name for score in scores for name in score.extras}):
             values = [score.extras.get(name) for score in scores]
             if any(isinstance(value, float) for value in values):
                 numbers = [value if isinstance(value, float) else np.nan for value in values]
-                columns[name] = np.array(numbers, np.float64)
+                columns[EXTRA + name] = np.array(numbers, np.float64)
         num_timeouts = columns["reward_timeout"].sum()
         if num_timeouts > _TIMEOUT_ALARM * len(scores):
             logger.warning("%d of %d answers ran out of reward.timeout_s", num_timeouts, len(scores))

@@ -9,6 +9,7 @@ import numpy as np
 from rltrain.config.schema import Config
 from rltrain.controller.samples import Samples
 from rltrain.data.sampler import Sampler
+from rltrain.rewards.pool import EXTRA
 from rltrain.trainer import metrics as m
 from rltrain.trainer.balance import Ids
 from rltrain.trainer.metrics import Metrics
@@ -126,7 +127,7 @@ class Experience:
     def _accuracy(self, samples: Samples) -> np.ndarray:
         """``acc`` of each answer; where its scorer returns a bare number (or there is a reward model alone), the score."""
         score = samples.numbers.get("rule_score", samples["score"])
-        acc = samples.numbers.get("acc", score)
+        acc = samples.numbers.get(EXTRA + "acc", score)
         return np.where(np.isnan(acc), score, acc)
 
     def _choose(self, rounds: list[Samples], useful: list[Ids]) -> tuple[Samples, Metrics]:

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rltrain.controller.samples import Samples
+from rltrain.rewards.pool import EXTRA
 
 Metrics = dict[str, float]
 
@@ -67,7 +68,7 @@ def reward_metrics(samples: Samples, terms_of_rule: Iterable[str] = ()) -> Metri
     failed, timeout = samples["reward_failed"], samples["reward_timeout"]
     metrics = {"reward/error_rate": float(failed.mean()), "reward/timeout_rate": float(timeout.mean())}
     terms = {"rule": "rule_score", "model": "model_score", "overlong": "overlong"} | {
-        name: name for name in terms_of_rule
+        name: EXTRA + name if EXTRA + name in samples.numbers else name for name in terms_of_rule
     }
     having = {name: column for name, column in terms.items() if column in samples.numbers}
     if having.keys() - {"rule"}:  # else it is the score itself

@@ -14,6 +14,7 @@ from rltrain.config.schema import Config
 from rltrain.controller.samples import Samples
 from rltrain.errors import NonFiniteError, RewardError, SyncError
 from rltrain.models.optim import learning_rate
+from rltrain.rewards.pool import EXTRA
 from rltrain.trainer import metrics as m
 from rltrain.trainer.advantage import Advantages, Whitening
 from rltrain.trainer.balance import Ids, Layout, Workload, lay_out, rank_tokens, slack_metrics
@@ -300,7 +301,8 @@ class PPOTrainer:
         hidden |= (
             set() if {"model_score", "overlong"} & scores.keys() else {"rule_score"}
         )  # else it is the reward itself
-        numbers = {name: values for name, values in scores.items() if name not in hidden}
+        extras = {name.removeprefix(EXTRA): values for name, values in scores.items() if name.startswith(EXTRA)}
+        numbers = extras | {name: each for name, each in scores.items() if name not in hidden and EXTRA not in name}
         metrics = validation_metrics(self.rewards.data_sources("val"), numbers, num_samples)
         return metrics | timer.metrics() | {"val-aux/response_length/mean": float(samples["response_length"].mean())}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,7 @@ from rltrain.config.schema import Config
 from rltrain.controller.samples import Samples
 from rltrain.data.rows import Rows
 from rltrain.errors import RewardError
-from rltrain.rewards.pool import RewardPool, Scoring
+from rltrain.rewards.pool import EXTRA, RewardPool, Scoring
 from rltrain.trainer.balance import Ids
 from rltrain.trainer.roles import RewardModel
 
@@ -48,7 +49,8 @@ class Rewards:
         return Arrivals(self._pool.begin(split, num_samples)) if self._pool and self._overlap else None
 
     def score(self, split: str, samples: Samples, arrivals: Arrivals | None = None) -> dict[str, Floats]:
-        """``score``, what it is made of (``rule_score``, ``model_score``, ``overlong``), failures, the scorer's extra columns [n].
+        """``score``, what it is made of (``rule_score``, ``model_score``, ``overlong``), failures, and ``scorer/NAME`` for
+        the scorer's own numbers [n].
 
         ``arrivals``: rule rewards that were begun while the answers were generated.
         """
@@ -76,7 +78,7 @@ class Rewards:
         failed = found["reward_failed"] > 0
         total = np.zeros(len(failed))
         for name, weight in self._weights.items():
-            term = found.get(name, np.full(len(failed), np.nan))
+            term = found.get(column_of(name, found), np.full(len(failed), np.nan))
             if np.isnan(term[~failed]).any():
                 raise RewardError(
                     f"reward.weights.{name}: the scorer returned no number '{name}' for some answers. Leave it out."
@@ -140,9 +142,14 @@ class Arrivals:
         self.scoring.advance(wait_s=0)
 
 
+def column_of(name: str, columns: Mapping[str, Any]) -> str:
+    """The column of a number that the configuration names: the scorer's own, else the trainer's (``score``)."""
+    return EXTRA + name if EXTRA + name in columns else name
+
+
 def known_number(samples: Samples, name: str, on_error: float) -> Floats:
     """A number the scorer returns [n]; ``on_error`` where scoring failed. Raises RewardError where a scored answer has none."""
-    values = samples[name].astype(np.float64)
+    values = samples[column_of(name, samples.numbers)].astype(np.float64)
     missing = np.isnan(values)
     if (missing & (samples["reward_failed"] == 0)).any():
         raise RewardError(

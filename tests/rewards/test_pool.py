@@ -8,7 +8,8 @@ import pytest
 
 from rltrain.data.rows import read_rows
 from rltrain.errors import RewardError, WorkerLost
-from rltrain.rewards.pool import RewardPool
+from rltrain.rewards.pool import RewardPool, Scoring
+from rltrain.rewards.slot import Score
 
 LENGTH = """
     def compute_score(data_source, solution_str, ground_truth, extra_info):
@@ -83,8 +84,18 @@ def test_failures_count_on_error_and_are_shown(local_ray, pool, custom):
     assert columns["score"].tolist() == [1.0, -2.0, 3.0, -2.0, 5.0, 6.0]
     assert columns["reward_failed"].tolist() == [0, 1, 0, 1, 0, 0]
     assert columns["reward_timeout"].tolist() == [0, 1, 0, 0, 0, 0]
-    np.testing.assert_array_equal(columns["acc"], [3, np.nan, np.nan, np.nan, 1, np.nan])
-    assert "pred" not in columns
+    np.testing.assert_array_equal(columns["scorer/acc"], [3, np.nan, np.nan, np.nan, 1, np.nan])
+    assert "scorer/pred" not in columns
+
+
+def test_no_number_of_a_scorer_has_the_name_of_a_column_of_ours():
+    names = ("score", "reward_failed", "reward_timeout", "response_length")
+    scores = [Score(1.0, "ok", None, dict.fromkeys(names, 9.0))]
+    columns = Scoring([None], "train", 1, 0.0)._columns(scores)
+    ours = {"score": [1.0], "reward_failed": [0.0], "reward_timeout": [0.0]}
+    assert {name: values.tolist() for name, values in columns.items()} == ours | {
+        f"scorer/{name}": [9.0] for name in names
+    }
 
 
 def test_a_mostly_failing_batch_stops_with_the_first_traceback(local_ray, pool, custom):

@@ -165,7 +165,7 @@ def test_the_pool_scores_at_the_address_and_checks_it_first(local_ray, serve, sp
         jobs = [(local_ray.put(["a", "bb", "ccc", "dddd"]), np.arange(4), np.arange(4))]
         columns = pool.score("train", jobs)
         assert columns["score"].tolist() == [1.0, 2.0, 3.0, 4.0]
-        assert columns["acc"].tolist() == [1.0] * 4
+        assert columns["scorer/acc"].tolist() == [1.0] * 4
         server.close()
         with pytest.raises(RewardError, match=r"reward\.url='http.*gives no score for data_source='mine'"):
             pool.check("train")

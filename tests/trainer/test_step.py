@@ -18,6 +18,7 @@ from rltrain.errors import ConfigError, NonFiniteError, RewardError
 from rltrain.models import shard
 from rltrain.models.packing import pack
 from rltrain.ragged import Ragged
+from rltrain.rewards.pool import EXTRA
 from rltrain.trainer.advantage import check_plugins
 from rltrain.trainer.progress import Progress
 from rltrain.trainer.timing import StepTimer
@@ -517,10 +518,14 @@ def test_the_rule_reward_may_be_a_weighted_sum_of_what_the_scorer_returns(make):
     trainer = make(reward__weights="{acc: 2.0, score: 0.5}")
     samples = trainer.experience._round(StepTimer()).samples
     metrics = trainer.step(2)
-    assert set(samples["rule_score"] - 2.0 * samples["acc"]) != {0.0}
+    assert set(samples["rule_score"] - 2.0 * samples["scorer/acc"]) != {0.0}
     assert metrics["reward/acc/mean"] >= 0
     scores = np.array([1.0, 0.25])
-    failed = {"score": np.array([0.25, -7.0]), "acc": np.array([1.0, np.nan]), "reward_failed": np.array([0.0, 1.0])}
+    failed = {
+        "score": np.array([0.25, -7.0]),
+        "scorer/acc": np.array([1.0, np.nan]),
+        "reward_failed": np.array([0.0, 1.0]),
+    }
     assert trainer.rewards._weigh(failed).tolist() == [2.0 + 0.125, -7.0]
     with pytest.raises(RewardError, match=r"reward.weights.acc: the scorer returned no number"):
         trainer.rewards._weigh({"score": scores, "reward_failed": np.zeros(2)})
@@ -571,12 +576,29 @@ def with_failures(trainer, *samples: int, acc: float | None = None) -> None:
 
     def failing(split, jobs):
         columns = score(split, jobs)
-        columns["acc"][:] = columns["acc"] if acc is None else acc
+        columns["scorer/acc"][:] = columns["scorer/acc"] if acc is None else acc
         for sample in samples:
-            columns["acc"][sample], columns["score"][sample], columns["reward_failed"][sample] = np.nan, 0.0, 1.0
+            columns["scorer/acc"][sample], columns["score"][sample], columns["reward_failed"][sample] = np.nan, 0.0, 1.0
         return columns
 
     trainer.rewards._pool.score = failing
+
+
+def test_numbers_of_the_scorer_never_replace_the_trainer_s(make):
+    plain, named = make(), make()
+    own = plain.experience._round(StepTimer()).samples.numbers.keys()
+    score = named.rewards._pool.score
+    names = [*own, "advantage", "loss_tokens", "given", "baseline", "scored", "silent", "sample", "kl_sum", "signal"]
+
+    def more(split, jobs):
+        columns = score(split, jobs)
+        return columns | {EXTRA + name: np.full(len(columns["score"]), 3.0) for name in names if EXTRA not in name}
+
+    named.rewards._pool.score = more
+    named.experience._round(StepTimer())
+    assert numbers_of(named.step(1)) == numbers_of(plain.step(1))
+    assert torch.equal(actor_weights(named), actor_weights(plain))
+    assert named.validate(1)["val-core/rltrain/arithmetic/acc/mean@1"] <= 1
 
 
 def test_one_answer_that_could_not_be_scored_costs_gdpo_nothing_else(make):
@@ -599,12 +621,12 @@ def test_a_failed_answer_does_not_make_a_group_useful(make):
 
 def test_a_number_that_some_rounds_lack_is_kept_for_the_others():
     one, other = Samples(2), Samples(2)
-    one.update({"score": np.array([1.0, 2.0]), "acc": np.array([0.0, 1.0])})
+    one.update({"score": np.array([1.0, 2.0]), "scorer/acc": np.array([0.0, 1.0])})
     other.update({"score": np.array([3.0, 4.0])})
     for pair in ([(one, np.array([1])), (other, np.array([0, 1]))], [(other, np.array([0, 1])), (one, np.array([1]))]):
         joined = Samples.join(pair)
         assert sorted(joined["score"]) == [2.0, 3.0, 4.0]
-        assert np.isnan(joined["acc"]).sum() == 2
+        assert np.isnan(joined["scorer/acc"]).sum() == 2
 
 
 def test_a_fixed_weight_of_the_kl_follows_the_configuration_after_a_resume(make):

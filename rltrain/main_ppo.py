@@ -8,7 +8,6 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any
 
-from rltrain import __version__
 from rltrain.errors import ConfigError, Interrupted, RltrainError
 
 USAGE = """\
@@ -17,7 +16,7 @@ usage: python -m rltrain.main_ppo [--config FILE]... [key=value]...
 Train a language model with PPO or GRPO. Keys are verl's; later settings win: defaults < --config files < key=value.
 
   --help [SECTION]   keys of a section (or of all), with type, default and meaning
-  --version          version of rltrain
+  --version          versions of rltrain and of the packages it uses
   --print-config     print the resolved configuration and stop
   --dry-run          print what a run would do, what has no effect and what does not fit, and stop
   --config FILE      read settings from a YAML file (repeatable)
@@ -57,7 +56,9 @@ def _run(arguments: _Arguments) -> int:
         _write(_help(arguments.help))
         return 0
     if arguments.version:
-        sys.stdout.write(f"rltrain {__version__}\n")
+        from rltrain.env_report import short_facts
+
+        _write(short_facts() + "\n")
         return 0
     from rltrain.config.check import check, missing_files, unavailable
     from rltrain.config.effects import without_effect

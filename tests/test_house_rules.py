@@ -23,7 +23,7 @@ LAYERS = [
     {"data"},
     {"algorithms"},
     {"batch"},
-    {"ragged", "device", "report"},
+    {"ragged", "device", "report", "env_report"},
     {"config"},
     {"env", "errors"},
 ]

@@ -81,7 +81,10 @@ def test_help_into_a_closed_pipe_is_no_traceback():
 
 def test_version_help_and_printed_config(capsys):
     assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"rltrain {__version__}\n"
+    version = capsys.readouterr().out
+    assert version.startswith(f"rltrain {__version__}")
+    assert "\n  torch  " in version
+    assert len(version.splitlines()) < 24
     assert main(["--help", "actor_rollout_ref.rollout.val_kwargs"]) == 0
     text = capsys.readouterr().out
     assert "do_sample (bool) = False" in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
+from yaml import YAMLError, safe_load
 
 from rltrain.config.keys import all_keys, free_form_parent, is_known, nearest, sections
 from rltrain.config.renames import ignored_because, refused_because, rename
@@ -18,6 +19,8 @@ from rltrain.config.schema import Config
 from rltrain.errors import ConfigError
 
 _SECRET = re.compile(r"password|secret|api_?key|access_key|(^|_)tokens?$", re.IGNORECASE)
+# What stands before the host in an address: user:password@
+_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
 
 
 @dataclass(frozen=True)
@@ -115,9 +118,23 @@ def to_yaml(config: Config) -> str:
 def _masked(value: Any, name: str = "") -> Any:
     if isinstance(value, dict):
         return {key: _masked(item, str(key)) for key, item in value.items()}
-    if isinstance(value, str) and value and _SECRET.search(name):
-        return "***"
+    if isinstance(value, str):
+        return "***" if value and _SECRET.search(name) else _CREDENTIALS.sub("***@", value)
     return value
+
+
+def masked_command(words: Sequence[str]) -> str:
+    """A command line as it can be typed again, but for the secrets in it."""
+    shown = []
+    for word in words:
+        key, _, text = word.partition("=")
+        try:
+            value = safe_load(text)
+        except YAMLError:
+            value = text
+        masked = _masked(value, key.rpartition(".")[2])
+        shown.append(word if masked == value else f"{key}={masked}")
+    return shlex.join(shown)
 
 
 def _parse_value(key: str, text: str) -> Any:

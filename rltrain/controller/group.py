@@ -149,6 +149,11 @@ class WorkerGroup:
     def pids(self) -> list[int]:
         return [who["pid"] for who in self._who]
 
+    @property
+    def hosts(self) -> list[str]:
+        """The machines of the workers, by name."""
+        return list(dict.fromkeys(who["node"] for who in self._who))
+
     def call(self, method: str, args: Sequence[Any] = (), per_rank: Sequence[Sequence[Any]] | None = None) -> list[Any]:
         """Run ``method`` on all ranks with ``args``, or with ``per_rank[rank]``, and wait for all results."""
         return [numbers for *_, numbers in self.call_with_payload(method, args, per_rank, num_objects=0)]

@@ -1,46 +1,137 @@
-"""Sharded policy -> a Hugging Face folder that transformers and vLLM load."""
+"""Sharded policy -> a Hugging Face folder that transformers and vLLM load, and a look at what was written."""
 
 from __future__ import annotations
 
+import json
 import shutil
+from collections.abc import Callable, Iterable, Iterator
+from math import prod
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from transformers import AutoTokenizer, PretrainedConfig
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError, safe_open
+from transformers import PretrainedConfig, PreTrainedModel
 
+from rltrain.data.chat import ChatEncoder
+from rltrain.errors import ConfigError, DataError
 from rltrain.models.forward import PolicyModel
-from rltrain.models.load import empty_model, source_dtype
+from rltrain.models.load import empty_model, load_config, source_dtype
 from rltrain.models.shard import named_weights
 
 # What tokenizers, processors, chat templates and generation configs are made of.
-_COPIED_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken", ".py"}
-_WRITTEN_HERE = {"config.json", "model.safetensors.index.json", "pytorch_model.bin.index.json"}
+_COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
+_WRITTEN_HERE = ("config.json", "model.safetensors.index.json", "pytorch_model.bin.index.json")
+_TEMPLATE = "chat_template.jinja"
+_GENERATION = "generation_config.json"
+Shapes = dict[str, tuple[int, ...]]
 
 
-def export_huggingface(policy: PolicyModel, config: PretrainedConfig, source: str, folder: str) -> None:
-    """Gather the weights on rank 0 and write them in the source checkpoint's dtype (a collective).
+def export_huggingface(
+    policy: PolicyModel, config: PretrainedConfig, encoder: ChatEncoder, folder: str, card: str = ""
+) -> list[str]:
+    """Gather the weights on rank 0 and write them in the source checkpoint's dtype (a collective), with ``card`` as README.md.
 
-    Tokenizer, chat template and generation config are copied from ``source`` byte for byte when it is a local folder.
+    encoder: of the training prompts. The small files of its model (a folder or a hub name) are copied byte for byte; a chat template that
+    replaces the model's own is written over it. Returns what `find_problems` says, on rank 0.
     """
     dtype = source_dtype(config)
     weights: dict[str, torch.Tensor] = {}
     for name, tensor in named_weights(policy):
         if dist.get_rank() == 0:
             weights[name] = tensor.to("cpu", dtype)
+    problems: list[str] = []
     if dist.get_rank() == 0:
-        model = empty_model(config, "sdpa", dtype)
-        model.save_pretrained(
-            folder, state_dict={name: weights[name] for name in model.state_dict() if name in weights}
-        )
-        _copy_tokenizer(source, Path(folder))
+        model = empty_model(config, "sdpa", dtype, trust_remote_code=encoder.trust_remote_code)
+        weights = {name: weights[name] for name in model.state_dict() if name in weights}
+        shapes = {name: tuple(weight.shape) for name, weight in weights.items()}  # transformers empties the dictionary
+        _write(model, weights, encoder, _source_folder(encoder.path, config), Path(folder))
+        if card:
+            (Path(folder) / "README.md").write_text(card, encoding="utf-8")
+        problems = find_problems(Path(folder), encoder, shapes)
     dist.barrier()
+    return problems
 
 
-def _copy_tokenizer(source: str, folder: Path) -> None:
-    if not Path(source).is_dir():
-        AutoTokenizer.from_pretrained(source).save_pretrained(folder)
-        return
-    for file in sorted(Path(source).iterdir()):
+def _write(
+    model: PreTrainedModel, weights: dict[str, torch.Tensor], encoder: ChatEncoder, source: Path, folder: Path
+) -> None:
+    if not (source / _GENERATION).is_file() and model.generation_config is not None:
+        # The model's config may name another end token than the one that ended the answers.
+        model.generation_config.eos_token_id = encoder.eos_token_ids
+    model.save_pretrained(folder, state_dict=weights)
+    for file in folder.glob("*.safetensors"):
+        shutil.copymode(folder / "config.json", file)  # safetensors makes its files for the owner alone
+    for file in sorted(source.iterdir()):
         if file.is_file() and file.suffix in _COPIED_SUFFIXES and file.name not in _WRITTEN_HERE:
-            shutil.copy2(file, folder / file.name)
+            shutil.copyfile(file, folder / file.name)
+    if encoder.chat_template is not None:
+        _write_template(encoder.tokenizer.chat_template, folder)
+
+
+def _source_folder(path: str, config: PretrainedConfig) -> Path:
+    """The folder with the small files of a model. Those of a hub name are fetched in the revision that was loaded, unless they are here."""
+    if Path(path).is_dir():
+        return Path(path)
+    wanted = [f"*{suffix}" for suffix in _COPIED_SUFFIXES]
+    revision = getattr(config, "_commit_hash", None)
+    return Path(snapshot_download(path, revision=revision, allow_patterns=wanted, ignore_patterns=["*/*"]))
+
+
+def _write_template(text: str, folder: Path) -> None:
+    """Put the template into every place that a server may read it from."""
+    (folder / _TEMPLATE).write_text(text, encoding="utf-8")
+    for name in ("tokenizer_config.json", "processor_config.json", "chat_template.json"):
+        file = folder / name
+        content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        if "chat_template" in content:
+            content["chat_template"] = text
+            file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+# -- does it serve? ----------------------------------------------------------------------------------------------------
+
+
+def find_problems(folder: Path, encoder: ChatEncoder, shapes: Shapes) -> list[str]:
+    """Load an exported folder, all but the numbers, and compare it with the training; what is wrong, by file.
+
+    encoder: of the training prompts. shapes: of the weights that were handed over.
+    """
+    exported = ChatEncoder(str(folder), trust_remote_code=encoder.trust_remote_code)
+    looks: dict[str, Callable[[], Iterable[str]]] = {
+        "config.json": lambda: load_config(str(folder), trust_remote_code=encoder.trust_remote_code) and (),
+        "tokenizer_config.json": lambda: _look_at_tokenizer(exported, encoder),
+        _GENERATION: lambda: _look_at_ends(exported, encoder),
+        "model.safetensors": lambda: _look_at_weights(folder, shapes),
+    }
+    problems: list[str] = []
+    for name, look in looks.items():
+        try:
+            problems += look()
+        except (OSError, ValueError, KeyError, TypeError, ConfigError, DataError, SafetensorError) as error:
+            problems.append(f"{name} does not load: {error}")
+    return problems
+
+
+def _look_at_tokenizer(exported: ChatEncoder, encoder: ChatEncoder) -> Iterator[str]:
+    if exported.vocab_size != encoder.vocab_size:
+        yield f"tokenizer.json has {exported.vocab_size} tokens instead of {encoder.vocab_size}"
+    if exported.tokenizer.chat_template != encoder.tokenizer.chat_template:
+        yield f"{_TEMPLATE} is not the template that wrote the training prompts"
+
+
+def _look_at_ends(exported: ChatEncoder, encoder: ChatEncoder) -> Iterator[str]:
+    if exported.eos_token_ids != encoder.eos_token_ids:
+        yield f"{_GENERATION} ends answers at tokens {exported.eos_token_ids}; in training it was {encoder.eos_token_ids}"
+
+
+def _look_at_weights(folder: Path, shapes: Shapes) -> Iterator[str]:
+    found: Shapes = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as weights:
+            found |= {name: tuple(weights.get_slice(name).get_shape()) for name in weights.keys()}  # noqa: SIM118 - not a dict
+    # transformers may write a model's weights under their older names, cut otherwise: then the numbers must be as many.
+    if found != shapes and sum(map(prod, found.values())) != sum(map(prod, shapes.values())):
+        odd = next(name for name in sorted(found | shapes) if found.get(name) != shapes.get(name))
+        yield f"model.safetensors: {odd} has shape {found.get(odd)} instead of {shapes.get(odd)}"

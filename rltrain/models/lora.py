@@ -10,6 +10,7 @@ import difflib
 import hashlib
 import math
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -184,7 +185,9 @@ def save_adapter(model: PreTrainedModel, base: str, folder: str) -> None:
         config = model.peft_config[_NAME]
         config.base_model_name_or_path = base
         config.save_pretrained(folder)
-        save_file(weights, Path(folder) / "adapter_model.safetensors", metadata={"format": "pt"})
+        file = Path(folder) / "adapter_model.safetensors"
+        save_file(weights, file, metadata={"format": "pt"})
+        shutil.copymode(file.with_name("adapter_config.json"), file)  # safetensors makes its files for the owner alone
     dist.barrier()
 
 

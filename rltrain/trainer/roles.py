@@ -191,9 +191,9 @@ class Policy(_Role):
         ]
         return self._update(work)
 
-    def export(self, folder: str) -> None:
-        """Write the policy as a Hugging Face folder."""
-        self._group.call("actor.export", [folder])
+    def export(self, folder: str, card: str = "") -> list[str]:
+        """Write the policy as a Hugging Face folder, with ``card`` as README.md. Returns what is wrong with it."""
+        return [problem for found in self._group.call("actor.export", [folder, card]) for problem in found]
 
     def take_driver_bytes(self) -> int:
         """Bytes that went through the driver since the last call."""

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-import platform
 import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from importlib.metadata import version
 from typing import Any
 
-from rltrain import __version__
 from rltrain.config.load import LoadedConfig, to_dict, to_yaml
 from rltrain.config.schema import Config
 from rltrain.controller.cluster import reserve, share, start_ray, stop_ray
@@ -23,6 +20,7 @@ from rltrain.data.order import BatchOrder
 from rltrain.data.rows import Rows, read_rows
 from rltrain.data.sampler import make_sampler
 from rltrain.device import Device, get_device, threads_per_worker
+from rltrain.env_report import device_facts, facts
 from rltrain.errors import ConfigError, DataError, Interrupted
 from rltrain.report import report
 from rltrain.rewards.pool import RewardPool
@@ -92,7 +90,7 @@ def _train(
     others = {"critic": critic} if critic else {}
     saver = Saver(cfg, folder, policy, others, rows["train"].fingerprint(), total, trained)
     saver.load(start)
-    write_run_files(folder, loaded, plan)
+    write_run_files(folder, loaded, plan, group.hosts)
     tracker = Tracker(
         cfg.trainer.logger,
         folder.path,
@@ -207,14 +205,8 @@ def stop_on_signal() -> Iterator[StopFlag]:
             signal.signal(number, handler)
 
 
-def write_run_files(folder: RunFolder, loaded: LoadedConfig, plan: Plan) -> None:
-    """config.yaml (secrets masked), plan.json, env.json: what this run was."""
+def write_run_files(folder: RunFolder, loaded: LoadedConfig, plan: Plan, hosts: list[str]) -> None:
+    """config.yaml (secrets masked), plan.json, env.json: what this run was. hosts: those of the workers."""
     folder.write("config.yaml", to_yaml(loaded.config))
     folder.write("plan.json", json.dumps(asdict(plan), indent=1, default=str))
-    packages = ("torch", "transformers", "ray", "omegaconf", "numpy", "pyarrow", "safetensors")
-    versions = {name: version(name) for name in packages} | {
-        "rltrain": __version__,
-        "python": platform.python_version(),
-        "machine": platform.platform(),
-    }
-    folder.write("env.json", json.dumps(versions, indent=1))
+    folder.write("env.json", json.dumps(facts() | device_facts() | {"hosts": hosts}, indent=1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,9 +10,12 @@ from typing import Protocol
 
 from rltrain.config.schema import Config
 from rltrain.errors import DiskError
+from rltrain.trainer.card import model_card
 from rltrain.trainer.checkpoint import RunFolder
 from rltrain.trainer.progress import Progress, Start
 from rltrain.trainer.timing import StepTimer
+
+log = logging.getLogger(__name__)
 
 
 class Role(Protocol):
@@ -27,8 +31,8 @@ class Role(Protocol):
 class Exporter(Role, Protocol):
     """The policy, which can also be written as a Hugging Face folder."""
 
-    def export(self, folder: str) -> None:
-        """Write that folder."""
+    def export(self, folder: str, card: str) -> list[str]:
+        """Write that folder, with ``card`` as README.md. Returns what is wrong with it."""
 
 
 class Saver:
@@ -95,7 +99,8 @@ class Saver:
         for name, role in self._roles.items():
             role.save(str(temporary / name))
         if "hf_model" in self._cfg.actor_rollout_ref.actor.checkpoint.save_contents:
-            self._actor.export(str(temporary / "huggingface"))
+            for problem in self._actor.export(str(temporary / "huggingface"), model_card(self._cfg, step)):
+                log.warning("step %d, huggingface/: %s. The checkpoint beside it is whole.", step, problem)
         progress.write(temporary, step, self._cfg, self._fingerprint)
 
     def load(self, start: Start) -> None:

@@ -14,6 +14,7 @@ from rltrain.algorithms.losses import LossShare, actor_loss
 from rltrain.algorithms.policy_losses import POLICY_LOSSES, PolicyLossInputs, find_policy_loss
 from rltrain.batch import Batch
 from rltrain.config.schema import Config
+from rltrain.data.chat import chat_encoder
 from rltrain.device import resolve_dtype
 from rltrain.models.export import export_huggingface
 from rltrain.models.forward import PolicyModel, final_logits, model_numbers
@@ -309,10 +310,10 @@ class ActorRefWorker:
         self._residency.enter("save")
         load_training_state(self._policy, None if weights_only else self._updater.optimizer, folder)
 
-    def export(self, folder: str) -> None:
-        """Write a Hugging Face folder (a collective; rank 0 writes)."""
+    def export(self, folder: str, card: str) -> list[str]:
+        """Write a Hugging Face folder with ``card`` as README.md (a collective; rank 0 writes). Returns what is wrong with it."""
         self._residency.enter("score")
-        export_huggingface(self._policy, self._config, self._model_cfg.path, folder)
+        return export_huggingface(self._policy, self._config, chat_encoder(self._cfg), folder, card)
 
 
 def _given(batch: Batch) -> Tensor | None:

@@ -3,6 +3,7 @@
 import json
 import logging
 import shutil
+import stat
 from pathlib import Path
 
 import pytest
@@ -156,6 +157,21 @@ def test_the_run_folder_says_what_the_run_was(reference_run):
     assert list((reference_run / "tensorboard").glob("events.*"))
     manifest = json.loads((reference_run / "global_step_2" / "manifest.json").read_text())
     assert {"progress.json", "actor/.metadata", "huggingface/model.safetensors"} <= manifest["files"].keys()
+    env = json.loads((reference_run / "env.json").read_text())
+    assert {"torch", "ray", "git", "host", "command", "cuda", "driver", "devices"} <= env.keys()
+    assert env["hosts"] == [env["host"]]
+
+
+def test_others_may_read_what_a_run_saves_as_the_umask_says(reference_run):
+    ordinary = stat.S_IMODE((reference_run / "plan.json").stat().st_mode)
+    files = [file for file in (reference_run / "global_step_2").rglob("*") if file.is_file()]
+    assert {file.name for file in files if stat.S_IMODE(file.stat().st_mode) != ordinary} == set()
+
+
+def test_the_export_says_where_it_comes_from(reference_run, tiny_model, arithmetic_files):
+    card = (reference_run / "global_step_2" / "huggingface" / "README.md").read_text()
+    for words in (f"| base model | {tiny_model} |", "| steps | 2 |", "grpo", str(arithmetic_files[0]), "pytest"):
+        assert words in card
 
 
 def test_the_export_is_a_model_that_transformers_loads(reference_run, tiny_model):

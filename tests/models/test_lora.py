@@ -10,6 +10,7 @@ from peft import IA3Config, PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from rltrain.data.chat import ChatEncoder
 from rltrain.device import get_device
 from rltrain.errors import ConfigError
 from rltrain.models.export import export_huggingface
@@ -100,7 +101,7 @@ def test_the_merged_model_computes_what_the_model_with_adapters_does(model_folde
     train_by_chance(policy)
     log_probs, entropy = scores(policy)
     assert float((log_probs - base[0]).abs().max()) > 0.01
-    export_huggingface(policy, load_config(model_folder), model_folder, str(tmp_path / "merged"))
+    export_huggingface(policy, load_config(model_folder), ChatEncoder(model_folder), str(tmp_path / "merged"))
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager").eval()
     with torch.no_grad():
         expected = by_transformers(merged, make_batch())
@@ -220,7 +221,7 @@ def test_the_head_can_have_adapters_unless_it_is_the_embedding(tmp_path, untied)
         return
     policy = make(folder, target_modules=["lm_head", "q_proj"])
     train_by_chance(policy)
-    export_huggingface(policy, load_config(folder), folder, str(tmp_path / "merged"))
+    export_huggingface(policy, load_config(folder), ChatEncoder(folder), str(tmp_path / "merged"))
     assert torch.allclose(scores(make_policy(str(tmp_path / "merged")))[0], scores(policy)[0], atol=1e-5)
 
 

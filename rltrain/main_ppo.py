@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import sys
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from rltrain.errors import ConfigError, Interrupted, RltrainError
-
-USAGE = """\
-usage: python -m rltrain.main_ppo [--config FILE]... [key=value]...
-
-Train a language model with PPO or GRPO. Keys are verl's; later settings win: defaults < --config files < key=value.
-
-  --help [SECTION]   keys of a section (or of all), with type, default and meaning
-  --version          versions of rltrain and of the packages it uses
-  --print-config     print the resolved configuration and stop
-  --dry-run          print what a run would do, what has no effect and what does not fit, and stop
-  --config FILE      read settings from a YAML file (repeatable)
-"""
+from rltrain.help import help_text
 
 
-@dataclass
-class _Arguments:
-    overrides: list[str] = field(default_factory=list)
-    files: list[str] = field(default_factory=list)
-    help: str | None = None
-    version: bool = False
-    print_config: bool = False
-    dry_run: bool = False
+class _Parser(argparse.ArgumentParser):
+    """Flags. What does not fit is an error as any other."""
+
+    def __init__(self) -> None:
+        super().__init__(add_help=False, allow_abbrev=False)
+        self.add_argument("-h", "--help", nargs="?", const="", metavar="SECTION")
+        self.add_argument("--config", action="append", default=[], metavar="FILE")
+        for flag in ("--version", "--print-config", "--dry-run"):
+            self.add_argument(flag, action="store_true")
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}. See --help.")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -51,9 +44,9 @@ def main(argv: list[str] | None = None) -> int:
         return Interrupted.exit_code
 
 
-def _run(arguments: _Arguments) -> int:
+def _run(arguments: argparse.Namespace) -> int:
     if arguments.help is not None:
-        _write(_help(arguments.help))
+        _write(help_text(arguments.help))
         return 0
     if arguments.version:
         from rltrain.env_report import short_facts
@@ -64,7 +57,7 @@ def _run(arguments: _Arguments) -> int:
     from rltrain.config.effects import without_effect
     from rltrain.config.load import load_config, to_yaml
 
-    loaded = load_config(arguments.overrides, arguments.files)
+    loaded = load_config(arguments.overrides, arguments.config)
     if arguments.print_config:
         _write(to_yaml(loaded.config))
         return 0
@@ -97,57 +90,20 @@ def _write(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _parse(argv: list[str]) -> _Arguments:
-    arguments = _Arguments()
-    rest = iter(argv)
+def _parse(argv: list[str]) -> argparse.Namespace:
+    """The flags; what is left are ``overrides``."""
+    arguments, rest = _Parser().parse_known_args(argv)
     for word in rest:
-        if word in ("-h", "--help"):
-            arguments.help = next(rest, "")
-        elif word == "--version":
-            arguments.version = True
-        elif word == "--print-config":
-            arguments.print_config = True
-        elif word == "--dry-run":
-            arguments.dry_run = True
-        elif word == "--config" or word.startswith("--config="):
-            file = word.partition("=")[2] or next(rest, "")
-            if not file:
-                raise ConfigError("--config needs a file: --config base.yaml.")
-            arguments.files.append(file)
-        elif word.startswith(("--config-path", "--config-name", "--config-dir", "--cfg", "--multirun")):
+        if word.startswith(("--config-path", "--config-name", "--config-dir", "--cfg", "--multirun")):
             raise ConfigError(
                 f"{word} is Hydra's, which is not used here. Put settings in a YAML file and give --config FILE (repeatable)."
             )
-        elif word.startswith("-"):
+        if word.startswith("-"):
             raise ConfigError(
                 f"unknown flag {word}. Flags: --help, --version, --print-config, --dry-run, --config FILE; settings are key=value."
             )
-        else:
-            arguments.overrides.append(word)
+    arguments.overrides = rest
     return arguments
-
-
-def _help(section: str) -> str:
-    from rltrain.config.keys import all_keys, nearest, sections
-
-    keys = [key for name, key in all_keys().items() if not section or name == section or name.startswith(section + ".")]
-    if not keys:
-        leaf = section.rpartition(".")[2]
-        near = [name for name in sections() if name.rpartition(".")[2] == leaf] or nearest(section)
-        raise ConfigError(f"--help {section}: there is no such section or key. Try {', '.join(near[:3]) or '--help'}.")
-    lines = [] if section else [USAGE]
-    shown = ""
-    for key in keys:
-        parent = key.name.rpartition(".")[0]
-        if parent != shown:
-            shown = parent
-            lines.append(f"\n{parent}: {sections().get(parent, '')}")
-        lines.append(f"  {key.name.rpartition('.')[2]} ({key.type_name}) = {_show(key.default)}\n      {key.help}")
-    return "\n".join(lines).lstrip("\n") + "\n"
-
-
-def _show(default: Any) -> str:
-    return "null" if default is None else str(default)
 
 
 def _dry_run(config: Any, notes: list[str], does_not_fit: list[str], missing: list[str]) -> str:

@@ -23,7 +23,7 @@ LAYERS = [
     {"data"},
     {"algorithms"},
     {"batch"},
-    {"ragged", "device", "report", "env_report"},
+    {"ragged", "device", "report", "env_report", "help"},
     {"config"},
     {"env", "errors"},
 ]

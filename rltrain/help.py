@@ -1,0 +1,99 @@
+"""The text of ``--help``: an index of sections, the keys of one, or all. Reads the schema alone: fast, and without a network."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Sequence
+
+from rltrain.config.keys import Key, all_keys, nearest, sections
+from rltrain.config.renames import rename
+from rltrain.errors import ConfigError
+
+_START = """\
+usage: python -m rltrain.main_ppo [--config FILE]... [key=value]...
+
+Train a language model with PPO or GRPO. The keys are verl's. Later settings
+win: defaults < --config files < key=value.
+
+  --help             this page. --help rollout: the keys of a section;
+                     --help lr: one key, wherever it is; --help all: everything
+  --dry-run          print what a run would do, what has no effect and what
+                     does not fit, and stop
+  --print-config     print the resolved configuration and stop
+  --config FILE      read settings from a YAML file (repeatable)
+  --version          versions of rltrain and of the packages it uses
+
+Examples:
+  python -m rltrain.main_ppo --config base.yaml data.train_batch_size=256
+  python -m rltrain.main_ppo algorithm.adv_estimator=grpo \\
+      data.train_files=train.parquet data.max_response_length=1024 \\
+      actor_rollout_ref.model.path=/models/Qwen3-0.6B \\
+      actor_rollout_ref.rollout.n=8 trainer.n_gpus_per_node=1 --dry-run
+
+Sections, with the number of their keys:
+"""
+
+
+def help_text(topic: str = "") -> str:
+    """What ``--help topic`` prints. topic: empty, "all", a section, a key, or the end of a name of either. Raises ConfigError."""
+    if not topic:
+        return "\n".join([_START.rstrip("\n"), *map(_index_line, sections())]) + "\n"
+    if topic == "all":
+        return "\n".join(_section(name, _keys_of(name)) for name in sections())
+    topic = rename(topic)
+    names = [*sections(), *all_keys()]
+    found = [topic] if topic in names else [name for name in names if name.endswith(f".{topic}")]
+    if not found:
+        near = ", ".join(f"--help {name}" for name in nearest(topic)) or "--help"
+        raise ConfigError(f"--help {topic}: there is no such section or key. Try {near}.")
+    if len(found) == 1 and found[0] in sections():
+        return _layer(found[0])
+    lines = [_index_line(name, "") if name in sections() else _entry(all_keys()[name], name) for name in found]
+    return "\n".join(lines) + "\n"
+
+
+def _layer(section: str) -> str:
+    """One section's own keys, and an index of the sections in it."""
+    keys = _keys_of(section)
+    shown = [key for key in keys if _has_effect(key)]
+    text = _section(section, shown)
+    if inner := [name for name in sections() if name.startswith(section + ".")]:
+        text += "\nSections in it:\n" + "\n".join(_index_line(name, section + ".") for name in inner) + "\n"
+    if len(keys) > len(shown):
+        text += f"\n{len(keys) - len(shown)} more keys are accepted and have no effect: --help all\n"
+    return text
+
+
+def _section(name: str, keys: Sequence[Key]) -> str:
+    return "\n".join([_wrapped(f"{name}: {sections()[name]}", 4), *map(_entry, keys)]) + "\n"
+
+
+def _entry(key: Key, name: str = "") -> str:
+    default = "null" if key.default is None else key.default
+    head = f"  {name or key.name.rpartition('.')[2]} ({key.type_name}) = {default}"
+    return _wrapped(head, 4) + "\n" + _wrapped(" " * 6 + " ".join(key.help.split()), 6)
+
+
+def _index_line(section: str, inside: str | None = None) -> str:
+    """Name, number of keys with an effect, and what the section is about. inside: leave this start of the name out, and do not indent."""
+    leaf = "  " * section.count(".") + section.rpartition(".")[2] if inside is None else section.removeprefix(inside)
+    count = sum(map(_has_effect, _keys_of(section)))
+    width = 22 if inside is None else 35
+    return _wrapped(f"  {leaf:<{width}} {count or '':>2}  {sections()[section]}", width + 7)
+
+
+def _keys_of(section: str) -> list[Key]:
+    """The keys of a section itself, without those of sections in it."""
+    return [key for key in all_keys().values() if key.name.rpartition(".")[0] == section]
+
+
+def _has_effect(key: Key) -> bool:
+    return not key.help.startswith("No effect")
+
+
+def _wrapped(line: str, indent: int) -> str:
+    width = max(shutil.get_terminal_size().columns, 40)
+    if len(line) <= width:
+        return line
+    return textwrap.fill(line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)

@@ -1,0 +1,79 @@
+"""What --help prints."""
+
+import re
+
+import pytest
+
+from rltrain.config.keys import all_keys, sections
+from rltrain.errors import ConfigError
+from rltrain.help import help_text
+from rltrain.main_ppo import main
+
+
+@pytest.fixture(autouse=True)
+def eighty_columns(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def test_help_is_an_index_of_two_screens(capsys):
+    assert main(["--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("usage: ")
+    assert len(lines) <= 80
+    for section, sentence in sections().items():
+        (line,) = [
+            line
+            for line in lines
+            if line.startswith("  " * section.count(".") + "  " + section.split(".")[-1] + " ") and sentence[:8] in line
+        ][:1]
+        assert re.search(r"\d|   ", line)
+    assert "train_batch_size (" not in "\n".join(lines)
+
+
+def test_no_line_of_help_is_wider_than_the_terminal(monkeypatch):
+    for width in (60, 80, 120):
+        monkeypatch.setenv("COLUMNS", str(width))
+        text = help_text("all") + "".join(map(help_text, sections()))
+        wide = [line for line in text.splitlines() if len(line) > width and " " in line.strip()]
+        assert wide == []
+
+
+def test_help_of_all_has_every_key_and_section_once():
+    text = help_text("all")
+    for section in sections():
+        assert len(re.findall(rf"^{re.escape(section)}: ", text, re.MULTILINE)) == 1
+    assert len(re.findall(r"^  [a-z]\w* \(", text, re.MULTILINE)) == len(all_keys())
+
+
+def test_help_of_a_section_leaves_out_what_has_no_effect():
+    text = help_text("trainer")
+    assert "test_freq (int) = -1\n      Validate every" in text
+    assert "No effect" not in text
+    assert "more keys are accepted and have no effect: --help all" in text
+    assert "No effect" in help_text("all")
+    assert "No effect" in help_text("trainer.balance_batch"), "whoever asks for it by name is told"
+
+
+def test_help_of_a_section_lists_those_in_it_without_their_keys():
+    text = help_text("rollout")
+    assert text.startswith("actor_rollout_ref.rollout: ")
+    assert "temperature (float)" in text
+    assert text.count("temperature (float)") == 1
+    assert re.search(r"^  val_kwargs +5  How", text, re.MULTILINE)
+
+
+def test_help_finds_keys_and_sections_by_the_end_of_their_names():
+    text = help_text("lr")
+    assert "actor_rollout_ref.actor.optim.lr (float)" in text
+    assert "critic.optim.lr (float)" in text
+    assert [line.split()[0] for line in help_text("model").splitlines()] == [
+        "actor_rollout_ref.model",
+        "critic.model",
+        "reward_model.model",
+    ]
+    assert "clip_grad (float)" in help_text("actor_rollout_ref.actor.grad_clip"), "verl's older name"
+
+
+def test_help_for_what_is_not_there_names_what_is():
+    with pytest.raises(ConfigError, match=r"--help algorithm\.adv_estimator"):
+        help_text("adv_estimatr")

@@ -8,8 +8,11 @@ import os
 import sys
 from typing import Any, NoReturn
 
+from rltrain import __version__
 from rltrain.errors import ConfigError, Interrupted, RltrainError
 from rltrain.help import help_text
+
+log = logging.getLogger("rltrain.main_ppo")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -70,12 +73,18 @@ def _run(arguments: argparse.Namespace) -> int:
         return 0
     if problems := [*does_not_fit, *missing]:
         raise ConfigError("\n".join(problems))
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
-    for note in notes:
-        logging.getLogger(__name__).warning("note: %s", note)
-    from rltrain.trainer.run import run_training
+    from rltrain import logs
 
-    return run_training(loaded)
+    with logs.session():
+        trainer, model = loaded.config.trainer, loaded.config.actor_rollout_ref.model.path
+        devices = logs.count(trainer.nnodes * trainer.n_gpus_per_node, "device")
+        folder = os.path.abspath(os.path.expanduser(trainer.default_local_dir))
+        log.info("rltrain %s: %s on %s (%s); run folder %s", __version__, model, devices, trainer.device, folder)
+        for note in notes:
+            log.warning("note: %s", note)
+        from rltrain.trainer.run import run_training
+
+        return run_training(loaded)
 
 
 # How many rows of each file --dry-run looks at; `python -m rltrain.data_preprocess.lint` looks at all.

@@ -25,7 +25,7 @@ LAYERS = [
     {"batch"},
     {"ragged", "device", "report", "env_report", "help"},
     {"config"},
-    {"env", "errors"},
+    {"env", "errors", "logs"},
 ]
 # Where a heavy package may be imported.
 HOMES = {

@@ -13,6 +13,7 @@ from rltrain.config.schema import Config
 from rltrain.device import Device
 from rltrain.env import prepare_driver, ray_address
 from rltrain.errors import ConfigError, WorkerLost
+from rltrain.logs import count
 
 _RESERVE_TIMEOUT_S = 120
 
@@ -51,11 +52,17 @@ def reserve(cfg: Config, device: Device) -> list[PlacementGroup]:
             name: amount for name, amount in ray.cluster_resources().items() if name in ("CPU", device.ray_resource)
         }
         raise WorkerLost(
-            f"{len(waiting)} of {trainer.nnodes} nodes with {trainer.n_gpus_per_node} free {device.ray_resource} slots each did not "
-            f"come up in {_RESERVE_TIMEOUT_S} s. The cluster has {have} on {len(ray.nodes())} nodes. "
+            f"{len(waiting)} of {count(trainer.nnodes, 'node')} with {trainer.n_gpus_per_node} free {device.ray_resource} slots each "
+            f"did not come up in {_RESERVE_TIMEOUT_S} s. The cluster has {have} on {count(len(ray.nodes()), 'node')}. "
             "Check trainer.nnodes and trainer.n_gpus_per_node, or start the missing nodes."
         )
     return groups
+
+
+def ray_logs() -> str:
+    """The folder where Ray keeps what its processes said, on this node; on others it has the same name."""
+    node: Any = ray._private.worker._global_node
+    return node.get_logs_dir_path()
 
 
 def share(value: Any) -> ray.ObjectRef:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import gc
 import importlib
+import logging
 import operator
 import os
 import socket
@@ -12,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -20,10 +22,14 @@ import torch.distributed as dist
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from rltrain.controller.cluster import ray_logs
 from rltrain.controller.samples import Request, assemble, driver_bytes
 from rltrain.device import Device
 from rltrain.env import worker_environment
 from rltrain.errors import RltrainError, WorkerError, WorkerLost
+from rltrain.logs import open_worker_log
+
+log = logging.getLogger(__name__)
 
 # After the first error, how long to listen for the error that caused it.
 _ROOT_CAUSE_S = 3.0
@@ -35,8 +41,10 @@ _SYMPTOMS = ("gloo", "nccl", "hccl", "connection closed", "connection reset", "b
 class _Host:
     """The process of one rank. It resolves requests into batches, so that workers know nothing of Ray."""
 
-    def __init__(self, rank: int, world: int, threads: int) -> None:
+    def __init__(self, rank: int, world: int, threads: int, logs: str | None) -> None:
         self._rank, self._world, self._threads = rank, world, threads
+        if logs:
+            open_worker_log(logs, rank)
         self._worker: Any = None
 
     def open_store(self) -> tuple[str, int]:
@@ -65,7 +73,11 @@ class _Host:
 
     def run(self, method: str, args: Sequence[Any]) -> Any:
         """Call the worker's method ("role.method" for one of a role); a Request among the arguments arrives as a Batch."""
-        return operator.attrgetter(method)(self._worker)(*[_resolve(arg) for arg in args])
+        try:
+            return operator.attrgetter(method)(self._worker)(*[_resolve(arg) for arg in args])
+        except Exception:
+            log.exception("%s failed", method)
+            raise
 
     @ray.method(concurrency_group="control")
     def poll(self, method: str, args: Sequence[Any]) -> Any:
@@ -117,9 +129,17 @@ class Stream:
 class WorkerGroup:
     """One worker a device. Errors of any rank surface as one RltrainError that names role, rank and cause."""
 
-    def __init__(self, role: str, placement: Sequence[PlacementGroup], device: Device, threads: int) -> None:
+    def __init__(
+        self,
+        role: str,
+        placement: Sequence[PlacementGroup],
+        device: Device,
+        threads: int,
+        logs: Path | None = None,
+    ) -> None:
         self._role = role
         self._device = device
+        self._logs = logs
         self.bytes_through_driver = 0
         bundles = [(group, index) for group in placement for index in range(group.bundle_count)]
         self.world = len(bundles)
@@ -136,7 +156,7 @@ class WorkerGroup:
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
         environment = {"env_vars": worker_environment(self._device.kind, threads)}
         return _REMOTE_HOST.options(scheduling_strategy=strategy, runtime_env=environment, **demand).remote(
-            rank, self.world, threads
+            rank, self.world, threads, str(self._logs) if self._logs else None
         )
 
     def start(self, worker: str, kwargs: dict[str, Any]) -> None:
@@ -231,7 +251,7 @@ class WorkerGroup:
         if isinstance(error, ray.exceptions.ActorDiedError | ray.exceptions.ActorUnavailableError):
             return WorkerLost(
                 f"{place}: the process died ({_first_line(error)}). "
-                "Run the same command again: it continues from the newest checkpoint."
+                f"Run the same command again: it continues from the newest checkpoint. Ray's logs: {ray_logs()} on every node."
             )
         cause = getattr(error, "cause", None) or error
         if isinstance(cause, RltrainError):

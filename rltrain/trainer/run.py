@@ -7,13 +7,14 @@ import logging
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
+from rltrain import logs
 from rltrain.config.load import LoadedConfig, to_dict, to_yaml
 from rltrain.config.schema import Config
-from rltrain.controller.cluster import reserve, share, start_ray, stop_ray
+from rltrain.controller.cluster import ray_logs, reserve, share, start_ray, stop_ray
 from rltrain.controller.group import WorkerGroup
 from rltrain.data.chat import PromptStore, chat_encoder, encode_prompts
 from rltrain.data.order import BatchOrder
@@ -43,6 +44,11 @@ _WORKER = "rltrain.workers.hybrid:HybridWorker"
 
 def run_training(loaded: LoadedConfig) -> int:
     """Train as configured. Returns the exit code; raises RltrainError for what a user can mend."""
+    with logs.session():
+        return _run(loaded)
+
+
+def _run(loaded: LoadedConfig) -> int:
     cfg = loaded.config
     device = get_device(cfg.trainer.device)
     if problems := check_plugins(cfg):
@@ -51,9 +57,12 @@ def run_training(loaded: LoadedConfig) -> int:
     plan = make_plan(cfg, len(prompts["train"]))
     log.info("%s", describe(plan, cfg))
     folder = RunFolder(cfg.trainer.default_local_dir)
+    logs.open_train_log(folder.path)
     try:
         start = find_start(cfg, folder, rows["train"].fingerprint())
-        start_ray(cfg, device)
+        with logs.waiting("starting Ray"):
+            start_ray(cfg, device)
+        log.info("Ray's logs: %s", ray_logs())
         with stop_on_signal() as stop:
             _train(loaded, plan, device, rows, prompts, folder, start, stop)
     finally:
@@ -75,21 +84,31 @@ def _train(
 ) -> None:
     cfg = loaded.config
     splits = {name: share(each) for name, each in rows.items()}
-    placement = reserve(cfg, device)
+    devices = logs.count(plan.num_devices, f"{device.kind.upper()} device")
+    with logs.waiting(f"waiting for {devices} on {logs.count(cfg.trainer.nnodes, 'node')}"):
+        placement = reserve(cfg, device)
     # A scorer that does not work is better known before models are loaded.
-    pool = start_pool(cfg, splits)
-    group = WorkerGroup("hybrid", placement, device, threads_per_worker(cfg.trainer.n_gpus_per_node))
-    # A Config object would arrive as a reference too; only the data is big enough to be shared.
-    group.start(_WORKER, {"cfg": cfg, "prompts": share(prompts), "rows": splits if cfg.reward_model.enable else None})
+    with logs.waiting("trying the scorers on a row of every data source"):
+        pool = start_pool(cfg, splits)
+    threads = threads_per_worker(cfg.trainer.n_gpus_per_node)
+    group = WorkerGroup("hybrid", placement, device, threads, folder.path / "logs")
+    workers = logs.count(group.world, "worker")
+    with logs.waiting(f"starting {workers}"):
+        # A Config object would arrive as a reference too; only the data is big enough to be shared.
+        rows_too = splits if cfg.reward_model.enable else None
+        group.start(_WORKER, {"cfg": cfg, "prompts": share(prompts), "rows": rows_too})
     with_critic = cfg.algorithm.needs_critic
-    sizes = group.call("init_models", [needs_reference(cfg), with_critic])
+    engine, model = cfg.actor_rollout_ref.rollout.name, cfg.actor_rollout_ref.model.path
+    with logs.waiting(f"loading {model} on {workers}, with the {engine} engine"):
+        sizes = group.call("init_models", [needs_reference(cfg), with_critic])
     total, trained = sizes[0]["num_parameters"], sizes[0]["trained_parameters"]
-    log.info("%d workers, %.1f million parameters, %.1f million trained", group.world, total / 1e6, trained / 1e6)
+    log.info("%s, %s parameters, %s of them trained", workers, f"{total:,}", f"{trained:,}")
     policy = Policy(group, cfg)
     critic = Critic(group, cfg) if with_critic else None
     others = {"critic": critic} if critic else {}
     saver = Saver(cfg, folder, policy, others, rows["train"].fingerprint(), total, trained)
-    saver.load(start)
+    with logs.waiting(f"loading {start.folder} on {workers}") if start.folder else nullcontext():
+        saver.load(start)
     write_run_files(folder, loaded, plan, group.hosts)
     tracker = Tracker(
         cfg.trainer.logger,
@@ -102,8 +121,8 @@ def _train(
     )
     order = BatchOrder(len(prompts["train"]), plan.prompts_per_round, cfg.data.seed, cfg.data.shuffle)
     sampler = make_sampler(cfg.data.sampler.name, order, rows["train"], cfg.data.sampler.revisit)
-    model = RewardModel(group) if cfg.reward_model.enable else None
-    rewards = Rewards(cfg, rows, pool, model)
+    reward_model = RewardModel(group) if cfg.reward_model.enable else None
+    rewards = Rewards(cfg, rows, pool, reward_model)
     trainer = PPOTrainer(cfg, plan, policy, critic, rewards, Experience(cfg, plan, policy, rewards, sampler), sizes[0])
     trainer.restore(start.progress)
     try:
@@ -171,6 +190,7 @@ def load_data(cfg: Config) -> tuple[dict[str, Rows], dict[str, PromptStore]]:
     ):
         if not files:
             continue
+        log.info("reading data.%s_files=%s", split, files)
         found = read_rows(files, prompt_key=data.prompt_key, reward_fn_key=data.reward_fn_key, max_rows=limit)
         store = encode_prompts(found, encoder, data.max_prompt_length, data.filter_overlong_prompts, data.truncation)
         if not len(store):
@@ -179,7 +199,8 @@ def load_data(cfg: Config) -> tuple[dict[str, Rows], dict[str, PromptStore]]:
             )
         rows[split], prompts[split] = found.select(store.row_index), store
         sources = ", ".join(rows[split].data_sources())
-        log.info("%s: %d prompts of %s (%d too long and left out)", split, len(store), sources, store.num_dropped)
+        prompts_left = logs.count(len(store), "prompt")
+        log.info("%s: %s of %s (%d too long and left out)", split, prompts_left, sources, store.num_dropped)
     return rows, prompts
 
 

@@ -1,0 +1,152 @@
+"""What a process says: lines on the console from the first second, RUN/train.log, and RUN/logs/rank_00017.log for each worker."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from logging.handlers import MemoryHandler
+from pathlib import Path
+
+from rich.console import Console
+
+TRAIN_LOG = "train.log"
+# Lines that tell the numbers of a step. They are always in train.log; a console shows them where it has no bar.
+STEPS = logging.getLogger("rltrain.steps")
+
+# Bars, tables and lines of this process share it, so that a line stands above the bar.
+console = Console(highlight=False)
+_STYLES = {logging.WARNING: "yellow", logging.ERROR: "red"}
+
+
+class _Stamped(logging.Formatter):
+    """Time, a word for what is more than information, message."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        level = f"{record.levelname.lower()}: " if record.levelno > logging.INFO else ""
+        return f"{self.formatTime(record, self.datefmt)} {level}{super().format(record)}"
+
+
+class _ConsoleLines(logging.Handler):
+    """Lines as they are, never wrapped, on the shared console; standard output is looked up anew for each."""
+
+    shows_steps = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self.shows_steps or record.name != STEPS.name:
+            self.setFormatter(_Stamped(datefmt="%H:%M:%S" if console.is_terminal else "%Y-%m-%d %H:%M:%S"))
+            console.print(self.format(record), style=_STYLES.get(record.levelno), markup=False, soft_wrap=True)
+
+
+class _File(logging.FileHandler):
+    """Appends to a file, whose disk may be full: that ends no run and fills no screen."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__(file, encoding="utf-8")
+        self.setFormatter(_Stamped())
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        pass
+
+
+class _TrainLog(MemoryHandler):
+    """Keeps what is said until the run folder is there, then writes it at once."""
+
+    def __init__(self) -> None:
+        super().__init__(capacity=10_000)
+
+    def shouldFlush(self, record: logging.LogRecord) -> bool:
+        return self.target is not None
+
+
+class _Session:
+    """The handlers of a driver."""
+
+    def __init__(self) -> None:
+        self.lines, self.file = _ConsoleLines(), _TrainLog()
+
+
+_session: _Session | None = None
+
+
+@contextlib.contextmanager
+def session() -> Iterator[None]:
+    """Log lines reach the console, and train.log once `open_train_log` was called. What ends the block is written there too."""
+    global _session
+    if _session:  # the caller has opened one
+        yield
+        return
+    _session = found = _Session()
+    root, own = logging.getLogger(), logging.getLogger("rltrain")
+    level = own.level
+    own.setLevel(logging.INFO)
+    logging.captureWarnings(True)
+    for handler in (found.lines, found.file):
+        root.addHandler(handler)
+    try:
+        yield
+    except BaseException as error:
+        text = str(error) or type(error).__name__
+        found.file.handle(logging.LogRecord("rltrain", logging.ERROR, "", 0, text, None, sys.exc_info()))
+        raise
+    finally:
+        _session = None
+        logging.captureWarnings(False)
+        own.setLevel(level)
+        for handler in (found.lines, found.file):
+            root.removeHandler(handler)
+        if target := found.file.target:
+            found.file.close()
+            target.close()
+
+
+def open_train_log(folder: Path) -> None:
+    """From here on, and from the start of the session, all lines go to ``folder``/train.log as well; a resumed run appends."""
+    if _session is None or _session.file.target is not None:
+        return
+    file = folder / TRAIN_LOG
+    again = file.exists() and file.stat().st_size > 0
+    _session.file.setTarget(_File(file))
+    if again:
+        with open(file, "a") as log:
+            log.write(f"\n{'=' * 20} started again on {time.strftime('%Y-%m-%d %H:%M:%S')} {'=' * 20}\n")
+    _session.file.flush()
+
+
+def show_steps(shown: bool) -> None:
+    """Whether the console prints the line of every step."""
+    if _session:
+        _session.lines.shows_steps = shown
+
+
+def open_worker_log(folder: str, rank: int) -> None:
+    """In a worker: our own lines, warnings and the stacks of a crash go to ``folder``/rank_00017.log, where this node can write it."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        handler = _File(Path(folder) / f"rank_{rank:05d}.log")
+    except OSError:  # storage that not all nodes see is told of where it matters, at checkpoints
+        return
+    logging.getLogger().addHandler(handler)
+    logging.getLogger("rltrain").setLevel(logging.INFO)
+    logging.captureWarnings(True)
+    assert handler.stream
+    faulthandler.enable(file=handler.stream)
+    logging.getLogger(__name__).info("rank %d: pid %d on %s", rank, os.getpid(), socket.gethostname())
+
+
+@contextlib.contextmanager
+def waiting(text: str) -> Iterator[None]:
+    """Say what is waited for; on a terminal something moves meanwhile."""
+    logging.getLogger(__name__).info("%s", text)
+    with console.status(text):
+        yield
+
+
+def count(number: int, noun: str) -> str:
+    """``1 worker``, ``2 workers``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,102 @@
+import io
+import logging
+import subprocess
+import sys
+import warnings
+
+import pytest
+from rich.console import Console
+
+from rltrain import logs
+
+log = logging.getLogger("rltrain.trainer.run")
+
+
+def test_train_log_has_what_was_said_before_the_folder(tmp_path, capsys):
+    with logs.session():
+        log.info("reading data")
+        logs.open_train_log(tmp_path)
+        log.warning("hm")
+        logging.getLogger("httpx").info("GET /")
+        logs.STEPS.info("step 1/2")
+    text = (tmp_path / "train.log").read_text()
+    assert [line.split(" ", 2)[2] for line in text.splitlines()] == ["reading data", "warning: hm", "step 1/2"]
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.split(" ", 2)[2] for line in shown] == ["reading data", "warning: hm"]
+
+
+def test_a_second_start_appends_behind_a_line(tmp_path):
+    for text in ("one", "two"):
+        with logs.session():
+            log.info(text)
+            logs.open_train_log(tmp_path)
+    lines = (tmp_path / "train.log").read_text().splitlines()
+    assert lines[0].endswith("one")
+    assert "started again" in lines[2]
+    assert lines[3].endswith("two")
+
+
+def test_train_log_tells_what_ended_the_run(tmp_path, capsys):
+    def broken():
+        with logs.session():
+            logs.open_train_log(tmp_path)
+            raise ZeroDivisionError("by nothing")
+
+    with pytest.raises(ZeroDivisionError):
+        broken()
+    text = (tmp_path / "train.log").read_text()
+    assert "error: by nothing" in text
+    assert "in broken" in text
+    assert "by nothing" not in capsys.readouterr().out  # main says it, once
+
+
+def test_a_session_leaves_no_handler_behind(tmp_path):
+    before = list(logging.getLogger().handlers)
+    with logs.session(), logs.session():
+        logs.open_train_log(tmp_path)
+    assert logging.getLogger().handlers == before
+    assert not logging.getLogger("rltrain").level
+
+
+def test_python_warnings_are_in_train_log(tmp_path):
+    with logs.session(), warnings.catch_warnings():
+        warnings.simplefilter("always")
+        logs.open_train_log(tmp_path)
+        warnings.warn("old key", UserWarning, stacklevel=1)
+    assert "UserWarning: old key" in (tmp_path / "train.log").read_text()
+
+
+def test_lines_stand_above_what_moves_and_are_not_cut(tmp_path, monkeypatch):
+    screen = io.StringIO()
+    monkeypatch.setattr(logs, "console", Console(file=screen, force_terminal=True, width=40))
+    with logs.session(), logs.waiting("loading"):
+        log.info("x" * 100)
+    assert "x" * 100 in screen.getvalue()
+    assert "loading" in screen.getvalue()
+
+
+def test_a_worker_has_a_log_with_its_crash(tmp_path):
+    code = (
+        "import ctypes, logging, sys, warnings; from rltrain import logs; logs.open_worker_log(sys.argv[1], 17);"
+        "logging.getLogger('rltrain.x').info('hello'); logging.getLogger('other').info('noise'); warnings.warn('odd');"
+        "ctypes.string_at(0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "logs")], capture_output=True, check=False)
+    assert done.returncode < 0
+    text = (tmp_path / "logs" / "rank_00017.log").read_text()
+    assert "rank 17: pid" in text
+    assert "hello" in text
+    assert "odd" in text
+    assert "Segmentation fault" in text
+    assert "noise" not in text
+
+
+def test_a_worker_without_the_folder_goes_on(tmp_path):
+    (tmp_path / "file").write_text("")
+    before = list(logging.getLogger().handlers)
+    logs.open_worker_log(str(tmp_path / "file" / "logs"), 0)
+    assert logging.getLogger().handlers == before
+
+
+def test_one_of_a_thing_is_singular():
+    assert [logs.count(number, "worker") for number in (0, 1, 2)] == ["0 workers", "1 worker", "2 workers"]

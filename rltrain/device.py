@@ -83,15 +83,15 @@ class Device:
     def free_memory_bytes(self) -> int:
         """Memory that is free now: of the device, or what the operating system says programs can still have."""
         if self.is_cpu:
-            with open("/proc/meminfo") as file:
-                fields = dict(line.split(":") for line in file)
-            return int(fields["MemAvailable"].split()[0]) << 10
+            return _machine_memory()["MemAvailable"]
         self.empty_cache()
         return int(self._module().mem_get_info()[0])
 
     def peak_memory_gb(self) -> dict[str, float]:
-        """``perf/*memory*`` metrics: peaks of this process since it started, in GiB."""
-        memory = {"perf/cpu_memory_used_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
+        """``perf/*memory*`` metrics in GiB: peaks of this process since it started, and what is used on the machine now."""
+        memory = {"perf/cpu_memory_peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
+        machine = _machine_memory()
+        memory["perf/cpu_memory_used_gb"] = (machine["MemTotal"] - machine["MemAvailable"]) / 2**30
         if not self.is_cpu:
             memory["perf/max_memory_allocated_gb"] = self._module().max_memory_allocated() / 2**30
             memory["perf/max_memory_reserved_gb"] = self._module().max_memory_reserved() / 2**30
@@ -103,6 +103,13 @@ class Device:
             return None
         name = self._module().get_device_name(0)
         return next((flops for key, flops in sorted(_PEAK_FLOPS.items(), reverse=True) if key in name), None)
+
+
+def _machine_memory() -> dict[str, int]:
+    """Bytes, by the names of Linux; what a container may not have counts too."""
+    with open("/proc/meminfo") as file:
+        fields = dict(line.split(":") for line in file)
+    return {name: int(fields[name].split()[0]) << 10 for name in ("MemTotal", "MemAvailable")}
 
 
 @cache

@@ -80,7 +80,8 @@ def mismatch_sums(train: Ragged, engine: Ragged) -> Sums:
     """What adds up over ranks (``max/``: what is maximised) of the difference between two log-probs of the same tokens."""
     log_ratio = train.like((train.values - engine.values).double())
     gap, bounded = log_ratio.values.abs(), log_ratio.values.clamp(-_LOG_BOUND, _LOG_BOUND)
-    prob_gap = (train.values.exp() - engine.values.exp()).abs().double()
+    probs = [each.values.double().exp() for each in (train, engine)]
+    prob_gap = (probs[0] - probs[1]).abs()
     having = train.lengths > 0
     means = [-each.mean()[having].double() for each in (train, engine)]
     products = log_ratio.sum()[having].clamp(-_LOG_BOUND, _LOG_BOUND)
@@ -91,6 +92,12 @@ def mismatch_sums(train: Ragged, engine: Ragged) -> Sums:
         "max/gap": float(gap.max()) if len(gap) else 0.0,
         "prob_gap": float(prob_gap.sum()),
         "max/prob_gap": float(prob_gap.max()) if len(gap) else 0.0,
+        "prob_gap_squared": float(prob_gap.square().sum()),
+        "train_prob": float(probs[0].sum()),
+        "train_prob_squared": float(probs[0].square().sum()),
+        "engine_prob": float(probs[1].sum()),
+        "engine_prob_squared": float(probs[1].square().sum()),
+        "prob_product": float((probs[0] * probs[1]).sum()),
         "k1": float(-log_ratio.values.sum()),
         "k3": float((bounded.exp() - 1 - bounded).sum()),
         "w_squared": float((2 * bounded).exp().sum()),

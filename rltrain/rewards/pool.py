@@ -212,8 +212,9 @@ class Scoring:
             raise RewardError(_failure_report(self._failures, self._total))
 
     def finish(self) -> Columns:
-        """Columns over all jobs in their order: ``score``, ``scorer/NAME`` for every numeric extra (NaN where an answer has none),
-        ``reward_failed`` and ``reward_timeout`` (0 or 1); all float64. Raises RewardError if more than half of the answers fail.
+        """Columns over all jobs in their order: ``score``, ``reward_failed`` and ``reward_timeout`` (0 or 1), ``scorer/NAME`` for every
+        extra: float64 (NaN where an answer has none), or texts (objects, "" for none); ``reward_error`` (texts) where one failed.
+        Raises RewardError if more than half of the answers fail.
         """
         while self._waiting or self._running:
             self.advance(wait_s=None)
@@ -230,6 +231,10 @@ class Scoring:
             if any(isinstance(value, float) for value in values):
                 numbers = [value if isinstance(value, float) else np.nan for value in values]
                 columns[EXTRA + name] = np.array(numbers, np.float64)
+            else:
+                columns[EXTRA + name] = np.array([value or "" for value in values], dtype=object)
+        if columns["reward_failed"].any():
+            columns["reward_error"] = np.array([score.error or "" for score in scores], dtype=object)
         num_timeouts = columns["reward_timeout"].sum()
         if num_timeouts > _TIMEOUT_ALARM * len(scores):
             logger.warning("%d of %d answers ran out of reward.timeout_s", num_timeouts, len(scores))

@@ -9,12 +9,11 @@ import numpy as np
 from rltrain.config.schema import Config
 from rltrain.controller.samples import Samples
 from rltrain.data.sampler import Sampler
-from rltrain.rewards.pool import EXTRA
 from rltrain.trainer import metrics as m
 from rltrain.trainer.balance import Ids
 from rltrain.trainer.metrics import Metrics
 from rltrain.trainer.plan import Plan
-from rltrain.trainer.rewards import Rewards, known_number
+from rltrain.trainer.rewards import Rewards, accuracy, known_number
 from rltrain.trainer.roles import Policy
 from rltrain.trainer.tail import Prompt, PromptLine
 from rltrain.trainer.timing import StepTimer
@@ -95,7 +94,7 @@ class Experience:
         with timer("reward"):
             samples.update(self._rewards.score("train", samples, arrivals))
         if "rule_score" in samples.numbers:
-            solved = self._accuracy(samples).clip(0, 1).reshape(-1, n).mean(1)
+            solved = accuracy(samples).clip(0, 1).reshape(-1, n).mean(1)
             self.sampler.observe(samples["row"][::n].tolist(), solved)
         return _Round(samples, generated, metrics | {"reward/compute_s": self._rewards.take_seconds()})
 
@@ -118,17 +117,11 @@ class Experience:
         """Prompts whose answers differ in ``filter_groups.metric``   (Yu et al. 2025, DAPO, section 3.2)."""
         metric = self._cfg.algorithm.filter_groups.metric
         if metric == "acc":
-            values = self._accuracy(samples)
+            values = accuracy(samples)
         else:
             values = known_number(samples, "score" if metric == "seq_reward" else metric, self._cfg.reward.on_error)
         values = values.reshape(-1, self._rollout.n)
         return np.flatnonzero(values.max(1) != values.min(1))
-
-    def _accuracy(self, samples: Samples) -> np.ndarray:
-        """``acc`` of each answer; where its scorer returns a bare number (or there is a reward model alone), the score."""
-        score = samples.numbers.get("rule_score", samples["score"])
-        acc = samples.numbers.get(EXTRA + "acc", score)
-        return np.where(np.isnan(acc), score, acc)
 
     def _choose(self, rounds: list[Samples], useful: list[Ids]) -> tuple[Samples, Metrics]:
         """Useful groups in order; where they are too few, groups that were thrown away keep the batch at its size."""

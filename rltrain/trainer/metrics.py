@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,15 +12,18 @@ from rltrain.controller.samples import Samples
 from rltrain.rewards.pool import EXTRA
 
 Metrics = dict[str, float]
+_RATES = {"error": "failed", "timeout": "timeout"}
 
 
 def sample_metrics(samples: Samples, max_prompt_length: int) -> Metrics:
     """Scores, rewards and lengths. ``clip_ratio`` of answers is the share cut off by the limit."""
-    lengths = samples["response_length"]
-    metrics: Metrics = {}
+    lengths, having = samples["response_length"], samples["response_length"] > 0
+    metrics: Metrics = {"response/aborted_ratio": float((~having).mean())}
     for name, values in (("critic/score", samples["score"]), ("critic/rewards", samples["reward"])):
         metrics |= _spread(name, values)
-    metrics |= _spread("response_length", lengths) | {"response_length/clip_ratio": float(samples["truncated"].mean())}
+    for name, some in (("response_length", np.ones_like(having)), ("response_length_non_aborted", having)):
+        if some.any():
+            metrics |= _spread(name, lengths[some]) | {f"{name}/clip_ratio": float(samples["truncated"][some].mean())}
     prompts = samples["prompt_length"]
     metrics |= _spread("prompt_length", prompts) | {
         "prompt_length/clip_ratio": float((prompts >= max_prompt_length).mean())
@@ -63,17 +66,43 @@ def _variance(sums: dict[str, float], name: str) -> float:
     return max(sums[f"{name}/squares"] / count - (sums[f"{name}/total"] / count) ** 2, 0.0)
 
 
-def reward_metrics(samples: Samples, terms_of_rule: Iterable[str] = ()) -> Metrics:
-    """How often scoring failed (not: how often answers were wrong), and what the score is made of."""
-    failed, timeout = samples["reward_failed"], samples["reward_timeout"]
-    metrics = {"reward/error_rate": float(failed.mean()), "reward/timeout_rate": float(timeout.mean())}
-    terms = {"rule": "rule_score", "model": "model_score", "overlong": "overlong"} | {
-        name: EXTRA + name if EXTRA + name in samples.numbers else name for name in terms_of_rule
+def reward_metrics(samples: Samples, right: NDArray[np.float64], *, weighted: bool = False) -> Metrics:
+    """How often scoring failed (not: how often answers were wrong), what the score is made of, and what groups can teach.
+
+    right [n]: accuracy of each answer. weighted: the rule reward is a sum of the scorer's numbers.
+    """
+    metrics = {f"reward/{name}_rate": float(samples[f"reward_{column}"].mean()) for name, column in _RATES.items()}
+    terms = {"rule": "rule_score", "model": "model_score", "overlong": "overlong"}
+    terms = {name: column for name, column in terms.items() if column in samples.numbers}
+    if not weighted and terms.keys() == {"rule"}:
+        terms = {}  # it is the score itself
+    extras = {name.removeprefix(EXTRA): name for name in samples.numbers if name.startswith(EXTRA)}
+    for name, column in (extras | terms).items():
+        values = samples[column]
+        if values.dtype != object and not np.isnan(values).all():
+            metrics[f"reward/{name}/mean"] = float(np.nanmean(values))
+    metrics["reward/truncated_and_wrong"] = float((samples["truncated"] & (right <= 0)).mean())
+    return metrics | group_metrics(samples["group"], samples["reward"], right)
+
+
+def group_metrics(groups: NDArray[np.int64], rewards: NDArray[np.float64], right: NDArray[np.float64]) -> Metrics:
+    """reward/std: standard deviation of the rewards of a group, mean over groups. Shares of groups whose answers are all right
+    (the same, over 0), all wrong (the same, not over 0), or mixed. Nothing where a prompt has one answer.
+    """
+    _, place, sizes = np.unique(groups, return_inverse=True, return_counts=True)
+    if sizes.max() < 2:
+        return {}
+    means = np.bincount(place, rewards) / sizes
+    spread = np.sqrt(np.bincount(place, (rewards - means[place]) ** 2) / sizes)
+    high, low = np.full(len(sizes), -np.inf), np.full(len(sizes), np.inf)
+    np.maximum.at(high, place, right)
+    np.minimum.at(low, place, right)
+    return {
+        "reward/std": float(spread.mean()),
+        "reward/groups_all_right": float(((high == low) & (high > 0)).mean()),
+        "reward/groups_all_wrong": float(((high == low) & (high <= 0)).mean()),
+        "reward/groups_mixed": float((high != low).mean()),
     }
-    having = {name: column for name, column in terms.items() if column in samples.numbers}
-    if having.keys() - {"rule"}:  # else it is the score itself
-        metrics |= {f"reward/{name}/mean": float(samples[column].mean()) for name, column in having.items()}
-    return metrics
 
 
 def add_up(results: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -142,6 +171,8 @@ def mismatch_metrics(sums: dict[str, float]) -> Metrics:
     metrics = {
         "rollout/log_prob_gap/mean": sums["gap"] / max(sums.get("gap_tokens", tokens), 1),
         "training/rollout_probs_diff_mean": sums["prob_gap"] / tokens,
+        "training/rollout_probs_diff_std": _std(sums["prob_gap"], sums["prob_gap_squared"], tokens),
+        "training/rollout_actor_probs_pearson_corr": _correlation(sums, tokens),
         "rollout_corr/kl": sums["k1"] / tokens,
         "rollout_corr/k3_kl": sums["k3"] / tokens,
         "rollout_corr/training_ppl": sums["train_ppl"] / sequences,
@@ -171,6 +202,17 @@ def mismatch_metrics(sums: dict[str, float]) -> Metrics:
         metrics["rollout_corr/rollout_rs_masked_fraction"] = sums["rejected"] / tokens
         metrics["rollout_corr/rollout_rs_seq_masked_fraction"] = sums["sequences_rejected"] / sequences
     return metrics
+
+
+def _std(total: float, squares: float, count: float) -> float:
+    return float(np.sqrt(max(squares / count - (total / count) ** 2, 0.0)))
+
+
+def _correlation(sums: dict[str, float], count: float) -> float:
+    """Pearson's, of the probabilities that trainer and engine give the sampled tokens; 1 where either never varies."""
+    stds = [_std(sums[name], sums[f"{name}_squared"], count) for name in ("train_prob", "engine_prob")]
+    covariance = sums["prob_product"] / count - sums["train_prob"] * sums["engine_prob"] / count**2
+    return covariance / (stds[0] * stds[1]) if min(stds) > 1e-6 else 1.0
 
 
 def balance_metrics(samples: Samples, num_engines: int, after: Sequence[int]) -> Metrics:
@@ -219,18 +261,29 @@ def throughput_metrics(samples: Samples, timing: Metrics, num_devices: int) -> M
     return metrics
 
 
-def flops_metrics(cost: float, tokens: float, timing: Metrics, model: dict[str, Any], num_devices: int) -> Metrics:
+def flops_metrics(
+    cost: float, tokens: float, timing: Metrics, model: dict[str, Any], num_devices: int, scored_cost: float = 0.0
+) -> Metrics:
     """``perf/mfu/actor``: model FLOPs of the update without recompute / (seconds x devices x bf16 peak); nothing where the peak is unknown.
 
+    ``perf/mfu/actor_infer``: likewise of the old_log_prob pass, which is a forward (``scored_cost``, in tokens).
     cost: of the ``tokens`` that were computed, in tokens, their attention included (`balance.Workload`); a shared prompt counts
     once. A token takes 6 FLOPs a weight, input embedding not counted (Narayanan et al. 2021, appendix, halved for causality).
     """
-    if not model.get("peak_flops") or "timing_s/update_actor" not in timing:
+    if not model.get("peak_flops"):
         return {}
+    possible = num_devices * model["peak_flops"]
+    metrics: Metrics = {}
+    if scored_cost:
+        metrics["perf/mfu/actor_infer"] = (
+            2 * model["matmul_parameters"] * scored_cost / (timing["timing_s/old_log_prob"] * possible)
+        )
+    if "timing_s/update_actor" not in timing:
+        return metrics
     # Forward and gradient of the activations, two each; that of the weights two more (LoRA: of the adapters alone).
     frozen = model["matmul_parameters"] - min(model["trained_parameters"], model["matmul_parameters"])
     flops = 6 * model["matmul_parameters"] * cost - 2 * frozen * tokens
-    return {"perf/mfu/actor": float(flops / (timing["timing_s/update_actor"] * num_devices * model["peak_flops"]))}
+    return metrics | {"perf/mfu/actor": float(flops / (timing["timing_s/update_actor"] * possible))}
 
 
 def generation_metrics(results: Sequence[dict[str, Any]]) -> Metrics:
@@ -242,6 +295,8 @@ def generation_metrics(results: Sequence[dict[str, Any]]) -> Metrics:
             seconds = [float(result[key]) for result in results]
             metrics[f"timing_s/{name}"] = float(np.mean(seconds))
             metrics[f"timing_s/{name}_max"] = max(seconds)
+            if name == "reshard":
+                metrics["timing_s/update_weights"] = metrics["timing_s/reshard"]  # newer verl's name of it
     if "sync/seconds" in results[0]:
         slowest = max(float(result["sync/seconds"]) for result in results)
         metrics["perf/weight_sync_gb"] = float(results[0]["sync/gigabytes"])

@@ -22,7 +22,7 @@ from rltrain.trainer.experience import Experience
 from rltrain.trainer.metrics import Metrics
 from rltrain.trainer.plan import PassBudget, Plan
 from rltrain.trainer.progress import Progress
-from rltrain.trainer.rewards import Rewards
+from rltrain.trainer.rewards import Rewards, accuracy
 from rltrain.trainer.roles import Critic, Policy
 from rltrain.trainer.saving import Saver
 from rltrain.trainer.timing import StepTimer
@@ -107,7 +107,8 @@ class PPOTrainer:
         timing = timer.metrics() | generated
         metrics |= timing | m.throughput_metrics(samples, timing, self.plan.num_devices)
         cost, tokens = (metrics.get(f"perf/balance/{name}", 0.0) for name in ("cost", "tokens"))
-        metrics |= m.flops_metrics(cost, tokens, timing, self._model_sizes, self.plan.num_devices)
+        scored_cost = measured.get("cost", 0.0)
+        metrics |= m.flops_metrics(cost, tokens, timing, self._model_sizes, self.plan.num_devices, scored_cost)
         return metrics | self._describe(samples, layout, step)
 
     def _pass(
@@ -125,7 +126,9 @@ class PPOTrainer:
         samples.update({"scored": scored})
         if not scored.any():
             return {}
-        return self.actor.log_probs(samples, self._pass(samples, self.plan.log_prob_budget, ids=np.flatnonzero(scored)))
+        layout = self._pass(samples, self.plan.log_prob_budget, ids=np.flatnonzero(scored))
+        cost = slack_metrics(layout, self._workload(samples))["perf/balance/cost"]
+        return self.actor.log_probs(samples, layout) | {"cost": cost}
 
     def _actor_mini_batches(self, step: int) -> list[Ids]:
         cfg = self._actor_cfg
@@ -233,7 +236,7 @@ class PPOTrainer:
     def _describe(self, samples: Samples, layout: Layout, step: int) -> Metrics:
         return (
             m.sample_metrics(samples, self.cfg.data.max_prompt_length)
-            | m.reward_metrics(samples, self.cfg.reward.weights)
+            | m.reward_metrics(samples, accuracy(samples), weighted=bool(self.cfg.reward.weights))
             | m.balance_metrics(samples, self.plan.num_engine_replicas, rank_tokens(layout, _tokens(samples)))
             | {
                 "training/global_step": float(step),
@@ -297,13 +300,13 @@ class PPOTrainer:
         timer = StepTimer()
         with timer("testing"):
             samples, scores, num_samples = self.experience.validation(step)
-        hidden = {"score", "reward_failed", "reward_timeout"}
+        hidden = {"score", "reward_failed", "reward_timeout", "reward_error"}
         hidden |= (
             set() if {"model_score", "overlong"} & scores.keys() else {"rule_score"}
         )  # else it is the reward itself
         extras = {name.removeprefix(EXTRA): values for name, values in scores.items() if name.startswith(EXTRA)}
-        numbers = extras | {name: each for name, each in scores.items() if name not in hidden and EXTRA not in name}
-        metrics = validation_metrics(self.rewards.data_sources("val"), numbers, num_samples)
+        columns = extras | {name: each for name, each in scores.items() if name not in hidden and EXTRA not in name}
+        metrics = validation_metrics(self.rewards.data_sources("val"), columns, num_samples)
         return metrics | timer.metrics() | {"val-aux/response_length/mean": float(samples["response_length"].mean())}
 
 

@@ -19,6 +19,7 @@ from rltrain.trainer.balance import Ids
 from rltrain.trainer.roles import RewardModel
 
 Floats = NDArray[np.float64]
+Column = NDArray[Any]
 
 
 class Rewards:
@@ -48,9 +49,9 @@ class Rewards:
         """Rule rewards for answers that are about to be generated; None where nothing is scored while that goes on."""
         return Arrivals(self._pool.begin(split, num_samples)) if self._pool and self._overlap else None
 
-    def score(self, split: str, samples: Samples, arrivals: Arrivals | None = None) -> dict[str, Floats]:
+    def score(self, split: str, samples: Samples, arrivals: Arrivals | None = None) -> dict[str, Column]:
         """``score``, what it is made of (``rule_score``, ``model_score``, ``overlong``), failures, and ``scorer/NAME`` for
-        the scorer's own numbers [n].
+        the scorer's own numbers and texts [n].
 
         ``arrivals``: rule rewards that were begun while the answers were generated.
         """
@@ -73,12 +74,12 @@ class Rewards:
             total = total + found["overlong"]
         return found | {"score": total, "reward": total}
 
-    def _weigh(self, found: dict[str, Floats]) -> Floats:
+    def _weigh(self, found: dict[str, Column]) -> Floats:
         """The weighted sum of ``reward.weights``; an answer that could not be scored keeps ``reward.on_error``."""
         failed = found["reward_failed"] > 0
         total = np.zeros(len(failed))
         for name, weight in self._weights.items():
-            term = found.get(column_of(name, found), np.full(len(failed), np.nan))
+            term = _floats(found.get(column_of(name, found)), len(failed))
             if np.isnan(term[~failed]).any():
                 raise RewardError(
                     f"reward.weights.{name}: the scorer returned no number '{name}' for some answers. Leave it out."
@@ -92,11 +93,11 @@ class Rewards:
         arrivals.add_missing(samples)
         return arrivals
 
-    def _finish(self, arrivals: Arrivals) -> dict[str, Floats]:
+    def _finish(self, arrivals: Arrivals) -> dict[str, Column]:
         results, ids = arrivals.scoring.finish(), np.concatenate(arrivals.ids)
         self._seconds += arrivals.scoring.seconds
         wanted = ids >= 0
-        ordered = {name: np.empty(int(wanted.sum()), dtype=np.float64) for name in results}
+        ordered = {name: np.empty(int(wanted.sum()), values.dtype) for name, values in results.items()}
         for name, values in results.items():
             ordered[name][ids[wanted]] = values[wanted]
         return ordered
@@ -147,9 +148,21 @@ def column_of(name: str, columns: Mapping[str, Any]) -> str:
     return EXTRA + name if EXTRA + name in columns else name
 
 
+def accuracy(samples: Samples) -> Floats:
+    """``acc`` of each answer; where its scorer returns a bare number (or there is a reward model alone), the score."""
+    score = samples.numbers.get("rule_score", samples["score"])
+    acc = _floats(samples.numbers.get(EXTRA + "acc"), len(samples))
+    return np.where(np.isnan(acc), score, acc)
+
+
+def _floats(column: Column | None, count: int) -> Floats:
+    """A column of numbers; NaN where there is none, or it is text."""
+    return np.full(count, np.nan) if column is None or column.dtype == object else column.astype(np.float64)
+
+
 def known_number(samples: Samples, name: str, on_error: float) -> Floats:
     """A number the scorer returns [n]; ``on_error`` where scoring failed. Raises RewardError where a scored answer has none."""
-    values = samples[column_of(name, samples.numbers)].astype(np.float64)
+    values = _floats(samples[column_of(name, samples.numbers)], len(samples))
     missing = np.isnan(values)
     if (missing & (samples["reward_failed"] == 0)).any():
         raise RewardError(

@@ -1,34 +1,109 @@
-"""Validation metrics: for every data source, mean, best and worst over the N answers to a prompt."""
+"""Validation metrics under verl's names: for every data source, mean, best, worst and majority of the answers to a prompt."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+Floats = NDArray[np.float64]
+Column = NDArray[Any]
 
-def validation_metrics(
-    sources: Sequence[str], numbers: dict[str, NDArray[np.float64]], num_samples: int
-) -> dict[str, float]:
-    """sources: data source of each prompt [p]. numbers[name]: one value an answer, prompt-major [p * num_samples].
+_VOTES = "pred"
+_DRAWS, _SEED = 1000, 42
 
-    The core variable is ``acc`` where the scorer gives it, else ``reward``; it goes under val-core/, the others under val-aux/.
-    best@N is the mean over prompts of the largest of the N answers (verl bootstraps; N answers give the figure itself).
+
+def validation_metrics(sources: Sequence[str], columns: dict[str, Column], num_samples: int) -> dict[str, float]:
+    """sources: data source of each prompt [p]. columns[name]: a number (NaN: none) or a text an answer, prompt-major [p * num_samples].
+
+    The core variable of a source is ``acc`` where its scorer gives it, else ``reward``; its mean@N, best@N/mean and maj@N/mean go
+    under val-core/, everything else under val-aux/. ``pred``: what the answers vote with.
     """
-    core = "acc" if "acc" in numbers else "reward"
     metrics: dict[str, float] = {}
     for source in dict.fromkeys(sources):
         mine = np.array([each == source for each in sources])
-        for name, values in numbers.items():
-            per_prompt = values.reshape(len(sources), num_samples)[mine]
-            per_prompt = per_prompt[~np.isnan(per_prompt).all(1)]  # a column that only some rows' scorers return
-            if not len(per_prompt):
+        here = {name: values.reshape(len(sources), num_samples)[mine] for name, values in columns.items()}
+        votes = _vote_shares(here[_VOTES]) if _VOTES in here else {}
+        numbers = {name: values for name, values in here.items() if values.dtype != object}
+        # Columns that only some rows' scorers return are averaged over those.
+        having = {name: ~np.isnan(values).all(1) for name, values in numbers.items()}
+        core = "acc" if having.get("acc", np.zeros(1)).any() else "reward"
+        for name, some in having.items():
+            if not some.any():
                 continue
-            prefix = f"val-core/{source}/{name}" if name == core else f"val-aux/{source}/{name}"
-            metrics[f"{prefix}/mean@{num_samples}"] = float(np.nanmean(per_prompt))
-            if num_samples > 1:
-                metrics[f"{prefix}/best@{num_samples}"] = float(np.nanmax(per_prompt, 1).mean())
-                metrics[f"{prefix}/worst@{num_samples}"] = float(np.nanmin(per_prompt, 1).mean())
-                metrics[f"{prefix}/std@{num_samples}"] = float(np.nanstd(per_prompt, 1, ddof=1).mean())
+            shares = {k: each[some] for k, each in votes.items()}
+            for kind, value in _statistics(numbers[name][some], shares):
+                shown = kind in {f"mean@{num_samples}", f"best@{num_samples}/mean", f"maj@{num_samples}/mean"}
+                metrics[f"{'val-core' if name == core and shown else 'val-aux'}/{source}/{name}/{kind}"] = value
     return metrics
+
+
+def _statistics(values: Floats, votes: dict[int, Floats]) -> Iterator[tuple[str, float]]:
+    """Statistics of N answers to a prompt [p, N], mean over prompts. votes[k] [p, N]: `_vote_shares`.
+
+    best@k, worst@k, maj@k: mean and standard deviation over k answers drawn with replacement out of the N, as verl bootstraps
+    them; those of best and worst are what a bootstrap tends to. pass@k: of k drawn without replacement.
+    """
+    n = values.shape[1]
+    yield f"mean@{n}", float(np.nanmean(values, 1).mean())
+    if n == 1:
+        return
+    yield f"std@{n}", float(np.nanstd(values, 1).mean())
+    binary = np.isin(values[~np.isnan(values)], (0.0, 1.0)).all()
+    for k in _sizes(n):
+        pairs = {"best": _expected_best(values, k), "worst": _expected_best(-values, k)}
+        pairs["worst"] = (-pairs["worst"][0], pairs["worst"][1])
+        if k in votes:
+            shares = np.where(np.isnan(values), 0.0, votes[k])
+            shares, known = shares / np.maximum(shares.sum(1, keepdims=True), 1e-12), np.nan_to_num(values)
+            pairs["maj"] = ((shares * known).sum(1), (shares * known**2).sum(1))
+        for kind, (first, second) in pairs.items():
+            yield f"{kind}@{k}/mean", float(first.mean())
+            yield f"{kind}@{k}/std", float(np.sqrt(np.maximum(second - first**2, 0.0)).mean())
+    if binary:
+        for k in (1, *_sizes(n)):
+            yield f"pass@{k}", float(_pass_at(values, k).mean())
+
+
+def _sizes(n: int) -> list[int]:
+    """2, 4, 8 ... below n, and n."""
+    return [*(2**power for power in range(1, n.bit_length()) if 2**power < n), n]
+
+
+def _expected_best(values: Floats, k: int) -> tuple[Floats, Floats]:
+    """First and second moment [p] of the largest of k values drawn with replacement: P(max <= v_(i)) = (i / N)^k."""
+    ascending = np.sort(values, 1)  # NaN last
+    counts = (~np.isnan(values)).sum(1, keepdims=True)
+    below = np.minimum(np.arange(values.shape[1] + 1) / counts, 1.0) ** k
+    weights, known = np.diff(below, axis=1), np.nan_to_num(ascending)
+    return (weights * known).sum(1), (weights * known**2).sum(1)
+
+
+def _vote_shares(votes: Column) -> dict[int, Floats]:
+    """For every k, the chance [p, N] of each answer to speak for the majority of k drawn ones (ties: each vote as likely)."""
+    n = votes.shape[1]
+    random = np.random.default_rng(_SEED)
+    shares = {k: np.zeros(votes.shape) for k in _sizes(n)}
+    for prompt, texts in enumerate(votes.astype(str)):
+        _, codes = np.unique(texts, return_inverse=True)
+        sizes = np.bincount(codes)
+        rows = len(sizes) * np.arange(_DRAWS)[:, None]
+        for k, found in shares.items():
+            drawn = codes[random.integers(n, size=(_DRAWS, k))]
+            counts = np.bincount((rows + drawn).ravel(), minlength=_DRAWS * len(sizes)).reshape(_DRAWS, -1)
+            winners = counts == counts.max(1, keepdims=True)
+            found[prompt] = ((winners / winners.sum(1, keepdims=True)).mean(0) / sizes)[codes]
+    return shares
+
+
+def _pass_at(values: Floats, k: int) -> Floats:
+    """Unbiased chance [p] that one of k answers is right: 1 - C(N - c, k) / C(N, k)   (Chen et al. 2021, eq. 1)."""
+    counts = (~np.isnan(values)).sum(1)
+    wrong = counts - np.nansum(values, 1)
+    all_wrong = np.ones(len(values))
+    for drawn in range(k):
+        left = counts - drawn  # of a prompt with fewer than k answers, all are drawn
+        all_wrong *= np.where(left > 0, np.maximum(wrong - drawn, 0) / np.maximum(left, 1), 1.0)
+    return 1.0 - all_wrong

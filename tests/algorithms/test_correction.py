@@ -84,6 +84,11 @@ def test_the_mismatch_by_hand():
     assert metrics["rollout/log_prob_gap/mean"] == pytest.approx(1 / 3)
     assert metrics["rollout/log_prob_gap/max"] == 1.0
     assert metrics["training/rollout_probs_diff_max"] == pytest.approx(math.exp(-1) - math.exp(-2))
+    train_probs, engine_probs = (np.exp([first, -1.0, -2.0]) for first in (-1.0, -2.0))
+    gaps = train_probs - engine_probs
+    assert metrics["training/rollout_probs_diff_std"] == pytest.approx(gaps.std())
+    correlation = np.corrcoef(train_probs, engine_probs)[0, 1]
+    assert metrics["training/rollout_actor_probs_pearson_corr"] == pytest.approx(correlation)
     assert metrics["rollout_corr/kl"] == pytest.approx(-1 / 3)
     assert metrics["rollout_corr/k3_kl"] == pytest.approx((math.e - 2) / 3)
     assert metrics["rollout_corr/training_ppl"] == pytest.approx((math.e + math.e**2) / 2)

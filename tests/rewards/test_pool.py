@@ -85,7 +85,8 @@ def test_failures_count_on_error_and_are_shown(local_ray, pool, custom):
     assert columns["reward_failed"].tolist() == [0, 1, 0, 1, 0, 0]
     assert columns["reward_timeout"].tolist() == [0, 1, 0, 0, 0, 0]
     np.testing.assert_array_equal(columns["scorer/acc"], [3, np.nan, np.nan, np.nan, 1, np.nan])
-    assert "scorer/pred" not in columns
+    assert columns["scorer/pred"].tolist() == ["aaa", "", "b", "", "a", "c"]
+    assert ["reward.timeout_s" in columns["reward_error"][1], columns["reward_error"][2]] == [True, ""]
 
 
 def test_no_number_of_a_scorer_has_the_name_of_a_column_of_ours():

@@ -84,7 +84,8 @@ def test_gen_throughput_counts_what_this_step_has_generated():
 
 def test_the_gap_is_that_of_tokens_of_this_step():
     summed = (
-        "gap prob_gap k1 k3 train_ppl engine_ppl engine_log_ppl train_log_ppl log_ppl_gap w_squared w_product_squared"
+        "gap prob_gap k1 k3 train_ppl engine_ppl engine_log_ppl train_log_ppl log_ppl_gap w_squared w_product_squared "
+        "prob_gap_squared train_prob train_prob_squared engine_prob engine_prob_squared prob_product"
     )
     sums = dict.fromkeys(summed.split(), 1.0) | {"tokens": 10, "sequences": 2}
     assert m.mismatch_metrics(sums)["rollout/log_prob_gap/mean"] == 0.1

@@ -8,26 +8,6 @@ from rltrain.report import learning_summary, phase_table, read_metrics, report
 from rltrain.trainer.balance import Workload
 from rltrain.trainer.metrics import flops_metrics
 from rltrain.trainer.tracking import JsonLines
-from rltrain.trainer.validation import validation_metrics
-
-
-def test_mean_best_and_worst_over_n_answers_for_each_source():
-    numbers = {
-        "reward": np.array([1.0, 0.0, 0.0, 0.0, 0.5, 0.5]),
-        "format": np.array([1.0, 1.0, 1.0, 1.0, np.nan, np.nan]),
-    }
-    metrics = validation_metrics(["a", "a", "b"], numbers, 2)
-    assert metrics["val-core/a/reward/mean@2"] == 0.25
-    assert metrics["val-core/a/reward/best@2"] == 0.5
-    assert metrics["val-core/a/reward/worst@2"] == 0.0
-    assert metrics["val-core/b/reward/mean@2"] == 0.5
-    assert metrics["val-aux/a/format/mean@2"] == 1.0
-    assert "val-aux/b/format/mean@2" not in metrics
-
-
-def test_acc_is_the_core_variable_where_a_scorer_gives_it():
-    metrics = validation_metrics(["a"], {"reward": np.array([-1.0]), "acc": np.array([0.0])}, 1)
-    assert metrics == {"val-aux/a/reward/mean@1": -1.0, "val-core/a/acc/mean@1": 0.0}
 
 
 def lines(count: int) -> list[dict]:
@@ -35,13 +15,6 @@ def lines(count: int) -> list[dict]:
         {"step": i, "timing_s/step": 2.0 + i, "timing_s/gen": 1.0, "critic/score/mean": i / 10}
         for i in range(1, count + 1)
     ]
-
-
-def test_a_column_of_some_rows_only_is_averaged_over_those():
-    numbers = {"reward": np.array([1.0, 0.0, 1.0, 1.0]), "acc_algebra": np.array([1.0, 0.0, np.nan, np.nan])}
-    metrics = validation_metrics(["math", "math"], numbers, 2)
-    assert metrics["val-aux/math/acc_algebra/mean@2"] == 0.5
-    assert metrics["val-aux/math/acc_algebra/best@2"] == 1.0
 
 
 def test_the_table_leaves_out_the_first_step_of_several():
@@ -85,3 +58,6 @@ def test_mfu_by_hand_and_only_where_the_peak_is_known():
     found = flops_metrics(cost, 80, seconds, model | {"trained_parameters": 10}, 4)["perf/mfu/actor"]
     assert found == pytest.approx((321_600 + 153_600) / (2 * 4 * 1e6))
     assert flops_metrics(cost, 80, seconds, model | {"peak_flops": None}, 4) == {}
+    # a forward over half of the tokens and pairs
+    found = flops_metrics(cost, 80, {"timing_s/old_log_prob": 1.0}, model, 4, cost / 2)
+    assert found == {"perf/mfu/actor_infer": pytest.approx((80_000 + 25_600) / (4 * 1e6))}

@@ -1,0 +1,76 @@
+"""What a step says of its answers and their rewards."""
+
+import numpy as np
+import pytest
+
+from rltrain.controller.samples import Samples
+from rltrain.device import get_device
+from rltrain.trainer import metrics as m
+from rltrain.trainer.rewards import accuracy
+
+NAN = np.nan
+
+
+def samples_of(n: int, **columns) -> Samples:
+    samples = Samples(n)
+    zeros = dict.fromkeys(("reward_failed", "reward_timeout"), np.zeros(n))
+    columns = {"truncated": np.zeros(n, dtype=bool), "group": np.arange(n) // 2, **zeros, **columns}
+    samples.update({name: np.asarray(values) for name, values in columns.items()})
+    return samples
+
+
+def reward_metrics(samples: Samples, weighted: bool = False):
+    return m.reward_metrics(samples, accuracy(samples), weighted=weighted)
+
+
+def test_groups_are_all_right_all_wrong_or_mixed():
+    scores = np.array([1.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0])
+    found = reward_metrics(samples_of(8, score=scores, reward=scores))
+    assert found["reward/groups_all_right"] == 0.25
+    assert found["reward/groups_all_wrong"] == 0.5
+    assert found["reward/groups_mixed"] == 0.25
+    assert found["reward/std"] == 0.5 / 4
+
+
+def test_right_is_what_acc_says_where_it_is_given():
+    found = reward_metrics(
+        samples_of(4, score=[-1.0, 0.9, 1, 1], reward=[-1.0, 0.9, 1, 1], acc=[0.0, 0, 1, NAN]), "acc"
+    )
+    assert [found[f"reward/groups_{kind}"] for kind in ("all_right", "all_wrong", "mixed")] == [0.5, 0.5, 0.0]
+    assert found["reward/std"] == pytest.approx(0.95 / 2)
+
+
+def test_one_answer_to_a_prompt_is_no_group():
+    found = reward_metrics(samples_of(2, score=[0.0, 1], reward=[0.0, 1], group=[0, 1]))
+    assert not {name for name in found if "group" in name or "std" in name}
+
+
+def test_every_number_of_the_scorer_is_averaged_in_training_too():
+    columns = {"acc": [1.0, NAN], "format": [1.0, 0], "empty": [NAN, NAN], "pred": np.array(["a", "b"], dtype=object)}
+    columns = {f"scorer/{name}": values for name, values in columns.items()}
+    samples = samples_of(2, score=[1.0, 0], reward=[1.0, 0], rule_score=[1.0, 0], **columns)
+    found = reward_metrics(samples)
+    means = {name: value for name, value in found.items() if name.endswith("/mean")}
+    assert means == {"reward/acc/mean": 1.0, "reward/format/mean": 0.5}
+    assert reward_metrics(samples, weighted=True)["reward/rule/mean"] == 0.5
+
+
+def test_cut_off_and_wrong_is_counted():
+    found = reward_metrics(
+        samples_of(4, score=[0.0, 1, 0, 0], reward=[0.0, 1, 0, 0], truncated=[True, True, False, True])
+    )
+    assert found["reward/truncated_and_wrong"] == 0.5
+
+
+def test_answers_without_a_token_are_told_apart():
+    samples = samples_of(2, score=[0.0, 1], reward=[0.0, 1], response_length=[0, 4], prompt_length=[3, 3])
+    found = m.sample_metrics(samples, 8)
+    assert found["response/aborted_ratio"] == 0.5
+    assert (found["response_length/mean"], found["response_length_non_aborted/mean"]) == (2.0, 4.0)
+
+
+def test_memory_of_the_machine_and_of_the_process_are_two_numbers():
+    memory = get_device("cpu").peak_memory_gb()
+    assert memory["perf/cpu_memory_peak_gb"] > 0
+    assert memory["perf/cpu_memory_used_gb"] > 0
+    assert memory["perf/cpu_memory_peak_gb"] != memory["perf/cpu_memory_used_gb"]

@@ -1,0 +1,90 @@
+"""What is said about the answers to validation prompts."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from rltrain.trainer.validation import validation_metrics
+
+NAN = np.nan
+
+
+def test_names_are_verls_and_only_the_core_is_under_val_core():
+    columns = {"reward": np.array([1.0, 0, 0, 0]), "pred": np.array(["a", "b", "b", "b"], dtype=object)}
+    metrics = validation_metrics(["s"], columns, 4)
+    assert {name for name in metrics if name.startswith("val-core/")} == {
+        f"val-core/s/reward/{kind}" for kind in ("mean@4", "best@4/mean", "maj@4/mean")
+    }
+    pairs = itertools.product(("best", "worst", "maj"), (2, 4), ("mean", "std"))
+    aux = {f"{kind}@{k}/{what}" for kind, k, what in pairs} - {"best@4/mean", "maj@4/mean"}
+    aux |= {"std@4", "pass@1", "pass@2", "pass@4"}
+    assert {name for name in metrics if name.startswith("val-aux/")} == {f"val-aux/s/reward/{kind}" for kind in aux}
+
+
+def test_every_source_has_its_own_core_variable():
+    columns = {"reward": np.array([1.0, 0.0, -1.0, 1.0]), "acc": np.array([NAN, NAN, 0.0, 1.0])}
+    metrics = validation_metrics(["openai/gsm8k", "aime24"], columns, 2)
+    assert metrics["val-core/openai/gsm8k/reward/mean@2"] == 0.5
+    assert metrics["val-core/aime24/acc/mean@2"] == 0.5
+    assert metrics["val-aux/aime24/reward/mean@2"] == 0.0
+    assert not any("gsm8k/acc" in name for name in metrics)
+
+
+def test_one_answer_has_a_mean_alone():
+    metrics = validation_metrics(["a"], {"reward": np.array([-1.0]), "acc": np.array([0.0])}, 1)
+    assert metrics == {"val-aux/a/reward/mean@1": -1.0, "val-core/a/acc/mean@1": 0.0}
+
+
+def every_draw(values, k, reduce):
+    """Mean and standard deviation of ``reduce`` over all k draws with replacement."""
+    found = [reduce(draw) for draw in itertools.product(range(len(values)), repeat=k)]
+    return np.mean(found), np.std(found)
+
+
+def test_best_and_worst_are_what_the_bootstrap_tends_to():
+    values = np.array([0.3, 1.0, -2.0, 0.3])
+    metrics = validation_metrics(["s"], {"reward": values}, 4)
+    for k, kind in itertools.product((2, 4), ("best", "worst")):
+        reduce = max if kind == "best" else min
+        mean, std = every_draw(values, k, lambda draw, reduce=reduce: reduce(values[list(draw)]))
+        place = "val-core" if (k, kind) == (4, "best") else "val-aux"
+        assert metrics[f"{place}/s/reward/{kind}@{k}/mean"] == pytest.approx(mean)
+        assert metrics[f"val-aux/s/reward/{kind}@{k}/std"] == pytest.approx(std)
+    assert metrics["val-aux/s/reward/std@4"] == pytest.approx(values.std())
+
+
+def test_the_majority_is_that_of_drawn_answers():
+    values, votes = np.array([1.0, 0.0, 0.0, 0.5]), ["a", "b", "c", "a"]
+
+    def majority(draw):  # the first of the most frequent, as verl counts
+        counts = {votes[each]: [votes[one] for one in draw].count(votes[each]) for each in draw}
+        winner = max(counts, key=counts.get)
+        return next(values[each] for each in draw if votes[each] == winner)
+
+    metrics = validation_metrics(["s"], {"reward": values, "pred": np.array(votes, dtype=object)}, 4)
+    for k, place in ((2, "val-aux"), (4, "val-core")):
+        mean, std = every_draw(values, k, majority)
+        assert metrics[f"{place}/s/reward/maj@{k}/mean"] == pytest.approx(mean, abs=0.03)
+        assert metrics[f"val-aux/s/reward/maj@{k}/std"] == pytest.approx(std, abs=0.03)
+
+
+def test_pass_at_k_is_unbiased_and_only_of_right_or_wrong():
+    right = np.array([1.0, 0, 0, 0, 1, 1, 1, 1])
+    metrics = validation_metrics(["s", "s"], {"acc": right, "reward": right * 2}, 4)
+    for k, expected in ((1, 0.25), (2, 0.5), (4, 1.0)):
+        draws = list(itertools.combinations(right[:4], k))
+        assert np.mean([any(draw) for draw in draws]) == expected
+        assert metrics[f"val-aux/s/acc/pass@{k}"] == pytest.approx((expected + 1) / 2)
+    assert "val-aux/s/reward/pass@1" not in metrics
+
+
+def test_numbers_that_some_rows_lack_are_averaged_over_the_others():
+    columns = {"reward": np.array([1.0, 0, 1, 1]), "acc_algebra": np.array([1.0, 0, NAN, NAN])}
+    metrics = validation_metrics(["math", "math"], columns, 2)
+    assert metrics["val-aux/math/acc_algebra/mean@2"] == 0.5
+    assert metrics["val-aux/math/acc_algebra/best@2/mean"] == 0.75
+    # of one prompt, an answer could not be scored
+    metrics = validation_metrics(["math"], {"reward": np.ones(2), "acc": np.array([NAN, 0.0])}, 2)
+    assert metrics["val-core/math/acc/best@2/mean"] == 0.0
+    assert metrics["val-aux/math/acc/pass@2"] == 0.0

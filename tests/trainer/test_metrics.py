@@ -33,9 +33,8 @@ def test_groups_are_all_right_all_wrong_or_mixed():
 
 
 def test_right_is_what_acc_says_where_it_is_given():
-    found = reward_metrics(
-        samples_of(4, score=[-1.0, 0.9, 1, 1], reward=[-1.0, 0.9, 1, 1], acc=[0.0, 0, 1, NAN]), "acc"
-    )
+    scores, acc = np.array([-1.0, 0.9, 1, 1]), np.array([0.0, 0, 1, NAN])
+    found = reward_metrics(samples_of(4, score=scores, reward=scores, **{"scorer/acc": acc}))
     assert [found[f"reward/groups_{kind}"] for kind in ("all_right", "all_wrong", "mixed")] == [0.5, 0.5, 0.0]
     assert found["reward/std"] == pytest.approx(0.95 / 2)
 

@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
@@ -9,13 +10,44 @@ VERSION = next(
     if line.startswith("__version__")
 )
 
+
+def readme() -> str:
+    """README.md for a package index, where links into the repository and pictures of it lead nowhere."""
+    text = (ROOT / "README.md").read_text()
+    text = re.sub(r"!\[[^\]]*\]\((?!https?:)[^)]+\)\n?", "", text)
+    return re.sub(r"\[([^\]]+)\]\((?!https?:|#)[^)]+\)", r"\1", text)
+
+
+def shipped(*patterns: str) -> list[tuple[str, list[str]]]:
+    """Files that messages of an installed package point to (see rltrain.env.shipped)."""
+    files = [file.relative_to(ROOT) for pattern in patterns for file in sorted(ROOT.glob(pattern))]
+    return [(f"share/rltrain/{file.parent}", [str(file)]) for file in files]
+
+
 setup(
     name="rltrain",
     version=VERSION,
     description="Synchronous PPO/GRPO training of language and vision-language models on NPU, GPU and CPU",
-    long_description=(ROOT / "README.md").read_text() if (ROOT / "README.md").exists() else "",
+    long_description=readme(),
     long_description_content_type="text/markdown",
+    author="rltrain developers",
+    license_expression="Apache-2.0",
+    license_files=["LICENSE"],
+    keywords=["reinforcement learning", "language models", "PPO", "GRPO", "RLHF", "Ascend", "FSDP", "Ray"],
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
     packages=find_packages(include=["rltrain", "rltrain.*"]),
+    package_data={"rltrain": ["py.typed"]},
+    data_files=shipped("docs/*.md", "scripts/ray_start.sh", "scripts/slurm.sh"),
+    entry_points={"console_scripts": ["rltrain = rltrain.cli:main"]},
     python_requires=">=3.10,<3.13",
     install_requires=[
         "torch>=2.9",

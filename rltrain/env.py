@@ -1,9 +1,10 @@
-"""Every environment variable that rltrain sets, in one place. What a user has set already is left alone."""
+"""What surrounds the program: every environment variable that rltrain sets (what a user has set already is left alone), limits, files."""
 
 from __future__ import annotations
 
 import math
 import os
+from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 
 # Ascend, as vllm-ascend's and HCCL's documentation ask for reinforcement learning. Not verified on hardware.
@@ -22,6 +23,17 @@ _CPU = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "10737
 # A user who sets these for the driver means the workers too, on every node.
 _PASSED_ON = ("HF_HUB_OFFLINE", "HF_ENDPOINT")
 _BY_DEVICE = {"npu": _NPU, "cuda": _CUDA, "cpu": _CPU}
+
+
+def shipped(name: str) -> str:
+    """Where a page or script of the project is: ``docs/rewards.md`` in a checkout, else the place where pip has put it."""
+    if (Path(__file__).parent.parent / name).is_file():
+        return name
+    try:
+        placed = [file for file in files("rltrain") or () if file.as_posix().endswith(f"share/rltrain/{name}")]
+    except PackageNotFoundError:
+        placed = []
+    return str(Path(str(placed[0].locate())).resolve()) if placed else name
 
 
 def worker_environment(device: str, threads: int) -> dict[str, str]:

@@ -60,6 +60,8 @@ def device_facts() -> dict[str, Any]:
 def command_line() -> str:
     """What was typed to start this process, secrets masked."""
     program, *rest = sys.orig_argv
+    if rest and Path(rest[0]).name == "rltrain":  # the console command
+        return masked_command(["rltrain", *rest[1:]])
     return masked_command([Path(program).name, *rest])
 
 
@@ -73,8 +75,11 @@ def short_facts() -> str:
     )
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     """Print our facts, then those that torch collects."""
+    if sys.argv[1:] if argv is None else argv:
+        sys.stderr.write(f"usage: python -m rltrain.env_report\n\n{main.__doc__}\n")
+        return 2
     from torch.utils.collect_env import get_pretty_env_info
 
     parts = [json.dumps(facts() | device_facts(), indent=1), get_pretty_env_info()]

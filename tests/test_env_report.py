@@ -22,7 +22,7 @@ def test_the_command_line_is_told_without_its_secrets():
 
 def test_the_report_names_versions_and_devices(capsys, monkeypatch):
     monkeypatch.setattr(sys, "orig_argv", ["/bin/python", "-m", "rltrain.env_report", "trainer.secret=abc"])
-    assert env_report.main() == 0
+    assert env_report.main([]) == 0
     text = capsys.readouterr().out
     assert "PyTorch version" in text
     found = json.loads(text[: text.index("\n}") + 2])

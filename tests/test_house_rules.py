@@ -14,6 +14,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # A module may import what stands below it. Order of rooms, top to bottom.
 LAYERS = [
+    {"cli"},
     {"main_ppo"},
     {"data_preprocess"},
     {"trainer"},
@@ -146,3 +147,12 @@ def test_main_guard_of_the_repo_speaks_of_the_project_alone():
     for file in tracked:
         if file.is_file() and file.suffix in (".md", ".py", ".sh", ".txt", ""):
             assert not forbidden.search(file.read_text()), file
+
+
+def test_contributing_names_what_is_there():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    source = "".join(file.read_text() for file in FILES)
+    for decorator in re.findall(r"`@(\w+)\(", text):
+        assert f"def {decorator}(" in source, decorator
+    for path in re.findall(r"`([\w/]+\.(?:py|sh|md|txt))", text) + re.findall(r"docs/\w+\.md", text):
+        assert any((folder / path).is_file() for folder in (ROOT, PACKAGE, *PACKAGE.iterdir())), path

@@ -270,7 +270,7 @@ def _rest(config: Config) -> Iterator[str]:
     if not config.actor_rollout_ref.model.path:
         yield f"{_A}model.path is not set. Give a Hugging Face folder or hub name."
     if not as_list(config.data.train_files):
-        yield "data.train_files is not set. Give one or more parquet files (see data_preprocess/)."
+        yield "data.train_files is not set. Give one or more parquet files (python -m rltrain.data_preprocess.jsonl makes them)."
     if trainer.val_only and not as_list(config.data.val_files):
         yield "trainer.val_only=True has nothing to do: data.val_files is not set."
     if (

@@ -95,7 +95,7 @@ REFUSED = {
     "multi_turn.tool_config_path": "tools are not supported: answers are single-turn",
     "agent_loop_config_path": "agent loops are not supported: answers are single-turn",
     "sandbox_fusion": "use custom_reward_function.path with a function that calls your sandbox",
-    "data.custom_cls": "write your data as parquet in verl's schema (see data_preprocess/)",
+    "data.custom_cls": "write your data as parquet in verl's schema (python -m rltrain.data_preprocess.jsonl does)",
     "tool_config_path": "tools are not supported: answers are single-turn",
 }
 

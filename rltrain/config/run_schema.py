@@ -35,7 +35,7 @@ class RewardConfig:
     memory_limit_mb: int = 4096
     """Address space of a scorer's process in MiB; an answer that exceeds it counts as failed. 0: no limit."""
     allow_code_execution: bool = False
-    """Let scorers run programs that the model wrote. Read docs/rewards.md first: it is no wall against an attacker."""
+    """Let scorers run programs that the model wrote. Read rewards.md of the documentation first: it is no wall against an attacker."""
     url: str | None = None
     """Address of a remote scorer (http://host:port/path); answers are sent there instead of being scored here."""
     url_concurrency: int = 8

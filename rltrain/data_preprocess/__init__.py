@@ -1,1 +1,7 @@
 """Converters to verl's parquet schema, one per data set: ``python -m rltrain.data_preprocess.NAME --help``."""
+
+import sys
+
+# The folder data_preprocess/ at the top of a checkout is a link, for readers. Started as a program a converter may be found through it.
+if __name__ != "rltrain.data_preprocess" and sys.argv[0] != "-m":
+    raise ImportError("import rltrain.data_preprocess: through the link there would be a second copy of every class")

@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from rltrain.env import shipped
 from rltrain.errors import RewardError
 from rltrain.rewards.jail import MAX_FILE_BYTES
 from rltrain.rewards.limits import current_limits, kill_tree
@@ -42,7 +43,7 @@ def refuse_unless_allowed(data_source: str) -> None:
     """Raise RewardError unless this process may run programs."""
     if not current_limits().allow_code_execution:
         raise RewardError(
-            f"data_source={data_source!r} is scored by running programs that the model wrote. Read docs/rewards.md, then "
+            f"data_source={data_source!r} is scored by running programs that the model wrote. Read {shipped('docs/rewards.md')}, then "
             "set reward.allow_code_execution=True, or give a custom_reward_function or a reward.url."
         )
 

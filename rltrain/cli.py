@@ -1,0 +1,50 @@
+"""``rltrain COMMAND ...``: one door to the programs, each of which is also ``python -m MODULE ...``."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import sys
+
+_COMMANDS = {
+    "train": ("rltrain.main_ppo", "train a model (rltrain train --help: its keys)"),
+    "report": ("rltrain.report", "the phase table of a run"),
+    "lint": ("rltrain.data_preprocess.lint", "check data files before a run does"),
+    "env": ("rltrain.env_report", "versions, machine and devices, for a bug report"),
+}
+_DATA = "rltrain.data_preprocess."
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code of the command."""
+    words = sys.argv[1:] if argv is None else argv
+    if not words or words[0] in ("-h", "--help"):
+        sys.stdout.write(_usage())
+        return 0
+    if words[0] == "--version":
+        words = ["train", "--version"]
+    command, *rest = words
+    if command == "data" and rest and importlib.util.find_spec(_DATA + rest[0]):
+        module = _DATA + rest.pop(0)
+    elif command in _COMMANDS:
+        module = _COMMANDS[command][0]
+    else:
+        near = difflib.get_close_matches(command, _COMMANDS, n=1)
+        hint = f" Did you mean rltrain {near[0]}?" if near else ""
+        hint = f" Did you mean rltrain train {command} …?" if "=" in command else hint
+        sys.stderr.write(f"error: there is no command '{' '.join(words[:2])}'.{hint} See rltrain --help.\n")
+        return 2
+    sys.argv = [f"rltrain {command}", *rest]
+    return importlib.import_module(module).main(rest)
+
+
+def _usage() -> str:
+    lines = [f"  {name:<8} {text}\n" for name, (_, text) in _COMMANDS.items()]
+    lines.append(f"  {'data':<8} make a data file (rltrain data gsm8k --help)\n")
+    return (
+        "usage: rltrain COMMAND ...\n\n" + "".join(lines) + "\nEach is also a module: python -m rltrain.main_ppo ...\n"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""What is built, installed and imported."""
+
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from rltrain import cli
+from tests.tiny import small_run
+
+ROOT = Path(__file__).parent.parent
+_BUILD = "from setuptools import build_meta as b; b.build_sdist('dist'); b.build_wheel('dist')"
+
+
+def python(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess:
+    own = {"PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1", **environment}
+    return subprocess.run([sys.executable, *words], cwd=cwd, env=own, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> Path:
+    """A folder with the sdist and the wheel, built from a copy of this checkout."""
+    folder = tmp_path_factory.mktemp("checkout")
+    for name in ("rltrain", "docs", "examples", "scripts", "tests", "bench"):
+        subprocess.run(["cp", "-r", ROOT / name, folder / name], check=True)
+    for file in ROOT.iterdir():
+        if file.is_file() and file.name != ".git":
+            (folder / file.name).write_bytes(file.read_bytes())
+    done = python("-c", _BUILD, cwd=folder)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return folder / "dist"
+
+
+@pytest.fixture(scope="module")
+def installed(built, tmp_path_factory) -> Path:
+    """The wheel as pip lays it out for --target."""
+    folder = tmp_path_factory.mktemp("site")
+    (wheel,) = built.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    (data,) = folder.glob("*.data/data")
+    (data / "share").rename(folder / "share")
+    record = next(folder.glob("*.dist-info")) / "RECORD"
+    record.write_text(record.read_text().replace(f"{data.parent.name}/data/", ""))
+    return folder
+
+
+def test_the_sdist_holds_what_a_packager_needs(built):
+    (archive,) = built.glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        names = {name.partition("/")[2] for name in tar.getnames()}
+    for name in (
+        "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "docs/rewards.md", "examples/README.md", "scripts/ray_start.sh",
+        "tests/config/keys.txt", "tests/test_help.py", "bench/README.md", "rltrain/py.typed",
+    ):  # fmt: skip
+        assert name in names
+    assert not [name for name in names if "__pycache__" in name]
+
+
+def test_the_wheel_says_what_it_is(installed):
+    (info,) = installed.glob("*.dist-info")
+    metadata = (info / "METADATA").read_text()
+    for line in ("License-Expression: Apache-2.0", "Author: rltrain developers", "Classifier: Typing :: Typed"):
+        assert line in metadata
+    assert "rltrain = rltrain.cli:main" in (info / "entry_points.txt").read_text()
+    assert (installed / "rltrain" / "py.typed").is_file()
+    assert "Apache License" in (info / "licenses" / "LICENSE").read_text()
+    description = metadata.partition("\n\n")[2]
+    assert "](docs/" not in description
+    assert "docs/rollout.md" in description
+
+
+def test_an_installed_wheel_plans_a_run_away_from_the_checkout(installed, tiny_model, arithmetic_files, tmp_path):
+    run = small_run(tiny_model, arithmetic_files, tmp_path / "run")
+    done = python("-m", "rltrain.cli", "train", *run, "--dry-run", cwd=tmp_path, PYTHONPATH=str(installed))
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "1 x 1 = 1 (cpu)" in done.stdout
+    code = "from rltrain.env import shipped; print(shipped('docs/rewards.md'), shipped('scripts/ray_start.sh'))"
+    done = python("-c", code, cwd=tmp_path, PYTHONPATH=str(installed))
+    assert [Path(word).is_file() for word in done.stdout.split()] == [True, True], done.stdout
+
+
+def test_messages_name_pages_that_are_there(monkeypatch):
+    from rltrain.env import shipped
+
+    assert shipped("docs/rewards.md") == "docs/rewards.md"
+    for file in (ROOT / "rltrain").rglob("*.py"):
+        for line in file.read_text().splitlines():
+            if "shipped('" in line:
+                assert (ROOT / line.partition("shipped('")[2].partition("'")[0]).is_file(), line
+
+
+def test_the_console_command_opens_every_program(capsys):
+    assert cli.main([]) == 0
+    usage = capsys.readouterr().out
+    for name in ("train", "report", "lint", "env", "data"):
+        assert f"\n  {name} " in usage
+    assert cli.main(["train", "--help", "lr"]) == 0
+    assert "critic.optim.lr" in capsys.readouterr().out
+    assert cli.main(["--version"]) == 0
+    assert cli.main(["reprot"]) == 2
+    assert "Did you mean rltrain report?" in capsys.readouterr().err
+    assert cli.main(["trainer.device=cpu"]) == 2
+    assert "Did you mean rltrain train trainer.device=cpu" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["data", "gsm8k", "--help"])
+    assert ended.value.code == 0
+
+
+def test_nothing_is_imported_through_the_links_at_the_top():
+    for name in ("trainer.plan", "workers.tasks", "data_preprocess.common"):
+        done = python("-c", f"import {name}", cwd=ROOT)
+        assert done.returncode == 1
+        assert f"ImportError: import rltrain.{name.partition('.')[0]}: through the link" in done.stderr
+    done = python("-m", "data_preprocess.gsm8k", "--help", cwd=ROOT)
+    assert done.returncode == 0, done.stderr

@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import sys
 import traceback
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -24,12 +25,16 @@ class NotPythonError(Exception):
 
 
 def import_file(path: Path, module_name: str) -> ModuleType:
-    """Run a file as the module ``module_name``. Raises NotPythonError, or whatever the file raises."""
+    """Run a file as the module ``module_name``; it may import its neighbours. Raises NotPythonError, or whatever the file raises."""
     spec = importlib.util.spec_from_file_location(module_name, path)
     if not path.is_file() or spec is None or spec.loader is None:
         raise NotPythonError(str(path))
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module  # dataclasses and pickle look a module up by its name
+    folder = str(path.absolute().parent)
+    if folder not in sys.path:
+        # Last: a neighbour that is called as an installed package is must not take that package's place for everybody.
+        sys.path.append(folder)
     spec.loader.exec_module(module)
     return module
 
@@ -39,7 +44,8 @@ def load_plugin(key: str, name: str) -> Callable[..., Any]:
     """The function that ``key=FILE.py:NAME`` names. Raises ConfigError with the traceback of a file that does not import."""
     file, _, function_name = name.rpartition(":")
     path = Path(file).expanduser()
-    module_name = f"rltrain_plugin_{path.stem}"
+    # Two files may have one name in two folders.
+    module_name = f"rltrain_plugin_{path.stem}_{zlib.crc32(bytes(path.absolute()))}"
     try:
         module = import_file(path, module_name)
     except NotPythonError:

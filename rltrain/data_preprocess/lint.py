@@ -17,15 +17,14 @@ from rltrain.data.chat import ChatEncoder
 from rltrain.data.rows import MEDIA_COLUMNS, PromptRow, Rows, scan_rows
 from rltrain.data_preprocess.common import IMAGE_SLOT, at_least
 from rltrain.errors import DataError, RewardError, RltrainError
-from rltrain.rewards.registry import CustomReward, check_sources
+from rltrain.rewards.registry import FORMS, CustomReward, check_sources
 from rltrain.rewards.slot import Slot
 
 Findings = dict[str, list[str]]
 
 NUM_SHOWN = 3
 FULL_SCORE = 1.0
-# Ways to write a reference answer down, one of which every scorer reads; each also after a thinking block.
-FORMS = ("{}", "\\boxed{{{}}}", "Answer: {}", "#### {}", "<answer>{}</answer>", "[{}]")
+# Every form is tried after a thinking block too.
 THOUGHT = "<think>\nThe reference.\n</think>\n"
 _SLOTS = {"images": IMAGE_SLOT, "videos": "<video>"}
 _MAGIC = re.compile(rb"\x89PNG\r\n\x1a\n|\xff\xd8\xff|GIF8[79]a|RIFF....WEBP|BM|II\*\0|MM\0\*", re.DOTALL)

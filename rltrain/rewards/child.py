@@ -6,6 +6,7 @@ parses numbers and text. Neither torch nor Ray is imported here.
 
 import faulthandler
 import json
+import logging
 import math
 import os
 import pickle
@@ -31,7 +32,7 @@ def main(descriptor: int, parent: int) -> None:
     """Serve requests until the other end closes. ``parent`` is the process id of the one that started this one."""
     _die_with(parent)
     faulthandler.enable(file=os.dup(2))
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    _print_by_lines()
     channel = socket.socket(fileno=descriptor)
     custom, limits = pickle.loads(receive(channel) or b"")
     impose(limits)
@@ -74,21 +75,22 @@ def _answer(request: tuple, custom: CustomReward | None, scorers: dict[str, Sour
         return _answer_all(request[1], scorers[source])
     try:
         value = scorers[source](*request)
-    except MemoryError as error:
-        return {"status": "crashed", "error": user_traceback(error)[-MAX_ERROR_CHARS:], "exhausted": True}
     except BaseException as error:  # noqa: BLE001 - user code: sys.exit and KeyboardInterrupt must not end the process
-        return {"status": "crashed", "error": user_traceback(error)[-MAX_ERROR_CHARS:]}
+        return _crash(error)
     return _verdict(source, value)
+
+
+def _crash(error: BaseException) -> dict[str, Any]:
+    said = {"status": "crashed", "error": user_traceback(error)[-MAX_ERROR_CHARS:], "kind": type(error).__name__}
+    return said | ({"exhausted": True} if isinstance(error, MemoryError) else {})
 
 
 def _answer_all(calls: list[tuple], function: Callable[..., Any]) -> dict[str, Any]:
     """Several answers in one call of a function that takes lists (reward_manager=batch)."""
     try:
         values = list(function(*(list(column) for column in zip(*calls, strict=True))))
-    except MemoryError as error:
-        return {"status": "crashed", "error": user_traceback(error)[-MAX_ERROR_CHARS:], "exhausted": True}
     except BaseException as error:  # noqa: BLE001 - user code: sys.exit and KeyboardInterrupt must not end the process
-        return {"status": "crashed", "error": user_traceback(error)[-MAX_ERROR_CHARS:]}
+        return _crash(error)
     if len(values) != len(calls):
         return {
             "status": "rejected",
@@ -148,6 +150,21 @@ def _finite(value: Any, what: str) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{what} {number}; it must be finite")
     return float(number)
+
+
+def _print_by_lines() -> None:
+    """Errors go where prints go, and nothing waits in a buffer: this process may be killed at any time."""
+    os.dup2(1, 2)
+    style: dict[str, Any] = {"buffering": 1, "encoding": "utf-8", "errors": "backslashreplace", "closefd": False}
+    sys.stdout, sys.stderr = open(1, "w", **style), open(2, "w", **style)  # noqa: SIM115 - for as long as the process lives
+    # For who has not set up any logging: INFO and above.
+    logging.lastResort = logging.StreamHandler()
+    logging.getLogger().setLevel(logging.INFO)
+    with suppress(OSError, ValueError, AttributeError):  # libraries in C have a buffer of their own
+        import ctypes
+
+        libc = ctypes.CDLL(None)
+        libc.setvbuf(ctypes.c_void_p.in_dll(libc, "stdout"), None, 1, 0)
 
 
 def _die_with(parent: int) -> None:

@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import numpy as np
 from rltrain.data.rows import Rows
 from rltrain.errors import RewardError, WorkerError, WorkerLost
 from rltrain.rewards.limits import Limits
+from rltrain.rewards.output import RewardLog
 from rltrain.rewards.registry import CustomReward
 from rltrain.rewards.remote import RemoteScorer, check_address
 from rltrain.rewards.slot import Score, Slot
@@ -52,21 +54,24 @@ class RewardWorker:
         else:
             self._scorer = Slot(custom, limits.timeout_s, limits.memory_mb, limits.allow_code_execution)
 
-    def score(self, split: str, texts: list[Any], rows: np.ndarray, positions: np.ndarray) -> tuple[list[Score], float]:
-        """Scores of the texts at ``positions`` of the list behind the one reference in ``texts``, and seconds it took."""
+    def score(
+        self, split: str, texts: list[Any], rows: np.ndarray, positions: np.ndarray
+    ) -> tuple[list[Score], float, str]:
+        """Scores of the texts at ``positions`` of the list behind the one reference in ``texts``, seconds it took, what was printed."""
         import ray
 
         started = time.perf_counter()
         answers = ray.get(texts[0])
         calls = [self._call(split, row, answers[at]) for row, at in zip(rows.tolist(), positions.tolist(), strict=True)]
-        return self._scorer.score_all(calls), time.perf_counter() - started
+        scores = self._scorer.score_all(calls)
+        return scores, time.perf_counter() - started, self._scorer.take_printed()
 
-    def check(self, split: str, rows: list[int] | None) -> list[tuple[str, Score]]:
-        """Score rows (by default the first of each data source) with their own ground truth as the answer."""
+    def check(self, split: str, rows: list[int] | None) -> tuple[list[Score], str]:
+        """Score rows (by default the first of each data source) with their own ground truth as the answer; and what was printed."""
         of_split = self._rows[split]
         chosen = list(of_split.data_sources().values()) if rows is None else rows
         calls = [self._call(split, row, str(of_split[row].ground_truth)) for row in chosen]
-        return [(call[0], self._scorer.check(call)) for call in calls]
+        return [self._scorer.check(call) for call in calls], self._scorer.take_printed()
 
     def close(self) -> None:
         """End the slot's process."""
@@ -82,7 +87,7 @@ class RewardPool:
 
     ``splits`` maps a name ("train", "val") to a reference of its ``Rows``. A score that could not be had counts
     ``on_error``, and is shown in the ``reward_failed`` column. With ``url`` answers are scored there, at most
-    ``url_concurrency`` at a time by each worker.
+    ``url_concurrency`` at a time by each worker. ``log_file`` gets what scorers print, see `RewardLog`.
     """
 
     def __init__(
@@ -96,6 +101,7 @@ class RewardPool:
         allow_code_execution: bool = False,
         url: str | None = None,
         url_concurrency: int = 8,
+        log_file: Path | None = None,
     ):
         import ray
 
@@ -112,6 +118,8 @@ class RewardPool:
         remote = None if url is None else (url, url_concurrency)
         limits = Limits(timeout_s, memory_limit_mb, allow_code_execution)
         self.on_error = on_error
+        self._custom = custom
+        self._log = RewardLog(log_file)
         actor = ray.remote(num_cpus=0, max_restarts=0, scheduling_strategy="SPREAD")(RewardWorker)
         self._workers: list[Any] = [actor.remote(custom, limits, remote, splits) for _ in range(num_workers)]
 
@@ -119,15 +127,23 @@ class RewardPool:
         """Score rows with their ground truth as the answer, on every worker, before anything is trained.
 
         ``rows`` is by default the first of each data source. Raises RewardError where nothing could ever be scored: no
-        scorer for a source, a reward file that does not import. A row that fails is only logged, because a bare ground
-        truth need not look like an answer.
+        scorer for a source, a reward file that does not import, a function of the user's own that gives no number for any
+        of the rows. Where it is one row of several, or a built-in scorer, it is only logged: a bare ground truth need not look
+        like an answer.
         """
         calls = [worker.check.remote(split, rows if rows is None else list(rows)) for worker in self._workers]
-        first, *_ = [_get(call) for call in calls]
-        for source, score in first:
-            if score.status != "ok":
-                logger.warning("reward for data_source=%r, ground truth as the answer: %s", source, score.error)
-        return [score for _, score in first]
+        results = [_get(call) for call in calls]
+        for number, (_, printed) in enumerate(results):
+            self._log.printed(f"worker {number}", printed)
+        scores = results[0][0]
+        if self._custom and scores and all(score.status in ("crashed", "rejected") for score in scores):
+            raise RewardError(
+                f"{self._custom.name!r} in {self._custom.path!r} gives no number for any answer it was tried on: the ground "
+                f"truth of each data source, alone and in the usual forms. The first:\n{scores[0].report()}\n"
+                f"Try it by hand: python -m rltrain.rewards.try {self._custom.path} DATA.parquet"
+            )
+        self._log.failures(scores)
+        return scores
 
     def score(self, split: str, jobs: Sequence[Job]) -> Columns:
         """Score answers that are all there. Returns columns over all jobs in their order; see `Scoring`."""
@@ -138,7 +154,7 @@ class RewardPool:
 
     def begin(self, split: str, total: int) -> "Scoring":
         """Score ``total`` answers as they arrive."""
-        return Scoring(self._workers, split, total, self.on_error)
+        return Scoring(self._workers, split, total, self.on_error, self._log)
 
     def shutdown(self) -> None:
         """End all workers and their processes."""
@@ -159,8 +175,11 @@ class Scoring:
     never here. ``seconds``: what scoring has cost so far, over all workers.
     """
 
-    def __init__(self, workers: Sequence[Any], split: str, total: int, on_error: float) -> None:
+    def __init__(
+        self, workers: Sequence[Any], split: str, total: int, on_error: float, log: RewardLog | None = None
+    ) -> None:
         self.seconds = 0.0
+        self._log = log or RewardLog()
         self._split = split
         self._total = total
         self._on_error = on_error
@@ -169,8 +188,8 @@ class Scoring:
         self._pieces: list[_Piece] = []
         self._scores: list[list[Score]] = []
         self._waiting: deque[int] = deque()
-        self._idle = deque(workers)
-        self._running: dict[Any, tuple[int, Any]] = {}
+        self._idle = deque(enumerate(workers))
+        self._running: dict[Any, tuple[int, tuple[int, Any]]] = {}
         self._failures: list[Score] = []
 
     def add(self, texts: Any, rows: np.ndarray, positions: np.ndarray) -> None:
@@ -192,7 +211,7 @@ class Scoring:
             while self._waiting and self._idle:
                 number, worker = self._waiting.popleft(), self._idle.popleft()
                 piece = self._pieces[number]
-                call = worker.score.remote(self._split, [piece.texts], piece.rows, piece.positions)
+                call = worker[1].score.remote(self._split, [piece.texts], piece.rows, piece.positions)
                 self._running[call] = (number, worker)
             if not self._running:
                 return
@@ -204,9 +223,11 @@ class Scoring:
 
     def _take(self, call: Any) -> None:
         number, worker = self._running.pop(call)
-        self._scores[number], seconds = _get(call)
+        self._scores[number], seconds, printed = _get(call)
         self.seconds += seconds
         self._idle.append(worker)
+        self._log.printed(f"worker {worker[0]}", printed)
+        self._log.failures(self._scores[number])
         self._failures += [score for score in self._scores[number] if score.status != "ok"]
         if 2 * len(self._failures) > self._total:
             raise RewardError(_failure_report(self._failures, self._total))
@@ -265,5 +286,5 @@ def _failure_report(failures: list[Score], total: int) -> str:
     shown = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
     return (
         f"the reward function fails on more than half of a batch (at least {len(failures)} of {total}: {shown}). "
-        f"The first failure:\n{failures[0].error}"
+        f"The first failure:\n{failures[0].report()}"
     )

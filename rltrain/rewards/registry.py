@@ -9,6 +9,7 @@ import inspect
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ _MODULES = (
     *("arithmetic", "boba", "clevr_count", "code", "dapo", "geometry3k", "gsm8k"),
     *("math_boxed", "qa", "reasoning_gym", "virl39k"),
 )
+# Ways to write a reference answer down, one of which every scorer reads.
+FORMS = ("{}", "\\boxed{{{}}}", "Answer: {}", "#### {}", "<answer>{}</answer>", "[{}]")
 _scorers: dict[str, Scorer] = {}
 _preparations: dict[str, Callable[[str], None]] = {}
 
@@ -99,7 +102,7 @@ def _match(data_source: str) -> str:
 def load_custom(custom: CustomReward) -> SourceScorer:
     """The user's function, called by keyword as verl calls it (`CustomReward.arguments`).
 
-    Raises RewardError with the traceback if its file cannot be imported.
+    An ``async`` one is awaited. Raises RewardError with the traceback if its file cannot be imported.
     """
     path = Path(custom.path).expanduser()
     if not path.is_file():
@@ -116,9 +119,18 @@ def load_custom(custom: CustomReward) -> SourceScorer:
     _check_signature(function, custom)
 
     def call(*values: Any) -> Any:
-        return function(**dict(zip(custom.arguments, values, strict=True)), **custom.kwargs)
+        value = function(**dict(zip(custom.arguments, values, strict=True)), **custom.kwargs)
+        return _event_loop().run_until_complete(value) if inspect.isawaitable(value) else value
 
     return call
+
+
+@cache
+def _event_loop() -> Any:
+    """One for all answers, so that an asynchronous function can keep its connections from one to the next."""
+    import asyncio
+
+    return asyncio.new_event_loop()
 
 
 _CUSTOM_MODULE = "rltrain_custom_reward"
@@ -136,8 +148,6 @@ def _import_file(path: Path, shown: str) -> Any:
 
 
 def _check_signature(function: Callable[..., Any], custom: CustomReward) -> None:
-    if inspect.iscoroutinefunction(function):
-        raise RewardError(f"{custom.name!r} in {custom.path!r} is async; write it as a plain def.")
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some built-in callables have none

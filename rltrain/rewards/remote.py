@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from rltrain.errors import RewardError
 from rltrain.rewards.child import MAX_ERROR_CHARS, judge
-from rltrain.rewards.slot import Score
+from rltrain.rewards.slot import Call, Score
 
 _MAX_REPLY_BYTES = 1 << 20
 _FIRST_PAUSE_S = 0.1
@@ -73,11 +73,15 @@ class RemoteScorer:
             None, "timeout", f"no score from {self._url} after {self._timeout_s:g} s (reward.timeout_s): {trouble}"
         )
 
-    def score_all(self, calls: Sequence[tuple[str, str, Any, dict[str, Any]]]) -> list[Score]:
+    def score_all(self, calls: Sequence[Call]) -> list[Score]:
         """Score answers, several at a time; in their order."""
-        return list(self._threads.map(lambda call: self.score(*call), calls))
+        return list(self._threads.map(lambda call: self.score(*call).of(call), calls))
 
-    def check(self, call: tuple[str, str, Any, dict[str, Any]]) -> Score:
+    def take_printed(self) -> str:
+        """What the scorer has printed is at the other end."""
+        return ""
+
+    def check(self, call: Call) -> Score:
         """Score one answer. Raises RewardError unless a score comes back."""
         score = self.score(*call)
         if score.status != "ok":

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import selectors
 import signal
 import socket
 import subprocess
@@ -10,30 +11,54 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from rltrain.env import scorer_environment
 from rltrain.errors import RewardError
 from rltrain.rewards.child import send
 from rltrain.rewards.limits import Limits, kill_tree
-from rltrain.rewards.registry import CustomReward
+from rltrain.rewards.output import Printed
+from rltrain.rewards.registry import FORMS, CustomReward
 
 START_TIMEOUT_S = 120.0
 
+Call = tuple[str, str, Any, dict[str, Any]]
+
 _MAX_REPLY_BYTES = 1 << 20
 _CRASH_CHARS = 2000
+_SHOWN_CHARS = 400
 _COMMAND = "import sys; sys.path[:] = {path!r}; from rltrain.rewards.child import main; main({fd}, {parent})"
 
 
 @dataclass(frozen=True)
 class Score:
-    """What came of one answer. ``value`` is None unless ``status`` is ``ok``; ``error`` then says what happened."""
+    """What came of one answer. ``value`` is None unless ``status`` is ``ok``; ``error`` then says what happened.
+
+    ``kind``: the name of the exception, where there is one. ``call``: data source, answer and ground truth of an answer that
+    failed, shortened, where they are known.
+    """
 
     value: float | None
     status: Literal["ok", "timeout", "crashed", "rejected"]
     error: str | None = None
     extras: dict[str, float | str] = field(default_factory=dict)
+    kind: str = ""
+    call: tuple[str, str, str] | None = None
+
+    def of(self, call: Call) -> "Score":
+        """The same; where it failed, with what was to be scored."""
+        if self.status == "ok":
+            return self
+        source, answer, truth = call[0], repr(call[1][:_SHOWN_CHARS]), f"{call[2]!r:.{_SHOWN_CHARS}}"
+        if len(call[1]) > _SHOWN_CHARS:
+            answer += f"… ({len(call[1]):,} characters)"
+        return replace(self, call=(source, answer, truth))
+
+    def report(self) -> str:
+        """What happened to an answer that failed, to which answer, and where in the user's code."""
+        about = "" if self.call is None else "data_source={!r}\n  answer: {}\n  ground truth: {}\n".format(*self.call)
+        return f"{about}{self.status}: {self.error}"
 
 
 class _Expired(Exception):
@@ -49,8 +74,8 @@ class Slot:
 
     An answer for which the process outgrows ``memory_limit_mb`` (0: no limit) counts as crashed.
 
-    The process is an interpreter started afresh (not a fork), in a session of its own; what it prints is discarded. It
-    ends with the thread that started it. Not for use from several threads at once.
+    The process is an interpreter started afresh (not a fork), in a session of its own; what it prints can be had with
+    `take_printed`. It ends with the thread that started it. Not for use from several threads at once.
     """
 
     def __init__(
@@ -64,6 +89,7 @@ class Slot:
         self.timeout_s = timeout_s
         self.limits = Limits(timeout_s, memory_limit_mb, allow_code_execution)
         self._process: subprocess.Popen | None = None
+        self._printed = Printed()
         self._start()
 
     def __enter__(self) -> "Slot":
@@ -82,16 +108,16 @@ class Slot:
         call = (data_source, solution_str, ground_truth, extra_info)
         if self.custom and self.custom.batch:
             return self.score_all([call])[0]
-        return _score(self._ask(call, self.timeout_s))
+        return _score(self._ask(call, self.timeout_s)).of(call)
 
-    def score_all(self, calls: Sequence[tuple[str, str, Any, dict[str, Any]]]) -> list[Score]:
+    def score_all(self, calls: Sequence[Call]) -> list[Score]:
         """Score answers one after the other, or with a function that takes lists all in one call, which has their time together."""
         if not (self.custom and self.custom.batch):
             return [self.score(*call) for call in calls]
         reply = self._ask((calls[0][0], list(calls)), self.timeout_s * len(calls))
         if reply["status"] == "ok":
-            return [_score(verdict) for verdict in reply["verdicts"]]
-        return [_score(reply)] * len(calls)
+            return [_score(verdict).of(call) for verdict, call in zip(reply["verdicts"], calls, strict=True)]
+        return [_score(reply).of(call) for call in calls]
 
     def _ask(self, request: tuple, timeout_s: float) -> dict[str, Any]:
         """What the process says, or what happened to it; it is whole again afterwards."""
@@ -110,17 +136,36 @@ class Slot:
             reply["error"] = f"more memory than reward.memory_limit_mb allows:\n{reply['error']}"
         return reply
 
-    def check(self, call: tuple[str, str, Any, dict[str, Any]]) -> Score:
-        """Score one answer before training; like ``score``, it raises only where nothing could be scored."""
-        return self.score(*call)
+    def check(self, call: Call) -> Score:
+        """Score a ground truth as the answer before training; where that fails, in the other `FORMS` until one does not.
+
+        Like ``score``, it raises only where nothing could be scored.
+        """
+        score = self.score(*call)
+        for form in FORMS[1:]:
+            if score.status not in ("crashed", "rejected"):
+                break
+            other = self.score(call[0], form.format(call[1]), *call[2:])
+            score = other if other.status == "ok" else score
+        return score
+
+    def take_printed(self) -> str:
+        """What the process, and those it started, have printed since the last call."""
+        return self._printed.take()
 
     def close(self) -> None:
         """End the process, and those it started, now."""
-        if self._process is None:
-            return
+        if self._process is not None:
+            self._stop()
+            self._printed.close()
+
+    def _stop(self) -> None:
+        assert self._process is not None
+        self._events.close()
         self._channel.close()
         kill_tree(self._process.pid)
         self._process.wait()
+        self._printed.drain()  # its last words
         self._process = None
         self._crash_log.close()
 
@@ -128,12 +173,15 @@ class Slot:
         self._channel, far_end = socket.socketpair()
         self._crash_log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         self._prepared: set[str] = set()
+        self._events = selectors.DefaultSelector()
+        self._events.register(self._channel, selectors.EVENT_READ)
+        self._events.register(self._printed.reader, selectors.EVENT_READ)
         with far_end:
             code = _COMMAND.format(path=sys.path, fd=far_end.fileno(), parent=os.getpid())
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code],
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
+                stdout=self._printed.writer,
                 stderr=self._crash_log,
                 pass_fds=[far_end.fileno()],
                 start_new_session=True,
@@ -143,12 +191,15 @@ class Slot:
         send(self._channel, pickle.dumps((self.custom, self.limits)))
 
     def _restart(self) -> None:
-        self.close()
+        self._stop()
         self._start()
 
     def _prepare(self, data_source: str) -> None:
         if self._process is None:
             raise RuntimeError("the slot is closed")
+        if self._process.poll() is not None:  # since the last answer, so it must not cost this one
+            self._printed.add(f"{self._obituary()}\nbetween two answers; it was started again\n".encode())
+            self._restart()
         if data_source in self._prepared:
             return
         try:
@@ -186,6 +237,10 @@ class Slot:
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 raise TimeoutError
+            ready = {key.fileobj for key, _ in self._events.select(remaining)}
+            self._printed.drain()
+            if self._channel not in ready:
+                continue
             self._channel.settimeout(remaining)
             part = self._channel.recv(size - len(data))
             if not part:
@@ -209,4 +264,4 @@ class Slot:
 def _score(reply: dict[str, Any]) -> Score:
     if reply["status"] == "ok":
         return Score(float(reply["value"]), "ok", None, reply["extras"])
-    return Score(None, reply["status"], reply["error"])
+    return Score(None, reply["status"], reply["error"], kind=reply.get("kind", ""))

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from rltrain import logs
@@ -89,7 +90,7 @@ def _train(
         placement = reserve(cfg, device)
     # A scorer that does not work is better known before models are loaded.
     with logs.waiting("trying the scorers on a row of every data source"):
-        pool = start_pool(cfg, splits)
+        pool = start_pool(cfg, splits, folder.path)
     threads = threads_per_worker(cfg.trainer.n_gpus_per_node)
     group = WorkerGroup("hybrid", placement, device, threads, folder.path / "logs")
     workers = logs.count(group.world, "worker")
@@ -134,8 +135,11 @@ def _train(
     group.stop()
 
 
-def start_pool(cfg: Config, splits: dict[str, Any]) -> RewardPool | None:
-    """The rule scorers, tried on one row of every data source; None where a reward model alone decides."""
+def start_pool(cfg: Config, splits: dict[str, Any], folder: Path) -> RewardPool | None:
+    """The rule scorers, tried on one row of every data source; None where a reward model alone decides.
+
+    What they print goes to ``reward.log`` in ``folder``.
+    """
     if cfg.reward_model.enable and cfg.reward_model.rule_weight == 0:
         return None
     custom, batch = cfg.custom_reward_function, cfg.reward_model.reward_manager == "batch"
@@ -149,6 +153,7 @@ def start_pool(cfg: Config, splits: dict[str, Any]) -> RewardPool | None:
         allow_code_execution=cfg.reward.allow_code_execution,
         url=cfg.reward.url,
         url_concurrency=cfg.reward.url_concurrency,
+        log_file=folder / "reward.log",
     )
     for split in splits:
         scores = pool.check(split)

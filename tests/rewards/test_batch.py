@@ -33,6 +33,19 @@ def test_all_answers_go_into_one_call(batch_slot):
     assert slot.check(CALLS[0]).value == 13.0
 
 
+def test_an_async_function_scores_all_answers_at_the_same_time(custom):
+    code = """
+        import asyncio
+        async def judge(text):
+            await asyncio.sleep(0.3)
+            return len(text)
+        async def compute_score(data_sources, solution_strs, ground_truths, extra_infos):
+            return await asyncio.gather(*map(judge, solution_strs))
+    """
+    with Slot(dataclasses.replace(custom(code), batch=True), timeout_s=0.25) as slot:
+        assert [score.value for score in slot.score_all(CALLS)] == [3.0, 3.0, 5.0]
+
+
 @pytest.mark.parametrize(
     ("body", "status", "words"),
     [

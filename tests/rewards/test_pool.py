@@ -40,8 +40,8 @@ def rows(tmp_path):
 def pool(local_ray, rows):
     pools = []
 
-    def make(reward=None, num_workers=2, timeout_s=1.0, on_error=-2.0):
-        pools.append(RewardPool(reward, num_workers, timeout_s, on_error, {"train": local_ray.put(rows)}))
+    def make(reward=None, num_workers=2, timeout_s=1.0, on_error=-2.0, **more):
+        pools.append(RewardPool(reward, num_workers, timeout_s, on_error, {"train": local_ray.put(rows)}, **more))
         return pools[-1]
 
     yield make
@@ -119,8 +119,46 @@ def test_check_scores_the_ground_truth_as_the_answer(pool, custom):
     made = pool()
     assert [score.value for score in made.check("train")] == [1.0]
     assert [score.value for score in made.check("train", [3, 4])] == [1.0, 1.0]
-    crashing = pool(custom("def compute_score(**kwargs): raise ValueError('bare')"), num_workers=1)
-    assert crashing.check("train")[0].status == "crashed"
+    zero = pool(custom("def compute_score(**kwargs): return 0"), num_workers=1)
+    assert zero.check("train")[0].value == 0.0
+    sometimes = (
+        "def compute_score(ground_truth, **kwargs):\n    if ground_truth == '1': raise ValueError('bare')\n    return 1"
+    )
+    assert [score.status for score in pool(custom(sometimes)).check("train", [0, 1])] == ["crashed", "ok"]
+
+
+@pytest.mark.parametrize(
+    ("body", "said"), [("raise ValueError('always')", "ValueError: always"), ("return", "NoneType None")]
+)
+def test_a_function_that_fails_on_every_trial_row_stops_at_once(pool, custom, caplog, body, said):
+    made = pool(custom(f"def compute_score(**kwargs): {body}"), num_workers=1)
+    with pytest.raises(RewardError) as caught:
+        made.check("train", [0, 1])
+    for part in (
+        "compute_score",
+        "my_reward.py",
+        said,
+        "data_source='rltrain/arithmetic'",
+        "ground truth: '1'",
+        "rewards.try",
+    ):
+        assert part in str(caught.value)
+    assert not caplog.messages
+
+
+def test_prints_and_the_first_failures_are_in_the_log(local_ray, pool, custom, caplog, tmp_path):
+    code = LENGTH.replace('if solution_str == "hang"', 'print("saw", solution_str)\n        if solution_str == "hang"')
+    made = pool(custom(code), log_file=tmp_path / "reward.log")
+    made.check("train")
+    for _ in range(2):
+        made.score("train", [job(local_ray, ["aaa", "crash", "b", "crash", "a", "c"], [0, 1, 2, 3, 4, 5])])
+    text = (tmp_path / "reward.log").read_text()
+    assert text.count(" worker 0: saw 1\n") == text.count(" worker 1: saw 1\n") == 1
+    assert text.count(": saw aaa\n") == 2
+    assert len(caplog.messages) == 1
+    for part in ("ValueError: no thanks", "my_reward.py", "answer: 'crash'", "ground truth: '2'", "reward/error_rate"):
+        assert part in caplog.messages[0]
+        assert text.count(part) == 1
 
 
 def wait_until_gone(pids):

@@ -201,7 +201,6 @@ slot.score("s", "a", "b", {{}})
         ("import no_such_module_anywhere", "No module named 'no_such_module_anywhere'"),
         ("def compute_score(:", "SyntaxError"),
         ("def other(): pass\nfrom os.path import join", "it defines other"),
-        ("async def compute_score(**kwargs): return 1", "async"),
         ("def compute_score(solution, truth): return 1", "cannot be called with data_source, solution_str"),
         ("import os; os._exit(4)", "exit code 4"),
         ("raise SystemExit", "SystemExit"),

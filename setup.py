@@ -60,6 +60,7 @@ setup(
         "numpy",
         "tqdm",
         "tensorboard",
+        "urllib3>=2",
     ],
     extras_require={
         "dev": [

@@ -4,29 +4,43 @@ Runs in the reward worker itself, not in a slot: nothing but JSON is read from t
 not followed.
 """
 
-import http.client
 import json
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
+
+from urllib3 import BaseHTTPResponse, Retry, connection_from_url
+from urllib3.connection import HTTPConnection, HTTPSConnection
+from urllib3.exceptions import HTTPError
 
 from rltrain.errors import RewardError
 from rltrain.rewards.child import MAX_ERROR_CHARS, judge
 from rltrain.rewards.slot import Call, Score
 
 _MAX_REPLY_BYTES = 1 << 20
-_FIRST_PAUSE_S = 0.1
-_LONGEST_PAUSE_S = 2.0
-_WORTH_ANOTHER_TRY = (408, 429, 500, 502, 503, 504)
+_OK = 200
+# How long to wait before another try, and after which replies; for how long is up to the deadline.
+_RETRY = Retry(
+    total=None,
+    allowed_methods=None,
+    status_forcelist=(408, 429, 500, 502, 503, 504),
+    backoff_factor=0.05,
+    backoff_max=2.0,
+    backoff_jitter=0.05,
+)
 
 
 class _Unavailable(Exception):
-    """No answer, or one that says to try again."""
+    """No answer, or one that says to try again: after so many seconds, if it says when."""
+
+    def __init__(self, why: str, after_s: float | None = None) -> None:
+        super().__init__(why)
+        self.after_s = after_s
 
 
 def check_address(url: str, concurrency: int) -> None:
@@ -43,14 +57,21 @@ def check_address(url: str, concurrency: int) -> None:
 
 
 class RemoteScorer:
-    """Scores answers at ``url``: ``timeout_s`` for each with all its retries, at most ``concurrency`` at a time."""
+    """Scores answers at ``url``: ``timeout_s`` for each with all its retries, at most ``concurrency`` at a time.
 
-    def __init__(self, url: str, timeout_s: float, concurrency: int):
+    ``headers`` go with every request. Connections are kept for the next answer.
+    """
+
+    def __init__(self, url: str, timeout_s: float, concurrency: int, headers: Mapping[str, Any] | None = None):
         check_address(url, concurrency)
-        self._address = urlsplit(url)
+        address = urlsplit(url)
+        self._path = (address.path or "/") + (f"?{address.query}" if address.query else "")
         self._url = url
         self._timeout_s = timeout_s
         self._threads = ThreadPoolExecutor(concurrency)
+        sent = {name: str(value) for name, value in (headers or {}).items()} | {"Content-Type": "application/json"}
+        self._pool = connection_from_url(url, maxsize=concurrency, retries=False, headers=sent)
+        self._pool.ConnectionCls = _Https if address.scheme == "https" else _Http
 
     def score(self, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Score:
         """Score one answer. Failing connections, 429 and 5xx are tried again until the deadline."""
@@ -61,14 +82,14 @@ class RemoteScorer:
             "extra_info": extra_info,
         }
         body = json.dumps(call, default=str).encode()
-        deadline, pause, trouble = time.monotonic() + self._timeout_s, _FIRST_PAUSE_S, "no answer"
+        deadline, retry, trouble = time.monotonic() + self._timeout_s, _RETRY, "no answer"
         while (remaining := deadline - time.monotonic()) > 0:
             try:
                 return self._attempt(body, remaining)
             except _Unavailable as error:
-                trouble = str(error)
-            time.sleep(max(0.0, min(pause, deadline - time.monotonic())))
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
+                trouble, pause = str(error), error.after_s
+            retry = retry.increment()
+            time.sleep(max(0.0, min(pause or retry.get_backoff_time(), deadline - time.monotonic())))
         return Score(
             None, "timeout", f"no score from {self._url} after {self._timeout_s:g} s (reward.timeout_s): {trouble}"
         )
@@ -93,11 +114,15 @@ class RemoteScorer:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _attempt(self, body: bytes, seconds: float) -> Score:
-        status, reply = self._post(body, seconds)
-        if status in _WORTH_ANOTHER_TRY:
-            raise _Unavailable(f"HTTP {status} {reply[:200]!r}")
-        if status != http.client.OK:
-            return Score(None, "crashed", f"{self._url}: HTTP {status} {reply[:MAX_ERROR_CHARS]!r}")
+        response, reply = self._post(body, seconds)
+        if len(reply) > _MAX_REPLY_BYTES:
+            return Score(None, "crashed", f"{self._url}: a reply of more than a mebibyte")
+        if _RETRY.is_retry("POST", response.status):
+            with suppress(HTTPError):  # a header that is no time
+                raise _Unavailable(f"HTTP {response.status} {reply[:200]!r}", _RETRY.get_retry_after(response))
+            raise _Unavailable(f"HTTP {response.status} {reply[:200]!r}")
+        if response.status != _OK:
+            return Score(None, "crashed", f"{self._url}: HTTP {response.status} {reply[:MAX_ERROR_CHARS]!r}")
         try:
             value = json.loads(reply)
             score, extras = judge(value if isinstance(value, dict) else {})
@@ -105,33 +130,47 @@ class RemoteScorer:
             return Score(None, "rejected", f"{self._url}: {error}; it sent {reply[:200]!r}")
         return Score(score, "ok", None, extras)
 
-    def _post(self, body: bytes, seconds: float) -> tuple[int, bytes]:
-        kind = http.client.HTTPSConnection if self._address.scheme == "https" else http.client.HTTPConnection
-        connection = kind(self._address.hostname or "", self._address.port, timeout=seconds)
-        path = (self._address.path or "/") + (f"?{self._address.query}" if self._address.query else "")
-        alarm: threading.Timer | None = None
+    def _post(self, body: bytes, seconds: float) -> tuple[BaseHTTPResponse, bytes]:
+        _of_thread.deadline, _of_thread.alarm = time.monotonic() + seconds, None
+        as_sent: dict[str, Any] = {"redirect": False, "preload_content": False, "decode_content": False}
         try:
-            connection.connect()
-            # The socket's own timeout starts again with every byte that trickles in; this one does not. The connection
-            # forgets its socket once the headers are read, so it is named here.
-            alarm = threading.Timer(seconds, _hang_up, [connection.sock])
-            alarm.start()
-            connection.request("POST", path, body, {"Content-Type": "application/json"})
-            response = connection.getresponse()
+            response = self._pool.urlopen("POST", self._path, body, timeout=seconds, **as_sent)
             reply = response.read(_MAX_REPLY_BYTES + 1)
-        except (OSError, http.client.HTTPException) as error:
+        except HTTPError as error:
             raise _Unavailable(f"{type(error).__name__}: {error}") from None
         finally:
-            if alarm is not None:
-                alarm.cancel()
-            connection.close()
+            if _of_thread.alarm is not None:
+                _of_thread.alarm.cancel()
         if len(reply) > _MAX_REPLY_BYTES:
-            return 0, b"a reply of more than a mebibyte"
-        if response.length:  # bytes announced and not sent
+            response.close()
+        elif (
+            response.length_remaining or time.monotonic() >= _of_thread.deadline
+        ):  # hung up, perhaps within the headers
             raise _Unavailable("the reply was cut short")
-        return response.status, reply
+        return response, reply
+
+
+_of_thread = threading.local()
+
+
+def _watch(line: Any) -> None:
+    """Hang up when the time of this thread's answer is over: the socket's own timeout starts again with every byte that trickles in."""
+    _of_thread.alarm = threading.Timer(_of_thread.deadline - time.monotonic(), _hang_up, [line])
+    _of_thread.alarm.start()
 
 
 def _hang_up(line: socket.socket) -> None:
     with suppress(OSError):
         line.shutdown(socket.SHUT_RDWR)
+
+
+class _Http(HTTPConnection):
+    def getresponse(self) -> Any:
+        _watch(self.sock)
+        return super().getresponse()
+
+
+class _Https(HTTPSConnection):
+    def getresponse(self) -> Any:
+        _watch(self.sock)
+        return super().getresponse()

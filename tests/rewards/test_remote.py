@@ -1,4 +1,6 @@
+import contextlib
 import json
+import socket
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,12 +20,19 @@ from rltrain.rewards.remote import RemoteScorer
 class Server:
     """Answers every POST with what ``reply(call, number of the request)`` returns: (status, body)."""
 
-    def __init__(self, reply):
-        self.calls, self.busy, self.busiest = [], 0, 0
+    def __init__(self, reply, keep):
+        self.calls, self.headers, self.num_connections, self.busy, self.busiest = [], [], 0, 0, 0
         lock, server = threading.Lock(), self
 
         class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1" if keep else "HTTP/1.0"
+
+            def setup(self):
+                server.num_connections += 1
+                super().setup()
+
             def do_POST(self):
+                server.headers.append(dict(self.headers))
                 call = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 with lock:
                     server.calls.append(call)
@@ -34,6 +43,8 @@ class Server:
                 with lock:
                     server.busy -= 1
                 self.send_response(status)
+                if status == 429:
+                    self.send_header("Retry-After", body.decode())
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
                 try:
@@ -62,8 +73,8 @@ class Server:
 def serve():
     servers = []
 
-    def make(reply):
-        servers.append(Server(reply))
+    def make(reply, keep=False):
+        servers.append(Server(reply, keep))
         return servers[-1]
 
     yield make
@@ -75,8 +86,8 @@ def serve():
 def remote():
     scorers = []
 
-    def make(url, timeout_s=2.0, concurrency=4):
-        scorers.append(RemoteScorer(url, timeout_s, concurrency))
+    def make(url, timeout_s=2.0, concurrency=4, headers=None):
+        scorers.append(RemoteScorer(url, timeout_s, concurrency, headers))
         return scorers[-1]
 
     yield make
@@ -103,6 +114,42 @@ def test_a_busy_server_is_asked_again(serve, remote):
     server = serve(lambda call, number: (503, b"later") if number < 3 else echo(call, number))
     assert remote(server.url).score(*CALL).value == 9.0
     assert len(server.calls) == 3
+
+
+def test_headers_go_along_and_the_connection_is_kept(serve, remote):
+    server = serve(lambda call, number: (503, b"later") if number == 2 else echo(call, number), keep=True)
+    scorer = remote(server.url, headers={"Authorization": "Bearer abc", "X-Number": 1})
+    assert [scorer.score(*CALL).value for _ in range(3)] == [9.0] * 3
+    assert len(server.calls) == 4
+    assert server.num_connections == 1
+    wanted = {"Authorization": "Bearer abc", "X-Number": "1", "Content-Type": "application/json"}
+    assert all(wanted.items() <= headers.items() for headers in server.headers)
+
+
+@pytest.mark.parametrize(("after", "calls"), [("30", 1), ("nonsense", 2)])
+def test_a_server_that_names_a_time_is_asked_then(serve, remote, after, calls):
+    server = serve(lambda call, number: (429, after.encode()) if number == 1 else echo(call, number))
+    start = time.monotonic()
+    score = remote(server.url, timeout_s=0.5).score(*CALL)
+    assert time.monotonic() - start < 2.0
+    assert len(server.calls) == calls
+    assert (score.status, score.value) == (("timeout", None) if calls == 1 else ("ok", 9.0))
+
+
+def test_the_deadline_holds_for_headers_that_trickle(remote):
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def trickle():
+            line, _ = listening.accept()
+            with line, contextlib.suppress(OSError):
+                for _ in range(100):
+                    line.sendall(b"HTTP/1.1 200 OK\r\n" if not _ else b"X: y\r\n")
+                    time.sleep(0.05)
+
+        threading.Thread(target=trickle, daemon=True).start()
+        start = time.monotonic()
+        score = remote(f"http://127.0.0.1:{listening.getsockname()[1]}/", timeout_s=0.4).score(*CALL)
+        assert (score.status, time.monotonic() - start < 2.0) == ("timeout", True)
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,7 @@ def missing_files(config: Config) -> list[str]:
     named += [("data.val_files", path) for path in as_list(config.data.val_files)]
     named += [("custom_reward_function.path", path) for path in as_list(config.custom_reward_function.path)]
     named += [(key, get(config, key).rpartition(":")[0]) for key in PLUGINS if ":" in get(config, key)]
+    named += [("trainer.callbacks", name.rpartition(":")[0]) for name in config.trainer.callbacks]
     for key in (_A + "model.path", _A + "model.lora_adapter_path", "critic.model.path", "reward_model.model.path"):
         if (model := get(config, key) or "").startswith(("/", ".", "~")):
             named.append((key, model))
@@ -105,6 +106,9 @@ def _values(config: Config) -> Iterator[str]:
     for logger in config.trainer.logger:
         if logger not in LOGGERS:
             yield f"trainer.logger={config.trainer.logger}: '{logger}' is not a tracker rltrain has. Use {', '.join(LOGGERS)}."
+    for name in config.trainer.callbacks:
+        if ":" not in name:
+            yield f"trainer.callbacks={config.trainer.callbacks}: '{name}' names no class or function. Give FILE.py:NAME."
     contents = config.actor_rollout_ref.actor.checkpoint.save_contents
     for part in contents:
         if part not in CONTENTS:

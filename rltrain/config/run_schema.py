@@ -86,6 +86,8 @@ class TrainerConfig:
     """Name for trackers and the default run folder."""
     logger: list[str] = field(default_factory=lambda: ["console", "tensorboard"])
     """console, tensorboard, wandb. metrics.jsonl is always written."""
+    callbacks: list[str] = field(default_factory=list)
+    """Classes or functions of your own that are told of steps, validations and checkpoints: [FILE.py:NAME]. See docs/plugins.md."""
     on_nonfinite: str = "stop"
     """When a loss or gradient is not finite: stop, or skip the optimizer step (three in a row stop)."""
     balance_batch: bool = True

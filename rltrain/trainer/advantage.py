@@ -16,6 +16,7 @@ from rltrain.config.schema import Config
 from rltrain.controller.samples import Samples
 from rltrain.trainer import metrics as m
 from rltrain.trainer.balance import Layout
+from rltrain.trainer.callbacks import callback_problems
 from rltrain.trainer.metrics import Metrics
 from rltrain.trainer.rewards import known_number
 from rltrain.trainer.roles import Policy
@@ -83,7 +84,8 @@ class Advantages:
 
 
 def check_plugins(cfg: Config) -> Sequence[str]:
-    """Try estimators and losses of the user's own on a small batch. Returns what is wrong with them."""
+    """Try estimators and losses of the user's own on a small batch, look at callbacks. Returns what is wrong with them."""
     from rltrain.algorithms.trial import try_estimator, try_policy_loss
 
-    return [*try_estimator(cfg.algorithm), *try_policy_loss(cfg.actor_rollout_ref.actor)]
+    trials = [*try_estimator(cfg.algorithm), *try_policy_loss(cfg.actor_rollout_ref.actor)]
+    return [*trials, *callback_problems(cfg.trainer.callbacks)]

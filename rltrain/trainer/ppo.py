@@ -18,6 +18,7 @@ from rltrain.rewards.pool import EXTRA
 from rltrain.trainer import metrics as m
 from rltrain.trainer.advantage import Advantages, Whitening
 from rltrain.trainer.balance import Ids, Layout, Workload, lay_out, rank_tokens, slack_metrics
+from rltrain.trainer.callbacks import Callbacks
 from rltrain.trainer.experience import Experience
 from rltrain.trainer.metrics import Metrics
 from rltrain.trainer.plan import PassBudget, Plan
@@ -54,6 +55,7 @@ class PPOTrainer:
         rewards: Rewards,
         experience: Experience,
         model_sizes: dict[str, float],
+        callbacks: Callbacks | None = None,
     ) -> None:
         self.cfg = cfg
         self.plan = plan
@@ -62,6 +64,7 @@ class PPOTrainer:
         self.rewards = rewards
         self.experience = experience
         self.advantages = Advantages(cfg)
+        self.callbacks = callbacks or Callbacks()
         self._actor_cfg = cfg.actor_rollout_ref.actor
         self._model_sizes = model_sizes
         self._bypass = cfg.algorithm.rollout_correction.bypass_mode
@@ -109,7 +112,8 @@ class PPOTrainer:
         cost, tokens = (metrics.get(f"perf/balance/{name}", 0.0) for name in ("cost", "tokens"))
         scored_cost = measured.get("cost", 0.0)
         metrics |= m.flops_metrics(cost, tokens, timing, self._model_sizes, self.plan.num_devices, scored_cost)
-        return metrics | self._describe(samples, layout, step)
+        metrics |= self._describe(samples, layout, step)
+        return metrics | self.callbacks.on_step(step, metrics, samples.numbers)
 
     def _pass(
         self, samples: Samples, budget: PassBudget, num_ranks: int | None = None, ids: Ids | None = None
@@ -307,7 +311,8 @@ class PPOTrainer:
         extras = {name.removeprefix(EXTRA): values for name, values in scores.items() if name.startswith(EXTRA)}
         columns = extras | {name: each for name, each in scores.items() if name not in hidden and EXTRA not in name}
         metrics = validation_metrics(self.rewards.data_sources("val"), columns, num_samples)
-        return metrics | timer.metrics() | {"val-aux/response_length/mean": float(samples["response_length"].mean())}
+        metrics |= timer.metrics() | {"val-aux/response_length/mean": float(samples["response_length"].mean())}
+        return metrics | self.callbacks.on_validation(step, metrics)
 
 
 def update_may_score_first(cfg: Config) -> bool:

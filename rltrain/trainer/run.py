@@ -29,6 +29,7 @@ from rltrain.rewards.pool import RewardPool
 from rltrain.rewards.registry import CustomReward
 from rltrain.rewards.slot import Score
 from rltrain.trainer.advantage import check_plugins
+from rltrain.trainer.callbacks import Callbacks
 from rltrain.trainer.checkpoint import RunFolder
 from rltrain.trainer.experience import Experience
 from rltrain.trainer.plan import Plan, describe, make_plan
@@ -54,6 +55,7 @@ def _run(loaded: LoadedConfig) -> int:
     device = get_device(cfg.trainer.device)
     if problems := check_plugins(cfg):
         raise ConfigError("\n".join(problems))
+    callbacks = Callbacks(cfg.trainer.callbacks)
     rows, prompts = load_data(cfg)
     plan = make_plan(cfg, len(prompts["train"]))
     log.info("%s", describe(plan, cfg))
@@ -65,7 +67,7 @@ def _run(loaded: LoadedConfig) -> int:
             start_ray(cfg, device)
         log.info("Ray's logs: %s", ray_logs())
         with stop_on_signal() as stop:
-            _train(loaded, plan, device, rows, prompts, folder, start, stop)
+            _train(loaded, plan, device, rows, prompts, folder, start, stop, callbacks)
     finally:
         stop_ray()
         folder.release()
@@ -82,6 +84,7 @@ def _train(
     folder: RunFolder,
     start: Start,
     stop: StopFlag,
+    callbacks: Callbacks,
 ) -> None:
     cfg = loaded.config
     splits = {name: share(each) for name, each in rows.items()}
@@ -107,7 +110,7 @@ def _train(
     policy = Policy(group, cfg)
     critic = Critic(group, cfg) if with_critic else None
     others = {"critic": critic} if critic else {}
-    saver = Saver(cfg, folder, policy, others, rows["train"].fingerprint(), total, trained)
+    saver = Saver(cfg, folder, policy, others, rows["train"].fingerprint(), total, trained, callbacks)
     with logs.waiting(f"loading {start.folder} on {workers}") if start.folder else nullcontext():
         saver.load(start)
     write_run_files(folder, loaded, plan, group.hosts)
@@ -124,7 +127,8 @@ def _train(
     sampler = make_sampler(cfg.data.sampler.name, order, rows["train"], cfg.data.sampler.revisit)
     reward_model = RewardModel(group) if cfg.reward_model.enable else None
     rewards = Rewards(cfg, rows, pool, reward_model)
-    trainer = PPOTrainer(cfg, plan, policy, critic, rewards, Experience(cfg, plan, policy, rewards, sampler), sizes[0])
+    experience = Experience(cfg, plan, policy, rewards, sampler)
+    trainer = PPOTrainer(cfg, plan, policy, critic, rewards, experience, sizes[0], callbacks)
     trainer.restore(start.progress)
     try:
         trainer.fit(start.step, tracker, saver, stop)

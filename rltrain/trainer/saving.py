@@ -10,6 +10,7 @@ from typing import Protocol
 
 from rltrain.config.schema import Config
 from rltrain.errors import DiskError
+from rltrain.trainer.callbacks import Callbacks
 from rltrain.trainer.card import model_card
 from rltrain.trainer.checkpoint import RunFolder
 from rltrain.trainer.progress import Progress, Start
@@ -47,8 +48,10 @@ class Saver:
         dataset_fingerprint: str,
         num_parameters: int,
         num_trained: int,
+        callbacks: Callbacks | None = None,
     ) -> None:
         self._cfg = cfg
+        self._callbacks = callbacks or Callbacks()
         self._folder = folder
         self._actor = actor
         self._roles: dict[str, Role] = {"actor": actor, **others}
@@ -77,7 +80,7 @@ class Saver:
             self._last_step = step
             self._bytes_needed = sum(file.stat().st_size for file in final.rglob("*") if file.is_file())
             self._folder.prune(self._cfg.trainer.max_actor_ckpt_to_keep)
-        return timer.metrics()
+        return timer.metrics() | self._callbacks.on_save(step, final)
 
     def rescue(self, step: int, progress: Progress) -> None:
         """Save step ``step`` if it is not saved yet: an error that is not the workers' leaves their state whole."""

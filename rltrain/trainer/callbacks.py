@@ -1,0 +1,143 @@
+"""Code of the user's own that is told what happens: ``trainer.callbacks=[FILE.py:NAME]``. docs/plugins.md has one to start from.
+
+A callback that raises does not stop the run: the first error of every kind is logged with its traceback, all are counted.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import logging
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rltrain.errors import ConfigError
+from rltrain.plugin import load_plugin
+
+log = logging.getLogger(__name__)
+Metrics = dict[str, float]
+# What a callback may have, and what each is called with; the last of on_step may be left out.
+HOOKS = {
+    "on_step": ("step", "metrics", "samples"),
+    "on_validation": ("step", "metrics"),
+    "on_save": ("step", "folder"),
+}
+
+
+def callback_problems(names: Sequence[str]) -> Iterator[str]:
+    """What is wrong with ``trainer.callbacks``, as far as it shows before a class among them is made."""
+    for name in names:
+        try:
+            made = load_plugin("trainer.callbacks", name)
+        except ConfigError as error:
+            yield str(error)
+            continue
+        yield from (f"trainer.callbacks={name}: {problem}" for problem in _misfits(made))
+
+
+class Callbacks:
+    """Those of ``trainer.callbacks``: functions as they are, classes made without arguments. Raises ConfigError."""
+
+    def __init__(self, names: Sequence[str] = ()) -> None:
+        if problems := list(callback_problems(names)):
+            raise ConfigError("\n".join(problems))
+        self._hooks: dict[str, list[tuple[str, Callable[..., Any]]]] = {hook: [] for hook in HOOKS}
+        self._told: set[tuple[str, str, type]] = set()
+        self._num_errors = 0
+        for name in names:
+            made = load_plugin("trainer.callbacks", name)
+            if not isinstance(made, type):
+                self._hooks["on_step"].append((name, made))
+                continue
+            try:
+                callback = made()
+            except Exception as error:  # user code; whatever it raises is reported with its traceback
+                raise ConfigError(
+                    f"trainer.callbacks={name} cannot be made:\n{traceback.format_exc(limit=-2)}"
+                ) from error
+            for hook in _hooks_of(made):
+                self._hooks[hook].append((name, getattr(callback, hook)))
+
+    def on_step(self, step: int, metrics: Metrics, samples: Mapping[str, np.ndarray]) -> Metrics:
+        """After a step. samples: numbers of its answers, each [n]. Returns the callbacks' own metrics."""
+        return self._tell("on_step", metrics, step, metrics, samples)
+
+    def on_validation(self, step: int, metrics: Metrics) -> Metrics:
+        """After a validation."""
+        return self._tell("on_validation", metrics, step, metrics)
+
+    def on_save(self, step: int, folder: Path) -> Metrics:
+        """After a checkpoint, which is whole and in its place."""
+        return self._tell("on_save", {}, step, folder)
+
+    def _tell(self, hook: str, taken: Metrics, *arguments: Any) -> Metrics:
+        found: Metrics = {}
+        for name, function in self._hooks[hook]:
+            # Copies: a callback looks, it does not change what others see.
+            given = [dict(each) if isinstance(each, Mapping) else each for each in arguments]
+            try:
+                size = next(size for size in _sizes(hook) if _takes(function, size))
+                found |= _numbers(function(*given[:size]), taken | found)
+            except Exception as error:  # noqa: BLE001 - user code must not end a night's run
+                self._num_errors += 1
+                kind = (name, hook, type(error))
+                if kind not in self._told:
+                    log.warning(
+                        "trainer.callbacks=%s: %s failed; the run goes on, and more %ss of it are only counted (callbacks/errors).\n%s",
+                        name, hook, type(error).__name__, traceback.format_exc(limit=-3).rstrip(),
+                    )  # fmt: skip
+                self._told.add(kind)
+        if self._hooks[hook]:
+            found["callbacks/errors"] = float(self._num_errors)
+        return found
+
+
+def _hooks_of(made: type) -> list[str]:
+    return [name for name in dir(made) if name.startswith("on_") and callable(getattr(made, name))]
+
+
+def _misfits(made: Callable[..., Any]) -> Iterator[str]:
+    """What is wrong with a class, or with a function, which is an on_step."""
+    hooks = _hooks_of(made) if isinstance(made, type) else ["on_step"]
+    if not hooks:
+        yield f"the class has none of the methods {', '.join(HOOKS)}."
+    if isinstance(made, type) and not _takes(made):
+        yield f"the class must be made without arguments; it takes {inspect.signature(made)}."
+    for name in hooks:
+        function = getattr(made, name) if isinstance(made, type) else made
+        own = isinstance(made, type) and inspect.isfunction(inspect.getattr_static(made, name))
+        if name not in HOOKS:
+            near = difflib.get_close_matches(name, HOOKS, n=1)
+            yield f"nothing calls a method {name}." + (
+                f" Did you mean {near[0]}?" if near else f" There are {', '.join(HOOKS)}."
+            )
+        elif not any(_takes(function, own + size) for size in _sizes(name)):
+            yield f"{name} must take ({', '.join(HOOKS[name])}); it takes {inspect.signature(function)}."
+
+
+def _sizes(hook: str) -> tuple[int, ...]:
+    """With how many arguments a hook may be called; samples may be left out."""
+    return (3, 2) if hook == "on_step" else (2,)
+
+
+def _takes(function: Callable[..., Any], num_arguments: int = 0) -> bool:
+    try:
+        inspect.signature(function).bind(*range(num_arguments))
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _numbers(returned: Any, taken: Metrics) -> Metrics:
+    """What a hook returned, as metrics. Raises TypeError or ValueError."""
+    if returned is None:
+        return {}
+    if not isinstance(returned, Mapping):
+        raise TypeError(f"a hook returns None or a dict of numbers, not {returned!r}")
+    if own := sorted(str(name) for name in returned if name in taken):
+        raise ValueError(f"{own[0]} is a metric already; call yours callbacks/{own[0]} or so")
+    return {str(name): float(value) for name, value in returned.items()}

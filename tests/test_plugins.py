@@ -1,0 +1,146 @@
+"""The files that docs/plugins.md shows, and callbacks."""
+
+import json
+import logging
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from rltrain.algorithms.advantages import OutcomeInputs, find_estimator
+from rltrain.config.check import check, missing_files
+from rltrain.config.load import load_config
+from rltrain.errors import ConfigError
+from rltrain.rewards.registry import CustomReward, load_custom
+from rltrain.trainer.advantage import check_plugins
+from rltrain.trainer.callbacks import Callbacks
+from tests.local import local_trainer
+from tests.tiny import small_run
+
+PAGE = (Path(__file__).parent.parent / "docs" / "plugins.md").read_text()
+SAMPLES = {"reward": np.array([0.0, 1.0])}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def page(tmp_path) -> Path:
+    """A folder with the files of the page."""
+    for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
+        (tmp_path / block.splitlines()[0].removeprefix("# ")).write_text(block)
+    return tmp_path
+
+
+def plugin(folder: Path, text: str, name: str = "mine.py") -> Path:
+    (folder / name).write_text(text)
+    return folder / name
+
+
+def callbacks(folder: Path, text: str, name: str = "Mine") -> Callbacks:
+    return Callbacks([f"{plugin(folder, text)}:{name}"])
+
+
+def test_the_files_of_the_page_train_together(page, tiny_model, arithmetic_files, tmp_path, capsys):
+    keys = dict(re.findall(r"`(\S+?)=(\w+\.py:\w+)`", PAGE)) | {"trainer.callbacks": "callback.py:Watch"}
+    assert len(keys) == 4
+    changes = {key.replace(".", "__"): f"{page}/{name}" for key, name in keys.items()}
+    run = small_run(tiny_model, arithmetic_files, tmp_path / "run", **changes)
+    trainer = local_trainer(run)
+    assert list(check_plugins(trainer.cfg)) == []
+    trainer.callbacks = Callbacks(trainer.cfg.trainer.callbacks)
+    rows = trainer.experience.sampler.rows(0)
+    assert len(set(rows)) == 4
+    metrics = trainer.step(1)
+    assert metrics["actor/outside"] >= 0
+    assert metrics["critic/advantages/min"] <= 0 <= metrics["critic/advantages/max"]
+    assert metrics["watch/best_reward"] == metrics["critic/rewards/max"]
+    assert metrics["callbacks/errors"] == 0
+    assert "watch/hours" in metrics
+    trainer.validate(1)
+    assert "val-core/" in capsys.readouterr().out
+    trainer.callbacks.on_save(1, tmp_path / "global_step_1")
+    assert json.loads((tmp_path / "saved.jsonl").read_text())["step"] == 1
+
+
+def test_the_estimator_of_the_page_compares_answers_to_one_prompt(page):
+    estimator = find_estimator(f"{page}/estimator.py:centered")
+    inputs = OutcomeInputs(torch.tensor([1.0, 0.0, 0.5, 0.5]), torch.tensor([0, 0, 2, 2]), torch.tensor([3, 1, 0, 2]))
+    assert estimator.outcome(inputs, None).tolist() == [0.5, -0.5, 0, 0]
+
+
+def test_the_reward_of_the_page_scores(page):
+    score = load_custom(CustomReward(str(page / "reward.py"), "compute_score", {"scale": 2.0}, False))
+    assert score("any", "I think 5", "5", {}) == {"score": 2.0, "correct": 1.0, "length": 9}
+
+
+def test_a_function_is_told_of_steps_with_or_without_samples(tmp_path):
+    two = callbacks(tmp_path, "def Mine(step, metrics): return {'mine/double': 2 * metrics['a']}")
+    assert two.on_step(3, {"a": 4.0}, SAMPLES) == {"mine/double": 8.0, "callbacks/errors": 0.0}
+    plugin(tmp_path, "def Three(step, metrics, samples): return {'mine/best': samples['reward'].max()}", "three.py")
+    three = Callbacks([f"{tmp_path}/three.py:Three"])
+    assert three.on_step(3, {}, SAMPLES)["mine/best"] == 1.0
+    assert three.on_validation(3, {}) == {}
+
+
+def test_a_callback_that_raises_is_told_once_and_the_run_goes_on(tmp_path, caplog):
+    text = "class Mine:\n    def on_step(self, step, metrics):\n        metrics.clear()\n        raise ValueError(f'at {step}')\n"
+    found = callbacks(tmp_path, text)
+    metrics = {"a": 1.0}
+    with caplog.at_level(logging.WARNING):
+        assert found.on_step(1, metrics, SAMPLES) == {"callbacks/errors": 1.0}
+        assert found.on_step(2, metrics, SAMPLES) == {"callbacks/errors": 2.0}
+    assert metrics == {"a": 1.0}, "callbacks get copies"
+    assert len(caplog.records) == 1
+    assert "ValueError: at 1" in caplog.text
+    assert "mine.py:Mine" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [("3", "not 3"), ("{'a': 2}", "a is a metric already"), ("{'mine': 'x'}", "could not convert"), ("{'mine': None}", "float")],
+)  # fmt: skip
+def test_what_is_no_metric_is_not_logged(tmp_path, caplog, returned, said):
+    found = callbacks(tmp_path, f"def Mine(step, metrics): return {returned}")
+    assert found.on_step(1, {"a": 1.0}, SAMPLES) == {"callbacks/errors": 1.0}
+    assert said in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("class Mine: pass", "none of the methods on_step, on_validation, on_save"),
+        ("class Mine:\n    def on_steps(self, step, metrics): pass", "Did you mean on_step?"),
+        ("class Mine:\n    def on_step(self, step): pass", "on_step must take (step, metrics, samples); it takes (self, step)"),
+        ("class Mine:\n    def __init__(self, x): pass\n    def on_save(self, step, folder): pass", "made without arguments; it takes (x)"),
+        ("class Mine:\n    def __init__(self): 1 / 0\n    def on_save(self, step, folder): pass", "ZeroDivisionError"),
+        ("def other(step, metrics): pass", "the file has no function 'Mine'; it defines other"),
+        ("def Mine(step): pass", "on_step must take (step, metrics, samples)"),
+        ("import no_such_module", "No module named 'no_such_module'"),
+    ],
+)  # fmt: skip
+def test_a_callback_that_does_not_fit_is_refused_before_anything_starts(tmp_path, text, said):
+    with pytest.raises(ConfigError) as caught:
+        callbacks(tmp_path, text)
+    assert said in str(caught.value)
+    assert str(caught.value).startswith("trainer.callbacks=")
+
+
+def test_the_key_of_callbacks_names_files(tmp_path):
+    base = [
+        "actor_rollout_ref.model.path=m",
+        "data.train_files=t.parquet",
+        "algorithm.adv_estimator=grpo",
+        "actor_rollout_ref.rollout.n=4",
+    ]
+    with pytest.raises(ConfigError, match=r"trainer.callbacks=\['wandb'\]: 'wandb' names no class"):
+        check(load_config([*base, "trainer.callbacks=wandb"]))
+    config = load_config([*base, "trainer.callbacks=[no/file.py:Mine]"]).config
+    assert "trainer.callbacks: no/file.py does not exist." in missing_files(config)

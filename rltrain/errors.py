@@ -10,7 +10,7 @@ RltrainError                  exit code
 ├── WorkerError               1     a worker raised: ours to fix, or the user's own code
 ├── SyncError                 75    the rollout engine does not have the trainer's weights: safe to run again
 ├── WorkerLost                75    a worker process or node is gone, hung or out of memory: safe to run again
-└── Interrupted               130   stopped by a signal before a checkpoint could be written
+└── Interrupted               75    stopped by SIGTERM, 130 by Ctrl-C (SIGINT): not finished, the same command goes on
 """
 
 
@@ -75,6 +75,8 @@ class SyncError(RltrainError):
 
 
 class Interrupted(RltrainError):
-    """Stopped by a signal before a checkpoint could be written."""
+    """Stopped by a signal. 130 after Ctrl-C; 75 after SIGTERM, whose sender may start the run again."""
 
-    exit_code = 130
+    def __init__(self, message: str, exit_code: int = 130) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from rltrain import __version__
 from rltrain.errors import ConfigError, Interrupted, RltrainError
 from rltrain.help import help_text
+from rltrain.stop import Stop, listen
 
 log = logging.getLogger("rltrain.main_ppo")
 
@@ -31,23 +32,26 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code; see errors.py for what each means."""
-    try:
-        return _run(_parse(sys.argv[1:] if argv is None else argv))
-    except RltrainError as error:
+    with listen() as stop:
+        try:
+            return _run(_parse(sys.argv[1:] if argv is None else argv), stop)
+        except BaseException as error:
+            # Ray makes errors of its own of what a signal handler raises.
+            ours = stop.interrupted() if stop.at_once else error
+            if not isinstance(ours, RltrainError):
+                raise
         sys.stdout.flush()
-        sys.stderr.write(
-            "".join(
-                f"error: {line}\n" if not number else f"       {line}\n"
-                for number, line in enumerate(str(error).splitlines())
-            )
-        )
-        return error.exit_code
-    except KeyboardInterrupt:
-        sys.stderr.write("error: interrupted before training began\n")
-        return Interrupted.exit_code
+        sys.stderr.write(_message(ours))
+        return ours.exit_code
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _message(error: RltrainError) -> str:
+    """What the terminal shows. A run that somebody stopped is no error."""
+    first = "" if isinstance(error, Interrupted) else "error: "
+    return first + "\n       ".join(str(error).splitlines()) + "\n"
+
+
+def _run(arguments: argparse.Namespace, stop: Stop) -> int:
     if arguments.help is not None:
         _write(help_text(arguments.help))
         return 0
@@ -84,7 +88,7 @@ def _run(arguments: argparse.Namespace) -> int:
             log.warning("note: %s", note)
         from rltrain.trainer.run import run_training
 
-        return run_training(loaded)
+        return run_training(loaded, stop)
 
 
 # How many rows of each file --dry-run looks at; `python -m rltrain.data_preprocess.lint` looks at all.

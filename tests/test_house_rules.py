@@ -25,7 +25,7 @@ LAYERS = [
     {"algorithms"},
     {"batch"},
     {"ragged", "device", "report", "env_report", "help"},
-    {"config"},
+    {"config", "stop"},
     {"env", "errors", "logs"},
 ]
 # Where a heavy package may be imported.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from typing import Any
 
 import ray
@@ -16,6 +17,7 @@ from rltrain.errors import ConfigError, WorkerLost
 from rltrain.logs import count
 
 _RESERVE_TIMEOUT_S = 120
+_POLL_S = 0.5
 
 
 def start_ray(cfg: Config, device: Device) -> None:
@@ -46,7 +48,9 @@ def reserve(cfg: Config, device: Device) -> list[PlacementGroup]:
     groups = [
         placement_group([dict(bundle)] * trainer.n_gpus_per_node, strategy="STRICT_PACK") for _ in range(trainer.nnodes)
     ]
-    _, waiting = ray.wait([group.ready() for group in groups], num_returns=len(groups), timeout=_RESERVE_TIMEOUT_S)
+    waiting, deadline = [group.ready() for group in groups], time.monotonic() + _RESERVE_TIMEOUT_S
+    while waiting and time.monotonic() < deadline:  # in short looks: a signal is heard between them
+        _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=_POLL_S)
     if waiting:
         have = {
             name: amount for name, amount in ray.cluster_resources().items() if name in ("CPU", device.ray_resource)

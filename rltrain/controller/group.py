@@ -127,7 +127,10 @@ class Stream:
 
 
 class WorkerGroup:
-    """One worker a device. Errors of any rank surface as one RltrainError that names role, rank and cause."""
+    """One worker a device. Errors of any rank surface as one RltrainError that names role, rank and cause.
+
+    check(): called every now and then while workers are waited for; what it raises ends the wait.
+    """
 
     def __init__(
         self,
@@ -136,8 +139,10 @@ class WorkerGroup:
         device: Device,
         threads: int,
         logs: Path | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self._role = role
+        self._check = check
         self._device = device
         self._logs = logs
         self.bytes_through_driver = 0
@@ -220,6 +225,7 @@ class WorkerGroup:
         polls = dict(self._poll(stream, rank) for rank in range(len(refs))) if stream else {}
         deadline = float("inf")
         while (waiting or (polls and not errors)) and time.monotonic() < deadline:
+            self._check()
             ready, _ = ray.wait([*waiting, *polls], num_returns=1, timeout=_POLL_S)
             for ref in ready:
                 rank = waiting.pop(ref) if ref in waiting else polls[ref][0]

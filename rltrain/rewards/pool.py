@@ -28,6 +28,8 @@ EXTRA = "scorer/"
 _CHUNKS_PER_WORKER = 4
 _TIMEOUT_ALARM = 0.1
 _LEAST_MEMORY_MB = 256
+# A signal is heard when a look at the workers ends: Ray waits on below Python.
+_POLL_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -203,8 +205,8 @@ class Scoring:
             self._scores.append([])
         self.advance(wait_s=0)
 
-    def advance(self, wait_s: float | None) -> None:
-        """Take what is done within ``wait_s`` (None: wait for something) and hand out what waits."""
+    def advance(self, wait_s: float) -> None:
+        """Take what is done within ``wait_s`` and hand out what waits."""
         import ray
 
         while True:
@@ -238,7 +240,7 @@ class Scoring:
         Raises RewardError if more than half of the answers fail.
         """
         while self._waiting or self._running:
-            self.advance(wait_s=None)
+            self.advance(wait_s=_POLL_S)
         return self._columns([score for part in self._scores for score in part])
 
     def _columns(self, scores: list[Score]) -> Columns:
@@ -267,6 +269,8 @@ def _get(call: Any) -> Any:
     from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 
     try:
+        while not ray.wait([call], timeout=_POLL_S)[0]:
+            pass
         return ray.get(call)
     except RayTaskError as error:
         cause = error.cause

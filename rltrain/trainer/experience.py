@@ -9,6 +9,7 @@ import numpy as np
 from rltrain.config.schema import Config
 from rltrain.controller.samples import Samples
 from rltrain.data.sampler import Sampler
+from rltrain.stop import Stop
 from rltrain.trainer import metrics as m
 from rltrain.trainer.balance import Ids
 from rltrain.trainer.metrics import Metrics
@@ -22,6 +23,8 @@ from rltrain.workers.tasks import GenerateTask
 
 # Validation draws its random numbers from another stream than training.
 _VALIDATION_SEED = 0x5EED
+# Answers that keep an engine replica busy.
+_BUSY_ENGINE = 128
 
 
 @dataclass
@@ -163,8 +166,8 @@ class Experience:
             samples.update({"baseline": self._rewards.score("train", greedy)["score"].repeat(n)})
             self._rewards.take_seconds()  # timing_s/gen_max has it
 
-    def validation(self, step: int) -> tuple[Samples, dict[str, np.ndarray], int]:
-        """Answers to every validation prompt, their scores, and how many answers a prompt got."""
+    def validation(self, step: int, stop: Stop) -> tuple[Samples, dict[str, np.ndarray], int] | None:
+        """Every validation prompt answered, scores, and how many answers a prompt got; None where ``stop`` is requested meanwhile."""
         val = self._rollout.val_kwargs
         greedy = not val.do_sample or val.temperature == 0
         num_samples = 1 if greedy else val.n
@@ -177,8 +180,18 @@ class Experience:
             self._rollout.ignore_eos,
         )
         rows = np.arange(self._rewards.num_rows("val"), dtype=np.int32)
-        task = GenerateTask("val", rows, num_samples, sampling, self._seed ^ _VALIDATION_SEED, step)
-        samples, _ = self._policy.generate(task)
+        # About as many answers at a time as a step has: nobody who wants to stop waits longer than for a step.
+        step_size = self._plan.prompts_per_step * self._plan.answers_per_prompt
+        at_once = max(1, max(step_size, _BUSY_ENGINE * self._plan.num_engine_replicas) // num_samples)
+        parts = []
+        for first in range(0, len(rows), at_once):
+            mine = rows[first : first + at_once]
+            task = GenerateTask("val", mine, num_samples, sampling, self._seed ^ _VALIDATION_SEED, step)
+            parts.append(self._policy.generate(task)[0])
+            if stop.requested:
+                return None
+        samples = Samples.join([(part, np.arange(len(part))) for part in parts])
+        samples.update({"group": np.arange(len(rows)).repeat(num_samples)})
         scores = self._rewards.score("val", samples)
         self._rewards.take_seconds()  # not part of any step
         return samples, scores, num_samples

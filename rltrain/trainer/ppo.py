@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,6 +14,7 @@ from rltrain.controller.samples import Samples
 from rltrain.errors import NonFiniteError, RewardError, SyncError
 from rltrain.models.optim import learning_rate
 from rltrain.rewards.pool import EXTRA
+from rltrain.stop import Stop
 from rltrain.trainer import metrics as m
 from rltrain.trainer.advantage import Advantages, Whitening
 from rltrain.trainer.balance import Ids, Layout, Workload, lay_out, rank_tokens, slack_metrics
@@ -34,13 +34,6 @@ from rltrain.workers.tasks import MiniBatch, UpdateTask
 log = logging.getLogger(__name__)
 
 _MAX_SKIPPED_STEPS = 3
-
-
-@dataclass
-class StopFlag:
-    """Set by a signal; looked at between steps."""
-
-    requested: bool = False
 
 
 class PPOTrainer:
@@ -257,38 +250,47 @@ class PPOTrainer:
         drawn, sampler, line = self.experience.batches_drawn, self.experience.sampler, self.experience.line
         return Progress(drawn, self.advantages.kl_coef, sampler.state(), line.state())
 
-    def fit(self, first_step: int, tracker: Tracker, saver: Saver, stop: StopFlag) -> int:
-        """Run steps ``first_step`` + 1 to the last of the plan, with validation and saving. Returns the last step done."""
-        trainer = self.cfg.trainer
+    def fit(self, first_step: int, tracker: Tracker, saver: Saver, stop: Stop) -> bool:
+        """Run steps ``first_step`` + 1 to the last of the plan, with validation and saving. Returns whether all of it was done."""
+        trainer, total = self.cfg.trainer, self.plan.total_steps
+        stop.reached(first_step, total, first_step)
+        # Nothing is learnt here, so a signal ends it at once.
         if self.rewards.has_validation and (trainer.val_only or (trainer.val_before_train and not first_step)):
-            tracker.log(first_step, self.validate(first_step))
+            tracker.log(first_step, self.validate(first_step, stop))
         if trainer.val_only:
-            return first_step
-        if first_step >= self.plan.total_steps:
-            log.info(
-                "nothing left to do: the run already has its %d steps (trainer.total_training_steps)",
-                self.plan.total_steps,
-            )
-        step = first_step
-        for step in range(first_step + 1, self.plan.total_steps + 1):
+            return True
+        if first_step >= total:
+            log.info("nothing left to do: the run already has its %d steps (trainer.total_training_steps)", total)
+        done, untested = first_step, False
+        for step in range(first_step + 1, total + 1):
+            if stop.requested:
+                break
+            stop.finishing = "finishing this step, saving"
             started, before = time.perf_counter(), self.progress
             try:
                 metrics = self.step(step)
             except RewardError:
                 saver.rescue(step - 1, before)
                 raise
-            last = step == self.plan.total_steps
-            # Saved first: validation wakes the engine, which then keeps its weights for the next step.
-            stopping = last or stop.requested
-            if saver.due(step, stopping):
-                metrics |= saver.save(step, self.progress)
-            if self.rewards.has_validation and trainer.test_freq > 0 and (last or step % trainer.test_freq == 0):
-                metrics |= self.validate(step)
-            metrics["timing_s/wall"] = time.perf_counter() - started
-            tracker.log(step, metrics)
-            if stopping:
-                break
-        return step
+            done, last = step, step == total
+            untested = self.rewards.has_validation and trainer.test_freq > 0 and (last or step % trainer.test_freq == 0)
+            try:
+                # Saved first: validation wakes the engine, which then keeps its weights for the next step.
+                if saver.due(step, last or stop.requested):
+                    metrics |= saver.save(step, self.progress)
+                stop.reached(step, total, saver.last_step)
+                if saver.last_step == step:
+                    stop.finishing = ""
+                if untested and not stop.requested:
+                    found = self.validate(step, stop)
+                    metrics, untested = metrics | found, not found
+                metrics["timing_s/wall"] = time.perf_counter() - started
+            finally:  # what was measured is not lost with a save that fails
+                tracker.log(step, metrics)
+        if stop.requested and trainer.save_at_end and saver.last_step < done:
+            saver.save(done, self.progress)
+            stop.reached(done, total, done)
+        return done == total and not untested
 
     def restore(self, progress: Progress) -> None:
         """Go on where ``progress`` was."""
@@ -299,11 +301,14 @@ class PPOTrainer:
         if progress.kl_coef is not None and self.cfg.algorithm.kl_ctrl.type == "adaptive":
             self.advantages.kl_coef = progress.kl_coef
 
-    def validate(self, step: int) -> Metrics:
-        """Answer every validation prompt ``val_kwargs.n`` times and score it."""
+    def validate(self, step: int, stop: Stop) -> Metrics:
+        """Answer every validation prompt ``val_kwargs.n`` times and score it. Nothing where ``stop`` is requested meanwhile."""
         timer = StepTimer()
         with timer("testing"):
-            samples, scores, num_samples = self.experience.validation(step)
+            found = self.experience.validation(step, stop)
+        if found is None:
+            return {}
+        samples, scores, num_samples = found
         hidden = {"score", "reward_failed", "reward_timeout", "reward_error"}
         hidden |= (
             set() if {"model_score", "overlong"} & scores.keys() else {"rule_score"}

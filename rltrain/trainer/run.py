@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,17 +22,18 @@ from rltrain.data.rows import Rows, read_rows
 from rltrain.data.sampler import make_sampler
 from rltrain.device import Device, get_device, threads_per_worker
 from rltrain.env_report import device_facts, facts
-from rltrain.errors import ConfigError, DataError, Interrupted
+from rltrain.errors import ConfigError, DataError
 from rltrain.report import report
 from rltrain.rewards.pool import RewardPool
 from rltrain.rewards.registry import CustomReward
 from rltrain.rewards.slot import Score
+from rltrain.stop import Stop
 from rltrain.trainer.advantage import check_plugins
 from rltrain.trainer.callbacks import Callbacks
 from rltrain.trainer.checkpoint import RunFolder
 from rltrain.trainer.experience import Experience
 from rltrain.trainer.plan import Plan, describe, make_plan
-from rltrain.trainer.ppo import PPOTrainer, StopFlag
+from rltrain.trainer.ppo import PPOTrainer
 from rltrain.trainer.progress import Start, find_start
 from rltrain.trainer.rewards import Rewards
 from rltrain.trainer.roles import Critic, Policy, RewardModel
@@ -44,13 +44,13 @@ log = logging.getLogger(__name__)
 _WORKER = "rltrain.workers.hybrid:HybridWorker"
 
 
-def run_training(loaded: LoadedConfig) -> int:
-    """Train as configured. Returns the exit code; raises RltrainError for what a user can mend."""
+def run_training(loaded: LoadedConfig, stop: Stop) -> int:
+    """Train as configured. Returns the exit code; raises RltrainError for what a user can mend, and Interrupted if ``stop`` ended it."""
     with logs.session():
-        return _run(loaded)
+        return _run(loaded, stop)
 
 
-def _run(loaded: LoadedConfig) -> int:
+def _run(loaded: LoadedConfig, stop: Stop) -> int:
     cfg = loaded.config
     device = get_device(cfg.trainer.device)
     if problems := check_plugins(cfg):
@@ -63,14 +63,15 @@ def _run(loaded: LoadedConfig) -> int:
     logs.open_train_log(folder.path)
     try:
         start = find_start(cfg, folder, rows["train"].fingerprint())
-        with logs.waiting("starting Ray"):
+        with logs.waiting("starting Ray"), stop.keeping_handlers("starting Ray"):
             start_ray(cfg, device)
         log.info("Ray's logs: %s", ray_logs())
-        with stop_on_signal() as stop:
-            _train(loaded, plan, device, rows, prompts, folder, start, stop, callbacks)
+        finished = _train(loaded, plan, device, rows, prompts, folder, start, stop, callbacks)
     finally:
         stop_ray()
         folder.release()
+    if not finished:
+        raise stop.interrupted()
     sys.stdout.write(report(folder.path) + "\n")
     return 0
 
@@ -83,9 +84,10 @@ def _train(
     prompts: dict[str, PromptStore],
     folder: RunFolder,
     start: Start,
-    stop: StopFlag,
+    stop: Stop,
     callbacks: Callbacks,
-) -> None:
+) -> bool:
+    """Returns whether the run got to its end."""
     cfg = loaded.config
     splits = {name: share(each) for name, each in rows.items()}
     devices = logs.count(plan.num_devices, f"{device.kind.upper()} device")
@@ -95,7 +97,7 @@ def _train(
     with logs.waiting("trying the scorers on a row of every data source"):
         pool = start_pool(cfg, splits, folder.path)
     threads = threads_per_worker(cfg.trainer.n_gpus_per_node)
-    group = WorkerGroup("hybrid", placement, device, threads, folder.path / "logs")
+    group = WorkerGroup("hybrid", placement, device, threads, folder.path / "logs", stop.check)
     workers = logs.count(group.world, "worker")
     with logs.waiting(f"starting {workers}"):
         # A Config object would arrive as a reference too; only the data is big enough to be shared.
@@ -131,12 +133,13 @@ def _train(
     trainer = PPOTrainer(cfg, plan, policy, critic, rewards, experience, sizes[0], callbacks)
     trainer.restore(start.progress)
     try:
-        trainer.fit(start.step, tracker, saver, stop)
+        finished = trainer.fit(start.step, tracker, saver, stop)
     finally:
         tracker.close()
-        if pool:
+        if pool and not stop.at_once:  # else they end with Ray: an answer that is being scored would be waited for
             pool.shutdown()
     group.stop()
+    return finished
 
 
 def start_pool(cfg: Config, splits: dict[str, Any], folder: Path) -> RewardPool | None:
@@ -211,28 +214,6 @@ def load_data(cfg: Config) -> tuple[dict[str, Rows], dict[str, PromptStore]]:
         prompts_left = logs.count(len(store), "prompt")
         log.info("%s: %s of %s (%d too long and left out)", split, prompts_left, sources, store.num_dropped)
     return rows, prompts
-
-
-@contextmanager
-def stop_on_signal() -> Iterator[StopFlag]:
-    """The first SIGINT or SIGTERM asks for a stop after the step; the second stops at once. Installed after Ray's own."""
-    stop = StopFlag()
-
-    def handle(number: int, _frame: object) -> None:
-        name = signal.Signals(number).name
-        if stop.requested:
-            raise Interrupted(
-                f"stopped by a second {name}; the newest checkpoint is intact, run the same command again to go on."
-            )
-        stop.requested = True
-        log.warning("%s: finishing this step, saving, then stopping (again: stop at once)", name)
-
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def write_run_files(folder: RunFolder, loaded: LoadedConfig, plan: Plan, hosts: list[str]) -> None:

@@ -58,7 +58,7 @@ class Saver:
         self._fingerprint = dataset_fingerprint
         # Trained weights and two moments in float32, and the exported model; the next one is as large as the last.
         self._bytes_needed = 12 * num_trained + (4 + 12 * len(others)) * num_parameters
-        self._last_step = 0
+        self.last_step = 0
 
     def due(self, step: int, stopping: bool) -> bool:
         """Every ``save_freq`` steps, and when the run ends unless ``save_at_end`` is off."""
@@ -77,14 +77,14 @@ class Saver:
             except OSError as error:
                 shutil.rmtree(temporary, ignore_errors=True)
                 raise DiskError(f"checkpoint of step {step} could not be written: {error}. {self._space()}") from error
-            self._last_step = step
+            self.last_step = step
             self._bytes_needed = sum(file.stat().st_size for file in final.rglob("*") if file.is_file())
             self._folder.prune(self._cfg.trainer.max_actor_ckpt_to_keep)
         return timer.metrics() | self._callbacks.on_save(step, final)
 
     def rescue(self, step: int, progress: Progress) -> None:
         """Save step ``step`` if it is not saved yet: an error that is not the workers' leaves their state whole."""
-        if step > self._last_step and self._cfg.trainer.save_at_end:
+        if step > self.last_step and self._cfg.trainer.save_at_end:
             self.save(step, progress)
 
     def _check_space(self, step: int) -> None:
@@ -111,4 +111,4 @@ class Saver:
         if start.folder:
             for name, role in self._roles.items():
                 role.load(str(start.folder / name), self._cfg.trainer.resume_weights_only)
-        self._last_step = start.step
+        self.last_step = start.step

@@ -15,7 +15,7 @@ from tests.tiny import small_run
 
 
 @pytest.fixture
-def start():
+def start(tmp_path):
     """Start the command; afterwards nothing it started is left."""
     processes = []
 
@@ -26,6 +26,7 @@ def start():
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
+            env={**os.environ, "RLTRAIN_TEST": str(tmp_path)},
         )
         processes.append(process)
         return process
@@ -94,15 +95,97 @@ def test_a_killed_worker_ends_the_run_and_the_same_command_goes_on(start, tiny_m
     assert [line["step"] for line in read_metrics(tmp_path)] == list(range(1, saved + 2))
 
 
+def processes_of(folder: Path) -> list[str]:
+    """What still runs of all that was started with `start`, by its environment."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"RLTRAIN_TEST={folder}".encode() in (process / "environ").read_bytes():
+                found.append(process.name + " " + (process / "cmdline").read_text().replace("\0", " ")[:200])
+        except OSError:  # it ended meanwhile, or is of another user
+            continue
+    return found
+
+
+def wait_for_line(process: subprocess.Popen, words: str) -> str:
+    """Read what the run says up to ``words``."""
+    said = ""
+    for line in process.stdout:
+        said += line
+        if words in line:
+            return said
+    raise AssertionError(f"'{words}' was not said: {said}")
+
+
 @pytest.mark.usefixtures("joined")
-def test_sigterm_finishes_the_step_saves_and_exits_zero(start, tiny_model, arithmetic_files, tmp_path):
+def test_sigterm_finishes_the_step_saves_and_exits_75(start, tiny_model, arithmetic_files, tmp_path):
     process = start(small_run(tiny_model, arithmetic_files, tmp_path, trainer__total_training_steps=100000))
     wait_for_step(tmp_path, 2, process)
     process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGTERM)  # as `timeout` does: to the process, and to its group
     output, _ = process.communicate(timeout=60)
-    assert process.returncode == 0, output
+    assert process.returncode == 75, output
     last = read_metrics(tmp_path)[-1]["step"]
+    assert output.splitlines()[-1] == f"stopped after step {last} of 100000; the same command goes on"
+    assert "exported model" not in output
     assert [folder.name for folder in tmp_path.glob("global_step_*")] == [f"global_step_{last}"]
+
+
+SLOW_REWARD = """
+import pathlib, time
+def compute_score(data_source, solution_str, ground_truth, extra_info, folder, slow):
+    if extra_info["index"] in slow and solution_str != ground_truth:
+        (pathlib.Path(folder) / "slow").touch()
+        time.sleep(60)
+    return 1.0
+"""
+
+
+@pytest.mark.usefixtures("joined")
+@pytest.mark.parametrize("when", ["in_a_step", "in_the_first_validation"])
+def test_ctrl_c_loses_no_time_where_nothing_is_learnt_and_twice_stops_at_once(
+    start, tiny_model, arithmetic_files, tmp_path, when
+):
+    (tmp_path / "reward.py").write_text(SLOW_REWARD)
+    process = start(
+        small_run(
+            tiny_model, arithmetic_files, tmp_path / "run", trainer__total_training_steps=6, trainer__val_before_train=True,
+            custom_reward_function__path=tmp_path / "reward.py", reward__timeout_s=100,
+            custom_reward_function__reward_kwargs__folder=tmp_path,
+            custom_reward_function__reward_kwargs__slow=[*range(24)] if when == "in_a_step" else [*range(24, 30)],
+        )
+    )  # fmt: skip
+    deadline = time.monotonic() + 90
+    while not (tmp_path / "slow").exists() and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    if when == "in_a_step":
+        wait_for_line(process, "finishing this step, saving, then stopping (again: stop at once)")
+        time.sleep(1)
+        process.send_signal(signal.SIGINT)
+    asked = time.monotonic()
+    output, _ = process.communicate(timeout=60)
+    assert time.monotonic() - asked < 25  # and not the minute that the scorer takes
+    assert process.returncode == 130, output
+    assert output.splitlines()[-1] == "stopped after step 0 of 6; the same command goes on"
+    assert "Traceback" not in output
+    assert not list(tmp_path.glob("run/global_step_*"))
+
+
+@pytest.mark.usefixtures("own_ray")
+def test_sigterm_while_ray_starts_says_so_and_leaves_no_process(start, tiny_model, arithmetic_files, tmp_path):
+    process = start(small_run(tiny_model, arithmetic_files, tmp_path))
+    said = wait_for_line(process, f"in {tmp_path}")  # the last line of the plan; Ray comes next
+    time.sleep(1)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, said + output
+    assert output.splitlines()[-1] == "stopped before training began; the same command starts it again"
+    assert "Traceback" not in output
+    deadline = time.monotonic() + 20
+    while processes_of(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert not processes_of(tmp_path)
 
 
 @pytest.mark.usefixtures("own_ray")

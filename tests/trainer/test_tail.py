@@ -11,6 +11,7 @@ import torch.distributed as dist
 from rltrain.controller.samples import Samples, assemble, whole
 from rltrain.errors import ConfigError
 from rltrain.rewards.registry import find_scorer
+from rltrain.stop import Stop
 from rltrain.trainer.progress import Progress, find_start
 from rltrain.trainer.saving import Saver
 from rltrain.trainer.tail import Prompt, PromptLine
@@ -346,7 +347,7 @@ def test_validation_and_the_greedy_baseline_are_never_cut_short(make):
     generate = trainer.actor.generate
     trainer.actor.generate = lambda task, *others: asked.append(task) or generate(task, *others)
     metrics = trainer.step(1)
-    trainer.validate(1)
+    trainer.validate(1, Stop())
     assert [task.enough for task in asked] == [4, None, None]
     assert len(asked[1].rows) == 4
     assert all(np.isfinite(value) for value in metrics.values())

@@ -1,0 +1,114 @@
+"""SIGINT and SIGTERM, from the first line of the program to its last: what is begun is finished where something would be lost."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rltrain.errors import Interrupted
+
+log = logging.getLogger(__name__)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# `timeout`, terminals and schedulers send a signal to a process and then to its group: that is one request.
+_ONE_REQUEST_S = 0.5
+# How long it may take to end the workers of a run that is to stop at once.
+_CLEAN_UP_S = 20.0
+
+
+class Stop:
+    """What signals have asked for so far.
+
+    Where ``finishing`` says what has to be finished first, a signal sets ``requested`` and no more. A second one, or the first where there
+    is nothing to finish, raises `Interrupted` in the main thread. Ray makes other errors of it on its way: ``at_once`` says that it was
+    raised, whatever arrives.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self.at_once = False
+        self.finishing = ""
+        self._done = "before training began; the same command starts it again"
+        self._received: set[int] = set()
+        self._requested_at = 0.0
+        self._timer: threading.Timer | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """130 after Ctrl-C, 75 after SIGTERM: whoever sent that may start the run again."""
+        return 130 if signal.SIGINT in self._received else 75
+
+    def reached(self, step: int, total: int, saved: int) -> None:
+        """``step`` of ``total`` steps are done, and ``saved`` are in a checkpoint."""
+        lost = "" if saved == step else f" after step {saved}, the newest that is saved"
+        self._done = f"after step {step} of {total}; the same command goes on{lost}"
+
+    def interrupted(self) -> Interrupted:
+        """What to raise when the run has stopped."""
+        return Interrupted(f"stopped {self._done}", self.exit_code)
+
+    def check(self) -> None:
+        """Raise where a signal has asked for it and nothing has to be finished first."""
+        if self.at_once or (self.requested and not self.finishing):
+            raise self.interrupted()
+
+    def handle(self, number: int, _frame: object) -> None:
+        """The signal handler."""
+        now = time.monotonic()
+        self._received.add(number)
+        if self.at_once or (self.requested and now - self._requested_at < _ONE_REQUEST_S):
+            return
+        if self.finishing and not self.requested:
+            self.requested, self._requested_at = True, now
+            log.warning("%s: %s, then stopping (again: stop at once)", signal.Signals(number).name, self.finishing)
+            return
+        self.requested = self.at_once = True
+        self._timer = threading.Timer(_CLEAN_UP_S, self._give_up)
+        self._timer.daemon = True
+        self._timer.start()
+        raise self.interrupted()
+
+    def _give_up(self) -> None:
+        os.write(2, f"{self.interrupted()}\n".encode())
+        os._exit(self.exit_code)
+
+    @contextmanager
+    def keeping_handlers(self, finishing: str) -> Iterator[None]:
+        """Inside, what is called (Ray, when it starts) cannot put handlers of its own in our place, and is not cut short."""
+        real, self.finishing = signal.signal, finishing
+        signal.signal = lambda number, _handler: signal.getsignal(number)  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            signal.signal, self.finishing = real, ""
+            # Below Python, Ray has put its own handlers over ours all the same.
+            for number in _SIGNALS:
+                if signal.getsignal(number) == self.handle:
+                    signal.signal(number, self.handle)
+        self.check()
+
+    def end(self) -> None:
+        """The run has ended: there is nothing left to cut short."""
+        if self._timer:
+            self._timer.cancel()
+
+
+@contextmanager
+def listen() -> Iterator[Stop]:
+    """Signals go to the `Stop` that this yields. Elsewhere than in the main thread, where Python allows no handlers, it stays silent."""
+    stop = Stop()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    before: dict[int, Any] = {number: signal.signal(number, stop.handle) for number in _SIGNALS}
+    try:
+        yield stop
+    finally:
+        stop.end()
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,93 @@
+"""What a signal does depends on whether something is begun."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from rltrain import stop as module
+from rltrain.errors import Interrupted
+from rltrain.main_ppo import main
+from rltrain.stop import Stop, listen
+
+
+@pytest.fixture
+def stop():
+    with listen() as stop:
+        yield stop
+
+
+def test_where_nothing_is_begun_the_first_signal_ends_the_run(stop):
+    with pytest.raises(Interrupted, match="stopped before training began; the same command starts it again") as caught:
+        signal.raise_signal(signal.SIGTERM)
+    assert caught.value.exit_code == 75
+    signal.raise_signal(signal.SIGINT)  # on the way out nothing is torn any more
+    assert stop.at_once
+
+
+def test_what_is_begun_is_finished_first_and_the_second_signal_ends_it(stop, monkeypatch):
+    monkeypatch.setattr(module, "_ONE_REQUEST_S", 0.1)
+    stop.reached(2, 6, 2)
+    stop.finishing = "finishing this step, saving"
+    signal.raise_signal(signal.SIGTERM)
+    signal.raise_signal(signal.SIGTERM)  # the same request, sent to the process and to its group
+    stop.check()
+    assert stop.requested
+    assert not stop.at_once
+    time.sleep(0.15)
+    with pytest.raises(Interrupted, match=r"stopped after step 2 of 6; the same command goes on$") as caught:
+        signal.raise_signal(signal.SIGINT)
+    assert caught.value.exit_code == 130
+
+
+def test_once_all_is_finished_a_stop_that_was_asked_for_is_taken(stop):
+    stop.finishing = "finishing this step, saving"
+    signal.raise_signal(signal.SIGINT)
+    stop.reached(5, 6, 3)
+    stop.finishing = ""
+    with pytest.raises(Interrupted, match="stopped after step 5 of 6; the same command goes on after step 3"):
+        stop.check()
+
+
+def test_nobody_takes_our_place_while_ray_starts(stop):
+    starting = stop.keeping_handlers("starting Ray")
+    starting.__enter__()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.raise_signal(signal.SIGTERM)  # Ray is not torn while it starts
+    assert stop.requested
+    with pytest.raises(Interrupted):
+        starting.__exit__(None, None, None)
+    assert signal.getsignal(signal.SIGTERM) == stop.handle
+
+
+def test_handlers_are_given_back_and_other_threads_have_none():
+    before = signal.getsignal(signal.SIGINT)
+    with listen():
+        assert signal.getsignal(signal.SIGINT) != before
+    assert signal.getsignal(signal.SIGINT) == before
+    found = []
+
+    def elsewhere() -> None:
+        with listen() as stop:
+            found.append(stop.requested)
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert found == [False]
+
+
+def test_whatever_becomes_of_a_signal_on_its_way_the_exit_code_is_of_the_table(monkeypatch, capsys):
+    def torn(arguments, stop: Stop) -> int:
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(5)
+        except Interrupted as error:
+            raise SystemError("<cyfunction CoreWorker.wait> returned a result with an exception set") from error
+        return 0
+
+    monkeypatch.setattr("rltrain.main_ppo._run", torn)
+    assert main([]) == 130
+    assert capsys.readouterr().err == "stopped before training began; the same command starts it again\n"

@@ -100,3 +100,9 @@ def prepare_sglang() -> None:
 def ray_address() -> str | None:
     """The cluster that RAY_ADDRESS points at, or None."""
     return os.environ.get("RAY_ADDRESS") or None
+
+
+def volcengine_account() -> dict[str, str]:
+    """Who logs to Volcengine's machine learning platform, by the names that verl reads. KeyError names what is not set."""
+    names = {"ak": "VOLC_ACCESS_KEY_ID", "sk": "VOLC_SECRET_ACCESS_KEY", "region": "MLP_TRACKING_REGION"}
+    return {argument: os.environ[name] for argument, name in names.items()}

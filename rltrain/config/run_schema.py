@@ -85,7 +85,7 @@ class TrainerConfig:
     experiment_name: str = "run"
     """Name for trackers and the default run folder."""
     logger: list[str] = field(default_factory=lambda: ["console", "tensorboard"])
-    """console, tensorboard, wandb. metrics.jsonl is always written."""
+    """console, tensorboard, wandb, mlflow, swanlab, clearml, trackio, vemlp_wandb, file (metrics.jsonl, which is always written)."""
     callbacks: list[str] = field(default_factory=list)
     """Classes or functions of your own that are told of steps, validations and checkpoints: [FILE.py:NAME]. See docs/plugins.md."""
     on_nonfinite: str = "stop"

@@ -7,7 +7,11 @@ from typing import Any
 
 _A = "actor_rollout_ref."
 DEVICES = ("auto", "npu", "cuda", "cpu")
-LOGGERS = ("console", "tensorboard", "wandb")
+# tracker -> the package it needs. metrics.jsonl is the file.
+LOGGERS = {
+    "console": None, "file": None, "tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "swanlab": "swanlab",
+    "clearml": "clearml", "trackio": "trackio", "vemlp_wandb": "volcengine_ml_platform",
+}  # fmt: skip
 _DTYPES = ("auto", "float32", "fp32", "bfloat16", "bf16", "float16", "fp16")
 CONTENTS = ("model", "optimizer", "extra", "hf_model")
 TOKEN_ESTIMATORS = ("gae", "reinforce_plus_plus", "remax")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 
 import numpy as np
 
@@ -63,12 +64,13 @@ class PPOTrainer:
         self._bypass = cfg.algorithm.rollout_correction.bypass_mode
         self._update_scores_first = update_may_score_first(cfg)
         self._skipped_in_a_row: dict[str, int] = {}
+        self.on_phase: Callable[[str], None] = lambda name: None
 
     # -- the algorithm -------------------------------------------------------------------------------------------------
 
     def step(self, step: int) -> Metrics:
         """One PPO iteration (Schulman et al. 2017, algorithm 1). GRPO (Shao et al. 2024, algorithm 1): the same, without a critic."""
-        timer = StepTimer()
+        timer = StepTimer(self.on_phase)
         with timer("step"):
             samples, generated = self.experience.collect(timer)  # y ~ pi_old(. | x), n answers each, and r(x, y)
             if self.cfg.algorithm.adv_estimator == "remax":
@@ -253,6 +255,7 @@ class PPOTrainer:
     def fit(self, first_step: int, tracker: Tracker, saver: Saver, stop: Stop) -> bool:
         """Run steps ``first_step`` + 1 to the last of the plan, with validation and saving. Returns whether all of it was done."""
         trainer, total = self.cfg.trainer, self.plan.total_steps
+        self.on_phase = tracker.phase
         stop.reached(first_step, total, first_step)
         # Nothing is learnt here, so a signal ends it at once.
         if self.rewards.has_validation and (trainer.val_only or (trainer.val_before_train and not first_step)):
@@ -277,6 +280,7 @@ class PPOTrainer:
             try:
                 # Saved first: validation wakes the engine, which then keeps its weights for the next step.
                 if saver.due(step, last or stop.requested):
+                    self.on_phase("save_checkpoint")
                     metrics |= saver.save(step, self.progress)
                 stop.reached(step, total, saver.last_step)
                 if saver.last_step == step:
@@ -303,7 +307,7 @@ class PPOTrainer:
 
     def validate(self, step: int, stop: Stop) -> Metrics:
         """Answer every validation prompt ``val_kwargs.n`` times and score it. Nothing where ``stop`` is requested meanwhile."""
-        timer = StepTimer()
+        timer = StepTimer(self.on_phase)
         with timer("testing"):
             found = self.experience.validation(step, stop)
         if found is None:

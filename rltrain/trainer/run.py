@@ -38,6 +38,7 @@ from rltrain.trainer.progress import Start, find_start
 from rltrain.trainer.rewards import Rewards
 from rltrain.trainer.roles import Critic, Policy, RewardModel
 from rltrain.trainer.saving import Saver
+from rltrain.trainer.trackers import RunInfo
 from rltrain.trainer.tracking import Tracker
 
 log = logging.getLogger(__name__)
@@ -116,15 +117,8 @@ def _train(
     with logs.waiting(f"loading {start.folder} on {workers}") if start.folder else nullcontext():
         saver.load(start)
     write_run_files(folder, loaded, plan, group.hosts)
-    tracker = Tracker(
-        cfg.trainer.logger,
-        folder.path,
-        first_step=start.step,
-        total_steps=plan.total_steps,
-        project=cfg.trainer.project_name,
-        name=cfg.trainer.experiment_name,
-        config=to_dict(cfg),
-    )
+    names = (cfg.trainer.project_name, cfg.trainer.experiment_name)
+    tracker = Tracker(cfg.trainer.logger, RunInfo(*names, to_dict(cfg), folder.path, start.step), plan.total_steps)
     order = BatchOrder(len(prompts["train"]), plan.prompts_per_round, cfg.data.seed, cfg.data.shuffle)
     sampler = make_sampler(cfg.data.sampler.name, order, rows["train"], cfg.data.sampler.revisit)
     reward_model = RewardModel(group) if cfg.reward_model.enable else None
@@ -133,9 +127,9 @@ def _train(
     trainer = PPOTrainer(cfg, plan, policy, critic, rewards, experience, sizes[0], callbacks)
     trainer.restore(start.progress)
     try:
-        finished = trainer.fit(start.step, tracker, saver, stop)
+        with tracker:
+            finished = trainer.fit(start.step, tracker, saver, stop)
     finally:
-        tracker.close()
         if pool and not stop.at_once:  # else they end with Ray: an answer that is being scored would be waited for
             pool.shutdown()
     group.stop()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 # Phases that add up to the step. reshard and generate_sequences are parts of gen and measured inside the workers.
@@ -11,13 +11,15 @@ STEP_PHASES = ("gen", "reward", "gen_max", "old_log_prob", "ref", "values", "adv
 
 
 class StepTimer:
-    """``with timer("gen"): ...`` adds the block's seconds to ``timing_s/gen``."""
+    """``with timer("gen"): ...`` adds the block's seconds to ``timing_s/gen``. begins(name): told when a block begins."""
 
-    def __init__(self) -> None:
+    def __init__(self, begins: Callable[[str], None] = lambda name: None) -> None:
         self.seconds: dict[str, float] = {}
+        self._begins = begins
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
+        self._begins(name)
         started = time.perf_counter()
         try:
             yield

@@ -1,4 +1,4 @@
-"""Where metrics go: metrics.jsonl always; console, TensorBoard and Weights & Biases as ``trainer.logger`` says."""
+"""Where metrics go: metrics.jsonl always; the console and the trackers of ``trainer.logger``, none of which can stop or slow a run."""
 
 from __future__ import annotations
 
@@ -6,36 +6,29 @@ import importlib.util
 import json
 import logging
 import sys
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from tqdm import tqdm
+from rltrain.config.values import LOGGERS
+from rltrain.trainer.console import Console
+from rltrain.trainer.trackers import TRACKERS, Rows, RunInfo, Sink
 
 log = logging.getLogger(__name__)
 
-# What a line on the console shows, in this order.
-CONSOLE = {
-    "critic/score/mean": "score",
-    "response_length/mean": "length",
-    "actor/pg_loss": "pg_loss",
-    "actor/kl_loss": "kl",
-    "actor/entropy": "entropy",
-    "actor/grad_norm": "grad_norm",
-    "actor/lr": "lr",
-    "perf/throughput": "tok/s/device",
-    "timing_s/step": "step_s",
-}
-
-
-class Sink(Protocol):
-    """Somewhere metrics go."""
-
-    def log(self, step: int, metrics: dict[str, float]) -> None: ...
-
-    def log_table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None: ...
-
-    def close(self) -> None: ...
+# Entries (steps, tables) kept for a tracker that is down; the oldest go first.
+_MOST_KEPT = 10_000
+# Seconds between attempts, doubled up to the second number.
+_PAUSES_S = (1.0, 300.0)
+# So many failures in a row, and the tracker is down.
+_DOWN_AFTER = 3
+# An entry that failed so often while others went through is at fault itself.
+_GIVE_UP_AFTER = 5
+# How long the end of a run waits for trackers, and that of one that failed.
+_CLOSE_S, _CLOSE_AFTER_FAILURE_S = 60.0, 10.0
 
 
 class JsonLines:
@@ -56,136 +49,167 @@ class JsonLines:
         self._file.close()
 
 
-class Console:
-    """A progress bar on a terminal, one line a step in a file."""
+class Sender(threading.Thread):
+    """Makes one tracker and feeds it, in a thread of its own. What fails is told once and tried again, later and later."""
 
-    def __init__(self, first_step: int, total_steps: int) -> None:
-        self._total = total_steps
-        self._bar = (
-            tqdm(total=total_steps, initial=first_step, desc="rltrain", unit="step") if sys.stderr.isatty() else None
-        )
+    def __init__(self, name: str, make: Callable[[], Sink], pauses_s: tuple[float, float] = _PAUSES_S) -> None:
+        super().__init__(name=f"tracker {name}", daemon=True)
+        self._tracker, self._make, self._pauses_s = name, make, pauses_s
+        self._sink: Sink | None = None
+        self._changed = threading.Condition()
+        self._waiting: dict[Callable[[Sink], None], int] = {}  # what to send, and how often that failed
+        self._finish: Callable[[Sink], None] | None = None
+        self._lost = 0
+        self._told = False
+        self.start()
 
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        shown = {label: f"{metrics[name]:.4g}" for name, label in CONSOLE.items() if name in metrics}
-        shown |= {name: f"{value:.4g}" for name, value in metrics.items() if name.startswith("val-core/")}
-        if self._bar is not None:
-            self._bar.set_postfix(shown, refresh=False)
-            self._bar.update(step - self._bar.n)
-        else:
-            sys.stdout.write(f"step {step}/{self._total}  " + "  ".join(f"{k}={v}" for k, v in shown.items()) + "\n")
-            sys.stdout.flush()
+    def put(self, send: Callable[[Sink], None]) -> None:
+        """Queue one thing to send; returns at once."""
+        with self._changed:
+            if len(self._waiting) == _MOST_KEPT:
+                self._waiting.pop(next(iter(self._waiting)))
+                self._lost += 1
+            self._waiting[send] = 0
+            self._changed.notify()
 
-    def log_table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        pass  # a console has no tables
+    def ask_to_finish(self, finish: Callable[[Sink], None]) -> None:
+        """Send what waits, then ``finish``, then end."""
+        with self._changed:
+            self._finish = finish
+            self._changed.notify()
 
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
+    def wait_until_finished(self, deadline: float) -> None:
+        """Wait until the thread has ended, and say what did not arrive."""
+        self.join(max(0.0, deadline - time.monotonic()))
+        if self._lost or self.is_alive():
+            left = len(self._waiting) + self._lost
+            log.warning(
+                "tracker '%s': not finished, %d entries did not arrive; metrics.jsonl has all", self._tracker, left
+            )
 
+    def run(self) -> None:
+        pause, longest = self._pauses_s
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._finish or not self._sink)
+                entries, finish = list(self._waiting), self._finish
+            try:
+                self._sink = self._sink or self._make()
+                done = self._send(entries, self._sink)
+                if done and finish:
+                    finish(self._sink)
+                    return
+            except Exception as error:  # noqa: BLE001 - whatever a tracker raises
+                self._tell(error)
+                done = False
+            if not done:
+                with self._changed:
+                    self._changed.wait_for(lambda was=finish: self._finish is not was, timeout=pause)  # type: ignore[misc]
+            pause = self._pauses_s[0] if done or finish else min(2 * pause, longest)
 
-class TensorBoard:
-    """Scalars for TensorBoard; on resume the events after the resumed step are purged."""
+    def _send(self, entries: list[Callable[[Sink], None]], sink: Sink) -> bool:
+        """Try all in order, also those behind one that fails. Returns whether nothing is left. Raises where the tracker is down."""
+        failed: list[Callable[[Sink], None]] = []
+        in_a_row = 0
+        for send in entries:  # (a full queue may lose some of them meanwhile)
+            try:
+                send(sink)
+            except Exception as error:
+                failed.append(send)
+                in_a_row += 1
+                if in_a_row == _DOWN_AFTER:
+                    raise
+                self._tell(error)
+            else:
+                in_a_row = 0
+                with self._changed:
+                    self._waiting.pop(send, None)
+        with self._changed:
+            for send in failed if len(failed) < len(entries) else []:
+                if send in self._waiting:
+                    self._waiting[send] += 1
+                    if self._waiting[send] == _GIVE_UP_AFTER:
+                        del self._waiting[send]
+                        self._lost += 1
+        return not failed
 
-    def __init__(self, folder: Path, first_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(folder), purge_step=first_step + 1 if first_step else None)
-
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
-
-    def log_table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        self._writer.add_text(name, markdown_table(columns, rows), step)
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class WandB:
-    """A Weights & Biases run (needs the wandb package)."""
-
-    def __init__(self, project: str, name: str, config: dict[str, Any], folder: Path) -> None:
-        import wandb
-
-        self._run = wandb.init(project=project, name=name, config=config, dir=str(folder), resume="allow")
-
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        self._run.log(metrics, step=step)
-
-    def log_table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        import wandb
-
-        table = wandb.Table(columns=list(columns), data=[list(row) for row in rows])
-        self._run.log({name: table}, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+    def _tell(self, error: Exception) -> None:
+        if not self._told:
+            self._told = True
+            text = "tracker '%s' failed (%s: %s). Training goes on; what is not sent is kept and tried again in the background"
+            log.warning(text, self._tracker, type(error).__name__, error)
 
 
 class Tracker:
-    """Sends metrics to every sink; a sink that fails is named once and dropped, and training goes on."""
+    """Sends metrics and tables to everything that ``trainer.logger`` names. Use it as a context: leaving it finishes all."""
 
-    def __init__(
-        self,
-        loggers: Sequence[str],
-        folder: Path,
-        *,
-        first_step: int,
-        total_steps: int,
-        project: str,
-        name: str,
-        config: dict[str, Any],
-    ) -> None:
-        makers = {
-            "console": lambda: Console(first_step, total_steps),
-            "tensorboard": lambda: TensorBoard(folder / "tensorboard", first_step),
-            "wandb": lambda: WandB(project, name, config, folder),
-        }
-        self._always = JsonLines(folder / "metrics.jsonl", first_step)
-        self._sinks: dict[str, Sink] = {}
-        for logger in loggers:
-            if logger == "wandb" and importlib.util.find_spec("wandb") is None:
-                log.warning(
-                    "trainer.logger names wandb, which is not installed (pip install wandb); going on without it"
-                )
-                continue
-            self._attempt(logger, lambda make=makers[logger], logger=logger: self._sinks.update({logger: make()}))
+    def __init__(self, loggers: Sequence[str], run: RunInfo, total_steps: int) -> None:
+        self._always = JsonLines(run.folder / "metrics.jsonl", run.first_step)
+        # Each tracker's own name of this run. A resumed run goes on under it, a new one starts anew.
+        self._ids_file = run.folder / "tracking.json"
+        known = run.first_step and self._ids_file.exists()
+        self._ids: dict[str, str] = json.loads(self._ids_file.read_text()) if known else {}
+        self._senders: list[Sender] = []
+        self._summary: dict[str, float] = {}
+        for name in dict.fromkeys(loggers):
+            if package := missing_package(name):
+                log.warning("trainer.logger=%s needs 'pip install %s'; going on without it", name, package)
+            elif name in TRACKERS:
+                own = replace(run, run_id=self._ids.get(name))
+                self._senders.append(Sender(name, lambda name=name, own=own: self._make(name, own)))  # type: ignore[misc]
+        self._console = Console(run.first_step, total_steps, shown="console" in loggers)
+
+    def _make(self, name: str, run: RunInfo) -> Sink:
+        sink = TRACKERS[name](run)
+        if sink.run_id:
+            self._ids |= {name: sink.run_id}
+            temporary = self._ids_file.with_name(f".tracking.{name}.json")
+            temporary.write_text(json.dumps(self._ids, indent=1))
+            temporary.replace(self._ids_file)
+        return sink
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Metrics of ``step``."""
         self._always.log(step, metrics)
-        for name, sink in list(self._sinks.items()):
-            self._attempt(name, lambda sink=sink: sink.log(step, metrics))
+        self._console.log(step, metrics)
+        for key, value in metrics.items():
+            if key == "critic/score/mean" or key.startswith("val-core/"):
+                best = max(value, self._summary.get(f"summary/best/{key}", value))
+                self._summary |= {"summary/steps": step, f"summary/best/{key}": best, f"summary/last/{key}": value}
+        for sender in self._senders:
+            sender.put(lambda sink: sink.log(step, metrics))
 
-    def log_table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    def log_table(self, step: int, name: str, columns: Sequence[str], rows: Rows) -> None:
         """Send a table (text, numbers; such as sampled answers) to every tracker that has them. name: "samples/train" or the like."""
-        for key, sink in list(self._sinks.items()):
-            self._attempt(key, lambda sink=sink: sink.log_table(step, name, columns, rows))
+        for sender in self._senders:
+            sender.put(lambda sink: sink.log_table(step, name, list(columns), [list(row) for row in rows]))
 
-    def close(self) -> None:
+    def phase(self, name: str) -> None:
+        """Phase ``name`` of the step begins."""
+        self._console.phase(name)
+
+    def close(self, failed: bool = False) -> None:
+        """Finish all, waiting a minute at most for trackers that do not answer."""
+        self._console.close()
         self._always.close()
-        for name, sink in list(self._sinks.items()):
-            self._attempt(name, sink.close)
+        senders, self._senders = self._senders, []
+        for sender in senders:
+            sender.ask_to_finish(lambda sink: sink.finish(self._summary, failed))
+        deadline = time.monotonic() + (_CLOSE_AFTER_FAILURE_S if failed else _CLOSE_S)
+        for sender in senders:
+            sender.wait_until_finished(deadline)
 
-    def _attempt(self, name: str, action: Any) -> None:
-        try:
-            action()
-        except Exception as error:  # noqa: BLE001 - a tracker that is down must not stop training
-            log.warning("tracker '%s' failed and is left out from here on: %s", name, error)
-            self._sinks.pop(name, None)
+    def __enter__(self) -> Tracker:
+        return self
 
-
-def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A table as Markdown, one line a row, whatever the cells hold."""
-    lines = [list(columns), ["---"] * len(columns), *rows]
-    return "\n".join("| " + " | ".join(_cell(each) for each in line) + " |" for line in lines)
+    def __exit__(self, kind: object, error: BaseException | None, where: Any) -> None:
+        self.close(failed=error is not None)
 
 
-def _cell(value: Any) -> str:
-    text = f"{value:.4g}" if isinstance(value, float) else str(value)
-    return text.replace("\\", "\\\\").replace("|", "\\|").replace("\n", "<br>")
+def missing_package(logger: str) -> str | None:
+    """What to install before ``trainer.logger`` may name ``logger``, or None."""
+    package = LOGGERS[logger]
+    return package if package and importlib.util.find_spec(package) is None else None
 
 
 def _step_of(line: str) -> int:

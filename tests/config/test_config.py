@@ -220,7 +220,10 @@ def test_keys_that_do_nothing_in_the_chosen_mode_say_so():
         ([f"{A}actor.use_dynamic_bsz=False"], "needs actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"),
         ([f"{A}actor.ppo_micro_batch_size=8", f"{A}actor.ppo_micro_batch_size_per_gpu=8"], "both set"),
         (["data.truncation=center"], "use one of error, left, right, middle"),
-        (["trainer.logger=mlflow"], "'mlflow' is not a tracker"),
+        (
+            ["trainer.logger=tensorbord"],
+            "'tensorbord' is not a tracker rltrain has. Use console, file, tensorboard, wandb, mlflow",
+        ),
         ([f"{A}rollout.top_p=0"], "over 0 and at most 1"),
         (["trainer.n_gpus_per_node=0"], "at least 1"),
         (["trainer.resume_mode=resume_path"], "needs trainer.resume_from_path"),

@@ -1,4 +1,24 @@
-from rltrain.trainer.tracking import Tracker, markdown_table
+import importlib
+import json
+import logging
+import subprocess
+import sys
+import time
+import types
+
+import pytest
+
+from rltrain.config.values import LOGGERS
+from rltrain.trainer import tracking
+from rltrain.trainer.trackers import TRACKERS, RunInfo, Sink, markdown_table
+from rltrain.trainer.tracking import Sender, Tracker
+
+METRICS = {"critic/score/mean": 0.5, "val-core/openai/gsm8k/acc/mean@1": 0.25, "odd: name": float("nan")}
+
+
+def tracker(folder, loggers, first_step=0, config=None):
+    run = RunInfo("project", "run", config or {"a": {"b": 1}, "files": ["x"]}, folder, first_step)
+    return Tracker(loggers, run, total_steps=4)
 
 
 def test_a_table_with_any_text_stays_one_line_a_row():
@@ -6,20 +26,307 @@ def test_a_table_with_any_text_stays_one_line_a_row():
     assert text.splitlines() == ["| answer | score |", "| --- | --- |", "| a\\|b<br>c | 0.1235 |", "|  | 1 |"]
 
 
-def tracker(folder, loggers, **changes):
-    values = {"first_step": 0, "total_steps": 4, "project": "p", "name": "n", "config": {"a": {"b": 1}}}
-    return Tracker(loggers, folder, **values | changes)
+class Recorder(Sink):
+    """Fails as ``fails`` (called with the number of the call) says."""
+
+    def __init__(self, fails=lambda call: False):
+        self.run_id = "id-1"
+        self.calls, self.arrived, self._fails = 0, [], fails
+
+    def _take(self, what):
+        self.calls += 1
+        if self._fails(what):
+            raise ConnectionError("no route")
+        self.arrived.append(what)
+
+    def log(self, step, metrics):
+        self._take(step)
+
+    def log_table(self, step, name, columns, rows):
+        self._take((name, columns, rows))
+
+    def finish(self, summary, failed):
+        self._take("failed" if failed else "finished")
 
 
-def test_tables_reach_tensorboard(tmp_path):
+def finish(sender, limit_s=10):
+    sender.ask_to_finish(lambda sink: sink.finish({}, False))
+    sender.wait_until_finished(time.monotonic() + limit_s)
+
+
+def until(holds, limit_s=10):
+    deadline = time.monotonic() + limit_s
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert holds()
+
+
+def test_after_a_failure_everything_still_arrives_and_one_line_told(caplog):
+    down = [True]
+    sink = Recorder(lambda what: down[0])
+    sender = Sender("far", lambda: sink, pauses_s=(0.01, 0.02))
+    for step in range(1, 6):
+        sender.put(lambda sink, step=step: sink.log(step, {}))
+    until(lambda: sink.calls > 20)
+    down[0] = False
+    finish(sender)
+    assert sink.arrived == [1, 2, 3, 4, 5, "finished"]
+    told = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(told) == 1
+    assert "tracker 'far' failed (ConnectionError: no route). Training goes on" in told[0].getMessage()
+
+
+def test_a_tracker_that_cannot_start_is_tried_again():
+    attempts = []
+
+    def make():
+        attempts.append(1)
+        if len(attempts) < 4:
+            raise OSError("not yet")
+        return Recorder()
+
+    sender = Sender("late", make, pauses_s=(0.01, 0.02))
+    sender.put(lambda sink: sink.log(1, {}))
+    finish(sender)
+    assert sender._sink.arrived == [1, "finished"]
+
+
+def test_one_entry_that_is_refused_does_not_hold_up_the_others(caplog):
+    sink = Recorder(lambda what: what == 2)
+    sender = Sender("picky", lambda: sink, pauses_s=(0.001, 0.002))
+    for step in range(1, 10):
+        sender.put(lambda sink, step=step: sink.log(step, {}))
+        until(lambda step=step: step == 2 or step in sink.arrived)
+    finish(sender)
+    assert sink.arrived == [1, 3, 4, 5, 6, 7, 8, 9, "finished"]
+    assert "1 entries did not arrive" in caplog.text
+
+
+def test_a_tracker_that_hangs_neither_slows_nor_holds_up_the_end(tmp_path, monkeypatch, caplog):
+    class Hanging(Recorder):
+        def __init__(self, run):
+            super().__init__()
+
+        def log(self, step, metrics):
+            time.sleep(30)
+
+    monkeypatch.setitem(TRACKERS, "wandb", Hanging)
+    monkeypatch.setattr(tracking, "missing_package", lambda name: None)
+    monkeypatch.setattr(tracking, "_CLOSE_S", 0.2)
+    track = tracker(tmp_path, ["wandb"])
+    started = time.monotonic()
+    for step in range(1, 4):
+        track.log(step, METRICS)
+    assert time.monotonic() - started < 1
+    track.close()
+    assert time.monotonic() - started < 3
+    assert "tracker 'wandb': not finished" in caplog.text
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+def test_the_queue_is_bounded_and_the_oldest_go_first(monkeypatch):
+    monkeypatch.setattr(tracking, "_MOST_KEPT", 3)
+    down = [True]
+    sink = Recorder(lambda what: down[0])
+    sender = Sender("full", lambda: sink, pauses_s=(0.01, 0.01))
+    for step in range(1, 8):
+        sender.put(lambda sink, step=step: sink.log(step, {}))
+    down[0] = False
+    finish(sender)
+    assert sink.arrived == [5, 6, 7, "finished"]
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """wandb is a recorder; returns what it was made with."""
+    made = []
+
+    class Made(Recorder):
+        def __init__(self, run):
+            super().__init__()
+            made.append((run, self))
+
+    monkeypatch.setitem(TRACKERS, "wandb", Made)
+    monkeypatch.setattr(tracking, "missing_package", lambda name: None)
+    return made
+
+
+def test_a_resumed_run_goes_on_in_the_same_tracker_run(tmp_path, recorded):
+    for first_step in (0, 2, 0):
+        with tracker(tmp_path, ["wandb"], first_step):
+            pass
+    assert [run.run_id for run, _ in recorded] == [None, "id-1", None]
+    assert json.loads((tmp_path / "tracking.json").read_text()) == {"wandb": "id-1"}
+
+
+def test_a_run_that_fails_is_not_marked_as_finished(tmp_path, recorded):
+    with pytest.raises(ZeroDivisionError), tracker(tmp_path, ["wandb"]):
+        raise ZeroDivisionError
+    with tracker(tmp_path, ["wandb"]):
+        pass
+    assert [sink.arrived for _, sink in recorded] == [["failed"], ["finished"]]
+
+
+def test_a_tracker_that_is_not_installed_is_named_and_left_out(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda name: None)
+    with tracker(tmp_path, ["vemlp_wandb", "file"]) as track:
+        track.log(1, METRICS)
+    assert "trainer.logger=vemlp_wandb needs 'pip install volcengine_ml_platform'" in caplog.text
+    assert (tmp_path / "metrics.jsonl").exists()
+
+
+def test_every_name_that_is_accepted_leads_somewhere():
+    assert set(LOGGERS) == {"console", "file", *TRACKERS}
+
+
+def test_volcengine_is_called_as_its_documentation_says(tmp_path, monkeypatch):
+    calls = []
+    package, module = types.ModuleType("volcengine_ml_platform"), types.ModuleType("volcengine_ml_platform.wandb")
+    package.init = lambda **given: calls.append(given)
+    module.init = module.log = lambda *given, **named: calls.append((*given, *named.items()))
+    module.finish, module.Table = lambda: calls.append("finish"), lambda columns, data: (columns, data)
+    package.wandb = module
+    monkeypatch.setitem(sys.modules, package.__name__, package)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    for name in ("VOLC_ACCESS_KEY_ID", "VOLC_SECRET_ACCESS_KEY", "MLP_TRACKING_REGION"):
+        monkeypatch.setenv(name, name.lower())
+    sink = TRACKERS["vemlp_wandb"](RunInfo("p", "n", {}, tmp_path))
+    sink.log(1, {"x": 1.0})
+    sink.finish({"y": 2.0}, False)
+    account = {"ak": "volc_access_key_id", "sk": "volc_secret_access_key", "region": "mlp_tracking_region"}
+    assert calls == [
+        account,
+        (("project", "p"), ("name", "n"), ("config", {})),
+        ({"x": 1.0}, ("step", 1)),
+        ({"y": 2.0},),
+        "finish",
+    ]
+
+
+# -- the real packages, in their offline or local modes -------------------------------------------------------------------
+
+# A run of two steps, resumed for two more: in a process of its own, as these packages leave threads and hooks behind.
+RUN = """
+import sys
+from pathlib import Path
+from rltrain.trainer.trackers import RunInfo
+from rltrain.trainer.tracking import Tracker
+name, folder = sys.argv[1], Path(sys.argv[2])
+for first in (0, 2):
+    with Tracker([name], RunInfo("project", "run", {"a": {"b": 1}, "files": ["x"], "long": "y" * 900}, folder, first), 4) as track:
+        for step in (first + 1, first + 2):
+            track.log(step, {"critic/score/mean": step / 10, "val-core/openai/gsm8k/acc/mean@1": 0.25, "odd: name": float("nan")})
+        track.log_table(step, "samples/train", ["prompt", "answer", "score"], [["1+1=?", "2 | ü\\n", 1.0], ["", "x", 0.0]])
+"""
+
+
+@pytest.fixture
+def real(tmp_path, monkeypatch):
+    """Runs the above with the real package; returns what it said, and the id of the run."""
+
+    def run(name, **environment):
+        pytest.importorskip(LOGGERS[name], reason=f"{name} is not installed (extra: trackers)", exc_type=ImportError)
+        for key, value in environment.items():
+            monkeypatch.setenv(key, value)
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", RUN, name, str(tmp_path)],
+            cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False,
+        )  # fmt: skip
+        said = done.stdout + done.stderr
+        assert done.returncode == 0, said
+        assert "tracker '" not in said, said  # the warnings of Sender
+        file = tmp_path / "tracking.json"
+        return said, json.loads(file.read_text())[name] if file.exists() else None
+
+    return run
+
+
+def test_tensorboard_has_numbers_tables_config_and_summary(real, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    track = tracker(tmp_path, ["tensorboard"])
-    track.log(1, {"x": 2.0})
-    track.log_table(1, "samples/train", ["prompt", "score"], [["1+1=?", 1.0]])
-    track.close()
+    real("tensorboard")
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    text = events.Tensors("samples/train/text_summary")[0].tensor_proto.string_val[0].decode()
-    assert "1+1=?" in text
-    assert events.Scalars("x")[0].value == 2.0
+
+    def text(tag):
+        return events.Tensors(f"{tag}/text_summary")[-1].tensor_proto.string_val[0].decode()
+
+    assert [round(each.value, 6) for each in events.Scalars("critic/score/mean")] == [0.1, 0.2, 0.3, 0.4]
+    assert "1+1=?" in text("samples/train")
+    assert "a.b | 1" in text("config")
+    assert "summary/best/critic/score/mean | 0.4" in text("summary")
+
+
+def test_wandb_offline(real, tmp_path):
+    _, run_id = real("wandb", WANDB_MODE="offline")
+    folders = sorted((tmp_path / "wandb").glob(f"offline-run-*-{run_id}"))
+    assert len(folders) == 2  # of one run: synced, they are one
+    kept = b"".join(file.read_bytes() for folder in folders for file in folder.glob("*.wandb"))
+    for word in (b"critic/score/mean", b"summary/best/critic/score/mean"):
+        assert word in kept
+    (table,) = folders[0].rglob("*.table.json")
+    assert json.loads(table.read_text())["data"][0] == ["1+1=?", "2 | ü\n", 1.0]
+
+
+def test_wandb_without_a_login_says_how_to_and_asks_nothing(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb", reason="wandb is not installed (extra: trackers)")
+    assert wandb
+    for key in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(key, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    code = f"from rltrain.trainer.trackers import *; WandB(RunInfo('p', 'n', {{}}, Path({str(tmp_path)!r})))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False, cwd=tmp_path
+    )
+    assert "not logged in; run `wandb login`" in done.stderr
+
+
+@pytest.mark.filterwarnings("ignore")  # of sqlalchemy, about mlflow's own code
+def test_mlflow_in_a_database_of_its_own(real, tmp_path):
+    pytest.importorskip("sqlalchemy", reason="mlflow's database needs sqlalchemy (extra: trackers)")
+    pytest.importorskip("alembic", reason="mlflow's database needs alembic (extra: trackers)")
+    _, run_id = real("mlflow", MLFLOW_TRACKING_URI=f"sqlite:///{tmp_path}/mlflow.db")
+    client = importlib.import_module("mlflow").MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    run = client.get_run(run_id)
+    assert run.info.status == "FINISHED"
+    assert run.data.params["a.b"] == "1"
+    assert run.data.metrics["val-core/openai/gsm8k/acc/mean_at_1"] == 0.25
+    assert [each.step for each in client.get_metric_history(run_id, "critic/score/mean")] == [1, 2, 3, 4]
+    table = tmp_path / "mlruns"
+    assert [file.name for file in sorted(table.rglob("step_*.json"))] == ["step_000002.json", "step_000004.json"]
+
+
+def test_swanlab_offline(real, tmp_path):
+    _, run_id = real("swanlab", SWANLAB_MODE="offline", HOME=str(tmp_path))
+    folders = sorted((tmp_path / "swanlog").glob(f"run-*-{run_id}"))
+    assert len(folders) == 2
+    kept = b"".join(file.read_bytes() for file in (tmp_path / "swanlog").rglob("*") if file.is_file())
+    for word in (b"critic/score/mean", b"mean@1", b"1+1=?"):
+        assert word in kept
+
+
+def test_clearml_offline(real, tmp_path):
+    said, run_id = real(
+        "clearml", CLEARML_OFFLINE_MODE="1", CLEARML_CACHE_DIR=str(tmp_path / "cache"), HOME=str(tmp_path)
+    )
+    assert run_id.startswith("offline-")
+    assert "continuing previous task" in said
+    kept = b"".join(file.read_bytes() for file in tmp_path.rglob("*.jsonl") if run_id in str(file))
+    assert b"score/mean" in kept
+    assert b"1+1=?" in kept
+
+
+def test_trackio_on_this_machine(real, tmp_path):
+    said, run_id = real("trackio", TRACKIO_DIR=str(tmp_path / "trackio"))
+    assert run_id == "run"
+    assert "Resumed existing run: run" in said
+    code = (
+        "import json, trackio; run, = trackio.Api().runs('project');"
+        "print(json.dumps(trackio.sqlite_storage.SQLiteStorage.get_logs('project', 'run'), default=str))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path
+    )
+    lines = json.loads(done.stdout.splitlines()[-1])
+    assert [line["critic/score/mean"] for line in lines if "critic/score/mean" in line] == [0.1, 0.2, 0.3, 0.4]
+    assert any("samples/train" in line for line in lines)

@@ -265,6 +265,7 @@ _MODES: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
             "reward.memory_limit_mb",
             "reward.url",
             "reward.url_concurrency",
+            "reward.url_headers",
             "reward.allow_code_execution",
             "reward.overlap",
         ),

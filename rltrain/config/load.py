@@ -18,7 +18,7 @@ from rltrain.config.renames import ignored_because, refused_because, rename
 from rltrain.config.schema import Config
 from rltrain.errors import ConfigError
 
-_SECRET = re.compile(r"password|secret|api_?key|access_key|(^|_)tokens?$", re.IGNORECASE)
+_SECRET = re.compile(r"password|secret|api[-_]?key|access_key|(^|[-_])tokens?$|authorization|cookie", re.IGNORECASE)
 # What stands before the host in an address: user:password@
 _CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
 
@@ -117,7 +117,7 @@ def to_yaml(config: Config) -> str:
 
 def _masked(value: Any, name: str = "") -> Any:
     if isinstance(value, dict):
-        return {key: _masked(item, str(key)) for key, item in value.items()}
+        return {key: _masked(item, "secret" if name == "url_headers" else str(key)) for key, item in value.items()}
     if isinstance(value, str):
         return "***" if value and _SECRET.search(name) else _CREDENTIALS.sub("***@", value)
     return value
@@ -132,7 +132,7 @@ def masked_command(words: Sequence[str]) -> str:
             value = safe_load(text)
         except YAMLError:
             value = text
-        masked = _masked(value, key.rpartition(".")[2])
+        masked = _masked(value, "secret" if ".url_headers" in key else key.rpartition(".")[2])
         shown.append(word if masked == value else f"{key}={masked}")
     return shlex.join(shown)
 

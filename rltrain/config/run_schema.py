@@ -22,8 +22,8 @@ class CustomRewardConfig:
 class RewardConfig:
     """Where and how long scorers run."""
 
-    num_workers: int = 1
-    """Processes that score answers."""
+    num_workers: int | None = None
+    """Processes that score answers; null: one for each core that the devices' workers leave, at most 16 a node and 64 in all."""
     timeout_s: float = 10.0
     """Seconds one answer may take; then its scorer is killed and the answer counts as failed."""
     on_error: float = 0.0
@@ -39,7 +39,9 @@ class RewardConfig:
     url: str | None = None
     """Address of a remote scorer (http://host:port/path); answers are sent there instead of being scored here."""
     url_concurrency: int = 8
-    """Answers each of num_workers has under way at reward.url."""
+    """Answers each of num_workers (null: one a node) has under way at reward.url."""
+    url_headers: dict[str, Any] = field(default_factory=dict)
+    """Free-form: headers for reward.url, such as url_headers.Authorization='Bearer ${oc.env:TOKEN}'; masked in config.yaml."""
 
 
 @dataclass

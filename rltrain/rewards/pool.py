@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,17 +42,21 @@ class _Piece:
 
 
 class RewardWorker:
-    """One slot (or one remote scorer: address and concurrency) and the rows of every split; runs as a Ray actor."""
+    """One slot (or one remote scorer: address, concurrency, headers) and the rows of every split; runs as a Ray actor."""
 
     def __init__(
-        self, custom: CustomReward | None, limits: Limits, remote: tuple[str, int] | None, splits: dict[str, Any]
+        self,
+        custom: CustomReward | None,
+        limits: Limits,
+        remote: tuple[str, int, dict[str, Any]] | None,
+        splits: dict[str, Any],
     ):
         import ray
 
         self._rows: dict[str, Rows] = {name: ray.get(reference) for name, reference in splits.items()}
         self._scorer: Slot | RemoteScorer
         if remote is not None:
-            self._scorer = RemoteScorer(remote[0], limits.timeout_s, remote[1])
+            self._scorer = RemoteScorer(remote[0], limits.timeout_s, *remote[1:])
         else:
             self._scorer = Slot(custom, limits.timeout_s, limits.memory_mb, limits.allow_code_execution)
 
@@ -103,6 +107,7 @@ class RewardPool:
         allow_code_execution: bool = False,
         url: str | None = None,
         url_concurrency: int = 8,
+        url_headers: Mapping[str, Any] | None = None,
         log_file: Path | None = None,
     ):
         import ray
@@ -117,7 +122,7 @@ class RewardPool:
             raise RewardError("reward.url and custom_reward_function.path both say how to score; give one of them.")
         if url is not None:
             check_address(url, url_concurrency)
-        remote = None if url is None else (url, url_concurrency)
+        remote = None if url is None else (url, url_concurrency, dict(url_headers or {}))
         limits = Limits(timeout_s, memory_limit_mb, allow_code_execution)
         self.on_error = on_error
         self._custom = custom

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 
 from rltrain.config.check import uneven
@@ -10,7 +11,11 @@ from rltrain.config.model_schema import OptimConfig
 from rltrain.config.passes import Pass, passes, sized
 from rltrain.config.schema import Config
 from rltrain.config.values import DEFAULT_ROUNDS
+from rltrain.env import cpu_quota
 from rltrain.errors import ConfigError
+
+_MOST_REWARD_WORKERS_PER_NODE = 16
+_MOST_REWARD_WORKERS = 64
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,7 @@ class Plan:
     prompts_started: int
     max_generation_rounds: int
     critic_prompts_per_mini_batch: int
+    num_reward_workers: int
     num_engine_replicas: int
     samples_per_replica: int
     update_budget: PassBudget
@@ -102,6 +108,7 @@ def make_plan(config: Config, num_prompts: int | None = None) -> Plan:
         prompts_started=started,
         max_generation_rounds=(filtering.max_num_gen_batches or DEFAULT_ROUNDS) if filtering.enable else 1,
         critic_prompts_per_mini_batch=critic.ppo_mini_batch_size,
+        num_reward_workers=_reward_workers(config),
         num_engine_replicas=replicas,
         samples_per_replica=-(-started // replicas) * rollout.n,
         update_budget=budgets["update"],
@@ -115,6 +122,14 @@ def make_plan(config: Config, num_prompts: int | None = None) -> Plan:
         lr_warmup_steps=_warmup_steps(actor.optim, total),
         critic_lr_warmup_steps=_warmup_steps(critic.optim, total),
     )
+
+
+def _reward_workers(config: Config) -> int:
+    """Scoring processes; every node is taken to have the cores of this one. Waiting for a server takes none."""
+    nodes, reward = config.trainer.nnodes, config.reward
+    spare = int(min(len(os.sched_getaffinity(0)), cpu_quota())) - config.trainer.n_gpus_per_node
+    in_each_node = 1 if reward.url else max(1, min(_MOST_REWARD_WORKERS_PER_NODE, spare))
+    return reward.num_workers or min(_MOST_REWARD_WORKERS, nodes * in_each_node)
 
 
 def _budgets(config: Config, devices: int) -> dict[str, PassBudget]:
@@ -193,6 +208,14 @@ def _more_rows(plan: Plan, config: Config) -> list[tuple[str, str]]:
                 "data-parallel rank" + _ranks_of_its_own(plan, plan.critic_data_parallel_size),
             )
         )
+    if not (config.reward_model.enable and config.reward_model.rule_weight == 0):
+        where = (
+            f"at {config.reward.url}, each with {config.reward.url_concurrency} answers at a time"
+            if config.reward.url
+            else ""
+        )
+        workers = f"{plan.num_reward_workers} process{'es' if plan.num_reward_workers > 1 else ''}"
+        rows.append(("scoring", f"{workers} {where}".rstrip() + f", at most {config.reward.timeout_s:g} s an answer"))
     rollout = config.actor_rollout_ref.rollout
     if rollout.stops_early:
         rows.append(

@@ -96,7 +96,7 @@ def _train(
         placement = reserve(cfg, device)
     # A scorer that does not work is better known before models are loaded.
     with logs.waiting("trying the scorers on a row of every data source"):
-        pool = start_pool(cfg, splits, folder.path)
+        pool = start_pool(cfg, plan.num_reward_workers, splits, folder.path)
     threads = threads_per_worker(cfg.trainer.n_gpus_per_node)
     group = WorkerGroup("hybrid", placement, device, threads, folder.path / "logs", stop.check)
     workers = logs.count(group.world, "worker")
@@ -136,7 +136,7 @@ def _train(
     return finished
 
 
-def start_pool(cfg: Config, splits: dict[str, Any], folder: Path) -> RewardPool | None:
+def start_pool(cfg: Config, num_workers: int, splits: dict[str, Any], folder: Path) -> RewardPool | None:
     """The rule scorers, tried on one row of every data source; None where a reward model alone decides.
 
     What they print goes to ``reward.log`` in ``folder``.
@@ -146,7 +146,7 @@ def start_pool(cfg: Config, splits: dict[str, Any], folder: Path) -> RewardPool 
     custom, batch = cfg.custom_reward_function, cfg.reward_model.reward_manager == "batch"
     pool = RewardPool(
         CustomReward(custom.path, custom.name, dict(custom.reward_kwargs), batch) if custom.path else None,
-        num_workers=cfg.reward.num_workers,
+        num_workers=num_workers,
         timeout_s=cfg.reward.timeout_s,
         on_error=cfg.reward.on_error,
         splits=splits,
@@ -154,6 +154,7 @@ def start_pool(cfg: Config, splits: dict[str, Any], folder: Path) -> RewardPool 
         allow_code_execution=cfg.reward.allow_code_execution,
         url=cfg.reward.url,
         url_concurrency=cfg.reward.url_concurrency,
+        url_headers=cfg.reward.url_headers,
         log_file=folder / "reward.log",
     )
     for split in splits:

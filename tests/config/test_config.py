@@ -9,7 +9,7 @@ import pytest
 from rltrain.config.check import check, missing_files, unavailable
 from rltrain.config.effects import without_effect
 from rltrain.config.keys import all_keys, is_known
-from rltrain.config.load import load_config, to_yaml
+from rltrain.config.load import load_config, masked_command, to_yaml
 from rltrain.config.renames import RENAMED
 from rltrain.errors import ConfigError
 
@@ -327,6 +327,19 @@ def test_a_missing_file_is_answered_with_the_nearest(tmp_path):
     assert lines == [
         f"data.train_files: {tmp_path}/trian.parquet does not exist. Did you mean {tmp_path}/train.parquet?"
     ]
+
+
+def test_headers_of_the_remote_scorer_are_masked(monkeypatch):
+    monkeypatch.setenv("JUDGE_TOKEN", "abc")
+    loaded = load_config(
+        ["reward.url_headers.Authorization='Bearer ${oc.env:JUDGE_TOKEN}'", "reward.url_headers.X-Me=me"]
+    )
+    assert loaded.config.reward.url_headers == {"Authorization": "Bearer abc", "X-Me": "me"}
+    assert "Bearer" not in to_yaml(loaded.config)
+    assert "me" not in to_yaml(loaded.config).split("url_headers")[1].split()
+    assert "abc" not in masked_command(
+        ["python", "reward.url_headers.Authorization=abc", "reward.url_headers.X-Me=abc"]
+    )
 
 
 def test_secrets_are_masked_and_lengths_are_not():

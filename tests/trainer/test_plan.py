@@ -132,3 +132,24 @@ def test_over_sampling_starts_more_prompts_than_a_step_needs(ratio, started):
     assert plan(*keys).prompts_started == 10
     config = load_config([*keys, f"{A}rollout.tail=oversample"]).config
     assert f"{started} prompts are started; the step ends when 10 are answered" in describe(make_plan(config), config)
+
+
+@pytest.mark.parametrize(
+    ("cores", "keys", "workers"),
+    [
+        (2, ["trainer.n_gpus_per_node=1"], 1),
+        (2, ["trainer.n_gpus_per_node=8"], 1),
+        (12, ["trainer.n_gpus_per_node=8"], 4),
+        (192, ["trainer.n_gpus_per_node=8"], 16),
+        (192, ["trainer.n_gpus_per_node=8", "trainer.nnodes=8"], 64),
+        (192, ["trainer.n_gpus_per_node=8", "trainer.nnodes=2", "reward.url=http://judge:80/"], 2),
+        (2, ["reward.num_workers=7"], 7),
+    ],
+)
+def test_answers_are_scored_on_the_cores_that_are_left(monkeypatch, cores, keys, workers):
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(cores)))
+    monkeypatch.setattr("rltrain.trainer.plan.cpu_quota", lambda: float("inf"))
+    config = load_config(keys).config
+    found = make_plan(config)
+    assert found.num_reward_workers == workers
+    assert f"  {workers} process" in describe(found, config)

@@ -4,7 +4,7 @@ set -euo pipefail
 DATA="${DATA:-data/dapo_math_17k}"
 MODEL="${MODEL:-models/Qwen2.5-Math-7B}"
 
-python -m rltrain.main_ppo \
+exec python -m rltrain.main_ppo \
     algorithm.adv_estimator=grpo algorithm.filter_groups.enable=True algorithm.filter_groups.metric=acc \
     algorithm.filter_groups.max_num_gen_batches=10 data.gen_batch_size=384 \
     data.train_files="$DATA/train.parquet" data.train_batch_size=128 data.max_prompt_length=2048 data.max_response_length=8192 \

@@ -6,7 +6,7 @@ TRAIN="${TRAIN:-data/boba/train.parquet}"
 VAL="${VAL:-data/boba/test.parquet}"
 MODEL="${MODEL:-models/DeepSeek-R1-Distill-Qwen-7B}"
 
-python -m rltrain.main_ppo \
+exec python -m rltrain.main_ppo \
     algorithm.adv_estimator=grpo \
     data.train_files="$TRAIN" \
     data.val_files="$VAL" \

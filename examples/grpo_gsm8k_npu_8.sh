@@ -5,7 +5,7 @@ set -euo pipefail
 DATA="${DATA:-data/gsm8k}"
 MODEL="${MODEL:-models/Qwen2.5-0.5B-Instruct}"
 
-python -m rltrain.main_ppo \
+exec python -m rltrain.main_ppo \
     algorithm.adv_estimator=grpo \
     data.train_files="$DATA/train.parquet" data.val_files="$DATA/test.parquet" \
     data.train_batch_size=256 data.max_prompt_length=512 data.max_response_length=512 data.filter_overlong_prompts=True \

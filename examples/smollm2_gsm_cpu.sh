@@ -17,7 +17,7 @@ RUN="${RUN:-outputs/smollm2_gsm/run_$(date +%Y%m%d_%H%M%S)}"
     --settings min_terms=2 max_terms=2 min_digits=1 max_digits=1 --num-train 128 --num-test 8 --output "$DATA/sums" >/dev/null
 
 train() {
-    "$PYTHON" -m rltrain.main_ppo \
+    handing_on_signals "$PYTHON" -m rltrain.main_ppo \
         algorithm.adv_estimator=grpo \
         data.train_files="['$DATA/words/train.parquet','$DATA/sums/train.parquet']" data.val_files="$DATA/sums/test.parquet" \
         data.train_batch_size=8 data.max_prompt_length=320 data.max_response_length=96 data.filter_overlong_prompts=True \

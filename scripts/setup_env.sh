@@ -8,6 +8,22 @@ VENV="$REPO/.venv"
 
 say() { printf '[%4ds] %s\n' "$SECONDS" "$*"; }
 
+# A shell that waits for a command does not hand on the signals that it gets itself: this one does, and waits until the command has ended.
+handing_on_signals() {
+    local code=0
+    "$@" &
+    child=$!
+    trap 'kill -TERM "$child" 2>/dev/null || true' TERM
+    trap 'kill -INT "$child" 2>/dev/null || true' INT
+    wait "$child" || code=$?
+    while kill -0 "$child" 2>/dev/null; do
+        code=0
+        wait "$child" || code=$?
+    done
+    trap - TERM INT
+    return "$code"
+}
+
 base_python() {
     local candidate
     for candidate in ${PYTHON_BASE:-python3.11 python3.12 python3.10 python3}; do

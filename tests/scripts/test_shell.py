@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from importlib.metadata import requires
 from pathlib import Path
 
@@ -60,3 +61,78 @@ def test_constraints_pin_what_setup_asks_for():
     }
     assert {"torch", "transformers", "ray", "omegaconf"} <= pinned
     assert pinned <= wanted
+
+
+# Records the signal, saves for a moment, and ends as a run does.
+RECORDER = """
+import pathlib, signal, sys, time
+folder = pathlib.Path(sys.argv[1])
+def handle(*_):
+    time.sleep(1)
+    (folder / "saved").write_text(" ".join(sys.argv[2:]))
+    sys.exit(75)
+signal.signal(signal.SIGTERM, handle)
+(folder / "running").touch()
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("first", ["exec ", ""], ids=["with_exec", "without_exec"])
+def test_slurm_hands_sigterm_to_the_run_waits_for_it_and_queues_again(tmp_path, first):
+    (tmp_path / "recorder.py").write_text(RECORDER)
+    (tmp_path / "launch.sh").write_text(f'set -e\n{first}{sys.executable} recorder.py {tmp_path} "$@"\n')
+    for name, body in (
+        ("srun", 'echo 10.0.0.1:6379 >"$HEAD_FILE"; exec sleep 60'),
+        ("scontrol", f'echo "$@" >{tmp_path}/queued'),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path)}
+    environment |= {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2"}
+    job = subprocess.Popen(
+        ["bash", ROOT / "scripts" / "slurm.sh", "launch.sh", "a=b"], env=environment, start_new_session=True
+    )
+    deadline = time.monotonic() + 20
+    while not (tmp_path / "running").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    job.terminate()
+    assert job.wait(timeout=20) == 75
+    assert (tmp_path / "saved").read_text() == "trainer.nnodes=2 ray_kwargs.ray_init.address=10.0.0.1:6379 a=b"
+    assert (tmp_path / "queued").read_text() == "requeue 7\n"
+    assert not list(tmp_path.glob(".ray_head_*"))
+
+
+@pytest.mark.parametrize("code", [0, 2])
+def test_slurm_ends_as_the_run_ended(tmp_path, code):
+    (tmp_path / "launch.sh").write_text(f"exit {code}\n")
+    (tmp_path / "srun").write_text('#!/bin/bash\necho 10.0.0.1:6379 >"$HEAD_FILE"\n')
+    (tmp_path / "srun").chmod(0o755)
+    done = run(
+        "bash", "scripts/slurm.sh", str(tmp_path / "launch.sh"),
+        PATH=f"{tmp_path}:{os.environ['PATH']}", SLURM_SUBMIT_DIR=str(tmp_path), SLURM_JOB_ID="7", SLURM_NNODES="1",
+    )  # fmt: skip
+    assert done.returncode == code
+    assert "requeue" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("script", LAUNCHERS, ids=lambda script: script.name)
+def test_signals_reach_the_trainer_in_every_launch_script(script):
+    """A container or scheduler signals the shell; a shell that waits for python does not hand it on."""
+    assert re.findall(r"^.*python\b.*main_ppo", script.read_text(), re.MULTILINE) == ["exec python -m rltrain.main_ppo"]
+
+
+def test_a_script_of_several_runs_hands_signals_on_too(tmp_path):
+    assert "handing_on_signals" in (ROOT / "examples" / "smollm2_gsm_cpu.sh").read_text()
+    (tmp_path / "recorder.py").write_text(RECORDER)
+    script = (
+        f"set -euo pipefail; source {ROOT}/scripts/setup_env.sh; "
+        f"handing_on_signals {sys.executable} recorder.py {tmp_path} once; handing_on_signals touch {tmp_path}/went_on"
+    )
+    job = subprocess.Popen(["bash", "-c", script], cwd=tmp_path)
+    deadline = time.monotonic() + 20
+    while not (tmp_path / "running").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    job.terminate()
+    assert job.wait(timeout=20) == 75
+    assert (tmp_path / "saved").read_text() == "once"
+    assert not (tmp_path / "went_on").exists()

@@ -32,9 +32,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from rltrain.config.rollout_schema import RolloutConfig
 from rltrain.device import get_device
+from rltrain.seeds import sample_seeds
 from rltrain.workers.rollout import hf
 from rltrain.workers.rollout.answers import Answers
-from rltrain.workers.rollout.base import Generation, Job, RolloutEngine, Sampling, WeightPiece, sample_seeds
+from rltrain.workers.rollout.base import Generation, Job, RolloutEngine, Sampling, WeightPiece
 from rltrain.workers.rollout.queue import Replica
 from rltrain.workers.rollout.vllm import VLLMRollout
 

@@ -14,8 +14,9 @@ from tests.tiny import save_tiny_model, write_arithmetic
 
 
 @pytest.fixture(scope="session", autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
+def threads():
+    """One, unless OMP_NUM_THREADS asks for more."""
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 @pytest.fixture(scope="session")

@@ -24,7 +24,7 @@ LAYERS = [
     {"data"},
     {"algorithms"},
     {"batch"},
-    {"ragged", "device", "report", "env_report", "help"},
+    {"ragged", "device", "report", "env_report", "help", "seeds"},
     {"config", "stop"},
     {"env", "errors", "logs"},
 ]

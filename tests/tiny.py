@@ -76,7 +76,9 @@ def small_run(model: Path, files: tuple[Path, Path], folder: Path, **changes: ob
         "actor_rollout_ref.model.path": model,
         "actor_rollout_ref.actor.ppo_mini_batch_size": 2,
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 64,
-        "actor_rollout_ref.actor.optim.lr": 1e-3,
+        # AdamW divides a gradient by its own size: with the usual eps, rounding of one next to 0 would be a part of a step.
+        "actor_rollout_ref.actor.optim.lr": 5e-3,
+        "actor_rollout_ref.actor.optim.eps": 1e-2,
         "actor_rollout_ref.actor.use_kl_loss": True,
         "actor_rollout_ref.actor.entropy_coeff": 0.01,
         "actor_rollout_ref.rollout.n": 4,

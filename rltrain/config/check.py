@@ -140,8 +140,9 @@ def _optimizer(section: str, optim: OptimConfig) -> Iterator[str]:
     for name in ("lr_warmup_steps_ratio", "min_lr_ratio"):
         if not 0 <= getattr(optim, name) <= 1:
             yield f"{section}.{name}={getattr(optim, name)}: it must be between 0 and 1."
-    if not optim.clip_grad > 0:
-        yield f"{section}.clip_grad={optim.clip_grad}: it must be over 0. Try 1.0."
+    for name, usual in (("clip_grad", 1.0), ("eps", 1e-8)):
+        if not getattr(optim, name) > 0:
+            yield f"{section}.{name}={getattr(optim, name)}: it must be over 0. Try {usual}."
     if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
         yield f"{section}.betas={optim.betas}: give two numbers from 0 to below 1, such as [0.9,0.999]."
 

@@ -26,6 +26,8 @@ class OptimConfig:
     """Decoupled weight decay."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     """AdamW's decay rates of first and second moment."""
+    eps: float = 1e-8
+    """AdamW divides the first moment by the root of the second plus this; larger: gradients next to nothing move less."""
     clip_grad: float = 1.0
     """Largest global gradient norm (actor.grad_clip is the old name)."""
     total_training_steps: int = -1

@@ -20,6 +20,7 @@ RENAMED = {
     "ray_init.": "ray_kwargs.ray_init.",
     _A + "actor.optim.warmup_style": _A + "actor.optim.lr_scheduler_type",
     _A + "actor.grad_clip": _A + "actor.optim.clip_grad",
+    _A + "actor.optim.override_optimizer_config.eps": _A + "actor.optim.eps",
     _A + "actor.fsdp_config.ulysses_sequence_parallel_size": _A + "actor.ulysses_sequence_parallel_size",
     _A + "actor.fsdp_config.dtype": _A + "actor.fsdp_config.compute_dtype",
     _A + "rollout.checkpoint_engine.update_weights_bucket_megabytes": _A + "rollout.update_weights_bucket_megabytes",

@@ -12,6 +12,7 @@ from rltrain.data.order import BatchOrder
 from rltrain.data.rows import PromptRow
 from rltrain.errors import ConfigError
 from rltrain.plugin import load_plugin
+from rltrain.seeds import stream
 
 State = dict[str, NDArray[Any]]
 
@@ -66,8 +67,7 @@ class SolveRateSampler:
     def _worth(self, row: int, epoch: int) -> bool:
         if self._rates[row] not in (0.0, 1.0):  # unknown counts as worth it
             return True
-        stream = np.random.Philox(np.random.SeedSequence([self._order.seed % 2**64, epoch, row]))
-        return bool(stream.random_raw() < self._revisit * 2.0**64)
+        return bool(stream(self._order.seed, "revisit", epoch, row).random_raw() < self._revisit * 2.0**64)
 
     def epoch(self, draw: int) -> int:
         """The epoch of the newest row."""

@@ -103,14 +103,14 @@ def plain_name(name: str) -> str:
 def first_adapters(model: nn.Module, lora: Lora) -> dict[str, Tensor]:
     """The adapters training starts from, on the CPU: those of ``lora.path``, or random A and zero B, so that B A = 0.
 
-    Each A depends on the seed and its name alone: uniform up to 1 / sqrt(inputs), as peft starts it.
+    Each A depends on the seed, the section and its name alone: uniform up to 1 / sqrt(inputs), as peft starts it.
     """
     if lora.path:
         return _read_adapters(model, lora)
     weights = {}
     for name, layer in lora_layers(model):
         first, second = layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight
-        digest = hashlib.sha256(f"{lora.seed} {name}".encode()).digest()
+        digest = hashlib.sha256(f"{lora.seed} {lora.section} {name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
         drawn = torch.empty(first.shape)
         weights[_weight_name(name, "A")] = nn.init.kaiming_uniform_(drawn, math.sqrt(5), generator=generator)

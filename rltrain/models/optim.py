@@ -16,7 +16,7 @@ def make_optimizer(parameters: Iterable[nn.Parameter], cfg: OptimConfig) -> torc
     """AdamW over the sharded fp32 master weights."""
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     betas = (cfg.betas[0], cfg.betas[1])
-    return torch.optim.AdamW(trainable, lr=cfg.lr, betas=betas, weight_decay=cfg.weight_decay)
+    return torch.optim.AdamW(trainable, lr=cfg.lr, betas=betas, eps=cfg.eps, weight_decay=cfg.weight_decay)
 
 
 def learning_rate(step: int, cfg: OptimConfig, warmup_steps: int, total_steps: int) -> float:

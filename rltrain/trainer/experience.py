@@ -21,8 +21,6 @@ from rltrain.trainer.timing import StepTimer
 from rltrain.workers.rollout.base import Sampling
 from rltrain.workers.tasks import GenerateTask
 
-# Validation draws its random numbers from another stream than training.
-_VALIDATION_SEED = 0x5EED
 # Answers that keep an engine replica busy.
 _BUSY_ENGINE = 128
 
@@ -186,7 +184,7 @@ class Experience:
         parts = []
         for first in range(0, len(rows), at_once):
             mine = rows[first : first + at_once]
-            task = GenerateTask("val", mine, num_samples, sampling, self._seed ^ _VALIDATION_SEED, step)
+            task = GenerateTask("val", mine, num_samples, sampling, self._seed, step)
             parts.append(self._policy.generate(task)[0])
             if stop.requested:
                 return None

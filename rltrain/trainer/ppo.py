@@ -15,6 +15,7 @@ from rltrain.controller.samples import Samples
 from rltrain.errors import NonFiniteError, RewardError, SyncError
 from rltrain.models.optim import learning_rate
 from rltrain.rewards.pool import EXTRA
+from rltrain.seeds import stream
 from rltrain.stop import Stop
 from rltrain.trainer import metrics as m
 from rltrain.trainer.advantage import Advantages, Whitening
@@ -146,7 +147,7 @@ class PPOTrainer:
         for epoch in range(epochs):
             prompts = np.arange(self.plan.prompts_per_step)
             if shuffle:
-                keys = np.random.Philox(np.random.SeedSequence([self.cfg.data.seed % 2**64, step, epoch]))
+                keys = stream(self.cfg.data.seed, "mini_batches", step, epoch)
                 prompts = np.argsort(keys.random_raw(len(prompts)), kind="stable")
             found += [(chunk[:, None] * n + np.arange(n)).ravel() for chunk in prompts.reshape(-1, size)]
         return found
@@ -168,7 +169,7 @@ class PPOTrainer:
         if self.cfg.algorithm.rollout_correction.rollout_is_batch_normalize:
             weight_scale = 1.0 / max(m.mismatch_metrics(measured).get("rollout_corr/rollout_is_mean", 1.0), 1e-8)
         samples.update({"sample": np.arange(len(samples))})
-        seed = (self.cfg.data.seed << 32) + step
+        seed = int(stream(self.cfg.data.seed, "selection", step).random_raw())
         tasks = [
             UpdateTask(tuple(each), rate, whitening.shift, whitening.scale, weight_scale, seed)
             for each in _work(layout, counts, first_scored=not self._update_scores_first)
@@ -340,4 +341,7 @@ def _tokens(samples: Samples) -> np.ndarray:
 def _work(layout: Layout, counts: list[Denominators], *, first_scored: bool = True) -> list[list[MiniBatch]]:
     """The mini-batches of every rank."""
     scored = [first_scored] + [True] * (len(counts) - 1)
-    return [[MiniBatch(*each) for each in zip(mine, counts, scored, strict=True)] for mine in layout.micro_sizes]
+    numbers = range(len(counts))
+    return [
+        [MiniBatch(*each) for each in zip(mine, counts, scored, numbers, strict=True)] for mine in layout.micro_sizes
+    ]

@@ -289,7 +289,7 @@ class ActorRefWorker:
             torch.cat([empty, *(_advantages(micro, task) for micro in having)]),
             mask,
         )
-        numbers = torch.cat([empty.double(), *(noise(micro, task.noise_seed) for micro in having)])
+        numbers = torch.cat([empty.double(), *(noise(micro, task.noise_seed, mini.number) for micro in having)])
         assert self._entry.selection is not None
         # On the CPU, where everything is: a few numbers a token, in a precision that not every accelerator has.
         chosen = select(inputs, numbers, self._entry.selection, mini.denominators.tokens, self._actor_cfg)

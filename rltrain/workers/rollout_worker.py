@@ -20,8 +20,9 @@ from rltrain.errors import NonFiniteError
 from rltrain.models.forward import PackedModel
 from rltrain.models.load import load_config
 from rltrain.ragged import Ragged
+from rltrain.seeds import sample_seeds
 from rltrain.workers.residency import Residency
-from rltrain.workers.rollout.base import Job, RolloutEngine, check_images, sample_seeds
+from rltrain.workers.rollout.base import Job, RolloutEngine, check_images
 from rltrain.workers.rollout.hf import HFRollout, Limits
 from rltrain.workers.rollout.queue import JobQueue, make_replica, samples_per_job
 from rltrain.workers.tasks import GenerateTask
@@ -188,7 +189,8 @@ class RolloutWorker:
 
     def _queue(self, task: GenerateTask, given: Given) -> JobQueue:
         size = samples_per_job(len(task.rows), task.num_samples, self._replica.count, self._rollout.max_num_seqs)
-        seeds = sample_seeds(task.seed, task.step, task.rows.tolist(), task.num_samples).reshape(-1, task.num_samples)
+        seeds = sample_seeds(task.seed, task.step, task.rows.tolist(), task.num_samples, task.split)
+        seeds = seeds.reshape(-1, task.num_samples)
         jobs = []
         for place in range(len(task.rows)) if task.order is None else task.order.tolist():
             prompt = self._prompts[task.split].prompt(int(task.rows[place]))

@@ -10,7 +10,7 @@ from torch import Tensor
 from rltrain.algorithms.policy_losses import BatchMeans, PolicyLossInputs, Selection
 from rltrain.batch import Batch
 from rltrain.config.schema import ActorConfig
-from rltrain.workers.rollout.base import sample_seeds, uniforms
+from rltrain.seeds import sample_seeds, uniforms
 
 
 def select(inputs: PolicyLossInputs, noise: Tensor, selection: Selection, num_tokens: int, cfg: ActorConfig) -> Tensor:
@@ -35,8 +35,8 @@ def select(inputs: PolicyLossInputs, noise: Tensor, selection: Selection, num_to
     return (keys <= border) & keys.isfinite()
 
 
-def noise(micro: Batch, seed: int) -> Tensor:
-    """A uniform number a token, which depends on the seed, the sample and the place alone."""
+def noise(micro: Batch, seed: int, mini_batch: int) -> Tensor:
+    """A uniform number a token, which depends on the seed, the number of the mini-batch, the sample and the place alone."""
     lengths = micro.dense("response_length").tolist()
-    drawn = uniforms(sample_seeds(seed, 0, micro.dense("sample").tolist(), 1), 0, max(lengths))
+    drawn = uniforms(sample_seeds(seed, mini_batch, micro.dense("sample").tolist(), 1, "selection"), 0, max(lengths))
     return torch.from_numpy(np.concatenate([row[:length] for row, length in zip(drawn, lengths, strict=True)]))

@@ -16,19 +16,20 @@ class MiniBatch:
     """One optimizer step: the sizes of this rank's micro-batches, and the counts of the whole global mini-batch.
 
     scored: the samples have their ``old_log_probs``. Otherwise no optimizer step lies in between, and those of the update's
-    own forward are the old ones.
+    own forward are the old ones. number: its place in the step, which its random numbers depend on.
     """
 
     micro_sizes: tuple[int, ...]
     denominators: Denominators
     scored: bool = True
+    number: int = 0
 
 
 @dataclass(frozen=True)
 class GenerateTask:
     """Answer these prompts, ``num_samples`` times each. rows [p]: places in the prompt store.
 
-    (seed, step, row, sample) decides every random number; step: one, or one a prompt [p]. order [p]: places of the prompts, the one
+    (seed, split, step, row, sample) decides every random number; step: one, or one a prompt [p]. order [p]: places of the prompts, the one
     to start first in front (None: as they are). call: a number that no other task of this run has. stream: hand the texts of a job
     out as soon as its last answer has ended (`take_finished`). enough: stop once that many prompts, among them those at places
     below ``must``, have all their answers. todo [p, num_samples]: the answers that are asked for (None: all).

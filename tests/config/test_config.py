@@ -147,6 +147,8 @@ def test_every_renamed_key_lands_on_a_key_that_exists(old):
 def test_both_spellings_work_and_the_new_name_is_said():
     for key in (f"{A}actor.grad_clip", f"{A}actor.optim.clip_grad"):
         assert load_config([f"{key}=0.5"]).config.actor_rollout_ref.actor.optim.clip_grad == 0.5
+    eps = load_config([f"{A}actor.optim.override_optimizer_config.eps=1e-5"]).config.actor_rollout_ref.actor.optim.eps
+    assert eps == 1e-5
     assert f"{A}actor.grad_clip is called {A}actor.optim.clip_grad here" in notes(f"{A}actor.grad_clip=0.5")
     assert (
         load_config([f"{A}actor.optim.warmup_style=cosine"]).config.actor_rollout_ref.actor.optim.lr_scheduler_type
@@ -269,6 +271,7 @@ def test_keys_that_do_nothing_in_the_chosen_mode_say_so():
         ([f"{A}actor.optim.lr=.nan"], "lr=nan: it must be at least 0"),
         ([f"{A}actor.optim.betas=[2,3]"], "betas=[2.0, 3.0]: give two numbers"),
         ([f"{A}actor.optim.clip_grad=0"], "clip_grad=0.0: it must be over 0"),
+        (["critic.optim.eps=0"], "critic.optim.eps=0.0: it must be over 0. Try 1e-08"),
         ([f"{A}actor.optim.lr_warmup_steps_ratio=5"], "between 0 and 1"),
         ([f"{A}actor.clip_ratio_low=-1"], "at least 0"),
         ([f"{A}actor.fsdp_config.model_dtype=half"], "use one of auto, float32"),

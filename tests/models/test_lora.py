@@ -19,6 +19,7 @@ from rltrain.models.load import load_config
 from rltrain.models.lora import Lora, adapters_off, lora_layers, plain_weights, save_adapter
 from rltrain.models.packing import pack
 from rltrain.models.shard import make_mesh, named_weights, sharded_model
+from tests.distance import distance
 from tests.models.test_forward import FAMILIES, TEMPERATURE, by_transformers, make_batch, make_policy
 
 LORA = Lora("actor_rollout_ref.model", 4, 12.0, "all-linear", None, None, torch.float32, 1)
@@ -105,10 +106,10 @@ def test_the_merged_model_computes_what_the_model_with_adapters_does(model_folde
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager").eval()
     with torch.no_grad():
         expected = by_transformers(merged, make_batch())
-    assert torch.allclose(log_probs, expected[0], atol=1e-5)
-    assert torch.allclose(entropy, expected[1], atol=1e-5)
+    assert distance(log_probs, expected[0]) < 1e-5
+    assert distance(entropy, expected[1]) < 1e-5
     again = make_policy(str(tmp_path / "merged"))
-    assert torch.allclose(scores(again)[0], log_probs, atol=1e-5)
+    assert distance(scores(again)[0], log_probs) < 1e-5
 
 
 def test_without_its_adapters_the_model_is_the_base_and_back_again(model_folder):
@@ -141,7 +142,7 @@ def check_peft_loads(folder, tmp_path, targets):
     base = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     with torch.no_grad():
         expected = by_transformers(PeftModel.from_pretrained(base, tmp_path / "adapter").eval(), make_batch())
-    assert torch.allclose(scores(policy)[0], expected[0], atol=1e-5)
+    assert distance(scores(policy)[0], expected[0]) < 1e-5
     # What the file says counts, not what the keys beside it say.
     resumed = make(folder, path=str(tmp_path / "adapter"), rank=2, alpha=1.0, seed=9)
     assert torch.equal(scores(resumed)[0], scores(policy)[0])
@@ -158,7 +159,7 @@ def test_gradients_reach_the_adapters_under_frozen_embeddings_and_recomputation(
     assert any(".layers.0." in name for name in found[0])
     for name, gradient in found[0].items():
         assert float(gradient.abs().max()) > 1e-6, name
-        assert torch.allclose(gradient, found[1][name], atol=1e-6), name
+    assert distance(found[0], found[1]) < 1e-5
 
 
 def test_gradients_are_those_of_peft(qwen2, tmp_path):
@@ -172,8 +173,7 @@ def test_gradients_are_those_of_peft(qwen2, tmp_path):
     expected = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
     found = gradients(policy)
     assert {f"base_model.{name}" for name in found} == expected.keys()
-    for name, gradient in found.items():
-        assert torch.allclose(gradient, expected[f"base_model.{name}"], atol=1e-5), name
+    assert distance(found, {name: expected[f"base_model.{name}"] for name in found}) < 1e-5
 
 
 def test_adapters_start_from_the_seed_and_differ_from_layer_to_layer(qwen2):
@@ -206,7 +206,7 @@ def test_frozen_weights_may_rest_in_another_dtype_than_the_adapters(qwen2):
     first, second = layer.lora_A.default.weight.full_tensor(), layer.lora_B.default.weight.full_tensor()
     expected = layer.base_layer.weight.full_tensor().float() + 3.0 * second @ first
     assert weights[name].dtype == torch.float32
-    assert torch.allclose(weights[name].full_tensor(), expected, atol=1e-6)
+    assert distance(weights[name].full_tensor(), expected) < 1e-6
     found = gradients(policy)
     assert {gradient.dtype for gradient in found.values()} == {torch.float32}
     assert len(found) == 2 * len(list(lora_layers(policy)))
@@ -222,7 +222,7 @@ def test_the_head_can_have_adapters_unless_it_is_the_embedding(tmp_path, untied)
     policy = make(folder, target_modules=["lm_head", "q_proj"])
     train_by_chance(policy)
     export_huggingface(policy, load_config(folder), ChatEncoder(folder), str(tmp_path / "merged"))
-    assert torch.allclose(scores(make_policy(str(tmp_path / "merged")))[0], scores(policy)[0], atol=1e-5)
+    assert distance(scores(make_policy(str(tmp_path / "merged")))[0], scores(policy)[0]) < 1e-5
 
 
 @pytest.mark.parametrize(

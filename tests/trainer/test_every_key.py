@@ -57,6 +57,7 @@ CASES = {
     ACTOR + "optim.weight_decay": (0.9, {}),
     ACTOR + "optim.betas": ("[0.5,0.6]", {}),
     ACTOR + "optim.clip_grad": (1e-6, {}),
+    ACTOR + "optim.eps": (0.1, {}),
     ACTOR + "optim.total_training_steps": (7, None),
     ACTOR + "fsdp_config.param_offload": (True, None),
     ACTOR + "fsdp_config.optimizer_offload": (True, None),

@@ -13,12 +13,14 @@ from rltrain.models.lora import lora_layers
 from rltrain.models.packing import pack
 from rltrain.trainer.progress import Progress, frozen_values
 from tests import local
+from tests.distance import distance
 from tests.tiny import save_tiny_tokenizer, small_run
 from tests.trainer.test_step import (
     ACTOR,
     CORRECTION,
-    ESTIMATOR,
+    GAE,
     NO_KL,
+    Moved,
     actor_weights,
     engine_is_off,
     numbers_of,
@@ -31,8 +33,8 @@ VARIANTS = {
     "kl loss": {},
     "exact kl": {ACTOR + "kl_loss_type": "full"},
     "exact kl, gathered weights kept": {ACTOR + "kl_loss_type": "full", ACTOR + "fsdp_config__reshard_after_forward": False},
-    "exact kl in reward, gae": {"algorithm__use_kl_in_reward": True, "algorithm__kl_penalty": "full", ESTIMATOR: "gae"},
-    "gae, a critic with adapters": {ESTIMATOR: "gae", "critic__model__lora_rank": 2, "critic__optim__lr": 0.01},
+    "exact kl in reward, gae": {"algorithm__use_kl_in_reward": True, "algorithm__kl_penalty": "full", **GAE},
+    "gae, a critic with adapters": {**GAE, "critic__model__lora_rank": 2, "critic__optim__lr": 0.01},
     "bypass": {CORRECTION + "bypass_mode": True},
 }  # fmt: skip
 
@@ -72,15 +74,16 @@ def test_weights_and_metrics_do_not_depend_on_the_cut(make, variant):
     ):
         trainer = make(**VARIANTS[variant], **cut)
         policy = trainer.worker.actor._policy
-        before, frozen = actor_weights(trainer), frozen_of(policy)
+        moved, frozen = Moved(trainer), frozen_of(policy)
         metrics = [numbers_of(trainer.step(step)) for step in (1, 2)]
-        assert float((actor_weights(trainer) - before).abs().max()) > 1e-3, "the step must do something"
         assert torch.equal(frozen_of(policy), frozen)
-        found.append((actor_weights(trainer), metrics))
-    for other, metrics in found[1:]:
-        assert float((found[0][0] - other).abs().max()) < 1e-4  # AdamW at a learning rate of 0.01
+        found.append((moved.by_role(), metrics))
+    assert all(float(moved.norm()) > 0.02 for moved in found[0][0]), "the steps must do something"
+    for moved, metrics in found[1:]:
+        for mine, theirs in zip(found[0][0], moved, strict=True):
+            assert distance(theirs, mine) < 1e-4
         for mine, theirs in zip(found[0][1], metrics, strict=True):
-            assert mine == pytest.approx(theirs, abs=5e-4, rel=2e-3)
+            assert mine == pytest.approx(theirs, abs=2e-4, rel=2e-4)
 
 
 def test_the_reference_is_the_actor_without_its_adapters(make):
@@ -119,7 +122,7 @@ def test_the_exact_kl_is_to_the_model_without_adapters_even_in_the_head(make, tm
         expected = actor._policy(inputs, 0.8, False, other._reference_states(inputs)).kl
         found = actor._exact_kl(batch)
     assert float(expected.max()) > 1e-3
-    assert torch.allclose(found, expected, atol=1e-6)
+    assert distance(found, expected) < 1e-3
 
 
 def test_the_engine_samples_from_the_merged_weights(make):
@@ -129,7 +132,7 @@ def test_the_engine_samples_from_the_merged_weights(make):
     actor, rollout = trainer.worker.actor, trainer.worker.rollout
     batch, *_ = type(rollout).generate(rollout, trainer.experience_task())
     trained = actor.log_probs(batch, [16])[0].ragged("old_log_probs").values
-    assert float((trained - batch.ragged("rollout_log_probs").values).abs().max()) < 1e-5
+    assert distance(batch.ragged("rollout_log_probs").values, trained) < 1e-5
 
 
 def test_training_goes_on_from_a_checkpoint_of_adapters_bit_for_bit(make, tmp_path):
@@ -169,7 +172,7 @@ def test_a_checkpoint_holds_the_adapters_and_nothing_that_is_elsewhere(make, tin
         plain = base(tokens).logits
         merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(tokens).logits
         adapted = PeftModel.from_pretrained(base, tmp_path / "actor/lora_adapter")(tokens).logits
-    assert torch.allclose(merged, adapted, atol=1e-4)
+    assert distance(merged, adapted) < 1e-5
     assert float((merged - plain).abs().max()) > 0.01
     # A run of its own starts from that folder.
     other = make(**{MODEL + "lora_rank": 0, MODEL + "lora_adapter_path": tmp_path / "actor/lora_adapter"})
@@ -190,7 +193,7 @@ def test_adapters_learn_what_all_weights_learn(make, monkeypatch):
     monkeypatch.setattr(local, "find_scorer", lambda source: lambda text, *rest: text.count("1") / max(len(text), 1))
     gains = []
     for keys in ({}, {MODEL + "lora_rank": 0, ACTOR + "optim__lr": 0.003}):
-        trainer = make(**NO_KL, **keys, trainer__total_training_steps=20)
+        trainer = make(**NO_KL, **keys, **{ACTOR + "optim__eps": 1e-8}, trainer__total_training_steps=20)
         trainer.rewards._pool.twist = lambda row, score: score
         rewards = [trainer.step(step)["critic/rewards/mean"] for step in range(1, 21)]
         gains.append(sum(rewards[-3:]) / 3 - sum(rewards[:3]) / 3)

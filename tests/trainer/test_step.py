@@ -22,6 +22,7 @@ from rltrain.rewards.pool import EXTRA
 from rltrain.trainer.advantage import check_plugins
 from rltrain.trainer.progress import Progress
 from rltrain.trainer.timing import StepTimer
+from tests.distance import distance
 from tests.local import local_trainer
 from tests.tiny import save_tiny_tokenizer, small_run
 
@@ -32,10 +33,13 @@ COV = {
     ACTOR + "policy_loss__clip_cov_lb": -100, ACTOR + "policy_loss__clip_cov_ub": 100, ACTOR + "policy_loss__clip_cov_ratio": 0.1,
     ACTOR + "policy_loss__kl_cov_ratio": 0.1, ACTOR + "ppo_epochs": 2,
 }  # fmt: skip
+# As in `small_run`.
+GAE = {ESTIMATOR: "gae", "critic__optim__lr": 5e-3, "critic__optim__eps": 1e-2}
 VARIANTS = {
     **{name: {ESTIMATOR: name} for name in (
-        "grpo", "rloo", "opo", "grpo_passk", "gpg", "reinforce_plus_plus_baseline", "reinforce_plus_plus", "remax", "gae",
+        "grpo", "rloo", "opo", "grpo_passk", "gpg", "reinforce_plus_plus_baseline", "reinforce_plus_plus", "remax",
     )},
+    "gae": GAE,
     "gdpo": {ESTIMATOR: "gdpo", "algorithm__gdpo_reward_keys": "[acc,rule_score]"},
     **{f"loss {name}": {LOSS: name, **COV} for name in policy_losses.POLICY_LOSSES},
     **{f"agg {name}": {ACTOR + "loss_agg_mode": name} for name in (
@@ -44,10 +48,10 @@ VARIANTS = {
     "exact kl": {ACTOR + "kl_loss_type": "full"},
     "k3+": {ACTOR + "kl_loss_type": "k3+"},
     "kl in reward": {"algorithm__use_kl_in_reward": True, "algorithm__kl_ctrl__type": "adaptive"},
-    "exact kl in reward, gae": {"algorithm__use_kl_in_reward": True, "algorithm__kl_penalty": "full", ESTIMATOR: "gae"},
+    "exact kl in reward, gae": {"algorithm__use_kl_in_reward": True, "algorithm__kl_penalty": "full", **GAE},
     "tis": {CORRECTION + "rollout_is": "token", CORRECTION + "rollout_is_threshold": "1.1"},
     "sequence is": {CORRECTION + "rollout_is": "sequence", CORRECTION + "rollout_is_batch_normalize": True},
-    "rejection": {ESTIMATOR: "gae", CORRECTION + "rollout_rs": "token_k1,seq_mean_k2", CORRECTION + "rollout_rs_threshold": "1.2,0.01"},
+    "rejection": {**GAE, CORRECTION + "rollout_rs": "token_k1,seq_mean_k2", CORRECTION + "rollout_rs_threshold": "1.2,0.01"},
     "bypass": {CORRECTION + "bypass_mode": True, CORRECTION + "rollout_rs": "seq_max_k3", CORRECTION + "rollout_rs_threshold": "0.02"},
     "bypass reinforce": {CORRECTION + "bypass_mode": True, CORRECTION + "loss_type": "reinforce", CORRECTION + "rollout_is": "token"},
     "filter": {"algorithm__filter_groups__enable": True},
@@ -86,7 +90,7 @@ def engine_is_off(trainer) -> None:
     def off(task):
         batch, texts, numbers = generate(task)
         exact = batch.ragged("rollout_log_probs")
-        batch.update({"rollout_log_probs": exact.like(exact.values + 0.2 * torch.sin(100 * exact.values))})
+        batch.update({"rollout_log_probs": exact.like(exact.values + 0.2 * torch.sin(7 * exact.values))})
         return batch, texts, numbers
 
     rollout.generate = off
@@ -98,6 +102,17 @@ def weights(model) -> torch.Tensor:
 
 def actor_weights(trainer) -> torch.Tensor:
     return weights(trainer.worker.actor._policy)
+
+
+class Moved:
+    """How far the weights of actor and critic have moved since this was made."""
+
+    def __init__(self, trainer) -> None:
+        self._models = [trainer.worker.actor._policy] + ([trainer.worker.critic._model] if trainer.critic else [])
+        self._before = [weights(model) for model in self._models]
+
+    def by_role(self) -> list[torch.Tensor]:
+        return [weights(model) - before for model, before in zip(self._models, self._before, strict=True)]
 
 
 def numbers_of(metrics: dict[str, float]) -> dict[str, float]:
@@ -116,23 +131,23 @@ def test_weights_and_metrics_do_not_depend_on_the_cut(make, variant):
     )
     for cut in ({}, cuts[list(VARIANTS).index(variant) % 2]):
         trainer = make(**VARIANTS[variant], **cut)
-        before = actor_weights(trainer)
+        moved = Moved(trainer)
         metrics = [numbers_of(trainer.step(step)) for step in (1, 2)]
-        assert float((actor_weights(trainer) - before).abs().max()) > 1e-4, "the step must do something"
-        found.append((actor_weights(trainer), metrics))
-    for other, metrics in found[1:]:
-        # AdamW divides by the gradient's size: rounding of a gradient near 0 is a part of a step (1e-3).
-        assert float((found[0][0] - other).abs().max()) < 5e-5
+        found.append((moved.by_role(), metrics))
+    assert all(float(moved.norm()) > 0.02 for moved in found[0][0]), "the steps must do something"
+    for moved, metrics in found[1:]:
+        for mine, theirs in zip(found[0][0], moved, strict=True):
+            assert distance(theirs, mine) < 1e-4
         for mine, theirs in zip(found[0][1], metrics, strict=True):
             assert mine.keys() == theirs.keys()
             assert all(math.isfinite(value) for value in mine.values())
-            assert mine == pytest.approx(theirs, abs=2e-4, rel=2e-3)
+            assert mine == pytest.approx(theirs, abs=2e-4, rel=2e-4)
 
 
 ALWAYS = {ACTOR + "recompute_old_log_prob": "always"}
 ONE_STEP = {ACTOR + "ppo_mini_batch_size": 4}
 WITHOUT_PASS = {
-    "two steps": {}, "one step": ONE_STEP, "no kl": ONE_STEP | NO_KL, "gae": {ESTIMATOR: "gae"}, "exact kl": VARIANTS["exact kl"],
+    "two steps": {}, "one step": ONE_STEP, "no kl": ONE_STEP | NO_KL, "gae": GAE, "exact kl": VARIANTS["exact kl"],
     "shuffle": {ACTOR + "shuffle": True}, "cispo": {LOSS: "cispo"}, "tis": VARIANTS["tis"],
     "sequence is, one step": ONE_STEP | {CORRECTION + "rollout_is": "sequence"}, "filter": VARIANTS["filter"],
     "cut": {ACTOR + "ppo_max_token_len_per_gpu": 25},
@@ -153,15 +168,24 @@ def test_old_log_probs_may_come_from_the_updates_own_forward(make, variant):
     found = []
     for choice in ({}, ALWAYS):
         trainer = make(**keys, **choice)
-        sizes = scored_samples(trainer)
-        found.append(([numbers_of(trainer.step(step)) for step in (1, 2)], actor_weights(trainer), sizes))
+        sizes, moved = scored_samples(trainer), Moved(trainer)
+        found.append(([numbers_of(trainer.step(step)) for step in (1, 2)], moved.by_role(), sizes))
     (metrics, mine, few), (all_metrics, theirs, many) = found
     assert many == [16, 16]
     assert few == ([] if keys.get(ACTOR + "ppo_mini_batch_size") == 4 else [8, 8])
-    assert float((mine - theirs).abs().max()) < 2e-6
+    assert all(distance(*pair) < 1e-4 for pair in zip(mine, theirs, strict=True))
     for one, other in zip(metrics, all_metrics, strict=True):
         assert one.keys() == other.keys()
         assert one == pytest.approx(other, abs=2e-5, rel=2e-4)
+
+
+def test_mini_batches_are_not_shuffled_as_the_prompts_of_an_epoch_are(make):
+    trainer = make(**VARIANTS["shuffle"])
+    same = []
+    for step in range(1, 21):
+        shuffled = [int(ids[0]) // 4 for ids in trainer._mini_batches(1, 1, True, step)]
+        same.append(shuffled == [row for row in trainer.experience.sampler.permutation(step) if row < 4])
+    assert sum(same) < 5, "one in 24 by chance"
 
 
 def test_with_one_optimizer_step_the_ratio_is_exactly_one_and_the_phase_costs_nothing(make):
@@ -206,8 +230,9 @@ def test_work_without_signal_is_not_done_and_changes_nothing(make, monkeypatch):
         computed = []
         update = trainer.worker.actor.update
         trainer.worker.actor.update = lambda batch, task: computed.append(len(batch)) or update(batch, task)
+        moved = Moved(trainer)
         metrics = [trainer.step(step) for step in (1, 2, 3)]
-        return actor_weights(trainer), metrics, sum(computed)
+        return *moved.by_role(), metrics, sum(computed)
 
     skipping, metrics, few = run()
     entry = policy_losses.POLICY_LOSSES["vanilla"]
@@ -216,7 +241,7 @@ def test_work_without_signal_is_not_done_and_changes_nothing(make, monkeypatch):
     assert few < many == 48
     assert sum(each["perf/update_tokens_skipped"] for each in metrics) > 0
     assert all(each["perf/update_tokens_skipped"] == 0 for each in all_metrics)
-    assert float((skipping - complete).abs().max()) < 1e-6
+    assert distance(skipping, complete) < 1e-4
     for one, other in zip(metrics, all_metrics, strict=True):
         assert one["actor/pg_loss"] == pytest.approx(other["actor/pg_loss"], abs=1e-6)
         assert one["actor/grad_norm"] == pytest.approx(other["actor/grad_norm"], abs=1e-5)
@@ -408,7 +433,7 @@ def test_the_exact_kl_equals_the_sum_over_the_vocabulary(make, tiny_model):
             ]
         expected.append((logs[0].exp() * (logs[0] - logs[1])).sum(-1))
     assert float(found.max()) > 1e-4
-    assert torch.allclose(found, torch.cat(expected), atol=1e-5)
+    assert distance(found, torch.cat(expected)) < 1e-3
 
 
 def scored(trainer) -> tuple[Batch, Batch, dict]:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch.distributed as dist
 
-from rltrain.workers.rollout.base import Generation, Job, Sampling, sample_seeds
+from rltrain.seeds import sample_seeds
+from rltrain.workers.rollout.base import Generation, Job, Sampling
 from rltrain.workers.rollout.queue import JobQueue, Replica
 
 ALONE = Replica(number=0, count=1, member=0, size=1)

@@ -18,6 +18,7 @@ from rltrain.device import get_device
 from rltrain.models.load import load_config
 from rltrain.workers.rollout.base import Job, Sampling, WeightPiece, fingerprint_of
 from rltrain.workers.rollout.hf import HFRollout, Limits
+from tests.distance import distance
 from tests.workers.engines import ALONE, generate, jobs_of, queue_of
 from tests.workers.sglang_double import sglang_engine
 
@@ -174,7 +175,7 @@ def test_log_probs_are_those_of_the_trainer_before_top_k_and_top_p(ready, plain,
     rows = zip(answers(found), found.log_probs.rows(), itertools.count())
     for answer, log_probs, number in rows:
         expected = log_probs_of(plain, PROMPTS[number // 3], answer, sampling.temperature)
-        assert torch.allclose(log_probs, expected, atol=1e-5)
+        assert distance(log_probs, expected) < 1e-5
 
 
 def distribution(engine, sampling, prompt, count=400):
@@ -231,7 +232,7 @@ def test_sampled_answers_are_those_of_the_embedded_engine(ready, plain, tiny_mod
     for sampling in (Sampling(40, ignore_eos=True), Sampling(40, temperature=0.6, top_k=10), Sampling(40, greedy=True)):
         expected, found = (generate(one, sampling, [*PROMPTS, longest], 3) for one in (embedded, ready))
         assert answers(found) == answers(expected)
-        assert torch.allclose(found.log_probs.values, expected.log_probs.values, atol=1e-4)
+        assert distance(found.log_probs.values, expected.log_probs.values) < 2e-5
 
 
 def test_drafts_are_accepted_where_they_are_right(ready, request):
@@ -296,8 +297,8 @@ def test_an_answer_that_was_begun_is_continued_as_if_never_stopped(ready, sampli
     assert [row.tolist() for row in rest.tokens.rows()] == [
         answer[count:].tolist() for answer, count in zip(all_of_it, begun, strict=True)
     ]
-    for found, expected, count in zip(rest.log_probs.rows(), log_probs, begun, strict=True):
-        assert torch.allclose(found, expected[count:], atol=1e-4)
+    expected = [row[count:] for row, count in zip(log_probs, begun, strict=True)]
+    assert distance(rest.log_probs.rows(), expected) < 2e-5
     assert rest.truncated.tolist() == whole.truncated.tolist()
     assert sampling.greedy or set(whole.truncated.tolist()) == {True, False}
     assert told[1] == [row.tolist() for row in rest.tokens.rows()[3:6]]
@@ -311,9 +312,7 @@ def test_after_the_stop_no_further_job_is_begun(ready):
 
 def test_a_text_is_scored_as_by_the_trainer(ready, plain):
     tokens = [2, 5, 6, 3, 8, 1]
-    assert torch.allclose(
-        ready.score(tokens), log_probs_of(plain, np.array(tokens[:1], dtype=np.int32), tokens[1:]), atol=1e-5
-    )
+    assert distance(ready.score(tokens), log_probs_of(plain, np.array(tokens[:1], dtype=np.int32), tokens[1:])) < 1e-5
 
 
 @pytest.mark.parametrize("cut", [pieces_of, in_rows])
@@ -325,7 +324,7 @@ def test_new_weights_count_from_the_next_token_on(ready, plain, other, cut):
     assert load(ready, cut(other)) == fingerprint_of_model(other) != fingerprint_of_model(plain)
     found = generate(ready, Sampling(8, greedy=True), [prompt], 1)
     assert answers(found) == [greedy(other, prompt, 8)] != before
-    assert torch.allclose(found.log_probs.values, log_probs_of(other, prompt, answers(found)[0]), atol=1e-5)
+    assert distance(found.log_probs.values, log_probs_of(other, prompt, answers(found)[0])) < 1e-5
 
 
 def test_a_cached_prefix_is_shared_by_the_samples_and_never_outlives_its_weights(ready, plain, other, request):

@@ -2,7 +2,8 @@ import numpy as np
 import pytest
 import torch
 
-from rltrain.workers.rollout.base import Sampling, sample_seeds, uniforms
+from rltrain.seeds import sample_seeds
+from rltrain.workers.rollout.base import Sampling
 from rltrain.workers.rollout.sampling import choose, random_numbers, restrict
 
 
@@ -34,18 +35,6 @@ def test_top_k_and_top_p_restrict():
     assert restrict(probs, -1, 0.5).tolist() == [pytest.approx([0.4, 0.3, 0, 0])]
     assert restrict(probs, -1, 0.4).tolist() == [pytest.approx([0.4, 0, 0, 0])]
     assert restrict(probs, 1_000_000, 1.0) is probs
-
-
-def test_random_numbers_are_a_function_of_seed_and_position():
-    seeds = sample_seeds(5, 2, [3, 8], 2)
-    assert np.array_equal(uniforms(seeds, 0, 10)[:, 4:], uniforms(seeds, 4, 6))
-    assert np.array_equal(sample_seeds(5, 2, [8], 2), seeds[2:])
-    many = sample_seeds(0, 0, range(2000), 4)
-    assert len(set(many.tolist())) == 8000
-    numbers = uniforms(many, 0, 50)
-    assert abs(numbers.mean() - 0.5) < 0.002
-    assert numbers.min() >= 0
-    assert numbers.max() < 1
 
 
 @pytest.mark.parametrize("vocabulary", [3, 256, 1000, 151_936])

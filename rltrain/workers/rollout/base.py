@@ -15,7 +15,6 @@ from torch import Tensor
 from rltrain.errors import ConfigError
 from rltrain.ragged import Ragged
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 # Elements of which a fingerprint is made at a time, on a CPU and elsewhere: sums of small integers are taken on 8-byte copies.
 _BLOCK_CPU, _BLOCK_ACCELERATOR = 2**18, 2**22
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -160,34 +159,3 @@ def fingerprint_of(name: str, start: int, rows: Tensor, dtype: torch.dtype | Non
         total += (sums * places).sum()
         start += len(sums)
     return int(total) * (zlib.crc32(name.encode()) << 1 | 1)
-
-
-def sample_seeds(seed: int, step: int | NDArray[np.int64], rows: Sequence[int], num_samples: int) -> NDArray[np.uint64]:
-    """One seed a sample, prompt-major: a pure function of (seed, step, prompt, sample). step: one, or one a row."""
-    parts = np.empty((len(rows), num_samples), dtype=np.uint64)
-    parts[:] = _mix(np.uint64(seed % 2**64))
-    for number in (
-        np.asarray(step, dtype=np.uint64).reshape(-1, 1),
-        np.asarray(rows, dtype=np.uint64)[:, None],
-        np.arange(num_samples, dtype=np.uint64),
-    ):
-        parts = _mix(parts ^ _mix(number))
-    return parts.ravel()
-
-
-def uniforms(seeds: NDArray[np.uint64], start: int | NDArray[np.int64], count: int) -> NDArray[np.float64]:
-    """Random numbers ``start`` (one, or one a seed) to ``start + count`` of each seed's stream, in [0, 1): shape [len(seeds), count].
-
-    Counted, not drawn from shared state: SplitMix64 (Steele et al. 2014) at position ``start + i``.
-    """
-    with np.errstate(over="ignore"):
-        places = np.asarray(start, dtype=np.uint64).reshape(-1, 1) + np.arange(1, count + 1, dtype=np.uint64)
-        states = seeds[:, None] + places * _GOLDEN
-    return (_mix(states) >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-
-def _mix(state: NDArray[np.uint64] | np.uint64) -> NDArray[np.uint64]:
-    with np.errstate(over="ignore"):
-        state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9) + _GOLDEN
-        state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.asarray(state ^ (state >> np.uint64(31)), dtype=np.uint64)

@@ -7,7 +7,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rltrain.workers.rollout.base import Sampling, uniforms
+from rltrain.seeds import uniforms
+from rltrain.workers.rollout.base import Sampling
 
 # Logits are worked on this many at a time: on a CPU so that they stay in its cache, elsewhere so that copies take 256 MiB at most.
 _CHUNK_CPU, _CHUNK_ACCELERATOR = 2**21, 2**26

@@ -1,0 +1,54 @@
+"""Random streams: pure functions of the run's seed, a purpose and ordered numbers such as step and epoch. No two share a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+# Their places count: append, never reorder. The order of prompts is older than these (data/order.py).
+_PURPOSES = ("train", "val", "mini_batches", "revisit", "selection")
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def stream(seed: int, purpose: str, *numbers: int) -> np.random.Philox:
+    """A generator of 64-bit numbers (``random_raw``), which NumPy guarantees across versions. numbers: from 0 to below 2^32."""
+    return np.random.Philox(_sequence(seed, purpose, *numbers))
+
+
+def sample_seeds(
+    seed: int, step: int | NDArray[np.int64], rows: Sequence[int], num_samples: int, purpose: str = "train"
+) -> NDArray[np.uint64]:
+    """One seed a sample, prompt-major: a function of (seed, purpose, step, prompt, sample), in this order. step: one, or one a row."""
+    parts = np.full((len(rows), num_samples), _sequence(seed, purpose).generate_state(1, np.uint64)[0])
+    for number in (
+        np.asarray(step, dtype=np.uint64).reshape(-1, 1),
+        np.asarray(rows, dtype=np.uint64)[:, None],
+        np.arange(num_samples, dtype=np.uint64),
+    ):
+        parts = _mix(parts ^ _mix(number))
+    return parts.ravel()
+
+
+def uniforms(seeds: NDArray[np.uint64], start: int | NDArray[np.int64], count: int) -> NDArray[np.float64]:
+    """Random numbers ``start`` (one, or one a seed) to ``start + count`` of each seed's stream, in [0, 1): shape [len(seeds), count].
+
+    Counted, not drawn from shared state: SplitMix64 (Steele et al. 2014) at position ``start + i``.
+    """
+    with np.errstate(over="ignore"):
+        places = np.asarray(start, dtype=np.uint64).reshape(-1, 1) + np.arange(1, count + 1, dtype=np.uint64)
+        states = seeds[:, None] + places * _GOLDEN
+    return (_mix(states) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _sequence(seed: int, purpose: str, *numbers: int) -> np.random.SeedSequence:
+    # A spawn key and no list: SeedSequence([1, 2]) is SeedSequence([1, 2, 0]).
+    return np.random.SeedSequence(seed % 2**64, spawn_key=(_PURPOSES.index(purpose), *numbers))
+
+
+def _mix(state: NDArray[np.uint64] | np.uint64) -> NDArray[np.uint64]:
+    with np.errstate(over="ignore"):
+        state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9) + _GOLDEN
+        state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.asarray(state ^ (state >> np.uint64(31)), dtype=np.uint64)

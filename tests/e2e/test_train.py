@@ -32,6 +32,17 @@ TIMERS = {
     "step",
     "other",
 }
+CALLBACK = """
+class Watch:
+    def on_step(self, step, metrics, samples):
+        return {"watch/answers": len(samples["reward"])}
+
+    def on_validation(self, step, metrics):
+        return {"watch/validated": any(name.startswith("val-core/") for name in metrics)}
+
+    def on_save(self, step, folder):
+        return {"watch/whole": (folder / "manifest.json").is_file() and folder.name == f"global_step_{step}"}
+"""
 
 
 def weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
@@ -50,9 +61,11 @@ def moved(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> dict[
 
 @pytest.fixture(scope="module")
 def reference_run(tiny_model, arithmetic_files, tmp_path_factory):
-    """One process, token budget 64, with validation and a save after step 1."""
+    """One process, token budget 64, with validation and a save after step 1, and a callback that is told of everything."""
     folder = tmp_path_factory.mktemp("reference")
+    (folder / "callback.py").write_text(CALLBACK)
     changes = {
+        "trainer__callbacks": folder / "callback.py:Watch",
         "trainer__val_before_train": True,
         "trainer__test_freq": 1,
         "trainer__save_freq": 1,
@@ -154,6 +167,12 @@ def test_the_run_folder_says_what_the_run_was(reference_run):
     env = json.loads((reference_run / "env.json").read_text())
     assert {"torch", "ray", "git", "host", "command", "cuda", "driver", "devices"} <= env.keys()
     assert env["hosts"] == [env["host"]]
+
+
+def test_a_callback_is_told_of_steps_validations_and_saves(reference_run):
+    names = ("watch/answers", "watch/validated", "watch/whole", "callbacks/errors")
+    found = [[line.get(name) for name in names] for line in read_metrics(reference_run)]
+    assert found == [[None, 1.0, None, 0.0], [16.0, 1.0, 1.0, 0.0], [16.0, 1.0, 1.0, 0.0]]
 
 
 def test_others_may_read_what_a_run_saves_as_the_umask_says(reference_run):

@@ -47,6 +47,8 @@ class RunFolder:
             raise ConfigError(
                 f"{self.path} is in use by {owner}. Wait for it, stop it, or choose another trainer.experiment_name."
             ) from None
+        except OSError as error:  # some network storage has no locks at all
+            log.warning("%s cannot be locked (%s): make sure that no other run uses it", self.path, error)
         file.truncate(0)
         file.write(f"pid {os.getpid()} on {socket.gethostname()}, started {time.strftime('%Y-%m-%d %H:%M:%S')}")
         file.flush()

@@ -1,5 +1,6 @@
 import json
 import logging
+import os
 
 import pytest
 
@@ -94,3 +95,14 @@ def test_pruning_keeps_the_newest(folder):
 def test_a_second_run_in_the_same_folder_is_refused(folder):
     with pytest.raises(ConfigError, match=r"in use by pid \d+"):
         RunFolder(str(folder.path))
+
+
+def test_storage_without_locks_is_used_with_a_warning(tmp_path, monkeypatch, caplog):
+    def refuse(file, operation):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    folder = RunFolder(str(tmp_path / "run"))
+    assert "cannot be locked" in caplog.text
+    assert f"pid {os.getpid()}" in (folder.path / "run.lock").read_text()
+    folder.release()

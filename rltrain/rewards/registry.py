@@ -167,7 +167,8 @@ def user_traceback(error: BaseException) -> str:
     """The traceback below our own call, bounded; with the place of the error even for a syntax error."""
     frames = traceback.format_exception(type(error), error, error.__traceback__)
     own = tuple(
-        f'File "{(Path(__file__).parent / name).resolve()}"' for name in ("registry.py", "child.py", "../plugin.py")
+        f'File "{(Path(__file__).parent / name).resolve()}"'
+        for name in ("registry.py", "child.py", "try.py", "../plugin.py")
     )
     kept = [frame for frame in frames if not frame.lstrip().startswith((*own, 'File "<frozen importlib'))]
     return "".join(kept)[-4000:].rstrip()

@@ -1,0 +1,140 @@
+"""Try a reward function on rows of a parquet file, in this process: what it prints is seen, and breakpoint() works.
+
+    python -m rltrain.rewards.try my_reward.py train.parquet
+    python -m rltrain.rewards.try my_reward.py train.parquet --answers answers.txt --kwargs scale=2
+
+Without --answers a row is answered by its own ground truth, in the forms that scorers look for, and by something wrong.
+Exit code 0: every answer got a number; 2: one did not, or nothing could be tried.
+"""
+
+import argparse
+import json
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rltrain.data.rows import Rows, read_rows
+from rltrain.errors import RewardError, RltrainError
+from rltrain.rewards.child import judge
+from rltrain.rewards.registry import FORMS, CustomReward, SourceScorer, load_custom, user_traceback
+
+WRONG = "I do not know."
+_SHOWN_CHARS = 60
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line."""
+    options = _parse(argv)
+    try:
+        rows = read_rows(options.data)
+        custom = CustomReward(options.reward, options.name, dict(options.kwargs), options.batch)
+        function = load_custom(custom)
+        answers = list(_given(options.answers, rows) if options.answers else _made_up(rows, options.rows))
+    except RltrainError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return error.exit_code
+    table = Table("row", "data source", "answer", "ground truth", "score", "further", "seconds")
+    failures: dict[tuple, str] = {}
+    for position, answer in answers:
+        row = rows[position]
+        started = time.perf_counter()
+        try:
+            score, extras = _verdict(function, custom, (row.data_source, answer, row.ground_truth, row.extra_info))
+            said = [f"{score:g}", " ".join(f"{name}={value}" for name, value in extras.items())]
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - user code: what it raises is shown with its traceback
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            what = f"row {position}, answer {answer[:_SHOWN_CHARS]!r}:\n{user_traceback(error)}"
+            failures.setdefault((type(error), where.filename, where.lineno), what)
+            said = [type(error).__name__, ""]
+        cells = [str(position), row.data_source, _short(answer), _short(str(row.ground_truth)), *said]
+        table.add_row(*map(Text, [*cells, f"{time.perf_counter() - started:.3f}"]))
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(table)
+    for what in failures.values():
+        console.print(Text(f"failed, {what}"), soft_wrap=True)
+    return 2 if failures else 0
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "python -m rltrain.rewards.try", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("reward", help="custom_reward_function.path of the run")
+    parser.add_argument("data", help="a parquet file with rows of the run")
+    parser.add_argument("--name", default="compute_score", help="custom_reward_function.name (%(default)s)")
+    parser.add_argument(
+        "--answers", type=Path, metavar="FILE", help="one a line: the first answers row 0, and so on; in a .jsonl file a text, "
+        'or {"answer": …, "row": …}',
+    )  # fmt: skip
+    parser.add_argument(
+        "--rows", type=int, default=3, metavar="N", help="the first rows to try; of every data source one is"
+    )
+    parser.add_argument(
+        "--kwargs",
+        nargs="*",
+        default=[],
+        type=_setting,
+        metavar="KEY=VALUE",
+        help="custom_reward_function.reward_kwargs",
+    )
+    parser.add_argument(
+        "--batch", action="store_true", help="the function takes lists (reward_model.reward_manager=batch)"
+    )
+    return parser.parse_args(argv)
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form key=value")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+def _given(file: Path, rows: Rows) -> Iterator[tuple[int, str]]:
+    """Rows and the answers to them that ``file`` holds."""
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+        for number, line in enumerate(lines):
+            found = json.loads(line) if file.suffix == ".jsonl" else line
+            position, answer = (
+                (found.get("row", number), found["answer"]) if isinstance(found, dict) else (number, found)
+            )
+            if not 0 <= position < len(rows):
+                raise RewardError(f"--answers {file}: line {number + 1} answers row {position} of {len(rows)}.")
+            yield position, str(answer)
+    except (OSError, ValueError, KeyError) as error:
+        raise RewardError(f'--answers {file}: {error!r}. A line is a text, or {{"answer": …, "row": …}}.') from None
+
+
+def _made_up(rows: Rows, number: int) -> Iterator[tuple[int, str]]:
+    for position in sorted({*range(min(number, len(rows))), *rows.data_sources().values()}):
+        truth = rows[position].ground_truth
+        for form in FORMS:
+            yield position, form.format(truth[0] if isinstance(truth, list) and truth else truth)
+        yield position, WRONG
+
+
+def _verdict(function: SourceScorer, custom: CustomReward, call: tuple) -> tuple[float, dict[str, float | str]]:
+    value: Any = function(*([each] for each in call)) if custom.batch else function(*call)  # type: ignore[arg-type]
+    if not custom.batch:
+        return judge(value)
+    (verdict,) = value
+    return judge(verdict)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _SHOWN_CHARS else f"{text[: _SHOWN_CHARS - 1]}…"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

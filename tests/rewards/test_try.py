@@ -1,0 +1,97 @@
+"""``python -m rltrain.rewards.try``: verdicts of a reward function, in this process."""
+
+import json
+import runpy
+import sys
+import textwrap
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+REWARD = """
+    from my_rule import last
+
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None, scale=1):
+        print("looking at", solution_str)
+        if "[" in solution_str:
+            raise KeyError("no brackets")
+        if "answer>" in solution_str:
+            return None
+        return {"score": scale * float(last(solution_str) == ground_truth), "pred": last(solution_str)}
+"""
+
+
+@pytest.fixture
+def attempt(tmp_path, monkeypatch, capsys):
+    """Runs the command on five rows of two data sources; returns its exit code and what it wrote."""
+    (tmp_path / "my_reward.py").write_text(textwrap.dedent(REWARD))
+    (tmp_path / "my_rule.py").write_text("def last(text):\n    return text.split()[-1]\n")
+    truth = {"style": "rule", "ground_truth": "4711"}
+    prompt = [{"role": "user", "content": "?"}]
+    sources = ["one", "one", "one", "one", "two"]
+    records = [{"data_source": source, "prompt": prompt, "reward_model": truth} for source in sources]
+    pq.write_table(pa.Table.from_pylist(records), tmp_path / "rows.parquet")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def run(*more):
+        words = ["try", str(tmp_path / "my_reward.py"), str(tmp_path / "rows.parquet"), *map(str, more)]
+        monkeypatch.setattr(sys, "argv", words)
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_module("rltrain.rewards.try", run_name="__main__")
+        monkeypatch.delitem(sys.modules, "my_rule", raising=False)
+        written = capsys.readouterr()
+        return ended.value.code, written.out + written.err
+
+    return run
+
+
+def lines_of(written, answer):
+    return [line for line in written.splitlines() if f" {answer} " in line and "│" in line]
+
+
+def test_the_usual_forms_and_a_wrong_answer_are_tried_on_every_data_source(attempt):
+    code, written = attempt("--rows", 1, "--kwargs", "scale=2.5")
+    assert code == 2
+    assert [line.split("│")[1:3] for line in lines_of(written, "#### 4711")] == [
+        [" 0   ", " one         "],
+        [" 4   ", " two         "],
+    ]
+    assert all(" 2.5 " in line and " pred=4711 " in line for line in lines_of(written, "#### 4711"))
+    assert all(" 0 " in line for line in lines_of(written, "I do not know."))
+    assert "looking at #### 4711" in written
+    assert written.count("KeyError: 'no brackets'") == 1
+    assert written.count("returned NoneType None") == 1
+    assert "my_reward.py" in written
+    assert "try.py" not in written
+
+
+@pytest.mark.parametrize("name", ["answers.txt", "answers.jsonl"])
+def test_answers_of_a_file_are_tried_on_their_rows(attempt, tmp_path, name):
+    texts = ["4711", "no", "it is 4711"]
+    lines = (
+        texts
+        if name.endswith("txt")
+        else [json.dumps(texts[0]), *(json.dumps({"answer": text, "row": 4}) for text in texts[1:])]
+    )
+    (tmp_path / name).write_text("\n".join(lines))
+    code, written = attempt("--answers", tmp_path / name)
+    assert code == 0
+    rows = ["0", "1", "2"] if name.endswith("txt") else ["0", "4", "4"]
+    for row, text, score in zip(rows, texts, ("1", "0", "1"), strict=True):
+        cells = [[cell.strip() for cell in line.split("│")] for line in lines_of(written, text)]
+        assert [row, text, score] in [[each[1], each[3], each[5]] for each in cells]
+
+
+def test_what_cannot_be_tried_is_one_line_and_exit_code_2(attempt, tmp_path):
+    (tmp_path / "answers.jsonl").write_text('{"text": "4711"}')
+    for more, said in (
+        (["--name", "other"], "has no function"),
+        (["--answers", tmp_path / "answers.jsonl"], "A line is a text"),
+        (["--answers", tmp_path / "none.txt"], "none.txt"),
+    ):
+        code, written = attempt(*more)
+        assert code == 2
+        assert written.startswith("error: ")
+        assert said in written
+        assert "Traceback" not in written

@@ -10,6 +10,7 @@ _COMMANDS = {
     "train": ("rltrain.main_ppo", "train a model (rltrain train --help: its keys)"),
     "report": ("rltrain.report", "the phase table of a run"),
     "lint": ("rltrain.data_preprocess.lint", "check data files before a run does"),
+    "collect": ("rltrain.collect", "what a bug report needs of a run, in one file"),
     "env": ("rltrain.env_report", "versions, machine and devices, for a bug report"),
 }
 _DATA = "rltrain.data_preprocess."

@@ -15,6 +15,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from rltrain.errors import Interrupted
+
 TRAIN_LOG = "train.log"
 # Lines that tell the numbers of a step. They are always in train.log; a console shows them where it has no bar.
 STEPS = logging.getLogger("rltrain.steps")
@@ -91,8 +93,9 @@ def session() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
+        trace = None if isinstance(error, Interrupted) else sys.exc_info()
         text = str(error) or type(error).__name__
-        found.file.handle(logging.LogRecord("rltrain", logging.ERROR, "", 0, text, None, sys.exc_info()))
+        found.file.handle(logging.LogRecord("rltrain", logging.ERROR, "", 0, text, None, trace))
         raise
     finally:
         _session = None

@@ -24,9 +24,10 @@ LAYERS = [
     {"data"},
     {"algorithms"},
     {"batch"},
-    {"ragged", "device", "report", "env_report", "help", "seeds"},
+    {"ragged", "device", "report", "collect", "env_report", "help", "seeds"},
     {"config", "stop"},
-    {"env", "errors", "logs"},
+    {"logs"},
+    {"env", "errors"},
 ]
 # Where a heavy package may be imported.
 HOMES = {

@@ -18,7 +18,8 @@ from rltrain.config.renames import ignored_because, refused_because, rename
 from rltrain.config.schema import Config
 from rltrain.errors import ConfigError
 
-_SECRET = re.compile(r"password|secret|api[-_]?key|access_key|(^|[-_])tokens?$|authorization|cookie", re.IGNORECASE)
+# Names of keys whose values nobody else should see.
+SECRET = re.compile(r"password|secret|api[-_]?key|access_key|(^|[-_])tokens?$|authorization|cookie", re.IGNORECASE)
 # What stands before the host in an address: user:password@
 _CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
 
@@ -119,7 +120,7 @@ def _masked(value: Any, name: str = "") -> Any:
     if isinstance(value, dict):
         return {key: _masked(item, "secret" if name == "url_headers" else str(key)) for key, item in value.items()}
     if isinstance(value, str):
-        return "***" if value and _SECRET.search(name) else _CREDENTIALS.sub("***@", value)
+        return "***" if value and SECRET.search(name) else _CREDENTIALS.sub("***@", value)
     return value
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -23,7 +22,7 @@ from rltrain.data.sampler import make_sampler
 from rltrain.device import Device, get_device, threads_per_worker
 from rltrain.env_report import device_facts, facts
 from rltrain.errors import ConfigError, DataError
-from rltrain.report import report
+from rltrain.report import show_report
 from rltrain.rewards.pool import RewardPool
 from rltrain.rewards.registry import CustomReward
 from rltrain.rewards.slot import Score
@@ -73,7 +72,7 @@ def _run(loaded: LoadedConfig, stop: Stop) -> int:
         folder.release()
     if not finished:
         raise stop.interrupted()
-    sys.stdout.write(report(folder.path) + "\n")
+    show_report(folder.path)
     return 0
 
 

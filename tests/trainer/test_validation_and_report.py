@@ -1,10 +1,13 @@
+import io
 import json
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from rltrain.errors import DataError
 from rltrain.report import learning_summary, phase_table, read_metrics, report
+from rltrain.report import main as report_main
 from rltrain.trainer.balance import Workload
 from rltrain.trainer.metrics import flops_metrics
 from rltrain.trainer.tracking import JsonLines
@@ -24,7 +27,39 @@ def test_the_table_leaves_out_the_first_step_of_several():
 
 
 def test_learning_summary_compares_start_and_end():
-    assert "0.100 (first 1 steps) -> 0.400 (last 1 steps)" in learning_summary(lines(4))
+    assert "0.100 (first step) -> 0.400 (last step)" in learning_summary(lines(4))
+    assert "0.150 (first 2 steps) -> 1.950 (last 2 steps)" in learning_summary(lines(20))
+    assert learning_summary(lines(1)) == "training reward: 0.100 (one step)"
+
+
+def test_a_report_of_validation_alone_speaks_of_no_steps(tmp_path):
+    line = {"step": 0, "val-core/gsm8k/acc/mean@1": 0.825, "timing_s/testing": 2.0}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    text = report(tmp_path)
+    assert text.splitlines()[0] == "No training step"
+    assert any(row.split() == ["testing", "2.000000", "seconds"] for row in text.splitlines())
+    assert text.splitlines()[-1] == "val-core/gsm8k/acc/mean@1: 0.825"
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_table_on_a_terminal_fits_and_tells_share_and_slowest(width, monkeypatch, tmp_path):
+    many = [line | {"perf/throughput": 1234.5, "timing_s/generate_sequences": 0.002604} for line in lines(3)]
+    many[1]["timing_s/gen"] = 3.0
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in many))
+    screen = io.StringIO()
+    monkeypatch.setattr(
+        "rltrain.report.console", Console(file=screen, force_terminal=True, width=width, color_system=None)
+    )
+    assert report_main([str(tmp_path)]) == 0
+    shown = screen.getvalue().splitlines()
+    assert max(map(len, shown)) <= width
+    cells = {row.split()[0]: row.split()[1:] for row in shown if row.split()}
+    assert cells["gen"][:4] == ["2", "44%", "3", "2"]
+    assert cells["step"][:4] == ["4.5", "100%", "5", "3"]
+    assert cells["generate_sequences"][:2] == ["0.0026", "0%"]
+    assert cells["throughput"][0] == "1,234"
+    order = [name for name in cells if name in ("generate_sequences", "gen", "step", "throughput")]
+    assert order == ["generate_sequences", "gen", "step", "throughput"]
 
 
 def test_a_resumed_run_drops_the_lines_after_the_resumed_step(tmp_path):

@@ -1,0 +1,92 @@
+"""``python -m rltrain.collect RUN``: what a bug report needs, in one file. Secrets are masked, big files cut to their ends."""
+
+from __future__ import annotations
+
+import re
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from rltrain.config.load import SECRET
+from rltrain.errors import DataError, RltrainError
+from rltrain.logs import TRAIN_LOG
+
+# Patterns in the run folder, the most telling first: the archive ends where it is full. Of samples only the newest.
+_WANTED = (
+    "config*.yaml", "plan.json", "env.json", "tracking.json", TRAIN_LOG, "metrics.jsonl", "reward.log", "logs/*", "incidents/**/*",
+    "global_step_*/manifest.json", "global_step_*/progress.json",
+)  # fmt: skip
+_NEWEST_SAMPLES = 3
+_MOST_BYTES = 200 * 2**20
+_MOST_OF_A_FILE = 20 * 2**20
+_RAY_LOGS = re.compile(r"Ray's logs: (\S+)")
+
+
+def collect(run: Path, archive: Path) -> list[str]:
+    """Write the archive; returns the names in it. Raises DataError where there is no run."""
+    if not (run / TRAIN_LOG).exists() and not (run / "config.yaml").exists():
+        raise DataError(
+            f"{run} is no run folder: it holds neither {TRAIN_LOG} nor config.yaml (trainer.default_local_dir)."
+        )
+    names: list[str] = []
+    room = _MOST_BYTES
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:
+        for name, path in _files(run):
+            data = _end_of(path)
+            if len(data) > room:
+                continue
+            room -= len(data)
+            if path.suffix in (".yaml", ".json"):
+                data = _masked(data.decode(errors="replace")).encode()
+            file.writestr(name, data)
+            names.append(name)
+    return names
+
+
+def _files(run: Path) -> Iterator[tuple[str, Path]]:
+    samples = sorted(run.glob("samples/**/*.parquet"), key=lambda path: path.stat().st_mtime)[-_NEWEST_SAMPLES:]
+    found = [path for pattern in _WANTED for path in sorted(run.glob(pattern))] + samples
+    yield from ((str(path.relative_to(run)), path) for path in found if path.is_file())
+    text = (run / TRAIN_LOG).read_text(errors="replace") if (run / TRAIN_LOG).exists() else ""
+    for folder in map(Path, _RAY_LOGS.findall(text)[-1:]):  # of the newest start, where this is that machine
+        yield from ((f"ray/{path.name}", path) for path in sorted(folder.glob("*")) if path.is_file())
+
+
+def _end_of(path: Path) -> bytes:
+    with open(path, "rb") as file:
+        left_out = max(0, path.stat().st_size - _MOST_OF_A_FILE) if path.suffix != ".parquet" else 0
+        file.seek(left_out)
+        return (f"[{left_out} bytes left out]\n".encode() if left_out else b"") + file.read()
+
+
+def _masked(text: str) -> str:
+    """Values of keys that name a secret. A run masks its config already; one may be of another hand."""
+
+    def line(match: re.Match[str]) -> str:
+        return f"{match[1]}***" if SECRET.search(match[2]) else match[0]
+
+    return re.sub(r"(?m)^([ \t]*\"?([\w.]+)\"?[ \t]*:[ \t]*)(?![\[{]|null|''|\"\")\S.*$", line, text)
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if argv is None else argv
+    if len(arguments) not in (1, 2) or arguments[0].startswith("-"):
+        sys.stderr.write("usage: python -m rltrain.collect RUN_FOLDER [ARCHIVE.zip]\n")
+        return 0 if arguments[:1] in (["-h"], ["--help"]) else 2
+    run = Path(arguments[0])
+    archive = Path(arguments[1] if len(arguments) == 2 else f"{run.resolve().name}-report.zip")
+    try:
+        names = collect(run, archive)
+    except RltrainError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return error.exit_code
+    size = archive.stat().st_size / 2**20
+    sys.stdout.write(
+        f"{archive}: {len(names)} files, {size:.1f} MiB. Look through it before you give it away: {', '.join(names[:8])} …\n"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

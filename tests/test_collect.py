@@ -1,0 +1,66 @@
+import zipfile
+
+import pytest
+
+from rltrain import collect
+from rltrain.collect import main
+
+
+@pytest.fixture
+def run(tmp_path):
+    folder = tmp_path / "run"
+    ray = tmp_path / "ray" / "logs"
+    for path, text in {
+        folder
+        / "config.yaml": "trainer:\n  device: cpu\n  kwargs:\n    api_key: sk-123\n    tokens: 4\n    password: ''\n",
+        folder / "config.1.yaml": "hub_token: abc\n",
+        folder / "env.json": '{\n "torch": "2",\n "wandb_api_key": "xyz"\n}',
+        folder / "train.log": f"12:00 Ray's logs: {tmp_path}/gone\n12:01 Ray's logs: {ray}\n",
+        folder / "metrics.jsonl": '{"step": 1}\n',
+        folder / "reward.log": "printed",
+        folder / "logs" / "rank_00000.log": "a" * 100 + "the end",
+        folder / "incidents" / "step_3" / "batch.txt": "nan",
+        folder / "samples" / "train" / "1.parquet": "P" * 5000,
+        folder / "global_step_1" / "manifest.json": "{}",
+        folder / "global_step_1" / "actor" / "weights": "big",
+        ray / "raylet.err": "ray says",
+    }.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
+def read(archive):
+    with zipfile.ZipFile(archive) as file:
+        return {name: file.read(name).decode() for name in file.namelist()}
+
+
+def test_a_report_has_all_but_weights_and_secrets(run, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main([str(run)]) == 0
+    assert "run-report.zip: 11 files" in capsys.readouterr().out
+    found = read("run-report.zip")
+    assert set(found) == {
+        "config.yaml", "config.1.yaml", "env.json", "train.log", "metrics.jsonl", "reward.log", "logs/rank_00000.log",
+        "incidents/step_3/batch.txt", "samples/train/1.parquet", "global_step_1/manifest.json", "ray/raylet.err",
+    }  # fmt: skip
+    text = "".join(found.values())
+    assert not any(secret in text for secret in ("sk-123", "abc", "xyz"))
+    assert "device: cpu" in found["config.yaml"]
+    assert "password: ''" in found["config.yaml"]
+
+
+def test_big_files_are_cut_to_their_ends_and_the_archive_is_bounded(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(collect, "_MOST_OF_A_FILE", 60)
+    monkeypatch.setattr(collect, "_MOST_BYTES", 2000)
+    assert main([str(run), str(tmp_path / "x.zip")]) == 0
+    found = read(tmp_path / "x.zip")
+    assert found["logs/rank_00000.log"] == "[47 bytes left out]\n" + "a" * 53 + "the end"
+    assert "samples/train/1.parquet" not in found
+    assert "ray/raylet.err" in found  # small ones behind it still fit
+
+
+def test_a_folder_without_a_run_is_an_error(tmp_path, capsys):
+    assert main([str(tmp_path)]) == 2
+    assert "is no run folder" in capsys.readouterr().err
+    assert main([]) == 2

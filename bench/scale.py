@@ -85,7 +85,7 @@ def start_group(workers: int) -> WorkerGroup:
     """One idle worker a device, spawned and connected as in a run."""
     cfg = load_config(["trainer.device=cpu", f"trainer.n_gpus_per_node={workers}"]).config
     device = get_device("cpu")
-    start_ray(cfg, device)
+    start_ray(cfg)
     group = WorkerGroup("hybrid", reserve(cfg, device), device, threads=1)
     group.start("bench.idle_worker:IdleWorker", {"prompt_tokens": PROMPT_TOKENS})
     return group

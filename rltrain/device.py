@@ -58,6 +58,13 @@ class Device:
         return _RAY_RESOURCES[self.kind]
 
     @property
+    def count(self) -> int:
+        """How many of them torch sees on this machine: 0 where it was built without them. (Of a CPU: 1.)"""
+        if self.is_cpu:
+            return 1
+        return int(self._module().device_count()) if self.kind == "cuda" or _npu_available() else 0
+
+    @property
     def compute_dtype(self) -> torch.dtype:
         """What ``dtype=auto`` means here: bf16 on accelerators, fp32 on CPU."""
         return torch.float32 if self.is_cpu else torch.bfloat16

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import math
 import os
 from importlib.metadata import PackageNotFoundError, files
@@ -20,8 +21,18 @@ _NPU = {
 _CUDA = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 # Big activations come and go: do not hand them back to the kernel every time. Waiting OpenMP threads must not spin.
 _CPU = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "1073741824", "OMP_WAIT_POLICY": "PASSIVE"}
-# A user who sets these for the driver means the workers too, on every node.
-_PASSED_ON = ("HF_HUB_OFFLINE", "HF_ENDPOINT")
+# A user who sets one of these for the driver means the workers too, on every node,
+_PASSED_ON = (
+    *("ASCEND_", "GLOO_", "HCCL_", "HF_", "NCCL_", "PYTORCH_", "SGLANG_", "TORCH_", "VLLM_"),
+    *("CLEARML_", "MLFLOW_", "SWANLAB_", "TRACKIO_", "WANDB_"),
+)
+# but not those that differ from node to node or from worker to worker.
+_EACH_ITS_OWN = ("_VISIBLE_DEVICES", "_IP")
+# The variable that chooses devices, and what a device's file is called.
+_ACCELERATORS = {
+    "npu": ("ASCEND_RT_VISIBLE_DEVICES", "/dev/davinci[0-9]*"),
+    "cuda": ("CUDA_VISIBLE_DEVICES", "/dev/nvidia[0-9]*"),
+}
 _BY_DEVICE = {"npu": _NPU, "cuda": _CUDA, "cpu": _CPU}
 
 
@@ -39,14 +50,46 @@ def shipped(name: str) -> str:
 def worker_environment(device: str, threads: int) -> dict[str, str]:
     """Environment of a worker process on ``device`` (npu, cuda, cpu) with ``threads`` CPU threads."""
     wanted = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", **_BY_DEVICE[device]}
-    passed_on = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
-    return {name: os.environ.get(name, value) for name, value in wanted.items()} | passed_on
+    return {name: os.environ.get(name, value) for name, value in wanted.items()}
+
+
+def driver_environment() -> dict[str, str]:
+    """What workers take over from the driver (see `adopt`). There may be tokens in it: it goes into no log and no file."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(_PASSED_ON) and not name.endswith(_EACH_ITS_OWN)
+    }
+
+
+def adopt(environment: dict[str, str]) -> None:
+    """In a worker: take over the driver's variables, but for those that this node sets itself."""
+    for name, value in environment.items():
+        os.environ.setdefault(name, value)
 
 
 def chosen_threads() -> int | None:
     """OMP_NUM_THREADS, where the user has set it."""
     value = os.environ.get("OMP_NUM_THREADS", "")
     return int(value) if value.isdigit() and int(value) else None
+
+
+def devices_here(device: str, none: int = 1) -> int:
+    """What ``trainer.n_gpus_per_node`` is by default: the devices of this kind (auto, npu, cuda) that this machine shows, or else ``none``.
+
+    From the variable that chooses devices, SLURM's count or the device files: neither torch nor a driver is asked.
+    """
+    for kind, (variable, pattern) in _ACCELERATORS.items():
+        if device not in (kind, "auto"):
+            continue
+        if variable in os.environ:
+            count = len([entry for entry in os.environ[variable].split(",") if entry.strip() not in ("", "-1")])
+        else:
+            slurm = os.environ.get("SLURM_GPUS_ON_NODE", "")
+            count = int(slurm) if slurm.isdigit() else len(glob.glob(pattern))
+        if count:
+            return count
+    return none
 
 
 def cpu_quota(file: Path = Path("/sys/fs/cgroup/cpu.max")) -> float:
@@ -63,8 +106,9 @@ def scorer_environment() -> dict[str, str]:
     return {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"} | os.environ
 
 
-def prepare_driver() -> None:
-    """Environment of the driver, before Ray starts."""
+def prepare_driver(**of_workers: str) -> None:
+    """Environment of the driver, before Ray starts. What the user gives workers counts here too (threads, above all)."""
+    os.environ.update(of_workers)
     # Ray warns that it will stop hiding devices from actors that ask for none; that is what we want.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # Ray runs its workers at low priority, which starves training as soon as anything else runs on the machine.
@@ -95,6 +139,11 @@ def prepare_vllm(rank: int, world: int) -> None:
 def prepare_sglang() -> None:
     """Environment of a worker process before SGLang starts: room behind the longest sequence, which no position reaches."""
     os.environ.setdefault("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "1")
+
+
+def work_offline() -> None:
+    """The hub cannot be reached: neither this process nor the workers need try it again."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 def ray_address() -> str | None:

@@ -19,7 +19,7 @@ win: defaults < --config files < key=value.
   --help             this page. --help rollout: the keys of a section;
                      --help lr: one key, wherever it is; --help all: everything
   --dry-run          print what a run would do, what has no effect and what
-                     does not fit, and stop
+                     is wrong, and stop; exit code 2 where a run would refuse
   --print-config     print the resolved configuration and stop
   --config FILE      read settings from a YAML file (repeatable)
   --version          versions of rltrain and of the packages it uses

@@ -6,7 +6,7 @@ import argparse
 import logging
 import os
 import sys
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from rltrain import __version__
 from rltrain.errors import ConfigError, Interrupted, RltrainError
@@ -60,7 +60,7 @@ def _run(arguments: argparse.Namespace, stop: Stop) -> int:
 
         _write(short_facts() + "\n")
         return 0
-    from rltrain.config.check import check, missing_files, unavailable
+    from rltrain.config.check import check
     from rltrain.config.effects import without_effect
     from rltrain.config.load import load_config, to_yaml
 
@@ -69,14 +69,13 @@ def _run(arguments: argparse.Namespace, stop: Stop) -> int:
         _write(to_yaml(loaded.config))
         return 0
     check(loaded)
-    does_not_fit = unavailable(loaded.config)
-    missing = missing_files(loaded.config)
     notes = [*loaded.warnings, *without_effect(loaded)]
     if arguments.dry_run:
-        _write(_dry_run(loaded.config, notes, does_not_fit, missing))
-        return 0
-    if problems := [*does_not_fit, *missing]:
-        raise ConfigError("\n".join(problems))
+        from rltrain.dry_run import dry_run
+
+        text, refused = dry_run(loaded, notes)
+        _write(text)
+        return ConfigError.exit_code if refused else 0
     from rltrain import logs
 
     with logs.session():
@@ -89,10 +88,6 @@ def _run(arguments: argparse.Namespace, stop: Stop) -> int:
         from rltrain.trainer.run import run_training
 
         return run_training(loaded, stop)
-
-
-# How many rows of each file --dry-run looks at; `python -m rltrain.data_preprocess.lint` looks at all.
-_LINTED_ROWS = 100
 
 
 def _write(text: str) -> None:
@@ -117,67 +112,6 @@ def _parse(argv: list[str]) -> argparse.Namespace:
             )
     arguments.overrides = rest
     return arguments
-
-
-def _dry_run(config: Any, notes: list[str], does_not_fit: list[str], missing: list[str]) -> str:
-    from rltrain.config.check import as_list
-    from rltrain.trainer.plan import describe, make_plan
-
-    prompts = None
-    if not any(line.startswith("data.train_files") for line in missing):
-        rows, limit = _count_rows(as_list(config.data.train_files)), config.data.train_max_samples
-        prompts = min(rows, limit) if limit >= 0 else rows
-    parts = [describe(make_plan(config, prompts), config)]
-    if prompts is not None and config.data.filter_overlong_prompts:
-        parts.append("  (prompts are counted before filter_overlong_prompts: a run may have fewer)")
-    for title, lines in (
-        ("no effect", notes),
-        ("does not fit this version (a run would refuse)", does_not_fit),
-        ("missing here (a run would refuse)", missing),
-    ):
-        if lines:
-            parts.append(title + "\n" + "\n".join(f"  {line}" for line in lines))
-    if not missing:
-        parts.append(_first_rows(config))
-    return "\n".join(parts) + "\n"
-
-
-def _first_rows(config: Any) -> str:
-    """What the linter says of the first rows of every file, with the tokenizer where the model is a local folder."""
-    from rltrain.config.check import as_list
-    from rltrain.data.chat import chat_encoder
-    from rltrain.data_preprocess.lint import describe, lint
-    from rltrain.errors import RltrainError
-    from rltrain.rewards.registry import CustomReward
-
-    data, custom = config.data, config.custom_reward_function
-    batch = config.reward_model.reward_manager == "batch"
-    local = os.path.isdir(config.actor_rollout_ref.model.path)
-    files = [*as_list(data.train_files), *as_list(data.val_files)]
-    try:
-        num_rows, findings = lint(
-            files,
-            encoder=chat_encoder(config) if local else None,
-            max_prompt_length=data.max_prompt_length if local and not data.filter_overlong_prompts else None,
-            custom=CustomReward(custom.path, custom.name, dict(custom.reward_kwargs), batch) if custom.path else None,
-            max_rows=_LINTED_ROWS,
-        )
-    except RltrainError as error:
-        return f"data: {error}"
-    said = describe(findings).rstrip("\n")
-    return f"data: the first {num_rows} rows (up to {_LINTED_ROWS} of each file)" + (
-        f"\n{said}" if said else ", nothing found"
-    )
-
-
-def _count_rows(files: list[str]) -> int:
-    """Rows before filtering, from the files' footers."""
-    import pyarrow.parquet as pq
-
-    try:
-        return sum(pq.ParquetFile(file).metadata.num_rows for file in files)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"data.train_files={files}: not readable as parquet: {error}") from error
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
 """What workers find in their environment."""
 
 import math
+import os
 
 import pytest
 
 from rltrain import device
+from rltrain.config.load import load_config
 from rltrain.device import threads_per_worker
-from rltrain.env import cpu_quota, worker_environment
+from rltrain.env import adopt, cpu_quota, driver_environment, worker_environment
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "npu"])
@@ -39,6 +41,39 @@ def test_the_quota_of_a_container_counts(tmp_path, text, cores):
 def test_offline_driver_means_offline_workers(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.delenv("HF_ENDPOINT", raising=False)
-    found = worker_environment("cpu", threads=1)
+    found = driver_environment()
     assert found["HF_HUB_OFFLINE"] == "1"
     assert "HF_ENDPOINT" not in found
+
+
+def test_what_a_node_sets_itself_stays(monkeypatch):
+    for name in ("NCCL_DEBUG", "HF_TOKEN", "ASCEND_RT_VISIBLE_DEVICES", "VLLM_HOST_IP", "SOMETHING_ELSE"):
+        monkeypatch.setenv(name, "driver")
+    passed_on = driver_environment()
+    assert {"NCCL_DEBUG", "HF_TOKEN"} <= passed_on.keys()
+    assert not {"ASCEND_RT_VISIBLE_DEVICES", "VLLM_HOST_IP", "SOMETHING_ELSE"} & passed_on.keys()
+    monkeypatch.setenv("NCCL_DEBUG", "node")
+    monkeypatch.delenv("HF_TOKEN")
+    adopt(passed_on)
+    assert (os.environ["NCCL_DEBUG"], os.environ["HF_TOKEN"]) == ("node", "driver")
+
+
+@pytest.mark.parametrize(
+    ("variables", "device", "count"),
+    [
+        ({"CUDA_VISIBLE_DEVICES": "0,3"}, "auto", 2),
+        ({"CUDA_VISIBLE_DEVICES": "0,3", "SLURM_GPUS_ON_NODE": "8"}, "cuda", 2),
+        ({"CUDA_VISIBLE_DEVICES": ""}, "cuda", 1),
+        ({"SLURM_GPUS_ON_NODE": "8"}, "npu", 8),
+        ({"ASCEND_RT_VISIBLE_DEVICES": "0,1,2"}, "npu", 3),
+        ({"CUDA_VISIBLE_DEVICES": "0,3"}, "cpu", 1),
+    ],
+)
+def test_devices_are_counted_unless_a_number_is_given(variables, device, count, monkeypatch):
+    for name in ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "SLURM_GPUS_ON_NODE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    asked = [f"trainer.device={device}"]
+    assert load_config(asked).config.trainer.n_gpus_per_node == count
+    assert load_config([*asked, "trainer.n_gpus_per_node=5"]).config.trainer.n_gpus_per_node == 5

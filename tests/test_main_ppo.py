@@ -34,18 +34,23 @@ trainer.test_freq=-1 trainer.total_epochs=15000
 
 
 def test_the_published_command_is_planned(capsys):
-    assert main([*BOBA, "--dry-run"]) == 0
+    assert main([*BOBA, "--dry-run"]) == 2
     text = capsys.readouterr().out
     for words in (
         "8 x 8 = 64", "data-parallel              16", "at most 128 samples each", "2,048 (16 answers",
         "32 (sglang, 2 devices each, about 64 samples each", "4 (mini-batches of 32 prompts", "at most 120,000 tokens", "28,672 tokens",
     ):  # fmt: skip
         assert words in text
-    no_effect = text[text.index("no effect\n") : text.index("does not fit")]
+    no_effect, refused = text[text.index("no effect\n") :].split("a run would refuse: ")
     for key in ("actor.ppo", "ref.log_prob", "rollout.log_prob"):
         assert f"actor_rollout_ref.{key}_micro_batch_size_per_gpu: no effect" in no_effect
-    assert "rollout.name=sglang" in text[text.index("does not fit") :]
-    assert "/data/train.parquet does not exist" in text
+    for words in (
+        "rollout.name=sglang",
+        "/data/train.parquet does not exist",
+        "needs a running Ray cluster",
+        "model.path=/models",
+    ):
+        assert words in refused
 
 
 def test_a_run_that_does_not_fit_is_refused_before_anything_starts(capsys):
@@ -60,11 +65,11 @@ def test_a_dry_run_counts_the_rows_that_a_run_would_take(tmp_path, capsys):
     file = tmp_path / "train.parquet"
     pq.write_table(pa.table({"prompt": [str(row) for row in range(700)]}), file)
     here = [*BOBA, f"data.train_files=['{file}','{file}']", "--dry-run"]
-    assert main(here) == 0
+    assert main(here) == 2
     text = capsys.readouterr().out
     assert "10 per epoch of 1,400 prompts, 120 prompts of each left out" in text
     assert "counted before filter_overlong_prompts" in text
-    assert main([*here, "data.train_max_samples=300"]) == 0
+    assert main([*here, "data.train_max_samples=300"]) == 2
     assert "2 per epoch of 300 prompts" in capsys.readouterr().out
 
 

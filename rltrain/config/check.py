@@ -75,14 +75,13 @@ def missing_files(config: Config) -> list[str]:
     named += [("custom_reward_function.path", path) for path in as_list(config.custom_reward_function.path)]
     named += [(key, get(config, key).rpartition(":")[0]) for key in PLUGINS if ":" in get(config, key)]
     named += [("trainer.callbacks", name.rpartition(":")[0]) for name in config.trainer.callbacks]
-    for key in (_A + "model.path", _A + "model.lora_adapter_path", "critic.model.path", "reward_model.model.path"):
-        if (model := get(config, key) or "").startswith(("/", ".", "~")):
-            named.append((key, model))
+    if (adapter := config.actor_rollout_ref.model.lora_adapter_path or "").startswith(("/", ".", "~")):
+        named.append((_A + "model.lora_adapter_path", adapter))
     if config.trainer.resume_mode == "resume_path":
         named.append(("trainer.resume_from_path", str(config.trainer.resume_from_path)))
     for key, path in named:
         if not Path(path).expanduser().exists():
-            lines.append(f"{key}: {path} does not exist.{_nearest_file(Path(path).expanduser())}")
+            lines.append(f"{key}: {path} does not exist.{nearest_file(Path(path).expanduser())}")
     return lines
 
 
@@ -295,7 +294,8 @@ def _largest_divisor(number: int, limit: int) -> int:
     return next(size for size in range(min(limit, number), 0, -1) if number % size == 0)
 
 
-def _nearest_file(path: Path) -> str:
+def nearest_file(path: Path) -> str:
+    """ " Did you mean …?" where something next to a path that is not there has almost its name, or nothing."""
     if not path.parent.is_dir():
         return ""
     near = difflib.get_close_matches(path.name, [entry.name for entry in path.parent.iterdir()], n=1)

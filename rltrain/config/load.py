@@ -16,8 +16,10 @@ from yaml import YAMLError, safe_load
 from rltrain.config.keys import all_keys, free_form_parent, is_known, nearest, sections
 from rltrain.config.renames import ignored_because, refused_because, rename
 from rltrain.config.schema import Config
+from rltrain.env import devices_here
 from rltrain.errors import ConfigError
 
+OmegaConf.register_resolver("devices_here", devices_here, replace=True)
 # Names of keys whose values nobody else should see.
 SECRET = re.compile(r"password|secret|api[-_]?key|access_key|(^|[-_])tokens?$|authorization|cookie", re.IGNORECASE)
 # What stands before the host in an address: user:password@

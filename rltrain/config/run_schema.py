@@ -52,8 +52,8 @@ class TrainerConfig:
     """auto, npu, cuda or cpu."""
     nnodes: int = 1
     """Nodes."""
-    n_gpus_per_node: int = 8
-    """Devices (and so workers) per node; on a CPU the number of worker processes."""
+    n_gpus_per_node: int = "${devices_here:${trainer.device}}"  # type: ignore[assignment]
+    """Devices (and so workers) per node; on a CPU the number of worker processes. Default: as many as this machine has, on a CPU 1."""
     total_epochs: int = 30
     """Passes over the training prompts."""
     total_training_steps: int | None = None
@@ -72,8 +72,8 @@ class TrainerConfig:
     """Save when the run ends or is stopped by a signal."""
     default_local_dir: str = "checkpoints/${trainer.project_name}/${trainer.experiment_name}"
     """Run folder: checkpoints, metrics, logs. On several nodes it must be storage that all of them see."""
-    max_actor_ckpt_to_keep: int | None = None
-    """Checkpoints to keep; null: all."""
+    max_actor_ckpt_to_keep: int | None = 3
+    """Newest checkpoints to keep; null or -1: all."""
     max_critic_ckpt_to_keep: int | None = None
     """No effect: a checkpoint holds all roles; see max_actor_ckpt_to_keep."""
     resume_mode: str = "auto"
@@ -107,18 +107,9 @@ class TrainerConfig:
 
 
 @dataclass
-class RayInitConfig:
-    """Arguments of ray.init."""
-
-    address: str | None = None
-    """Cluster to join ("auto" finds the one on this node); null: RAY_ADDRESS, else a local Ray."""
-    num_cpus: int | None = None
-    """CPU slots of a local Ray; null: the larger of cores and workers."""
-
-
-@dataclass
 class RayConfig:
     """Ray."""
 
-    ray_init: RayInitConfig = field(default_factory=RayInitConfig)
-    """Arguments of ray.init."""
+    ray_init: dict[str, Any] = field(default_factory=lambda: {"address": None, "num_cpus": None})
+    """Free-form arguments of ray.init: address (cluster to join; "auto" finds the one on this node; null: RAY_ADDRESS, else a local Ray),
+    num_cpus (slots of a local Ray; null: the larger of cores and workers), _temp_dir, runtime_env.env_vars and others."""

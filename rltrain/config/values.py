@@ -112,7 +112,6 @@ AT_LEAST = {
     _A + "rollout.tensor_model_parallel_size": 1,
     _A + "rollout.val_kwargs.n": 1,
     _A + "rollout.val_kwargs.temperature": 0,
-    "ray_kwargs.ray_init.num_cpus": 1,
     "trainer.nnodes": 1,
     "trainer.n_gpus_per_node": 1,
     "trainer.total_epochs": 1,

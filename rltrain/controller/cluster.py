@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import logging
 import os
+import re
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import ray
@@ -16,48 +20,89 @@ from rltrain.env import prepare_driver, ray_address
 from rltrain.errors import ConfigError, WorkerLost
 from rltrain.logs import count
 
+log = logging.getLogger(__name__)
 _RESERVE_TIMEOUT_S = 120
 _POLL_S = 0.5
+_FIRST_WORD_S, _SAY_EVERY_S = 2, 10
+_KEY = "ray_kwargs.ray_init"
 
 
-def start_ray(cfg: Config, device: Device) -> None:
-    """Join the cluster at ``ray_kwargs.ray_init.address`` (or RAY_ADDRESS), else start a local one.
+def cluster_address(cfg: Config) -> str | None:
+    """The cluster to join: ``ray_kwargs.ray_init.address`` or RAY_ADDRESS. None: a local Ray is started."""
+    return cfg.ray_kwargs.ray_init.get("address") or ray_address()
+
+
+def ray_problems(cfg: Config) -> Iterator[str]:
+    """Arguments that ray.init does not have, and a cluster that is needed and not named."""
+    # Names with an underscore are taken out of **kwargs.
+    known = {
+        *inspect.signature(ray.init).parameters,
+        *re.findall(r'kwargs\.pop\(\s*"(_\w+)"', inspect.getsource(ray.init)),
+    }
+    for name in cfg.ray_kwargs.ray_init:
+        if name not in known - {"kwargs"}:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            yield f"unknown key '{_KEY}.{name}': ray.init has no such argument." + (
+                f" Did you mean {_KEY}.{near[0]}?" if near else ""
+            )
+    if cfg.trainer.nnodes > 1 and not cluster_address(cfg):
+        yield (
+            f"trainer.nnodes={cfg.trainer.nnodes} needs a running Ray cluster. Start it with scripts/ray_start.sh on every node, "
+            f"then set {_KEY}.address=auto."
+        )
+
+
+def start_ray(cfg: Config) -> None:
+    """Join the cluster at `cluster_address`, else start a local one.
 
     On a local CPU run each worker takes one CPU slot, so there are as many slots as workers ask for, whatever the machine.
     """
-    init = cfg.ray_kwargs.ray_init
-    address = init.address or ray_address()
-    prepare_driver()
+    if problems := list(ray_problems(cfg)):
+        raise ConfigError("\n".join(problems))
+    given = {name: value for name, value in cfg.ray_kwargs.ray_init.items() if value is not None}
+    address = cluster_address(cfg)
+    runtime = dict(given.get("runtime_env", {}))
+    variables = {name: _as_text(value) for name, value in runtime.pop("env_vars", {}).items()}
+    prepare_driver(**variables)
+    arguments: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-        return
-    if cfg.trainer.nnodes > 1:
-        raise ConfigError(
-            f"trainer.nnodes={cfg.trainer.nnodes} needs a running Ray cluster. Start it with scripts/ray_start.sh on every node, "
-            "then set ray_kwargs.ray_init.address=auto."
-        )
-    num_cpus = init.num_cpus or max(os.cpu_count() or 1, cfg.trainer.n_gpus_per_node)
+        given.pop("num_cpus", None)
+    else:
+        arguments |= {"num_cpus": max(os.cpu_count() or 1, cfg.trainer.n_gpus_per_node), "include_dashboard": False}
     # "local": not one that happens to run on this machine.
-    ray.init("local", num_cpus=num_cpus, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    arguments |= given | {"address": address or "local"}
+    if runtime or variables:
+        arguments["runtime_env"] = runtime | {"env_vars": variables}
+    try:
+        ray.init(**arguments)
+    except (ValueError, TypeError, ConnectionError, ray.exceptions.RayError) as error:
+        shown = ", ".join(f"{name}={value}" for name, value in given.items() if name != "runtime_env")
+        raise ConfigError(f"ray.init({shown}) failed, see {_KEY}: {error}") from error
 
 
 def reserve(cfg: Config, device: Device) -> list[PlacementGroup]:
-    """One placement group a node, with one bundle a device. Raises WorkerLost when they do not come up."""
+    """One placement group a node, with one bundle a device. Raises WorkerLost when they do not come up.
+
+    A local Ray that lacks devices is a ConfigError at once; in a cluster, nodes may still join.
+    """
     trainer = cfg.trainer
-    bundle = {"CPU": 1.0} if device.is_cpu else {"CPU": 1.0, device.ray_resource: 1.0}
-    groups = [
-        placement_group([dict(bundle)] * trainer.n_gpus_per_node, strategy="STRICT_PACK") for _ in range(trainer.nnodes)
-    ]
-    waiting, deadline = [group.ready() for group in groups], time.monotonic() + _RESERVE_TIMEOUT_S
-    while waiting and time.monotonic() < deadline:  # in short looks: a signal is heard between them
+    name, per_node = device.ray_resource, trainer.n_gpus_per_node
+    if not cluster_address(cfg) and (have := int(ray.cluster_resources().get(name, 0))) < per_node:
+        raise ConfigError(f"trainer.n_gpus_per_node={per_node}, but the local Ray has {have} {name} slots.")
+    bundle = {"CPU": 1.0} if device.is_cpu else {"CPU": 1.0, name: 1.0}
+    groups = [placement_group([dict(bundle)] * per_node, strategy="STRICT_PACK") for _ in range(trainer.nnodes)]
+    waiting, started, say_at = [group.ready() for group in groups], time.monotonic(), _FIRST_WORD_S
+    while waiting and (waited := time.monotonic() - started) < _RESERVE_TIMEOUT_S:
+        if waited > say_at:
+            left = _RESERVE_TIMEOUT_S - waited
+            log.info("waiting for devices: %s (%d s left)", _lacking(len(waiting), cfg, name), left)
+            say_at += _SAY_EVERY_S
+        # In short looks: a signal is heard between them.
         _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=_POLL_S)
     if waiting:
-        have = {
-            name: amount for name, amount in ray.cluster_resources().items() if name in ("CPU", device.ray_resource)
-        }
         raise WorkerLost(
-            f"{len(waiting)} of {count(trainer.nnodes, 'node')} with {trainer.n_gpus_per_node} free {device.ray_resource} slots each "
-            f"did not come up in {_RESERVE_TIMEOUT_S} s. The cluster has {have} on {count(len(ray.nodes()), 'node')}. "
+            f"{len(waiting)} of {count(trainer.nnodes, 'node')} with {per_node} free {name} slots each did not come up in "
+            f"{_RESERVE_TIMEOUT_S} s: {_lacking(len(waiting), cfg, name)}. "
             "Check trainer.nnodes and trainer.n_gpus_per_node, or start the missing nodes."
         )
     return groups
@@ -67,6 +112,22 @@ def ray_logs() -> str:
     """The folder where Ray keeps what its processes said, on this node; on others it has the same name."""
     node: Any = ray._private.worker._global_node
     return node.get_logs_dir_path()
+
+
+def _lacking(num_missing: int, cfg: Config, resource: str) -> str:
+    """What the cluster has, against what is asked for."""
+    slots = [int(node["Resources"].get(resource, 0)) for node in ray.nodes() if node["Alive"]]
+    wanted, per_node = cfg.trainer.nnodes, cfg.trainer.n_gpus_per_node
+    fitting = sum(each // per_node for each in slots)
+    has = f"the cluster has {count(len(slots), 'node')} with {' + '.join(map(str, slots))} {resource} slots"
+    if fitting >= wanted:
+        return f"{has}, which would do, but {num_missing * per_node} of those asked for are in use"
+    return f"{has}; {wanted} x {per_node} on one node each are asked for, so {wanted - fitting} more are needed"
+
+
+def _as_text(value: Any) -> str:
+    """As it was typed: YAML has made numbers and booleans of some."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def share(value: Any) -> ray.ObjectRef:

@@ -25,7 +25,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rltrain.controller.cluster import ray_logs
 from rltrain.controller.samples import Request, assemble, driver_bytes
 from rltrain.device import Device
-from rltrain.env import worker_environment
+from rltrain.env import adopt, driver_environment, worker_environment
 from rltrain.errors import RltrainError, WorkerError, WorkerLost
 from rltrain.logs import open_worker_log
 
@@ -41,7 +41,8 @@ _SYMPTOMS = ("gloo", "nccl", "hccl", "connection closed", "connection reset", "b
 class _Host:
     """The process of one rank. It resolves requests into batches, so that workers know nothing of Ray."""
 
-    def __init__(self, rank: int, world: int, threads: int, logs: str | None) -> None:
+    def __init__(self, rank: int, world: int, threads: int, logs: str | None, environment: dict[str, str]) -> None:
+        adopt(environment)
         self._rank, self._world, self._threads = rank, world, threads
         if logs:
             open_worker_log(logs, rank)
@@ -161,7 +162,7 @@ class WorkerGroup:
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
         environment = {"env_vars": worker_environment(self._device.kind, threads)}
         return _REMOTE_HOST.options(scheduling_strategy=strategy, runtime_env=environment, **demand).remote(
-            rank, self.world, threads, str(self._logs) if self._logs else None
+            rank, self.world, threads, str(self._logs) if self._logs else None, driver_environment()
         )
 
     def start(self, worker: str, kwargs: dict[str, Any]) -> None:

@@ -103,6 +103,12 @@ class ChatEncoder:
             )
         return tokenizer
 
+    @property
+    def ignores_generation_prompt(self) -> bool:
+        """Whether the template says nothing of whose turn it is."""
+        messages: list[Message] = [{"role": "user", "content": "?"}]
+        return self.encode(messages) == self.encode_batch([messages], answered=True)[0]
+
     @cached_property
     def eos_token_ids(self) -> list[int]:
         """Every token that ends an answer: the tokenizer's and those of generation_config.json; ascending."""
@@ -181,6 +187,7 @@ def encode_prompts(
     if truncation not in TRUNCATIONS:
         raise DataError(f"data.truncation={truncation!r} is not one of {', '.join(TRUNCATIONS)}.")
     kept, row_index, overlong = [], [], []
+    _ = encoder.tokenizer  # where there is none, no row is to blame
     for position, ids in enumerate(_encode_rows(rows, encoder)):
         if len(ids) > max_prompt_length:
             if filter_overlong or truncation == "error":

@@ -55,13 +55,25 @@ def lint(
             continue
         findings["rows with schema errors"] += problems
         tables.append(rows if max_rows is None else rows.select(range(min(max_rows, len(rows)))))
+    if encoder is not None and max_prompt_length is not None:
+        for rows in tables:
+            _check_lengths(rows, encoder, max_prompt_length, findings)
+    for kind, lines in look_at(tables, encoder=encoder, custom=custom).items():
+        findings[kind] += lines
+    return sum(map(len, tables)), {kind: lines for kind, lines in findings.items() if lines}
+
+
+def look_at(
+    tables: Sequence[Rows], *, encoder: ChatEncoder | None, custom: CustomReward | None = None, grade: bool = True
+) -> Findings:
+    """What is wrong with rows that a run can read. ``grade``: whether their reference answers are scored."""
+    findings: Findings = defaultdict(list)
     _check_duplicates(tables, findings)
     for rows in tables:
         _check_media(rows, findings)
-        if encoder is not None and max_prompt_length is not None:
-            _check_lengths(rows, encoder, max_prompt_length, findings)
-    _check_answers(tables, encoder, custom, findings)
-    return sum(map(len, tables)), {kind: lines for kind, lines in findings.items() if lines}
+    if grade:
+        _check_answers(tables, encoder, custom, findings)
+    return {kind: lines for kind, lines in findings.items() if lines}
 
 
 def _check_duplicates(tables: Sequence[Rows], findings: Findings) -> None:

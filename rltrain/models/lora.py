@@ -67,6 +67,11 @@ def lora_of(cfg: ModelConfig | CriticModelConfig, section: str, dtype: torch.dty
     return Lora(section, cfg.lora_rank, cfg.lora_alpha, cfg.target_modules, cfg.exclude_modules, path, dtype, seed)
 
 
+def check_layers(model: PreTrainedModel, lora: Lora) -> None:
+    """Raises ConfigError where the layers that ``lora`` names are not those of a model on the meta device."""
+    _target_layers(model, lora)
+
+
 def add_adapters(model: PreTrainedModel, lora: Lora) -> None:
     """Put empty adapters into a model on the meta device, and freeze everything else. Raises ConfigError."""
     try:

@@ -27,12 +27,12 @@ from rltrain.rewards.pool import RewardPool
 from rltrain.rewards.registry import CustomReward
 from rltrain.rewards.slot import Score
 from rltrain.stop import Stop
-from rltrain.trainer.advantage import check_plugins
 from rltrain.trainer.callbacks import Callbacks
 from rltrain.trainer.checkpoint import RunFolder
 from rltrain.trainer.experience import Experience
 from rltrain.trainer.plan import Plan, describe, make_plan
 from rltrain.trainer.ppo import PPOTrainer
+from rltrain.trainer.preflight import preflight
 from rltrain.trainer.progress import Start, find_start
 from rltrain.trainer.rewards import Rewards
 from rltrain.trainer.roles import Critic, Policy, RewardModel
@@ -53,8 +53,11 @@ def run_training(loaded: LoadedConfig, stop: Stop) -> int:
 def _run(loaded: LoadedConfig, stop: Stop) -> int:
     cfg = loaded.config
     device = get_device(cfg.trainer.device)
-    if problems := check_plugins(cfg):
-        raise ConfigError("\n".join(problems))
+    found = preflight(loaded)
+    if found.problems:
+        raise ConfigError("\n".join(found.problems))
+    for note in found.notes:
+        log.warning("note: %s", note)
     callbacks = Callbacks(cfg.trainer.callbacks)
     rows, prompts = load_data(cfg)
     plan = make_plan(cfg, len(prompts["train"]))
@@ -64,7 +67,7 @@ def _run(loaded: LoadedConfig, stop: Stop) -> int:
     try:
         start = find_start(cfg, folder, rows["train"].fingerprint())
         with logs.waiting("starting Ray"), stop.keeping_handlers("starting Ray"):
-            start_ray(cfg, device)
+            start_ray(cfg)
         log.info("Ray's logs: %s", ray_logs())
         finished = _train(loaded, plan, device, rows, prompts, folder, start, stop, callbacks)
     finally:
@@ -142,9 +145,8 @@ def start_pool(cfg: Config, num_workers: int, splits: dict[str, Any], folder: Pa
     """
     if cfg.reward_model.enable and cfg.reward_model.rule_weight == 0:
         return None
-    custom, batch = cfg.custom_reward_function, cfg.reward_model.reward_manager == "batch"
     pool = RewardPool(
-        CustomReward(custom.path, custom.name, dict(custom.reward_kwargs), batch) if custom.path else None,
+        custom_reward(cfg),
         num_workers=num_workers,
         timeout_s=cfg.reward.timeout_s,
         on_error=cfg.reward.on_error,
@@ -161,6 +163,12 @@ def start_pool(cfg: Config, num_workers: int, splits: dict[str, Any], folder: Pa
         if split == "train":
             check_columns(cfg, scores)
     return pool
+
+
+def custom_reward(cfg: Config) -> CustomReward | None:
+    """The user's own function, None where the built-in scorers decide."""
+    custom, batch = cfg.custom_reward_function, cfg.reward_model.reward_manager == "batch"
+    return CustomReward(custom.path, custom.name, dict(custom.reward_kwargs), batch) if custom.path else None
 
 
 def check_columns(cfg: Config, scores: Sequence[Score]) -> None:

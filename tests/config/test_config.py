@@ -15,7 +15,13 @@ from rltrain.errors import ConfigError
 
 A = "actor_rollout_ref."
 # What every valid config needs.
-BASE = [f"{A}model.path=m", "data.train_files=t.parquet", "algorithm.adv_estimator=grpo", f"{A}rollout.n=4"]
+BASE = [
+    f"{A}model.path=m",
+    "data.train_files=t.parquet",
+    "algorithm.adv_estimator=grpo",
+    f"{A}rollout.n=4",
+    "trainer.n_gpus_per_node=8",
+]
 KEYS_FILE = Path(__file__).parent / "keys.txt"
 
 
@@ -155,7 +161,7 @@ def test_both_spellings_work_and_the_new_name_is_said():
         == "cosine"
     )
     assert load_config(["reward.custom_reward_function.path=r.py"]).config.custom_reward_function.path == "r.py"
-    assert load_config(["ray_init.num_cpus=3"]).config.ray_kwargs.ray_init.num_cpus == 3
+    assert load_config(["ray_init.num_cpus=3"]).config.ray_kwargs.ray_init["num_cpus"] == 3
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ import ray
 from ray.cluster_utils import Cluster
 
 from rltrain.controller import cluster as subject
-from rltrain.controller.cluster import reserve, start_ray
-from rltrain.device import Device, get_device
+from rltrain.controller.cluster import ray_problems, reserve, start_ray
+from rltrain.device import Device
 from rltrain.errors import ConfigError, WorkerLost
 from tests.tiny import small_config
 
@@ -25,6 +25,7 @@ def two_nodes():
 def settings(nnodes: int):
     config = small_config()
     config.trainer.nnodes, config.trainer.n_gpus_per_node = nnodes, 2
+    config.ray_kwargs.ray_init["address"] = "auto"
     return config
 
 
@@ -43,10 +44,36 @@ def test_nodes_that_do_not_come_up_are_counted(monkeypatch):
     monkeypatch.setattr(subject, "_RESERVE_TIMEOUT_S", 3)
     with pytest.raises(WorkerLost, match="1 of 3 nodes with 2 free NPU slots each did not come up in 3 s") as caught:
         reserve(settings(3), Device("npu"))
-    assert "on 2 nodes" in str(caught.value)
+    assert "2 nodes with 2 + 2 NPU slots; 3 x 2 on one node each are asked for, so 1 more" in str(caught.value)
+
+
+def test_what_is_missing_is_said_while_it_is_waited_for(monkeypatch, caplog):
+    monkeypatch.setattr(subject, "_RESERVE_TIMEOUT_S", 3)
+    caplog.set_level("INFO")
+    with pytest.raises(WorkerLost):
+        reserve(settings(3), Device("npu"))
+    assert "waiting for devices: the cluster has 2 nodes" in caplog.text
+    assert "s left)" in caplog.text
+
+
+def test_a_local_ray_without_the_devices_is_told_at_once():
+    config = settings(1)
+    config.ray_kwargs.ray_init["address"] = None
+    with pytest.raises(ConfigError, match="n_gpus_per_node=2, but the local Ray has 0 GPU slots"):
+        reserve(config, Device("cuda"))
+
+
+def test_arguments_ray_does_not_have_are_named():
+    config = small_config()
+    config.ray_kwargs.ray_init |= {"_temp_dir": "/tmp", "object_store_memory": 1, "runtime_env": {}, "num_cpu": 3}
+    (problem,) = ray_problems(config)
+    assert "ray_init.num_cpu'" in problem
+    assert "Did you mean ray_kwargs.ray_init.num_cpus?" in problem
 
 
 def test_several_nodes_need_a_cluster(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    config = settings(2)
+    config.ray_kwargs.ray_init["address"] = None
     with pytest.raises(ConfigError, match=r"trainer.nnodes=2 needs a running Ray cluster"):
-        start_ray(settings(2), get_device("cpu"))
+        start_ray(config)

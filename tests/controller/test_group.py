@@ -71,7 +71,7 @@ class ToyWorker:
 
 @pytest.fixture(scope="module", autouse=True)
 def local_ray():
-    start_ray(small_config(), get_device("cpu"))
+    start_ray(small_config())
     yield
     ray.shutdown()
 

@@ -35,8 +35,10 @@ def test_the_commands_of_the_examples_are_accepted(script, tmp_path):
     (tmp_path / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     (tmp_path / "python").chmod(0o755)
     done = run("bash", str(script), "--dry-run", PATH=f"{tmp_path}:{os.environ['PATH']}")
-    assert done.returncode == 0, done.stderr
+    # The keys are accepted; a run would refuse only for what this machine lacks.
+    assert (done.returncode, done.stderr) == (2, "")
     assert "samples per step" in done.stdout
+    assert "a run would refuse" in done.stdout
 
 
 @pytest.mark.parametrize(

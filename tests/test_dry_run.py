@@ -1,0 +1,189 @@
+"""--dry-run: what it sees, and that its exit code says whether a run would start."""
+
+import json
+import sys
+
+import pytest
+
+from rltrain.main_ppo import main
+from tests.tiny import save_tiny_model, small_run, write_arithmetic
+
+M = "actor_rollout_ref__model__"
+R = "actor_rollout_ref__rollout__"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("dry")
+    files = (write_arithmetic(folder / "train.parquet", range(20)), write_arithmetic(folder / "val.parquet", range(4)))
+    return save_tiny_model(folder / "model"), files
+
+
+@pytest.fixture
+def dry(made, tmp_path, capsys):
+    """Runs it with changes; returns exit code and text."""
+
+    def run(*more, **changes):
+        code = main([*small_run(*made, tmp_path / "run", **changes), *more, "--dry-run"])
+        return code, capsys.readouterr().out
+
+    return run
+
+
+def refused(dry, *more, **changes):
+    code, text = dry(*more, **changes)
+    assert code == 2, text
+    return text[text.index("a run would refuse") :]
+
+
+def own(folder, body):
+    (folder / "reward.py").write_text(
+        f"def compute_score(data_source, solution_str, ground_truth, extra_info):\n    {body}\n"
+    )
+    return str(folder / "reward.py")
+
+
+def test_a_command_that_would_run_ends_with_zero(dry, tmp_path):
+    code, text = dry()
+    assert (code, text.splitlines()[-1]) == (0, "a run would start")
+    assert "5 per epoch of 20 prompts" in text
+    assert "'rltrain/arithmetic', the ground truth as the answer: 1" in text
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"data__train_files": "/no/such.parquet"}, "/no/such.parquet does not exist"),
+        ({"data__max_prompt_length": 4}, "prompts are longer than data.max_prompt_length=4"),
+        ({"data__train_batch_size": 64}, "train_batch_size=64 is more than the 20 prompts"),
+        ({"trainer__device": "cuda"}, "this machine has 0 CUDA devices (torch "),
+        ({"trainer__device": "npu"}, "this machine has 0 NPU devices (torch "),
+        ({"ray_kwargs__ray_init__num_cpus": 1, "trainer__n_gpus_per_node": 2}, "num_cpus=1 is too few"),
+        ({"ray_kwargs__ray_init__num_cpu": 1}, "ray.init has no such argument"),
+        ({M + "lora_rank": 4, M + "target_modules": "[q_prj]"}, "no linear layer is called 'q_prj'. Did you mean q_proj"),
+        ({"algorithm__gdpo_reward_keys": "[style]", "algorithm__adv_estimator": "gdpo"}, "returns no number of that name"),
+    ],
+)  # fmt: skip
+def test_what_a_run_refuses_ends_with_two(dry, changes, words, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert words in refused(dry, **changes)
+
+
+def test_fewer_devices_than_asked_for_are_told_with_the_number(dry, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    found = refused(dry, trainer__device="cuda", trainer__n_gpus_per_node=8, data__train_batch_size=8)
+    assert "this machine has 2 CUDA devices" in found
+    assert "Set trainer.n_gpus_per_node=2." in found
+
+
+def test_an_engine_that_is_not_installed_is_named(dry, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sglang", None)
+    monkeypatch.setattr("rltrain.trainer.preflight._installed", lambda package: False)
+    assert "rltrain[sglang]" in refused(dry, **{R + "name": "sglang"})
+
+
+@pytest.mark.parametrize(
+    "key", ["algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode", "data.sampler.name"]
+)
+def test_a_plugin_without_the_name_is_seen(dry, tmp_path, key):
+    (tmp_path / "mine.py").write_text("def other():\n    pass\n")
+    assert f"{key}={tmp_path}/mine.py:wanted: the file has no function" in refused(
+        dry, f"{key}={tmp_path}/mine.py:wanted"
+    )
+
+
+def test_more_tokens_than_positions_is_advice_and_for_vllm_a_refusal(dry):
+    code, text = dry(data__max_response_length=200, actor_rollout_ref__actor__ppo_max_token_len_per_gpu=512)
+    assert code == 0
+    assert "the model knows 128 positions" in text
+    changes = {"data__max_response_length": 200, "actor_rollout_ref__actor__ppo_max_token_len_per_gpu": 512}
+    assert "which vLLM refuses" in refused(dry, **changes, **{R + "name": "vllm"})
+
+
+def test_a_template_that_does_not_say_whose_turn_it_is_is_noted(dry):
+    code, text = dry("actor_rollout_ref.model.custom_chat_template='{{ messages[0].content }}'")
+    assert code == 0
+    assert "the same with and without add_generation_prompt" in text
+
+
+def test_a_reward_of_ones_own_is_called_once_a_source(dry, tmp_path):
+    calls = tmp_path / "calls"
+    path = own(tmp_path, f"open({str(calls)!r}, 'a').write('x'); print('hello'); return {{'score': 0.5, 'acc': 1}}")
+    code, text = dry(custom_reward_function__path=path)
+    assert code == 0
+    assert "the ground truth as the answer: 0.5 with acc=1.0" in text
+    assert "printed: hello" in text
+    assert calls.read_text() == "x"
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("return 1 / 0", "ZeroDivisionError"),
+        ("return None", "returned NoneType None"),
+        ("return '1.0'", "returned str '1.0'"),
+        ("return float('nan')", "returned nan"),
+        ("return {'acc': 1}", "a dict without 'score'"),
+    ],
+)
+def test_what_is_wrong_with_a_reward_is_shown(dry, tmp_path, body, words):
+    code, text = dry(custom_reward_function__path=own(tmp_path, body))
+    assert code == 2
+    assert words in text
+    assert "-inf" not in text
+
+
+def test_a_reward_that_cannot_be_called_is_not_called_a_missing_scorer(dry, tmp_path):
+    (tmp_path / "reward.py").write_text("def compute_score(answer):\n    return 1\n")
+    assert "cannot be called with data_source" in refused(dry, custom_reward_function__path=tmp_path / "reward.py")
+
+
+def damaged(made, tmp_path, change):
+    import shutil
+
+    folder = shutil.copytree(made[0], tmp_path / "model")
+    change(folder)
+    return folder
+
+
+def cut(folder):
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+
+
+def split(folder):
+    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (cut, "model.safetensors has"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"abc"), "no readable safetensors header (3 bytes)"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "has no weights"),
+        (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
+        (split, "lacks 1 of the 2 files with weights that model.safetensors.index.json names: model-2.safetensors"),
+    ],
+    ids=["cut", "garbage", "none", "config", "split"],
+)
+def test_a_model_that_is_not_whole_is_named_by_file(dry, made, tmp_path, change, words):
+    folder = damaged(made, tmp_path, change)
+    found = refused(dry, **{M + "path": folder})
+    assert words in found
+    assert str(folder) in found
+    assert ".parquet" not in found
+
+
+def test_a_model_folder_that_is_not_there_is_answered_with_the_nearest(dry, made):
+    model, _ = made
+    assert f"there is no such folder. Did you mean {model}?" in refused(dry, **{M + "path": f"{model}l"})
+
+
+def test_a_run_refuses_what_the_dry_run_refuses(made, tmp_path, capsys):
+    assert main(small_run(*made, tmp_path / "run", **{M + "path": f"{made[0]}l"})) == 2
+    assert "there is no such folder. Did you mean" in capsys.readouterr().err
+    assert main(small_run(*made, tmp_path / "run", trainer__device="npu")) == 2
+    assert "this machine has 0 NPU devices" in capsys.readouterr().err

@@ -159,6 +159,7 @@ def _check_answers(
             elif source not in passed and encoder is not None:
                 findings["format rewards out of reach"] += _unreachable(slot, row, form[source], encoder)
                 passed.add(source)
+        sys.stderr.write(slot.take_printed())
     findings["data sources without a scorer"] += [
         f"{_count(number, 'row')} of {said}" for said, number in unscored.items()
     ]

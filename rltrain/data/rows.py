@@ -5,6 +5,7 @@ Ray's object store shares the memory. Lists stay Python lists (pandas would make
 """
 
 import hashlib
+import json
 import logging
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -24,9 +25,7 @@ MEDIA_COLUMNS = ("images", "videos")
 logger = logging.getLogger(__name__)
 
 _READ_CHUNK_ROWS = 1024
-_HASH_BLOCK_BYTES = 1 << 20
-_FULL_HASH_LIMIT_BYTES = 1 << 30
-_SAMPLED_BLOCKS = 256
+_DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -57,20 +56,20 @@ class _Keys:
 
 @dataclass(frozen=True)
 class _File:
-    """One file: its table and its digest."""
+    """One file and its table."""
 
     path: str
     table: pa.Table
-    digest: str
 
 
 class Rows:
     """Rows of one or more parquet files, in file order. Sequence of ``PromptRow``; picklable; never changes."""
 
-    def __init__(self, files: Sequence[_File], keys: _Keys, index: np.ndarray):
+    def __init__(self, files: Sequence[_File], keys: _Keys, index: np.ndarray, digests: np.ndarray):
         self._files = tuple(files)
         self._keys = keys
         self._index = index
+        self._digests = digests
         ends = np.cumsum([file.table.num_rows for file in self._files]).tolist()
         self._starts = [0, *ends[:-1]]
 
@@ -108,7 +107,7 @@ class Rows:
 
     def select(self, indices: Sequence[int] | np.ndarray) -> "Rows":
         """The rows at ``indices``, in that order, as new ``Rows``. No data is copied."""
-        return Rows(self._files, self._keys, self._index[np.asarray(indices, dtype=np.int64)])
+        return Rows(self._files, self._keys, self._index[np.asarray(indices, dtype=np.int64)], self._digests)
 
     def data_sources(self) -> dict[str, int]:
         """Position of the first row of every data source."""
@@ -120,17 +119,14 @@ class Rows:
         return first
 
     def fingerprint(self) -> str:
-        """SHA-256 of the files' content, their columns and sizes, and of which rows are used, in which order.
+        """A digest of what the rows say and of their order. Names, number, bytes and other columns of the files do not matter."""
+        digest = hashlib.sha256(f"{self._keys}\n".encode())
+        digest.update(np.ascontiguousarray(self._digests[self._index]).tobytes())
+        return f"rows:{digest.hexdigest()}"
 
-        Independent of where the files lie. A file rewritten by another program counts as changed even if its rows did
-        not. Files above 1 GiB are read in 256 blocks spread over the file.
-        """
-        digest = hashlib.sha256()
-        for file in self._files:
-            digest.update(f"{file.digest} {file.table.num_rows} {','.join(file.table.column_names)}\n".encode())
-        digest.update(f"{self._keys} {len(self)}\n".encode())
-        digest.update(np.ascontiguousarray(self._index, dtype="<i8").tobytes())
-        return digest.hexdigest()
+    def identity(self) -> str:
+        """`fingerprint`, and after a space what a person recognises the rows by."""
+        return f"{self.fingerprint()} {len(self)} rows of {self.paths}"
 
     def _locate(self, position: int) -> tuple[_File, int]:
         if not -len(self) <= position < len(self):
@@ -181,15 +177,17 @@ def scan_rows(
         raise DataError("no data file was given. Try data.train_files=train.parquet data.val_files=test.parquet.")
     keys = _Keys(prompt_key, reward_fn_key)
     opened, kept, problems, start = [], [], [], 0
+    digests = [np.zeros((0, _DIGEST_BYTES), dtype=np.uint8)]
     for path in map(str, paths):
         room = None if max_rows < 0 else max(max_rows - start, 0)
         file = _open(path, keys, room)
-        bad = _check_table(file, keys)
+        bad, found = _check_table(file, keys)
+        digests.append(found)
         problems += list(bad.values())
         kept += [start + row for row in range(file.table.num_rows) if row not in bad]
         start += file.table.num_rows
         opened.append(file)
-    return Rows(opened, keys, np.asarray(kept, dtype=np.int64)), problems
+    return Rows(opened, keys, np.asarray(kept, dtype=np.int64), np.concatenate(digests)), problems
 
 
 def _open(path: str, keys: _Keys, max_rows: int | None) -> _File:
@@ -208,13 +206,12 @@ def _open(path: str, keys: _Keys, max_rows: int | None) -> _File:
             _check_schema(path, schema, keys)
             wanted = {*keys.required(), *keys.optional(), *MEDIA_COLUMNS}
             table = source.read(columns=[name for name in schema.names if name in wanted])
-        digest = _digest(local)
     except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
         raise DataError(
             f"data file {path!r} cannot be read as parquet: it is truncated, damaged or of another format "
             f"({_first_line(error)}). Write or copy it again."
         ) from error
-    return _File(path, table if max_rows is None else table.slice(0, max_rows), digest)
+    return _File(path, table if max_rows is None else table.slice(0, max_rows))
 
 
 def _check_schema(path: str, schema: pa.Schema, keys: _Keys) -> None:
@@ -235,20 +232,39 @@ def _check_schema(path: str, schema: pa.Schema, keys: _Keys) -> None:
         )
 
 
-def _check_table(file: _File, keys: _Keys) -> dict[int, str]:
-    """Problem of every bad row, by row number."""
+def _check_table(file: _File, keys: _Keys) -> tuple[dict[int, str], np.ndarray]:
+    """Problem of every bad row, by row number, and a digest of every row [n, 16]."""
     bad: dict[int, str] = {}
-    text = file.table.drop_columns([name for name in MEDIA_COLUMNS if name in file.table.column_names])
+    media = [name for name in MEDIA_COLUMNS if name in file.table.column_names]
+    text = file.table.drop_columns(media)
+    digests = bytearray()
     for start in range(0, text.num_rows, _READ_CHUNK_ROWS):
         try:
             records = text.slice(start, _READ_CHUNK_ROWS).to_pylist()
         except UnicodeDecodeError as error:
             raise DataError(f"{file.path!r} rows {start} and after hold text that is not UTF-8 ({error}).") from error
+        seen = file.table.select(media).slice(start, _READ_CHUNK_ROWS).to_pylist() if media else [{}] * len(records)
+        for record, more in zip(records, seen, strict=True):
+            content = json.dumps(_plain(record | more), sort_keys=True, default=_digest_of_bytes)
+            digests += hashlib.blake2b(content.encode(), digest_size=_DIGEST_BYTES).digest()
         for row, record in enumerate(records, start):
             problem = _problem(record, keys)
             if problem:
                 bad[row] = f"{file.path!r} row {row}: {problem}"
-    return bad
+    return bad, np.frombuffer(digests, dtype=np.uint8).reshape(-1, _DIGEST_BYTES)
+
+
+def _plain(value: Any) -> Any:
+    """The same for a value however a program has stored it: what is null is not there, a whole number has no fraction."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _digest_of_bytes(value: Any) -> str:
+    return hashlib.sha256(value).hexdigest() if isinstance(value, bytes) else str(value)
 
 
 def _problem(record: dict[str, Any], keys: _Keys) -> str | None:
@@ -306,20 +322,6 @@ def _build(record: dict[str, Any], keys: _Keys) -> PromptRow:
         ground_truth=reward.get("ground_truth"),
         extra_info=record.get("extra_info") or {},
     )
-
-
-def _digest(path: Path) -> str:
-    size = path.stat().st_size
-    if size <= _FULL_HASH_LIMIT_BYTES:
-        starts: Sequence[int] = range(0, size, _HASH_BLOCK_BYTES)
-    else:
-        starts = np.linspace(0, size - _HASH_BLOCK_BYTES, _SAMPLED_BLOCKS, dtype=np.int64).tolist()
-    digest = hashlib.sha256(str(size).encode())
-    with path.open("rb") as stream:
-        for start in starts:
-            stream.seek(start)
-            digest.update(stream.read(_HASH_BLOCK_BYTES))
-    return digest.hexdigest()
 
 
 def _report(problems: list[str]) -> str:

@@ -263,8 +263,6 @@ class PPOTrainer:
             tracker.log(first_step, self.validate(first_step, stop))
         if trainer.val_only:
             return True
-        if first_step >= total:
-            log.info("nothing left to do: the run already has its %d steps (trainer.total_training_steps)", total)
         done, untested = first_step, False
         for step in range(first_step + 1, total + 1):
             if stop.requested:

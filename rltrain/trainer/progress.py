@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ FROZEN_KEYS = (
     "data.sampler.name",
     "data.max_prompt_length",
 )
+# What earlier versions wrote of the training data: SHA-256 of its files, not of its rows.
+_DIGEST_OF_FILES = re.compile("[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Progress:
     in_flight: list[list[int]] = field(default_factory=list)
 
     def write(self, folder: Path, step: int, cfg: Config, dataset: str) -> None:
-        """Into the checkpoint of ``step``, with what `find_start` compares. dataset: fingerprint of the training data."""
+        """Into the checkpoint of ``step``, with what `find_start` compares. dataset: `Rows.identity` of the training data."""
         record = {"global_step": step, "dataset": dataset, "frozen": frozen_values(cfg)}
         record |= {"batches_drawn": self.batches_drawn, "kl_coef": self.kl_coef, "in_flight": self.in_flight}
         np.savez(folder / "sampler.npz", **self.sampler)  # type: ignore[arg-type]
@@ -102,10 +105,16 @@ def _refuse_later_checkpoints(run: RunFolder, step: int) -> None:
 
 
 def _refuse_other_run(cfg: Config, folder: Path, record: dict[str, Any], dataset: str) -> None:
-    now = frozen_values(cfg) | {"dataset": dataset}
-    then = record["frozen"] | {"dataset": record["dataset"]}
+    now, then = frozen_values(cfg), record["frozen"]
     keys = sorted(now.keys() | then.keys())
     changed = [f"{key}: {then.get(key)} then, {now.get(key)} now" for key in keys if then.get(key) != now.get(key)]
+    digest, _, described = record["dataset"].partition(" ")
+    if _DIGEST_OF_FILES.fullmatch(digest):
+        log.warning("%s is of an earlier version: that the training data is still the same cannot be checked", folder)
+    elif digest != dataset.partition(" ")[0]:
+        changed.append(
+            f"training data: {described} then, {dataset.partition(' ')[2]} now, and the rows are not the same"
+        )
     if changed:
         raise CheckpointError(
             f"{folder} belongs to another run ({'; '.join(changed)}). Put the values back, or choose another "

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rltrain import logs
-from rltrain.config.load import LoadedConfig, to_dict, to_yaml
+from rltrain.config.load import LoadedConfig, to_dict
 from rltrain.config.schema import Config
 from rltrain.controller.cluster import ray_logs, reserve, share, start_ray, stop_ray
 from rltrain.controller.group import WorkerGroup
@@ -28,6 +28,7 @@ from rltrain.rewards.registry import CustomReward
 from rltrain.rewards.slot import Score
 from rltrain.stop import Stop
 from rltrain.trainer.callbacks import Callbacks
+from rltrain.trainer.changes import tell_changes, write_config
 from rltrain.trainer.checkpoint import RunFolder
 from rltrain.trainer.experience import Experience
 from rltrain.trainer.plan import Plan, describe, make_plan
@@ -65,11 +66,16 @@ def _run(loaded: LoadedConfig, stop: Stop) -> int:
     folder = RunFolder(cfg.trainer.default_local_dir)
     logs.open_train_log(folder.path)
     try:
-        start = find_start(cfg, folder, rows["train"].fingerprint())
-        with logs.waiting("starting Ray"), stop.keeping_handlers("starting Ray"):
-            start_ray(cfg)
-        log.info("Ray's logs: %s", ray_logs())
-        finished = _train(loaded, plan, device, rows, prompts, folder, start, stop, callbacks)
+        start = find_start(cfg, folder, rows["train"].identity())
+        tell_changes(loaded, start)
+        finished = start.step >= plan.total_steps and not cfg.trainer.val_only
+        if finished:
+            log.info("nothing left to do: the run has its %d steps (trainer.total_training_steps)", plan.total_steps)
+        else:
+            with logs.waiting("starting Ray"), stop.keeping_handlers("starting Ray"):
+                start_ray(cfg)
+            log.info("Ray's logs: %s", ray_logs())
+            finished = _train(loaded, plan, device, rows, prompts, folder, start, stop, callbacks)
     finally:
         stop_ray()
         folder.release()
@@ -115,7 +121,8 @@ def _train(
     policy = Policy(group, cfg)
     critic = Critic(group, cfg) if with_critic else None
     others = {"critic": critic} if critic else {}
-    saver = Saver(cfg, folder, policy, others, rows["train"].fingerprint(), total, trained, callbacks)
+    saver = Saver(cfg, folder, policy, others, rows["train"].identity(), total, trained, callbacks)
+    saver.check_room(start.step, plan.total_steps)
     with logs.waiting(f"loading {start.folder} on {workers}") if start.folder else nullcontext():
         saver.load(start)
     write_run_files(folder, loaded, plan, group.hosts)
@@ -220,6 +227,6 @@ def load_data(cfg: Config) -> tuple[dict[str, Rows], dict[str, PromptStore]]:
 
 def write_run_files(folder: RunFolder, loaded: LoadedConfig, plan: Plan, hosts: list[str]) -> None:
     """config.yaml (secrets masked), plan.json, env.json: what this run was. hosts: those of the workers."""
-    folder.write("config.yaml", to_yaml(loaded.config))
+    write_config(folder, loaded)
     folder.write("plan.json", json.dumps(asdict(plan), indent=1, default=str))
     folder.write("env.json", json.dumps(facts() | device_facts() | {"hosts": hosts}, indent=1))

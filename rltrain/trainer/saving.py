@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
+from rltrain.config.run_schema import TrainerConfig
 from rltrain.config.schema import Config
-from rltrain.errors import DiskError
+from rltrain.errors import DiskError, WorkerError
 from rltrain.trainer.callbacks import Callbacks
 from rltrain.trainer.card import model_card
 from rltrain.trainer.checkpoint import RunFolder
@@ -36,6 +37,21 @@ class Exporter(Role, Protocol):
         """Write that folder, with ``card`` as README.md. Returns what is wrong with it."""
 
 
+def checkpoint_bytes(cfg: Config, num_parameters: int, num_trained: int) -> int:
+    """About how large a checkpoint is: trained weights and two moments in float32, of policy and critic, and the exported model."""
+    critic = 12 * num_parameters if cfg.algorithm.needs_critic else 0
+    exports = "hf_model" in cfg.actor_rollout_ref.actor.checkpoint.save_contents
+    return 12 * num_trained + critic + (4 * num_parameters if exports else 0)
+
+
+def steps_saved(cfg: TrainerConfig, first_step: int, total_steps: int) -> list[int]:
+    """The steps that a run saves which has done ``first_step`` of ``total_steps``."""
+    regular = range(first_step + 1, total_steps + 1) if cfg.save_freq > 0 else range(0)
+    steps = [step for step in regular if step % cfg.save_freq == 0]
+    at_end = cfg.save_at_end and total_steps > first_step and total_steps not in steps
+    return [*steps, total_steps] if at_end else steps
+
+
 class Saver:
     """Writes a checkpoint of the whole run: shards of every role, progress, and a Hugging Face folder."""
 
@@ -56,8 +72,7 @@ class Saver:
         self._actor = actor
         self._roles: dict[str, Role] = {"actor": actor, **others}
         self._fingerprint = dataset_fingerprint
-        # Trained weights and two moments in float32, and the exported model; the next one is as large as the last.
-        self._bytes_needed = 12 * num_trained + (4 + 12 * len(others)) * num_parameters
+        self._bytes_needed = checkpoint_bytes(cfg, num_parameters, num_trained)  # the next one is as large as the last
         self.last_step = 0
 
     def due(self, step: int, stopping: bool) -> bool:
@@ -74,13 +89,40 @@ class Saver:
             try:
                 self._write(temporary, step, progress)
                 final = self._folder.commit(temporary, step)
-            except OSError as error:
+            except (OSError, WorkerError) as error:
+                # torch does not say that a disk is full.
+                written = sum(file.stat().st_size for file in temporary.rglob("*") if file.is_file())
+                full = shutil.disk_usage(self._folder.path).free + written < self._bytes_needed
                 shutil.rmtree(temporary, ignore_errors=True)
+                if isinstance(error, WorkerError) and not full:
+                    raise
                 raise DiskError(f"checkpoint of step {step} could not be written: {error}. {self._space()}") from error
             self.last_step = step
             self._bytes_needed = sum(file.stat().st_size for file in final.rglob("*") if file.is_file())
             self._folder.prune(self._cfg.trainer.max_actor_ckpt_to_keep)
         return timer.metrics() | self._callbacks.on_save(step, final)
+
+    def check_room(self, first_step: int, total_steps: int) -> None:
+        """Raise DiskError before the first step where the first checkpoint cannot be written, or as many as are to be kept."""
+        trainer, existing = self._cfg.trainer, len(self._folder.steps())
+        steps = steps_saved(trainer, first_step, total_steps)
+        if not steps:
+            return
+        self._check_space(steps[0])
+        keep = trainer.max_actor_ckpt_to_keep or 0
+        # The newest is written before the oldest is removed.
+        more = max(min(existing + len(steps), keep + 1) - existing, 1) if keep >= 1 else len(steps)
+        if shutil.disk_usage(self._folder.path).free >= more * self._bytes_needed:
+            return
+        if keep >= 1:
+            raise DiskError(
+                f"there is no room for {more} more checkpoints, as trainer.max_actor_ckpt_to_keep={keep} keeps and one while it is "
+                f"written. {self._space()}"
+            )
+        log.warning(
+            "there is no room for the %d checkpoints that this run keeps (trainer.save_freq=%d, and all of them unless "
+            "trainer.max_actor_ckpt_to_keep is set). %s", more, trainer.save_freq, self._space(),
+        )  # fmt: skip
 
     def rescue(self, step: int, progress: Progress) -> None:
         """Save step ``step`` if it is not saved yet: an error that is not the workers' leaves their state whole."""

@@ -289,13 +289,31 @@ def test_weights_alone_start_a_new_run(reference_run, tiny_model, arithmetic_fil
     assert largest_difference(weights(reference_run, 1), weights(tmp_path, 1)) > 0
 
 
-def test_a_full_disk_is_noticed_before_a_byte_is_written(tiny_model, arithmetic_files, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(saving.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9 - 1000, 1000))
+def test_a_disk_that_fills_up_meanwhile_is_noticed_before_a_byte_is_written(
+    tiny_model, arithmetic_files, tmp_path, capsys, monkeypatch
+):
+    frees = iter([10**9, 10**9])  # looked at twice before the first step
+    monkeypatch.setattr(
+        saving.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9 - 1000, next(frees, 1000))
+    )
     assert main(small_run(tiny_model, arithmetic_files, tmp_path)) == 74
     error = capsys.readouterr().err
     assert "there is no room for the checkpoint of step 2" in error
     assert "GiB free" in error
     assert not [entry.name for entry in tmp_path.iterdir() if "global_step" in entry.name]
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2], "what was measured is not lost"
+
+
+@pytest.mark.usefixtures("no_workers")
+def test_a_run_that_has_all_its_steps_says_so_before_anything_starts(
+    reference_run, tiny_model, arithmetic_files, caplog, capsys
+):
+    caplog.set_level(logging.INFO)
+    before = (reference_run / "metrics.jsonl").read_text()
+    assert main(small_run(tiny_model, arithmetic_files, reference_run)) == 0
+    assert "nothing left to do: the run has its 2 steps" in caplog.text
+    assert "update_actor" in capsys.readouterr().out, "the report"
+    assert (reference_run / "metrics.jsonl").read_text() == before
 
 
 def test_a_reward_outage_after_the_first_step_saves_what_was_learned(tiny_model, arithmetic_files, tmp_path):

@@ -4,8 +4,14 @@ import os
 
 import pytest
 
-from rltrain.errors import CheckpointError, ConfigError
+from rltrain.config.load import load_config
+from rltrain.config.schema import Config
+from rltrain.errors import CheckpointError, ConfigError, DiskError, WorkerError
+from rltrain.trainer import saving
+from rltrain.trainer.changes import tell_changes, write_config
 from rltrain.trainer.checkpoint import RunFolder, find_damage, read_record
+from rltrain.trainer.progress import Progress, Start, find_start
+from rltrain.trainer.saving import Saver, checkpoint_bytes, steps_saved
 
 
 def save(folder: RunFolder, step: int) -> None:
@@ -106,3 +112,120 @@ def test_storage_without_locks_is_used_with_a_warning(tmp_path, monkeypatch, cap
     assert "cannot be locked" in caplog.text
     assert f"pid {os.getpid()}" in (folder.path / "run.lock").read_text()
     folder.release()
+
+
+def saver_of(folder: RunFolder, *settings: str, dataset: str = "rows:1 5 rows of a.parquet") -> tuple[Saver, Config]:
+    """A saver of a model of 1000 weights that has nothing to write."""
+    cfg = load_config([f"trainer.default_local_dir={folder.path}", *settings]).config
+    saver = Saver(cfg, folder, None, {}, dataset, 1000, 1000)
+    saver._roles = {}
+    cfg.actor_rollout_ref.actor.checkpoint.save_contents = []
+    return saver, cfg
+
+
+def test_other_training_data_is_refused_by_name_and_an_old_digest_is_told(folder, caplog):
+    grpo = "algorithm.adv_estimator=grpo"
+    saver, cfg = saver_of(folder, grpo)
+    saver.save(1, Progress())
+    assert find_start(cfg, folder, "rows:1 5 rows of renamed.parquet").step == 1
+    with pytest.raises(CheckpointError, match=r"5 rows of a.parquet then, 4 rows of b.parquet now") as caught:
+        find_start(cfg, folder, "rows:2 4 rows of b.parquet")
+    assert "rows:" not in str(caught.value)
+    saver_of(folder, grpo, dataset="0123456789abcdef" * 4)[0].save(2, Progress())
+    assert find_start(cfg, folder, "rows:2 4 rows of b.parquet").step == 2
+    assert "cannot be checked" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "first", "total", "steps"),
+    [
+        (["trainer.save_freq=2"], 0, 5, [2, 4, 5]),
+        (["trainer.save_freq=2"], 3, 6, [4, 6]),
+        (["trainer.save_freq=2", "trainer.save_at_end=False"], 0, 5, [2, 4]),
+        ([], 0, 5, [5]),
+        ([], 5, 5, []),
+    ],
+)
+def test_the_steps_that_will_be_saved_are_known(settings, first, total, steps):
+    assert steps_saved(load_config(settings).config.trainer, first, total) == steps
+
+
+def test_what_a_checkpoint_takes_follows_from_the_weights():
+    cfg = load_config(["algorithm.adv_estimator=grpo"]).config
+    assert checkpoint_bytes(cfg, 100, 100) == 1600
+    assert checkpoint_bytes(cfg, 100, 10) == 520
+    assert checkpoint_bytes(load_config(["algorithm.adv_estimator=gae"]).config, 100, 100) == 2800
+
+
+def test_room_is_asked_for_before_the_first_step(folder, monkeypatch, caplog):
+    def free(num_bytes: int) -> None:
+        monkeypatch.setattr(
+            saving.shutil, "disk_usage", lambda path: saving.shutil._ntuple_diskusage(10**9, 0, num_bytes)
+        )
+
+    grpo = ["algorithm.adv_estimator=grpo", "trainer.save_freq=1"]
+    saver, _ = saver_of(folder, *grpo)  # 16,000 bytes each
+    free(15_999)
+    with pytest.raises(DiskError, match="no room for the checkpoint of step 3"):
+        saver.check_room(2, 6)
+    saver.check_room(6, 6)  # nothing left to save
+    free(50_000)
+    saver.check_room(2, 6)
+    assert "no room for the 4 checkpoints that this run keeps" in caplog.text
+    limited, _ = saver_of(folder, *grpo, "trainer.max_actor_ckpt_to_keep=3")
+    with pytest.raises(DiskError, match=r"no room for 4 more checkpoints, as trainer.max_actor_ckpt_to_keep=3"):
+        limited.check_room(2, 6)
+    save(folder, 2)  # one of them is there already
+    limited.check_room(2, 6)
+
+
+def test_a_disk_that_somebody_else_fills_is_no_error_of_the_worker(folder, monkeypatch):
+    def fails(message: str) -> None:
+        raise WorkerError(message)
+
+    saver, _ = saver_of(folder)
+    saver._roles = {"actor": type("Role", (), {"save": lambda self, to: fails("unexpected pos 704 vs 598")})()}
+    with pytest.raises(WorkerError, match="unexpected pos"):
+        saver.save(1, Progress())
+    usage = iter([10**9, 10, 10])
+    monkeypatch.setattr(
+        saving.shutil, "disk_usage", lambda path: saving.shutil._ntuple_diskusage(10**9, 0, next(usage))
+    )
+    with pytest.raises(DiskError, match="unexpected pos"):
+        saver.save(1, Progress())
+    assert not list(folder.path.glob(".tmp_*"))
+
+
+def started(folder: RunFolder, *settings: str) -> None:
+    write_config(folder, load_config(settings))
+
+
+def test_a_resumed_run_says_which_settings_changed_and_keeps_the_old_ones(folder, caplog):
+    caplog.set_level(logging.INFO)
+    name = "trainer.experiment_name=mine"
+    started(folder, name, "algorithm.adv_estimator=grpo")
+    started(folder, name, "algorithm.adv_estimator=grpo")  # nothing new to keep
+    again = load_config([name, "algorithm.adv_estimator=rloo", "actor_rollout_ref.actor.optim.lr=1e-4"])
+    tell_changes(again, Start(3, folder=folder.path / "global_step_3"))
+    assert "  actor_rollout_ref.actor.optim.lr: 1e-06 -> 0.0001\n" in caplog.text + "\n"
+    assert caplog.text.count(" -> ") == 3  # and the estimator, once more in the warning
+    assert "the 3 steps so far are of another experiment" in caplog.text
+    write_config(folder, again)
+    started(folder, name)
+    assert "adv_estimator: grpo" in (folder.path / "config.1.yaml").read_text()
+    assert "adv_estimator: rloo" in (folder.path / "config.2.yaml").read_text()
+    assert not (folder.path / "config.3.yaml").exists()
+
+
+def test_another_experiment_does_not_go_on_in_a_folder_that_nobody_named(folder):
+    started(folder, "algorithm.adv_estimator=grpo")
+    start = Start(2, folder=folder.path / "global_step_2")
+    with pytest.raises(ConfigError, match=r"algorithm.adv_estimator: grpo -> rloo.*trainer.experiment_name="):
+        tell_changes(load_config(["algorithm.adv_estimator=rloo"]), start)
+    with pytest.raises(ConfigError, match="clip_ratio_high"):
+        tell_changes(
+            load_config(["algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.clip_ratio_high=0.3"]), start
+        )
+    tell_changes(load_config(["algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.optim.lr=1e-5"]), start)
+    tell_changes(load_config(["algorithm.adv_estimator=rloo", "trainer.experiment_name=run"]), start)
+    tell_changes(load_config(["algorithm.adv_estimator=rloo", "trainer.resume_weights_only=True"]), start)

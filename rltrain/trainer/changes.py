@@ -1,0 +1,95 @@
+"""A run that goes on with other settings: what changed is told, what it ran with before is kept, another experiment needs a name."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from rltrain.config.keys import all_keys
+from rltrain.config.load import LoadedConfig, to_dict, to_yaml
+from rltrain.errors import ConfigError
+from rltrain.trainer.checkpoint import RunFolder
+from rltrain.trainer.progress import Start
+
+log = logging.getLogger(__name__)
+
+_NAMES = ("trainer.experiment_name", "trainer.project_name", "trainer.default_local_dir")
+_ACTOR = "actor_rollout_ref.actor."
+# With another value of these, the steps that follow are of another experiment than those before.
+_EXPERIMENT = (
+    "algorithm.",
+    "custom_reward_function.",
+    "reward.weights",
+    "reward_model.",
+    *(
+        _ACTOR + name
+        for name in ("policy_loss.", "clip_ratio", "loss_", "kl_loss_", "use_kl_loss", "entropy_coeff", "tau_")
+    ),
+)
+_MISSING = object()
+
+
+def tell_changes(loaded: LoadedConfig, start: Start) -> None:
+    """Say in which settings a resumed run differs from the one before. Raises ConfigError where it would go on as another experiment
+    only because nobody has named either of them."""
+    if start.folder is None or loaded.config.trainer.resume_weights_only:
+        return
+    changes = {key: f"{key}: {then} -> {now}" for key, then, now in _changes(start.folder.parent, loaded)}
+    if not changes:
+        return
+    other = [text for key, text in changes.items() if key.startswith(_EXPERIMENT)]
+    if other and loaded.config.trainer.resume_mode == "auto" and not loaded.explicit & set(_NAMES):
+        raise ConfigError(
+            f"{start.folder.parent} holds {start.step} steps of another experiment ({'; '.join(other)}), and this run would go on from "
+            "there, as neither has a name. Name the new one with trainer.experiment_name=…; to go on all the same, name this one: "
+            f"trainer.experiment_name={loaded.config.trainer.experiment_name}."
+        )
+    log.info(
+        "settings that changed since this run was last started:\n%s",
+        "\n".join(f"  {each}" for each in changes.values()),
+    )
+    if other:
+        log.warning(
+            "the %d steps so far are of another experiment than those that follow (%s). A new run starts with another "
+            "trainer.experiment_name.",
+            start.step,
+            "; ".join(other),
+        )
+
+
+def write_config(run: RunFolder, loaded: LoadedConfig) -> None:
+    """config.yaml, secrets masked; one that says otherwise is kept as config.1.yaml, config.2.yaml and so on."""
+    file, text = run.path / "config.yaml", to_yaml(loaded.config)
+    if file.exists() and file.read_text() != text:
+        number = 1
+        while (kept := run.path / f"config.{number}.yaml").exists():
+            number += 1
+        os.rename(file, kept)
+    run.write("config.yaml", text)
+
+
+def _changes(run: Path, loaded: LoadedConfig) -> list[tuple[str, Any, Any]]:
+    """(key, value then, value now) of what differs from the config.yaml of ``run``. A key it does not know counts where it is set now."""
+    try:
+        before = OmegaConf.to_container(OmegaConf.load(run / "config.yaml"))
+    except (OSError, YAMLError, OmegaConfBaseException):
+        return []
+    now = to_dict(loaded.config)
+    found = []
+    for key in all_keys():
+        one, other = _at(before, key), _at(now, key)
+        if one != other and (one is not _MISSING or key in loaded.explicit):
+            found.append((key, "(not known)" if one is _MISSING else one, other))
+    return found
+
+
+def _at(tree: Any, key: str) -> Any:
+    for name in key.split("."):
+        tree = tree.get(name, _MISSING) if isinstance(tree, dict) else _MISSING
+    return tree

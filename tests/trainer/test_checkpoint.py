@@ -164,7 +164,7 @@ def test_room_is_asked_for_before_the_first_step(folder, monkeypatch, caplog):
         )
 
     grpo = ["algorithm.adv_estimator=grpo", "trainer.save_freq=1"]
-    saver, _ = saver_of(folder, *grpo)  # 16,000 bytes each
+    saver, _ = saver_of(folder, *grpo, "trainer.max_actor_ckpt_to_keep=null")  # 16,000 bytes each
     free(15_999)
     with pytest.raises(DiskError, match="no room for the checkpoint of step 3"):
         saver.check_room(2, 6)

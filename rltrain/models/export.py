@@ -13,6 +13,7 @@ import torch.distributed as dist
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.utils import cached_file
 
 from rltrain.data.chat import ChatEncoder
 from rltrain.errors import ConfigError, DataError
@@ -76,7 +77,10 @@ def _source_folder(path: str, config: PretrainedConfig) -> Path:
         return Path(path)
     wanted = [f"*{suffix}" for suffix in _COPIED_SUFFIXES]
     revision = getattr(config, "_commit_hash", None)
-    return Path(snapshot_download(path, revision=revision, allow_patterns=wanted, ignore_patterns=["*/*"]))
+    try:
+        return Path(snapshot_download(path, revision=revision, allow_patterns=wanted, ignore_patterns=["*/*"]))
+    except Exception:  # noqa: BLE001 - whatever the network does after hours of training: what the run has loaded is here
+        return Path(str(cached_file(path, "config.json", revision=revision, local_files_only=True))).parent
 
 
 def _write_template(text: str, folder: Path) -> None:

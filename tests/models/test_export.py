@@ -76,6 +76,15 @@ def test_end_tokens_and_sampling_of_the_source_are_exported(where, source, tmp_p
     assert AutoModelForCausalLM.from_pretrained(out).generation_config.eos_token_id == [1, 3]
 
 
+def test_a_hub_that_fails_while_saving_does_not_end_the_run(hub_name, tmp_path, monkeypatch):
+    def fail(*arguments, **keys):
+        raise RuntimeError("proxy")
+
+    monkeypatch.setattr("rltrain.models.export.snapshot_download", fail)
+    assert export(hub_name, tmp_path / "out") == []
+    assert GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == [1, 3]
+
+
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o007, 0o660)])
 def test_exported_files_are_as_readable_as_new_files(source, tmp_path, umask, mode):
     before = os.umask(umask)

@@ -1,3 +1,29 @@
-"""rltrain: synchronous PPO/GRPO training of language and vision-language models."""
+"""rltrain: synchronous PPO/GRPO training of language and vision-language models.
+
+import rltrain
+result = rltrain.run_training(rltrain.load_config(["algorithm.adv_estimator=grpo", "data.train_files=train.parquet", ...]))
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rltrain.api import RunResult, run_training
+    from rltrain.config.load import load_config
 
 __version__ = "0.1.0"
+__all__ = ["RunResult", "__version__", "load_config", "run_training"]
+# Imported when asked for: a worker, or --help, needs none of it.
+_HOMES = {"RunResult": "rltrain.api", "load_config": "rltrain.config.load", "run_training": "rltrain.api"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'rltrain' has no attribute '{name}'")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

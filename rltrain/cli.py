@@ -10,6 +10,7 @@ _COMMANDS = {
     "train": ("rltrain.main_ppo", "train a model (rltrain train --help: its keys)"),
     "report": ("rltrain.report", "the phase table of a run"),
     "lint": ("rltrain.data_preprocess.lint", "check data files before a run does"),
+    "rewards try": ("rltrain.rewards.try", "try a reward function on rows and answers"),
     "collect": ("rltrain.collect", "what a bug report needs of a run, in one file"),
     "env": ("rltrain.env_report", "versions, machine and devices, for a bug report"),
 }
@@ -24,7 +25,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if words[0] == "--version":
         words = ["train", "--version"]
-    command, *rest = words
+    two = " ".join(words[:2])
+    command, rest = (two, words[2:]) if two in _COMMANDS else (words[0], words[1:])
     if command == "data" and rest and importlib.util.find_spec(_DATA + rest[0]):
         module = _DATA + rest.pop(0)
     elif command in _COMMANDS:
@@ -33,15 +35,15 @@ def main(argv: list[str] | None = None) -> int:
         near = difflib.get_close_matches(command, _COMMANDS, n=1)
         hint = f" Did you mean rltrain {near[0]}?" if near else ""
         hint = f" Did you mean rltrain train {command} …?" if "=" in command else hint
-        sys.stderr.write(f"error: there is no command '{' '.join(words[:2])}'.{hint} See rltrain --help.\n")
+        sys.stderr.write(f"error: there is no command '{two}'.{hint} See rltrain --help.\n")
         return 2
     sys.argv = [f"rltrain {command}", *rest]
     return importlib.import_module(module).main(rest)
 
 
 def _usage() -> str:
-    lines = [f"  {name:<8} {text}\n" for name, (_, text) in _COMMANDS.items()]
-    lines.append(f"  {'data':<8} make a data file (rltrain data gsm8k --help)\n")
+    lines = [f"  {name:<12} {text}\n" for name, (_, text) in _COMMANDS.items()]
+    lines.append(f"  {'data':<12} make a data file (rltrain data gsm8k --help)\n")
     return (
         "usage: rltrain COMMAND ...\n\n" + "".join(lines) + "\nEach is also a module: python -m rltrain.main_ppo ...\n"
     )

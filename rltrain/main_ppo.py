@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import sys
 from typing import NoReturn
 
-from rltrain import __version__
 from rltrain.errors import ConfigError, Interrupted, RltrainError
 from rltrain.help import help_text
 from rltrain.stop import Stop, listen
-
-log = logging.getLogger("rltrain.main_ppo")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -60,34 +56,21 @@ def _run(arguments: argparse.Namespace, stop: Stop) -> int:
 
         _write(short_facts() + "\n")
         return 0
-    from rltrain.config.check import check
-    from rltrain.config.effects import without_effect
+    from rltrain.api import look_over, train
     from rltrain.config.load import load_config, to_yaml
 
     loaded = load_config(arguments.overrides, arguments.config)
     if arguments.print_config:
         _write(to_yaml(loaded.config))
         return 0
-    check(loaded)
-    notes = [*loaded.warnings, *without_effect(loaded)]
+    notes = look_over(loaded)
     if arguments.dry_run:
         from rltrain.dry_run import dry_run
 
         text, refused = dry_run(loaded, notes)
         _write(text)
         return ConfigError.exit_code if refused else 0
-    from rltrain import logs
-
-    with logs.session():
-        trainer, model = loaded.config.trainer, loaded.config.actor_rollout_ref.model.path
-        devices = logs.count(trainer.nnodes * trainer.n_gpus_per_node, "device")
-        folder = os.path.abspath(os.path.expanduser(trainer.default_local_dir))
-        log.info("rltrain %s: %s on %s (%s); run folder %s", __version__, model, devices, trainer.device, folder)
-        for note in notes:
-            log.warning("note: %s", note)
-        from rltrain.trainer.run import run_training
-
-        return run_training(loaded, stop)
+    return train(loaded, notes, stop)
 
 
 def _write(text: str) -> None:

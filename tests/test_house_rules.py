@@ -16,7 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [
     {"cli"},
     {"main_ppo"},
-    {"dry_run"},
+    {"api", "dry_run"},
     {"data_preprocess"},
     {"trainer"},
     {"controller"},

@@ -1,5 +1,6 @@
 """What is built, installed and imported."""
 
+import importlib
 import subprocess
 import sys
 import tarfile
@@ -96,8 +97,10 @@ def test_messages_name_pages_that_are_there(monkeypatch):
 def test_the_console_command_opens_every_program(capsys):
     assert cli.main([]) == 0
     usage = capsys.readouterr().out
-    for name in ("train", "report", "lint", "env", "data"):
+    for name in (*cli._COMMANDS, "data"):
         assert f"\n  {name} " in usage
+    for module, _ in cli._COMMANDS.values():
+        assert callable(importlib.import_module(module).main)
     assert cli.main(["train", "--help", "lr"]) == 0
     assert "critic.optim.lr" in capsys.readouterr().out
     assert cli.main(["--version"]) == 0
@@ -105,9 +108,10 @@ def test_the_console_command_opens_every_program(capsys):
     assert "Did you mean rltrain report?" in capsys.readouterr().err
     assert cli.main(["trainer.device=cpu"]) == 2
     assert "Did you mean rltrain train trainer.device=cpu" in capsys.readouterr().err
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["data", "gsm8k", "--help"])
-    assert ended.value.code == 0
+    for words in (["data", "gsm8k", "--help"], ["rewards", "try", "--help"]):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(words)
+        assert ended.value.code == 0
 
 
 def test_nothing_is_imported_through_the_links_at_the_top():

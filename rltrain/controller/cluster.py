@@ -16,7 +16,7 @@ from ray.util.placement_group import PlacementGroup, placement_group
 
 from rltrain.config.schema import Config
 from rltrain.device import Device
-from rltrain.env import prepare_driver, ray_address
+from rltrain.env import prepare_driver, ray_address, shipped
 from rltrain.errors import ConfigError, WorkerLost
 from rltrain.logs import count
 
@@ -47,8 +47,8 @@ def ray_problems(cfg: Config) -> Iterator[str]:
             )
     if cfg.trainer.nnodes > 1 and not cluster_address(cfg):
         yield (
-            f"trainer.nnodes={cfg.trainer.nnodes} needs a running Ray cluster. Start it with scripts/ray_start.sh on every node, "
-            f"then set {_KEY}.address=auto."
+            f"trainer.nnodes={cfg.trainer.nnodes} needs a running Ray cluster. Start it with {shipped('scripts/ray_start.sh')} on every "
+            f"node, then set {_KEY}.address=auto."
         )
 
 

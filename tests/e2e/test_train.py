@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import rltrain
 from rltrain.main_ppo import main
 from rltrain.report import read_metrics
 from rltrain.trainer import run, saving
@@ -61,7 +62,7 @@ def moved(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> dict[
 
 @pytest.fixture(scope="module")
 def reference_run(tiny_model, arithmetic_files, tmp_path_factory):
-    """One process, token budget 64, with validation and a save after step 1, and a callback that is told of everything."""
+    """One process, token budget 64, with validation and a save after step 1, and a callback that is told of everything; from Python."""
     folder = tmp_path_factory.mktemp("reference")
     (folder / "callback.py").write_text(CALLBACK)
     changes = {
@@ -71,7 +72,8 @@ def reference_run(tiny_model, arithmetic_files, tmp_path_factory):
         "trainer__save_freq": 1,
         "trainer__logger": "tensorboard",
     }
-    assert main(small_run(tiny_model, arithmetic_files, folder, **changes)) == 0
+    loaded = rltrain.load_config(small_run(tiny_model, arithmetic_files, folder, **changes))
+    assert rltrain.run_training(loaded) == rltrain.RunResult(folder, 0)
     return folder
 
 

@@ -46,7 +46,7 @@ class _Bar(Progress):
     numbers: tuple[str, ...] = ()
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        yield Text(_fitting(self.numbers, self.console.width), no_wrap=True)
+        yield Text(_fitting(self.numbers, logs.console.width), no_wrap=True)
         yield self.make_tasks_table(self.tasks)
 
 

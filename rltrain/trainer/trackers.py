@@ -5,6 +5,7 @@ One class over accelerate.tracking would need its global state, and would still 
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import time
@@ -81,8 +82,9 @@ class WandB(Sink):
     def __init__(self, run: RunInfo) -> None:
         import wandb
 
-        # It would ask on the terminal, in the middle of training.
-        if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False):
+        # It would ask on the terminal, in the middle of training. Older versions can only do that.
+        asks_nothing = {"prompt": False} if "prompt" in inspect.signature(wandb.login).parameters else {}
+        if wandb.setup().settings.mode == "online" and not wandb.login(**asks_nothing):
             raise ConnectionError("not logged in; run `wandb login`, set WANDB_API_KEY, or WANDB_MODE=offline")
         self._table = lambda columns, rows: wandb.Table(columns=columns, data=rows)
         named = {"project": run.project, "name": run.name, "config": run.config, "dir": str(run.folder)}

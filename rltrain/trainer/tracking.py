@@ -144,6 +144,7 @@ class Tracker:
     """Sends metrics and tables to everything that ``trainer.logger`` names. Use it as a context: leaving it finishes all."""
 
     def __init__(self, loggers: Sequence[str], run: RunInfo, total_steps: int) -> None:
+        self._console = Console(run.first_step, total_steps, shown="console" in loggers)
         self._always = JsonLines(run.folder / "metrics.jsonl", run.first_step)
         # Each tracker's own name of this run. A resumed run goes on under it, a new one starts anew.
         self._ids_file = run.folder / "tracking.json"
@@ -157,7 +158,6 @@ class Tracker:
             elif name in TRACKERS:
                 own = replace(run, run_id=self._ids.get(name))
                 self._senders.append(Sender(name, lambda name=name, own=own: self._make(name, own)))  # type: ignore[misc]
-        self._console = Console(run.first_step, total_steps, shown="console" in loggers)
 
     def _make(self, name: str, run: RunInfo) -> Sink:
         sink = TRACKERS[name](run)

@@ -28,7 +28,10 @@ from rltrain.models.ulysses import share_of_heads, share_of_tokens
 NAME = "rltrain_packed"
 PLAN = "rltrain_plan"
 # Rows of a mask (a query has one for each head that shares its keys): it is never larger than this times the keys of one segment.
-_BLOCK = 512
+_BLOCK = 256
+# On a CPU, segments in half precision that see no more keys than this are attended to in fp32: in halves every length is a kernel to
+# prepare and short products are slow, so that the backward pass over lengths that vary takes two to three times as long.
+_FEW_KEYS = 1024
 # npu_fusion_attention takes no more of them in one call.
 _NPU_SEGMENTS = 1024
 
@@ -134,6 +137,8 @@ def _keys(tensor: Tensor, plan: AttentionPlan) -> list[Tensor]:
 def _segment(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
     """query [1, heads, n, d] of the last n places of key, value [1, kv heads, m, d]."""
     groups, own = query.shape[1] // key.shape[1], query.shape[2]
+    if query.is_cpu and query.dtype.itemsize < 4 and key.shape[2] <= _FEW_KEYS:
+        return _segment(query.float(), key.float(), value.float(), scaling, window).to(query.dtype)
     product = nn.functional.scaled_dot_product_attention
     if own == key.shape[2] and (window is None or own <= window):
         if groups > 1 and query.device.type != "cpu":

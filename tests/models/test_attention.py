@@ -67,6 +67,34 @@ def test_prefixes_of_any_length_and_a_first_call_without_gradients(prefix):
     assert all(each.grad is not None for each in inputs)
 
 
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_halves_are_rounded_only_before_and_after_attention(plan):
+    halves = [each.detach().bfloat16().requires_grad_() for each in tensors(plan)]
+    whole = [each.detach().float().requires_grad_() for each in halves]
+    found, expected = attend(*halves, plan), attend(*whole, plan)
+    assert torch.equal(found, expected.bfloat16())
+    weights = torch.randn_like(found)
+    gradients = torch.autograd.grad((found * weights).sum(), halves)
+    for one, other in zip(gradients, torch.autograd.grad((expected * weights).sum(), whole), strict=True):
+        assert torch.allclose(one.float(), other, rtol=0.02, atol=0.02)
+
+
+def test_new_lengths_prepare_no_kernels_on_a_cpu(capfd):
+    plan = AttentionPlan((Segment(0, 61), Segment(61, 178, (0, 61)), Segment(178, 215)))
+    inputs = [each.detach().bfloat16().requires_grad_() for each in tensors(plan, size=64)]
+    with torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON_CREATION):
+        attend(*inputs, plan).float().sum().backward()
+    assert "create" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("few", [0, 1024])
+def test_long_segments_in_halves_are_the_same_attention(few, monkeypatch):
+    monkeypatch.setattr(attention, "_FEW_KEYS", few)
+    halves = [each.detach().bfloat16() for each in tensors(PLAN)]
+    expected = with_a_full_mask(*(each.double() for each in halves), PLAN)
+    assert torch.allclose(attend(*halves, PLAN).double(), expected, atol=0.02)
+
+
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_what_the_accelerators_kernels_are_given_describes_the_same_attention(plan, window, monkeypatch):

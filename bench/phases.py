@@ -1,4 +1,5 @@
 """Each phase of a step against a bare floor: the same work in plain torch (bench/floor.py), packed and with shared prompts.
+And the passes of the trainer over long-tailed lengths against the same over equal ones, a token.
 
     python -m bench.phases [--dtype bfloat16] [--shape tiny] [--steps 3] [--rounds 2]
 
@@ -25,6 +26,7 @@ from bench.workload import ANSWERS, LIMITS, PROMPTS, make
 from rltrain.env import worker_environment
 
 PHASES = ("generate_sequences", "old_log_prob", "ref", "update_actor")
+PASSES = ("old_log_prob", "ref", "update_actor")
 # Half of the old log-probs come from the update itself (actor.recompute_old_log_prob=auto), here as there.
 OLD_LOG_PROB_SHARE = 0.5
 MICRO_GROUPS, MINI_BATCHES = 4, 2
@@ -95,6 +97,22 @@ def run_floors(folder: Path, options: argparse.Namespace, limit: int) -> dict[st
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def lengths_table(equal: Steps, long_tail: Steps) -> list[str]:
+    """Microseconds per computed token of each pass, and per token with the pairs of attention counted in, as ratios."""
+    lines = [
+        "| pass, lengths that vary | equal, us/token | long_tail, us/token | ratio | ratio with attention's pairs counted as work |",
+        "|---|---|---|---|---|",
+    ]
+    for name in PASSES:
+        share = OLD_LOG_PROB_SHARE if name == "old_log_prob" else 1.0
+        (token, tail), (cost, tail_cost) = (
+            [1e6 * statistics.median(one[name] / (share * one[unit]) for one in steps) for steps in (equal, long_tail)]
+            for unit in ("tokens", "cost")
+        )
+        lines.append(f"| {name} | {token:.1f} | {tail:.1f} | {tail / token:.2f} | {tail_cost / cost:.2f} |")
+    return lines
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--floor", type=json.loads, help=argparse.SUPPRESS)
@@ -112,12 +130,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         folder, dtype, limit, repeats = options.floor
         sys.stdout.write(json.dumps(floors(Path(folder), dtype, limit, repeats)) + "\n")
         return
-    folder = options.work.absolute()
-    make(folder, "equal", options.shape, options.steps + 1)
+    folder, tail_folder = options.work.absolute(), options.work.absolute() / "long_tail"
+    for kind, place in (("equal", folder), ("long_tail", tail_folder)):
+        make(place, kind, options.shape, options.steps + 1)
     ours: Steps = []
+    long_tail: Steps = []
     bare: dict[str, list[dict[str, float]]] = {}
     for _ in range(options.rounds):
         ours += run_ours(folder, options.limit, options)[1:]
+        long_tail += run_ours(tail_folder, LIMITS["long_tail"], options)[1:]
         for name, found in run_floors(folder, options, options.limit).items():
             bare.setdefault(name, []).append(found)
     rows = []
@@ -137,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "update: forward, backward, clip and AdamW of two optimizer steps.",
         ["phase", "rltrain, s", *titles],
         rows,
-        options.note,
+        "\n".join([*lengths_table(ours, long_tail), *(["", options.note] if options.note else [])]),
     )
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from transformers import Qwen3ForCausalLM
 
-from bench import gpu, scale, step, workload
+from bench import gpu, phases, scale, step, workload
 from bench.floor import Floor, Group
 from bench.idle_worker import IdleWorker
 from tests.local import LocalGroup
@@ -69,12 +69,19 @@ def test_the_drivers_part_of_a_step_needs_no_model():
 
 
 def test_a_row_compares_by_tokens_a_second():
-    phases = dict.fromkeys(step.PHASES, 0.0)
-    ours = phases | {"step": 2.0, "response_length": 100.0, "prompt_length": 60.0}
-    peers = phases | {"step": 3.0, "response_length": 50.0, "prompt_length": 60.0}
+    none = dict.fromkeys(step.PHASES, 0.0)
+    ours = none | {"step": 2.0, "response_length": 100.0, "prompt_length": 60.0}
+    peers = none | {"step": 3.0, "response_length": 50.0, "prompt_length": 60.0}
     one, other = step.rows_of("long_tail", {"TRL": [peers], step.OURS: [ours]})
     assert one.endswith(f"| {160 / 2 / (110 / 3):.2f} |")
     assert other.endswith("| 1.00 |")
+
+
+def test_lengths_compare_by_the_token_and_by_the_work():
+    equal = dict.fromkeys(phases.PASSES, 2.0) | {"tokens": 1000.0, "cost": 1100.0}
+    tail = dict.fromkeys(phases.PASSES, 1.5) | {"tokens": 500.0, "cost": 660.0}
+    *_, update = phases.lengths_table([equal], [tail])
+    assert update == "| update_actor | 2000.0 | 3000.0 | 1.50 | 1.25 |"
 
 
 def test_the_accelerator_bench_runs_on_a_cpu(tmp_path):

@@ -15,6 +15,7 @@ from rltrain.config.check import check, missing_files
 from rltrain.config.load import load_config
 from rltrain.errors import ConfigError
 from rltrain.rewards.registry import CustomReward, load_custom
+from rltrain.stop import Stop
 from rltrain.trainer.advantage import check_plugins
 from rltrain.trainer.callbacks import Callbacks
 from tests.local import local_trainer
@@ -64,7 +65,7 @@ def test_the_files_of_the_page_train_together(page, tiny_model, arithmetic_files
     assert metrics["watch/best_reward"] == metrics["critic/rewards/max"]
     assert metrics["callbacks/errors"] == 0
     assert "watch/hours" in metrics
-    trainer.validate(1)
+    trainer.validate(1, Stop())
     assert "val-core/" in capsys.readouterr().out
     trainer.callbacks.on_save(1, tmp_path / "global_step_1")
     assert json.loads((tmp_path / "saved.jsonl").read_text())["step"] == 1

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import glob
 import math
 import os
+import socket
+import struct
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 
@@ -33,6 +36,8 @@ _ACCELERATORS = {
     "npu": ("ASCEND_RT_VISIBLE_DEVICES", "/dev/davinci[0-9]*"),
     "cuda": ("CUDA_VISIBLE_DEVICES", "/dev/nvidia[0-9]*"),
 }
+# Linux's request for the IPv4 address of a network card.
+_SIOCGIFADDR = 0x8915
 _BY_DEVICE = {"npu": _NPU, "cuda": _CUDA, "cpu": _CPU}
 
 
@@ -72,6 +77,21 @@ def chosen_threads() -> int | None:
     """OMP_NUM_THREADS, where the user has set it."""
     value = os.environ.get("OMP_NUM_THREADS", "")
     return int(value) if value.isdigit() and int(value) else None
+
+
+def use_interface(address: str) -> None:
+    """Lets gloo talk over the network card with this address, unless the user has named one.
+
+    By itself it takes the address of the host's name, which many a system's /etc/hosts says is 127.0.1.1: no other node gets there.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as line:
+        for _, name in socket.if_nameindex():
+            try:
+                found = fcntl.ioctl(line, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+            except OSError:  # a card without an address
+                continue
+            if socket.inet_ntoa(found[20:24]) == address:
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def devices_here(device: str, none: int = 1) -> int:

@@ -8,7 +8,7 @@ import pytest
 from rltrain import device
 from rltrain.config.load import load_config
 from rltrain.device import threads_per_worker
-from rltrain.env import adopt, cpu_quota, driver_environment, worker_environment
+from rltrain.env import adopt, cpu_quota, driver_environment, use_interface, worker_environment
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "npu"])
@@ -56,6 +56,17 @@ def test_what_a_node_sets_itself_stays(monkeypatch):
     monkeypatch.delenv("HF_TOKEN")
     adopt(passed_on)
     assert (os.environ["NCCL_DEBUG"], os.environ["HF_TOKEN"]) == ("node", "driver")
+
+
+def test_gloo_gets_the_card_that_has_the_nodes_address(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
+    use_interface("127.0.0.1")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "mine"
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    use_interface("203.0.113.9")
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    use_interface("127.0.0.1")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,7 @@ def small_run(model: Path, files: tuple[Path, Path], folder: Path, **changes: ob
         "trainer.n_gpus_per_node": 1,
         "trainer.logger": "console",
         "trainer.val_before_train": False,
+        "trainer.max_actor_ckpt_to_keep": "null",
         "trainer.total_training_steps": 2,
         "trainer.default_local_dir": folder,
     }

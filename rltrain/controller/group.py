@@ -25,7 +25,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rltrain.controller.cluster import ray_logs
 from rltrain.controller.samples import Request, assemble, driver_bytes
 from rltrain.device import Device
-from rltrain.env import adopt, driver_environment, worker_environment
+from rltrain.env import adopt, driver_environment, use_interface, worker_environment
 from rltrain.errors import RltrainError, WorkerError, WorkerLost
 from rltrain.logs import open_worker_log
 
@@ -54,8 +54,10 @@ class _Host:
         self._store = dist.TCPStore(host, 0, self._world, is_master=True, wait_for_workers=False)
         return host, self._store.port
 
-    def join(self, host: str, port: int, backend: str) -> dict[str, Any]:
+    def join(self, host: str, port: int, backend: str, num_nodes: int) -> dict[str, Any]:
         """Enter the process group. Returns who this is."""
+        if num_nodes > 1:
+            use_interface(ray.util.get_node_ip_address())
         torch.set_num_threads(self._threads)
         store = self._store if self._rank == 0 else dist.TCPStore(host, port, self._world, is_master=False)
         dist.init_process_group(backend, store=store, rank=self._rank, world_size=self._world)
@@ -148,7 +150,7 @@ class WorkerGroup:
         self._logs = logs
         self.bytes_through_driver = 0
         bundles = [(group, index) for group in placement for index in range(group.bundle_count)]
-        self.world = len(bundles)
+        self.world, self._num_nodes = len(bundles), len(placement)
         self._hosts = [self._spawn(rank, group, index, threads) for rank, (group, index) in enumerate(bundles)]
         self._who: list[dict[str, Any]] = []
 
@@ -168,7 +170,9 @@ class WorkerGroup:
     def start(self, worker: str, kwargs: dict[str, Any]) -> None:
         """Connect the ranks and build ``worker`` ("module:Class") on each."""
         host, port = self._gather([self._hosts[0].open_store.remote()], "start")[0]
-        self._who = self._gather([each.join.remote(host, port, self._device.backend) for each in self._hosts], "start")
+        self._who = self._gather(
+            [each.join.remote(host, port, self._device.backend, self._num_nodes) for each in self._hosts], "start"
+        )
         self._gather([each.build.remote(worker, kwargs) for each in self._hosts], "start")
 
     @property

@@ -71,7 +71,7 @@ worker)
         # A file that an earlier head has left behind names an address where nobody answers.
         said="$(cat "$HEAD_FILE" 2>/dev/null || true)"
         if [ -n "$said" ] && timeout 3 bash -c ": <>/dev/tcp/${said%:*}/${said##*:}" 2>/dev/null; then address="$said" && break; fi
-        [ "$waited" -lt "$WAIT_S" ] || fail "no address of a head that answers in $HEAD_FILE after $WAIT_S s. Is the head up, and is this storage shared?"
+        [ "$waited" -lt "$WAIT_S" ] || fail "no head address in $HEAD_FILE after $WAIT_S s, or none that answers. Is the head up, and is this storage shared?"
         [ $((waited % 30)) -ne 0 ] || echo "waiting for the head's address in $HEAD_FILE ($((WAIT_S - waited)) s left)"
         sleep 1
         waited=$((waited + 1))

@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -19,7 +20,11 @@ LAUNCHERS = [
 
 
 def run(*command: str, **environment: str) -> subprocess.CompletedProcess:
-    clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "HEAD_FILE", "HEAD_ADDRESS")}
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("RANK", "HEAD_FILE", "HEAD_ADDRESS", "RAY_AUTH_TOKEN")
+    }
     return subprocess.run(command, capture_output=True, text=True, check=False, env=clean | environment, cwd=ROOT)
 
 
@@ -54,6 +59,55 @@ def test_ray_start_says_what_it_lacks(arguments, environment, words):
     done = run("bash", "scripts/ray_start.sh", *arguments, **environment)
     assert done.returncode == 2
     assert words in done.stderr
+
+
+@pytest.fixture
+def ray(tmp_path):
+    """A `ray` that tells its arguments and token, on nodes whose homes are empty."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "ray").write_text('#!/bin/sh\necho "ray $* token=$RAY_AUTH_TOKEN mode=$RAY_AUTH_MODE"\n')
+    (tmp_path / "bin" / "ray").chmod(0o755)
+
+    def start(node: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
+        (tmp_path / node).mkdir(exist_ok=True)
+        path = f"{tmp_path}/bin:{os.environ['PATH']}"
+        return run("bash", "scripts/ray_start.sh", *arguments, HOME=str(tmp_path / node), PATH=path, **environment)
+
+    return start
+
+
+def test_a_head_that_never_saw_ray_makes_a_token_for_its_user_alone(ray, tmp_path):
+    done = ray("one", "head", "--num-cpus=2")
+    assert done.returncode == 0, done.stderr
+    assert "ray start --head" in done.stdout
+    assert "--num-cpus=2 token= mode=token" in done.stdout
+    token = tmp_path / "one" / ".ray" / "auth_token"
+    assert len(token.read_text().strip()) == 64
+    assert token.stat().st_mode & 0o777 == 0o600
+    ray("one", "head")
+    assert len(token.read_text().strip()) == 64
+
+
+def test_workers_find_head_and_token_and_pass_over_what_an_earlier_head_left(ray, tmp_path):
+    shared = tmp_path / "head"
+    shared.write_text("127.0.0.1:1\n")  # nobody answers there
+    done = ray("two", "worker", HEAD_FILE=str(shared), WAIT_S="1")
+    assert "no head address" in done.stderr
+    assert ray("one", "head", HEAD_FILE=str(shared), RAY_PORT="1").returncode == 0
+    token = tmp_path / "head.token"
+    assert token.stat().st_mode & 0o777 == 0o600
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        shared.write_text(f"127.0.0.1:{head.getsockname()[1]}\n")
+        done = ray("two", "worker", "--num-cpus=1", HEAD_FILE=str(shared))
+    assert done.returncode == 0, done.stderr
+    assert f"--num-cpus=1 token={token.read_text().strip()} mode=token" in done.stdout
+
+
+def test_a_worker_without_the_heads_token_says_where_to_get_it(ray):
+    done = ray("two", "worker", "127.0.0.1")
+    assert done.returncode == 2
+    assert "Copy ~/.ray/auth_token from the head" in done.stderr
+    assert "token=abc" in ray("two", "worker", "127.0.0.1", RAY_AUTH_TOKEN="abc").stdout
 
 
 def test_constraints_pin_what_setup_asks_for():

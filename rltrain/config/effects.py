@@ -272,6 +272,7 @@ _MODES: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
         lambda cfg: cfg.reward_model.enable and cfg.reward_model.rule_weight == 0,
         "reward_model.rule_weight=0: no scorer runs",
     ),
+    (("reward.url_concurrency", "reward.url_headers"), lambda cfg: not cfg.reward.url, "reward.url is not set"),
     (
         (
             "reward_model.model.",

@@ -58,7 +58,7 @@ class Score:
     def report(self) -> str:
         """What happened to an answer that failed, to which answer, and where in the user's code."""
         about = "" if self.call is None else "data_source={!r}\n  answer: {}\n  ground truth: {}\n".format(*self.call)
-        return f"{about}{self.status}: {self.error}"
+        return f"{about}  {self.status}: {self.error}"
 
 
 class _Expired(Exception):
@@ -264,4 +264,4 @@ class Slot:
 def _score(reply: dict[str, Any]) -> Score:
     if reply["status"] == "ok":
         return Score(float(reply["value"]), "ok", None, reply["extras"])
-    return Score(None, reply["status"], reply["error"], kind=reply.get("kind", ""))
+    return Score(None, reply["status"], reply["error"], kind=str(reply.get("kind", ""))[:_CRASH_CHARS])

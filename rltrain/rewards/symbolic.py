@@ -3,6 +3,7 @@
 It runs without its own time limits, which need signals and stop nothing: the slot ends what takes too long.
 """
 
+import logging
 import re
 from collections.abc import Callable
 from functools import cache
@@ -22,6 +23,7 @@ def _compare() -> Callable[[str, str], bool] | None:
         from math_verify import LatexExtractionConfig, parse, verify
     except ImportError:
         return None
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of having no time limits of its own
     config = [LatexExtractionConfig()]
 
     def compare(answer: str, truth: str) -> bool:

@@ -40,3 +40,9 @@ def test_a_bomb_is_wrong_or_ends_at_its_deadline_and_the_next_answer_is_scored(b
 
 def test_words_are_not_taken_for_products_of_letters():
     assert find_scorer("lighteval/MATH")("\\boxed{silent}", "\\text{listen}", {}) == 0.0
+
+
+def test_scorers_of_ours_print_nothing():
+    with Slot() as made:
+        assert made.score("lighteval/MATH", "\\boxed{x+1}", "1+x", {}).value == 1.0
+        assert made.take_printed() == ""

@@ -25,7 +25,7 @@ LAYERS = [
     {"data"},
     {"algorithms"},
     {"batch"},
-    {"ragged", "device", "report", "collect", "env_report", "help", "seeds"},
+    {"ragged", "device", "report", "view", "collect", "env_report", "help", "seeds"},
     {"config", "stop"},
     {"logs"},
     {"env", "errors"},

@@ -94,12 +94,16 @@ class TrainerConfig:
     """When a loss or gradient is not finite: stop, or skip the optimizer step (three in a row stop)."""
     balance_batch: bool = True
     """No effect: samples are always spread over devices by length."""
+    samples_freq: int = 1
+    """Keep the answers of every so many steps, and of every validation, in RUN/samples (python -m rltrain.view RUN); -1: never."""
+    samples_max_prompts: int = 100
+    """Prompts of a step, and of a validation, whose answers are kept there, all answers of each."""
     log_val_generations: int = 0
-    """No effect in this version."""
+    """Answers of each validation that trackers show as a table."""
     rollout_data_dir: str | None = None
-    """No effect in this version."""
+    """Folder for all answers of every step as JSON lines, as verl writes them (N.jsonl)."""
     validation_data_dir: str | None = None
-    """No effect in this version."""
+    """The same for validations."""
     default_hdfs_dir: str | None = None
     """No effect: mount remote storage and set default_local_dir."""
     del_local_ckpt_after_load: bool = False

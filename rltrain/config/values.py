@@ -116,6 +116,8 @@ AT_LEAST = {
     "trainer.n_gpus_per_node": 1,
     "trainer.total_epochs": 1,
     "trainer.total_training_steps": 1,
+    "trainer.samples_max_prompts": 1,
+    "trainer.log_val_generations": 0,
     _A + "model.lora_rank": 0,
     "critic.model.lora_rank": 0,
     "reward.num_workers": 1,

@@ -109,6 +109,11 @@ class ChatEncoder:
         messages: list[Message] = [{"role": "user", "content": "?"}]
         return self.encode(messages) == self.encode_batch([messages], answered=True)[0]
 
+    @property
+    def backend(self) -> Any:
+        """What turns ids into text without transformers (a ``tokenizers.Tokenizer``); None where the tokenizer has no such."""
+        return getattr(self.tokenizer, "backend_tokenizer", None)
+
     @cached_property
     def eos_token_ids(self) -> list[int]:
         """Every token that ends an answer: the tokenizer's and those of generation_config.json; ascending."""

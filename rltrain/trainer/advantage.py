@@ -41,7 +41,8 @@ class Advantages:
         self.token_level = self._estimator.token is not None
 
     def estimate(self, samples: Samples, policy: Policy, layout: Layout) -> tuple[Whitening, Metrics]:
-        """A(x, y) of every sample: ``advantage`` [n], or the columns ``advantages`` and ``returns`` and how to whiten them."""
+        """A(x, y) of every sample: ``advantage`` [n], or (then it is the mean) the columns ``advantages`` and ``returns`` and how to whiten
+        them."""
         coef = self.kl_coef
         metrics = self._kl_penalty(samples) if self._cfg.algorithm.use_kl_in_reward else {}
         if self._estimator.token:
@@ -51,6 +52,7 @@ class Advantages:
             if self._estimator.whitens:
                 moments = Moments(*(sums[f"advantages/{name}"] for name in ("count", "total", "squares")))
                 whitening = Whitening(*moments.whitening())
+            samples.update({"advantage": (samples["advantage"] - whitening.shift) * whitening.scale})
             return whitening, metrics | m.token_advantage_metrics(sums, whitening.shift, whitening.scale)
         assert self._estimator.outcome is not None
         terms = {

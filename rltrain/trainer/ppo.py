@@ -19,6 +19,7 @@ from rltrain.seeds import stream
 from rltrain.stop import Stop
 from rltrain.trainer import metrics as m
 from rltrain.trainer.advantage import Advantages, Whitening
+from rltrain.trainer.archive import Archive
 from rltrain.trainer.balance import Ids, Layout, Workload, lay_out, rank_tokens, slack_metrics
 from rltrain.trainer.callbacks import Callbacks
 from rltrain.trainer.experience import Experience
@@ -51,6 +52,7 @@ class PPOTrainer:
         experience: Experience,
         model_sizes: dict[str, float],
         callbacks: Callbacks | None = None,
+        archive: Archive | None = None,
     ) -> None:
         self.cfg = cfg
         self.plan = plan
@@ -58,6 +60,7 @@ class PPOTrainer:
         self.critic = critic
         self.rewards = rewards
         self.experience = experience
+        self.archive = archive
         self.advantages = Advantages(cfg)
         self.callbacks = callbacks or Callbacks()
         self._actor_cfg = cfg.actor_rollout_ref.actor
@@ -72,6 +75,7 @@ class PPOTrainer:
     def step(self, step: int) -> Metrics:
         """One PPO iteration (Schulman et al. 2017, algorithm 1). GRPO (Shao et al. 2024, algorithm 1): the same, without a critic."""
         timer = StepTimer(self.on_phase)
+        self._take_driver_bytes()  # those of validation and saving
         with timer("step"):
             samples, generated = self.experience.collect(timer)  # y ~ pi_old(. | x), n answers each, and r(x, y)
             if self.cfg.algorithm.adv_estimator == "remax":
@@ -108,6 +112,8 @@ class PPOTrainer:
         cost, tokens = (metrics.get(f"perf/balance/{name}", 0.0) for name in ("cost", "tokens"))
         scored_cost = measured.get("cost", 0.0)
         metrics |= m.flops_metrics(cost, tokens, timing, self._model_sizes, self.plan.num_devices, scored_cost)
+        if self.archive:
+            self.archive.keep("train", step, samples, self.plan.answers_per_prompt)
         metrics |= self._describe(samples, layout, step)
         return metrics | self.callbacks.on_step(step, metrics, samples.numbers)
 
@@ -241,9 +247,12 @@ class PPOTrainer:
             | {
                 "training/global_step": float(step),
                 "training/epoch": float(self.experience.epoch),
-                "perf/driver_bytes_per_sample": self.actor.take_driver_bytes() / len(samples),
+                "perf/driver_bytes_per_sample": self._take_driver_bytes() / len(samples),
             }
         )
+
+    def _take_driver_bytes(self) -> int:
+        return self.actor.take_driver_bytes() + (self.archive.take_driver_bytes() if self.archive else 0)
 
     # -- bookkeeping ---------------------------------------------------------------------------------------------------
 
@@ -312,6 +321,10 @@ class PPOTrainer:
         if found is None:
             return {}
         samples, scores, num_samples = found
+        if self.archive:
+            samples.update(scores)
+            self.archive.keep("val", step, samples, num_samples)
+            self.archive.show_validation(step, samples, num_samples)
         hidden = {"score", "reward_failed", "reward_timeout", "reward_error"}
         hidden |= (
             set() if {"model_score", "overlong"} & scores.keys() else {"rule_score"}

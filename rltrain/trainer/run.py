@@ -15,7 +15,8 @@ from rltrain.config.load import LoadedConfig, to_dict
 from rltrain.config.schema import Config
 from rltrain.controller.cluster import ray_logs, reserve, share, start_ray, stop_ray
 from rltrain.controller.group import WorkerGroup
-from rltrain.data.chat import PromptStore, chat_encoder, encode_prompts
+from rltrain.controller.sample_writer import WriterProcess
+from rltrain.data.chat import ChatEncoder, PromptStore, chat_encoder, encode_prompts
 from rltrain.data.order import BatchOrder
 from rltrain.data.rows import Rows, read_rows
 from rltrain.data.sampler import make_sampler
@@ -27,6 +28,7 @@ from rltrain.rewards.pool import RewardPool
 from rltrain.rewards.registry import CustomReward
 from rltrain.rewards.slot import Score
 from rltrain.stop import Stop
+from rltrain.trainer.archive import Archive, keeps_samples
 from rltrain.trainer.callbacks import Callbacks
 from rltrain.trainer.changes import tell_changes, write_config
 from rltrain.trainer.checkpoint import RunFolder
@@ -60,7 +62,8 @@ def _run(loaded: LoadedConfig, stop: Stop) -> int:
     for note in found.notes:
         log.warning("note: %s", note)
     callbacks = Callbacks(cfg.trainer.callbacks)
-    rows, prompts = load_data(cfg)
+    encoder = chat_encoder(cfg)
+    rows, prompts = load_data(cfg, encoder)
     plan = make_plan(cfg, len(prompts["train"]))
     log.info("%s", describe(plan, cfg))
     folder = RunFolder(cfg.trainer.default_local_dir)
@@ -75,7 +78,7 @@ def _run(loaded: LoadedConfig, stop: Stop) -> int:
             with logs.waiting("starting Ray"), stop.keeping_handlers("starting Ray"):
                 start_ray(cfg)
             log.info("Ray's logs: %s", ray_logs())
-            finished = _train(loaded, plan, device, rows, prompts, folder, start, stop, callbacks)
+            finished = _train(loaded, plan, device, rows, prompts, encoder, folder, start, stop, callbacks)
     finally:
         stop_ray()
         folder.release()
@@ -91,6 +94,7 @@ def _train(
     device: Device,
     rows: dict[str, Rows],
     prompts: dict[str, PromptStore],
+    encoder: ChatEncoder,
     folder: RunFolder,
     start: Start,
     stop: Stop,
@@ -99,6 +103,7 @@ def _train(
     """Returns whether the run got to its end."""
     cfg = loaded.config
     splits = {name: share(each) for name, each in rows.items()}
+    shared_prompts = share(prompts)
     devices = logs.count(plan.num_devices, f"{device.kind.upper()} device")
     with logs.waiting(f"waiting for {devices} on {logs.count(cfg.trainer.nnodes, 'node')}"):
         placement = reserve(cfg, device)
@@ -111,7 +116,7 @@ def _train(
     with logs.waiting(f"starting {workers}"):
         # A Config object would arrive as a reference too; only the data is big enough to be shared.
         rows_too = splits if cfg.reward_model.enable else None
-        group.start(_WORKER, {"cfg": cfg, "prompts": share(prompts), "rows": rows_too})
+        group.start(_WORKER, {"cfg": cfg, "prompts": shared_prompts, "rows": rows_too})
     with_critic = cfg.algorithm.needs_critic
     engine, model = cfg.actor_rollout_ref.rollout.name, cfg.actor_rollout_ref.model.path
     with logs.waiting(f"loading {model} on {workers}, with the {engine} engine"):
@@ -132,13 +137,18 @@ def _train(
     sampler = make_sampler(cfg.data.sampler.name, order, rows["train"], cfg.data.sampler.revisit)
     reward_model = RewardModel(group) if cfg.reward_model.enable else None
     rewards = Rewards(cfg, rows, pool, reward_model)
+    archive = None
+    if keeps_samples(cfg):
+        archive = Archive(cfg, folder.path, start.step, WriterProcess(splits, shared_prompts, encoder.backend), tracker)
     experience = Experience(cfg, plan, policy, rewards, sampler)
-    trainer = PPOTrainer(cfg, plan, policy, critic, rewards, experience, sizes[0], callbacks)
+    trainer = PPOTrainer(cfg, plan, policy, critic, rewards, experience, sizes[0], callbacks, archive)
     trainer.restore(start.progress)
     try:
         with tracker:
             finished = trainer.fit(start.step, tracker, saver, stop)
     finally:
+        if archive:
+            archive.close(wait=not stop.at_once)
         if pool and not stop.at_once:  # else they end with Ray: an answer that is being scored would be waited for
             pool.shutdown()
     group.stop()
@@ -199,10 +209,10 @@ def needs_reference(cfg: Config) -> bool:
     return cfg.actor_rollout_ref.actor.use_kl_loss or cfg.algorithm.use_kl_in_reward
 
 
-def load_data(cfg: Config) -> tuple[dict[str, Rows], dict[str, PromptStore]]:
+def load_data(cfg: Config, encoder: ChatEncoder | None = None) -> tuple[dict[str, Rows], dict[str, PromptStore]]:
     """Read, check and tokenise the train and validation prompts; rows whose prompt is filtered out are gone from both."""
     data = cfg.data
-    encoder = chat_encoder(cfg)
+    encoder = encoder or chat_encoder(cfg)
     rows: dict[str, Rows] = {}
     prompts: dict[str, PromptStore] = {}
     for split, files, limit in (

@@ -17,7 +17,8 @@ def token_advantages(batch: Batch, cfg: AlgorithmConfig, kl_coef: float) -> tupl
     """``advantages`` (before whitening) and ``returns`` of every token, and the sums that whitening and metrics need.
 
     The score of an answer is the reward of its last token; with a KL in the reward, every token pays ``kl_coef`` times its own.
-    Numbers: ``signal`` [n] (whether any advantage is not 0), moments over tokens that count, extremes.
+    Numbers: ``signal`` [n] (whether any advantage is not 0), ``advantage`` [n] (mean over the answer); moments over tokens that
+    count, extremes.
     """
     if not len(batch):
         return Batch(), {}
@@ -38,6 +39,7 @@ def token_advantages(batch: Batch, cfg: AlgorithmConfig, kl_coef: float) -> tupl
     found = estimator(inputs, cfg)
     mask = batch.ragged("loss_mask").values > 0 if "loss_mask" in batch else torch.ones_like(last)
     numbers: Numbers = {"signal": (found.advantages.like(found.advantages.values.abs()).sum() > 0).numpy()}
+    numbers["advantage"] = found.advantages.mean().nan_to_num().numpy()
     numbers |= _sums("advantages", found.advantages.values[mask]) | _sums("returns", found.returns.values[mask])
     if values:
         numbers |= _sums("values", values.values[mask].double())

@@ -129,6 +129,7 @@ def test_sigterm_finishes_the_step_saves_and_exits_75(start, tiny_model, arithme
     assert output.splitlines()[-1] == f"stopped after step {last} of 100000; the same command goes on"
     assert "exported model" not in output
     assert [folder.name for folder in tmp_path.glob("global_step_*")] == [f"global_step_{last}"]
+    assert (tmp_path / "samples" / f"train_{last:06d}.parquet").is_file()
 
 
 SLOW_REWARD = """

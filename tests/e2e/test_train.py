@@ -15,6 +15,7 @@ import rltrain
 from rltrain.main_ppo import main
 from rltrain.report import read_metrics
 from rltrain.trainer import run, saving
+from rltrain.view import read_samples
 from tests.distance import distance
 from tests.tiny import small_run
 
@@ -157,6 +158,19 @@ def test_the_engine_agrees_with_the_trainer_after_every_sync(reference_run):
 
 def test_bytes_through_the_driver_are_few(reference_run):
     assert all(line["perf/driver_bytes_per_sample"] < 200 for line in read_metrics(reference_run) if line["step"])
+
+
+def test_the_answers_of_every_step_and_validation_are_kept(reference_run):
+    files = {file.stem for file in (reference_run / "samples").iterdir()}
+    assert files == {"train_000001", "train_000002", "val_000000", "val_000001", "val_000002"}
+    for line in read_metrics(reference_run)[1:]:
+        kept = read_samples(reference_run, line["step"])
+        assert len(kept) == 16
+        assert kept["prompt"].str.contains("<user>").all()
+        for name, metric in (("score", "critic/score"), ("response_length", "response_length")):
+            assert kept[name].mean() == pytest.approx(line[f"{metric}/mean"])
+        assert kept["advantage"].abs().max() > 0 or line["critic/advantages/max"] == 0
+    assert read_samples(reference_run, split="val")["row"].tolist() == list(range(6))
 
 
 def test_the_run_folder_says_what_the_run_was(reference_run):

@@ -1,0 +1,235 @@
+"""Answers on disk: a process of its own fetches the texts and writes them down, while the driver only hands out references.
+
+What is here is imported by that process, so nothing that takes long to import.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from rltrain.data.chat import PromptStore
+from rltrain.data.rows import Rows
+from rltrain.view import one_line
+
+Array = NDArray[Any]
+# Jobs that may be under way before newer ones wait, of which only the newest is kept.
+_MOST_AT_ONCE = 2
+_EXAMPLES_WAIT_S = 60.0
+_POLL_S = 0.2
+# What the scorer returns goes by its own name where that is free.
+_OF_THE_SCORER = "scorer/"
+_WIDE = {"f": np.float64, "u": np.int64}
+
+
+@dataclass(frozen=True)
+class SampleJob:
+    """Answers to p prompts, ``each`` to every one. rows [p]: of the data. texts: lists of texts by reference (in a list, so that Ray does
+    not fetch them), their rows, and places among the answers. numbers: scores, lengths and whatever else is known of each answer (or,
+    of length 1, of all).
+
+    parquet: a file with the prompts that are ``kept`` [p]; json_lines: one of all, as verl writes it.
+    """
+
+    split: str
+    step: int
+    rows: Array
+    each: int
+    texts: list[tuple[list[Any], Array, Array]]
+    numbers: dict[str, Array]
+    kept: Array
+    parquet: Path | None = None
+    json_lines: Path | None = None
+
+    def column(self, name: str) -> Array:
+        """A number of every answer; rewards that are not there are the score itself."""
+        values = self.numbers[name if name in self.numbers else "score"]
+        values = values.astype(_WIDE.get(values.dtype.kind, values.dtype))
+        return np.broadcast_to(values, len(self.rows) * self.each)
+
+
+@dataclass(frozen=True)
+class Written:
+    """What became of a job: what went wrong, and one of its answers in a line."""
+
+    split: str
+    step: int
+    problem: str | None = None
+    example: str = ""
+
+
+class SampleWriter:
+    """Knows the data and the prompts by split; ``tokenizer`` (of the tokenizers package, or None) turns prompts back into text."""
+
+    def __init__(
+        self, rows: dict[str, Rows], prompts: dict[str, PromptStore], tokenizer: Any, fetch: Callable[[Any], Any]
+    ) -> None:
+        self._rows, self._prompts, self._tokenizer, self._fetch = rows, prompts, tokenizer, fetch
+
+    def write(self, job: SampleJob) -> Written:
+        """Write the job's files, whole or not at all."""
+        columns = self.columns(job)
+        example = {name: values[0] for name, values in columns.items()}
+        try:
+            if job.parquet:
+                table = pa.table(columns).filter(pa.array(job.kept.repeat(job.each)))
+                _replace(job.parquet, lambda file: pq.write_table(table, file, compression="zstd"))
+            if job.json_lines:
+                lines = self._as_verl_does(job, columns)
+                _replace(job.json_lines, lambda file: file.write_text(lines, encoding="utf-8"))
+        except (OSError, pa.ArrowException) as error:
+            return Written(job.split, job.step, f"{type(error).__name__}: {error}")
+        return Written(job.split, job.step, None, one_line(example))
+
+    def columns(self, job: SampleJob) -> dict[str, Any]:
+        """The columns of the table."""
+        answers = np.empty(len(job.rows) * job.each, dtype=object)
+        for reference, rows, places in job.texts:
+            texts = self._fetch(reference[0])
+            answers[places] = [texts[row] for row in rows.tolist()]
+        prompts = [self._prompt(job.split, row) for row in job.rows.tolist()]
+        of_prompts = {name: [prompt[name] for prompt in prompts for _ in range(job.each)] for name in prompts[0]}
+        numbers = {name: job.column(name) for name in dict.fromkeys(["score", "reward", *job.numbers])}
+        truncated, complete = numbers.pop("truncated"), numbers.pop("complete")
+        reasons = np.where(truncated, "length", np.where(complete, "stop", "aborted")).tolist()
+        columns: dict[str, Any] = {"step": np.full(len(answers), job.step), "row": job.rows.repeat(job.each)}
+        columns |= {"sample": np.tile(np.arange(job.each), len(job.rows))} | of_prompts | {"answer": answers}
+        columns |= {name: values for name, values in numbers.items() if not name.startswith(_OF_THE_SCORER)}
+        columns["finish_reason"] = reasons
+        for name, values in numbers.items():
+            short = name.removeprefix(_OF_THE_SCORER)
+            if name != short:
+                columns[name if short in columns else short] = values
+        return columns
+
+    def examples(self, job: SampleJob, names: Sequence[str]) -> list[list[Any]]:
+        """The given columns, as rows."""
+        columns = self.columns(job)
+        lists = [columns[name].tolist() if hasattr(columns[name], "tolist") else columns[name] for name in names]
+        return [list(row) for row in zip(*lists, strict=True)]
+
+    def _prompt(self, split: str, row: int) -> dict[str, Any]:
+        record = self._rows[split][row]
+        asked = next((each for each in reversed(record.prompt) if each["role"] == "user"), record.prompt[-1])
+        index = record.extra_info.get("index", record.extra_info.get("uid"))
+        return {
+            "data_source": record.data_source,
+            "index": None if index is None else str(index),
+            "question": _text(asked["content"]),
+            "prompt": self._decoded(split, row, skip_special_tokens=False),
+            "ground_truth": None if record.ground_truth is None else _text(record.ground_truth),
+        }
+
+    def _decoded(self, split: str, row: int, **options: bool) -> str:
+        """The prompt as the model has seen it; the messages, where there is nothing to decode with."""
+        if self._tokenizer is None:
+            return "\n".join(f"{each['role']}: {_text(each['content'])}" for each in self._rows[split][row].prompt)
+        return self._tokenizer.decode(self._prompts[split].prompt(row).tolist(), **options)
+
+    def _as_verl_does(self, job: SampleJob, columns: Mapping[str, Any]) -> str:
+        names = [name for name in job.numbers if name.startswith(_OF_THE_SCORER)]
+        extras = {name.removeprefix(_OF_THE_SCORER): job.column(name).tolist() for name in names}
+        inputs = [self._decoded(job.split, row, skip_special_tokens=True) for row in job.rows.tolist()]
+        lines = []
+        for place, score in enumerate(job.column("score").tolist()):
+            line = {"input": inputs[place // job.each], "output": columns["answer"][place]}
+            line |= {"gts": columns["ground_truth"][place], "score": score, "step": job.step}
+            line |= {name: values[place] for name, values in extras.items() if name not in line}
+            lines.append(json.dumps(line, ensure_ascii=False) + "\n")
+        return "".join(lines)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _replace(file: Path, write: Callable[[Path], Any]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(f".{file.name}.tmp")
+    try:
+        write(temporary)
+        os.replace(temporary, file)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+class _Host(SampleWriter):
+    """The writer's process, which yields to everything else on the machine."""
+
+    def __init__(self, rows: dict[str, Any], prompts: list[Any], tokenizer: Any) -> None:
+        import ray
+
+        os.nice(10)
+        super().__init__({name: ray.get(each) for name, each in rows.items()}, ray.get(prompts[0]), tokenizer, ray.get)
+
+
+class WriterProcess:
+    """A `SampleWriter` on this node. Nothing here waits for it but `examples` and `close`, and they not for ever."""
+
+    def __init__(self, rows: dict[str, Any], prompts: Any, tokenizer: Any) -> None:
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        actor = ray.remote(num_cpus=0, max_restarts=0)(_Host).options(scheduling_strategy=here)
+        self._actor: Any = actor.remote(rows, [prompts], tokenizer)
+        self._running: dict[Any, SampleJob] = {}
+        self._waiting: list[SampleJob] = []
+
+    def submit(self, job: SampleJob) -> list[Written]:
+        """Have it written, and hear of earlier ones. Where the writer lags behind, only the newest waits, and what it replaces is told."""
+        found = self._take(0)
+        dropped, self._waiting = self._waiting, [job]
+        self._start()
+        return found + [Written(each.split, each.step, "earlier ones are still being written") for each in dropped]
+
+    def _start(self) -> None:
+        while self._waiting and len(self._running) < _MOST_AT_ONCE:
+            job = self._waiting.pop(0)
+            self._running[self._actor.write.remote(job)] = job
+
+    def _take(self, wait_s: float) -> list[Written]:
+        import ray
+
+        done, _ = (
+            ray.wait(list(self._running), num_returns=len(self._running), timeout=wait_s) if self._running else ([], [])
+        )
+        found = []
+        for call in done:
+            job = self._running.pop(call)
+            try:
+                found.append(ray.get(call))
+            except Exception as error:  # noqa: BLE001 - whatever befell the writer, training goes on
+                found.append(Written(job.split, job.step, (str(error).splitlines() or [repr(error)])[-1]))
+        self._start()
+        return found
+
+    def examples(self, job: SampleJob, names: Sequence[str]) -> list[list[Any]] | None:
+        """`SampleWriter.examples`, or None if they do not come."""
+        import ray
+
+        try:
+            return ray.get(self._actor.examples.remote(job, list(names)), timeout=_EXAMPLES_WAIT_S)
+        except (ray.exceptions.RayError, TimeoutError):
+            return None
+
+    def close(self, wait_s: float) -> list[Written]:
+        """Wait so long for what is still to be written, and end the process."""
+        import ray
+
+        found, deadline = [], time.monotonic() + wait_s
+        while self._running and time.monotonic() < deadline:
+            found += self._take(min(_POLL_S, wait_s))
+        ray.kill(self._actor)
+        left = [*self._running.values(), *self._waiting]
+        return found + [Written(job.split, job.step, f"not written within {wait_s:g} s") for job in left]

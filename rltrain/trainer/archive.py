@@ -1,0 +1,157 @@
+"""Which answers are kept: a parquet file a step in the run folder, verl's JSON lines, and a table for trackers."""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rltrain.config.schema import Config
+from rltrain.controller.sample_writer import SampleJob, WriterProcess, Written
+from rltrain.controller.samples import Samples, driver_bytes
+from rltrain.rewards.pool import EXTRA
+from rltrain.trainer.balance import Ids
+from rltrain.trainer.tracking import Tracker
+
+log = logging.getLogger(__name__)
+
+_FILE = re.compile(r"(?:train|val)_(\d+)\.parquet")
+# What is known of an answer besides what the scorer returns, where it is known.
+_NUMBERS = [
+    "score",
+    "reward",
+    "advantage",
+    "rule_score",
+    "model_score",
+    "overlong",
+    "reward_failed",
+    "reward_timeout",
+    "reward_error",
+]
+_NUMBERS += ["prompt_length", "response_length", "truncated", "complete"]
+_TABLE = ("step", "data_source", "question", "answer", "ground_truth", "score", "finish_reason")
+_EXAMPLE_EVERY = 10
+_LAST_WAIT_S = 60.0
+
+
+def keeps_samples(cfg: Config) -> bool:
+    """Whether answers are wanted at all."""
+    trainer = cfg.trainer
+    folders = trainer.rollout_data_dir or trainer.validation_data_dir
+    return trainer.samples_freq > 0 or bool(folders) or trainer.log_val_generations > 0
+
+
+class Archive:
+    """Hands answers to the writer; texts never come by here, but for those of ``log_val_generations``. What fails is told once."""
+
+    def __init__(self, cfg: Config, folder: Path, resumed_step: int, writer: WriterProcess, tracker: Tracker) -> None:
+        self._cfg = cfg.trainer
+        self._folder = folder / "samples"
+        self._writer, self._tracker = writer, tracker
+        self._bytes = 0
+        self._told = False
+        self._forget_after(resumed_step)
+
+    def _forget_after(self, step: int) -> None:
+        """Remove the files of steps that will be made again, as is done with the lines of metrics.jsonl."""
+        for file in self._folder.glob("*.parquet") if self._folder.is_dir() else ():
+            found = _FILE.fullmatch(file.name)
+            if found and (int(found[1]) > step or not step):
+                file.unlink()
+
+    def keep(self, split: str, step: int, samples: Samples, answers_per_prompt: int) -> None:
+        """Have the answers (prompt-major) of a step or a validation written, as the configuration asks."""
+        cfg = self._cfg
+        data_dir = cfg.rollout_data_dir if split == "train" else cfg.validation_data_dir
+        wanted = cfg.samples_freq > 0 and (split == "val" or step % cfg.samples_freq == 0)
+        num_prompts = len(samples) // answers_per_prompt
+        prompts = _spread(num_prompts, cfg.samples_max_prompts) if wanted else np.arange(0)
+        if data_dir:
+            prompts, chosen = np.arange(num_prompts), prompts
+        else:
+            chosen = prompts
+        if not len(prompts):
+            return
+        job = _job(split, step, samples, prompts, answers_per_prompt)
+        parquet = self._folder / f"{split}_{step:06d}.parquet" if wanted else None
+        json_lines = Path(data_dir).expanduser().resolve() / f"{step}.jsonl" if data_dir else None
+        kept = np.isin(prompts, chosen)
+        self._hear(self._writer.submit(replace(job, kept=kept, parquet=parquet, json_lines=json_lines)))
+        numbers = [each.tolist() if each.dtype == object else each for each in job.numbers.values()]
+        places = [each[1:] for each in job.texts]
+        self._bytes += driver_bytes([numbers, places, job.rows, job.kept])
+
+    def show_validation(self, step: int, samples: Samples, answers_per_prompt: int) -> None:
+        """Send ``log_val_generations`` answers to every tracker that has tables; the same prompts every time."""
+        prompts = _spread(len(samples) // answers_per_prompt, self._cfg.log_val_generations)
+        if not len(prompts):
+            return
+        job = _job("val", step, samples, prompts, answers_per_prompt, most=1)
+        rows = self._writer.examples(job, _TABLE)
+        if rows is None:
+            log.warning("step %d: the answers for trainer.log_val_generations did not come", step)
+        else:
+            self._tracker.log_table(step, "val/generations", list(_TABLE), rows)
+
+    def take_driver_bytes(self) -> int:
+        """Bytes that went through the driver since the last call."""
+        taken, self._bytes = self._bytes, 0
+        return taken
+
+    def close(self, wait: bool = True) -> None:
+        """Wait (a minute at most) until everything is written."""
+        self._hear(self._writer.close(_LAST_WAIT_S if wait else 0.0))
+
+    def _hear(self, found: list[Written]) -> None:
+        for each in found:
+            if each.problem and not self._told:
+                log.warning(
+                    "answers of step %d (%s) are not kept: %s. Training goes on.", each.step, each.split, each.problem
+                )
+                self._told = True
+            elif each.example and (each.split == "val" or each.step == 1 or each.step % _EXAMPLE_EVERY == 0):
+                log.info("step %d, %s: %s", each.step, each.split, each.example)
+
+
+def _spread(count: int, most: int) -> Ids:
+    """At most ``most`` of ``count`` numbers, spread evenly."""
+    return (
+        np.unique(np.linspace(0, count - 1, min(count, most)).astype(np.int64))
+        if min(count, most) > 0
+        else np.arange(0)
+    )
+
+
+def _job(
+    split: str, step: int, samples: Samples, prompts: Ids, answers_per_prompt: int, most: int | None = None
+) -> SampleJob:
+    """The answers (at most ``most`` to each) to some prompts, in as few bytes as they need."""
+    each = min(answers_per_prompt, most or answers_per_prompt)
+    ids = (prompts[:, None] * answers_per_prompt + np.arange(each)).ravel()
+    names = [name for name in _NUMBERS if name in samples.numbers]
+    # What is the score itself need not travel.
+    for name in {"reward", "rule_score"} & set(names):
+        if np.array_equal(samples[name], samples["score"]):
+            names.remove(name)
+    names += [name for name in samples.numbers if name.startswith(EXTRA)]
+    numbers = {name: _narrow(samples[name][ids], exact=name != "advantage") for name in names}
+    numbers = {name: values[:1] if (values == values[0]).all() else values for name, values in numbers.items()}
+    pieces = samples.request(ids, ["text"]).pieces
+    texts = [(piece.ref, _narrow(piece.rows), _narrow(piece.places)) for piece in pieces]
+    return SampleJob(split, step, samples["row"][ids[::each]], each, texts, numbers, np.ones(len(prompts), dtype=bool))
+
+
+def _narrow(values: NDArray[Any], *, exact: bool = True) -> NDArray[Any]:
+    """The same numbers in fewer bytes: counts as unsigned integers, others as float32 where that is enough."""
+    if values.dtype.kind == "i":
+        return values.astype(np.min_scalar_type(int(values.max())))
+    if values.dtype == np.float64:
+        with np.errstate(over="ignore"):
+            small = values.astype(np.float32)
+        return small if not exact or np.array_equal(small, values, equal_nan=True) else values
+    return values

@@ -1,0 +1,113 @@
+"""The answers of a run on the terminal."""
+
+import pandas as pd
+import pytest
+
+from rltrain.errors import DataError
+from rltrain.view import main, one_line, read_samples, shorten
+
+
+def frame(step: int, scores: list[float], **columns) -> pd.DataFrame:
+    """Two answers to each of the prompts 0, 1, …"""
+    n = len(scores)
+    rows = [place // 2 for place in range(n)]
+    return pd.DataFrame(
+        {
+            "step": step, "row": rows, "sample": [place % 2 for place in range(n)],
+            "data_source": ["one" if row < 2 else "two" for row in rows], "index": [str(row) for row in rows],
+            "question": [f"{row}+{row}=?" for row in rows], "prompt": [f"<user>{row}+{row}=?" for row in rows],
+            "answer": [f"s{step} says {place}" for place in range(n)], "ground_truth": [str(2 * row) for row in rows],
+            "score": scores, "reward": scores, "reward_failed": 0.0, "response_length": range(n), "finish_reason": "stop",
+            **columns,
+        }
+    )  # fmt: skip
+
+
+@pytest.fixture
+def run(tmp_path):
+    (tmp_path / "samples").mkdir()
+    for step, scores in ((1, [0.0] * 6), (7, [0, 0, 1, 0, 1, 1.0])):
+        for split in ("train", "val"):
+            frame(step, scores).to_parquet(tmp_path / "samples" / f"{split}_{step:06d}.parquet")
+    return tmp_path
+
+
+def shown(capsys, *arguments) -> str:
+    assert main([str(each) for each in arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_newest_step_is_shown_plainly_where_it_is_piped(run, capsys):
+    text = shown(capsys, run)
+    assert "\x1b" not in text
+    assert text.count("answer: s7 says") == 5
+    assert "prompt: <user>0+0=?" in text
+    assert text.endswith("5 of 6 answers, step 7\n")
+    assert "s1 says" in shown(capsys, run, "--step", 1)
+
+
+@pytest.mark.parametrize(
+    ("order", "first"), [("--worst", [0, 1]), ("--best", [2, 4]), ("--longest", [5, 4]), ("--mixed", [2, 3])]
+)
+def test_answers_come_in_the_order_that_is_asked_for(run, capsys, order, first):
+    text = shown(capsys, run, order, "-n", 2, "--lines")
+    assert [line.split(" -> ")[1].split()[2] for line in text.splitlines()[:2]] == [str(each) for each in first]
+
+
+def test_answers_that_could_not_be_scored_are_found(run, capsys):
+    failed = frame(8, [0.0, 0, 1, 1], reward_failed=[0.0, 1, 0, 0], reward_error=["", "Traceback: boom", "", ""])
+    failed.to_parquet(run / "samples" / "train_000008.parquet")
+    text = shown(capsys, run, "--failed")
+    assert "reward_error: Traceback: boom" in text
+    assert text.endswith("1 of 1 answers, step 8\n")
+
+
+def test_one_source_can_be_chosen(run, capsys):
+    assert shown(capsys, run, "--source", "two").endswith("2 of 2 answers, step 7\n")
+    assert main([str(run), "--source", "three"]) == 2
+    assert "Sources: one, two" in capsys.readouterr().err
+
+
+def test_answers_before_and_after_stand_below_each_other(run, capsys):
+    text = shown(capsys, run, "--compare", "-n", 2)
+    assert text.splitlines() == [
+        "0+0=?", "  step     1 -> s1 says 0 ✗ (0)", "  step     7 -> s7 says 0 ✗ (0)",
+        "1+1=?", "  step     1 -> s1 says 2 ✗ (2)", "  step     7 -> s7 says 2 ✓",
+        "right, of all that were kept: step 1: 0.0%, step 7: 50.0%",
+    ]  # fmt: skip
+    assert shown(capsys, run, "--compare", 1, 7, "-n", 2) == text
+
+
+def test_long_answers_lose_their_middle(run, capsys):
+    frame(9, [1.0, 1.0], answer="start " + "x" * 5000 + " end").to_parquet(run / "samples" / "train_000009.parquet")
+    text = shown(capsys, run, "-n", 1, "--chars", 100)
+    assert "start xxx" in text
+    assert "x end" in text
+    assert "4,910 characters left out" in text
+    assert shorten("a" * 50 + "\n" + "b" * 50, 21) == "a" * 9 + " … " + "b" * 9
+
+
+def test_markup_in_answers_is_text(run, capsys):
+    frame(9, [1.0, 1.0], answer="[bold]x[/nonsense]").to_parquet(run / "samples" / "train_000009.parquet")
+    for flags in ([], ["--lines"]):
+        assert "[bold]x[/nonsense]" in shown(capsys, run, *flags)
+
+
+def test_right_is_what_acc_says(run):
+    sample = {"question": "1+1=?", "answer": "2", "ground_truth": "2", "score": -1.0}
+    assert one_line(sample) == "1+1=? -> 2 ✗ (2)"
+    assert one_line(sample | {"acc": 1.0}) == "1+1=? -> 2 ✓"
+    assert one_line(sample | {"acc": float("nan")}) == "1+1=? -> 2 ✗ (2)"
+
+
+def test_what_is_not_there_is_said(run, tmp_path, capsys):
+    assert main([str(tmp_path / "nowhere")]) == 2
+    assert "trainer.samples_freq" in capsys.readouterr().err
+    with pytest.raises(DataError, match=r"no train step 5. Near it: 1, 7"):
+        read_samples(run, 5)
+    (run / "samples" / "train_000010.parquet").write_bytes(b"half")
+    with pytest.raises(DataError, match="cannot be read"):
+        read_samples(run)
+    (tmp_path / "other" / "samples").mkdir(parents=True)
+    with pytest.raises(DataError, match="no answers of validation"):
+        read_samples(tmp_path / "other", split="val")

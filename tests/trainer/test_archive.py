@@ -1,0 +1,225 @@
+"""What is kept of the answers: which, where, and what happens when that fails. Without Ray: a writer in this process."""
+
+import json
+import logging
+
+import numpy as np
+import pandas as pd
+import pyarrow.parquet as pq
+import pytest
+
+from rltrain.config.load import load_config
+from rltrain.controller import sample_writer
+from rltrain.controller.sample_writer import SampleWriter, Written
+from rltrain.controller.samples import Samples, whole
+from rltrain.data.chat import PromptStore
+from rltrain.data.rows import read_rows
+from rltrain.trainer.archive import Archive
+from tests.tiny import write_arithmetic
+
+N = 2
+
+
+class Letters:
+    """A tokenizer: ids are letters, 0 is special."""
+
+    def decode(self, ids, skip_special_tokens):
+        return "".join(chr(each) if each else "<user>" for each in ids if each or not skip_special_tokens)
+
+
+class LocalWriter(SampleWriter):
+    """`WriterProcess` in this process; what it is asked to write is heard of at once."""
+
+    def submit(self, job):
+        self.jobs = [*getattr(self, "jobs", []), job]
+        return [self.write(job)]
+
+    def close(self, wait_s):
+        return []
+
+
+class Tables:
+    def __init__(self):
+        self.shown = []
+
+    def log_table(self, *table):
+        self.shown.append(table)
+
+
+@pytest.fixture
+def make(tmp_path):
+    """make(keys…): an archive in tmp_path/run whose writer is ``archive.writer``."""
+    rows = read_rows(str(write_arithmetic(tmp_path / "rows.parquet", range(10))))
+    ids = [np.array([0, *map(ord, row.prompt[0]["content"])]) for row in rows]
+    offsets = np.cumsum([0, *map(len, ids)])
+    store = PromptStore(np.concatenate(ids), offsets, np.arange(len(ids)), 0)
+
+    def archive(*keys, resumed_step=0, tokenizer=None):
+        cfg = load_config([f"trainer.{key}" for key in keys]).config
+        writer = LocalWriter(dict.fromkeys(("train", "val"), rows), dict.fromkeys(("train", "val"), store),
+                             tokenizer or Letters(), lambda reference: reference)  # fmt: skip
+        made = Archive(cfg, tmp_path / "run", resumed_step, writer, Tables())
+        made.writer, made.tables = writer, made._tracker
+        return made
+
+    return archive
+
+
+def batch(num_prompts=5) -> Samples:
+    """N answers to each of the rows 9, 8, …; texts in two objects, the second in another order."""
+    n = num_prompts * N
+    samples = Samples(n)
+    texts, cut = [f"answer {i}" for i in range(n)], n // 2
+    for ids in (np.arange(cut), np.arange(cut, n)[::-1]):
+        samples.attach([whole([texts[i] for i in ids], ("text",), ids)])
+    scores = np.arange(n) % 2.0
+    samples.update({
+        "row": 9 - np.arange(n, dtype=np.int32) // N, "score": scores, "reward": scores - 0.5, "advantage": scores * 2 - 1,
+        "reward_failed": np.eye(n)[3], "reward_timeout": np.zeros(n), "scorer/acc": scores, "scorer/answer": scores,
+        "scorer/pred": np.array([f"p{i}" for i in range(n)], dtype=object), "prompt_length": np.full(n, 6),
+        "reward_error": np.array(["boom" if i == 3 else "" for i in range(n)], dtype=object),
+        "response_length": np.arange(n), "truncated": np.arange(n) == 1, "complete": np.ones(n, dtype=bool),
+    })  # fmt: skip
+    return samples
+
+
+def test_a_step_is_one_table_with_all_that_is_known_of_an_answer(make, tmp_path):
+    make().keep("train", 3, batch(), N)
+    assert [file.name for file in (tmp_path / "run" / "samples").iterdir()] == ["train_000003.parquet"]
+    table = pd.read_parquet(tmp_path / "run" / "samples" / "train_000003.parquet")
+    assert table["answer"].tolist() == [f"answer {i}" for i in range(10)]
+    assert table.iloc[3].drop(["scorer/answer"]).to_dict() == {
+        "step": 3, "data_source": "rltrain/arithmetic", "row": 8, "sample": 1, "index": "8", "question": "1+0=?",
+        "prompt": "<user>1+0=?", "answer": "answer 3", "ground_truth": "1", "score": 1.0, "reward": 0.5, "advantage": 1.0,
+        "reward_failed": 1.0, "reward_timeout": 0.0, "reward_error": "boom", "prompt_length": 6, "response_length": 3,
+        "finish_reason": "stop", "acc": 1.0, "pred": "p3",
+    }  # fmt: skip
+    assert table["finish_reason"].tolist()[:2] == ["stop", "length"]
+    assert table["scorer/answer"].tolist() == table["score"].tolist(), "a name that is taken keeps its prefix"
+
+
+def test_some_prompts_are_kept_with_all_their_answers_and_some_steps(make, tmp_path):
+    archive = make("samples_max_prompts=3", "samples_freq=2")
+    for step in (1, 2, 3, 4):
+        archive.keep("train", step, batch(), N)
+    archive.keep("val", 3, batch(), N)
+    files = sorted((tmp_path / "run" / "samples").iterdir())
+    assert [file.stem for file in files] == ["train_000002", "train_000004", "val_000003"]
+    for file in files:
+        assert pd.read_parquet(file)["row"].tolist() == [9, 9, 7, 7, 5, 5]
+
+
+def test_verls_json_lines_hold_every_answer(make, tmp_path):
+    folder = tmp_path / "dump"
+    archive = make(f"rollout_data_dir={folder}", "samples_max_prompts=1")
+    archive.keep("train", 7, batch(), N)
+    lines = [json.loads(line) for line in (folder / "7.jsonl").read_text().splitlines()]
+    assert lines[3] == {"input": "1+0=?", "output": "answer 3", "gts": "1", "score": 1.0, "step": 7,
+                        "acc": 1.0, "answer": 1.0, "pred": "p3"}  # fmt: skip
+    assert (len(lines), len(pd.read_parquet(tmp_path / "run" / "samples" / "train_000007.parquet"))) == (10, 2)
+    archive.keep("val", 7, batch(), N)
+    assert [file.name for file in folder.iterdir()] == ["7.jsonl"]
+
+
+def test_nothing_is_kept_where_nothing_is_wanted(make, tmp_path):
+    archive = make("samples_freq=-1", f"validation_data_dir={tmp_path / 'dump'}")
+    archive.keep("train", 1, batch(), N)
+    archive.keep("val", 1, batch(), N)
+    assert not (tmp_path / "run").exists()
+    assert (tmp_path / "dump" / "1.jsonl").exists()
+
+
+def test_a_resumed_run_forgets_the_files_of_later_steps(make, tmp_path):
+    archive = make()
+    for split, step in (("val", 0), ("train", 1), ("train", 2), ("val", 2), ("train", 3)):
+        archive.keep(split, step, batch(), N)
+    make(resumed_step=2)
+    folder = tmp_path / "run" / "samples"
+    assert sorted(file.stem for file in folder.iterdir()) == [
+        "train_000001",
+        "train_000002",
+        "val_000000",
+        "val_000002",
+    ]
+    make(resumed_step=0)
+    assert not list(folder.iterdir())
+
+
+def test_a_disk_that_fails_is_told_once_and_stops_nothing(make, tmp_path, monkeypatch, caplog):
+    archive = make()
+
+    def no_room(table, file, **options):
+        file.write_text("half of")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(pq, "write_table", no_room)
+    for step in (1, 2, 3):
+        archive.keep("train", step, batch(), N)
+    archive.close()
+    assert caplog.text.count("No space left on device") == 1
+    assert "answers of step 1 (train) are not kept" in caplog.text
+    assert not list((tmp_path / "run" / "samples").iterdir())
+
+
+def test_one_answer_is_shown_every_so_often(make, caplog):
+    caplog.set_level(logging.INFO)
+    archive = make()
+    for step in range(1, 21):
+        archive.keep("train", step, batch(), N)
+    shown = [record.getMessage() for record in caplog.records]
+    assert shown == [f"step {step}, train: 2+1=? -> answer 0 ✗ (3)" for step in (1, 10, 20)]
+
+
+def test_trackers_get_the_same_validation_prompts_every_time(make):
+    archive = make("log_val_generations=3", "samples_freq=-1")
+    for step in (0, 5):
+        archive.show_validation(step, batch(), N)
+    for step, (at, name, columns, rows) in zip((0, 5), archive.tables.shown, strict=True):
+        assert (at, name, columns[3]) == (step, "val/generations", "answer")
+        assert [row[3] for row in rows] == ["answer 0", "answer 4", "answer 8"]
+
+
+def test_few_bytes_of_an_answer_go_through_the_driver(make):
+    """However long it is."""
+    sizes = []
+    for length in (1, 1000):
+        archive = make()
+        samples = batch()
+        for part in samples.parts_with("text"):
+            part.ref[:] = [text * length for text in part.ref]
+        archive.keep("train", 1, samples, N)
+        sizes.append(archive.take_driver_bytes() / len(samples))
+    assert sizes[0] == sizes[1] < 60
+    assert archive.take_driver_bytes() == 0
+
+
+def test_prompts_without_a_tokenizer_to_decode_them_are_messages(make, tmp_path):
+    archive = make()
+    archive.writer._tokenizer = None
+    archive.keep("train", 1, batch(), N)
+    assert pd.read_parquet(tmp_path / "run" / "samples" / "train_000001.parquet")["prompt"][0] == "user: 2+1=?"
+
+
+def test_a_writer_that_lags_keeps_the_newest_and_never_blocks(monkeypatch):
+    """With a stand-in for Ray, whose calls end when the test says so."""
+    process = object.__new__(sample_writer.WriterProcess)
+    process._running, process._waiting, done = {}, [], []
+
+    class Actor:
+        class write:
+            remote = staticmethod(lambda job: job.step)
+
+    class Ray:
+        wait = staticmethod(lambda calls, num_returns, timeout: ([each for each in calls if each in done], []))
+        get = staticmethod(lambda call: Written("train", call))
+        kill = staticmethod(lambda actor: None)
+
+    monkeypatch.setitem(__import__("sys").modules, "ray", Ray)
+    process._actor = Actor
+    jobs = [sample_writer.SampleJob("train", step, np.arange(0), 1, [], {}, np.arange(0)) for step in range(1, 6)]
+    told = [each for job in jobs[:4] for each in process.submit(job)]
+    assert [each.step for each in told] == [3], "1 and 2 are under way, 4 waits"
+    done += [1, 2]
+    assert [each.problem for each in process.submit(jobs[4])] == [None, None]
+    done += [4, 5]
+    assert {each.step for each in process.close(5.0)} == {4, 5}

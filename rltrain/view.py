@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,12 +47,14 @@ def shorten(text: str, width: int) -> str:
 
 def sample_steps(run: Path, split: str) -> dict[int, Path]:
     """The steps whose answers were kept, ascending, and their files."""
-    folder = run / "samples"
-    if not folder.is_dir():
+    found = [
+        (match, file) for file in run.glob("samples/*") if (match := _FILE.fullmatch(file.name)) and match[1] == split
+    ]
+    if not found:
+        what = "validation" if split == "val" else "training"
         raise DataError(
-            f"{folder} does not exist. Give the run folder (trainer.default_local_dir) of a run with trainer.samples_freq=1."
+            f"{run}/samples holds no answers of {what}. Give the folder of a run with trainer.samples_freq=1."
         )
-    found = [(match, file) for file in folder.iterdir() if (match := _FILE.fullmatch(file.name)) and match[1] == split]
     return dict(sorted((int(match[2]), file) for match, file in found))
 
 
@@ -62,8 +64,6 @@ def read_samples(run: Path | str, step: int | None = None, split: str = "train")
     import pyarrow as pa
 
     files = sample_steps(Path(run), split)
-    if not files:
-        raise DataError(f"{run}/samples holds no answers of {'validation' if split == 'val' else 'training'}.")
     if step is None:
         step = max(files)
     if step not in files:
@@ -94,24 +94,18 @@ def arrange(frame: pd.DataFrame, order: str | None, source: str | None) -> pd.Da
     return frame
 
 
-def compare(run: Path, first: int | None, last: int | None, count: int, source: str | None, width: int) -> list[str]:
-    """The first answers to the same validation prompts at two steps, a line each (by default the first step and the newest)."""
-    steps = sample_steps(run, "val")
-    first = min(steps, default=0) if first is None else first
-    frames = [arrange(read_samples(run, step, "val"), None, source) for step in (first, last)]
+def compare(run: Path, steps: Sequence[int], count: int, source: str | None, width: int) -> list[str]:
+    """The first answers to the same validation prompts at two steps (by default the first and the newest), a line each."""
+    steps = steps or list(sample_steps(run, "val"))
+    frames = [arrange(read_samples(run, step, "val"), None, source) for step in (steps[0], steps[-1])]
     before, after = [frame[frame["sample"] == 0].set_index("row") for frame in frames]
-    both = [row for row in before.index if row in after.index][:count]
     lines = []
-    for row in both:
+    for row in [row for row in before.index if row in after.index][:count]:
         lines.append(shorten(before.loc[row, "question"], width))
-        for frame in (before, after):
-            sample = frame.loc[row]
-            line = one_line(sample.to_dict() | {"question": ""}, width - 16)
-            lines.append(f"  step {sample['step']:>5}{line}")
-    rights = [float(frame.apply(is_right, axis=1).mean()) for frame in frames]
-    steps_shown = [int(frame["step"].iloc[0]) for frame in frames]
-    ends = [f"step {step}: {share:.1%}" for step, share in zip(steps_shown, rights, strict=True)]
-    return [*lines, f"right, of all that were kept: {', '.join(ends)}"]
+        for sample in (before.loc[row].to_dict(), after.loc[row].to_dict()):
+            lines.append(f"  step {sample['step']:>5}{one_line(sample | {'question': ''}, width - 16)}")
+    rights = [f"step {frame['step'].iloc[0]}: {frame.apply(is_right, axis=1).mean():.1%}" for frame in frames]
+    return [*lines, f"right, of all that were kept: {', '.join(rights)}"]
 
 
 def show(sample: Mapping[str, Any], console: Any, most: int) -> None:
@@ -129,9 +123,7 @@ def show(sample: Mapping[str, Any], console: Any, most: int) -> None:
             shown = text if cut <= 0 else text[: most // 2] + middle + text[len(text) - (most - most // 2) :]
             console.print(Text(f"{name}: ", style="bold cyan") + Text(shown))
     numbers = {name: value for name, value in sample.items() if name not in (*_HEAD, *_TEXTS)}
-    parts = [
-        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in numbers.items()
-    ]
+    parts = [f"{name} {each:.4g}" if isinstance(each, float) else f"{name} {each}" for name, each in numbers.items()]
     console.print(Text("  ".join(parts), style="dim"))
 
 
@@ -162,10 +154,7 @@ def main(argv: list[str] | None = None) -> int:
     console = Console(width=arguments.width, markup=False, highlight=False, soft_wrap=not sys.stdout.isatty())
     try:
         if arguments.compare is not None:
-            if len(arguments.compare) not in (0, 2):
-                raise DataError("--compare takes two steps, or none.")
-            first, last = arguments.compare or (None, None)
-            lines = compare(arguments.run, first, last, arguments.n, arguments.source, console.width)
+            lines = compare(arguments.run, arguments.compare, arguments.n, arguments.source, console.width)
             console.print("\n".join(lines))
             return 0
         frame = read_samples(arguments.run, arguments.step, "val" if arguments.val else "train")

@@ -291,11 +291,6 @@ _MODES: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
         "set trainer.resume_mode=resume_path to use it",
     ),
     (
-        ("trainer.samples_max_prompts",),
-        lambda cfg: cfg.trainer.samples_freq < 1,
-        "trainer.samples_freq is below 1: no answers are kept",
-    ),
-    (
         ("trainer.log_val_generations", "trainer.validation_data_dir"),
         lambda cfg: not as_list(cfg.data.val_files),
         "data.val_files is not set",

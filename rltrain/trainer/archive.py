@@ -22,18 +22,10 @@ log = logging.getLogger(__name__)
 
 _FILE = re.compile(r"(?:train|val)_(\d+)\.parquet")
 # What is known of an answer besides what the scorer returns, where it is known.
-_NUMBERS = [
-    "score",
-    "reward",
-    "advantage",
-    "rule_score",
-    "model_score",
-    "overlong",
-    "reward_failed",
-    "reward_timeout",
-    "reward_error",
-]
-_NUMBERS += ["prompt_length", "response_length", "truncated", "complete"]
+_NUMBERS = (
+    "score", "reward", "advantage", "rule_score", "model_score", "overlong", "reward_failed", "reward_timeout", "reward_error",
+    "prompt_length", "response_length", "truncated", "complete",
+)  # fmt: skip
 _TABLE = ("step", "data_source", "question", "answer", "ground_truth", "score", "finish_reason")
 _EXAMPLE_EVERY = 10
 _LAST_WAIT_S = 60.0
@@ -70,11 +62,8 @@ class Archive:
         data_dir = cfg.rollout_data_dir if split == "train" else cfg.validation_data_dir
         wanted = cfg.samples_freq > 0 and (split == "val" or step % cfg.samples_freq == 0)
         num_prompts = len(samples) // answers_per_prompt
-        prompts = _spread(num_prompts, cfg.samples_max_prompts) if wanted else np.arange(0)
-        if data_dir:
-            prompts, chosen = np.arange(num_prompts), prompts
-        else:
-            chosen = prompts
+        chosen = _spread(num_prompts, cfg.samples_max_prompts if wanted else 0)
+        prompts = np.arange(num_prompts) if data_dir else chosen
         if not len(prompts):
             return
         job = _job(split, step, samples, prompts, answers_per_prompt)
@@ -110,9 +99,7 @@ class Archive:
     def _hear(self, found: list[Written]) -> None:
         for each in found:
             if each.problem and not self._told:
-                log.warning(
-                    "answers of step %d (%s) are not kept: %s. Training goes on.", each.step, each.split, each.problem
-                )
+                log.warning("step %d, %s: answers are not kept: %s", each.step, each.split, each.problem)
                 self._told = True
             elif each.example and (each.split == "val" or each.step == 1 or each.step % _EXAMPLE_EVERY == 0):
                 log.info("step %d, %s: %s", each.step, each.split, each.example)
@@ -120,11 +107,7 @@ class Archive:
 
 def _spread(count: int, most: int) -> Ids:
     """At most ``most`` of ``count`` numbers, spread evenly."""
-    return (
-        np.unique(np.linspace(0, count - 1, min(count, most)).astype(np.int64))
-        if min(count, most) > 0
-        else np.arange(0)
-    )
+    return np.unique(np.linspace(0, count - 1, max(0, min(count, most))).astype(np.int64))
 
 
 def _job(

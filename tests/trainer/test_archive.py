@@ -157,7 +157,7 @@ def test_a_disk_that_fails_is_told_once_and_stops_nothing(make, tmp_path, monkey
         archive.keep("train", step, batch(), N)
     archive.close()
     assert caplog.text.count("No space left on device") == 1
-    assert "answers of step 1 (train) are not kept" in caplog.text
+    assert "step 1, train: answers are not kept" in caplog.text
     assert not list((tmp_path / "run" / "samples").iterdir())
 
 

@@ -107,7 +107,7 @@ def phase_table(lines: list[dict[str, Any]]) -> str:
 
 def screen_table(lines: list[dict[str, Any]]) -> Table:
     """The same for a terminal: as wide as that is, with the share of the step and the slowest step."""
-    table = Table(title=_title(lines), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=_title(lines), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for name in ("Metric", "Mean", "Of step", "Largest", "In step", "Unit"):
         table.add_column(name, justify="left" if name in ("Metric", "Unit") else "right", no_wrap=name != "Unit")
     for row in _rows(lines):

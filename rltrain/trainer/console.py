@@ -85,11 +85,11 @@ class Console:
             )
             self._seconds.append(metrics.get("timing_s/wall", metrics["timing_s/step"]))
             seconds = sum(self._seconds) / len(self._seconds) * (self._total - step)
-            left = f"left={timedelta(seconds=round(seconds))}"
-            logs.STEPS.info("step %s  %s", place, "  ".join((*shown, left)))
+            left = timedelta(seconds=round(seconds))
+            logs.STEPS.info("step %s  %s", place, "  ".join((*shown, f"left={left}")))
             if self._bar:
                 self._bar.numbers = shown
-                self._bar.update(self._task, completed=step, left=left)
+                self._bar.update(self._task, completed=step, left=f"{left} left")
         for name, numbers in validation_lines(metrics).items():
             log.info("validation %s  %s  %s", place, name, "  ".join(numbers))
 

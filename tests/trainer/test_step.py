@@ -22,6 +22,8 @@ from rltrain.rewards.pool import EXTRA
 from rltrain.trainer.advantage import check_plugins
 from rltrain.trainer.progress import Progress
 from rltrain.trainer.timing import StepTimer
+from rltrain.workers import actor_ref
+from rltrain.workers.selection import noise
 from tests.distance import distance
 from tests.local import local_trainer
 from tests.tiny import save_tiny_tokenizer, small_run
@@ -177,6 +179,14 @@ def test_old_log_probs_may_come_from_the_updates_own_forward(make, variant):
     for one, other in zip(metrics, all_metrics, strict=True):
         assert one.keys() == other.keys()
         assert one == pytest.approx(other, abs=2e-5, rel=2e-4)
+
+
+def test_a_selection_draws_anew_for_every_mini_batch_of_every_step(make, monkeypatch):
+    trainer, seen = make(**VARIANTS["loss clip_cov"]), []
+    monkeypatch.setattr(actor_ref, "noise", lambda *arguments: seen.append(noise(*arguments)) or seen[-1])
+    for step in (1, 2):
+        trainer.step(step)
+    assert len({float(each[0]) for each in seen}) == len(seen) >= 2 * 4, "two mini-batches, each in two epochs"
 
 
 def test_mini_batches_are_not_shuffled_as_the_prompts_of_an_epoch_are(make):

@@ -36,7 +36,7 @@ def make_worker(tiny_model, arithmetic_files, tmp_path, **changes):
     """The actor, with ``generate`` of the rollout role beside it."""
     config = load_config(small_run(tiny_model, arithmetic_files, tmp_path, **changes)).config
     store = encode_prompts(read_rows(str(arithmetic_files[0])), chat_encoder(config), 16, True)
-    worker = HybridWorker(config, {"train": store})
+    worker = HybridWorker(config, {"train": store, "val": store})
     worker.init_models(with_reference=True, with_critic=False)
     worker.actor.generate = lambda task: worker.rollout.generate(dataclasses.replace(task, call=next(CALLS)))
     worker.actor.rollout = worker.rollout
@@ -138,6 +138,11 @@ def test_samples_are_repeatable_and_texts_belong_to_them(worker):
     assert one.ragged("tokens") == two.ragged("tokens")
     assert len(texts) == 16
     assert np.array_equal(numbers["prompt_length"] + numbers["response_length"], one.ragged("tokens").lengths.numpy())
+
+
+def test_validation_draws_other_numbers_than_training(worker):
+    one, two = (worker.generate(dataclasses.replace(TASK, split=split))[0] for split in ("train", "val"))
+    assert one.ragged("tokens") != two.ragged("tokens")
 
 
 def test_skip_leaves_the_weights_alone(tiny_model, arithmetic_files, tmp_path):

@@ -147,7 +147,7 @@ def test_an_answer_depends_neither_on_the_order_of_jobs_nor_on_neighbours(plain)
 
 def test_rows_of_very_different_age_share_the_batch(plain):
     """Blocks of columns are dropped, holes are filled, prompts leave and longer ones come."""
-    jobs = jobs_of(PROMPTS * 4, 3)
+    jobs = jobs_of(PROMPTS * 4, 3, seed=5)  # no draw comes within 1e-5 of the border between two tokens
     expected = make_engine(plain).generate(queue_of(jobs), Sampling(90))
     found = make_engine(plain, max_num_seqs=6, block=4).generate(queue_of(jobs), Sampling(90))
     assert found.tokens == expected.tokens

@@ -352,7 +352,4 @@ def _tokens(samples: Samples) -> np.ndarray:
 def _work(layout: Layout, counts: list[Denominators], *, first_scored: bool = True) -> list[list[MiniBatch]]:
     """The mini-batches of every rank."""
     scored = [first_scored] + [True] * (len(counts) - 1)
-    numbers = range(len(counts))
-    return [
-        [MiniBatch(*each) for each in zip(mine, counts, scored, numbers, strict=True)] for mine in layout.micro_sizes
-    ]
+    return [[MiniBatch(*each) for each in zip(mine, counts, scored, strict=True)] for mine in layout.micro_sizes]

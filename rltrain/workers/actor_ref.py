@@ -289,7 +289,8 @@ class ActorRefWorker:
             torch.cat([empty, *(_advantages(micro, task) for micro in having)]),
             mask,
         )
-        numbers = torch.cat([empty.double(), *(noise(micro, task.noise_seed, mini.number) for micro in having)])
+        number = [each is mini for each in task.mini_batches].index(True)  # equal ones come again in every epoch
+        numbers = torch.cat([empty.double(), *(noise(micro, task.noise_seed, number) for micro in having)])
         assert self._entry.selection is not None
         # On the CPU, where everything is: a few numbers a token, in a precision that not every accelerator has.
         chosen = select(inputs, numbers, self._entry.selection, mini.denominators.tokens, self._actor_cfg)

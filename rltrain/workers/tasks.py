@@ -16,13 +16,12 @@ class MiniBatch:
     """One optimizer step: the sizes of this rank's micro-batches, and the counts of the whole global mini-batch.
 
     scored: the samples have their ``old_log_probs``. Otherwise no optimizer step lies in between, and those of the update's
-    own forward are the old ones. number: its place in the step, which its random numbers depend on.
+    own forward are the old ones.
     """
 
     micro_sizes: tuple[int, ...]
     denominators: Denominators
     scored: bool = True
-    number: int = 0
 
 
 @dataclass(frozen=True)

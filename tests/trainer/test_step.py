@@ -44,6 +44,8 @@ VARIANTS = {
     "gae": GAE,
     "gdpo": {ESTIMATOR: "gdpo", "algorithm__gdpo_reward_keys": "[acc,rule_score]"},
     **{f"loss {name}": {LOSS: name, **COV} for name in policy_losses.POLICY_LOSSES},
+    # Against the engine: |log ratio| has a kink where a policy has not moved, and rounding would decide on which side of it.
+    "loss kl_cov": {LOSS: "kl_cov", **COV, CORRECTION + "bypass_mode": True},
     **{f"agg {name}": {ACTOR + "loss_agg_mode": name} for name in (
         "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm",
     )},

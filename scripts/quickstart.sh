@@ -36,3 +36,14 @@ say "training: GRPO, 32 prompts x 8 answers a step, into $RUN"
     trainer.total_training_steps=80 trainer.test_freq=40 trainer.save_freq=-1 trainer.val_before_train=True \
     trainer.logger='["console","tensorboard"]' trainer.project_name=quickstart trainer.experiment_name=arithmetic \
     trainer.default_local_dir="$RUN" "$@"
+
+say "three answers before and after"
+"$PYTHON" -m rltrain.view "$RUN" --compare -n 3
+say "done. What next (type 'source .venv/bin/activate' first):"
+cat <<TXT
+  the answers  python -m rltrain.view $RUN --worst
+  the curves   tensorboard --logdir $RUN/tensorboard
+  your data    python -m rltrain.data_preprocess.jsonl --help        docs/data.md
+  your reward  python -m rltrain.rewards.try reward.py $OUT/data/train.parquet        docs/rewards.md
+  your model   python -m rltrain.main_ppo … actor_rollout_ref.model.path=FOLDER --dry-run        README.md, "Your own run"
+TXT

@@ -9,6 +9,7 @@ import sys
 _COMMANDS = {
     "train": ("rltrain.main_ppo", "train a model (rltrain train --help: its keys)"),
     "report": ("rltrain.report", "the phase table of a run"),
+    "view": ("rltrain.view", "the answers of a run"),
     "lint": ("rltrain.data_preprocess.lint", "check data files before a run does"),
     "rewards try": ("rltrain.rewards.try", "try a reward function on rows and answers"),
     "collect": ("rltrain.collect", "what a bug report needs of a run, in one file"),

@@ -28,6 +28,16 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code; see errors.py for what each means."""
+    code = _main(argv)
+    tracking = sys.modules.get("rltrain.trainer.tracking")
+    if tracking and tracking.hanging():  # its package would wait for it when Python ends, maybe for ever
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def _main(argv: list[str] | None) -> int:
     with listen() as stop:
         try:
             return _run(_parse(sys.argv[1:] if argv is None else argv), stop)

@@ -169,10 +169,12 @@ class ClearML(Sink):
         from clearml import Task
 
         hooks = ("auto_connect_arg_parser", "auto_connect_frameworks", "auto_connect_streams", "reuse_last_task_id")
-        more: dict[str, Any] = dict.fromkeys(hooks, False) | {"continue_last_task": run.run_id or False}
+        # An offline task was packed when it ended; to go on with it hangs.
+        goes_on = None if (run.run_id or "").startswith("offline-") else run.run_id
+        more: dict[str, Any] = dict.fromkeys(hooks, False) | {"continue_last_task": goes_on or False}
         self._task = Task.init(project_name=run.project, task_name=run.name, **more)
         self.run_id = self._task.id
-        if run.run_id:
+        if goes_on:
             self._task.set_initial_iteration(0)  # our steps count from the first start
         else:
             self._task.connect_configuration(run.config, name="rltrain")

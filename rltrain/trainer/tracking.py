@@ -61,6 +61,7 @@ class Sender(threading.Thread):
         self._finish: Callable[[Sink], None] | None = None
         self._lost = 0
         self._told = False
+        self.given_up = False
         self.start()
 
     def put(self, send: Callable[[Sink], None]) -> None:
@@ -81,7 +82,8 @@ class Sender(threading.Thread):
     def wait_until_finished(self, deadline: float) -> None:
         """Wait until the thread has ended, and say what did not arrive."""
         self.join(max(0.0, deadline - time.monotonic()))
-        if self._lost or self.is_alive():
+        self.given_up = self.is_alive()
+        if self._lost or self.given_up:
             left = len(self._waiting) + self._lost
             log.warning(
                 "tracker '%s': not finished, %d entries did not arrive; metrics.jsonl has all", self._tracker, left
@@ -204,6 +206,11 @@ class Tracker:
 
     def __exit__(self, kind: object, error: BaseException | None, where: Any) -> None:
         self.close(failed=error is not None)
+
+
+def hanging() -> bool:
+    """Whether a tracker that a run was done with still does not answer."""
+    return any(isinstance(thread, Sender) and thread.given_up for thread in threading.enumerate())
 
 
 def missing_package(logger: str) -> str | None:

@@ -3,6 +3,7 @@ import json
 import logging
 import subprocess
 import sys
+import threading
 import time
 import types
 
@@ -103,12 +104,14 @@ def test_one_entry_that_is_refused_does_not_hold_up_the_others(caplog):
 
 
 def test_a_tracker_that_hangs_neither_slows_nor_holds_up_the_end(tmp_path, monkeypatch, caplog):
+    release = threading.Event()
+
     class Hanging(Recorder):
         def __init__(self, run):
             super().__init__()
 
         def log(self, step, metrics):
-            time.sleep(30)
+            release.wait()
 
     monkeypatch.setitem(TRACKERS, "wandb", Hanging)
     monkeypatch.setattr(tracking, "missing_package", lambda name: None)
@@ -121,6 +124,9 @@ def test_a_tracker_that_hangs_neither_slows_nor_holds_up_the_end(tmp_path, monke
     track.close()
     assert time.monotonic() - started < 3
     assert "tracker 'wandb': not finished" in caplog.text
+    assert tracking.hanging()
+    release.set()
+    until(lambda: not tracking.hanging())
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
 
 
@@ -179,6 +185,18 @@ def test_every_name_that_is_accepted_leads_somewhere():
     assert set(LOGGERS) == {"console", "file", *TRACKERS}
 
 
+def test_a_run_ends_although_a_tracker_hangs_at_exit(tmp_path):
+    code = (
+        "import atexit, sys, threading; from rltrain import main_ppo; from rltrain.trainer.tracking import Sender\n"
+        "sender = Sender('stuck', lambda: threading.Event().wait())\n"
+        "sender.wait_until_finished(0); atexit.register(lambda: threading.Event().wait())\n"
+        "main_ppo._main = lambda argv: 75\n"
+        "sys.exit(main_ppo.main([]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, timeout=60, check=False)
+    assert done.returncode == 75
+
+
 def test_volcengine_is_called_as_its_documentation_says(tmp_path, monkeypatch):
     calls = []
     package, module = types.ModuleType("volcengine_ml_platform"), types.ModuleType("volcengine_ml_platform.wandb")
@@ -205,35 +223,36 @@ def test_volcengine_is_called_as_its_documentation_says(tmp_path, monkeypatch):
 
 # -- the real packages, in their offline or local modes -------------------------------------------------------------------
 
-# A run of two steps, resumed for two more: in a process of its own, as these packages leave threads and hooks behind.
+# Two steps of a run: in a process of its own, as these packages leave threads and hooks behind.
 RUN = """
 import sys
 from pathlib import Path
 from rltrain.trainer.trackers import RunInfo
 from rltrain.trainer.tracking import Tracker
-name, folder = sys.argv[1], Path(sys.argv[2])
-for first in (0, 2):
-    with Tracker([name], RunInfo("project", "run", {"a": {"b": 1}, "files": ["x"], "long": "y" * 900}, folder, first), 4) as track:
-        for step in (first + 1, first + 2):
-            track.log(step, {"critic/score/mean": step / 10, "val-core/openai/gsm8k/acc/mean@1": 0.25, "odd: name": float("nan")})
-        track.log_table(step, "samples/train", ["prompt", "answer", "score"], [["1+1=?", "2 | ü\\n", 1.0], ["", "x", 0.0]])
+name, folder, first = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+with Tracker([name], RunInfo("project", "run", {"a": {"b": 1}, "files": ["x"], "long": "y" * 900}, folder, first), 4) as track:
+    for step in (first + 1, first + 2):
+        track.log(step, {"critic/score/mean": step / 10, "val-core/openai/gsm8k/acc/mean@1": 0.25, "odd: name": float("nan")})
+    track.log_table(step, "samples/train", ["prompt", "answer", "score"], [["1+1=?", "2 | ü\\n", 1.0], ["", "x", 0.0]])
 """
 
 
 @pytest.fixture
 def real(tmp_path, monkeypatch):
-    """Runs the above with the real package; returns what it said, and the id of the run."""
+    """Runs the above with the real package, and resumes it; returns what was said, and the id of the run."""
 
     def run(name, **environment):
         pytest.importorskip(LOGGERS[name], reason=f"{name} is not installed (extra: trackers)", exc_type=ImportError)
         for key, value in environment.items():
             monkeypatch.setenv(key, value)
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", RUN, name, str(tmp_path)],
-            cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False,
-        )  # fmt: skip
-        said = done.stdout + done.stderr
-        assert done.returncode == 0, said
+        said = ""
+        for first_step in ("0", "2"):
+            done = subprocess.run(
+                [sys.executable, "-W", "ignore", "-c", RUN, name, str(tmp_path), first_step],
+                cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False,
+            )  # fmt: skip
+            said += done.stdout + done.stderr
+            assert done.returncode == 0, said
         assert "tracker '" not in said, said  # the warnings of Sender
         file = tmp_path / "tracking.json"
         return said, json.loads(file.read_text())[name] if file.exists() else None
@@ -306,11 +325,9 @@ def test_swanlab_offline(real, tmp_path):
 
 
 def test_clearml_offline(real, tmp_path):
-    said, run_id = real(
-        "clearml", CLEARML_OFFLINE_MODE="1", CLEARML_CACHE_DIR=str(tmp_path / "cache"), HOME=str(tmp_path)
-    )
+    _, run_id = real("clearml", CLEARML_OFFLINE_MODE="1", CLEARML_CACHE_DIR=str(tmp_path / "cache"), HOME=str(tmp_path))
     assert run_id.startswith("offline-")
-    assert "continuing previous task" in said
+    assert len(list((tmp_path / "cache" / "offline").glob("*.zip"))) == 2  # an offline task cannot go on
     kept = b"".join(file.read_bytes() for file in tmp_path.rglob("*.jsonl") if run_id in str(file))
     assert b"score/mean" in kept
     assert b"1+1=?" in kept

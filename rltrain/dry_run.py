@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pyarrow.parquet as pq
 
@@ -18,9 +20,11 @@ from rltrain.data_preprocess.lint import look_at
 from rltrain.errors import RltrainError
 from rltrain.rewards.remote import RemoteScorer
 from rltrain.rewards.slot import Score, Slot
-from rltrain.trainer.plan import describe, make_plan
+from rltrain.trainer.plan import Plan, describe, make_plan
 from rltrain.trainer.preflight import Findings, preflight
 from rltrain.trainer.run import check_columns, custom_reward, load_data
+from rltrain.trainer.saving import checkpoint_bytes, checkpoints_to_fit, steps_saved
+from rltrain.trainer.tracking import missing_package
 
 # Rows of a split that are read and tokenised as in a run, and those whose answers the built-in scorers grade;
 # `python -m rltrain.data_preprocess.lint` looks at all.
@@ -31,14 +35,21 @@ def dry_run(loaded: LoadedConfig, without_effect: Sequence[str]) -> tuple[str, b
     """What to print, and whether a run would refuse. ``without_effect``: what is said of keys that change nothing."""
     cfg = loaded.config
     found = preflight(loaded)
-    rows, prompts = _read(cfg, found)
+    rows, num_prompts, num_too_long = _read(cfg, found)
     parts = []
     try:
-        parts.append(describe(make_plan(cfg, prompts), cfg))
+        plan = make_plan(cfg, num_prompts, num_too_long)
+        parts.append(describe(plan, cfg))
+        found.problems += _room(cfg, plan, found)
     except RltrainError as error:
         found.problems.append(str(error))
     parts += _try_reward(cfg, rows, found)
     parts += _look_at(cfg, rows, found)
+    found.notes += [
+        f"trainer.logger={name}: not installed here, so it is left out (pip install {package})"
+        for name in cfg.trainer.logger
+        if (package := missing_package(name))
+    ]
     for title, lines in (("no effect", without_effect), ("worth a look", found.notes)):
         if lines:
             parts.append("\n  ".join([title, *lines]))
@@ -50,8 +61,8 @@ def dry_run(loaded: LoadedConfig, without_effect: Sequence[str]) -> tuple[str, b
     return "\n".join([*parts, "\n  ".join([title, *problems])]) + "\n", True
 
 
-def _read(cfg: Config, found: Findings) -> tuple[dict[str, Rows], int | None]:
-    """The rows, and how many prompts there are to train on (None: unknown). What is wrong with them goes into ``found``."""
+def _read(cfg: Config, found: Findings) -> tuple[dict[str, Rows], int | None, int]:
+    """The rows, how many prompts there are to train on (None: unknown), how many were too long. What is wrong goes into ``found``."""
     data = cfg.data
     splits = {"train": data.train_files, "val": data.val_files}
     counts = {split: _count(as_list(files)) for split, files in splits.items()}
@@ -64,14 +75,14 @@ def _read(cfg: Config, found: Findings) -> tuple[dict[str, Rows], int | None]:
     if data.filter_overlong_prompts and not (found.tokenizer_works and wanted.get("train", 0) <= _MOST_ROWS):
         found.notes.append("prompts are counted before filter_overlong_prompts: a run may have fewer")
     if len(wanted) < len(splits):
-        return {}, wanted.get("train")
+        return {}, wanted.get("train"), 0
     looked_at = {split: min(count, _MOST_ROWS) for split, count in wanted.items()}
     short = replace(data, train_max_samples=looked_at["train"], val_max_samples=looked_at["val"])
     try:
         if found.tokenizer_works:
             rows, prompts = load_data(replace(cfg, data=short))
             if looked_at["train"] == wanted["train"]:
-                return rows, len(prompts["train"])
+                return rows, len(prompts["train"]), prompts["train"].num_dropped
         else:
             keys = {"prompt_key": data.prompt_key, "reward_fn_key": data.reward_fn_key}
             rows = {
@@ -80,7 +91,7 @@ def _read(cfg: Config, found: Findings) -> tuple[dict[str, Rows], int | None]:
     except RltrainError as error:
         found.problems.append(str(error))
         rows = {}
-    return rows, wanted["train"]
+    return rows, wanted["train"], 0
 
 
 def _count(files: Sequence[str]) -> int | None:
@@ -89,6 +100,21 @@ def _count(files: Sequence[str]) -> int | None:
         return sum(pq.ParquetFile(file).metadata.num_rows for file in files)
     except (OSError, ValueError):
         return None
+
+
+def _room(cfg: Config, plan: Plan, found: Findings) -> Iterator[str]:
+    """Whether the disk holds as many checkpoints as the run keeps."""
+    steps = steps_saved(cfg.trainer, 0, plan.total_steps)
+    folder = Path(cfg.trainer.default_local_dir).expanduser().absolute()
+    existing = len(list(folder.glob("global_step_*")))
+    place = next(each for each in (folder, *folder.parents) if each.is_dir())
+    free, number = shutil.disk_usage(place).free, checkpoints_to_fit(cfg.trainer, existing, len(steps))
+    needed = number * checkpoint_bytes(cfg, found.num_parameters, found.num_trained)
+    if steps and free < needed:
+        yield (
+            f"trainer.default_local_dir={folder}: {place} has {free / 2**30:.2f} GiB free, and {number} checkpoints take about "
+            f"{needed / 2**30:.2f} GiB. Free space, choose another place, or lower trainer.max_actor_ckpt_to_keep."
+        )
 
 
 def _try_reward(cfg: Config, rows: dict[str, Rows], found: Findings) -> list[str]:
@@ -100,7 +126,7 @@ def _try_reward(cfg: Config, rows: dict[str, Rows], found: Findings) -> list[str
     firsts = {source: split[at] for split in reversed(rows.values()) for source, at in split.data_sources().items()}
     try:
         scorer = (
-            RemoteScorer(reward.url, reward.timeout_s, 1)
+            RemoteScorer(reward.url, reward.timeout_s, 1, reward.url_headers)
             if reward.url
             else Slot(custom, reward.timeout_s, reward.memory_limit_mb, reward.allow_code_execution)
         )

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -137,6 +138,22 @@ def test_what_is_wrong_with_a_reward_is_shown(dry, tmp_path, body, words):
 def test_a_reward_that_cannot_be_called_is_not_called_a_missing_scorer(dry, tmp_path):
     (tmp_path / "reward.py").write_text("def compute_score(answer):\n    return 1\n")
     assert "cannot be called with data_source" in refused(dry, custom_reward_function__path=tmp_path / "reward.py")
+
+
+def test_a_disk_that_holds_too_little_is_seen(dry, monkeypatch):
+    monkeypatch.setattr("rltrain.dry_run.shutil.disk_usage", lambda folder: SimpleNamespace(free=2**20))
+    assert "1 checkpoints take about" not in dry()[1]  # a checkpoint of 25,504 weights has 0.4 MB
+    found = refused(dry, trainer__save_freq=1, trainer__total_training_steps=9, trainer__max_actor_ckpt_to_keep=3)
+    assert "0.00 GiB free, and 4 checkpoints take about" in found
+    assert "lower trainer.max_actor_ckpt_to_keep" in found
+
+
+def test_the_default_critic_and_a_missing_tracker_are_noted(dry, monkeypatch):
+    monkeypatch.setattr("rltrain.dry_run.missing_package", lambda name: "wandb" if name == "wandb" else None)
+    code, text = dry(trainer__logger="[console,wandb]")
+    assert code == 0
+    assert "trainer.logger=wandb: not installed here" in text
+    assert "a critic is trained" not in text
 
 
 def damaged(made, tmp_path, change):

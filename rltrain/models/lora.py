@@ -67,9 +67,10 @@ def lora_of(cfg: ModelConfig | CriticModelConfig, section: str, dtype: torch.dty
     return Lora(section, cfg.lora_rank, cfg.lora_alpha, cfg.target_modules, cfg.exclude_modules, path, dtype, seed)
 
 
-def check_layers(model: PreTrainedModel, lora: Lora) -> None:
-    """Raises ConfigError where the layers that ``lora`` names are not those of a model on the meta device."""
-    _target_layers(model, lora)
+def adapter_size(model: PreTrainedModel, lora: Lora) -> int:
+    """Parameters of the adapters (0: the rank is that of ``lora.path``). Raises ConfigError for layers that the model has not."""
+    layers: list[Any] = [model.get_submodule(name) for name in _target_layers(model, lora)]
+    return sum(lora.rank * sum(layer.weight.shape) for layer in layers)
 
 
 def add_adapters(model: PreTrainedModel, lora: Lora) -> None:

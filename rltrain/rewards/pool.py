@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from rltrain.data.rows import Rows
+from rltrain.env import adopt, driver_environment
 from rltrain.errors import RewardError, WorkerError, WorkerLost
 from rltrain.rewards.limits import Limits
 from rltrain.rewards.output import RewardLog
@@ -50,9 +51,11 @@ class RewardWorker:
         limits: Limits,
         remote: tuple[str, int, dict[str, Any]] | None,
         splits: dict[str, Any],
+        environment: dict[str, str],
     ):
         import ray
 
+        adopt(environment)
         self._rows: dict[str, Rows] = {name: ray.get(reference) for name, reference in splits.items()}
         self._scorer: Slot | RemoteScorer
         if remote is not None:
@@ -128,7 +131,9 @@ class RewardPool:
         self._custom = custom
         self._log = RewardLog(log_file)
         actor = ray.remote(num_cpus=0, max_restarts=0, scheduling_strategy="SPREAD")(RewardWorker)
-        self._workers: list[Any] = [actor.remote(custom, limits, remote, splits) for _ in range(num_workers)]
+        self._workers: list[Any] = [
+            actor.remote(custom, limits, remote, splits, driver_environment()) for _ in range(num_workers)
+        ]
 
     def check(self, split: str, rows: Sequence[int] | None = None) -> list[Score]:
         """Score rows with their ground truth as the answer, on every worker, before anything is trained.

@@ -67,8 +67,8 @@ class Plan:
     critic_lr_warmup_steps: int
 
 
-def make_plan(config: Config, num_prompts: int | None = None) -> Plan:
-    """Raises ConfigError where something does not divide. ``num_prompts``: rows left after filtering, when known.
+def make_plan(config: Config, num_prompts: int | None = None, num_too_long: int = 0) -> Plan:
+    """Raises ConfigError where something does not divide. ``num_prompts``: rows left after filtering, when known; others were too long.
 
     Samples alone need not divide: passes are balanced over ranks sample by sample, engines are given whole prompts.
     Without ``num_prompts`` and without ``trainer.total_training_steps`` the number of steps is not known: total_steps is 0.
@@ -85,7 +85,7 @@ def make_plan(config: Config, num_prompts: int | None = None) -> Plan:
     drawn = (config.data.gen_batch_size or prompts) if filtering.enable else prompts
     # A float is not exact: 1.1 x 10 is a little over 11.
     started = math.ceil(round(prompts * rollout.oversample_ratio, 6)) if rollout.stops_early else drawn
-    steps_per_epoch = _steps_per_epoch(num_prompts, drawn, prompts)
+    steps_per_epoch = _steps_per_epoch(num_prompts, drawn, prompts, num_too_long)
     total = config.trainer.total_training_steps or (steps_per_epoch or 0) * config.trainer.total_epochs
     budgets = _budgets(config, devices)
     return Plan(
@@ -149,12 +149,12 @@ def _budgets(config: Config, devices: int) -> dict[str, PassBudget]:
     }
 
 
-def _steps_per_epoch(num_prompts: int | None, drawn: int, prompts: int) -> int | None:
+def _steps_per_epoch(num_prompts: int | None, drawn: int, prompts: int, num_too_long: int) -> int | None:
     if num_prompts is not None and num_prompts < drawn:
         key = "gen_batch_size" if drawn != prompts else "train_batch_size"
         raise ConfigError(
             f"data.{key}={drawn} is more than the {num_prompts} prompts that are left to train on. "
-            f"Lower it, or raise data.max_prompt_length."
+            "Lower it" + (f", or raise data.max_prompt_length ({num_too_long} are too long)." if num_too_long else ".")
         )
     # A step takes at least as many rounds as fill its batch.
     return None if num_prompts is None else max(1, num_prompts // (-(-prompts // drawn) * drawn))
@@ -180,8 +180,6 @@ def describe(plan: Plan, config: Config) -> str:
          f"{plan.samples_per_mini_batch:,} samples)"),
         ("micro-batch, update", f"at most {plan.update_budget} per data-parallel rank"),
         ("micro-batch, old_log_prob", f"at most {plan.log_prob_budget} per data-parallel rank"),
-        ("micro-batch, ref", f"at most {plan.ref_budget} per data-parallel rank"
-         + _ranks_of_its_own(plan, plan.ref_data_parallel_size)),
         *_more_rows(plan, config),
         ("longest sequence", f"{config.data.max_prompt_length + config.data.max_response_length:,} tokens"),
         ("steps", _steps(plan, config)),
@@ -198,7 +196,11 @@ def _ranks_of_its_own(plan: Plan, ranks: int) -> str:
 
 def _more_rows(plan: Plan, config: Config) -> list[tuple[str, str]]:
     """What only some algorithms have."""
-    rows = []
+    rows, actor = [], config.actor_rollout_ref.actor
+    # The exact KL in the loss has its reference inside the update.
+    if config.algorithm.use_kl_in_reward or (actor.use_kl_loss and actor.kl_loss_type != "full"):
+        budget = f"at most {plan.ref_budget} per data-parallel rank"
+        rows.append(("micro-batch, ref", budget + _ranks_of_its_own(plan, plan.ref_data_parallel_size)))
     if config.algorithm.needs_critic:
         steps = config.critic.ppo_epochs * (plan.prompts_per_step // plan.critic_prompts_per_mini_batch)
         rows.append(
@@ -244,6 +246,8 @@ def _steps(plan: Plan, config: Config) -> str:
 def _saving(config: Config) -> str:
     every = f"every {config.trainer.save_freq} steps" if config.trainer.save_freq > 0 else ""
     at_end = "at the end" if config.trainer.save_at_end else ""
+    keep = config.trainer.max_actor_ckpt_to_keep or 0
+    kept = f"; the newest {keep} are kept (trainer.max_actor_ckpt_to_keep)" if keep >= 1 and every else ""
     return (
         " and ".join(part for part in (every, at_end) if part) or "never"
-    ) + f", in {config.trainer.default_local_dir}"
+    ) + f", in {config.trainer.default_local_dir}{kept}"

@@ -20,7 +20,7 @@ from rltrain.device import get_device
 from rltrain.env import devices_here
 from rltrain.errors import RltrainError
 from rltrain.models.load import empty_model, load_config
-from rltrain.models.lora import check_layers, lora_of
+from rltrain.models.lora import adapter_size, lora_of
 from rltrain.models.source import model_problem
 from rltrain.plugin import is_plugin, load_plugin
 from rltrain.trainer.advantage import check_plugins
@@ -37,7 +37,8 @@ class Findings:
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     tokenizer_works: bool = False
-    num_parameters: int | None = None
+    num_parameters: int = 0
+    num_trained: int = 0
 
 
 def preflight(loaded: LoadedConfig) -> Findings:
@@ -46,6 +47,10 @@ def preflight(loaded: LoadedConfig) -> Findings:
     found = Findings(
         [*unavailable(cfg), *missing_files(cfg), *_packages(loaded), *_devices(loaded), *ray_problems(cfg)]
     )
+    if cfg.algorithm.needs_critic and "algorithm.adv_estimator" not in loaded.explicit:
+        found.notes.append(
+            "a critic is trained beside the actor, as algorithm.adv_estimator is gae unless set (as in verl); grpo needs none"
+        )
     for check in (_plugins, _models):
         try:
             check(cfg, found)
@@ -84,8 +89,8 @@ def _models(cfg: Config, found: Findings) -> None:
     found.problems += _positions(cfg, config, found)
     model = empty_model(config, "eager", torch.float32, trust_remote_code=roles.model.trust_remote_code)
     found.num_parameters = sum(weight.numel() for weight in model.parameters())
-    if lora := lora_of(roles.model, "actor_rollout_ref.model", torch.float32, seed=0):
-        check_layers(model, lora)
+    lora = lora_of(roles.model, "actor_rollout_ref.model", torch.float32, seed=0)
+    found.num_trained = adapter_size(model, lora) if lora else found.num_parameters
 
 
 def _positions(cfg: Config, config: Any, found: Findings) -> Iterator[str]:

@@ -64,7 +64,7 @@ def _run(loaded: LoadedConfig, stop: Stop) -> int:
     callbacks = Callbacks(cfg.trainer.callbacks)
     encoder = chat_encoder(cfg)
     rows, prompts = load_data(cfg, encoder)
-    plan = make_plan(cfg, len(prompts["train"]))
+    plan = make_plan(cfg, len(prompts["train"]), prompts["train"].num_dropped)
     log.info("%s", describe(plan, cfg))
     folder = RunFolder(cfg.trainer.default_local_dir)
     logs.open_train_log(folder.path)

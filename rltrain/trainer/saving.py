@@ -52,6 +52,13 @@ def steps_saved(cfg: TrainerConfig, first_step: int, total_steps: int) -> list[i
     return [*steps, total_steps] if at_end else steps
 
 
+def checkpoints_to_fit(cfg: TrainerConfig, existing: int, num_saved: int) -> int:
+    """How many checkpoints there must be room for, beside ``existing`` ones: where none is ever removed, at least the first."""
+    keep = cfg.max_actor_ckpt_to_keep or 0
+    # The newest is written before the oldest is removed.
+    return max(min(existing + num_saved, keep + 1) - existing, 1) if keep >= 1 else 1
+
+
 class Saver:
     """Writes a checkpoint of the whole run: shards of every role, progress, and a Hugging Face folder."""
 
@@ -110,8 +117,7 @@ class Saver:
             return
         self._check_space(steps[0])
         keep = trainer.max_actor_ckpt_to_keep or 0
-        # The newest is written before the oldest is removed.
-        more = max(min(existing + len(steps), keep + 1) - existing, 1) if keep >= 1 else len(steps)
+        more = checkpoints_to_fit(trainer, existing, len(steps)) if keep >= 1 else len(steps)
         if shutil.disk_usage(self._folder.path).free >= more * self._bytes_needed:
             return
         if keep >= 1:

@@ -153,3 +153,23 @@ def test_answers_are_scored_on_the_cores_that_are_left(monkeypatch, cores, keys,
     found = make_plan(config)
     assert found.num_reward_workers == workers
     assert f"  {workers} process" in describe(found, config)
+
+
+def test_a_reference_pass_is_listed_where_a_reference_runs():
+    keys = ["algorithm.adv_estimator=grpo", f"{A}rollout.n=4"]
+    for more, listed in (
+        ([], False),
+        ([f"{A}actor.use_kl_loss=True"], True),
+        (["algorithm.use_kl_in_reward=True"], True),
+        ([f"{A}actor.use_kl_loss=True", f"{A}actor.kl_loss_type=full"], False),
+    ):
+        config = load_config([*keys, *more]).config
+        assert ("micro-batch, ref" in describe(make_plan(config), config)) == listed
+
+
+def test_longer_prompts_are_proposed_only_where_some_were_too_long():
+    config = load_config(["algorithm.adv_estimator=grpo", f"{A}rollout.n=4"]).config
+    with pytest.raises(ConfigError, match=r"20 prompts that are left to train on. Lower it\.$"):
+        make_plan(config, 20)
+    with pytest.raises(ConfigError, match=r"raise data.max_prompt_length \(7 are too long\)"):
+        make_plan(config, 20, 7)

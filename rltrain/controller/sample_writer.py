@@ -24,7 +24,7 @@ from rltrain.view import one_line
 
 Array = NDArray[Any]
 # Jobs that may be under way before newer ones wait, of which only the newest is kept.
-_MOST_AT_ONCE = 2
+_MOST_AT_ONCE = 4
 _EXAMPLES_WAIT_S = 60.0
 _POLL_S = 0.2
 # What the scorer returns goes by its own name where that is free.

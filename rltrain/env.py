@@ -14,7 +14,8 @@ from pathlib import Path
 # Ascend, as vllm-ascend's and HCCL's documentation ask for reinforcement learning. Not verified on hardware.
 _NPU = {
     "HCCL_CONNECT_TIMEOUT": "1500",
-    "HCCL_EXEC_TIMEOUT": "3600",
+    # Longer than the driver's own deadline, whose message names who is late (trainer.hang_floor_s).
+    "HCCL_EXEC_TIMEOUT": "17340",
     "HCCL_HOST_SOCKET_PORT_RANGE": "60000-60050",
     "HCCL_NPU_SOCKET_PORT_RANGE": "61000-61050",
     "TASK_QUEUE_ENABLE": "2",

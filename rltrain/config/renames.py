@@ -66,7 +66,7 @@ IGNORED = {
     _A + "actor.optim.lr_scheduler": "use actor.optim.lr_scheduler_type",
     _A + "model.fused_kernel_options.": "logits are always computed in chunks",
     _A + "model.mtp.": "multi-token prediction heads are not trained",
-    _A + "nccl_timeout": "a lost worker is noticed at once",
+    _A + "nccl_timeout": "a lost worker is noticed at once, one that hangs by trainer.hang_floor_s",
     _A + "ref.model.": "the reference is the model that training starts from",
 }
 

@@ -92,6 +92,10 @@ class TrainerConfig:
     """Classes or functions of your own that are told of steps, validations and checkpoints: [FILE.py:NAME]. See docs/plugins.md."""
     on_nonfinite: str = "stop"
     """When a loss or gradient is not finite: stop, or skip the optimizer step (three in a row stop)."""
+    hang_floor_s: float | None = 1800.0
+    """A call to the workers that takes longer than hang_factor times the longest of its kind, and than this, ends the run; null: never."""
+    hang_factor: float = 5.0
+    """See hang_floor_s, which also stands for the longest of a kind that is called for the first time; 0: hang_floor_s alone counts."""
     balance_batch: bool = True
     """No effect: samples are always spread over devices by length."""
     samples_freq: int = 1

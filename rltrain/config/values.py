@@ -112,6 +112,8 @@ AT_LEAST = {
     _A + "rollout.tensor_model_parallel_size": 1,
     _A + "rollout.val_kwargs.n": 1,
     _A + "rollout.val_kwargs.temperature": 0,
+    "trainer.hang_factor": 0,
+    "trainer.hang_floor_s": 1,
     "trainer.nnodes": 1,
     "trainer.n_gpus_per_node": 1,
     "trainer.total_epochs": 1,

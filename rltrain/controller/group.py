@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import importlib
 import logging
 import operator
 import os
+import re
+import signal
 import socket
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +27,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rltrain.controller.cluster import ray_logs
+from rltrain.controller.hang import Deadlines
 from rltrain.controller.samples import Request, assemble, driver_bytes
 from rltrain.device import Device
 from rltrain.env import adopt, driver_environment, use_interface, worker_environment
@@ -35,6 +40,12 @@ log = logging.getLogger(__name__)
 _ROOT_CAUSE_S = 3.0
 # How long one look at what a worker hands out may wait.
 _POLL_S = 0.5
+# How long workers may take to show their stacks; one that does not is stopped, or its node is gone.
+_STACKS_S = 5.0
+# The driver has deadlines of its own, which come first and say more.
+_COLLECTIVE_TIMEOUT = timedelta(days=7)
+_NAMED_RANKS = 4
+_SYMPTOM = 2
 _SYMPTOMS = ("gloo", "nccl", "hccl", "connection closed", "connection reset", "broken pipe")
 
 
@@ -51,17 +62,20 @@ class _Host:
     def open_store(self) -> tuple[str, int]:
         """Rank 0: listen on a port the system picks, so that no other process can take it in between."""
         host = ray.util.get_node_ip_address()
-        self._store = dist.TCPStore(host, 0, self._world, is_master=True, wait_for_workers=False)
+        self._store = dist.TCPStore(host, 0, self._world, True, _COLLECTIVE_TIMEOUT, wait_for_workers=False)
         return host, self._store.port
 
-    def join(self, host: str, port: int, backend: str, num_nodes: int) -> dict[str, Any]:
-        """Enter the process group. Returns who this is."""
+    def who(self) -> dict[str, Any]:
+        """Which process this is, and where."""
+        return {"pid": os.getpid(), "node": socket.gethostname()}
+
+    def join(self, host: str, port: int, backend: str, num_nodes: int) -> None:
+        """Enter the process group."""
         if num_nodes > 1:
             use_interface(ray.util.get_node_ip_address())
         torch.set_num_threads(self._threads)
-        store = self._store if self._rank == 0 else dist.TCPStore(host, port, self._world, is_master=False)
-        dist.init_process_group(backend, store=store, rank=self._rank, world_size=self._world)
-        return {"pid": os.getpid(), "node": socket.gethostname()}
+        store = self._store if self._rank == 0 else dist.TCPStore(host, port, self._world, False, _COLLECTIVE_TIMEOUT)
+        dist.init_process_group(backend, None, _COLLECTIVE_TIMEOUT, self._world, self._rank, store)
 
     def build(self, worker: str, kwargs: dict[str, Any]) -> None:
         """Make the worker: ``module:Class``, with references in ``kwargs`` fetched."""
@@ -143,8 +157,10 @@ class WorkerGroup:
         threads: int,
         logs: Path | None = None,
         check: Callable[[], None] = lambda: None,
+        deadlines: Deadlines | None = None,
     ) -> None:
         self._role = role
+        self._deadlines = deadlines or Deadlines()
         self._check = check
         self._device = device
         self._logs = logs
@@ -169,11 +185,12 @@ class WorkerGroup:
 
     def start(self, worker: str, kwargs: dict[str, Any]) -> None:
         """Connect the ranks and build ``worker`` ("module:Class") on each."""
+        self._who = self._gather([each.who.remote() for each in self._hosts], "start")
         host, port = self._gather([self._hosts[0].open_store.remote()], "start")[0]
-        self._who = self._gather(
-            [each.join.remote(host, port, self._device.backend, self._num_nodes) for each in self._hosts], "start"
+        self._gather(
+            [each.join.remote(host, port, self._device.backend, self._num_nodes) for each in self._hosts], "connect"
         )
-        self._gather([each.build.remote(worker, kwargs) for each in self._hosts], "start")
+        self._gather([each.build.remote(worker, kwargs) for each in self._hosts], "build")
 
     @property
     def pids(self) -> list[int]:
@@ -216,6 +233,7 @@ class WorkerGroup:
         self.kill()
 
     def kill(self) -> None:
+        """End all workers at once."""
         for host in self._hosts:
             ray.kill(host, no_restart=True)
 
@@ -228,9 +246,23 @@ class WorkerGroup:
         errors: dict[int, Exception] = {}
         waiting = {ref: rank for rank, ref in enumerate(refs)}
         polls = dict(self._poll(stream, rank) for rank in range(len(refs))) if stream else {}
-        deadline = float("inf")
+        deadline, started, warned = float("inf"), time.monotonic(), False
+        limit_s = self._deadlines.limit_s(phase)
         while (waiting or (polls and not errors)) and time.monotonic() < deadline:
             self._check()
+            seconds = time.monotonic() - started
+            if seconds > limit_s / 2 and not errors:
+                late = sorted(set(waiting.values()) or {rank for rank, _ in polls.values()})
+                if seconds > limit_s:
+                    raise self._hung(phase, late, seconds)
+                if not warned:
+                    log.warning(
+                        "%s: not done after %.0f s; the run ends after %.0f s",
+                        self._place(late, phase),
+                        seconds,
+                        limit_s,
+                    )
+                warned = True
             ready, _ = ray.wait([*waiting, *polls], num_returns=1, timeout=_POLL_S)
             for ref in ready:
                 rank = waiting.pop(ref) if ref in waiting else polls[ref][0]
@@ -251,14 +283,49 @@ class WorkerGroup:
         if errors:
             self.kill()
             raise self._explain(errors, phase)
+        self._deadlines.took(phase, time.monotonic() - started)
         return [results[rank] for rank in range(len(refs))]
+
+    def _place(self, ranks: Sequence[int], phase: str) -> str:
+        """Who is meant: role, ranks, processes, nodes, and what they do."""
+        who = [self._who[rank] if rank < len(self._who) else {"pid": "?", "node": "?"} for rank in ranks[:_NAMED_RANKS]]
+        names = [
+            f"rank {rank} of {self.world} (pid {each['pid']} on {each['node']})"
+            for rank, each in zip(ranks, who, strict=False)
+        ]
+        more = f" and {len(ranks) - len(names)} more" if len(ranks) > len(names) else ""
+        return f"{self._role} worker, {', '.join(names)}{more}, in {phase}"
+
+    def _hung(self, phase: str, late: list[int], seconds: float) -> WorkerLost:
+        """Write down where everybody is, end all workers, and say who is late: those that do not even answer, if there are any."""
+        asked = {host.stacks.remote(): rank for rank, host in enumerate(self._hosts)}
+        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_STACKS_S)
+        stacks: dict[int, str] = {}
+        for ref in answered:
+            with contextlib.suppress(ray.exceptions.RayError):  # a process that is gone has no stack
+                stacks[asked[ref]] = ray.get(ref)
+        self.kill()
+        silent = [rank for rank in late if rank not in stacks]
+        for who in (self._who[rank] for rank in silent if rank < len(self._who)):
+            # Ray asks a process to end itself, and one that is stopped does not hear.
+            if who["node"] == socket.gethostname():
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(who["pid"], signal.SIGKILL)
+        said = self._deadlines.write_stacks(
+            phase, {self._place([rank], phase): stack for rank, stack in sorted(stacks.items())}
+        )
+        return WorkerLost(
+            f"{self._place(silent or late, phase)}: not done after {seconds:.0f} s "
+            f"({'and not answering: stopped, or its node is gone' if silent else 'though answering: hung, or waiting for one that is'}; "
+            f"trainer.hang_floor_s={self._deadlines.floor_s}, trainer.hang_factor={self._deadlines.factor}).{said} All workers were "
+            "ended. Run the same command again: it continues from the newest checkpoint."
+        )
 
     def _explain(self, errors: dict[int, Exception], phase: str) -> RltrainError:
         """The error that most likely caused the others: a death before an exception before a broken connection."""
         rank = min(errors, key=lambda each: (_severity(errors[each]), each))
         error = errors[rank]
-        who = self._who[rank] if rank < len(self._who) else {"pid": "?", "node": "?"}
-        place = f"{self._role} worker, rank {rank} of {self.world} (pid {who['pid']} on {who['node']}), in {phase}"
+        place = self._place([rank], phase)
         if isinstance(error, ray.exceptions.ActorDiedError | ray.exceptions.ActorUnavailableError):
             return WorkerLost(
                 f"{place}: the process died ({_first_line(error)}). "
@@ -272,6 +339,11 @@ class WorkerGroup:
                 f"{place}: out of memory: {_first_line(cause)}. Lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu (or the "
                 "micro-batch size), actor_rollout_ref.rollout.max_num_seqs, or set actor_rollout_ref.actor.fsdp_config.param_offload=True."
             )
+        if _severity(error) == _SYMPTOM and re.search("timeout|timed out", str(cause).lower()):
+            return WorkerLost(
+                f"{place}: waited in vain for another worker: {_first_line(cause)}. "
+                "Run the same command again: it continues from the newest checkpoint."
+            )
         return WorkerError(f"{place}: {type(cause).__name__}: {cause}\n{getattr(error, 'traceback_str', '')}")
 
 
@@ -279,7 +351,7 @@ def _severity(error: Exception) -> int:
     if isinstance(error, ray.exceptions.ActorDiedError):
         return 0
     text = str(getattr(error, "cause", None) or error).lower()
-    return 2 if any(symptom in text for symptom in _SYMPTOMS) else 1
+    return _SYMPTOM if any(symptom in text for symptom in _SYMPTOMS) else 1
 
 
 def _first_line(error: BaseException) -> str:

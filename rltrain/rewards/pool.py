@@ -1,6 +1,7 @@
 """The reward pool: Ray actors that fetch answers where they were produced and score them in killable processes."""
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -31,6 +32,9 @@ _TIMEOUT_ALARM = 0.1
 _LEAST_MEMORY_MB = 256
 # A signal is heard when a look at the workers ends: Ray waits on below Python.
 _POLL_S = 0.5
+# What a reward worker may take beside the time its answers have, at all and to replace the process of one that ran out of it.
+_LATE_S = 120.0
+_RESTART_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -128,6 +132,7 @@ class RewardPool:
         remote = None if url is None else (url, url_concurrency, dict(url_headers or {}))
         limits = Limits(timeout_s, memory_limit_mb, allow_code_execution)
         self.on_error = on_error
+        self._timeout_s = timeout_s
         self._custom = custom
         self._log = RewardLog(log_file)
         actor = ray.remote(num_cpus=0, max_restarts=0, scheduling_strategy="SPREAD")(RewardWorker)
@@ -166,7 +171,7 @@ class RewardPool:
 
     def begin(self, split: str, total: int) -> "Scoring":
         """Score ``total`` answers as they arrive."""
-        return Scoring(self._workers, split, total, self.on_error, self._log)
+        return Scoring(self._workers, split, total, self.on_error, self._log, self._timeout_s)
 
     def shutdown(self) -> None:
         """End all workers and their processes."""
@@ -188,8 +193,15 @@ class Scoring:
     """
 
     def __init__(
-        self, workers: Sequence[Any], split: str, total: int, on_error: float, log: RewardLog | None = None
+        self,
+        workers: Sequence[Any],
+        split: str,
+        total: int,
+        on_error: float,
+        log: RewardLog | None = None,
+        timeout_s: float = math.inf,
     ) -> None:
+        self._timeout_s = timeout_s
         self.seconds = 0.0
         self._log = log or RewardLog()
         self._split = split
@@ -249,8 +261,18 @@ class Scoring:
         extra: float64 (NaN where an answer has none), or texts (objects, "" for none); ``reward_error`` (texts) where one failed.
         Raises RewardError if more than half of the answers fail.
         """
+        heard = time.monotonic()
         while self._waiting or self._running:
+            before = len(self._waiting) + len(self._running)
             self.advance(wait_s=_POLL_S)
+            if len(self._waiting) + len(self._running) < before:
+                heard = time.monotonic()
+            elif time.monotonic() - heard > (limit_s := _LATE_S + self._piece * (self._timeout_s + _RESTART_S)):
+                raise WorkerLost(
+                    f"{len(self._running)} reward workers have not answered for {limit_s:.0f} s, more than reward.timeout_s="
+                    f"{self._timeout_s} lets their answers take: they are stopped, or their node is gone. Run the same command "
+                    "again: it continues from the newest checkpoint."
+                )
         return self._columns([score for part in self._scores for score in part])
 
     def _columns(self, scores: list[Score]) -> Columns:

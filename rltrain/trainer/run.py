@@ -15,6 +15,7 @@ from rltrain.config.load import LoadedConfig, to_dict
 from rltrain.config.schema import Config
 from rltrain.controller.cluster import ray_logs, reserve, share, start_ray, stop_ray
 from rltrain.controller.group import WorkerGroup
+from rltrain.controller.hang import Deadlines
 from rltrain.controller.sample_writer import WriterProcess
 from rltrain.data.chat import ChatEncoder, PromptStore, chat_encoder, encode_prompts
 from rltrain.data.order import BatchOrder
@@ -111,7 +112,8 @@ def _train(
     with logs.waiting("trying the scorers on a row of every data source"):
         pool = start_pool(cfg, plan.num_reward_workers, splits, folder.path)
     threads = threads_per_worker(cfg.trainer.n_gpus_per_node)
-    group = WorkerGroup("hybrid", placement, device, threads, folder.path / "logs", stop.check)
+    deadlines = Deadlines(cfg.trainer.hang_floor_s, cfg.trainer.hang_factor, folder.path / "incidents")
+    group = WorkerGroup("hybrid", placement, device, threads, folder.path / "logs", stop.check, deadlines)
     workers = logs.count(group.world, "worker")
     with logs.waiting(f"starting {workers}"):
         # A Config object would arrive as a reference too; only the data is big enough to be shared.

@@ -5,6 +5,7 @@ import queue
 import signal
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import torch
 from rltrain.batch import Batch
 from rltrain.controller.cluster import start_ray
 from rltrain.controller.group import Stream, WorkerGroup
+from rltrain.controller.hang import Deadlines
 from rltrain.controller.samples import Samples, whole
 from rltrain.device import get_device
 from rltrain.errors import NonFiniteError, WorkerError, WorkerLost
@@ -65,6 +67,9 @@ class ToyWorker:
     def out_of_memory(self) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
+    def wait(self, seconds: float) -> None:
+        time.sleep(seconds)
+
     def hang(self) -> None:
         torch.distributed.barrier() if self.rank == 0 else time.sleep(60)
 
@@ -77,9 +82,10 @@ def local_ray():
 
 
 @pytest.fixture
-def group():
+def group(tmp_path):
     placement = ray.util.placement_group([{"CPU": 1}] * 2, strategy="STRICT_PACK")
-    group = WorkerGroup("toy", [placement], get_device("cpu"), threads=1)
+    deadlines = Deadlines(60.0, 5.0, tmp_path / "incidents")
+    group = WorkerGroup("toy", [placement], get_device("cpu"), threads=1, deadlines=deadlines)
     group.start("tests.controller.test_group:ToyWorker", {"tag": ray.put("w")})
     yield group
     group.kill()
@@ -146,3 +152,70 @@ def test_a_killed_worker_is_reported_within_ten_seconds(group):
     assert time.monotonic() - started < 10
     assert f"rank 1 of 2 (pid {group.pids[1]}" in str(caught.value)
     assert caught.value.exit_code == 75
+
+
+def test_a_call_may_take_some_times_the_longest_of_its_kind():
+    deadlines = Deadlines(1800.0, 5.0)
+    assert deadlines.limit_s("update") == 9000
+    for seconds in (100.0, 1000.0, 10.0):
+        deadlines.took("update", seconds)
+    assert deadlines.limit_s("update") == 5000
+    assert deadlines.limit_s("save") == 9000
+    deadlines.took("save", 3.0)
+    assert deadlines.limit_s("save") == 1800
+    assert Deadlines(600.0, 0.0).limit_s("update") == 600
+    assert Deadlines(None).limit_s("update") == float("inf")
+
+
+def gone(pids: list[int], within_s: float = 5) -> bool:
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        alive = [
+            pid
+            for pid in pids
+            if Path(f"/proc/{pid}/stat").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+        ]
+        if not alive:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_a_stopped_worker_is_named_stacks_are_kept_and_all_are_ended(group, tmp_path, caplog):
+    pids = group.pids
+    group._deadlines.floor_s, group._deadlines.factor = 4.0, 0.0
+    os.kill(pids[1], signal.SIGSTOP)
+    with pytest.raises(
+        WorkerLost, match=rf"toy worker, rank 1 of 2 \(pid {pids[1]} on .*\), in hang: not done after [45] s"
+    ) as caught:
+        group.call("hang")
+    assert caught.value.exit_code == 75
+    assert "not answering" in str(caught.value)
+    assert "rank 0" not in str(caught.value)
+    assert "not done after 2 s; the run ends after 4 s" in caplog.text
+    (file,) = (tmp_path / "incidents").glob("hang_hang_*.txt")
+    assert str(file) in str(caught.value)
+    assert f"pid {pids[0]}" in file.read_text()
+    assert "in hang" in file.read_text()
+    assert gone(pids)
+
+
+class SlowToBuild:
+    """A model that never finishes loading."""
+
+    def __init__(self) -> None:
+        time.sleep(60)
+
+
+def test_a_hang_before_the_first_call_is_noticed_too(tmp_path):
+    placement = ray.util.placement_group([{"CPU": 1}] * 2, strategy="STRICT_PACK")
+    deadlines = Deadlines(60.0, 0.0, tmp_path)
+    group = WorkerGroup("toy", [placement], get_device("cpu"), threads=1, deadlines=deadlines)
+    # Connecting takes its time; what follows has two seconds.
+    deadlines.took = lambda phase, seconds: phase != "connect" or setattr(deadlines, "floor_s", 2.0)
+    with pytest.raises(WorkerLost, match=r"rank 0 of 2 .*, rank 1 of 2 .*, in build: .*though answering"):
+        group.start("tests.controller.test_group:SlowToBuild", {})
+    (file,) = tmp_path.glob("hang_build_*.txt")
+    assert file.read_text().count(" in build\n") >= 4, "the name of each, and where it is"
+    assert gone(group.pids)
+    ray.util.remove_placement_group(placement)

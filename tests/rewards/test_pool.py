@@ -1,4 +1,5 @@
 import os
+import signal
 import time
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 
 from rltrain.data.rows import read_rows
 from rltrain.errors import RewardError, WorkerLost
+from rltrain.rewards import pool as pool_module
 from rltrain.rewards.pool import RewardPool, Scoring
 from rltrain.rewards.slot import Score
 
@@ -87,6 +89,20 @@ def test_failures_count_on_error_and_are_shown(local_ray, pool, custom):
     np.testing.assert_array_equal(columns["scorer/acc"], [3, np.nan, np.nan, np.nan, 1, np.nan])
     assert columns["scorer/pred"].tolist() == ["aaa", "", "b", "", "a", "c"]
     assert ["reward.timeout_s" in columns["reward_error"][1], columns["reward_error"][2]] == [True, ""]
+
+
+def test_a_reward_worker_that_is_stopped_is_noticed(local_ray, pool, monkeypatch):
+    monkeypatch.setattr(pool_module, "_LATE_S", 1.0)
+    monkeypatch.setattr(pool_module, "_RESTART_S", 0.0)
+    made = pool(num_workers=1)
+    made.check("train")
+    pid = local_ray.get(made._workers[0].__ray_call__.remote(lambda self: os.getpid()))
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(WorkerLost, match=r"1 reward workers have not answered for 2 s.*reward.timeout_s=1.0"):
+            made.score("train", [job(local_ray, ["1"] * 4, range(4))])
+    finally:
+        os.kill(pid, signal.SIGKILL)
 
 
 def test_no_number_of_a_scorer_has_the_name_of_a_column_of_ours():

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from rltrain import __version__
 from rltrain.report import read_metrics
 from tests.tiny import small_run
 
@@ -88,6 +89,17 @@ def test_a_killed_worker_ends_the_run_and_the_same_command_goes_on(start, tiny_m
     assert re.search(rf"rank 0 of 1 \(pid {victim} on .*the process died", message)
     assert "Run the same command again" in message
     assert "Traceback" not in message
+    said = (tmp_path / "train.log").read_text()
+    for words in (
+        f"rltrain {__version__}: {tiny_model} on 1 device",
+        "starting Ray",
+        "loading",
+        "step 3/",
+        "the process died",
+    ):
+        assert words in said
+    assert re.search(r"Ray's logs: \S+ on every node", message)
+    assert f"rank 0: pid {victim}" in (tmp_path / "logs" / "rank_00000.log").read_text()
     saved = max(int(folder.name.rpartition("_")[2]) for folder in tmp_path.glob("global_step_*"))
     again = start([*args, f"trainer.total_training_steps={saved + 1}"])
     output, _ = again.communicate(timeout=90)

@@ -163,7 +163,7 @@ def _replace(file: Path, write: Callable[[Path], Any]) -> None:
         temporary.unlink(missing_ok=True)
 
 
-class _Host(SampleWriter):
+class _WriterProcess(SampleWriter):
     """The writer's process, which yields to everything else on the machine."""
 
     def __init__(self, rows: dict[str, Any], prompts: list[Any], tokenizer: Any) -> None:
@@ -181,7 +181,7 @@ class WriterProcess:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        actor = ray.remote(num_cpus=0, max_restarts=0)(_Host).options(scheduling_strategy=here)
+        actor = ray.remote(num_cpus=0, max_restarts=0)(_WriterProcess).options(scheduling_strategy=here)
         self._actor: Any = actor.remote(rows, [prompts], tokenizer)
         self._running: dict[Any, SampleJob] = {}
         self._waiting: list[SampleJob] = []

@@ -7,6 +7,7 @@ import inspect
 import logging
 import os
 import re
+import socket
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -23,6 +24,7 @@ from rltrain.logs import count
 log = logging.getLogger(__name__)
 _RESERVE_TIMEOUT_S = 120
 _POLL_S = 0.5
+_CONNECT_S = 5
 _FIRST_WORD_S, _SAY_EVERY_S = 2, 10
 _KEY = "ray_kwargs.ray_init"
 
@@ -45,7 +47,14 @@ def ray_problems(cfg: Config) -> Iterator[str]:
             yield f"unknown key '{_KEY}.{name}': ray.init has no such argument." + (
                 f" Did you mean {_KEY}.{near[0]}?" if near else ""
             )
-    if cfg.trainer.nnodes > 1 and not cluster_address(cfg):
+    address = cluster_address(cfg)
+    if address and (found := re.fullmatch(r"([\w.-]+):(\d+)", address)):
+        try:
+            # Ray itself tries for many minutes, without a word.
+            socket.create_connection((found[1], int(found[2])), timeout=_CONNECT_S).close()
+        except OSError as error:
+            yield f"{_KEY}.address={address} (or RAY_ADDRESS): nobody answers there ({error}). Start Ray with scripts/ray_start.sh."
+    if cfg.trainer.nnodes > 1 and not address:
         yield (
             f"trainer.nnodes={cfg.trainer.nnodes} needs a running Ray cluster. Start it with {shipped('scripts/ray_start.sh')} on every "
             f"node, then set {_KEY}.address=auto."

@@ -91,12 +91,13 @@ class RunFolder:
         _sync(self.path)
         return final
 
-    def prune(self, keep: int | None) -> None:
-        """Remove all but the newest ``keep`` checkpoints (None or less than 1: keep all)."""
+    def prune(self, keep: int | None, spare: str | None = None) -> None:
+        """Remove all but the newest ``keep`` checkpoints (None or less than 1: keep all), and never the folder ``spare``."""
         if keep is None or keep < 1:
             return
         for step in self.steps()[:-keep]:
-            shutil.rmtree(self.step_folder(step))
+            if spare is None or self.step_folder(step) != Path(spare).expanduser().resolve():
+                shutil.rmtree(self.step_folder(step))
 
     def steps(self) -> list[int]:
         """Steps with a checkpoint folder, whole or not, ascending."""

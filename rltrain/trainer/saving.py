@@ -106,7 +106,7 @@ class Saver:
                 raise DiskError(f"checkpoint of step {step} could not be written: {error}. {self._space()}") from error
             self.last_step = step
             self._bytes_needed = sum(file.stat().st_size for file in final.rglob("*") if file.is_file())
-            self._folder.prune(self._cfg.trainer.max_actor_ckpt_to_keep)
+            self._folder.prune(self._cfg.trainer.max_actor_ckpt_to_keep, spare=self._cfg.trainer.resume_from_path)
         return timer.metrics() | self._callbacks.on_save(step, final)
 
     def check_room(self, first_step: int, total_steps: int) -> None:

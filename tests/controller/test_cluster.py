@@ -71,6 +71,13 @@ def test_arguments_ray_does_not_have_are_named():
     assert "Did you mean ray_kwargs.ray_init.num_cpus?" in problem
 
 
+def test_a_cluster_that_does_not_answer_is_told_at_once():
+    config = small_config()
+    config.ray_kwargs.ray_init["address"] = "127.0.0.1:1"
+    (problem,) = ray_problems(config)
+    assert "address=127.0.0.1:1 (or RAY_ADDRESS): nobody answers there" in problem
+
+
 def test_several_nodes_need_a_cluster(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     config = settings(2)

@@ -94,6 +94,8 @@ def test_pruning_keeps_the_newest(folder):
         save(folder, step)
     folder.prune(None)
     assert folder.steps() == [1, 2, 3, 10]
+    folder.prune(2, spare=str(folder.step_folder(1)))
+    assert folder.steps() == [1, 3, 10]
     folder.prune(2)
     assert folder.steps() == [3, 10]
 

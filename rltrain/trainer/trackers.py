@@ -83,13 +83,15 @@ class WandB(Sink):
         import wandb
 
         # It would ask on the terminal, in the middle of training. Older versions can only do that.
-        asks_nothing = {"prompt": False} if "prompt" in inspect.signature(wandb.login).parameters else {}
+        asks_nothing: dict[str, Any] = (
+            {"prompt": False} if "prompt" in inspect.signature(wandb.login).parameters else {}
+        )
         if wandb.setup().settings.mode == "online" and not wandb.login(**asks_nothing):
             raise ConnectionError("not logged in; run `wandb login`, set WANDB_API_KEY, or WANDB_MODE=offline")
-        self._table = lambda columns, rows: wandb.Table(columns=columns, data=rows)
-        named = {"project": run.project, "name": run.name, "config": run.config, "dir": str(run.folder)}
-        resume, quiet = "allow" if run.run_id else None, wandb.Settings(console="off")
-        self._run = wandb.init(**named, id=run.run_id, resume=resume, settings=quiet)
+        self._table = lambda columns, rows: wandb.Table(columns=[*columns], data=rows)
+        named: dict[str, Any] = {"project": run.project, "name": run.name, "config": run.config, "dir": str(run.folder)}
+        named |= {"id": run.run_id, "resume": "allow" if run.run_id else None}
+        self._run = wandb.init(**named, settings=wandb.Settings(console="off"))
         self.run_id = self._run.id
 
     def finish(self, summary: dict[str, float], failed: bool) -> None:
@@ -106,7 +108,7 @@ class VemlpWandB(Sink):
 
         volcengine_ml_platform.init(**volcengine_account())
         wandb.init(project=run.project, name=run.name, config=run.config)
-        self._table = lambda columns, rows: wandb.Table(columns=columns, data=rows)
+        self._table = lambda columns, rows: wandb.Table(columns=[*columns], data=rows)
         self._run = wandb
 
 

@@ -99,7 +99,7 @@ def test_more_tokens_than_positions_is_advice_and_for_vllm_a_refusal(dry):
     assert code == 0
     assert "the model knows 128 positions" in text
     changes = {"data__max_response_length": 200, "actor_rollout_ref__actor__ppo_max_token_len_per_gpu": 512}
-    assert "which vLLM refuses" in refused(dry, **changes, **{R + "name": "vllm"})
+    assert "which vllm refuses" in refused(dry, **changes, **{R + "name": "vllm"})
 
 
 def test_a_template_that_does_not_say_whose_turn_it_is_is_noted(dry):

@@ -17,7 +17,6 @@ from rltrain.config.rollout_check import engine_problems, tail_problems
 from rltrain.config.schema import Config
 from rltrain.config.values import (
     AT_LEAST,
-    AVAILABLE,
     CHOICES,
     COMPARING_ESTIMATORS,
     CONTENTS,
@@ -53,18 +52,9 @@ def check(loaded: LoadedConfig) -> None:
 
 def unavailable(config: Config) -> list[str]:
     """What the config asks for that this version cannot run; each with what to use instead."""
-    lines = []
-    for key, (values, advice) in AVAILABLE.items():
-        value = get(config, key)
-        if value not in values:
-            lines.append(f"{key}={value} is not in this version. {advice}")
-    rollout = config.actor_rollout_ref.rollout
-    if rollout.name == "sglang" and (size := rollout.tensor_model_parallel_size) > 1:
-        lines.append(
-            f"{_A}rollout.tensor_model_parallel_size={size} with {_A}rollout.name=sglang is not in this version. "
-            "Use rollout.name=vllm, or 1."
-        )
-    return lines
+    if not config.actor_rollout_ref.rollout.multi_turn.enable:
+        return []
+    return [f"{_A}rollout.multi_turn.enable=True is not in this version. Answers are single-turn: leave it out."]
 
 
 def missing_files(config: Config) -> list[str]:

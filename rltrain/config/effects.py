@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from rltrain.config.check import as_list
+from rltrain.config.engines import ENGINES
 from rltrain.config.keys import all_keys, free_form_parent, get
 from rltrain.config.load import LoadedConfig
 from rltrain.config.lora import LORA_MODES
 from rltrain.config.passes import passes, sized
-from rltrain.config.rollout_effects import ROLLOUT_MODES
 from rltrain.config.schema import Config
 
 _A = "actor_rollout_ref."
@@ -259,15 +259,7 @@ _MODES: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
     (
         (
             "custom_reward_function.",
-            "reward.num_workers",
-            "reward.timeout_s",
-            "reward.on_error",
-            "reward.memory_limit_mb",
-            "reward.url",
-            "reward.url_concurrency",
-            "reward.url_headers",
-            "reward.allow_code_execution",
-            "reward.overlap",
+            *(key for key in all_keys() if key.startswith("reward.") and key != "reward.weights"),
         ),
         lambda cfg: cfg.reward_model.enable and cfg.reward_model.rule_weight == 0,
         "reward_model.rule_weight=0: no scorer runs",
@@ -300,7 +292,21 @@ _MODES: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
         lambda cfg: cfg.trainer.test_freq > 0 and not as_list(cfg.data.val_files),
         "data.val_files is not set",
     ),
-    *ROLLOUT_MODES,
+    (
+        (_A + "rollout.oversample_ratio", _A + "rollout.tail_max_age"),
+        lambda cfg: not cfg.actor_rollout_ref.rollout.stops_early,
+        "only tail=oversample and tail=carry_over stop early",
+    ),
+    (
+        (_A + "rollout.tail_max_age",),
+        lambda cfg: cfg.actor_rollout_ref.rollout.oversample_ratio == 1,
+        "with oversample_ratio=1 no prompt is left over",
+    ),
+    (
+        (_A + "rollout.tail_draft_tokens",),
+        lambda cfg: cfg.actor_rollout_ref.rollout.tail != "exact",
+        "only tail=exact decodes speculatively",
+    ),
 )
 
 
@@ -340,11 +346,12 @@ def _set_by_user(loaded: LoadedConfig, names: tuple[str, ...]) -> list[str]:
 
 def _by_help(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
     """Keys whose help text says that they have no effect, or none with the chosen engine."""
-    engine = loaded.config.actor_rollout_ref.rollout.name
+    name = loaded.config.actor_rollout_ref.rollout.name
+    unused = [f"{_A}rollout.{key}" for key in ENGINES[name].unused_keys]
     for key in sorted(loaded.explicit):
         known = all_keys()[free_form_parent(key) or key]
-        if f"(no effect with name={engine}" in known.help:
-            yield key, f"the engine is rollout.name={engine}"
+        if known.name in unused:
+            yield key, f"the engine is rollout.name={name}"
         elif known.help.startswith("No effect") and not _says_nothing(loaded.config, known.name):
             text = known.help.removeprefix("No effect").lstrip(": ").rstrip(".")
             yield key, text or "it is not in this version"
@@ -353,9 +360,11 @@ def _by_help(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
 def _other_engine(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
     """Arguments of an engine that is not the chosen one."""
     name = loaded.config.actor_rollout_ref.rollout.name
+    if "engine_kwargs" in ENGINES[name].unused_keys:
+        return
     every = "actor_rollout_ref.rollout.engine_kwargs."
     for key in sorted(loaded.explicit):
-        if key.startswith(every) and not key.startswith(f"{every}{name}.") and name != "hf":
+        if key.startswith(every) and not key.startswith(f"{every}{name}."):
             yield key, f"the engine is rollout.name={name}, whose arguments are {every}{name}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from rltrain.config.engines import ENGINES, engines_with
 from rltrain.config.schema import Config
 
 _A = "actor_rollout_ref."
@@ -13,8 +14,12 @@ def tail_problems(config: Config) -> Iterator[str]:
     """What `rollout.tail` needs, and what it cannot stand beside."""
     rollout, correction = config.actor_rollout_ref.rollout, config.algorithm.rollout_correction
     tail = f"{_A}rollout.tail={rollout.tail}"
-    if rollout.tail == "exact" and rollout.name != "vllm":
-        yield f"{tail} is speculative decoding, which {_A}rollout.name={rollout.name} has not. Use rollout.name=vllm, or leave tail out."
+    engine = ENGINES.get(rollout.name)
+    if rollout.tail == "exact" and engine and not engine.speculation:
+        yield (
+            f"{tail} is speculative decoding, which {_A}rollout.name={rollout.name} does not have. "
+            f"Use {engines_with('speculation')}, or leave tail out."
+        )
     if rollout.stops_early and config.algorithm.filter_groups.enable:
         yield f"{tail} and algorithm.filter_groups.enable=True both choose the prompts of a step. Keep one of them."
     # With bypass_mode and ppo_clip the ratio of the loss is taken against the policy that sampled the token: weight enough.
@@ -29,19 +34,25 @@ def tail_problems(config: Config) -> Iterator[str]:
 def engine_problems(config: Config) -> Iterator[str]:
     """What the chosen engine cannot do."""
     rollout, data = config.actor_rollout_ref.rollout, config.data
-    if rollout.name == "hf" and rollout.tensor_model_parallel_size > 1:
+    engine = ENGINES.get(rollout.name)
+    if engine is None:
+        return  # the name itself is refused elsewhere
+    if rollout.tensor_model_parallel_size > 1 and not engine.tensor_parallel:
         yield (
-            f"{_A}rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size}: an engine of rollout.name=hf runs on one "
-            "device. Use 1, or rollout.name=vllm."
+            f"{_A}rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size}: an engine of rollout.name={rollout.name} "
+            f"runs on one device. Use 1, or {engines_with('tensor_parallel')}."
         )
+    least, most = engine.temperatures
     for key, value in (
         ("temperature", rollout.temperature),
         ("val_kwargs.temperature", rollout.val_kwargs.temperature),
     ):
-        if rollout.name == "vllm" and (value > 2 or 0 < value < 0.01):
-            yield f"{_A}rollout.{key}={value}: vLLM takes 0.01 to 2. Use such a value, or rollout.name=hf."
-    for name in rollout.engine_kwargs.keys() - {"vllm", "sglang"}:
-        yield f"{_A}rollout.engine_kwargs.{name}: arguments stand under an engine: engine_kwargs.vllm or engine_kwargs.sglang."
+        if value != 0 and not least <= value <= most:
+            yield f"{_A}rollout.{key}={value}: {rollout.name} takes {least:g} to {most:g}. Use such a value, or rollout.name=hf."
+    taking = [f"engine_kwargs.{name}" for name, one in ENGINES.items() if "engine_kwargs" not in one.unused_keys]
+    for name in rollout.engine_kwargs:
+        if f"engine_kwargs.{name}" not in taking:
+            yield f"{_A}rollout.engine_kwargs.{name}: arguments stand under an engine: {' or '.join(taking)}."
     if rollout.max_model_len is not None and rollout.max_model_len <= data.max_prompt_length:
         yield (
             f"{_A}rollout.max_model_len={rollout.max_model_len} leaves no room for an answer to a prompt of data.max_prompt_length="

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+
+from rltrain.config.engines import ENGINES
 
 _A = "actor_rollout_ref."
 DEVICES = ("auto", "npu", "cuda", "cpu")
@@ -33,7 +34,7 @@ CHOICES = {
     _A + "actor.fsdp_config.model_dtype": _DTYPES,
     _A + "actor.fsdp_config.compute_dtype": _DTYPES,
     _A + "rollout.dtype": _DTYPES,
-    _A + "rollout.name": ("hf", "vllm", "sglang"),
+    _A + "rollout.name": tuple(ENGINES),
     _A + "rollout.tail": ("off", "exact", "oversample", "carry_over"),
     _A + "actor.optim.lr_scheduler_type": ("constant", "cosine"),
     _A + "actor.policy_loss.loss_mode": POLICY_LOSSES,
@@ -45,6 +46,7 @@ CHOICES = {
     "critic.optim.lr_scheduler_type": ("constant", "cosine"),
     "critic.model.fsdp_config.model_dtype": _DTYPES,
     "critic.model.fsdp_config.compute_dtype": _DTYPES,
+    "reward_model.reward_manager": ("naive", "dapo", "batch"),
     "reward_model.model.fsdp_config.compute_dtype": _DTYPES,
     "algorithm.adv_estimator": TOKEN_ESTIMATORS + COMPARING_ESTIMATORS,
     "algorithm.kl_penalty": KL_KINDS,
@@ -124,9 +126,4 @@ AT_LEAST = {
     "critic.model.lora_rank": 0,
     "reward.num_workers": 1,
     "reward.timeout_s": 0.01,
-}
-# key -> the values this version can run, and what to do instead
-AVAILABLE: dict[str, tuple[tuple[Any, ...], str]] = {
-    "reward_model.reward_manager": (("naive", "dapo", "batch"), "Use reward_model.reward_manager=naive."),
-    _A + "rollout.multi_turn.enable": ((False,), "Answers are single-turn: leave it out."),
 }

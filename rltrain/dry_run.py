@@ -18,8 +18,8 @@ from rltrain.data.rows import Rows, read_rows
 from rltrain.data_preprocess.lint import describe as describe_findings
 from rltrain.data_preprocess.lint import look_at
 from rltrain.errors import RltrainError
-from rltrain.rewards.remote import RemoteScorer
-from rltrain.rewards.slot import Score, Slot
+from rltrain.rewards.processes.remote import RemoteScorer
+from rltrain.rewards.processes.slot import Score, Slot
 from rltrain.trainer.plan import Plan, describe, make_plan
 from rltrain.trainer.preflight import Findings, preflight
 from rltrain.trainer.run import check_columns, custom_reward, load_data

@@ -32,7 +32,7 @@ LAYERS = [
 ]
 # Where a heavy package may be imported.
 HOMES = {
-    "ray": ("main_ppo.py", "controller/", "rewards/pool.py"),
+    "ray": ("main_ppo.py", "controller/", "rewards/processes/pool.py"),
     "vllm": (
         "workers/rollout/vllm.py",
         "workers/rollout/vllm_sampler.py",

@@ -14,7 +14,7 @@ from rltrain.algorithms.advantages import OutcomeInputs, find_estimator
 from rltrain.config.check import check, missing_files
 from rltrain.config.load import load_config
 from rltrain.errors import ConfigError
-from rltrain.rewards.registry import CustomReward, load_custom
+from rltrain.rewards.custom import CustomReward, load_custom
 from rltrain.stop import Stop
 from rltrain.trainer.advantage import check_plugins
 from rltrain.trainer.callbacks import Callbacks

@@ -17,8 +17,9 @@ from rltrain.data.chat import ChatEncoder
 from rltrain.data.rows import MEDIA_COLUMNS, PromptRow, Rows, scan_rows
 from rltrain.data_preprocess.common import IMAGE_SLOT, at_least
 from rltrain.errors import DataError, RewardError, RltrainError
-from rltrain.rewards.registry import FORMS, CustomReward, check_sources
-from rltrain.rewards.slot import Slot
+from rltrain.rewards.custom import CustomReward
+from rltrain.rewards.processes.slot import Slot
+from rltrain.rewards.registry import FORMS, check_sources
 
 Findings = dict[str, list[str]]
 

@@ -4,7 +4,7 @@ import sys
 
 from rltrain.data_preprocess.common import BOXED, At, Drop, Row, converter, kept, row, texts
 from rltrain.data_preprocess.sources import Hub, Record
-from rltrain.rewards.math_boxed import last_boxed
+from rltrain.rewards.scorers.math_boxed import last_boxed
 
 HUB = Hub("DigitalLearningGmbH/MATH-lighteval")
 

@@ -14,7 +14,7 @@ from rltrain.data_preprocess.common import Row, Splits, arguments, at_least, row
 from rltrain.data_preprocess.gsm8k import DATA_SOURCE as GSM8K
 from rltrain.data_preprocess.gsm8k import INSTRUCTION as GSM8K_INSTRUCTION
 from rltrain.errors import DataError
-from rltrain.rewards.reasoning_gym import PREFIX, check_task
+from rltrain.rewards.scorers.reasoning_gym import PREFIX, check_task
 
 # One worked problem in gsm8k's form, for models that are too small to follow the instruction alone.
 WORKED_EXAMPLE = [

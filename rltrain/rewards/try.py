@@ -12,7 +12,7 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,9 @@ from rich.text import Text
 
 from rltrain.data.rows import Rows, read_rows
 from rltrain.errors import RewardError, RltrainError
-from rltrain.rewards.child import judge
-from rltrain.rewards.registry import FORMS, CustomReward, SourceScorer, load_custom, user_traceback
+from rltrain.rewards.custom import CustomReward, load_custom, user_traceback
+from rltrain.rewards.processes.child import judge
+from rltrain.rewards.registry import FORMS
 
 WRONG = "I do not know."
 _SHOWN_CHARS = 60
@@ -124,8 +125,8 @@ def _made_up(rows: Rows, number: int) -> Iterator[tuple[int, str]]:
         yield position, WRONG
 
 
-def _verdict(function: SourceScorer, custom: CustomReward, call: tuple) -> tuple[float, dict[str, float | str]]:
-    value: Any = function(*([each] for each in call)) if custom.batch else function(*call)  # type: ignore[arg-type]
+def _verdict(function: Callable[..., Any], custom: CustomReward, call: tuple) -> tuple[float, dict[str, float | str]]:
+    value: Any = function(*([each] for each in call)) if custom.batch else function(*call)
     if not custom.batch:
         return judge(value)
     (verdict,) = value

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from rltrain.config.schema import Config
 from rltrain.controller.sample_writer import SampleJob, WriterProcess, Written
 from rltrain.controller.samples import Samples, driver_bytes
-from rltrain.rewards.pool import EXTRA
+from rltrain.rewards.processes.pool import EXTRA
 from rltrain.trainer.balance import Ids
 from rltrain.trainer.tracking import Tracker
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rltrain.controller.samples import Samples
-from rltrain.rewards.pool import EXTRA
+from rltrain.rewards.processes.pool import EXTRA
 
 Metrics = dict[str, float]
 _RATES = {"error": "failed", "timeout": "timeout"}

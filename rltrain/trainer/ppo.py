@@ -14,7 +14,7 @@ from rltrain.config.schema import Config
 from rltrain.controller.samples import Samples
 from rltrain.errors import NonFiniteError, RewardError, SyncError
 from rltrain.models.optim import learning_rate
-from rltrain.rewards.pool import EXTRA
+from rltrain.rewards.processes.pool import EXTRA
 from rltrain.seeds import stream
 from rltrain.stop import Stop
 from rltrain.trainer import metrics as m

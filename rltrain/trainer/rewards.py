@@ -14,7 +14,7 @@ from rltrain.config.schema import Config
 from rltrain.controller.samples import Samples
 from rltrain.data.rows import Rows
 from rltrain.errors import RewardError
-from rltrain.rewards.pool import EXTRA, RewardPool, Scoring
+from rltrain.rewards.processes.pool import EXTRA, RewardPool, Scoring
 from rltrain.trainer.balance import Ids
 from rltrain.trainer.roles import RewardModel
 

@@ -25,9 +25,9 @@ from rltrain.device import Device, get_device, threads_per_worker
 from rltrain.env_report import device_facts, facts
 from rltrain.errors import ConfigError, DataError
 from rltrain.report import show_report
-from rltrain.rewards.pool import RewardPool
-from rltrain.rewards.registry import CustomReward
-from rltrain.rewards.slot import Score
+from rltrain.rewards.custom import CustomReward
+from rltrain.rewards.processes.pool import RewardPool
+from rltrain.rewards.processes.slot import Score
 from rltrain.stop import Stop
 from rltrain.trainer.archive import Archive, keeps_samples
 from rltrain.trainer.callbacks import Callbacks

@@ -9,7 +9,7 @@ from rltrain.data.chat import ChatEncoder
 from rltrain.data_preprocess import lint as linter
 from rltrain.data_preprocess.common import row, write_splits
 from rltrain.data_preprocess.lint import lint, main
-from rltrain.rewards.registry import CustomReward
+from rltrain.rewards.custom import CustomReward
 from tests.pictures import BLUE, RED
 from tests.tiny import TEMPLATE, save_tiny_tokenizer
 

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from rltrain.rewards.registry import CustomReward
-from rltrain.rewards.slot import Slot
+from rltrain.rewards.custom import CustomReward
+from rltrain.rewards.processes.slot import Slot
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ from contextlib import suppress
 import pytest
 
 from rltrain.errors import RewardError
-from rltrain.rewards.code import extract_code, same_text
-from rltrain.rewards.limits import _descendants
-from rltrain.rewards.slot import Slot
+from rltrain.rewards.processes.limits import _descendants
+from rltrain.rewards.processes.slot import Slot
+from rltrain.rewards.scorers.code import extract_code, same_text
 
 ADD = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
 CALL = {"inputs": [[1, 2], "3\n4"], "outputs": [3, "7"], "fn_name": "add"}

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rltrain.rewards import clevr_count, gsm8k
 from rltrain.rewards.registry import find_scorer
+from rltrain.rewards.scorers import clevr_count, gsm8k
 
 FOLDER = Path(__file__).parent / "labelled"
 SOURCES = {

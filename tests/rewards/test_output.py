@@ -5,9 +5,9 @@ import os
 
 import pytest
 
-from rltrain.rewards import output
-from rltrain.rewards.output import RewardLog
-from rltrain.rewards.slot import Score, Slot
+from rltrain.rewards.processes import output
+from rltrain.rewards.processes.output import RewardLog
+from rltrain.rewards.processes.slot import Score, Slot
 
 CALL = ("any/source", "an answer", "42", {})
 

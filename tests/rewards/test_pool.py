@@ -9,9 +9,9 @@ import pytest
 
 from rltrain.data.rows import read_rows
 from rltrain.errors import RewardError, WorkerLost
-from rltrain.rewards import pool as pool_module
-from rltrain.rewards.pool import RewardPool, Scoring
-from rltrain.rewards.slot import Score
+from rltrain.rewards.processes import pool as pool_module
+from rltrain.rewards.processes.pool import RewardPool, Scoring
+from rltrain.rewards.processes.slot import Score
 
 LENGTH = """
     def compute_score(data_source, solution_str, ground_truth, extra_info):

@@ -12,9 +12,9 @@ import pytest
 
 from rltrain.data.rows import read_rows
 from rltrain.errors import RewardError
-from rltrain.rewards.pool import RewardPool
-from rltrain.rewards.registry import CustomReward
-from rltrain.rewards.remote import RemoteScorer
+from rltrain.rewards.custom import CustomReward
+from rltrain.rewards.processes.pool import RewardPool
+from rltrain.rewards.processes.remote import RemoteScorer
 
 
 class Server:

@@ -5,8 +5,8 @@ import time
 import pytest
 
 from rltrain.errors import RewardError
-from rltrain.rewards import arithmetic, gsm8k, math_boxed, reasoning_gym
 from rltrain.rewards.registry import check_sources, find_scorer, known_sources
+from rltrain.rewards.scorers import arithmetic, gsm8k, math_boxed, reasoning_gym
 
 GSM8K = [
     # answer, ground truth, score: decided by hand

@@ -6,8 +6,8 @@ import time
 import pytest
 
 from rltrain.errors import RewardError
-from rltrain.rewards.registry import CustomReward
-from rltrain.rewards.slot import Slot
+from rltrain.rewards.custom import CustomReward
+from rltrain.rewards.processes.slot import Slot
 
 CALL = ("any/source", "an answer", "42", {"index": 7})
 
@@ -71,7 +71,7 @@ def test_an_exception_carries_the_user_s_own_traceback(slot):
     score = made.score(*CALL)
     assert score.status == "crashed"
     assert "my_reward.py" in score.error
-    assert "rewards/child.py" not in score.error
+    assert "/rltrain/rewards/" not in score.error
 
 
 @pytest.mark.parametrize(
@@ -179,8 +179,8 @@ def test_a_killed_owner_takes_even_a_hanging_slot_along(custom, tmp_path, gone):
     reward = custom("def compute_score(**kwargs):\n    while True: pass\n")
     code = f"""
 import sys, threading
-from rltrain.rewards.slot import Slot
-from rltrain.rewards.registry import CustomReward
+from rltrain.rewards.processes.slot import Slot
+from rltrain.rewards.custom import CustomReward
 slot = Slot(CustomReward({reward.path!r}), timeout_s=60)
 slot._prepare("s")
 print(slot.pid, flush=True)

@@ -2,8 +2,8 @@
 
 import pytest
 
+from rltrain.rewards.processes.slot import Slot
 from rltrain.rewards.registry import find_scorer
-from rltrain.rewards.slot import Slot
 from tests.rewards.test_labelled import rows, verdict
 
 pytest.importorskip("math_verify", reason="needs the extra: pip install 'rltrain[math]'")

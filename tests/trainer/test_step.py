@@ -18,7 +18,7 @@ from rltrain.errors import ConfigError, NonFiniteError, RewardError
 from rltrain.models import shard
 from rltrain.models.packing import pack
 from rltrain.ragged import Ragged
-from rltrain.rewards.pool import EXTRA
+from rltrain.rewards.processes.pool import EXTRA
 from rltrain.stop import Stop
 from rltrain.trainer.advantage import check_plugins
 from rltrain.trainer.progress import Progress

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from rltrain.rewards.ladder import equal
-from rltrain.rewards.latex import last_boxed, tidy
+from rltrain.rewards.grading.ladder import equal
+from rltrain.rewards.grading.latex import last_boxed, tidy
 from rltrain.rewards.registry import scorer
 
 _TAIL_CHARS = 300

@@ -6,10 +6,10 @@ from contextlib import suppress
 from fractions import Fraction
 from typing import Any
 
-from rltrain.rewards.ladder import equal
-from rltrain.rewards.latex import TAIL_CHARS, last_boxed
+from rltrain.rewards.grading.ladder import equal
+from rltrain.rewards.grading.latex import TAIL_CHARS, last_boxed
+from rltrain.rewards.grading.symbolic import prepare
 from rltrain.rewards.registry import scorer
-from rltrain.rewards.symbolic import prepare
 
 _TOLERANCE = Fraction(1, 10_000)
 _MINERVA = ("final answer is", "I hope it is correct")

@@ -14,11 +14,11 @@ import numpy as np
 from rltrain.data.rows import Rows
 from rltrain.env import adopt, driver_environment
 from rltrain.errors import RewardError, WorkerError, WorkerLost
-from rltrain.rewards.limits import Limits
-from rltrain.rewards.output import RewardLog
-from rltrain.rewards.registry import CustomReward
-from rltrain.rewards.remote import RemoteScorer, check_address
-from rltrain.rewards.slot import Score, Slot
+from rltrain.rewards.custom import CustomReward
+from rltrain.rewards.processes.limits import Limits
+from rltrain.rewards.processes.output import RewardLog
+from rltrain.rewards.processes.remote import RemoteScorer, check_address
+from rltrain.rewards.processes.slot import Score, Slot
 
 logger = logging.getLogger(__name__)
 

@@ -17,11 +17,11 @@ from typing import Any
 
 from rltrain.env import shipped
 from rltrain.errors import RewardError
-from rltrain.rewards.jail import MAX_FILE_BYTES
-from rltrain.rewards.limits import current_limits, kill_tree
+from rltrain.rewards.processes.jail import MAX_FILE_BYTES
+from rltrain.rewards.processes.limits import current_limits, kill_tree
 from rltrain.rewards.registry import scorer
 
-_JAIL = Path(__file__).with_name("jail.py")
+_JAIL = Path(__file__).parent.with_name("processes") / "jail.py"
 _MAX_CODE_CHARS = 65_536
 _MAX_TOKEN_CHARS = 64
 _MEMORY_MB = 1024

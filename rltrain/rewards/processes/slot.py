@@ -16,10 +16,11 @@ from typing import Any, Literal
 
 from rltrain.env import scorer_environment
 from rltrain.errors import RewardError
-from rltrain.rewards.child import send
-from rltrain.rewards.limits import Limits, kill_tree
-from rltrain.rewards.output import Printed
-from rltrain.rewards.registry import FORMS, CustomReward
+from rltrain.rewards.custom import CustomReward
+from rltrain.rewards.processes.child import send
+from rltrain.rewards.processes.limits import Limits, kill_tree
+from rltrain.rewards.processes.output import Printed
+from rltrain.rewards.registry import FORMS
 
 START_TIMEOUT_S = 120.0
 
@@ -28,7 +29,7 @@ Call = tuple[str, str, Any, dict[str, Any]]
 _MAX_REPLY_BYTES = 1 << 20
 _CRASH_CHARS = 2000
 _SHOWN_CHARS = 400
-_COMMAND = "import sys; sys.path[:] = {path!r}; from rltrain.rewards.child import main; main({fd}, {parent})"
+_COMMAND = "import sys; sys.path[:] = {path!r}; from rltrain.rewards.processes.child import main; main({fd}, {parent})"
 
 
 @dataclass(frozen=True)

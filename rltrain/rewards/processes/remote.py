@@ -19,8 +19,8 @@ from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.exceptions import HTTPError
 
 from rltrain.errors import RewardError
-from rltrain.rewards.child import MAX_ERROR_CHARS, judge
-from rltrain.rewards.slot import Call, Score
+from rltrain.rewards.processes.child import MAX_ERROR_CHARS, judge
+from rltrain.rewards.processes.slot import Call, Score
 
 _MAX_REPLY_BYTES = 1 << 20
 _OK = 200

@@ -3,9 +3,9 @@
 import re
 from typing import Any
 
-from rltrain.rewards.geometry3k import graded
+from rltrain.rewards.grading.symbolic import prepare
 from rltrain.rewards.registry import scorer
-from rltrain.rewards.symbolic import prepare
+from rltrain.rewards.scorers.geometry3k import graded
 
 _MAX_NAME_CHARS = 40
 _OTHER = re.compile(r"[^a-z0-9]+")

@@ -3,8 +3,8 @@
 import re
 from fractions import Fraction
 
-from rltrain.rewards.latex import normalise, split_unit, tidy
-from rltrain.rewards.symbolic import symbolically_equal
+from rltrain.rewards.grading.latex import normalise, split_unit, tidy
+from rltrain.rewards.grading.symbolic import symbolically_equal
 
 MAX_CHARS = 512
 _MAX_NUMBER_CHARS = 64

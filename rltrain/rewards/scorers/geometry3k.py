@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from rltrain.rewards.math_boxed import is_right
+from rltrain.rewards.grading.symbolic import prepare
 from rltrain.rewards.registry import scorer
-from rltrain.rewards.symbolic import prepare
+from rltrain.rewards.scorers.math_boxed import is_right
 
 _ANSWER_WEIGHT, _FORMAT_WEIGHT = 0.9, 0.1
 

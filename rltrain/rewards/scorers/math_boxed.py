@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from rltrain.rewards.ladder import equal
-from rltrain.rewards.latex import TAIL_CHARS, last_boxed
+from rltrain.rewards.grading.ladder import equal
+from rltrain.rewards.grading.latex import TAIL_CHARS, last_boxed
+from rltrain.rewards.grading.symbolic import prepare
 from rltrain.rewards.registry import scorer
-from rltrain.rewards.symbolic import prepare
 
 
 def is_right(solution: str, truth: str) -> bool:

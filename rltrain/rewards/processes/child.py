@@ -18,8 +18,9 @@ from contextlib import suppress
 from typing import Any
 
 from rltrain.errors import RewardError
-from rltrain.rewards.limits import impose
-from rltrain.rewards.registry import CustomReward, SourceScorer, find_scorer, load_custom, user_traceback
+from rltrain.rewards.custom import CustomReward, load_custom, user_traceback
+from rltrain.rewards.processes.limits import impose
+from rltrain.rewards.registry import find_scorer
 
 MAX_ERROR_CHARS = 4000
 _MAX_EXTRAS = 64
@@ -37,7 +38,7 @@ def main(descriptor: int, parent: int) -> None:
     custom, limits = pickle.loads(receive(channel) or b"")
     impose(limits)
     own = os.getpid()
-    scorers: dict[str, SourceScorer] = {}
+    scorers: dict[str, Callable[..., Any]] = {}
     while (request := receive(channel)) is not None:
         answer = _answer(pickle.loads(request), custom, scorers)
         if os.getpid() != own:  # the reward function forked; a second reply would be taken for the next answer's
@@ -67,7 +68,7 @@ def _receive_exactly(channel: socket.socket, size: int) -> bytes | None:
     return b"".join(parts)
 
 
-def _answer(request: tuple, custom: CustomReward | None, scorers: dict[str, SourceScorer]) -> dict[str, Any]:
+def _answer(request: tuple, custom: CustomReward | None, scorers: dict[str, Callable[..., Any]]) -> dict[str, Any]:
     source = request[0]
     if len(request) == 1:
         return _prepare(source, custom, scorers)
@@ -107,7 +108,7 @@ def _verdict(source: str, value: Any) -> dict[str, Any]:
     return {"status": "ok", "value": score, "extras": extras}
 
 
-def _prepare(source: str, custom: CustomReward | None, scorers: dict[str, SourceScorer]) -> dict[str, Any]:
+def _prepare(source: str, custom: CustomReward | None, scorers: dict[str, Callable[..., Any]]) -> dict[str, Any]:
     """Import what scores ``source``; not part of any answer's deadline."""
     try:
         if custom is not None:

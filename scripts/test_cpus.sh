@@ -12,10 +12,15 @@ SETS=(
     "OMP_NUM_THREADS=2 ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 ONEDNN_DEFAULT_FPMATH_MODE=STRICT"
 )
 export OMP_WAIT_POLICY=PASSIVE  # threads that wait must not spin: the tests themselves run several processes
+CACHE=$(mktemp -d)
+trap 'rm -rf "$CACHE"' EXIT
+number=0
 failed=()
 for settings in "${SETS[@]}"; do
     echo "== $settings"
     read -ra each <<<"$settings"
+    # torch.compile keeps what it has generated, and reads it back without asking for which processor that was.
+    export TORCHINDUCTOR_CACHE_DIR="$CACHE/$((++number))"
     env "${each[@]}" bash scripts/test.sh "$@" || failed+=("$settings")
 done
 for settings in ${failed[@]+"${failed[@]}"}; do

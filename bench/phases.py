@@ -1,5 +1,6 @@
 """Each phase of a step against a bare floor: the same work in plain torch (bench/floor.py), packed and with shared prompts.
-And the passes of the trainer over long-tailed lengths against the same over equal ones, a token.
+And the passes of the trainer over long-tailed lengths against equal ones, per token: against the equal lengths of the floor, and
+against as many equally long answers of as many tokens, where nothing but the lengths differs.
 
     python -m bench.phases [--dtype bfloat16] [--shape tiny] [--steps 3] [--rounds 2]
 
@@ -97,19 +98,22 @@ def run_floors(folder: Path, options: argparse.Namespace, limit: int) -> dict[st
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def lengths_table(equal: Steps, long_tail: Steps) -> list[str]:
-    """Microseconds per computed token of each pass, and per token with the pairs of attention counted in, as ratios."""
+def lengths_table(equal: dict[int, Steps], long_tail: Steps) -> list[str]:
+    """Microseconds per computed token of each pass over answers of each of the equal lengths, and long_tail's as ratios of them."""
+    mean = statistics.mean(one["response_length"] for one in long_tail)
+    titles = [title for length in equal for title in (f"all of {length} tokens, us/token", "ratio")]
     lines = [
-        "| pass, lengths that vary | equal, us/token | long_tail, us/token | ratio | ratio with attention's pairs counted as work |",
-        "|---|---|---|---|---|",
+        f"| pass, lengths that vary | long tail, {mean:.0f} tokens on average, us/token | {' | '.join(titles)} |",
+        "|---|---|" + "---|---|" * len(equal),
     ]
     for name in PASSES:
         share = OLD_LOG_PROB_SHARE if name == "old_log_prob" else 1.0
-        (token, tail), (cost, tail_cost) = (
-            [1e6 * statistics.median(one[name] / (share * one[unit]) for one in steps) for steps in (equal, long_tail)]
-            for unit in ("tokens", "cost")
+        tail, *others = (
+            1e6 * statistics.median(one[name] / (share * one["tokens"]) for one in steps)
+            for steps in (long_tail, *equal.values())
         )
-        lines.append(f"| {name} | {token:.1f} | {tail:.1f} | {tail / token:.2f} | {tail_cost / cost:.2f} |")
+        cells = [f"{each:.1f} | {tail / each:.2f}" for each in others]
+        lines.append(f"| {name} | {tail:.1f} | {' | '.join(cells)} |")
     return lines
 
 
@@ -133,15 +137,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     folder, tail_folder = options.work.absolute(), options.work.absolute() / "long_tail"
     for kind, place in (("equal", folder), ("long_tail", tail_folder)):
         make(place, kind, options.shape, options.steps + 1)
-    ours: Steps = []
+    equal: dict[int, Steps] = {}
     long_tail: Steps = []
     bare: dict[str, list[dict[str, float]]] = {}
     for _ in range(options.rounds):
-        ours += run_ours(folder, options.limit, options)[1:]
         long_tail += run_ours(tail_folder, LIMITS["long_tail"], options)[1:]
+        mean = statistics.mean(one["response_length"] for one in long_tail)
+        # The second length is fixed by the first round, so that later rounds add to it.
+        for limit in equal or (options.limit, round(mean)):
+            equal.setdefault(limit, []).extend(run_ours(folder, limit, options)[1:])
         for name, found in run_floors(folder, options, options.limit).items():
             bare.setdefault(name, []).append(found)
     rows = []
+    ours = equal[options.limit]
     for phase in PHASES:
         mine = statistics.median(one[phase] for one in ours)
         cells = [f"{mine:.3f}"]
@@ -158,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "update: forward, backward, clip and AdamW of two optimizer steps.",
         ["phase", "rltrain, s", *titles],
         rows,
-        "\n".join([*lengths_table(ours, long_tail), *(["", options.note] if options.note else [])]),
+        "\n".join([*lengths_table(equal, long_tail), *(["", options.note] if options.note else [])]),
     )
 
 

@@ -105,7 +105,6 @@ def run_ours(folder: Path, limit: int, options: argparse.Namespace) -> Steps:
             "response_length": line["response_length/mean"],
             "prompt_length": line["prompt_length/mean"],
             "tokens": line["perf/balance/tokens"],
-            "cost": line["perf/balance/cost"],
             "to_here": wall,
         }
         for line in lines

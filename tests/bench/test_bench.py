@@ -77,11 +77,13 @@ def test_a_row_compares_by_tokens_a_second():
     assert other.endswith("| 1.00 |")
 
 
-def test_lengths_compare_by_the_token_and_by_the_work():
-    equal = dict.fromkeys(phases.PASSES, 2.0) | {"tokens": 1000.0, "cost": 1100.0}
-    tail = dict.fromkeys(phases.PASSES, 1.5) | {"tokens": 500.0, "cost": 660.0}
-    *_, update = phases.lengths_table([equal], [tail])
-    assert update == "| update_actor | 2000.0 | 3000.0 | 1.50 | 1.25 |"
+def test_passes_over_unequal_lengths_compare_per_token():
+    equal = dict.fromkeys(phases.PASSES, 2.0) | {"tokens": 1000.0}
+    short = dict.fromkeys(phases.PASSES, 2.5) | {"tokens": 1000.0}
+    tail = dict.fromkeys(phases.PASSES, 1.5) | {"tokens": 500.0, "response_length": 64.4}
+    title, *_, update = phases.lengths_table({128: [equal], 64: [short]}, [tail])
+    assert update == "| update_actor | 3000.0 | 2000.0 | 1.50 | 2500.0 | 1.20 |"
+    assert "64 tokens on average" in title
 
 
 def test_the_accelerator_bench_runs_on_a_cpu(tmp_path):

@@ -17,7 +17,7 @@ from rltrain.trainer.plan import make_plan
 from rltrain.trainer.ppo import PPOTrainer
 from rltrain.trainer.rewards import Rewards
 from rltrain.trainer.roles import Critic, Policy, RewardModel
-from rltrain.trainer.run import load_data, needs_reference
+from rltrain.trainer.run import load_data
 from rltrain.workers.hybrid import HybridWorker
 from rltrain.workers.rollout.base import Sampling
 from rltrain.workers.tasks import GenerateTask
@@ -109,12 +109,11 @@ def local_trainer(arguments: list[str], twist=None) -> PPOTrainer:
     rows, prompts = load_data(cfg)
     plan = make_plan(cfg, len(prompts["train"]))
     worker = HybridWorker(cfg, prompts, rows)
-    with_critic = cfg.algorithm.needs_critic
-    sizes = worker.init_models(needs_reference(cfg), with_critic)
+    sizes = worker.init_models(plan.passes)
     group = LocalGroup(worker)
-    policy = Policy(group, cfg)
+    policy = Policy(group, plan.passes)
     policy._calls = 1_000_000 * next(_RUNS)
-    critic = Critic(group, cfg) if with_critic else None
+    critic = Critic(group, plan.passes) if plan.passes.values else None
     order = BatchOrder(len(prompts["train"]), plan.prompts_per_round, cfg.data.seed, cfg.data.shuffle)
     sampler = make_sampler(cfg.data.sampler.name, order, rows["train"], cfg.data.sampler.revisit)
     model = RewardModel(group) if cfg.reward_model.enable else None

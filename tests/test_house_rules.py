@@ -27,7 +27,7 @@ LAYERS = [
     {"batch"},
     {"ragged", "device", "report", "view", "collect", "env_report", "help", "seeds"},
     {"config", "stop"},
-    {"logs"},
+    {"logs", "plugin"},
     {"env", "errors"},
 ]
 # Where a heavy package may be imported.

@@ -74,7 +74,7 @@ def test_the_files_of_the_page_train_together(page, tiny_model, arithmetic_files
 def test_the_estimator_of_the_page_compares_answers_to_one_prompt(page):
     estimator = find_estimator(f"{page}/estimator.py:centered")
     inputs = OutcomeInputs(torch.tensor([1.0, 0.0, 0.5, 0.5]), torch.tensor([0, 0, 2, 2]), torch.tensor([3, 1, 0, 2]))
-    assert estimator.outcome(inputs, None).tolist() == [0.5, -0.5, 0, 0]
+    assert estimator(inputs, None).tolist() == [0.5, -0.5, 0, 0]
 
 
 def test_the_reward_of_the_page_scores(page):

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from rltrain.config.algorithm_schema import AlgorithmConfig
+from rltrain.config.declarations import ESTIMATOR_KEY, EstimatorTraits, declared
 from rltrain.plugin import is_plugin, load_plugin
 from rltrain.ragged import Ragged
 
@@ -26,13 +29,14 @@ class OutcomeInputs:
     """One number an answer, all [n].
 
     scores: reward of the whole answer. groups: which prompt it answers; answers to one prompt share it. lengths: its tokens.
-    terms: the parts a reward is made of, by name (gdpo).
+    terms: the parts a reward is made of, by name (gdpo). baselines: reward of a greedy answer to the same prompt, where declared.
     """
 
     scores: Tensor
     groups: Tensor
     lengths: Tensor
     terms: dict[str, Tensor] = field(default_factory=dict)
+    baselines: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -54,53 +58,49 @@ class TokenAdvantages:
 
 OutcomeEstimator = Callable[[OutcomeInputs, AlgorithmConfig], Tensor]
 TokenEstimator = Callable[[TokenInputs, AlgorithmConfig], TokenAdvantages]
+Estimator = TypeVar("Estimator", bound=Callable[..., Any])
+# The built-in functions; their declarations are those of their names in `config.declarations`.
+ESTIMATORS: dict[str, Callable[..., Any]] = {}
 
 
-@dataclass(frozen=True)
-class Estimator:
-    """A function under its config name. ``whitens``: its token advantages are whitened over the batch before they are used."""
-
-    outcome: OutcomeEstimator | None = None
-    token: TokenEstimator | None = None
-    whitens: bool = False
+def built_in(function: Estimator) -> Estimator:
+    """Make a function of this file ``algorithm.adv_estimator=<its name>``."""
+    ESTIMATORS[function.__name__] = function
+    return function
 
 
-ESTIMATORS: dict[str, Estimator] = {}
+def outcome_estimator(
+    *, compares: bool = False, greedy_baseline: bool = False
+) -> Callable[[OutcomeEstimator], OutcomeEstimator]:
+    """Declare a function of your own as ``(OutcomeInputs, AlgorithmConfig) -> [n]``: one advantage per answer.
+
+    compares: it compares the answers of a prompt group, so a run with one answer per prompt is refused. greedy_baseline: it gets
+    ``baselines``, for which every prompt is also answered greedily.
+    """
+    return partial(declared, traits=EstimatorTraits(compares=compares, greedy_baseline=greedy_baseline))
 
 
-def outcome_estimator(name: str) -> Callable[[OutcomeEstimator], OutcomeEstimator]:
-    """Register ``function(OutcomeInputs, AlgorithmConfig) -> [n]`` as ``algorithm.adv_estimator=name``."""
+def token_estimator(
+    *, values: bool = False, greedy_baseline: bool = False, whitens: bool = False
+) -> Callable[[TokenEstimator], TokenEstimator]:
+    """Declare a function of your own as ``(TokenInputs, AlgorithmConfig) -> TokenAdvantages``: one advantage per token.
 
-    def register(function: OutcomeEstimator) -> OutcomeEstimator:
-        ESTIMATORS[name] = Estimator(outcome=function)
-        return function
-
-    return register
-
-
-def token_estimator(name: str, *, whitens: bool = False) -> Callable[[TokenEstimator], TokenEstimator]:
-    """Register ``function(TokenInputs, AlgorithmConfig) -> TokenAdvantages`` as ``algorithm.adv_estimator=name``."""
-
-    def register(function: TokenEstimator) -> TokenEstimator:
-        ESTIMATORS[name] = Estimator(token=function, whitens=whitens)
-        return function
-
-    return register
+    values: it gets ``values`` of a critic, which learns its ``returns``. greedy_baseline: it gets ``baselines``, for which every
+    prompt is also answered greedily. whitens: its advantages are whitened over the batch.
+    """
+    traits = EstimatorTraits(per_token=True, values=values, greedy_baseline=greedy_baseline, whitens=whitens)
+    return partial(declared, traits=traits)
 
 
-def find_estimator(name: str) -> Estimator:
-    """The estimator of ``algorithm.adv_estimator``. One from FILE.py:NAME is an outcome estimator unless its file registers it."""
-    if not is_plugin(name):
-        return ESTIMATORS[name]
-    function = load_plugin("algorithm.adv_estimator", name)
-    registered = (each for each in ESTIMATORS.values() if function in (each.outcome, each.token))
-    return next(registered, Estimator(outcome=function))
+def find_estimator(name: str) -> Callable[..., Any]:
+    """The function of ``algorithm.adv_estimator``, which may be FILE.py:NAME."""
+    return load_plugin(ESTIMATOR_KEY, name) if is_plugin(name) else ESTIMATORS[name]
 
 
 # -- token estimators --------------------------------------------------------------------------------------------------
 
 
-@token_estimator("gae", whitens=True)
+@built_in
 def gae(inputs: TokenInputs, cfg: AlgorithmConfig) -> TokenAdvantages:
     """A_t = sum_k (gamma lam)^k delta_{t+k}, delta_t = r_t + gamma V_{t+1} - V_t   (Schulman et al. 2016, eq. 16).
 
@@ -115,14 +115,14 @@ def gae(inputs: TokenInputs, cfg: AlgorithmConfig) -> TokenAdvantages:
     return TokenAdvantages(advantages, advantages.like(advantages.values + values))
 
 
-@token_estimator("reinforce_plus_plus", whitens=True)
+@built_in
 def reinforce_plus_plus(inputs: TokenInputs, cfg: AlgorithmConfig) -> TokenAdvantages:
     """A_t = G_t = r_t + gamma G_{t+1}, whitened over all tokens of the batch   (Hu 2025, REINFORCE++)."""
     returns = suffix_sums(inputs.rewards, cfg.gamma)
     return TokenAdvantages(returns, returns)
 
 
-@token_estimator("remax")
+@built_in
 def remax(inputs: TokenInputs, cfg: AlgorithmConfig) -> TokenAdvantages:
     """A_t = sum_{u >= t} r_u - r(greedy answer to the same prompt)   (Li et al. 2024, ReMax)."""
     assert inputs.baselines is not None
@@ -162,7 +162,7 @@ class Moments:
 # -- outcome estimators ------------------------------------------------------------------------------------------------
 
 
-@outcome_estimator("grpo")
+@built_in
 def grpo(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
     """A_i = (r_i - mean of group) / (std of group + 1e-6)   (Shao et al. 2024, DeepSeekMath, section 4.1).
 
@@ -174,14 +174,14 @@ def grpo(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
     return centred / (groups.std(inputs.scores) + STD_EPSILON) if cfg.norm_adv_by_std_in_grpo else centred
 
 
-@outcome_estimator("rloo")
+@built_in
 def rloo(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
     """A_i = r_i - mean of the other answers of the group   (Ahmadian et al. 2024, eq. 8)."""
     groups = _Groups(inputs.groups)
     return groups.centred(inputs.scores) * groups.size / (groups.size - 1)
 
 
-@outcome_estimator("opo")
+@built_in
 def opo(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
     """A_i = r_i - (sum_j length_j r_j) / (sum_j length_j) in the group   (Hao et al. 2025, OPO)."""
     groups = _Groups(inputs.groups)
@@ -190,7 +190,7 @@ def opo(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
     return torch.where(groups.flat(inputs.scores), torch.zeros_like(baseline), inputs.scores - baseline)
 
 
-@outcome_estimator("grpo_passk")
+@built_in
 def grpo_passk(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
     """The best answer of a group gets r_best - r_second (over the group's std + 1e-6 unless switched off), the others 0.
 
@@ -204,7 +204,7 @@ def grpo_passk(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
     return lead / (groups.std(inputs.scores) + STD_EPSILON) if cfg.norm_adv_by_std_in_grpo else lead
 
 
-@outcome_estimator("gpg")
+@built_in
 def gpg(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
     """A_i = alpha (r_i - mean of group), alpha = answers / answers in groups with a spread   (Chu et al. 2025, GPG).
 
@@ -216,13 +216,13 @@ def gpg(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
     return groups.centred(inputs.scores) * (len(inputs.scores) / max(useful, 1))
 
 
-@outcome_estimator("reinforce_plus_plus_baseline")
+@built_in
 def reinforce_plus_plus_baseline(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
     """r_i - mean of group, whitened over all tokens of the batch   (Hu 2025, REINFORCE++-baseline)."""
     return _whiten(_Groups(inputs.groups).centred(inputs.scores), inputs.lengths)
 
 
-@outcome_estimator("gdpo")
+@built_in
 def gdpo(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
     """GRPO's advantage of every reward term by itself, their weighted sum, whitened over all tokens   (Liu et al. 2026, GDPO).
 

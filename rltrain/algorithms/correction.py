@@ -59,15 +59,15 @@ def _reduce(values: Ragged, over: str) -> Tensor:
 
 
 def compare(
-    train: Ragged, engine: Ragged, cfg: RolloutCorrectionConfig, given: Tensor | None = None
+    train: Ragged, engine: Ragged, cfg: RolloutCorrectionConfig, given: Tensor | None = None, *, weighs: bool
 ) -> tuple[dict[str, Ragged], Sums]:
     """Columns ``is_weights`` and ``loss_mask`` where the loss uses them, and the sums of mismatch and correction.
 
-    given [n]: see `fresh_gap`.
+    given [n]: see `fresh_gap`. weighs: importance weights enter the loss.
     """
     log_ratio = train.like(train.values - engine.values)
     columns: dict[str, Ragged] = {}
-    if cfg.weights_loss:
+    if weighs:
         columns["is_weights"] = importance_weights(log_ratio, cfg)
     if cfg.rollout_rs:
         columns["loss_mask"] = accepted(log_ratio, cfg.rejection_rules())

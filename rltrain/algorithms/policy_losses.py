@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rltrain.config.declarations import LOSS_KEY, LossTraits, declared
 from rltrain.config.schema import ActorConfig
 from rltrain.plugin import is_plugin, load_plugin
 from rltrain.ragged import Ragged
@@ -76,34 +77,44 @@ class Selection:
 
 @dataclass(frozen=True)
 class PolicyLossEntry:
-    """A registered loss. silent_at_zero: an answer without any advantage has no gradient, so it may be left out."""
+    """A loss and, where it asks for one, its selection over the mini-batch."""
 
     function: PolicyLossFunction
     selection: Selection | None = None
-    silent_at_zero: bool = False
 
 
+# The built-in functions; their declarations are those of their names in `config.declarations`.
 POLICY_LOSSES: dict[str, PolicyLossEntry] = {}
 
 
-def policy_loss(
-    name: str, *, selection: Selection | None = None, silent_at_zero: bool = False
-) -> Callable[[PolicyLossFunction], PolicyLossFunction]:
-    """Register a function as ``actor.policy_loss.loss_mode=name``."""
+def built_in(selection: Selection | None = None) -> Callable[[PolicyLossFunction], PolicyLossFunction]:
+    """Make a function of this file ``actor.policy_loss.loss_mode=<its name>``."""
 
     def register(function: PolicyLossFunction) -> PolicyLossFunction:
-        POLICY_LOSSES[name] = PolicyLossEntry(function, selection, silent_at_zero)
+        POLICY_LOSSES[function.__name__] = PolicyLossEntry(function, selection)
         return function
 
     return register
+
+
+def policy_loss(
+    *, selection: Selection | None = None, silent_at_zero: bool = False
+) -> Callable[[PolicyLossFunction], PolicyLossFunction]:
+    """Declare a function of your own: the selection it asks for, and whether an answer without advantage has no gradient."""
+
+    def declare(function: PolicyLossFunction) -> PolicyLossFunction:
+        function.selection = selection  # type: ignore[attr-defined]
+        return declared(function, LossTraits(selects=selection is not None, silent_at_zero=silent_at_zero))
+
+    return declare
 
 
 def find_policy_loss(name: str) -> PolicyLossEntry:
     """The loss of ``actor.policy_loss.loss_mode``, which may be FILE.py:NAME."""
     if not is_plugin(name):
         return POLICY_LOSSES[name]
-    function = load_plugin("actor_rollout_ref.actor.policy_loss.loss_mode", name)
-    return next((each for each in POLICY_LOSSES.values() if each.function is function), PolicyLossEntry(function))
+    function = load_plugin(LOSS_KEY, name)
+    return PolicyLossEntry(function, getattr(function, "selection", None))
 
 
 def clip_range(cfg: ActorConfig) -> tuple[float, float]:
@@ -123,7 +134,7 @@ def _statistics(inputs: PolicyLossInputs, **more: Tensor) -> dict[str, Tensor]:
     return {"ppo_kl": -inputs.log_ratio.detach(), **{name: value.detach().float() for name, value in more.items()}}
 
 
-@policy_loss("vanilla", silent_at_zero=True)
+@built_in()
 def vanilla(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
     """max(-A r, -A clip(r, 1 - low, 1 + high))   (Schulman et al. 2017, eq. 7).
 
@@ -137,7 +148,7 @@ def vanilla(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
     return PolicyLoss(losses, _statistics(inputs, pg_clipfrac=clipped > unclipped, pg_clipfrac_lower=held))
 
 
-@policy_loss("gspo", silent_at_zero=True)
+@built_in()
 def gspo(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
     """PPO's clip on the ratio of the whole answer, s = exp(mean_t log r_t); token form s pi / sg[pi]   (Zheng et al. 2025, GSPO-token)."""
     sequence = inputs.sequence_mean(inputs.log_ratio).detach()
@@ -146,13 +157,13 @@ def gspo(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
     return PolicyLoss(torch.maximum(unclipped, clipped), _statistics(inputs, pg_clipfrac=clipped > unclipped))
 
 
-@policy_loss("gpg", silent_at_zero=True)
+@built_in()
 def gpg(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
     """-A log pi: the plain policy gradient   (Chu et al. 2025, GPG)."""
     return PolicyLoss(-inputs.advantages * inputs.log_probs, _statistics(inputs))
 
 
-@policy_loss("cispo", silent_at_zero=True)
+@built_in()
 def cispo(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
     """-sg[clip(r, 1 - low, 1 + high)] A log pi: the weight is clipped, no token is dropped   (MiniMax 2025, M1)."""
     low, high = clip_range(cfg)
@@ -161,7 +172,7 @@ def cispo(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
     return PolicyLoss(-weight * inputs.advantages * inputs.log_probs, _statistics(inputs, pg_clipfrac=weight != ratio))
 
 
-@policy_loss("sapo", silent_at_zero=True)
+@built_in()
 def sapo(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
     """-A (4 / tau) sigmoid(tau (r - 1)), tau = tau_pos for A > 0 else tau_neg: a soft gate, no clip   (Gao et al. 2025, SAPO)."""
     ratio = inputs.log_ratio.exp()
@@ -169,7 +180,7 @@ def sapo(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
     return PolicyLoss(-inputs.advantages * torch.sigmoid(tau * (ratio - 1)) * 4 / tau, _statistics(inputs))
 
 
-@policy_loss("geo_mean", silent_at_zero=True)
+@built_in()
 def geo_mean(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
     """-A exp(mean_t clip(log r_t, -low, high)), the clip pessimistic by the sign of A   (Zhao et al. 2025, GMPO).
 
@@ -196,7 +207,7 @@ def _clip_cov_keys(inputs: PolicyLossInputs, noise: Tensor, means: BatchMeans, c
     return noise.masked_fill(~(within & (clipped <= unclipped) & (inputs.mask.values > 0)), torch.inf)
 
 
-@policy_loss("clip_cov", selection=Selection(_clip_cov_keys, lambda cfg: cfg.policy_loss.clip_cov_ratio))
+@built_in(Selection(_clip_cov_keys, lambda cfg: cfg.policy_loss.clip_cov_ratio))
 def clip_cov(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
     """PPO without gradient on a few random tokens whose log-prob and advantage covary strongly   (Cui et al. 2025, Clip-Cov).
 
@@ -213,7 +224,7 @@ def _kl_cov_keys(inputs: PolicyLossInputs, noise: Tensor, means: BatchMeans, cfg
     return (-_covariance(inputs, means)).masked_fill(inputs.mask.values == 0, torch.inf)
 
 
-@policy_loss("kl_cov", selection=Selection(_kl_cov_keys, lambda cfg: cfg.policy_loss.kl_cov_ratio))
+@built_in(Selection(_kl_cov_keys, lambda cfg: cfg.policy_loss.kl_cov_ratio))
 def kl_cov(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
     """-A r, and + ppo_kl_coef |log r| on the kl_cov_ratio of tokens that covary most   (Cui et al. 2025, KL-Cov)."""
     assert inputs.selected is not None
@@ -233,14 +244,14 @@ def _dppo(inputs: PolicyLossInputs, divergence: Tensor, cfg: ActorConfig) -> Pol
     return PolicyLoss(-weight * inputs.advantages * inputs.log_probs, _statistics(inputs, pg_clipfrac=up | down))
 
 
-@policy_loss("dppo_tv", silent_at_zero=True)
+@built_in()
 def dppo_tv(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
     """A trust region in total variation: tokens with |pi - pi_old| over the clip range are dropped   (Qi et al. 2026, DPPO)."""
     moved = (inputs.log_probs.detach().exp() - inputs.old_log_probs.exp()).abs()
     return _dppo(inputs, moved, cfg)
 
 
-@policy_loss("dppo_kl", silent_at_zero=True)
+@built_in()
 def dppo_kl(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
     """As dppo_tv, with the KL of the two-way choice "this token or another"   (Qi et al. 2026, DPPO)."""
     old, new = inputs.old_log_probs.exp(), inputs.log_probs.detach().exp()

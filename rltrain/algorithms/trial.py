@@ -22,19 +22,20 @@ def try_estimator(cfg: AlgorithmConfig) -> Iterator[str]:
     if not is_plugin(cfg.adv_estimator):
         return
     key = f"algorithm.adv_estimator={cfg.adv_estimator}"
-    estimator = find_estimator(cfg.adv_estimator)
+    function, traits = find_estimator(cfg.adv_estimator), cfg.estimator
     scores, tokens = (
         torch.tensor([1.0, 0.0, 0.5, 0.5], dtype=torch.float64),
         Ragged(torch.ones(6, dtype=torch.float64), _LENGTHS),
     )
     try:
-        if estimator.outcome:
-            terms = dict.fromkeys(cfg.gdpo_reward_keys, scores)
-            found = estimator.outcome(OutcomeInputs(scores, torch.tensor([0, 0, 1, 1]), _LENGTHS, terms), cfg)
-            wanted = 4
+        baselines = scores if traits.greedy_baseline else None
+        if traits.per_token:
+            inputs = TokenInputs(tokens, tokens if traits.values else None, baselines)
+            found, wanted = function(inputs, cfg).advantages.values, 6
         else:
-            assert estimator.token is not None
-            found, wanted = estimator.token(TokenInputs(tokens), cfg).advantages.values, 6
+            terms = dict.fromkeys(cfg.gdpo_reward_keys, scores)
+            groups = torch.tensor([0, 0, 1, 1])
+            found, wanted = function(OutcomeInputs(scores, groups, _LENGTHS, terms, baselines), cfg), 4
     except Exception:  # noqa: BLE001 - user code; whatever it raises is reported with its traceback
         yield f"{key} fails on a small batch:\n{traceback.format_exc(limit=-2)}"
         return

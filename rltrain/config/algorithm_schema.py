@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from rltrain.config.declarations import EstimatorTraits, estimator_traits
+
 
 @dataclass
 class KLControlConfig:
@@ -59,16 +61,6 @@ class RolloutCorrectionConfig:
     """Take the engine's log-probs as the old policy's, and make no old_log_prob pass."""
     loss_type: str = "ppo_clip"
     """bypass_mode: ppo_clip (the policy loss, its ratio taken against the engine) or reinforce (-A w log pi)."""
-
-    @property
-    def masks_loss(self) -> bool:
-        """Whether the old_log_prob pass says which tokens are rejected."""
-        return bool(self.rollout_rs) and not self.bypass_mode
-
-    @property
-    def weights_loss(self) -> bool:
-        """Whether importance weights enter the loss."""
-        return bool(self.rollout_is) and (not self.bypass_mode or self.loss_type == "reinforce")
 
     def importance_bounds(self) -> tuple[float | None, float]:
         """(low, high) of rollout_is_threshold; low is None for a plain truncation. Raises ValueError."""
@@ -136,7 +128,12 @@ class AlgorithmConfig:
     @property
     def needs_critic(self) -> bool:
         """Whether the advantages need a value function."""
-        return self.adv_estimator == "gae"
+        return self.estimator.values
+
+    @property
+    def estimator(self) -> EstimatorTraits:
+        """What the advantage estimator declares about itself."""
+        return estimator_traits(self.adv_estimator)
 
 
 def _bounds(text: str) -> tuple[float | None, float]:

@@ -18,7 +18,6 @@ from rltrain.config.schema import Config
 from rltrain.config.values import (
     AT_LEAST,
     CHOICES,
-    COMPARING_ESTIMATORS,
     CONTENTS,
     DEFAULT_ROUNDS,
     LOGGERS,
@@ -186,7 +185,7 @@ def _answers(config: Config) -> Iterator[str]:
     needs = f"algorithm.adv_estimator={algorithm.adv_estimator}"
     if algorithm.filter_groups.enable:
         needs = "algorithm.filter_groups.enable=True"
-    elif algorithm.adv_estimator not in COMPARING_ESTIMATORS:
+    elif not algorithm.estimator.compares:
         return
     if rollout.n < 2:
         yield f"{needs} compares answers to one prompt, so {_A}rollout.n must be >= 2 (got {rollout.n}). Try {_A}rollout.n=8."
@@ -199,12 +198,13 @@ def _algorithm(config: Config) -> Iterator[str]:
     for key in ("gamma", "lam"):
         if not 0 <= getattr(algorithm, key) <= 1:
             yield f"algorithm.{key}={getattr(algorithm, key)}: it must be between 0 and 1."
-    if algorithm.adv_estimator == "gdpo" and not algorithm.gdpo_reward_keys:
-        yield "algorithm.adv_estimator=gdpo needs algorithm.gdpo_reward_keys, the numbers a scorer returns, such as [acc,format]."
+    by_terms, chosen = algorithm.estimator.reward_terms, f"algorithm.adv_estimator={algorithm.adv_estimator}"
+    if by_terms and not algorithm.gdpo_reward_keys:
+        yield f"{chosen} needs algorithm.gdpo_reward_keys, the numbers a scorer returns, such as [acc,format]."
     weights = algorithm.gdpo_reward_weights
     if weights is not None and len(weights) != len(algorithm.gdpo_reward_keys):
         yield f"algorithm.gdpo_reward_weights={weights}: give one weight for each of gdpo_reward_keys={algorithm.gdpo_reward_keys}."
-    if algorithm.adv_estimator == "gdpo":
+    if by_terms:
         beside = {
             "algorithm.use_kl_in_reward": algorithm.use_kl_in_reward,
             "reward_model.enable": config.reward_model.enable,
@@ -213,7 +213,7 @@ def _algorithm(config: Config) -> Iterator[str]:
             and config.reward_model.overlong_buffer.enable,
         }
         for key in (key for key, on in beside.items() if on):
-            yield f"algorithm.adv_estimator=gdpo compares gdpo_reward_keys alone, and {key} would be lost. Leave it out, or use grpo."
+            yield f"{chosen} compares gdpo_reward_keys alone, and {key} would be lost. Leave it out, or use grpo."
     if not algorithm.kl_ctrl.target_kl > 0:
         yield f"algorithm.kl_ctrl.target_kl={algorithm.kl_ctrl.target_kl}: it must be over 0."
     for read, name in (
@@ -233,8 +233,9 @@ def _reward_model(config: Config) -> Iterator[str]:
         if model.weight == 0:
             yield "reward_model.weight=0 and reward_model.rule_weight=0 leave no reward at all."
         metric = config.algorithm.filter_groups.metric
+        algorithm = config.algorithm
         asked: list[tuple[str, Any, bool]] = [
-            ("algorithm.adv_estimator", "gdpo", config.algorithm.adv_estimator == "gdpo")
+            ("algorithm.adv_estimator", algorithm.adv_estimator, algorithm.estimator.reward_terms)
         ]
         asked += [("data.sampler.name", "solve_rate", config.data.sampler.name == "solve_rate")]
         own = config.algorithm.filter_groups.enable and metric not in ("acc", "score", "seq_reward")

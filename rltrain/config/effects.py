@@ -12,6 +12,7 @@ from rltrain.config.load import LoadedConfig
 from rltrain.config.lora import LORA_MODES
 from rltrain.config.passes import passes, sized
 from rltrain.config.schema import Config
+from rltrain.config.step_passes import needs_all_old_log_probs
 
 _A = "actor_rollout_ref."
 
@@ -211,7 +212,7 @@ _MODES: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
     ),
     (
         (_A + "actor.recompute_old_log_prob",),
-        lambda cfg: cfg.old_log_probs_all_or_none,
+        lambda cfg: _bypass(cfg) or needs_all_old_log_probs(cfg),
         "this mode needs the whole pass, or none",
     ),
     (

@@ -266,20 +266,3 @@ class Config:
     """The run."""
     ray_kwargs: RayConfig = field(default_factory=RayConfig)
     """Ray."""
-
-    @property
-    def old_log_probs_all_or_none(self) -> bool:
-        """Whether recompute_old_log_prob=auto cannot leave the first mini-batch out of the old_log_prob pass.
-
-        Something needs all of them before the update: the reward's KL, denominators, the mean weight, tokens chosen over a
-        mini-batch, a second pass over the batch (maybe on other ranks). bypass_mode makes no pass.
-        """
-        actor, correction = self.actor_rollout_ref.actor, self.algorithm.rollout_correction
-        weighs = bool(correction.rollout_is) and correction.rollout_is_batch_normalize
-        needed = self.algorithm.use_kl_in_reward or bool(correction.rollout_rs) or weighs
-        return (
-            correction.bypass_mode
-            or needed
-            or actor.policy_loss.loss_mode in ("clip_cov", "kl_cov")
-            or actor.ppo_epochs > 1
-        )

@@ -6,6 +6,8 @@ import math
 
 from rltrain.config.engines import ENGINES
 
+from rltrain.config.declarations import ESTIMATORS, POLICY_LOSSES
+
 _A = "actor_rollout_ref."
 DEVICES = ("auto", "npu", "cuda", "cpu")
 # tracker -> the package it needs. metrics.jsonl is the file.
@@ -15,11 +17,6 @@ LOGGERS = {
 }  # fmt: skip
 _DTYPES = ("auto", "float32", "fp32", "bfloat16", "bf16", "float16", "fp16")
 CONTENTS = ("model", "optimizer", "extra", "hf_model")
-TOKEN_ESTIMATORS = ("gae", "reinforce_plus_plus", "remax")
-COMPARING_ESTIMATORS = ("grpo", "rloo", "opo", "grpo_passk", "gpg", "gdpo", "reinforce_plus_plus_baseline")
-POLICY_LOSSES = (
-    "vanilla", "gspo", "gpg", "cispo", "sapo", "geo_mean", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl",
-)  # fmt: skip
 KL_KINDS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "low_var_kl+", "k3+", "full")
 AGGREGATION = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 # Keys that may also be FILE.py:NAME.
@@ -37,7 +34,7 @@ CHOICES = {
     _A + "rollout.name": tuple(ENGINES),
     _A + "rollout.tail": ("off", "exact", "oversample", "carry_over"),
     _A + "actor.optim.lr_scheduler_type": ("constant", "cosine"),
-    _A + "actor.policy_loss.loss_mode": POLICY_LOSSES,
+    _A + "actor.policy_loss.loss_mode": tuple(POLICY_LOSSES),
     _A + "actor.kl_loss_type": KL_KINDS,
     _A + "actor.loss_agg_mode": AGGREGATION,
     _A + "actor.recompute_old_log_prob": ("auto", "always"),
@@ -48,7 +45,7 @@ CHOICES = {
     "critic.model.fsdp_config.compute_dtype": _DTYPES,
     "reward_model.reward_manager": ("naive", "dapo", "batch"),
     "reward_model.model.fsdp_config.compute_dtype": _DTYPES,
-    "algorithm.adv_estimator": TOKEN_ESTIMATORS + COMPARING_ESTIMATORS,
+    "algorithm.adv_estimator": tuple(ESTIMATORS),
     "algorithm.kl_penalty": KL_KINDS,
     "algorithm.kl_ctrl.type": ("fixed", "adaptive"),
     "algorithm.rollout_correction.rollout_is": (None, "token", "sequence"),

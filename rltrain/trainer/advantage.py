@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from rltrain.algorithms.advantages import Estimator, Moments, OutcomeInputs, find_estimator
+from rltrain.algorithms.advantages import Moments, OutcomeInputs, find_estimator
 from rltrain.algorithms.kl import adapted_kl_coef
-from rltrain.algorithms.policy_losses import find_policy_loss
 from rltrain.config.schema import Config
+from rltrain.config.step_passes import StepPasses
 from rltrain.controller.samples import Samples
 from rltrain.trainer import metrics as m
 from rltrain.trainer.balance import Layout
@@ -33,28 +34,24 @@ class Whitening:
 class Advantages:
     """Holds the weight of the KL in the reward, which an adaptive controller changes from step to step."""
 
-    def __init__(self, cfg: Config) -> None:
+    def __init__(self, cfg: Config, passes: StepPasses) -> None:
         self.kl_coef = cfg.algorithm.kl_ctrl.kl_coef
         self._cfg = cfg
-        self._estimator: Estimator = find_estimator(cfg.algorithm.adv_estimator)
-        # Every token of an answer gets a number of its own, rather than that of the answer.
-        self.token_level = self._estimator.token is not None
+        self._passes = passes
 
     def estimate(self, samples: Samples, policy: Policy, layout: Layout) -> tuple[Whitening, Metrics]:
         """A(x, y) of every sample: ``advantage`` [n], or (then it is the mean) the columns ``advantages`` and ``returns`` and how to whiten
         them."""
         coef = self.kl_coef
-        metrics = self._kl_penalty(samples) if self._cfg.algorithm.use_kl_in_reward else {}
-        if self._estimator.token:
-            columns = ["values"] if samples.parts_with("values") else []
-            sums = policy.token_advantages(samples, layout, coef, columns)
+        metrics = self._kl_penalty(samples) if self._passes.kl_in_reward else {}
+        if self._passes.token_advantages:
+            sums = policy.token_advantages(samples, layout, coef)
             whitening = Whitening()
-            if self._estimator.whitens:
+            if self._passes.estimator.whitens:
                 moments = Moments(*(sums[f"advantages/{name}"] for name in ("count", "total", "squares")))
                 whitening = Whitening(*moments.whitening())
             samples.update({"advantage": (samples["advantage"] - whitening.shift) * whitening.scale})
             return whitening, metrics | m.token_advantage_metrics(sums, whitening.shift, whitening.scale)
-        assert self._estimator.outcome is not None
         terms = {
             name: torch.from_numpy(known_number(samples, name, self._cfg.reward.on_error))
             for name in self._cfg.algorithm.gdpo_reward_keys
@@ -62,7 +59,9 @@ class Advantages:
         # Whitening is over the tokens that count in the loss.
         counted = "loss_tokens" if "loss_tokens" in samples.numbers else "response_length"
         scores, groups, lengths = (torch.from_numpy(samples[name]) for name in ("reward", "group", counted))
-        advantages = self._estimator.outcome(OutcomeInputs(scores, groups, lengths, terms), self._cfg.algorithm)
+        baselines = torch.from_numpy(samples["baseline"]) if self._passes.greedy_baseline else None
+        inputs = OutcomeInputs(scores, groups, lengths, terms, baselines)
+        advantages: Tensor = find_estimator(self._cfg.algorithm.adv_estimator)(inputs, self._cfg.algorithm)
         samples.update({"advantage": advantages.double().numpy()})
         return Whitening(), metrics | m.outcome_advantage_metrics(samples)
 
@@ -75,14 +74,10 @@ class Advantages:
         return {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": coef}
 
     def silent(self, samples: Samples) -> NDArray[np.bool_]:
-        """Samples [n] without any gradient: no advantage, and neither KL nor entropy in the loss. They need not be computed."""
-        actor = self._cfg.actor_rollout_ref.actor
-        correction = self._cfg.algorithm.rollout_correction
-        reinforce = correction.bypass_mode and correction.loss_type == "reinforce"
-        needed = actor.use_kl_loss or actor.entropy_coeff != 0 or self._estimator.whitens
-        if needed or not (reinforce or find_policy_loss(actor.policy_loss.loss_mode).silent_at_zero):
+        """Samples [n] without any gradient, which the update may leave out."""
+        if not self._passes.skips_silent:
             return np.zeros(len(samples), dtype=bool)
-        return ~samples["signal"] if self.token_level else samples["advantage"] == 0
+        return ~samples["signal"] if self._passes.token_advantages else samples["advantage"] == 0
 
 
 def check_plugins(cfg: Config) -> Sequence[str]:

@@ -10,6 +10,7 @@ from rltrain.config.check import uneven
 from rltrain.config.model_schema import OptimConfig
 from rltrain.config.passes import Pass, passes, sized
 from rltrain.config.schema import Config
+from rltrain.config.step_passes import StepPasses, make_step_passes
 from rltrain.config.values import DEFAULT_ROUNDS
 from rltrain.env import cpu_quota
 from rltrain.errors import ConfigError
@@ -31,8 +32,9 @@ class PassBudget:
 
 @dataclass(frozen=True)
 class Plan:
-    """Counts of one run. Prompts are rows of data; samples are answers."""
+    """Counts of one run, and the passes of a step. Prompts are rows of data; samples are answers."""
 
+    passes: StepPasses
     num_nodes: int
     devices_per_node: int
     num_devices: int
@@ -89,6 +91,7 @@ def make_plan(config: Config, num_prompts: int | None = None, num_too_long: int 
     total = config.trainer.total_training_steps or (steps_per_epoch or 0) * config.trainer.total_epochs
     budgets = _budgets(config, devices)
     return Plan(
+        passes=make_step_passes(config),
         num_nodes=config.trainer.nnodes,
         devices_per_node=config.trainer.n_gpus_per_node,
         num_devices=devices,
@@ -178,6 +181,7 @@ def describe(plan: Plan, config: Config) -> str:
          f"{plan.samples_per_replica:,} samples each)"),
         ("optimizer steps per step", f"{plan.optimizer_steps_per_step} (mini-batches of {plan.prompts_per_mini_batch:,} prompts = "
          f"{plan.samples_per_mini_batch:,} samples)"),
+        ("a step runs", plan.passes.describe(plan.num_mini_batches)),
         ("micro-batch, update", f"at most {plan.update_budget} per data-parallel rank"),
         ("micro-batch, old_log_prob", f"at most {plan.log_prob_budget} per data-parallel rank"),
         *_more_rows(plan, config),
@@ -196,12 +200,11 @@ def _ranks_of_its_own(plan: Plan, ranks: int) -> str:
 
 def _more_rows(plan: Plan, config: Config) -> list[tuple[str, str]]:
     """What only some algorithms have."""
-    rows, actor = [], config.actor_rollout_ref.actor
-    # The exact KL in the loss has its reference inside the update.
-    if config.algorithm.use_kl_in_reward or (actor.use_kl_loss and actor.kl_loss_type != "full"):
+    rows = []
+    if plan.passes.ref:
         budget = f"at most {plan.ref_budget} per data-parallel rank"
         rows.append(("micro-batch, ref", budget + _ranks_of_its_own(plan, plan.ref_data_parallel_size)))
-    if config.algorithm.needs_critic:
+    if plan.passes.values:
         steps = config.critic.ppo_epochs * (plan.prompts_per_step // plan.critic_prompts_per_mini_batch)
         rows.append(
             (

@@ -9,7 +9,6 @@ from collections.abc import Callable
 import numpy as np
 
 from rltrain.algorithms.aggregation import Denominators
-from rltrain.algorithms.policy_losses import find_policy_loss
 from rltrain.config.schema import Config
 from rltrain.controller.samples import Samples
 from rltrain.errors import NonFiniteError, RewardError, SyncError
@@ -61,12 +60,10 @@ class PPOTrainer:
         self.rewards = rewards
         self.experience = experience
         self.archive = archive
-        self.advantages = Advantages(cfg)
+        self.advantages = Advantages(cfg, plan.passes)
         self.callbacks = callbacks or Callbacks()
         self._actor_cfg = cfg.actor_rollout_ref.actor
         self._model_sizes = model_sizes
-        self._bypass = cfg.algorithm.rollout_correction.bypass_mode
-        self._update_scores_first = update_may_score_first(cfg)
         self._skipped_in_a_row: dict[str, int] = {}
         self.on_phase: Callable[[str], None] = lambda name: None
 
@@ -74,20 +71,19 @@ class PPOTrainer:
 
     def step(self, step: int) -> Metrics:
         """One PPO iteration (Schulman et al. 2017, algorithm 1). GRPO (Shao et al. 2024, algorithm 1): the same, without a critic."""
-        timer = StepTimer(self.on_phase)
+        passes, timer = self.plan.passes, StepTimer(self.on_phase)
         self._take_driver_bytes()  # those of validation and saving
         with timer("step"):
             samples, generated = self.experience.collect(timer)  # y ~ pi_old(. | x), n answers each, and r(x, y)
-            if self.cfg.algorithm.adv_estimator == "remax":
+            if passes.greedy_baseline:
                 self.experience.add_greedy_baseline(samples, timer)
-            updates_actor = not self.critic or step >= self.cfg.trainer.critic_warmup
             measured: Metrics = {}
             alarm: Metrics = {}
-            if not self._bypass:
+            if not passes.bypass:
                 with timer("old_log_prob"):  # log pi_old(y | x), by the trainer's own weights
-                    measured = self._old_log_probs(samples, step, updates_actor)
+                    measured = self._old_log_probs(samples, step)
                 alarm = self._watch_gap(m.policy_metrics(measured)) if measured else {}
-            if self.actor.has_reference_pass:
+            if passes.ref:
                 with timer("ref"):  # log pi_ref(y | x)
                     layout = self._pass(samples, self.plan.ref_budget, self.plan.ref_data_parallel_size)
                     self.actor.ref_log_probs(samples, layout)
@@ -101,7 +97,7 @@ class PPOTrainer:
             if self.critic:
                 with timer("update_critic"):  # fit V to the returns
                     metrics |= self._update_critic(samples, step)
-            if updates_actor:
+            if passes.updates_actor(step):
                 with timer("update_actor"):  # maximise the clipped surrogate
                     found, measured = self._update_actor(samples, whitening, step, measured)
                     metrics |= found
@@ -124,10 +120,10 @@ class PPOTrainer:
         ids = np.arange(len(samples)) if ids is None else ids
         return lay_out([ids], self._workload(samples), num_ranks or self.plan.data_parallel_size, budget)
 
-    def _old_log_probs(self, samples: Samples, step: int, updates_actor: bool) -> Metrics:
+    def _old_log_probs(self, samples: Samples, step: int) -> Metrics:
         """The pass over all samples but those whose log-probs the update itself will compute before its first optimizer step."""
         scored = np.ones(len(samples), dtype=bool)
-        if updates_actor and self._update_scores_first:
+        if self.plan.passes.waits_for_update(step):
             scored[self._actor_mini_batches(step)[0]] = False
         samples.update({"scored": scored})
         if not scored.any():
@@ -178,9 +174,9 @@ class PPOTrainer:
         seed = int(stream(self.cfg.data.seed, "selection", step).random_raw())
         tasks = [
             UpdateTask(tuple(each), rate, whitening.shift, whitening.scale, weight_scale, seed)
-            for each in _work(layout, counts, first_scored=not self._update_scores_first)
+            for each in _work(layout, counts, self.plan.passes.waits_for_update(step))
         ]
-        results = self.actor.update(samples, layout, tasks, token_level=self.advantages.token_level)
+        results = self.actor.update(samples, layout, tasks)
         computed = np.array([self._loss_tokens(samples)[ids].sum() for ids in mini_batches])
         metrics = m.update_metrics(results, computed, "actor") | {"actor/lr": rate}
         samples.update({"silent": silent})
@@ -336,20 +332,11 @@ class PPOTrainer:
         return metrics | self.callbacks.on_validation(step, metrics)
 
 
-def update_may_score_first(cfg: Config) -> bool:
-    """Whether the first mini-batch takes its old log-probs from the update's own forward: nothing needs them earlier."""
-    actor = cfg.actor_rollout_ref.actor
-    selects = find_policy_loss(actor.policy_loss.loss_mode).selection is not None
-    # An alarm that is to stop the run must ring before the update.
-    early = selects or cfg.old_log_probs_all_or_none or cfg.actor_rollout_ref.rollout.on_log_prob_gap == "stop"
-    return actor.recompute_old_log_prob == "auto" and not early
-
-
 def _tokens(samples: Samples) -> np.ndarray:
     return samples["prompt_length"] + samples["response_length"]
 
 
-def _work(layout: Layout, counts: list[Denominators], *, first_scored: bool = True) -> list[list[MiniBatch]]:
-    """The mini-batches of every rank."""
-    scored = [first_scored] + [True] * (len(counts) - 1)
-    return [[MiniBatch(*each) for each in zip(mine, counts, scored, strict=True)] for mine in layout.micro_sizes]
+def _work(layout: Layout, counts: list[Denominators], first_waits: bool = False) -> list[list[MiniBatch]]:
+    """The mini-batches of every rank. first_waits: the first of them has no old log-probs yet."""
+    have = [not first_waits] + [True] * (len(counts) - 1)
+    return [[MiniBatch(*each) for each in zip(mine, counts, have, strict=True)] for mine in layout.micro_sizes]

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from rltrain.config.schema import Config
+from rltrain.config.step_passes import StepPasses
 from rltrain.controller.group import Stream, WorkerGroup
 from rltrain.controller.samples import Request, Samples, whole
 from rltrain.trainer import metrics as m
@@ -98,18 +98,12 @@ class _Role:
 class Policy(_Role):
     """Actor, rollout engine and reference."""
 
-    def __init__(self, group: WorkerGroup, cfg: Config) -> None:
+    def __init__(self, group: WorkerGroup, passes: StepPasses) -> None:
         super().__init__(group, "actor")
-        actor, algorithm = cfg.actor_rollout_ref.actor, cfg.algorithm
         self._calls = 0
         self._lengths = ResponseLengths()
-        self._correction = algorithm.rollout_correction
-        self._old = "rollout_log_probs" if self._correction.bypass_mode else "old_log_probs"
-        self._kl_in_reward = algorithm.use_kl_in_reward
-        self._ref_in_loss = actor.use_kl_loss and actor.kl_loss_type != "full"
-        self._exact_kl_only = algorithm.use_kl_in_reward and algorithm.kl_penalty == "full" and not self._ref_in_loss
-        # The exact KL of the loss needs no pass of its own: the update runs the reference.
-        self.has_reference_pass = self._kl_in_reward or self._ref_in_loss
+        self._passes = passes
+        self._old = "rollout_log_probs" if passes.bypass else "old_log_probs"
 
     def generate(
         self, task: GenerateTask, listener: Listener | None = None, begun: Request | None = None
@@ -148,42 +142,43 @@ class Policy(_Role):
     def log_probs(self, samples: Samples, layout: Layout) -> Numbers:
         """Attach ``old_log_probs`` and the rollout correction; returns sums of entropy, mismatch and correction."""
         made = ["old_log_probs"]
-        made += ["is_weights"] if self._correction.rollout_is else []
-        made += ["loss_mask"] if self._correction.rollout_rs else []
+        made += ["is_weights"] if self._passes.importance_weights else []
+        made += ["loss_mask"] if self._passes.rejects else []
         numbers = ["given"] if "given" in samples.numbers else []
         return m.add_up(self._score("actor.log_probs", samples, layout, GENERATED, made, numbers=numbers))
 
     def ref_log_probs(self, samples: Samples, layout: Layout) -> None:
         """Attach ``ref_log_probs``, and with a KL in the reward ``ref_kl``; the samples get ``kl_sum``."""
-        columns = [*_PROMPT_AND_ANSWER, self._old] if self._kl_in_reward else _PROMPT_AND_ANSWER
-        made = [] if self._exact_kl_only else ["ref_log_probs"]
-        made += ["ref_kl"] if self._kl_in_reward else []
+        columns = [*_PROMPT_AND_ANSWER, self._old] if self._passes.kl_in_reward else _PROMPT_AND_ANSWER
+        made = ["ref_log_probs"] if self._passes.ref_log_probs else []
+        made += ["ref_kl"] if self._passes.kl_in_reward else []
         self._score("actor.ref_log_probs", samples, layout, columns, made)
 
-    def token_advantages(self, samples: Samples, layout: Layout, kl_coef: float, columns: Sequence[str]) -> Numbers:
-        """Attach ``advantages`` and ``returns``; returns their sums over all ranks. columns: payload the estimator needs."""
-        wanted = ["response_length", *columns]
-        wanted += ["ref_kl"] if self._kl_in_reward else []
-        wanted += ["loss_mask"] if self._correction.masks_loss else []
-        numbers = ["score", *(["baseline"] if "baseline" in samples.numbers else [])]
+    def token_advantages(self, samples: Samples, layout: Layout, kl_coef: float) -> Numbers:
+        """Attach ``advantages`` and ``returns``; returns their sums over all ranks."""
+        wanted = ["response_length"]
+        wanted += ["values"] if self._passes.values else []
+        wanted += ["ref_kl"] if self._passes.kl_in_reward else []
+        wanted += ["loss_mask"] if self._passes.rejects_early else []
+        numbers = ["score", *(["baseline"] if self._passes.greedy_baseline else [])]
         return m.add_up(
             self._score("advantages", samples, layout, wanted, ["advantages", "returns"], [kl_coef], numbers)
         )
 
-    def update(self, samples: Samples, layout: Layout, tasks: list[UpdateTask], *, token_level: bool) -> list[Numbers]:
+    def update(self, samples: Samples, layout: Layout, tasks: list[UpdateTask]) -> list[Numbers]:
         """Run the optimizer steps; returns what each data-parallel rank summed."""
         columns = [*_PROMPT_AND_ANSWER, self._old]
-        columns += ["ref_log_probs"] if self._ref_in_loss else []
-        columns += ["advantages"] if token_level else []
-        if not self._correction.bypass_mode:
-            columns += ["is_weights"] if self._correction.rollout_is else []
-            columns += ["loss_mask"] if self._correction.masks_loss else []
+        passes = self._passes
+        columns += ["ref_log_probs"] if passes.sampled_kl_in_loss else []
+        columns += ["advantages"] if passes.token_advantages else []
+        columns += ["is_weights"] if passes.importance_weights and not passes.bypass else []
+        columns += ["loss_mask"] if passes.rejects_early else []
         optional: tuple[str, ...] = ()
-        if not all(mini.scored for task in tasks for mini in task.mini_batches):
+        if not all(mini.has_old_log_probs for task in tasks for mini in task.mini_batches):
             optional = ("old_log_probs", "is_weights")  # the first mini-batch has none
             columns = [*(name for name in columns if name not in optional), "rollout_log_probs"]
-        numbers = ["sample"] if token_level else ["sample", "advantage"]
-        compares = self._correction.bypass_mode or bool(optional)
+        numbers = ["sample"] if passes.token_advantages else ["sample", "advantage"]
+        compares = passes.bypass or bool(optional)
         numbers += ["given"] if compares and "given" in samples.numbers else []
         work = [
             [samples.request(ids, columns, numbers, optional), task]
@@ -226,9 +221,9 @@ class ResponseLengths:
 class Critic(_Role):
     """The value function."""
 
-    def __init__(self, group: WorkerGroup, cfg: Config) -> None:
+    def __init__(self, group: WorkerGroup, passes: StepPasses) -> None:
         super().__init__(group, "critic")
-        self._with_mask = cfg.algorithm.rollout_correction.masks_loss
+        self._with_mask = passes.rejects_early
 
     def values(self, samples: Samples, layout: Layout) -> None:
         """Attach ``values``."""

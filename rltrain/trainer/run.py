@@ -119,14 +119,13 @@ def _train(
         # A Config object would arrive as a reference too; only the data is big enough to be shared.
         rows_too = splits if cfg.reward_model.enable else None
         group.start(_WORKER, {"cfg": cfg, "prompts": shared_prompts, "rows": rows_too})
-    with_critic = cfg.algorithm.needs_critic
     engine, model = cfg.actor_rollout_ref.rollout.name, cfg.actor_rollout_ref.model.path
     with logs.waiting(f"loading {model} on {workers}, with the {engine} engine"):
-        sizes = group.call("init_models", [needs_reference(cfg), with_critic])
+        sizes = group.call("init_models", [plan.passes])
     total, trained = sizes[0]["num_parameters"], sizes[0]["trained_parameters"]
     log.info("%s, %s parameters, %s of them trained", workers, f"{total:,}", f"{trained:,}")
-    policy = Policy(group, cfg)
-    critic = Critic(group, cfg) if with_critic else None
+    policy = Policy(group, plan.passes)
+    critic = Critic(group, plan.passes) if plan.passes.values else None
     others = {"critic": critic} if critic else {}
     saver = Saver(cfg, folder, policy, others, rows["train"].identity(), total, trained, callbacks)
     saver.check_room(start.step, plan.total_steps)
@@ -204,11 +203,6 @@ def check_columns(cfg: Config, scores: Sequence[Score]) -> None:
             raise ConfigError(
                 f"{key}={name}: a scorer of data.train_files returns no number of that name. It returns {have}."
             )
-
-
-def needs_reference(cfg: Config) -> bool:
-    """Whether anything uses the KL to the reference policy."""
-    return cfg.actor_rollout_ref.actor.use_kl_loss or cfg.algorithm.use_kl_in_reward
 
 
 def load_data(cfg: Config, encoder: ChatEncoder | None = None) -> tuple[dict[str, Rows], dict[str, PromptStore]]:

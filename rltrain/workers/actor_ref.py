@@ -11,9 +11,10 @@ from rltrain.algorithms.aggregation import all_ones
 from rltrain.algorithms.correction import accepted, compare, importance_weights
 from rltrain.algorithms.kl import kl_per_token
 from rltrain.algorithms.losses import LossShare, actor_loss
-from rltrain.algorithms.policy_losses import POLICY_LOSSES, PolicyLossInputs, find_policy_loss
+from rltrain.algorithms.policy_losses import PolicyLossInputs, find_policy_loss
 from rltrain.batch import Batch
 from rltrain.config.schema import Config
+from rltrain.config.step_passes import StepPasses
 from rltrain.data.chat import chat_encoder
 from rltrain.device import resolve_dtype
 from rltrain.models.export import export_huggingface
@@ -35,8 +36,9 @@ from rltrain.workers.updater import Numbers, Updater, idle
 class ActorRefWorker:
     """Every method is called on all ranks at once; each gets its own samples and returns its own share."""
 
-    def __init__(self, cfg: Config, residency: Residency, *, with_reference: bool) -> None:
+    def __init__(self, cfg: Config, passes: StepPasses, residency: Residency) -> None:
         self._cfg = cfg
+        self._passes = passes
         self._model_cfg = cfg.actor_rollout_ref.model
         self._actor_cfg = cfg.actor_rollout_ref.actor
         self._rollout_cfg = cfg.actor_rollout_ref.rollout
@@ -44,14 +46,11 @@ class ActorRefWorker:
         self._rules = self._correction.rejection_rules()
         self._residency = residency
         self._device = residency.device
-        self._entry = find_policy_loss(self._actor_cfg.policy_loss.loss_mode)
-        self._reinforce = self._correction.bypass_mode and self._correction.loss_type == "reinforce"
-        self._exact_kl_loss = self._actor_cfg.use_kl_loss and self._actor_cfg.kl_loss_type == "full"
-        self._exact_kl_reward = cfg.algorithm.use_kl_in_reward and cfg.algorithm.kl_penalty == "full"
+        self._entry = find_policy_loss(passes.policy_loss)
         self._scored_at: int | None = None
-        self._load_models(with_reference)
+        self._load_models()
 
-    def _load_models(self, with_reference: bool) -> None:
+    def _load_models(self) -> None:
         model_cfg, fsdp = self._model_cfg, self._actor_cfg.fsdp_config
         self._config = load_config(
             model_cfg.path, trust_remote_code=model_cfg.trust_remote_code, override=dict(model_cfg.override_config)
@@ -59,15 +58,15 @@ class ActorRefWorker:
         self._policy = self._load_policy(trained=True)
         self._updater = Updater("actor", self._policy, self._actor_cfg.optim, self._cfg.trainer, self._device)
         phases: tuple[Phase, ...] = ("sync", "score", "train_actor", "save")
-        phases += ("ref",) if self._exact_kl_reward or model_cfg.uses_lora else ()
+        phases += ("ref",) if self._passes.exact_kl_in_reward or model_cfg.uses_lora else ()
         self._residency.add_model(self._policy, *phases, offload=fsdp.param_offload)
         self._residency.add_optimizer(self._updater.optimizer, "train_actor", "save", offload=fsdp.optimizer_offload)
         if model_cfg.uses_lora:
             self._reference = self._policy  # with its adapters off
-        elif with_reference:
+        elif self._passes.reference:
             self._reference = self._load_policy(trained=False).requires_grad_(False).eval()
             offload = self._cfg.actor_rollout_ref.ref.fsdp_config.param_offload
-            phases = ("ref", "train_actor") if self._exact_kl_loss else ("ref",)
+            phases = ("ref", "train_actor") if self._passes.exact_kl_in_loss else ("ref",)
             self._residency.add_model(self._reference, *phases, offload=offload)
 
     def _load_policy(self, *, trained: bool) -> PolicyModel:
@@ -119,7 +118,7 @@ class ActorRefWorker:
         log_probs, entropy = self._score(self._policy, batch, micro_sizes, with_entropy=True)
         if not len(batch):
             return Batch(), {}
-        columns, sums = compare(log_probs, batch.ragged("rollout_log_probs"), self._correction, _given(batch))
+        columns, sums = self._compare(log_probs, batch)
         numbers: Numbers = sums | {"entropy": float(entropy.values.double().sum())}
         if self._rules:
             numbers["loss_tokens"] = columns["loss_mask"].sum().long().numpy()
@@ -129,23 +128,22 @@ class ActorRefWorker:
     def ref_log_probs(self, batch: Batch, micro_sizes: Sequence[int]) -> tuple[Batch, Numbers]:
         """log pi_ref(answer) under the frozen reference; with a KL in the reward ``ref_kl`` of every token, ``kl_sum`` [n]."""
         self._residency.enter("ref")
-        algorithm = self._cfg.algorithm
+        passes = self._passes
         columns: dict[str, Ragged] = {}
-        exact = self._exact_kl_reward
-        if not exact or (self._actor_cfg.use_kl_loss and not self._exact_kl_loss):
+        if passes.ref_log_probs:
             with adapters_off(self._reference):
                 columns["ref_log_probs"], _ = self._score(self._reference, batch, micro_sizes, with_entropy=False)
-        if exact:
+        if passes.exact_kl_in_reward:
             self._policy.eval()
             found = [self._exact_kl(micro) for micro in batch.split(micro_sizes)]
             columns["ref_kl"] = Ragged(torch.cat(found), _answer_lengths(batch))
             reshard(self._reference)
             reshard(self._policy)
-        if not len(batch) or not algorithm.use_kl_in_reward:
+        if not len(batch) or not passes.kl_in_reward:
             return Batch(columns), {}
-        if not exact:
+        if not passes.exact_kl_in_reward:
             ref = columns["ref_log_probs"]
-            columns["ref_kl"] = ref.like(kl_per_token(self._old(batch), ref.values, algorithm.kl_penalty))
+            columns["ref_kl"] = ref.like(kl_per_token(self._old(batch), ref.values, self._cfg.algorithm.kl_penalty))
         return Batch(columns), {"kl_sum": columns["ref_kl"].sum().double().numpy()}
 
     def _exact_kl(self, micro: Batch) -> Tensor:
@@ -198,9 +196,13 @@ class ActorRefWorker:
         whole, shared = log_probs.split([len(tokens) - 1] * 2 + [len(tokens) - half] * 2)[1::2]
         return torch.cat([whole[: half - 1], shared])
 
+    def _compare(self, log_probs: Ragged, batch: Batch) -> tuple[dict[str, Ragged], dict[str, float]]:
+        weighs, engine = self._passes.importance_weights, batch.ragged("rollout_log_probs")
+        return compare(log_probs, engine, self._correction, _given(batch), weighs=weighs)
+
     def _old(self, batch: Batch) -> Tensor:
         """log pi_old: the trainer's own, or with bypass_mode the engine's."""
-        return batch.ragged("rollout_log_probs" if self._correction.bypass_mode else "old_log_probs").values
+        return batch.ragged("rollout_log_probs" if self._passes.bypass else "old_log_probs").values
 
     # -- update --------------------------------------------------------------------------------------------------------
 
@@ -212,33 +214,32 @@ class ActorRefWorker:
             task.mini_batches,
             task.learning_rate,
             lambda micro, mini: self._loss(micro, mini, task),
-            (lambda micros, mini: self._select(micros, mini, task)) if self._entry.selection else None,
+            (lambda micros, mini: self._select(micros, mini, task)) if self._passes.selects else None,
         )
-        if self._exact_kl_loss:
+        if self._passes.exact_kl_in_loss:
             reshard(self._reference)
         return numbers
 
     def _loss(self, micro: Batch, mini: MiniBatch, task: UpdateTask) -> LossShare:
         inputs = pack(micro, self._device.torch_device)
-        reference = self._reference_states(inputs) if self._exact_kl_loss else None
+        reference = self._reference_states(inputs) if self._passes.exact_kl_in_loss else None
         temperature, with_entropy = self._rollout_cfg.temperature, self._actor_cfg.entropy_coeff != 0
-        measures = not mini.scored or self._correction.bypass_mode
+        measures = not mini.has_old_log_probs or self._passes.bypass
         log_probs, entropy, kl = self._policy(inputs, temperature, with_entropy or measures, reference)
         if not len(micro):
             return idle(log_probs)
         sums = self._measure(micro, log_probs, entropy) if measures else {}
         micro = micro.to(self._device.torch_device)
-        if self._actor_cfg.use_kl_loss and kl is None:
+        if self._passes.sampled_kl_in_loss:
             kl = kl_per_token(log_probs, micro.ragged("ref_log_probs").values, self._actor_cfg.kl_loss_type)
         mask, weights = self._correct(micro, log_probs.detach(), task)
         selected = micro.ragged("selected").values if "selected" in micro else None
         policy_inputs = PolicyLossInputs(log_probs, self._old(micro), _advantages(micro, task), mask, selected)
-        function = POLICY_LOSSES["gpg"].function if self._reinforce else self._entry.function
         share = actor_loss(
             policy_inputs,
             mini.denominators,
             self._actor_cfg,
-            function,
+            self._entry.function,
             weights=weights,
             entropy=entropy if with_entropy else None,
             kl=kl,
@@ -250,23 +251,22 @@ class ActorRefWorker:
 
     def _measure(self, micro: Batch, log_probs: Tensor, entropy: Tensor | None) -> dict[str, float]:
         """What the old_log_prob pass measures, from the update's own forward; and its columns where ``micro`` has none."""
-        engine = micro.ragged("rollout_log_probs")
-        log_prob = engine.like(log_probs.detach().cpu())
-        columns, sums = compare(log_prob, engine, self._correction, _given(micro))
-        if not self._correction.bypass_mode:
+        log_prob = micro.ragged("rollout_log_probs").like(log_probs.detach().cpu())
+        columns, sums = self._compare(log_prob, micro)
+        if not self._passes.bypass:
             micro.update({"old_log_probs": log_prob, **columns})
         return sums if entropy is None else sums | {"entropy": float(entropy.detach().cpu().double().sum())}
 
     def _correct(self, micro: Batch, log_probs: Tensor, task: UpdateTask) -> tuple[Ragged, Tensor | None]:
         """(tokens that count, importance weights). With bypass_mode both follow from the current policy."""
         mask = all_ones(micro.dense("response_length"), log_probs.device)
-        if not self._correction.bypass_mode:
+        if not self._passes.bypass:
             mask = micro.ragged("loss_mask") if "loss_mask" in micro else mask
             weights = micro.ragged("is_weights").values * task.weight_scale if "is_weights" in micro else None
             return mask, weights
         log_ratio = mask.like(log_probs - micro.ragged("rollout_log_probs").values)
-        weighted = self._reinforce and self._correction.rollout_is
-        weights = importance_weights(log_ratio, self._correction).values if weighted else None
+        weighs = self._passes.importance_weights
+        weights = importance_weights(log_ratio, self._correction).values if weighs else None
         return accepted(log_ratio, self._rules), weights
 
     @torch.no_grad()

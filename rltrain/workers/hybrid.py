@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rltrain.batch import Batch
 from rltrain.config.schema import Config
+from rltrain.config.step_passes import StepPasses
 from rltrain.data.chat import PromptStore
 from rltrain.data.rows import Rows
 from rltrain.device import get_device
@@ -29,16 +30,16 @@ class HybridWorker:
         self._prompts = prompts
         self._rows = rows
 
-    def init_models(self, with_reference: bool, with_critic: bool) -> Numbers:
-        """Load every model of this run. Returns sizes."""
+    def init_models(self, passes: StepPasses) -> Numbers:
+        """Load every model that the passes of a step need. Returns sizes."""
         device = get_device(self._cfg.trainer.device)
         device.activate()
         residency = Residency(device)
-        self.actor = actor = ActorRefWorker(self._cfg, residency, with_reference=with_reference)
+        self.actor = actor = ActorRefWorker(self._cfg, passes, residency)
         self.rollout = RolloutWorker(
             self._cfg, residency, self._prompts, actor.policy, lambda: actor.num_updates, actor.score_text
         )
-        if with_critic:
+        if passes.values:
             self.critic = CriticWorker(self._cfg, residency)
         if self._cfg.reward_model.enable:
             assert self._rows is not None

@@ -15,13 +15,13 @@ from rltrain.workers.rollout.base import Sampling
 class MiniBatch:
     """One optimizer step: the sizes of this rank's micro-batches, and the counts of the whole global mini-batch.
 
-    scored: the samples have their ``old_log_probs``. Otherwise no optimizer step lies in between, and those of the update's
-    own forward are the old ones.
+    has_old_log_probs: the old_log_prob pass held the samples. Otherwise the update takes the old log-probs from its own forward,
+    which is valid only for the first mini-batch of a step: no optimizer step has been made before it.
     """
 
     micro_sizes: tuple[int, ...]
     denominators: Denominators
-    scored: bool = True
+    has_old_log_probs: bool = True
 
 
 @dataclass(frozen=True)

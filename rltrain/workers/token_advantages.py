@@ -34,9 +34,7 @@ def token_advantages(batch: Batch, cfg: AlgorithmConfig, kl_coef: float) -> tupl
         values.like(values.values.double()) if values else None,
         batch.dense("baseline") if "baseline" in batch else None,
     )
-    estimator = find_estimator(cfg.adv_estimator).token
-    assert estimator is not None
-    found = estimator(inputs, cfg)
+    found = find_estimator(cfg.adv_estimator)(inputs, cfg)
     mask = batch.ragged("loss_mask").values > 0 if "loss_mask" in batch else torch.ones_like(last)
     numbers: Numbers = {"signal": (found.advantages.like(found.advantages.values.abs()).sum() > 0).numpy()}
     numbers["advantage"] = found.advantages.mean().nan_to_num().numpy()

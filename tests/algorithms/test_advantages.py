@@ -6,8 +6,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from rltrain.algorithms.advantages import ESTIMATORS, Moments, OutcomeInputs, TokenInputs
+from rltrain.config import declarations
 from rltrain.config.algorithm_schema import AlgorithmConfig
-from rltrain.config.values import COMPARING_ESTIMATORS, TOKEN_ESTIMATORS
 from rltrain.ragged import Ragged
 from tests.algorithms import references as slow
 
@@ -45,13 +45,12 @@ def inputs_of(scores, groups, lengths, terms=((), ())):
 
 
 def estimate(name, *arguments, cfg=TERMS):
-    return ESTIMATORS[name].outcome(inputs_of(*arguments), cfg).tolist()
+    return ESTIMATORS[name](inputs_of(*arguments), cfg).tolist()
 
 
-def test_the_names_in_the_config_are_the_registered_ones():
-    assert {name for name, each in ESTIMATORS.items() if each.token} >= set(TOKEN_ESTIMATORS)
-    assert set(COMPARING_ESTIMATORS) == {name for name, each in ESTIMATORS.items() if each.outcome}
-    assert set(OUTCOME) == set(COMPARING_ESTIMATORS)
+def test_every_estimator_is_declared_and_has_a_formula():
+    assert set(declarations.ESTIMATORS) == set(ESTIMATORS)
+    assert {name for name, traits in declarations.ESTIMATORS.items() if not traits.per_token} == set(OUTCOME)
 
 
 @pytest.mark.parametrize("name", OUTCOME)
@@ -131,7 +130,7 @@ def flat(rows):
 @given(token_rows(), st.floats(0, 1), st.floats(0, 1))
 def test_gae_equals_its_loop(rows, gamma, lam):
     rewards, values = rows
-    found = ESTIMATORS["gae"].token(TokenInputs(ragged(rewards), ragged(values)), AlgorithmConfig(gamma=gamma, lam=lam))
+    found = ESTIMATORS["gae"](TokenInputs(ragged(rewards), ragged(values)), AlgorithmConfig(gamma=gamma, lam=lam))
     expected = slow.gae(rewards, values, gamma, lam)
     assert found.advantages.values.tolist() == flat(expected)
     assert found.returns.values.tolist() == flat(
@@ -141,7 +140,7 @@ def test_gae_equals_its_loop(rows, gamma, lam):
 
 @given(token_rows(), st.floats(0, 1))
 def test_reinforce_plus_plus_equals_its_loop(rows, gamma):
-    found = ESTIMATORS["reinforce_plus_plus"].token(TokenInputs(ragged(rows[0])), AlgorithmConfig(gamma=gamma))
+    found = ESTIMATORS["reinforce_plus_plus"](TokenInputs(ragged(rows[0])), AlgorithmConfig(gamma=gamma))
     assert found.advantages.values.tolist() == flat(slow.returns(rows[0], gamma))
 
 
@@ -149,14 +148,14 @@ def test_reinforce_plus_plus_equals_its_loop(rows, gamma):
 def test_remax_equals_its_loop(rows, random):
     baselines = [random.uniform(-1, 1) for _ in rows[0]]
     inputs = TokenInputs(ragged(rows[0]), baselines=torch.tensor(baselines, dtype=torch.float64))
-    found = ESTIMATORS["remax"].token(inputs, AlgorithmConfig(gamma=0.5))
+    found = ESTIMATORS["remax"](inputs, AlgorithmConfig(gamma=0.5))
     expected = [[g - b for g in row] for row, b in zip(slow.returns(rows[0], 1.0), baselines, strict=True)]
     assert found.advantages.values.tolist() == flat(expected)
 
 
 def test_gae_by_hand():
     # delta = [1 - 2, 1/2 * 0 + 4 - 1] with gamma 1/2: delta_0 = 0 + 1/2 * 1 - 2 = -3/2, delta_1 = 4 - 1 = 3.
-    found = ESTIMATORS["gae"].token(
+    found = ESTIMATORS["gae"](
         TokenInputs(ragged([[0.0, 4.0]]), ragged([[2.0, 1.0]])), AlgorithmConfig(gamma=0.5, lam=0.5)
     )
     assert found.advantages.values.tolist() == [-1.5 + 0.25 * 3, 3.0]
@@ -165,7 +164,7 @@ def test_gae_by_hand():
 
 def test_with_lambda_one_gae_is_return_minus_value():
     rewards, values = [[0.0, 0.0, 1.0]], [[0.3, 0.2, 0.9]]
-    found = ESTIMATORS["gae"].token(TokenInputs(ragged(rewards), ragged(values)), AlgorithmConfig())
+    found = ESTIMATORS["gae"](TokenInputs(ragged(rewards), ragged(values)), AlgorithmConfig())
     assert found.advantages.values.tolist() == pytest.approx([0.7, 0.8, 0.1])
     assert found.returns.values.tolist() == pytest.approx([1.0, 1.0, 1.0])
 
@@ -179,8 +178,3 @@ def test_moments_whiten_as_the_loop_does_and_add_up(rows):
     assert ((values - shift) * scale).tolist() == pytest.approx(
         [x for row in slow.whiten(rows[0]) for x in row], abs=1e-6
     )
-
-
-def test_which_estimators_whiten():
-    assert {name for name, each in ESTIMATORS.items() if each.whitens} >= {"gae", "reinforce_plus_plus"}
-    assert not ESTIMATORS["remax"].whitens

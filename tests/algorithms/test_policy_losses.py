@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from rltrain.algorithms.aggregation import Denominators
 from rltrain.algorithms.losses import actor_loss
 from rltrain.algorithms.policy_losses import POLICY_LOSSES, BatchMeans, PolicyLossInputs, clip_range
-from rltrain.config import values
+from rltrain.config import declarations
 from rltrain.config.schema import ActorConfig
 from rltrain.ragged import Ragged
 from tests.algorithms import references as slow
@@ -62,8 +62,10 @@ def one(new, old, advantage, selected=False, mask=1.0):
     return inputs_of([([new], [old], [advantage], [mask], [selected])])
 
 
-def test_the_names_in_the_config_are_the_registered_ones():
-    assert set(values.POLICY_LOSSES) == set(POLICY_LOSSES) == set(LOSSES)
+def test_every_loss_is_declared_and_has_a_formula():
+    assert set(declarations.POLICY_LOSSES) == set(POLICY_LOSSES) == set(LOSSES)
+    selecting = {name for name, traits in declarations.POLICY_LOSSES.items() if traits.selects}
+    assert selecting == {name for name, entry in POLICY_LOSSES.items() if entry.selection}
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -161,12 +163,15 @@ def test_without_advantage_there_is_no_gradient_where_that_is_promised(name, col
     silent = [(new, old, [0.0] * len(new), mask, selected) for new, old, _, mask, selected in columns]
     inputs = inputs_of(silent, requires_grad=True)
     POLICY_LOSSES[name].function(inputs, CFG).token_losses.sum().backward()
-    if POLICY_LOSSES[name].silent_at_zero:
+    if declarations.POLICY_LOSSES[name].silent_at_zero:
         assert (inputs.log_probs.grad == 0).all()
 
 
 def test_the_losses_that_select_tokens_promise_nothing():
-    assert {name for name, each in POLICY_LOSSES.items() if not each.silent_at_zero} == {"clip_cov", "kl_cov"}
+    assert {name for name, each in declarations.POLICY_LOSSES.items() if not each.silent_at_zero} == {
+        "clip_cov",
+        "kl_cov",
+    }
     inputs = one(math.log(0.6), math.log(0.4), 0.0, selected=True)
     inputs.log_probs.requires_grad_()
     POLICY_LOSSES["kl_cov"].function(inputs, CFG).token_losses.sum().backward()

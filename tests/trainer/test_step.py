@@ -11,8 +11,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rltrain.algorithms import policy_losses
 from rltrain.algorithms.aggregation import Denominators
-from rltrain.algorithms.policy_losses import PolicyLossEntry
 from rltrain.batch import Batch
+from rltrain.config import declarations
+from rltrain.config.declarations import LossTraits
 from rltrain.controller.samples import Samples
 from rltrain.errors import ConfigError, NonFiniteError, RewardError
 from rltrain.models import shard
@@ -248,8 +249,7 @@ def test_work_without_signal_is_not_done_and_changes_nothing(make, monkeypatch):
         return *moved.by_role(), metrics, sum(computed)
 
     skipping, metrics, few = run()
-    entry = policy_losses.POLICY_LOSSES["vanilla"]
-    monkeypatch.setitem(policy_losses.POLICY_LOSSES, "vanilla", PolicyLossEntry(entry.function, silent_at_zero=False))
+    monkeypatch.setitem(declarations.POLICY_LOSSES, "vanilla", LossTraits(silent_at_zero=False))
     complete, all_metrics, many = run()
     assert few < many == 48
     assert sum(each["perf/update_tokens_skipped"] for each in metrics) > 0
@@ -509,7 +509,7 @@ from rltrain.algorithms.policy_losses import PolicyLoss
 def half(inputs, cfg):
     return inputs.scores / 2
 
-@token_estimator("mine", whitens=True)
+@token_estimator(whitens=True)
 def by_token(inputs, cfg):
     return TokenAdvantages(inputs.rewards, inputs.rewards)
 
@@ -532,7 +532,7 @@ def test_estimators_and_losses_of_the_users_own(make, tmp_path):
     assert metrics["critic/advantages/max"] == pytest.approx(metrics["critic/score/max"] / 2)
     assert metrics["actor/seen"] == 1.0
     by_token = make(**{ESTIMATOR: f"{file}:by_token"})
-    assert by_token.advantages.token_level
+    assert by_token.plan.passes.token_advantages
     assert by_token.step(1)["critic/advantages/mean"] == pytest.approx(0.0, abs=1e-6)
     assert not check_plugins(trainer.cfg)
     for name, words in (("detached", "depend on inputs.log_probs"), ("broken", "no_such_field")):

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from rltrain.algorithms.aggregation import Denominators
 from rltrain.batch import Batch
 from rltrain.config.load import load_config
+from rltrain.config.step_passes import make_step_passes
 from rltrain.data.chat import chat_encoder, encode_prompts
 from rltrain.data.rows import read_rows
 from rltrain.errors import NonFiniteError
@@ -37,7 +38,7 @@ def make_worker(tiny_model, arithmetic_files, tmp_path, **changes):
     config = load_config(small_run(tiny_model, arithmetic_files, tmp_path, **changes)).config
     store = encode_prompts(read_rows(str(arithmetic_files[0])), chat_encoder(config), 16, True)
     worker = HybridWorker(config, {"train": store, "val": store})
-    worker.init_models(with_reference=True, with_critic=False)
+    worker.init_models(make_step_passes(config))
     worker.actor.generate = lambda task: worker.rollout.generate(dataclasses.replace(task, call=next(CALLS)))
     worker.actor.rollout = worker.rollout
     return worker.actor

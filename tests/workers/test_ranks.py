@@ -14,6 +14,7 @@ from rltrain.algorithms.aggregation import Denominators
 from rltrain.algorithms.policy_losses import POLICY_LOSSES
 from rltrain.batch import Batch
 from rltrain.config.load import load_config
+from rltrain.config.step_passes import make_step_passes
 from rltrain.ragged import Ragged
 from rltrain.trainer import metrics as m
 from rltrain.trainer.balance import Workload, lay_out
@@ -83,7 +84,7 @@ def run_variant(folder: Path, changes: dict, group: int) -> tuple[dict, list[tor
     files = (folder / "none", folder / "none")
     cfg = load_config(small_run(folder / "model", files, folder, algorithm__adv_estimator="gae", **keys)).config
     worker = HybridWorker(cfg, {})
-    worker.init_models(True, True)
+    worker.init_models(make_step_passes(cfg))
     batch = sample_batch()
     work = Workload.of_groups(np.array(PROMPTS), np.array(ANSWERS), np.array(GROUPS))
     layout = lay_out(MINI_BATCHES, work, dist.get_world_size() // group, PassBudget(20, None))

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from rltrain.config.load import load_config
+from rltrain.config.step_passes import make_step_passes
 from rltrain.data.chat import chat_encoder, encode_prompts
 from rltrain.data.rows import read_rows
 from rltrain.workers.hybrid import HybridWorker
@@ -45,7 +46,7 @@ def run(folder: Path, changes: dict, bucket_bytes: int) -> list[list[tuple]]:
     files = (folder / "train.parquet", folder / "train.parquet")
     cfg = load_config(small_run(folder / "model", files, folder, **changes)).config
     worker = HybridWorker(cfg, {"train": encode_prompts(read_rows(str(files[0])), chat_encoder(cfg), 16, True)})
-    worker.init_models(with_reference=False, with_critic=False)
+    worker.init_models(make_step_passes(cfg))
     worker.rollout._sync._bucket_bytes = bucket_bytes
     versions = []
     for step in range(3):

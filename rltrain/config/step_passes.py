@@ -1,0 +1,157 @@
+"""What one training step computes: decided once from config and declarations, then only read.
+
+Problem: whether a step makes a pass over its samples follows from several keys together (the KL in the loss or in the reward, the
+estimator, the rollout correction), and driver and workers must agree on it. Choice: one frozen record beside the `Plan`, shown by
+``--dry-run`` and handed to both sides. Left out: counts and budgets, which are the plan's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from rltrain.config.declarations import REINFORCE_LOSS, EstimatorTraits, estimator_traits, loss_traits
+from rltrain.config.schema import Config
+
+OldLogProbs = Literal["all", "all but the first mini-batch", "none"]
+
+
+@dataclass(frozen=True)
+class StepPasses:
+    """The passes of a step and what they yield.
+
+    old_log_probs: samples of the old_log_prob pass. The update's own forward yields those of the first mini-batch where that is
+    allowed; with ``bypass`` the engine's log-probs are the old ones. ref: the reference's pass over all samples. reference: its
+    weights are loaded, for that pass or for the exact KL within the update. ref_log_probs: the pass yields log-probs; it yields
+    KLs with ``kl_in_reward``. importance_weights, rejects: the rollout correction weighs or rejects tokens of the loss; with ``bypass``
+    both follow from the policy as it is updated, otherwise from the old_log_prob pass. policy_loss: the loss that runs. selects: it
+    treats some tokens of the mini-batch differently. skips_silent: samples without advantage are left out of the update.
+    first_actor_step: until then only the critic learns.
+    """
+
+    estimator: EstimatorTraits
+    old_log_probs: OldLogProbs
+    bypass: bool
+    reference: bool
+    ref: bool
+    ref_log_probs: bool
+    kl_in_reward: bool
+    exact_kl_in_reward: bool
+    sampled_kl_in_loss: bool
+    exact_kl_in_loss: bool
+    importance_weights: bool
+    rejects: bool
+    policy_loss: str
+    selects: bool
+    skips_silent: bool
+    first_actor_step: int
+
+    @property
+    def values(self) -> bool:
+        """Whether a critic values every token, and learns."""
+        return self.estimator.values
+
+    @property
+    def greedy_baseline(self) -> bool:
+        """Whether every prompt is also answered greedily."""
+        return self.estimator.greedy_baseline
+
+    @property
+    def token_advantages(self) -> bool:
+        """Whether every token of an answer has an advantage of its own."""
+        return self.estimator.per_token
+
+    @property
+    def rejects_early(self) -> bool:
+        """Whether rejected tokens are known before the update, so that its denominators leave them out."""
+        return self.rejects and not self.bypass
+
+    def updates_actor(self, step: int) -> bool:
+        """Whether the actor learns in ``step``."""
+        return step >= self.first_actor_step
+
+    def waits_for_update(self, step: int) -> bool:
+        """Whether the first mini-batch of ``step`` gets its old log-probs from the update's own forward."""
+        return self.old_log_probs == "all but the first mini-batch" and self.updates_actor(step)
+
+    def describe(self, num_mini_batches: int) -> str:
+        """The phases of a step by the names of their timers."""
+        return ", ".join(self._phases(num_mini_batches))
+
+    def _phases(self, num_mini_batches: int) -> Iterator[str]:
+        yield from ("gen", "reward")
+        if self.greedy_baseline:
+            yield "gen_max (greedy answers)"
+        if self.old_log_probs == "all":
+            yield "old_log_prob"
+        elif self.old_log_probs != "none" and num_mini_batches > 1:
+            yield f"old_log_prob ({num_mini_batches - 1} of {num_mini_batches} mini-batches)"
+        if self.ref:
+            yield "ref"
+        if self.values:
+            yield "values"
+        yield "adv"
+        if self.values:
+            yield "update_critic"
+        within = {
+            "exact KL": self.exact_kl_in_loss,
+            "importance weights": self.importance_weights,
+            "rejection": self.rejects,
+        }
+        more = [name for name, happens in within.items() if happens]
+        yield f"update_actor ({', '.join(more)})" if more else "update_actor"
+
+
+def make_step_passes(config: Config) -> StepPasses:
+    """Decide the passes of ``config``."""
+    actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
+    correction, estimator = algorithm.rollout_correction, estimator_traits(algorithm.adv_estimator)
+    reinforce = correction.bypass_mode and correction.loss_type == "reinforce"
+    policy_loss = REINFORCE_LOSS if reinforce else actor.policy_loss.loss_mode
+    loss = loss_traits(policy_loss)
+    exact_kl_in_loss = actor.use_kl_loss and actor.kl_loss_type == "full"
+    exact_kl_in_reward = algorithm.use_kl_in_reward and algorithm.kl_penalty == "full"
+    sampled_kl_in_loss = actor.use_kl_loss and not exact_kl_in_loss
+    old_log_probs: OldLogProbs = "all"
+    if correction.bypass_mode:
+        old_log_probs = "none"
+    elif actor.recompute_old_log_prob == "auto" and not needs_all_old_log_probs(config):
+        old_log_probs = "all but the first mini-batch"
+    return StepPasses(
+        estimator=estimator,
+        old_log_probs=old_log_probs,
+        bypass=correction.bypass_mode,
+        reference=actor.use_kl_loss or algorithm.use_kl_in_reward,
+        # The exact KL of the loss needs no pass of its own: the update runs the reference.
+        ref=algorithm.use_kl_in_reward or sampled_kl_in_loss,
+        ref_log_probs=sampled_kl_in_loss or (algorithm.use_kl_in_reward and not exact_kl_in_reward),
+        kl_in_reward=algorithm.use_kl_in_reward,
+        exact_kl_in_reward=exact_kl_in_reward,
+        sampled_kl_in_loss=sampled_kl_in_loss,
+        exact_kl_in_loss=exact_kl_in_loss,
+        importance_weights=bool(correction.rollout_is) and (reinforce or not correction.bypass_mode),
+        rejects=bool(correction.rollout_rs),
+        policy_loss=policy_loss,
+        selects=loss.selects,
+        # A KL or an entropy bonus has a gradient in every sample; whitening makes an advantage of 0 something else.
+        skips_silent=loss.silent_at_zero and not (actor.use_kl_loss or actor.entropy_coeff != 0 or estimator.whitens),
+        first_actor_step=config.trainer.critic_warmup if estimator.values else 0,
+    )
+
+
+def needs_all_old_log_probs(config: Config) -> bool:
+    """Whether something needs the old log-probs of every sample before the update begins.
+
+    That is the KL in the reward, the denominators under rejection, the mean importance weight, a selection over the mini-batch, a
+    second epoch over the batch (in which a sample may be on another rank), or an alarm that is to stop the run before it learns.
+    """
+    actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
+    return (
+        config.algorithm.use_kl_in_reward
+        or bool(correction.rollout_rs)
+        or (bool(correction.rollout_is) and correction.rollout_is_batch_normalize)
+        or loss_traits(actor.policy_loss.loss_mode).selects
+        or actor.ppo_epochs > 1
+        or config.actor_rollout_ref.rollout.on_log_prob_gap == "stop"
+    )

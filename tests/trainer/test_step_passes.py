@@ -1,0 +1,128 @@
+"""Which passes a step makes, from the configuration and from what estimators and losses declare."""
+
+import pytest
+import torch.distributed as dist
+
+from rltrain.config.check import check
+from rltrain.config.load import load_config
+from rltrain.config.step_passes import make_step_passes
+from rltrain.errors import ConfigError
+from rltrain.trainer.advantage import check_plugins
+from rltrain.trainer.plan import describe, make_plan
+from tests.local import local_trainer
+from tests.tiny import small_run
+
+A, CORRECTION = "actor_rollout_ref.actor.", "algorithm.rollout_correction."
+BASE = [
+    "data.train_batch_size=8", f"{A}ppo_mini_batch_size=2", "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2",
+    "trainer.n_gpus_per_node=1", "trainer.nnodes=1", "actor_rollout_ref.model.path=model", "data.train_files=train",
+]  # fmt: skip
+PLUGIN = """
+from rltrain.algorithms.advantages import TokenAdvantages, outcome_estimator, token_estimator
+from rltrain.algorithms.policy_losses import PolicyLoss, Selection, policy_loss
+
+@token_estimator(values=True)
+def with_critic(inputs, cfg):
+    returns = inputs.rewards
+    return TokenAdvantages(returns.like(returns.values - inputs.values.values), returns)
+
+@outcome_estimator(greedy_baseline=True)
+def with_baseline(inputs, cfg):
+    return inputs.scores - inputs.baselines
+
+@outcome_estimator(compares=True)
+def comparing(inputs, cfg):
+    return inputs.scores
+
+@policy_loss(selection=Selection(lambda inputs, noise, means, cfg: noise, lambda cfg: 0.5))
+def half_of_the_tokens(inputs, cfg):
+    return PolicyLoss((-inputs.advantages * inputs.log_probs).masked_fill(inputs.selected, 0.0), {})
+"""
+
+
+@pytest.fixture
+def plugin(tmp_path):
+    (tmp_path / "mine.py").write_text(PLUGIN)
+    return tmp_path / "mine.py"
+
+
+def steps_of(*overrides: str) -> str:
+    config = load_config([*BASE, *overrides]).config
+    return make_step_passes(config).describe(num_mini_batches=4)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "steps"),
+    [
+        ([], "gen, reward, old_log_prob (3 of 4 mini-batches), adv, update_actor"),
+        ([f"{A}ppo_epochs=2"], "gen, reward, old_log_prob, adv, update_actor"),
+        ([f"{CORRECTION}bypass_mode=True"], "gen, reward, adv, update_actor"),
+        ([f"{A}use_kl_loss=True"], "gen, reward, old_log_prob (3 of 4 mini-batches), ref, adv, update_actor"),
+        ([f"{A}use_kl_loss=True", f"{A}kl_loss_type=full"], "gen, reward, old_log_prob (3 of 4 mini-batches), adv, update_actor (exact KL)"),
+        (["algorithm.use_kl_in_reward=True"], "gen, reward, old_log_prob, ref, adv, update_actor"),
+        (["algorithm.adv_estimator=gae"], "gen, reward, old_log_prob (3 of 4 mini-batches), values, adv, update_critic, update_actor"),
+        (["algorithm.adv_estimator=remax"], "gen, reward, gen_max (greedy answers), old_log_prob (3 of 4 mini-batches), adv, update_actor"),
+        ([f"{CORRECTION}rollout_is=token", f"{CORRECTION}rollout_rs=token_k1", f"{CORRECTION}rollout_rs_threshold=2"],
+         "gen, reward, old_log_prob, adv, update_actor (importance weights, rejection)"),
+    ],
+)  # fmt: skip
+def test_a_step_makes_the_passes_that_something_needs(overrides, steps):
+    assert steps_of(*overrides) == steps
+
+
+def test_one_optimizer_step_needs_no_old_log_prob_pass():
+    passes = make_step_passes(load_config(BASE).config)
+    assert passes.describe(num_mini_batches=1) == "gen, reward, adv, update_actor"
+
+
+def test_during_critic_warmup_the_pass_covers_every_sample():
+    config = load_config([*BASE, "algorithm.adv_estimator=gae", "trainer.critic_warmup=3"]).config
+    passes = make_step_passes(config)
+    assert [passes.updates_actor(step) for step in (1, 2, 3)] == [False, False, True]
+    assert [passes.waits_for_update(step) for step in (1, 2, 3)] == [False, False, True]
+
+
+def test_a_plugin_may_ask_for_a_critic_a_baseline_or_a_selection(plugin):
+    key, loss = f"algorithm.adv_estimator={plugin}", f"{A}policy_loss.loss_mode={plugin}"
+    assert "values, adv, update_critic" in steps_of(f"{key}:with_critic")
+    assert "gen_max" in steps_of(f"{key}:with_baseline")
+    assert "old_log_prob, adv" in steps_of(f"{loss}:half_of_the_tokens")
+
+
+def test_the_plan_shows_the_critic_of_a_plugin(plugin):
+    config = load_config(
+        [*BASE, f"algorithm.adv_estimator={plugin}:with_critic", "critic.ppo_mini_batch_size=4"]
+    ).config
+    text = describe(make_plan(config), config)
+    assert "update_critic, update_actor" in text
+    assert "2 optimizer steps per step" in next(line for line in text.splitlines() if line.startswith("  critic"))
+
+
+def test_a_comparing_plugin_refuses_a_single_answer_per_prompt(plugin):
+    loaded = load_config([*BASE, f"algorithm.adv_estimator={plugin}:comparing", "actor_rollout_ref.rollout.n=1"])
+    with pytest.raises(
+        ConfigError, match=r"compares answers to one prompt, so actor_rollout_ref.rollout.n must be >= 2"
+    ):
+        check(loaded)
+
+
+@pytest.fixture
+def process_group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_what_a_plugin_declares_it_is_given(process_group, plugin, tiny_model, arithmetic_files, tmp_path):
+    def metrics(**keys):
+        trainer = local_trainer(small_run(tiny_model, arithmetic_files, tmp_path, **keys))
+        assert not check_plugins(trainer.cfg)
+        return trainer.step(1)
+
+    found = metrics(algorithm__adv_estimator=f"{plugin}:with_critic")
+    assert found["actor/grad_norm"] > 0
+    assert found["critic/grad_norm"] > 0
+    assert "critic/values/mean" in found
+    assert "timing_s/gen_max" in metrics(algorithm__adv_estimator=f"{plugin}:with_baseline")
+    loss = {"actor_rollout_ref__actor__policy_loss__loss_mode": f"{plugin}:half_of_the_tokens"}
+    assert metrics(**loss)["actor/grad_norm"] > 0

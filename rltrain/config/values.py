@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 
-from rltrain.config.engines import ENGINES
-
 from rltrain.config.declarations import ESTIMATORS, POLICY_LOSSES
+from rltrain.config.engines import ENGINES
 
 _A = "actor_rollout_ref."
 DEVICES = ("auto", "npu", "cuda", "cpu")

@@ -25,7 +25,7 @@ LAYERS = [
     {"data"},
     {"algorithms"},
     {"batch"},
-    {"ragged", "device", "report", "view", "collect", "env_report", "help", "seeds"},
+    {"ragged", "device", "report", "view", "collect", "env_report", "help", "seeds", "columns"},
     {"config", "stop"},
     {"logs", "plugin"},
     {"env", "errors"},

@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+from rltrain import columns as c
 from rltrain.config.algorithm_schema import RejectionRule, RolloutCorrectionConfig
 from rltrain.ragged import Ragged
 
@@ -68,10 +69,10 @@ def compare(
     log_ratio = train.like(train.values - engine.values)
     columns: dict[str, Ragged] = {}
     if weighs:
-        columns["is_weights"] = importance_weights(log_ratio, cfg)
+        columns[c.IS_WEIGHTS] = importance_weights(log_ratio, cfg)
     if cfg.rollout_rs:
-        columns["loss_mask"] = accepted(log_ratio, cfg.rejection_rules())
-    corrected = correction_sums(columns.get("is_weights"), columns.get("loss_mask"), log_ratio, cfg)
+        columns[c.LOSS_MASK] = accepted(log_ratio, cfg.rejection_rules())
+    corrected = correction_sums(columns.get(c.IS_WEIGHTS), columns.get(c.LOSS_MASK), log_ratio, cfg)
     fresh = {} if given is None else fresh_gap(train, engine, given)
     return columns, mismatch_sums(train, engine) | fresh | corrected
 

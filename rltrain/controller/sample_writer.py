@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from rltrain import columns as c
 from rltrain.data.chat import PromptStore
 from rltrain.data.rows import Rows
 from rltrain.view import one_line
@@ -27,8 +28,6 @@ Array = NDArray[Any]
 _MOST_AT_ONCE = 4
 _EXAMPLES_WAIT_S = 60.0
 _POLL_S = 0.2
-# What the scorer returns goes by its own name where that is free.
-_OF_THE_SCORER = "scorer/"
 _WIDE = {"f": np.float64, "u": np.int64}
 
 
@@ -53,7 +52,7 @@ class SampleJob:
 
     def column(self, name: str) -> Array:
         """A number of every answer; rewards that are not there are the score itself."""
-        values = self.numbers[name if name in self.numbers else "score"]
+        values = self.numbers[name if name in self.numbers else c.SCORE]
         values = values.astype(_WIDE.get(values.dtype.kind, values.dtype))
         return np.broadcast_to(values, len(self.rows) * self.each)
 
@@ -99,15 +98,15 @@ class SampleWriter:
             answers[places] = [texts[row] for row in rows.tolist()]
         prompts = [self._prompt(job.split, row) for row in job.rows.tolist()]
         of_prompts = {name: [prompt[name] for prompt in prompts for _ in range(job.each)] for name in prompts[0]}
-        numbers = {name: job.column(name) for name in dict.fromkeys(["score", "reward", *job.numbers])}
-        truncated, complete = numbers.pop("truncated"), numbers.pop("complete")
+        numbers = {name: job.column(name) for name in dict.fromkeys([c.SCORE, c.REWARD, *job.numbers])}
+        truncated, complete = numbers.pop(c.TRUNCATED), numbers.pop(c.COMPLETE)
         reasons = np.where(truncated, "length", np.where(complete, "stop", "aborted")).tolist()
         columns: dict[str, Any] = {"step": np.full(len(answers), job.step), "row": job.rows.repeat(job.each)}
         columns |= {"sample": np.tile(np.arange(job.each), len(job.rows))} | of_prompts | {"answer": answers}
-        columns |= {name: values for name, values in numbers.items() if not name.startswith(_OF_THE_SCORER)}
+        columns |= {name: values for name, values in numbers.items() if not name.startswith(c.SCORER)}
         columns["finish_reason"] = reasons
         for name, values in numbers.items():
-            short = name.removeprefix(_OF_THE_SCORER)
+            short = name.removeprefix(c.SCORER)
             if name != short:
                 columns[name if short in columns else short] = values
         return columns
@@ -137,11 +136,11 @@ class SampleWriter:
         return self._tokenizer.decode(self._prompts[split].prompt(row).tolist(), **options)
 
     def _as_verl_does(self, job: SampleJob, columns: Mapping[str, Any]) -> str:
-        names = [name for name in job.numbers if name.startswith(_OF_THE_SCORER)]
-        extras = {name.removeprefix(_OF_THE_SCORER): job.column(name).tolist() for name in names}
+        names = [name for name in job.numbers if name.startswith(c.SCORER)]
+        extras = {name.removeprefix(c.SCORER): job.column(name).tolist() for name in names}
         inputs = [self._decoded(job.split, row, skip_special_tokens=True) for row in job.rows.tolist()]
         lines = []
-        for place, score in enumerate(job.column("score").tolist()):
+        for place, score in enumerate(job.column(c.SCORE).tolist()):
             line = {"input": inputs[place // job.each], "output": columns["answer"][place]}
             line |= {"gts": columns["ground_truth"][place], "score": score, "step": job.step}
             line |= {name: values[place] for name, values in extras.items() if name not in line}

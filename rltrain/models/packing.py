@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rltrain import columns as c
 from rltrain.batch import Batch
 
 
@@ -121,7 +122,7 @@ def pack(batch: Batch, device: torch.device, *, share: bool = True) -> PackedInp
     if not len(batch):
         one = torch.zeros(1, dtype=torch.long, device=device)
         return PackedInputs(one, one, AttentionPlan.of_lengths([1]), one[:0], one[:0])
-    values, starts = batch.ragged("tokens").values, batch.ragged("tokens").offsets.tolist()
+    values, starts = batch.ragged(c.TOKENS).values, batch.ragged(c.TOKENS).offsets.tolist()
     prompts, answers = _lengths(batch)
     owners = _owners(batch) if share else list(range(len(batch)))
     num_sharing = Counter(owners)
@@ -170,13 +171,13 @@ class _Laid:
 
 def _lengths(batch: Batch) -> tuple[list[int], list[int]]:
     """Tokens of prompt and answer of each sample."""
-    prompts = batch.dense("prompt_length")
-    return prompts.tolist(), (batch.ragged("tokens").lengths - prompts).tolist()
+    prompts = batch.dense(c.PROMPT_LENGTH)
+    return prompts.tolist(), (batch.ragged(c.TOKENS).lengths - prompts).tolist()
 
 
 def _owners(batch: Batch) -> list[int]:
     """A number for each sample: the same for consecutive ones with one prompt, but for those that do not `join` them."""
-    rows = batch.ragged("tokens").rows()
+    rows = batch.ragged(c.TOKENS).rows()
     prompts, answers = _lengths(batch)
     owners: list[int] = []
     first = 0

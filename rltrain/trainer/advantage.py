@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rltrain import columns as c
 from rltrain.algorithms.advantages import Moments, OutcomeInputs, find_estimator
 from rltrain.algorithms.kl import adapted_kl_coef
 from rltrain.config.schema import Config
@@ -50,26 +51,26 @@ class Advantages:
             if self._passes.estimator.whitens:
                 moments = Moments(*(sums[f"advantages/{name}"] for name in ("count", "total", "squares")))
                 whitening = Whitening(*moments.whitening())
-            samples.update({"advantage": (samples["advantage"] - whitening.shift) * whitening.scale})
+            samples.update({c.ADVANTAGE: (samples[c.ADVANTAGE] - whitening.shift) * whitening.scale})
             return whitening, metrics | m.token_advantage_metrics(sums, whitening.shift, whitening.scale)
         terms = {
             name: torch.from_numpy(known_number(samples, name, self._cfg.reward.on_error))
             for name in self._cfg.algorithm.gdpo_reward_keys
         }
         # Whitening is over the tokens that count in the loss.
-        counted = "loss_tokens" if "loss_tokens" in samples.numbers else "response_length"
-        scores, groups, lengths = (torch.from_numpy(samples[name]) for name in ("reward", "group", counted))
-        baselines = torch.from_numpy(samples["baseline"]) if self._passes.greedy_baseline else None
+        counted = c.LOSS_TOKENS if c.LOSS_TOKENS in samples.numbers else c.RESPONSE_LENGTH
+        scores, groups, lengths = (torch.from_numpy(samples[name]) for name in (c.REWARD, c.GROUP, counted))
+        baselines = torch.from_numpy(samples[c.BASELINE]) if self._passes.greedy_baseline else None
         inputs = OutcomeInputs(scores, groups, lengths, terms, baselines)
         advantages: Tensor = find_estimator(self._cfg.algorithm.adv_estimator)(inputs, self._cfg.algorithm)
-        samples.update({"advantage": advantages.double().numpy()})
+        samples.update({c.ADVANTAGE: advantages.double().numpy()})
         return Whitening(), metrics | m.outcome_advantage_metrics(samples)
 
     def _kl_penalty(self, samples: Samples) -> Metrics:
         """reward = score - coef * KL; then the controller sets the weight of the next step."""
         coef = self.kl_coef
-        samples.update({"reward": samples["score"] - coef * samples["kl_sum"]})
-        kl = float((samples["kl_sum"] / np.maximum(samples["response_length"], 1)).mean())
+        samples.update({c.REWARD: samples[c.SCORE] - coef * samples[c.KL_SUM]})
+        kl = float((samples[c.KL_SUM] / np.maximum(samples[c.RESPONSE_LENGTH], 1)).mean())
         self.kl_coef = adapted_kl_coef(coef, kl, len(samples), self._cfg.algorithm.kl_ctrl)
         return {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": coef}
 
@@ -77,7 +78,7 @@ class Advantages:
         """Samples [n] without any gradient, which the update may leave out."""
         if not self._passes.skips_silent:
             return np.zeros(len(samples), dtype=bool)
-        return ~samples["signal"] if self._passes.token_advantages else samples["advantage"] == 0
+        return ~samples[c.SIGNAL] if self._passes.token_advantages else samples[c.ADVANTAGE] == 0
 
 
 def check_plugins(cfg: Config) -> Sequence[str]:

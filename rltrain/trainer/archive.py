@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rltrain import columns as c
 from rltrain.config.schema import Config
 from rltrain.controller.sample_writer import SampleJob, WriterProcess, Written
 from rltrain.controller.samples import Samples, driver_bytes
-from rltrain.rewards.processes.pool import EXTRA
 from rltrain.trainer.balance import Ids
 from rltrain.trainer.tracking import Tracker
 
@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 _FILE = re.compile(r"(?:train|val)_(\d+)\.parquet")
 # What is known of an answer besides what the scorer returns, where it is known.
 _NUMBERS = (
-    "score", "reward", "advantage", "rule_score", "model_score", "overlong", "reward_failed", "reward_timeout", "reward_error",
-    "prompt_length", "response_length", "truncated", "complete",
+    c.SCORE, c.REWARD, c.ADVANTAGE, c.RULE_SCORE, c.MODEL_SCORE, c.OVERLONG, c.REWARD_FAILED, c.REWARD_TIMEOUT, c.REWARD_ERROR,
+    c.PROMPT_LENGTH, c.RESPONSE_LENGTH, c.TRUNCATED, c.COMPLETE,
 )  # fmt: skip
 _TABLE = ("step", "data_source", "question", "answer", "ground_truth", "score", "finish_reason")
 _EXAMPLE_EVERY = 10
@@ -118,15 +118,15 @@ def _job(
     ids = (prompts[:, None] * answers_per_prompt + np.arange(each)).ravel()
     names = [name for name in _NUMBERS if name in samples.numbers]
     # What is the score itself need not travel.
-    for name in {"reward", "rule_score"} & set(names):
-        if np.array_equal(samples[name], samples["score"]):
+    for name in {c.REWARD, c.RULE_SCORE} & set(names):
+        if np.array_equal(samples[name], samples[c.SCORE]):
             names.remove(name)
-    names += [name for name in samples.numbers if name.startswith(EXTRA)]
-    numbers = {name: _narrow(samples[name][ids], exact=name != "advantage") for name in names}
+    names += [name for name in samples.numbers if name.startswith(c.SCORER)]
+    numbers = {name: _narrow(samples[name][ids], exact=name != c.ADVANTAGE) for name in names}
     numbers = {name: values[:1] if (values == values[0]).all() else values for name, values in numbers.items()}
-    pieces = samples.request(ids, ["text"]).pieces
+    pieces = samples.request(ids, [c.TEXT]).pieces
     texts = [(piece.ref, _narrow(piece.rows), _narrow(piece.places)) for piece in pieces]
-    return SampleJob(split, step, samples["row"][ids[::each]], each, texts, numbers, np.ones(len(prompts), dtype=bool))
+    return SampleJob(split, step, samples[c.ROW][ids[::each]], each, texts, numbers, np.ones(len(prompts), dtype=bool))
 
 
 def _narrow(values: NDArray[Any], *, exact: bool = True) -> NDArray[Any]:

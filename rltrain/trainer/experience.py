@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rltrain import columns as c
+from rltrain.config.rollout_schema import RolloutConfig, ValKwargs
 from rltrain.config.schema import Config
 from rltrain.controller.samples import Samples
 from rltrain.data.sampler import Sampler
@@ -72,18 +74,12 @@ class Experience:
     def _round(self, timer: StepTimer) -> _Round:
         started = self.line.take(self._draw)
         n = self._rollout.n
-        sampling = self._sampling(greedy=not self._rollout.do_sample)
+        sampling = self._sampling(self._rollout, greedy=not self._rollout.do_sample)
         arrivals = self._rewards.begin("train", len(started) * n)
-        task = GenerateTask(
-            "train",
-            np.array([prompt.row for prompt in started], dtype=np.int32),
-            n,
-            sampling,
-            self._seed,
-            np.array([prompt.draw for prompt in started]),
-            stream=arrivals is not None,
-            **self.line.terms(started),
-        )
+        rows = np.array([prompt.row for prompt in started], dtype=np.int32)
+        draws = np.array([prompt.draw for prompt in started])
+        terms = self.line.terms(started) | {"stream": arrivals is not None}
+        task = GenerateTask("train", rows, n, sampling, self._seed, draws, **terms)
         with timer("gen"):
             generated, metrics = self._policy.generate(task, arrivals, self.line.begun(started))
         samples = generated
@@ -94,9 +90,9 @@ class Experience:
                 arrivals.keep(samples, ids)
         with timer("reward"):
             samples.update(self._rewards.score("train", samples, arrivals))
-        if "rule_score" in samples.numbers:
+        if c.RULE_SCORE in samples.numbers:
             solved = accuracy(samples).clip(0, 1).reshape(-1, n).mean(1)
-            self.sampler.observe(samples["row"][::n].tolist(), solved)
+            self.sampler.observe(samples[c.ROW][::n].tolist(), solved)
         return _Round(samples, generated, metrics | {"reward/compute_s": self._rewards.take_seconds()})
 
     def _draw(self) -> list[Prompt]:
@@ -104,15 +100,9 @@ class Experience:
         self.batches_drawn += 1
         return [Prompt(row, self.batches_drawn) for row in rows]
 
-    def _sampling(self, *, greedy: bool) -> Sampling:
-        return Sampling(
-            max_tokens=self._cfg.data.max_response_length,
-            temperature=self._rollout.temperature,
-            top_k=self._rollout.top_k,
-            top_p=self._rollout.top_p,
-            greedy=greedy,
-            ignore_eos=self._rollout.ignore_eos,
-        )
+    def _sampling(self, cfg: RolloutConfig | ValKwargs, *, greedy: bool) -> Sampling:
+        longest, temperature = self._cfg.data.max_response_length, cfg.temperature or 1.0
+        return Sampling(longest, temperature, cfg.top_k, cfg.top_p, greedy, self._rollout.ignore_eos)
 
     def _useful_prompts(self, samples: Samples) -> Ids:
         """Prompts whose answers differ in ``filter_groups.metric``   (Yu et al. 2025, DAPO, section 3.2)."""
@@ -120,7 +110,7 @@ class Experience:
         if metric == "acc":
             values = accuracy(samples)
         else:
-            values = known_number(samples, "score" if metric == "seq_reward" else metric, self._cfg.reward.on_error)
+            values = known_number(samples, c.SCORE if metric == "seq_reward" else metric, self._cfg.reward.on_error)
         values = values.reshape(-1, self._rollout.n)
         return np.flatnonzero(values.max(1) != values.min(1))
 
@@ -136,32 +126,27 @@ class Experience:
             taken[number] = np.sort(np.concatenate([taken[number], others[: wanted - sum(map(len, taken))]]))
         ids = [(prompts[:, None] * n + np.arange(n)).ravel() for prompts in taken]
         samples = Samples.join(list(zip(rounds, ids, strict=True)))
-        samples.update({"group": np.arange(wanted).repeat(n)})
+        samples.update({c.GROUP: np.arange(wanted).repeat(n)})
         generated = sum(map(len, rounds))
-        tokens = sum(int(each["response_length"].sum()) for each in rounds)
+        tokens = sum(int(each[c.RESPONSE_LENGTH].sum()) for each in rounds)
         return samples, {
             "filter_groups/rounds": float(len(rounds)),
             "filter_groups/prompts_generated": generated / n,
             "filter_groups/prompts_thrown_away": generated / n - num_useful,
             "filter_groups/prompts_filled_up": float(wanted - num_useful),
-            "filter_groups/tokens_thrown_away": float(tokens - int(samples["response_length"].sum())),
+            "filter_groups/tokens_thrown_away": float(tokens - int(samples[c.RESPONSE_LENGTH].sum())),
         }
 
     def add_greedy_baseline(self, samples: Samples, timer: StepTimer) -> None:
         """``baseline`` [n]: the score of the greedy answer to the same prompt (ReMax)."""
         n = self._rollout.n
-        rows = samples["row"][::n]
+        rows = samples[c.ROW][::n]
         with timer("gen_max"):
             task = GenerateTask(
-                "train",
-                rows,
-                1,
-                self._sampling(greedy=True),
-                self._seed,
-                self.batches_drawn,
+                "train", rows, 1, self._sampling(self._rollout, greedy=True), self._seed, self.batches_drawn
             )
             greedy, _ = self._policy.generate(task)
-            samples.update({"baseline": self._rewards.score("train", greedy)["score"].repeat(n)})
+            samples.update({c.BASELINE: self._rewards.score("train", greedy)[c.SCORE].repeat(n)})
             self._rewards.take_seconds()  # timing_s/gen_max has it
 
     def validation(self, step: int, stop: Stop) -> tuple[Samples, dict[str, np.ndarray], int] | None:
@@ -169,14 +154,7 @@ class Experience:
         val = self._rollout.val_kwargs
         greedy = not val.do_sample or val.temperature == 0
         num_samples = 1 if greedy else val.n
-        sampling = Sampling(
-            self._cfg.data.max_response_length,
-            val.temperature or 1.0,
-            val.top_k,
-            val.top_p,
-            greedy,
-            self._rollout.ignore_eos,
-        )
+        sampling = self._sampling(val, greedy=greedy)
         rows = np.arange(self._rewards.num_rows("val"), dtype=np.int32)
         # About as many answers at a time as a step has: nobody who wants to stop waits longer than for a step.
         step_size = self._plan.prompts_per_step * self._plan.answers_per_prompt
@@ -189,7 +167,7 @@ class Experience:
             if stop.requested:
                 return None
         samples = Samples.join([(part, np.arange(len(part))) for part in parts])
-        samples.update({"group": np.arange(len(rows)).repeat(num_samples)})
+        samples.update({c.GROUP: np.arange(len(rows)).repeat(num_samples)})
         scores = self._rewards.score("val", samples)
         self._rewards.take_seconds()  # not part of any step
         return samples, scores, num_samples

@@ -8,23 +8,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rltrain import columns as c
 from rltrain.controller.samples import Samples
-from rltrain.rewards.processes.pool import EXTRA
 
 Metrics = dict[str, float]
-_RATES = {"error": "failed", "timeout": "timeout"}
+_RATES = {"error": c.REWARD_FAILED, "timeout": c.REWARD_TIMEOUT}
 
 
 def sample_metrics(samples: Samples, max_prompt_length: int) -> Metrics:
     """Scores, rewards and lengths. ``clip_ratio`` of answers is the share cut off by the limit."""
-    lengths, having = samples["response_length"], samples["response_length"] > 0
+    lengths, having = samples[c.RESPONSE_LENGTH], samples[c.RESPONSE_LENGTH] > 0
     metrics: Metrics = {"response/aborted_ratio": float((~having).mean())}
-    for name, values in (("critic/score", samples["score"]), ("critic/rewards", samples["reward"])):
+    for name, values in (("critic/score", samples[c.SCORE]), ("critic/rewards", samples[c.REWARD])):
         metrics |= _spread(name, values)
     for name, some in (("response_length", np.ones_like(having)), ("response_length_non_aborted", having)):
         if some.any():
-            metrics |= _spread(name, lengths[some]) | {f"{name}/clip_ratio": float(samples["truncated"][some].mean())}
-    prompts = samples["prompt_length"]
+            metrics |= _spread(name, lengths[some]) | {f"{name}/clip_ratio": float(samples[c.TRUNCATED][some].mean())}
+    prompts = samples[c.PROMPT_LENGTH]
     metrics |= _spread("prompt_length", prompts) | {
         "prompt_length/clip_ratio": float((prompts >= max_prompt_length).mean())
     }
@@ -43,7 +43,7 @@ def _spread(name: str, values: NDArray[Any], weights: NDArray[Any] | None = None
 
 def outcome_advantage_metrics(samples: Samples) -> Metrics:
     """Advantages and returns, where every token of an answer carries the answer's: the mean is weighted by length."""
-    lengths, values = samples["response_length"], samples["advantage"]
+    lengths, values = samples[c.RESPONSE_LENGTH], samples[c.ADVANTAGE]
     return _spread("critic/advantages", values, lengths) | _spread("critic/returns", values, lengths)
 
 
@@ -71,18 +71,18 @@ def reward_metrics(samples: Samples, right: NDArray[np.float64], *, weighted: bo
 
     right [n]: accuracy of each answer. weighted: the rule reward is a sum of the scorer's numbers.
     """
-    metrics = {f"reward/{name}_rate": float(samples[f"reward_{column}"].mean()) for name, column in _RATES.items()}
-    terms = {"rule": "rule_score", "model": "model_score", "overlong": "overlong"}
+    metrics = {f"reward/{name}_rate": float(samples[column].mean()) for name, column in _RATES.items()}
+    terms = {"rule": c.RULE_SCORE, "model": c.MODEL_SCORE, "overlong": c.OVERLONG}
     terms = {name: column for name, column in terms.items() if column in samples.numbers}
     if not weighted and terms.keys() == {"rule"}:
         terms = {}  # it is the score itself
-    extras = {name.removeprefix(EXTRA): name for name in samples.numbers if name.startswith(EXTRA)}
+    extras = {name.removeprefix(c.SCORER): name for name in samples.numbers if name.startswith(c.SCORER)}
     for name, column in (extras | terms).items():
         values = samples[column]
         if values.dtype != object and not np.isnan(values).all():
             metrics[f"reward/{name}/mean"] = float(np.nanmean(values))
-    metrics["reward/truncated_and_wrong"] = float((samples["truncated"] & (right <= 0)).mean())
-    return metrics | group_metrics(samples["group"], samples["reward"], right)
+    metrics["reward/truncated_and_wrong"] = float((samples[c.TRUNCATED] & (right <= 0)).mean())
+    return metrics | group_metrics(samples[c.GROUP], samples[c.REWARD], right)
 
 
 def group_metrics(groups: NDArray[np.int64], rewards: NDArray[np.float64], right: NDArray[np.float64]) -> Metrics:
@@ -217,8 +217,8 @@ def _correlation(sums: dict[str, float], count: float) -> float:
 
 def balance_metrics(samples: Samples, num_engines: int, after: Sequence[int]) -> Metrics:
     """Tokens per data-parallel rank if samples stayed where they were generated, and as they are spread."""
-    lengths = samples["prompt_length"] + samples["response_length"]
-    before = np.bincount(samples["engine"], weights=lengths, minlength=num_engines)
+    lengths = samples[c.PROMPT_LENGTH] + samples[c.RESPONSE_LENGTH]
+    before = np.bincount(samples[c.ENGINE], weights=lengths, minlength=num_engines)
     return {
         "global_seqlen/min": float(before.min()),
         "global_seqlen/max": float(before.max()),
@@ -234,8 +234,8 @@ def throughput_metrics(samples: Samples, timing: Metrics, num_devices: int) -> M
 
     perf/gen_throughput alone counts every token of this step's generation, whether the step learns from it or not.
     """
-    response = int(samples["response_length"].sum())
-    total = response + int(samples["prompt_length"].sum())
+    response = int(samples[c.RESPONSE_LENGTH].sum())
+    total = response + int(samples[c.PROMPT_LENGTH].sum())
     step = timing["timing_s/step"]
     thrown_away = timing.get("filter_groups/tokens_thrown_away", 0.0)
     generated = timing.get("rollout/tail/tokens_generated", response + thrown_away)
@@ -245,8 +245,8 @@ def throughput_metrics(samples: Samples, timing: Metrics, num_devices: int) -> M
         "perf/throughput": total / (step * num_devices),
         "perf/gen_throughput": generated / (timing["timing_s/generate_sequences"] * num_devices),
     }
-    if "scored" in samples.numbers and samples["scored"].any():
-        scored = int((samples["prompt_length"] + samples["response_length"])[samples["scored"]].sum())
+    if c.HAS_OLD_LOG_PROBS in samples.numbers and samples[c.HAS_OLD_LOG_PROBS].any():
+        scored = int((samples[c.PROMPT_LENGTH] + samples[c.RESPONSE_LENGTH])[samples[c.HAS_OLD_LOG_PROBS]].sum())
         metrics["perf/old_log_prob_throughput"] = scored / (timing["timing_s/old_log_prob"] * num_devices)
     for name, tokens in (
         ("gen", response),
@@ -315,14 +315,14 @@ def rollout_metrics(rounds: Sequence[Samples], num_replicas: int) -> Metrics:
     tail = busy = total = 0.0
     lengths = []
     for samples in rounds:
-        served = samples["served"]
-        ended = samples["ended_s"][served]
+        served = samples[c.SERVED]
+        ended = samples[c.ENDED_S][served]
         last = np.zeros(num_replicas)
-        np.maximum.at(last, samples["engine"][served], ended)
+        np.maximum.at(last, samples[c.ENGINE][served], ended)
         tail += float(ended.max() - np.quantile(ended, 0.9))
         busy += float(last.sum())
         total += float(last.max()) * num_replicas
-        lengths.append(samples["response_length"][served & samples["complete"]])
+        lengths.append(samples[c.RESPONSE_LENGTH][served & samples[c.COMPLETE]])
     all_lengths = np.concatenate(lengths)
     percentiles = {f"rollout/response_length/p{q}": float(np.percentile(all_lengths, q)) for q in (50, 90, 99)}
     return {"perf/rollout_tail_s": tail, "perf/rollout_idle_share": 1 - busy / max(total, 1e-9)} | percentiles

@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 import numpy as np
 
+from rltrain import columns as c
 from rltrain.algorithms.aggregation import Denominators
 from rltrain.config.schema import Config
 from rltrain.controller.samples import Samples
 from rltrain.errors import NonFiniteError, RewardError, SyncError
 from rltrain.models.optim import learning_rate
-from rltrain.rewards.processes.pool import EXTRA
 from rltrain.seeds import stream
 from rltrain.stop import Stop
 from rltrain.trainer import metrics as m
@@ -125,7 +125,7 @@ class PPOTrainer:
         scored = np.ones(len(samples), dtype=bool)
         if self.plan.passes.waits_for_update(step):
             scored[self._actor_mini_batches(step)[0]] = False
-        samples.update({"scored": scored})
+        samples.update({c.HAS_OLD_LOG_PROBS: scored})
         if not scored.any():
             return {}
         layout = self._pass(samples, self.plan.log_prob_budget, ids=np.flatnonzero(scored))
@@ -139,8 +139,8 @@ class PPOTrainer:
     def _workload(self, samples: Samples) -> Workload:
         """A pair of query and key costs 4 FLOPs a layer and element of its heads, a token 2 for each weight of a matrix product."""
         pair_cost = 2 * self._model_sizes["attention_width"] / self._model_sizes["matmul_parameters"]
-        prompts, answers = samples["prompt_length"], samples["response_length"]
-        return Workload.of_groups(prompts, answers, samples["group"], pair_cost)
+        prompts, answers = samples[c.PROMPT_LENGTH], samples[c.RESPONSE_LENGTH]
+        return Workload.of_groups(prompts, answers, samples[c.GROUP], pair_cost)
 
     def _mini_batches(self, size: int, epochs: int, shuffle: bool, step: int) -> list[Ids]:
         """Ids of the samples of each optimizer step: prompts with all their answers, every prompt once an epoch over the batch."""
@@ -170,7 +170,7 @@ class PPOTrainer:
         weight_scale = 1.0
         if self.cfg.algorithm.rollout_correction.rollout_is_batch_normalize:
             weight_scale = 1.0 / max(m.mismatch_metrics(measured).get("rollout_corr/rollout_is_mean", 1.0), 1e-8)
-        samples.update({"sample": np.arange(len(samples))})
+        samples.update({c.SAMPLE_ID: np.arange(len(samples))})
         seed = int(stream(self.cfg.data.seed, "selection", step).random_raw())
         tasks = [
             UpdateTask(tuple(each), rate, whitening.shift, whitening.scale, weight_scale, seed)
@@ -179,7 +179,7 @@ class PPOTrainer:
         results = self.actor.update(samples, layout, tasks)
         computed = np.array([self._loss_tokens(samples)[ids].sum() for ids in mini_batches])
         metrics = m.update_metrics(results, computed, "actor") | {"actor/lr": rate}
-        samples.update({"silent": silent})
+        samples.update({c.SILENT: silent})
         metrics |= slack_metrics(layout, work)
         metrics["perf/update_tokens_skipped"] = float(_tokens(samples)[silent].sum() * cfg.ppo_epochs)
         if cfg.use_kl_loss:
@@ -203,7 +203,7 @@ class PPOTrainer:
 
     def _loss_tokens(self, samples: Samples) -> np.ndarray:
         """Tokens of each sample that count in the loss: all, but for what the rollout correction rejected."""
-        return samples.numbers.get("loss_tokens", samples["response_length"])
+        return samples.numbers.get(c.LOSS_TOKENS, samples[c.RESPONSE_LENGTH])
 
     def _denominators(self, samples: Samples, ids: Ids) -> Denominators:
         tokens = self._loss_tokens(samples)[ids]
@@ -321,19 +321,19 @@ class PPOTrainer:
             samples.update(scores)
             self.archive.keep("val", step, samples, num_samples)
             self.archive.show_validation(step, samples, num_samples)
-        hidden = {"score", "reward_failed", "reward_timeout", "reward_error"}
+        hidden = {c.SCORE, c.REWARD_FAILED, c.REWARD_TIMEOUT, c.REWARD_ERROR}
         hidden |= (
-            set() if {"model_score", "overlong"} & scores.keys() else {"rule_score"}
+            set() if {c.MODEL_SCORE, c.OVERLONG} & scores.keys() else {c.RULE_SCORE}
         )  # else it is the reward itself
-        extras = {name.removeprefix(EXTRA): values for name, values in scores.items() if name.startswith(EXTRA)}
-        columns = extras | {name: each for name, each in scores.items() if name not in hidden and EXTRA not in name}
+        extras = {name.removeprefix(c.SCORER): values for name, values in scores.items() if name.startswith(c.SCORER)}
+        columns = extras | {name: each for name, each in scores.items() if name not in hidden and c.SCORER not in name}
         metrics = validation_metrics(self.rewards.data_sources("val"), columns, num_samples)
-        metrics |= timer.metrics() | {"val-aux/response_length/mean": float(samples["response_length"].mean())}
+        metrics |= timer.metrics() | {"val-aux/response_length/mean": float(samples[c.RESPONSE_LENGTH].mean())}
         return metrics | self.callbacks.on_validation(step, metrics)
 
 
 def _tokens(samples: Samples) -> np.ndarray:
-    return samples["prompt_length"] + samples["response_length"]
+    return samples[c.PROMPT_LENGTH] + samples[c.RESPONSE_LENGTH]
 
 
 def _work(layout: Layout, counts: list[Denominators], first_waits: bool = False) -> list[list[MiniBatch]]:

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rltrain import columns as c
 from rltrain.config.critic_schema import OverlongBufferConfig
 from rltrain.config.schema import Config
 from rltrain.controller.samples import Samples
 from rltrain.data.rows import Rows
 from rltrain.errors import RewardError
-from rltrain.rewards.processes.pool import EXTRA, RewardPool, Scoring
+from rltrain.rewards.processes.pool import RewardPool, Scoring
 from rltrain.trainer.balance import Ids
 from rltrain.trainer.roles import RewardModel
 
@@ -56,27 +57,27 @@ class Rewards:
         ``arrivals``: rule rewards that were begun while the answers were generated.
         """
         nothing = np.zeros(len(samples))
-        found = {"score": nothing, "reward_failed": nothing, "reward_timeout": nothing}
+        found = {c.SCORE: nothing, c.REWARD_FAILED: nothing, c.REWARD_TIMEOUT: nothing}
         if self._pool:
             found = self._finish(arrivals or self._all_at_once(split, samples))
         if self._weights:
-            found["score"] = self._weigh(found)
-        total = found["score"]
+            found[c.SCORE] = self._weigh(found)
+        total = found[c.SCORE]
         if self._pool:
-            found["rule_score"] = total
+            found[c.RULE_SCORE] = total
         if self._model:
-            found["model_score"] = self._model.score(split, samples)
-            total = self._cfg.weight * found["model_score"] + self._cfg.rule_weight * total
+            found[c.MODEL_SCORE] = self._model.score(split, samples)
+            total = self._cfg.weight * found[c.MODEL_SCORE] + self._cfg.rule_weight * total
         if self._cfg.reward_manager == "dapo" and self._cfg.overlong_buffer.enable:
-            found["overlong"] = overlong_penalty(
-                samples["response_length"], self._max_length, self._cfg.overlong_buffer
+            found[c.OVERLONG] = overlong_penalty(
+                samples[c.RESPONSE_LENGTH], self._max_length, self._cfg.overlong_buffer
             )
-            total = total + found["overlong"]
-        return found | {"score": total, "reward": total}
+            total = total + found[c.OVERLONG]
+        return found | {c.SCORE: total, c.REWARD: total}
 
     def _weigh(self, found: dict[str, Column]) -> Floats:
         """The weighted sum of ``reward.weights``; an answer that could not be scored keeps ``reward.on_error``."""
-        failed = found["reward_failed"] > 0
+        failed = found[c.REWARD_FAILED] > 0
         total = np.zeros(len(failed))
         for name, weight in self._weights.items():
             term = _floats(found.get(column_of(name, found)), len(failed))
@@ -85,7 +86,7 @@ class Rewards:
                     f"reward.weights.{name}: the scorer returned no number '{name}' for some answers. Leave it out."
                 )
             total = total + weight * np.nan_to_num(term)
-        return np.where(failed, found["score"], total)
+        return np.where(failed, found[c.SCORE], total)
 
     def _all_at_once(self, split: str, samples: Samples) -> Arrivals:
         assert self._pool is not None
@@ -132,10 +133,10 @@ class Arrivals:
         arrived = np.zeros(len(samples), dtype=bool)
         for each in self.ids:
             arrived[each[each >= 0]] = True
-        for part in samples.parts_with("text"):
+        for part in samples.parts_with(c.TEXT):
             missing = ~arrived[part.ids]
             if missing.any():
-                self.scoring.add(part.ref, samples["row"][part.ids[missing]], part.rows[missing])
+                self.scoring.add(part.ref, samples[c.ROW][part.ids[missing]], part.rows[missing])
                 self.ids.append(part.ids[missing])
 
     def tick(self) -> None:
@@ -145,13 +146,13 @@ class Arrivals:
 
 def column_of(name: str, columns: Mapping[str, Any]) -> str:
     """The column of a number that the configuration names: the scorer's own, else the trainer's (``score``)."""
-    return EXTRA + name if EXTRA + name in columns else name
+    return c.SCORER + name if c.SCORER + name in columns else name
 
 
 def accuracy(samples: Samples) -> Floats:
     """``acc`` of each answer; where its scorer returns a bare number (or there is a reward model alone), the score."""
-    score = samples.numbers.get("rule_score", samples["score"])
-    acc = _floats(samples.numbers.get(EXTRA + "acc"), len(samples))
+    score = samples.numbers.get(c.RULE_SCORE, samples[c.SCORE])
+    acc = _floats(samples.numbers.get(c.SCORER + "acc"), len(samples))
     return np.where(np.isnan(acc), score, acc)
 
 
@@ -164,7 +165,7 @@ def known_number(samples: Samples, name: str, on_error: float) -> Floats:
     """A number the scorer returns [n]; ``on_error`` where scoring failed. Raises RewardError where a scored answer has none."""
     values = _floats(samples[column_of(name, samples.numbers)], len(samples))
     missing = np.isnan(values)
-    if (missing & (samples["reward_failed"] == 0)).any():
+    if (missing & (samples[c.REWARD_FAILED] == 0)).any():
         raise RewardError(
             f"the scorer returned no number '{name}' for some answers, and the configuration asks for it."
         )

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from rltrain import columns as c
 from rltrain.config.step_passes import StepPasses
 from rltrain.controller.group import Stream, WorkerGroup
 from rltrain.controller.samples import Request, Samples, whole
@@ -17,8 +18,8 @@ from rltrain.trainer.balance import Ids, Layout
 from rltrain.trainer.metrics import Metrics
 from rltrain.workers.tasks import GenerateTask, MiniBatch, UpdateTask
 
-_PROMPT_AND_ANSWER = ("tokens", "prompt_length", "response_length")
-GENERATED = (*_PROMPT_AND_ANSWER, "rollout_log_probs")
+_PROMPT_AND_ANSWER = (c.TOKENS, c.PROMPT_LENGTH, c.RESPONSE_LENGTH)
+GENERATED = (*_PROMPT_AND_ANSWER, c.ROLLOUT_LOG_PROBS)
 Numbers = dict[str, Any]
 
 
@@ -103,7 +104,7 @@ class Policy(_Role):
         self._calls = 0
         self._lengths = ResponseLengths()
         self._passes = passes
-        self._old = "rollout_log_probs" if passes.bypass else "old_log_probs"
+        self._old = c.ROLLOUT_LOG_PROBS if passes.bypass else c.OLD_LOG_PROBS
 
     def generate(
         self, task: GenerateTask, listener: Listener | None = None, begun: Request | None = None
@@ -127,59 +128,59 @@ class Policy(_Role):
         arguments = [task] if begun is None else [task, begun]
         results = self._group.call_with_payload("rollout.generate", arguments, num_objects=2, stream=stream)
         samples = Samples(len(task.rows) * n)
-        served = [(payload, texts, numbers) for payload, texts, numbers in results if "ids" in numbers]
+        served = [(payload, texts, numbers) for payload, texts, numbers in results if c.SLOT in numbers]
         for payload, texts, numbers in served:
-            samples.attach([whole(payload, GENERATED, numbers["ids"]), whole(texts, ("text",), numbers["ids"])])
+            samples.attach([whole(payload, GENERATED, numbers[c.SLOT]), whole(texts, (c.TEXT,), numbers[c.SLOT])])
         samples.update(_by_sample([numbers for *_, numbers in served], len(samples)))
         places = np.arange(len(task.rows)).repeat(n)
-        samples.update({"group": places, "row": task.rows[places]})
+        samples.update({c.GROUP: places, c.ROW: task.rows[places]})
         # What was given up counts as the longest there can be, so that it starts first the next time.
-        lengths = np.where(samples["complete"], samples["response_length"], task.sampling.max_tokens)
+        lengths = np.where(samples[c.COMPLETE], samples[c.RESPONSE_LENGTH], task.sampling.max_tokens)
         asked = np.ones(len(samples), dtype=bool) if task.todo is None else task.todo.ravel()
-        self._lengths.observe(task.split, samples["row"][asked], lengths[asked])
+        self._lengths.observe(task.split, samples[c.ROW][asked], lengths[asked])
         return samples, m.generation_metrics([numbers for *_, numbers in results])
 
     def log_probs(self, samples: Samples, layout: Layout) -> Numbers:
         """Attach ``old_log_probs`` and the rollout correction; returns sums of entropy, mismatch and correction."""
-        made = ["old_log_probs"]
-        made += ["is_weights"] if self._passes.importance_weights else []
-        made += ["loss_mask"] if self._passes.rejects else []
-        numbers = ["given"] if "given" in samples.numbers else []
+        made = [c.OLD_LOG_PROBS]
+        made += [c.IS_WEIGHTS] if self._passes.importance_weights else []
+        made += [c.LOSS_MASK] if self._passes.rejects else []
+        numbers = [c.CARRIED_LENGTH] if c.CARRIED_LENGTH in samples.numbers else []
         return m.add_up(self._score("actor.log_probs", samples, layout, GENERATED, made, numbers=numbers))
 
     def ref_log_probs(self, samples: Samples, layout: Layout) -> None:
         """Attach ``ref_log_probs``, and with a KL in the reward ``ref_kl``; the samples get ``kl_sum``."""
         columns = [*_PROMPT_AND_ANSWER, self._old] if self._passes.kl_in_reward else _PROMPT_AND_ANSWER
-        made = ["ref_log_probs"] if self._passes.ref_log_probs else []
-        made += ["ref_kl"] if self._passes.kl_in_reward else []
+        made = [c.REF_LOG_PROBS] if self._passes.ref_log_probs else []
+        made += [c.REF_KL] if self._passes.kl_in_reward else []
         self._score("actor.ref_log_probs", samples, layout, columns, made)
 
     def token_advantages(self, samples: Samples, layout: Layout, kl_coef: float) -> Numbers:
         """Attach ``advantages`` and ``returns``; returns their sums over all ranks."""
-        wanted = ["response_length"]
-        wanted += ["values"] if self._passes.values else []
-        wanted += ["ref_kl"] if self._passes.kl_in_reward else []
-        wanted += ["loss_mask"] if self._passes.rejects_early else []
-        numbers = ["score", *(["baseline"] if self._passes.greedy_baseline else [])]
+        wanted = [c.RESPONSE_LENGTH]
+        wanted += [c.VALUES] if self._passes.values else []
+        wanted += [c.REF_KL] if self._passes.kl_in_reward else []
+        wanted += [c.LOSS_MASK] if self._passes.rejects_early else []
+        numbers = [c.SCORE, *([c.BASELINE] if self._passes.greedy_baseline else [])]
         return m.add_up(
-            self._score("advantages", samples, layout, wanted, ["advantages", "returns"], [kl_coef], numbers)
+            self._score("advantages", samples, layout, wanted, [c.ADVANTAGES, c.RETURNS], [kl_coef], numbers)
         )
 
     def update(self, samples: Samples, layout: Layout, tasks: list[UpdateTask]) -> list[Numbers]:
         """Run the optimizer steps; returns what each data-parallel rank summed."""
         columns = [*_PROMPT_AND_ANSWER, self._old]
         passes = self._passes
-        columns += ["ref_log_probs"] if passes.sampled_kl_in_loss else []
-        columns += ["advantages"] if passes.token_advantages else []
-        columns += ["is_weights"] if passes.importance_weights and not passes.bypass else []
-        columns += ["loss_mask"] if passes.rejects_early else []
+        columns += [c.REF_LOG_PROBS] if passes.sampled_kl_in_loss else []
+        columns += [c.ADVANTAGES] if passes.token_advantages else []
+        columns += [c.IS_WEIGHTS] if passes.importance_weights and not passes.bypass else []
+        columns += [c.LOSS_MASK] if passes.rejects_early else []
         optional: tuple[str, ...] = ()
         if not all(mini.has_old_log_probs for task in tasks for mini in task.mini_batches):
-            optional = ("old_log_probs", "is_weights")  # the first mini-batch has none
-            columns = [*(name for name in columns if name not in optional), "rollout_log_probs"]
-        numbers = ["sample"] if passes.token_advantages else ["sample", "advantage"]
+            optional = (c.OLD_LOG_PROBS, c.IS_WEIGHTS)  # the first mini-batch has none
+            columns = [*(name for name in columns if name not in optional), c.ROLLOUT_LOG_PROBS]
+        numbers = [c.SAMPLE_ID] if passes.token_advantages else [c.SAMPLE_ID, c.ADVANTAGE]
         compares = passes.bypass or bool(optional)
-        numbers += ["given"] if compares and "given" in samples.numbers else []
+        numbers += [c.CARRIED_LENGTH] if compares and c.CARRIED_LENGTH in samples.numbers else []
         work = [
             [samples.request(ids, columns, numbers, optional), task]
             for ids, task in zip(layout.ids, tasks, strict=True)
@@ -227,13 +228,13 @@ class Critic(_Role):
 
     def values(self, samples: Samples, layout: Layout) -> None:
         """Attach ``values``."""
-        self._score("critic.values", samples, layout, _PROMPT_AND_ANSWER, ["values"])
+        self._score("critic.values", samples, layout, _PROMPT_AND_ANSWER, [c.VALUES])
 
     def update(
         self, samples: Samples, layout: Layout, work: list[list[MiniBatch]], learning_rate: float
     ) -> list[Numbers]:
         """Run the optimizer steps; returns what each data-parallel rank summed."""
-        columns = [*_PROMPT_AND_ANSWER, "values", "returns", *(["loss_mask"] if self._with_mask else [])]
+        columns = [*_PROMPT_AND_ANSWER, c.VALUES, c.RETURNS, *([c.LOSS_MASK] if self._with_mask else [])]
         return self._update(
             [
                 [samples.request(ids, columns), mini_batches, learning_rate]
@@ -250,25 +251,25 @@ class RewardModel(_Role):
 
     def score(self, split: str, samples: Samples) -> np.ndarray:
         """Score of each answer [n], whose text is spread over the ranks by length."""
-        shares = _deal(samples["prompt_length"] + samples["response_length"], self._group.world)
-        work = [[samples.request(ids, ["text"], ["row"]), split] for ids in shares]
+        shares = _deal(samples[c.PROMPT_LENGTH] + samples[c.RESPONSE_LENGTH], self._group.world)
+        work = [[samples.request(ids, [c.TEXT], [c.ROW]), split] for ids in shares]
         scores = np.zeros(len(samples))
         for ids, numbers in zip(shares, self._group.call("reward_model.score", per_rank=work), strict=True):
-            scores[ids] = numbers["model_score"]
+            scores[ids] = numbers[c.MODEL_SCORE]
         return scores
 
 
 def _by_sample(found: Sequence[Numbers], num_samples: int) -> Numbers:
     """Numbers of the samples, from those that each replica has for the samples it served; ``engine``: which one it was."""
-    ids = np.concatenate([numbers["ids"] for numbers in found])
+    ids = np.concatenate([numbers[c.SLOT] for numbers in found])
     columns = {
         name: np.concatenate([numbers[name] for numbers in found])
         for name, values in found[0].items()
-        if isinstance(values, np.ndarray) and name != "ids"
+        if isinstance(values, np.ndarray) and name != c.SLOT
     }
-    columns["served"] = np.ones(len(ids), dtype=bool)
-    columns["complete"] = ~columns.pop("aborted")
-    columns["engine"] = np.arange(len(found)).repeat([len(numbers["ids"]) for numbers in found])
+    columns[c.SERVED] = np.ones(len(ids), dtype=bool)
+    columns[c.COMPLETE] = ~columns.pop(c.ABORTED)
+    columns[c.ENGINE] = np.arange(len(found)).repeat([len(numbers[c.SLOT]) for numbers in found])
     placed = {name: np.zeros(num_samples, values.dtype) for name, values in columns.items()}
     for name, values in columns.items():
         placed[name][ids] = values

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from rltrain import columns as c
 from rltrain.config.schema import Config
 from rltrain.controller.samples import Request, Samples
 from rltrain.trainer.balance import Ids
@@ -16,7 +17,7 @@ from rltrain.trainer.plan import Plan
 from rltrain.trainer.roles import GENERATED
 
 # What is known of an answer that no engine has worked on in this step, because it was finished before or had to wait.
-_KEPT = ("prompt_length", "response_length", "truncated", "complete", "engine", "given", "token_ages", "oldest")
+_KEPT = (c.PROMPT_LENGTH, c.RESPONSE_LENGTH, c.TRUNCATED, c.COMPLETE, c.ENGINE, c.TOKEN_AGES, c.OLDEST)
 State = list[list[int]]
 
 
@@ -61,7 +62,7 @@ class PromptLine:
         todo = np.ones((len(started), self._n), dtype=bool)
         for place, prompt in enumerate(started):
             if prompt.answers:
-                todo[place] = ~prompt.answers["complete"]
+                todo[place] = ~prompt.answers[c.COMPLETE]
         enough = max(1, self._wanted - int((~todo.any(1)).sum()))
         return {"enough": enough, "must": self._num_waited_for(started), "todo": todo if self._carries else None}
 
@@ -81,14 +82,14 @@ class PromptLine:
         pieces, ids = [], []
         for place, prompt in enumerate(started):
             if prompt.answers:
-                mine = np.flatnonzero(~prompt.answers["complete"] & (prompt.answers["response_length"] > 0))
+                mine = np.flatnonzero(~prompt.answers[c.COMPLETE] & (prompt.answers[c.RESPONSE_LENGTH] > 0))
                 pieces.append((prompt.answers, mine))
                 ids.append(place * self._n + mine)
         if not sum(map(len, ids)):
             return None
         answers = Samples.join(pieces)
-        answers.update({"id": np.concatenate(ids)})
-        return answers.request(np.arange(len(answers)), GENERATED, ["id"])
+        answers.update({c.SLOT: np.concatenate(ids)})
+        return answers.request(np.arange(len(answers)), GENERATED, [c.SLOT])
 
     def settle(self, started: Sequence[Prompt], samples: Samples) -> tuple[Samples, Ids, Metrics]:
         """The batch: the first prompts, in the order of the line, that have all their answers; their ids; what it cost.
@@ -98,18 +99,18 @@ class PromptLine:
         n = self._n
         if self._carries:
             self._add_earlier(started, samples)
-        complete = np.flatnonzero(samples["complete"].reshape(-1, n).all(1))
+        complete = np.flatnonzero(samples[c.COMPLETE].reshape(-1, n).all(1))
         chosen = complete[: self._wanted]
         left = np.setdiff1d(np.arange(len(started)), chosen)
         ids, left_ids = ((places[:, None] * n + np.arange(n)).ravel() for places in (chosen, left))
         batch = Samples.join([(samples, ids)])
-        batch.update({"group": np.arange(len(chosen)).repeat(n)})
+        batch.update({c.GROUP: np.arange(len(chosen)).repeat(n)})
         metrics = {"rollout/tail/age_max": float(max(started[place].age for place in chosen.tolist()))}
-        served = samples["served"]
-        new_tokens = np.where(served, samples["response_length"], 0)
+        served = samples[c.SERVED]
+        new_tokens = np.where(served, samples[c.RESPONSE_LENGTH], 0)
         if self._carries:
             metrics |= _staleness(batch)
-            new_tokens -= np.where(served, samples["given"], 0)
+            new_tokens -= np.where(served, samples[c.CARRIED_LENGTH], 0)
             metrics["rollout/tail/prompts_carried_over"] = float(len(left))
         else:
             metrics["rollout/tail/prompts_thrown_away"] = float(len(left))
@@ -125,25 +126,22 @@ class PromptLine:
     def _add_earlier(self, started: Sequence[Prompt], samples: Samples) -> None:
         """Put the answers that earlier steps have left beside those of this one."""
         nothing = np.zeros(len(samples), dtype=np.int64)
-        samples.update({name: nothing.copy() for name in ("given", "token_ages", "oldest")})
+        samples.update({name: nothing.copy() for name in (c.CARRIED_LENGTH, c.TOKEN_AGES, c.OLDEST)})
         for place, prompt in enumerate(started):
             if prompt.answers:
                 ids = place * self._n + np.arange(self._n)
-                for name in ("token_ages", "oldest"):
+                for name in (c.TOKEN_AGES, c.OLDEST):
                     samples[name][ids] = prompt.answers[name]
-                samples["given"][ids] = prompt.answers["response_length"]
-                mine = np.flatnonzero(~samples["served"][ids])
-                samples.adopt(prompt.answers, mine, ids[mine], [name for name in _KEPT if name != "given"])
+                samples[c.CARRIED_LENGTH][ids] = prompt.answers[c.RESPONSE_LENGTH]
+                mine = np.flatnonzero(~samples[c.SERVED][ids])
+                samples.adopt(prompt.answers, mine, ids[mine], _KEPT)
 
     def _aged(self, samples: Samples, place: int) -> Samples:
         """The answers of one prompt as the next step finds them: every token is a step older."""
         answers = Samples.join([(samples, place * self._n + np.arange(self._n))])
-        lengths = answers["response_length"]
+        lengths = answers[c.RESPONSE_LENGTH]
         answers.update(
-            {
-                "token_ages": answers["token_ages"] + lengths,
-                "oldest": np.where(lengths > 0, answers["oldest"] + 1, 0),
-            }
+            {c.TOKEN_AGES: answers[c.TOKEN_AGES] + lengths, c.OLDEST: np.where(lengths > 0, answers[c.OLDEST] + 1, 0)}
         )
         return answers
 
@@ -158,10 +156,10 @@ class PromptLine:
 
 def _staleness(batch: Samples) -> Metrics:
     """What of the batch earlier policies have sampled. staleness: age of a token in steps, mean over tokens, and the largest."""
-    given = batch["given"]
+    given = batch[c.CARRIED_LENGTH]
     return {
         "rollout/tail/carried_tokens": float(given.sum()),
         "rollout/tail/carried_samples": float((given > 0).sum()),
-        "rollout/tail/staleness/mean": float(batch["token_ages"].sum() / max(batch["response_length"].sum(), 1)),
-        "rollout/tail/staleness/max": float(batch["oldest"].max()),
+        "rollout/tail/staleness/mean": float(batch[c.TOKEN_AGES].sum() / max(batch[c.RESPONSE_LENGTH].sum(), 1)),
+        "rollout/tail/staleness/max": float(batch[c.OLDEST].max()),
     }

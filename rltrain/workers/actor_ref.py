@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from rltrain import columns as c
 from rltrain.algorithms.aggregation import all_ones
 from rltrain.algorithms.correction import accepted, compare, importance_weights
 from rltrain.algorithms.kl import kl_per_token
@@ -121,8 +122,8 @@ class ActorRefWorker:
         columns, sums = self._compare(log_probs, batch)
         numbers: Numbers = sums | {"entropy": float(entropy.values.double().sum())}
         if self._rules:
-            numbers["loss_tokens"] = columns["loss_mask"].sum().long().numpy()
-        return Batch({"old_log_probs": log_probs, **columns}), numbers
+            numbers[c.LOSS_TOKENS] = columns[c.LOSS_MASK].sum().long().numpy()
+        return Batch({c.OLD_LOG_PROBS: log_probs, **columns}), numbers
 
     @torch.no_grad()
     def ref_log_probs(self, batch: Batch, micro_sizes: Sequence[int]) -> tuple[Batch, Numbers]:
@@ -132,19 +133,19 @@ class ActorRefWorker:
         columns: dict[str, Ragged] = {}
         if passes.ref_log_probs:
             with adapters_off(self._reference):
-                columns["ref_log_probs"], _ = self._score(self._reference, batch, micro_sizes, with_entropy=False)
+                columns[c.REF_LOG_PROBS], _ = self._score(self._reference, batch, micro_sizes, with_entropy=False)
         if passes.exact_kl_in_reward:
             self._policy.eval()
             found = [self._exact_kl(micro) for micro in batch.split(micro_sizes)]
-            columns["ref_kl"] = Ragged(torch.cat(found), _answer_lengths(batch))
+            columns[c.REF_KL] = Ragged(torch.cat(found), _answer_lengths(batch))
             reshard(self._reference)
             reshard(self._policy)
         if not len(batch) or not passes.kl_in_reward:
             return Batch(columns), {}
         if not passes.exact_kl_in_reward:
-            ref = columns["ref_log_probs"]
-            columns["ref_kl"] = ref.like(kl_per_token(self._old(batch), ref.values, self._cfg.algorithm.kl_penalty))
-        return Batch(columns), {"kl_sum": columns["ref_kl"].sum().double().numpy()}
+            ref = columns[c.REF_LOG_PROBS]
+            columns[c.REF_KL] = ref.like(kl_per_token(self._old(batch), ref.values, self._cfg.algorithm.kl_penalty))
+        return Batch(columns), {c.KL_SUM: columns[c.REF_KL].sum().double().numpy()}
 
     def _exact_kl(self, micro: Batch) -> Tensor:
         inputs = pack(micro, self._device.torch_device)
@@ -187,8 +188,8 @@ class ActorRefWorker:
         text, half = torch.tensor(tokens), max(len(tokens) // 2, 1)
         rows = Batch(
             {
-                "tokens": Ragged.from_rows([text.flip(0), text, text, text]),
-                "prompt_length": torch.tensor([1, 1, half, half]),
+                c.TOKENS: Ragged.from_rows([text.flip(0), text, text, text]),
+                c.PROMPT_LENGTH: torch.tensor([1, 1, half, half]),
             }
         )
         log_probs: Tensor = self._policy(pack(rows, self._device.torch_device), 1.0).log_probs.cpu()
@@ -197,12 +198,12 @@ class ActorRefWorker:
         return torch.cat([whole[: half - 1], shared])
 
     def _compare(self, log_probs: Ragged, batch: Batch) -> tuple[dict[str, Ragged], dict[str, float]]:
-        weighs, engine = self._passes.importance_weights, batch.ragged("rollout_log_probs")
+        weighs, engine = self._passes.importance_weights, batch.ragged(c.ROLLOUT_LOG_PROBS)
         return compare(log_probs, engine, self._correction, _given(batch), weighs=weighs)
 
     def _old(self, batch: Batch) -> Tensor:
         """log pi_old: the trainer's own, or with bypass_mode the engine's."""
-        return batch.ragged("rollout_log_probs" if self._passes.bypass else "old_log_probs").values
+        return batch.ragged(c.ROLLOUT_LOG_PROBS if self._passes.bypass else c.OLD_LOG_PROBS).values
 
     # -- update --------------------------------------------------------------------------------------------------------
 
@@ -231,9 +232,9 @@ class ActorRefWorker:
         sums = self._measure(micro, log_probs, entropy) if measures else {}
         micro = micro.to(self._device.torch_device)
         if self._passes.sampled_kl_in_loss:
-            kl = kl_per_token(log_probs, micro.ragged("ref_log_probs").values, self._actor_cfg.kl_loss_type)
+            kl = kl_per_token(log_probs, micro.ragged(c.REF_LOG_PROBS).values, self._actor_cfg.kl_loss_type)
         mask, weights = self._correct(micro, log_probs.detach(), task)
-        selected = micro.ragged("selected").values if "selected" in micro else None
+        selected = micro.ragged(c.SELECTED).values if c.SELECTED in micro else None
         policy_inputs = PolicyLossInputs(log_probs, self._old(micro), _advantages(micro, task), mask, selected)
         share = actor_loss(
             policy_inputs,
@@ -251,20 +252,20 @@ class ActorRefWorker:
 
     def _measure(self, micro: Batch, log_probs: Tensor, entropy: Tensor | None) -> dict[str, float]:
         """What the old_log_prob pass measures, from the update's own forward; and its columns where ``micro`` has none."""
-        log_prob = micro.ragged("rollout_log_probs").like(log_probs.detach().cpu())
+        log_prob = micro.ragged(c.ROLLOUT_LOG_PROBS).like(log_probs.detach().cpu())
         columns, sums = self._compare(log_prob, micro)
         if not self._passes.bypass:
-            micro.update({"old_log_probs": log_prob, **columns})
+            micro.update({c.OLD_LOG_PROBS: log_prob, **columns})
         return sums if entropy is None else sums | {"entropy": float(entropy.detach().cpu().double().sum())}
 
     def _correct(self, micro: Batch, log_probs: Tensor, task: UpdateTask) -> tuple[Ragged, Tensor | None]:
         """(tokens that count, importance weights). With bypass_mode both follow from the current policy."""
-        mask = all_ones(micro.dense("response_length"), log_probs.device)
+        mask = all_ones(micro.dense(c.RESPONSE_LENGTH), log_probs.device)
         if not self._passes.bypass:
-            mask = micro.ragged("loss_mask") if "loss_mask" in micro else mask
-            weights = micro.ragged("is_weights").values * task.weight_scale if "is_weights" in micro else None
+            mask = micro.ragged(c.LOSS_MASK) if c.LOSS_MASK in micro else mask
+            weights = micro.ragged(c.IS_WEIGHTS).values * task.weight_scale if c.IS_WEIGHTS in micro else None
             return mask, weights
-        log_ratio = mask.like(log_probs - micro.ragged("rollout_log_probs").values)
+        log_ratio = mask.like(log_probs - micro.ragged(c.ROLLOUT_LOG_PROBS).values)
         weighs = self._passes.importance_weights
         weights = importance_weights(log_ratio, self._correction).values if weighs else None
         return accepted(log_ratio, self._rules), weights
@@ -274,13 +275,13 @@ class ActorRefWorker:
         """Add the column ``selected`` to the micro-batches of one mini-batch."""
         having = [micro for micro in micros if len(micro)]
         if self._scored_at == self._updater.num_steps:
-            current = [micro.ragged("old_log_probs").values for micro in having]
+            current = [micro.ragged(c.OLD_LOG_PROBS).values for micro in having]
         else:
             scored = [self._score(self._policy, micro, [len(micro)], False)[0].values for micro in micros]
             current = [each for each, micro in zip(scored, micros, strict=True) if len(micro)]
             self._policy.train()
         empty = torch.zeros(0)
-        lengths = [micro.dense("response_length") for micro in having]
+        lengths = [micro.dense(c.RESPONSE_LENGTH) for micro in having]
         masks = [self._correct(micro, each, task)[0].values.cpu() for micro, each in zip(having, current, strict=True)]
         mask = Ragged(torch.cat([empty, *masks]), torch.cat([empty.long(), *lengths]))
         inputs = PolicyLossInputs(
@@ -295,7 +296,7 @@ class ActorRefWorker:
         # On the CPU, where everything is: a few numbers a token, in a precision that not every accelerator has.
         chosen = select(inputs, numbers, self._entry.selection, mini.denominators.tokens, self._actor_cfg)
         for micro, part in zip(having, mask.like(chosen).split([len(micro) for micro in having]), strict=True):
-            micro.update({"selected": part})
+            micro.update({c.SELECTED: part})
 
     # -- saving --------------------------------------------------------------------------------------------------------
 
@@ -319,15 +320,15 @@ class ActorRefWorker:
 
 def _given(batch: Batch) -> Tensor | None:
     """Tokens of each answer [n] that an earlier policy sampled, where there are such answers."""
-    return batch.dense("given") if "given" in batch else None
+    return batch.dense(c.CARRIED_LENGTH) if c.CARRIED_LENGTH in batch else None
 
 
 def _answer_lengths(batch: Batch) -> Tensor:
-    return batch.dense("response_length") if len(batch) else torch.zeros(0, dtype=torch.long)
+    return batch.dense(c.RESPONSE_LENGTH) if len(batch) else torch.zeros(0, dtype=torch.long)
 
 
 def _advantages(micro: Batch, task: UpdateTask) -> Tensor:
     """One advantage a token: the token's own, whitened, or that of its answer."""
-    if "advantages" in micro:
-        return (micro.ragged("advantages").values - task.shift) * task.scale
-    return micro.dense("advantage").float().repeat_interleave(micro.dense("response_length"))
+    if c.ADVANTAGES in micro:
+        return (micro.ragged(c.ADVANTAGES).values - task.shift) * task.scale
+    return micro.dense(c.ADVANTAGE).float().repeat_interleave(micro.dense(c.RESPONSE_LENGTH))

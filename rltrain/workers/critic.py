@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from rltrain import columns as c
 from rltrain.algorithms.aggregation import all_ones, token_weights
 from rltrain.algorithms.losses import LossShare, aggregate, finish
 from rltrain.algorithms.value_loss import value_loss
@@ -70,8 +71,8 @@ class CriticWorker:
         self._model.eval()
         found = [self._model(pack(micro, self._device.torch_device)).cpu() for micro in batch.split(micro_sizes)]
         reshard(self._model)
-        lengths = batch.dense("response_length") if len(batch) else torch.zeros(0, dtype=torch.long)
-        return Batch({"values": Ragged(torch.cat(found), lengths)}), {}
+        lengths = batch.dense(c.RESPONSE_LENGTH) if len(batch) else torch.zeros(0, dtype=torch.long)
+        return Batch({c.VALUES: Ragged(torch.cat(found), lengths)}), {}
 
     def update(self, batch: Batch, mini_batches: Sequence[MiniBatch], learning_rate: float) -> Numbers:
         """One optimizer step a mini-batch."""
@@ -84,8 +85,8 @@ class CriticWorker:
         if not len(micro):
             return idle(values)
         micro = micro.to(device)
-        mask = micro.ragged("loss_mask") if "loss_mask" in micro else all_ones(micro.dense("response_length"), device)
-        old, returns = micro.ragged("values").values, micro.ragged("returns").values
+        mask = micro.ragged(c.LOSS_MASK) if c.LOSS_MASK in micro else all_ones(micro.dense(c.RESPONSE_LENGTH), device)
+        old, returns = micro.ragged(c.VALUES).values, micro.ragged(c.RETURNS).values
         losses, statistics = value_loss(values, old, returns, self._cfg.cliprange_value)
         loss = aggregate(losses, token_weights(self._cfg.loss_agg_mode, mask, mini.denominators))
         return finish(loss, {"vf_loss": loss}, statistics, mask)

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from rltrain import columns as c
 from rltrain.batch import Batch
 from rltrain.config.schema import Config
 from rltrain.data.chat import ChatEncoder
@@ -73,12 +74,12 @@ class RewardModelWorker:
         scores = torch.cat([each.cpu() for each in found]).double().numpy()
         if not np.isfinite(scores).all():
             raise NonFiniteError(f"the reward model {self._cfg.model.path} gave scores that are not finite.")
-        return {"model_score": scores}
+        return {c.MODEL_SCORE: scores}
 
     def _encode(self, batch: Batch, split: str) -> list[list[int]]:
         if not len(batch):
             return []
-        texts, places = batch["text"], batch.dense("row").tolist()
+        texts, places = batch[c.TEXT], batch.dense(c.ROW).tolist()
         assert isinstance(texts, list)
         conversations = [
             [*self._rows[split][row].prompt, {"role": "assistant", "content": text}]

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rltrain import columns as c
 from rltrain.batch import Batch
 from rltrain.config.schema import Config
 from rltrain.data.chat import PromptStore, chat_encoder
@@ -99,11 +100,7 @@ class RolloutWorker:
             )
             return HFRollout(config, limits=limits, **common)
         self._residency.enter("rollout")  # it measures the memory that is free now
-        common |= {
-            "replica": self._replica,
-            "max_model_len": longest,
-            "override_config": dict(model.override_config),
-        }
+        common |= {"replica": self._replica, "max_model_len": longest, "override_config": dict(model.override_config)}
         if self._rollout.name == "sglang":
             from rltrain.workers.rollout.sglang import SGLangRollout
 
@@ -154,16 +151,16 @@ class RolloutWorker:
             answers = _prepend([given[i][0] if i in given else None for i in ids.tolist()], answers)
             log_probs = _prepend([given[i][1] if i in given else None for i in ids.tolist()], log_probs)
         payload = _join(queue.taken, answers)
-        payload.update({"rollout_log_probs": log_probs})
+        payload.update({c.ROLLOUT_LOG_PROBS: log_probs})
         payload = payload.select(order)
         texts = self._encoder.decode_batch([row.tolist() for row in answers.select(order).rows()])
         per_sample = {
-            "ids": ids,
-            "prompt_length": payload.dense("prompt_length").numpy(),
-            "response_length": payload.dense("response_length").numpy(),
-            "truncated": generation.truncated.numpy(),
-            "aborted": generation.aborted.numpy(),
-            "ended_s": generation.seconds.numpy(),
+            c.SLOT: ids,
+            c.PROMPT_LENGTH: payload.dense(c.PROMPT_LENGTH).numpy(),
+            c.RESPONSE_LENGTH: payload.dense(c.RESPONSE_LENGTH).numpy(),
+            c.TRUNCATED: generation.truncated.numpy(),
+            c.ABORTED: generation.aborted.numpy(),
+            c.ENDED_S: generation.seconds.numpy(),
         }
         return (
             payload,
@@ -257,8 +254,8 @@ def _canary(prompts: dict[str, PromptStore]) -> list[int]:
 def _by_id(begun: Batch | None) -> Given:
     if begun is None:
         return {}
-    heads, ids = begun.dense("prompt_length").tolist(), begun.dense("id").tolist()
-    rows = zip(ids, heads, begun.ragged("tokens").rows(), begun.ragged("rollout_log_probs").rows(), strict=True)
+    heads, ids = begun.dense(c.PROMPT_LENGTH).tolist(), begun.dense(c.SLOT).tolist()
+    rows = zip(ids, heads, begun.ragged(c.TOKENS).rows(), begun.ragged(c.ROLLOUT_LOG_PROBS).rows(), strict=True)
     return {number: (tokens[head:], log_probs) for number, head, tokens, log_probs in rows}
 
 
@@ -274,8 +271,8 @@ def _join(jobs: Sequence[Job], answers: Ragged) -> Batch:
     rows = [torch.cat(pair) for pair in zip(heads, answers.rows(), strict=True)]
     return Batch(
         {
-            "tokens": Ragged.from_rows(rows),
-            "prompt_length": torch.tensor([len(head) for head in heads]),
-            "response_length": answers.lengths,
+            c.TOKENS: Ragged.from_rows(rows),
+            c.PROMPT_LENGTH: torch.tensor([len(head) for head in heads]),
+            c.RESPONSE_LENGTH: answers.lengths,
         }
     )

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rltrain import columns as c
 from rltrain.algorithms.policy_losses import BatchMeans, PolicyLossInputs, Selection
 from rltrain.batch import Batch
 from rltrain.config.schema import ActorConfig
@@ -37,6 +38,6 @@ def select(inputs: PolicyLossInputs, noise: Tensor, selection: Selection, num_to
 
 def noise(micro: Batch, seed: int, mini_batch: int) -> Tensor:
     """A uniform number a token, which depends on the seed, the number of the mini-batch, the sample and the place alone."""
-    lengths = micro.dense("response_length").tolist()
-    drawn = uniforms(sample_seeds(seed, mini_batch, micro.dense("sample").tolist(), 1, "selection"), 0, max(lengths))
+    lengths = micro.dense(c.RESPONSE_LENGTH).tolist()
+    drawn = uniforms(sample_seeds(seed, mini_batch, micro.dense(c.SAMPLE_ID).tolist(), 1, "selection"), 0, max(lengths))
     return torch.from_numpy(np.concatenate([row[:length] for row, length in zip(drawn, lengths, strict=True)]))

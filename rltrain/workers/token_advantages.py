@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rltrain import columns as c
 from rltrain.algorithms.advantages import TokenInputs, find_estimator
 from rltrain.batch import Batch
 from rltrain.config.algorithm_schema import AlgorithmConfig
@@ -22,27 +23,27 @@ def token_advantages(batch: Batch, cfg: AlgorithmConfig, kl_coef: float) -> tupl
     """
     if not len(batch):
         return Batch(), {}
-    lengths = batch.dense("response_length")
+    lengths = batch.dense(c.RESPONSE_LENGTH)
     rewards = Ragged(torch.zeros(int(lengths.sum()), dtype=torch.float64), lengths)
     last = rewards.positions == lengths[rewards.row_ids] - 1
-    rewards.values[last] = batch.dense("score")[lengths > 0].double()
+    rewards.values[last] = batch.dense(c.SCORE)[lengths > 0].double()
     if cfg.use_kl_in_reward:
-        rewards.values.sub_(kl_coef * batch.ragged("ref_kl").values)
-    values = batch.ragged("values") if "values" in batch else None
+        rewards.values.sub_(kl_coef * batch.ragged(c.REF_KL).values)
+    values = batch.ragged(c.VALUES) if c.VALUES in batch else None
     inputs = TokenInputs(
         rewards,
         values.like(values.values.double()) if values else None,
-        batch.dense("baseline") if "baseline" in batch else None,
+        batch.dense(c.BASELINE) if c.BASELINE in batch else None,
     )
     found = find_estimator(cfg.adv_estimator)(inputs, cfg)
-    mask = batch.ragged("loss_mask").values > 0 if "loss_mask" in batch else torch.ones_like(last)
-    numbers: Numbers = {"signal": (found.advantages.like(found.advantages.values.abs()).sum() > 0).numpy()}
-    numbers["advantage"] = found.advantages.mean().nan_to_num().numpy()
+    mask = batch.ragged(c.LOSS_MASK).values > 0 if c.LOSS_MASK in batch else torch.ones_like(last)
+    numbers: Numbers = {c.SIGNAL: (found.advantages.like(found.advantages.values.abs()).sum() > 0).numpy()}
+    numbers[c.ADVANTAGE] = found.advantages.mean().nan_to_num().numpy()
     numbers |= _sums("advantages", found.advantages.values[mask]) | _sums("returns", found.returns.values[mask])
     if values:
         numbers |= _sums("values", values.values[mask].double())
         numbers |= _sums("errors", (found.returns.values - values.values)[mask])
-    columns = {"advantages": found.advantages, "returns": found.returns}
+    columns = {c.ADVANTAGES: found.advantages, c.RETURNS: found.returns}
     return Batch({name: each.like(each.values.float()) for name, each in columns.items()}), numbers
 
 

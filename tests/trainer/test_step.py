@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from rltrain.algorithms import policy_losses
 from rltrain.algorithms.aggregation import Denominators
 from rltrain.batch import Batch
+from rltrain.columns import COLUMNS, SCORER
 from rltrain.config import declarations
 from rltrain.config.declarations import LossTraits
 from rltrain.controller.samples import Samples
@@ -19,7 +20,6 @@ from rltrain.errors import ConfigError, NonFiniteError, RewardError
 from rltrain.models import shard
 from rltrain.models.packing import pack
 from rltrain.ragged import Ragged
-from rltrain.rewards.processes.pool import EXTRA
 from rltrain.stop import Stop
 from rltrain.trainer.advantage import check_plugins
 from rltrain.trainer.progress import Progress
@@ -626,11 +626,11 @@ def test_numbers_of_the_scorer_never_replace_the_trainer_s(make):
     plain, named = make(), make()
     own = plain.experience._round(StepTimer()).samples.numbers.keys()
     score = named.rewards._pool.score
-    names = [*own, "advantage", "loss_tokens", "given", "baseline", "scored", "silent", "sample", "kl_sum", "signal"]
+    names = {*own, *COLUMNS}
 
     def more(split, jobs):
         columns = score(split, jobs)
-        return columns | {EXTRA + name: np.full(len(columns["score"]), 3.0) for name in names if EXTRA not in name}
+        return columns | {SCORER + name: np.full(len(columns["score"]), 3.0) for name in names if SCORER not in name}
 
     named.rewards._pool.score = more
     named.experience._round(StepTimer())

@@ -73,7 +73,7 @@ def sample_batch() -> Batch:
     return Batch({
         "tokens": tokens, "prompt_length": torch.tensor(PROMPTS), "response_length": lengths, "old_log_probs": old,
         "ref_log_probs": old.like(old.values + 0.1 * torch.randn(len(old.values))), "loss_mask": old.like(mask),
-        "is_weights": old.like(torch.rand(len(old.values)) + 0.5), "advantage": torch.randn(7), "sample": torch.arange(7), **columns,
+        "is_weights": old.like(torch.rand(len(old.values)) + 0.5), "advantage": torch.randn(7), "sample_id": torch.arange(7), **columns,
     })  # fmt: skip
 
 

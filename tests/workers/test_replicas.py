@@ -55,7 +55,9 @@ def run(folder: Path, changes: dict, bucket_bytes: int) -> list[list[tuple]]:
         gap = compared["gap"] / compared["tokens"] if len(payload) else 0.0
         rows = [row.tolist() for row in payload.ragged("tokens").rows()] if len(payload) else []
         found = [None] * dist.get_world_size()
-        dist.all_gather_object(found, (numbers.get("ids", np.zeros(0)).tolist(), rows, gap, numbers["sync/canary_gap"]))
+        dist.all_gather_object(
+            found, (numbers.get("slot", np.zeros(0)).tolist(), rows, gap, numbers["sync/canary_gap"])
+        )
         versions.append(found)
         move(worker.actor, step)
     return versions

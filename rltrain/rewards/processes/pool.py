@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from rltrain import columns as c
 from rltrain.data.rows import Rows
 from rltrain.env import adopt, driver_environment
 from rltrain.errors import RewardError, WorkerError, WorkerLost
@@ -25,8 +26,6 @@ logger = logging.getLogger(__name__)
 Columns = dict[str, np.ndarray]
 Job = tuple[Any, np.ndarray, np.ndarray]
 
-# A number of the scorer's own has a column with this before its name, so that it can never be taken for the trainer's.
-EXTRA = "scorer/"
 _CHUNKS_PER_WORKER = 4
 _TIMEOUT_ALARM = 0.1
 _LEAST_MEMORY_MB = 256
@@ -277,20 +276,20 @@ class Scoring:
 
     def _columns(self, scores: list[Score]) -> Columns:
         columns = {
-            "score": np.array([self._on_error if score.value is None else score.value for score in scores], np.float64),
-            "reward_failed": np.array([score.status != "ok" for score in scores], np.float64),
-            "reward_timeout": np.array([score.status == "timeout" for score in scores], np.float64),
+            c.SCORE: np.array([self._on_error if score.value is None else score.value for score in scores], np.float64),
+            c.REWARD_FAILED: np.array([score.status != "ok" for score in scores], np.float64),
+            c.REWARD_TIMEOUT: np.array([score.status == "timeout" for score in scores], np.float64),
         }
         for name in sorted({name for score in scores for name in score.extras}):
             values = [score.extras.get(name) for score in scores]
             if any(isinstance(value, float) for value in values):
                 numbers = [value if isinstance(value, float) else np.nan for value in values]
-                columns[EXTRA + name] = np.array(numbers, np.float64)
+                columns[c.SCORER + name] = np.array(numbers, np.float64)
             else:
-                columns[EXTRA + name] = np.array([value or "" for value in values], dtype=object)
-        if columns["reward_failed"].any():
-            columns["reward_error"] = np.array([score.error or "" for score in scores], dtype=object)
-        num_timeouts = columns["reward_timeout"].sum()
+                columns[c.SCORER + name] = np.array([value or "" for value in values], dtype=object)
+        if columns[c.REWARD_FAILED].any():
+            columns[c.REWARD_ERROR] = np.array([score.error or "" for score in scores], dtype=object)
+        num_timeouts = columns[c.REWARD_TIMEOUT].sum()
         if num_timeouts > _TIMEOUT_ALARM * len(scores):
             logger.warning("%d of %d answers ran out of reward.timeout_s", num_timeouts, len(scores))
         return columns

@@ -5,21 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 
 from rltrain.workers.rollout.base import Job
-
-
-class Store(Protocol):
-    """Counters that all processes share: a torch.distributed.Store."""
-
-    def add(self, key: str, amount: int) -> int:
-        """Add and return the new value; a counter begins at 0."""
-
-    def delete_key(self, key: str) -> bool:
-        """Forget a counter."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +72,7 @@ class JobQueue:
         jobs: Sequence[Job],
         num_dealt: int,
         replica: Replica,
-        store: Store,
+        store: dist.Store,
         key: str,
         enough: int | None = None,
         must: int = 0,

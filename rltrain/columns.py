@@ -1,0 +1,101 @@
+"""Every column of a batch and every number of a sample: name, shape, dtype, maker, readers.
+
+Phases hand data to each other under these names. They are listed here, and code asks for them by these constants, so that a
+reader finds maker and readers of a column with one search, and a misspelt name is an error.
+
+Columns of answer tokens stay in the object store; numbers [n] also live on the driver (`Samples.numbers`) and become columns
+of a batch where a pass requests them. Left out: the scorers' own numbers, whose names users choose (`SCORER`), and the
+sums that a pass returns per rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Shapes: n samples; a ragged column has one row per sample.
+PER_SAMPLE = "[n]"
+PER_ANSWER_TOKEN = "[n, response_length]"
+PER_TOKEN = "[n, prompt_length + response_length]"
+
+
+@dataclass(frozen=True)
+class Column:
+    """What is known of a column. ``dtype`` is NumPy's and torch's name; ``str`` means a list of Python strings."""
+
+    shape: str
+    dtype: str
+    maker: str
+    readers: str
+
+
+COLUMNS: dict[str, Column] = {}
+
+
+def _add(name: str, shape: str, dtype: str, maker: str, readers: str) -> str:
+    COLUMNS[name] = Column(shape, dtype, maker, readers)
+    return name
+
+
+# -- made by the rollout -----------------------------------------------------------------------------------------------
+
+TOKENS = _add("tokens", PER_TOKEN, "int32", "rollout", "every pass, update")
+ROLLOUT_LOG_PROBS = _add("rollout_log_probs", PER_ANSWER_TOKEN, "float32", "rollout", "correction, ref pass, update")
+TEXT = _add("text", PER_SAMPLE, "str", "rollout", "scorers, reward model, files")
+PROMPT_LENGTH = _add("prompt_length", PER_SAMPLE, "int64", "rollout", "balance, metrics")
+RESPONSE_LENGTH = _add("response_length", PER_SAMPLE, "int64", "rollout", "balance, rewards, metrics")
+TRUNCATED = _add("truncated", PER_SAMPLE, "bool", "rollout", "metrics, files")
+ENDED_S = _add("ended_s", PER_SAMPLE, "float32", "rollout", "metrics")
+ABORTED = _add("aborted", PER_SAMPLE, "bool", "rollout", "driver: becomes `complete`")
+# Which answer of its task: place of the prompt * answers per prompt + sample.
+SLOT = _add("slot", PER_SAMPLE, "int64", "rollout; prompt line", "driver; rollout")
+
+# -- known to the driver -----------------------------------------------------------------------------------------------
+
+# The place of the prompt in the data, and in the batch.
+ROW = _add("row", PER_SAMPLE, "int32", "driver", "scorers, reward model, sampler, files")
+GROUP = _add("group", PER_SAMPLE, "int64", "driver", "balance, estimators, metrics")
+SAMPLE_ID = _add("sample_id", PER_SAMPLE, "int64", "update of the actor", "random part of a selection")
+ENGINE = _add("engine", PER_SAMPLE, "int64", "driver: the replica that answered", "metrics")
+# served: a replica worked on the answer in this step; complete: the answer has ended.
+SERVED = _add("served", PER_SAMPLE, "bool", "driver", "prompt line, metrics")
+COMPLETE = _add("complete", PER_SAMPLE, "bool", "driver", "prompt line, metrics, files")
+# Tokens that earlier policies sampled, the sum of all tokens' ages in steps, and the age of the oldest (carry_over).
+CARRIED_LENGTH = _add("carried_length", PER_SAMPLE, "int64", "prompt line", "correction, metrics")
+TOKEN_AGES = _add("token_ages", PER_SAMPLE, "int64", "prompt line", "metrics")
+OLDEST = _add("oldest", PER_SAMPLE, "int64", "prompt line", "metrics")
+
+# -- rewards -----------------------------------------------------------------------------------------------------------
+
+# score: the worth of an answer, put together from rule_score, model_score and overlong. reward: score less the KL penalty.
+SCORE = _add("score", PER_SAMPLE, "float64", "rewards", "advantages, metrics, files")
+REWARD = _add("reward", PER_SAMPLE, "float64", "rewards; less KL: advantages", "estimators, metrics")
+RULE_SCORE = _add("rule_score", PER_SAMPLE, "float64", "scorers", "accuracy, metrics, files")
+MODEL_SCORE = _add("model_score", PER_SAMPLE, "float64", "reward model", "metrics, files")
+OVERLONG = _add("overlong", PER_SAMPLE, "float64", "rewards", "metrics, files")
+REWARD_FAILED = _add("reward_failed", PER_SAMPLE, "float64", "scorers: 1 = failed", "rewards, metrics")
+REWARD_TIMEOUT = _add("reward_timeout", PER_SAMPLE, "float64", "scorers: 1 = timeout", "metrics")
+REWARD_ERROR = _add("reward_error", PER_SAMPLE, "str", "scorers, where one failed", "files")
+BASELINE = _add("baseline", PER_SAMPLE, "float64", "greedy answer (remax)", "advantages")
+# Numbers and texts that a scorer returns besides the score go by this and their own name.
+SCORER = "scorer/"
+
+# -- passes of the models ----------------------------------------------------------------------------------------------
+
+OLD_LOG_PROBS = _add("old_log_probs", PER_ANSWER_TOKEN, "float32", "old_log_prob pass, update", "ref pass, update")
+HAS_OLD_LOG_PROBS = _add("has_old_log_probs", PER_SAMPLE, "bool", "driver", "metrics")
+IS_WEIGHTS = _add("is_weights", PER_ANSWER_TOKEN, "float32", "correction", "actor loss")
+LOSS_MASK = _add("loss_mask", PER_ANSWER_TOKEN, "float32", "correction", "losses, advantages")
+LOSS_TOKENS = _add("loss_tokens", PER_SAMPLE, "int64", "correction", "denominators, estimators")
+REF_LOG_PROBS = _add("ref_log_probs", PER_ANSWER_TOKEN, "float32", "ref pass", "KL in the loss")
+REF_KL = _add("ref_kl", PER_ANSWER_TOKEN, "float32", "ref pass, KL in the reward", "token advantages")
+KL_SUM = _add("kl_sum", PER_SAMPLE, "float64", "ref pass, KL in the reward", "reward of the answer")
+VALUES = _add("values", PER_ANSWER_TOKEN, "float32", "values pass", "token advantages, critic loss")
+
+# -- advantages --------------------------------------------------------------------------------------------------------
+
+ADVANTAGE = _add("advantage", PER_SAMPLE, "float64", "estimators (of tokens: the mean)", "actor loss, metrics")
+ADVANTAGES = _add("advantages", PER_ANSWER_TOKEN, "float32", "token estimators, before whitening", "actor loss")
+RETURNS = _add("returns", PER_ANSWER_TOKEN, "float32", "token estimators", "critic loss")
+SIGNAL = _add("signal", PER_SAMPLE, "bool", "token estimators: 1 = some advantage is not 0", "driver: what to skip")
+SILENT = _add("silent", PER_SAMPLE, "bool", "driver: no gradient, so not computed", "callbacks")
+SELECTED = _add("selected", PER_ANSWER_TOKEN, "bool", "update: tokens a loss treats differently", "actor loss")

@@ -177,11 +177,7 @@ class PromptStore:
 
 
 def encode_prompts(
-    rows: Rows,
-    encoder: ChatEncoder,
-    max_prompt_length: int,
-    filter_overlong: bool = False,
-    truncation: str = "error",
+    rows: Rows, encoder: ChatEncoder, max_prompt_length: int, filter_overlong: bool = False, truncation: str = "error"
 ) -> PromptStore:
     """Token ids of all rows no longer than ``max_prompt_length``.
 

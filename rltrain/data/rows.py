@@ -162,11 +162,7 @@ def read_rows(
 
 
 def scan_rows(
-    files: str | Sequence[str],
-    *,
-    prompt_key: str = "prompt",
-    reward_fn_key: str = "data_source",
-    max_rows: int = -1,
+    files: str | Sequence[str], *, prompt_key: str = "prompt", reward_fn_key: str = "data_source", max_rows: int = -1
 ) -> tuple[Rows, list[str]]:
     """The rows that can be used, perhaps none, and what is wrong with each of the others.
 

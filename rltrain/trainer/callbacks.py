@@ -21,11 +21,7 @@ from rltrain.plugin import load_plugin
 log = logging.getLogger(__name__)
 Metrics = dict[str, float]
 # What a callback may have, and what each is called with; the last of on_step may be left out.
-HOOKS = {
-    "on_step": ("step", "metrics", "samples"),
-    "on_validation": ("step", "metrics"),
-    "on_save": ("step", "folder"),
-}
+HOOKS = {"on_step": ("step", "metrics", "samples"), "on_validation": ("step", "metrics"), "on_save": ("step", "folder")}
 
 
 def callback_problems(names: Sequence[str]) -> Iterator[str]:

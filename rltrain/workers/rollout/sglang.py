@@ -22,14 +22,7 @@ from rltrain.device import Device
 from rltrain.env import prepare_sglang
 from rltrain.errors import ConfigError, SyncError
 from rltrain.workers.rollout.answers import Answer, Taken, generation_of
-from rltrain.workers.rollout.base import (
-    Finished,
-    Generation,
-    Job,
-    Sampling,
-    Source,
-    WeightPiece,
-)
+from rltrain.workers.rollout.base import Finished, Generation, Job, Sampling, Source, WeightPiece
 from rltrain.workers.rollout.queue import Replica
 from rltrain.workers.rollout.rows import header_of, load_rows, report_rows
 
@@ -203,11 +196,7 @@ class SGLangRollout:
         given = job.given[number].tolist() if job.given else []
         prompt = [*job.prompt.tolist(), *given]
         most = min(sampling.max_tokens, self._max_model_len - len(job.prompt)) - len(given)
-        params: dict[str, Any] = {
-            "max_new_tokens": most,
-            "ignore_eos": sampling.ignore_eos,
-            "temperature": 0.0,
-        }
+        params: dict[str, Any] = {"max_new_tokens": most, "ignore_eos": sampling.ignore_eos, "temperature": 0.0}
         if not sampling.greedy:
             params |= {
                 "temperature": sampling.temperature,

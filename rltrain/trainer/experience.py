@@ -62,9 +62,8 @@ class Experience:
         found: Metrics = {}
         if self._cfg.algorithm.filter_groups.enable:
             useful = [self._useful_prompts(samples)]
-            while (
-                sum(map(len, useful)) < self._plan.prompts_per_step and len(rounds) < self._plan.max_generation_rounds
-            ):
+            wanted, most = self._plan.prompts_per_step, self._plan.max_generation_rounds
+            while sum(map(len, useful)) < wanted and len(rounds) < most:
                 rounds.append(self._round(timer))
                 useful.append(self._useful_prompts(rounds[-1].samples))
             samples, found = self._choose([each.samples for each in rounds], useful)
@@ -154,7 +153,6 @@ class Experience:
         val = self._rollout.val_kwargs
         greedy = not val.do_sample or val.temperature == 0
         num_samples = 1 if greedy else val.n
-        sampling = self._sampling(val, greedy=greedy)
         rows = np.arange(self._rewards.num_rows("val"), dtype=np.int32)
         # About as many answers at a time as a step has: nobody who wants to stop waits longer than for a step.
         step_size = self._plan.prompts_per_step * self._plan.answers_per_prompt
@@ -162,7 +160,7 @@ class Experience:
         parts = []
         for first in range(0, len(rows), at_once):
             mine = rows[first : first + at_once]
-            task = GenerateTask("val", mine, num_samples, sampling, self._seed, step)
+            task = GenerateTask("val", mine, num_samples, self._sampling(val, greedy=greedy), self._seed, step)
             parts.append(self._policy.generate(task)[0])
             if stop.requested:
                 return None

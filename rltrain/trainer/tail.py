@@ -140,9 +140,8 @@ class PromptLine:
         """The answers of one prompt as the next step finds them: every token is a step older."""
         answers = Samples.join([(samples, place * self._n + np.arange(self._n))])
         lengths = answers[c.RESPONSE_LENGTH]
-        answers.update(
-            {c.TOKEN_AGES: answers[c.TOKEN_AGES] + lengths, c.OLDEST: np.where(lengths > 0, answers[c.OLDEST] + 1, 0)}
-        )
+        oldest = np.where(lengths > 0, answers[c.OLDEST] + 1, 0)
+        answers.update({c.TOKEN_AGES: answers[c.TOKEN_AGES] + lengths, c.OLDEST: oldest})
         return answers
 
     def state(self) -> State:

@@ -15,20 +15,21 @@ import torch.distributed as dist
 
 from rltrain.batch import Batch
 from rltrain.ragged import Ragged
-from rltrain.workers.tasks import GenerateTask, UpdateTask
+from rltrain.workers.roles import Actor, Rollout
+from rltrain.workers.tasks import Finished, GenerateTask, UpdateTask
 
 Numbers = dict[str, Any]
 
 
-class IdleWorker:
+class IdleWorker(Actor, Rollout):
     """Answers have ``task.sampling.max_tokens`` tokens on average, give or take half."""
 
     def __init__(self, prompt_tokens: int) -> None:
-        self.rollout = self.actor = self
+        self.roles = [self]
         self._rank, self._world, self._prompt_tokens = dist.get_rank(), dist.get_world_size(), prompt_tokens
-        self._finished: SimpleQueue[tuple[list[str], Numbers]] = SimpleQueue()
+        self._finished: SimpleQueue[tuple[list[str], Finished]] = SimpleQueue()
 
-    def generate(self, task: GenerateTask) -> tuple[Batch, list[str], Numbers]:
+    def generate(self, task: GenerateTask, begun: Batch | None = None) -> tuple[Batch, list[str], Numbers]:
         """The columns and numbers of `RolloutWorker.generate`, for a fair share of the prompts."""
         places = np.array_split(np.arange(len(task.rows)), self._world)[self._rank]
         samples = np.tile(np.arange(task.num_samples), len(places))
@@ -36,7 +37,7 @@ class IdleWorker:
         mean = task.sampling.max_tokens
         lengths = np.random.default_rng(self._rank).integers(mean // 2, mean + mean // 2, len(ids), endpoint=True)
         texts = ["an answer"] * len(ids)
-        self._finished.put((texts, {"place": places.repeat(task.num_samples), "sample": samples, "done": True}))
+        self._finished.put((texts, Finished(places.repeat(task.num_samples), samples, True)))
         total = torch.from_numpy(lengths) + self._prompt_tokens
         payload = Batch(
             {
@@ -60,13 +61,13 @@ class IdleWorker:
         }
         return payload, texts, numbers
 
-    def take_finished(self, wait_s: float) -> tuple[list[str], Numbers]:
+    def take_finished(self, wait_s: float) -> tuple[list[str], Finished]:
         """All texts at once, when they are there."""
         try:
             return self._finished.get(timeout=wait_s)
         except Empty:
             nothing = np.zeros(0, dtype=np.int64)
-            return [], {"place": nothing, "sample": nothing, "done": False}
+            return [], Finished(nothing, nothing, False)
 
     def log_probs(self, batch: Batch, micro_sizes: Sequence[int]) -> tuple[Batch, Numbers]:
         """Columns of the length of log-probs."""

@@ -8,6 +8,8 @@ import numpy as np
 
 from rltrain.config.check import check
 from rltrain.config.load import load_config
+from rltrain.controller.calls import Call
+from rltrain.controller.group import WorkerGroup
 from rltrain.controller.samples import Request, assemble
 from rltrain.data.order import BatchOrder
 from rltrain.data.sampler import make_sampler
@@ -36,23 +38,32 @@ class LocalGroup:
         self.worker = worker
         self.calls: list[str] = []
 
-    def call(self, method: str, args: Sequence[Any] = (), per_rank: Sequence[Sequence[Any]] | None = None) -> list[Any]:
-        return [found for (found,) in self.call_with_payload(method, args, per_rank, num_objects=0)]
+    call = WorkerGroup.call
 
-    def call_with_payload(self, method, args=(), per_rank=None, *, num_objects, stream=None):
-        self.calls.append(method)
-        arguments = [self._resolve(each) for each in (per_rank[0] if per_rank is not None else args)]
-        target = self.worker
-        for name in method.split("."):
-            target = getattr(target, name)
-        found = target(*arguments)
-        if stream:
-            stream.arrived(0, *self.worker.rollout.take_finished(0))
-            stream.tick()
-        return [list(found) if num_objects else [found]]
+    def submit(self, calls: Sequence[Call]) -> "LocalHandle":
+        (call,) = calls
+        self.calls.append(call.name)
+        return LocalHandle(self, self.run(call))
+
+    def run(self, call: Call) -> Any:
+        (role,) = (each for each in self.worker.roles if call.role in [base.__name__ for base in type(each).__mro__])
+        return getattr(role, call.method.__name__)(*map(self._resolve, call.args))
 
     def _resolve(self, arg: Any) -> Any:
         return assemble(arg, [piece.ref[0] for piece in arg.pieces]) if isinstance(arg, Request) else arg
+
+
+class LocalHandle:
+    """`Handle` of a call that is over."""
+
+    def __init__(self, group: LocalGroup, found: Any) -> None:
+        self.group, self.found = group, found
+
+    def collect(self, deadline_s=None, stream=None):
+        if stream:
+            stream.arrived(0, *self.group.run(stream.poll))
+            stream.tick()
+        return [self.found]
 
 
 class LocalPool:

@@ -1,153 +1,147 @@
-"""WorkerGroup: spawn one worker process a device, call a method on all of them, hear of the first real error."""
+"""WorkerGroup: one worker process per device. `submit` sends calls to them, `Handle.collect` waits for the results.
+
+The two are separate so that the driver may do other work in between, have the next call wait at the workers already, or
+set a deadline of its own per call. Workers run calls in the order in which they were submitted. Retries are left out:
+a repeated optimizer step would be applied twice, so any error ends all workers and the run continues from a checkpoint.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
-import gc
-import importlib
 import logging
-import operator
 import os
-import re
 import signal
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 import ray
-import torch
-import torch.distributed as dist
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rltrain.controller.cluster import ray_logs
+from rltrain.controller.calls import Call, Stream, bind
+from rltrain.controller.failures import AGAIN, explain
 from rltrain.controller.hang import Deadlines
-from rltrain.controller.samples import Request, assemble, driver_bytes
+from rltrain.controller.host import HOST
+from rltrain.controller.samples import driver_bytes
 from rltrain.device import Device
-from rltrain.env import adopt, driver_environment, use_interface, worker_environment
-from rltrain.errors import RltrainError, WorkerError, WorkerLost
-from rltrain.logs import open_worker_log
+from rltrain.env import driver_environment, worker_environment
+from rltrain.errors import RltrainError, WorkerLost
 
 log = logging.getLogger(__name__)
+_Role = TypeVar("_Role")
+_Arguments = ParamSpec("_Arguments")
+_Object = TypeVar("_Object")
+_Other = TypeVar("_Other")
+_Result = TypeVar("_Result")
 
 # After the first error, how long to listen for the error that caused it.
 _ROOT_CAUSE_S = 3.0
-# How long one look at what a worker hands out may wait.
+# How long one look at what workers hand out or return may wait.
 _POLL_S = 0.5
 # How long workers may take to show their stacks; one that does not is stopped, or its node is gone.
 _STACKS_S = 5.0
-# The driver has deadlines of its own, which come first and say more.
-_COLLECTIVE_TIMEOUT = timedelta(days=7)
+_LEAVE_S = 10.0
 _NAMED_RANKS = 4
-_SYMPTOM = 2
-_SYMPTOMS = ("gloo", "nccl", "hccl", "connection closed", "connection reset", "broken pipe")
 
 
-class _Host:
-    """The process of one rank. It resolves requests into batches, so that workers know nothing of Ray."""
+class Handle(Generic[_Result]):
+    """A call that runs on every rank, or waits there for earlier ones. references[rank]: objects, and last the result for the driver."""
 
-    def __init__(self, rank: int, world: int, threads: int, logs: str | None, environment: dict[str, str]) -> None:
-        adopt(environment)
-        self._rank, self._world, self._threads = rank, world, threads
-        if logs:
-            open_worker_log(logs, rank)
-        self._worker: Any = None
+    def __init__(self, group: WorkerGroup, phase: str, references: list[list[Any]]) -> None:
+        self._group = group
+        self._phase = phase
+        self._references = references
 
-    def open_store(self) -> tuple[str, int]:
-        """Rank 0: listen on a port the system picks, so that no other process can take it in between."""
-        host = ray.util.get_node_ip_address()
-        self._store = dist.TCPStore(host, 0, self._world, True, _COLLECTIVE_TIMEOUT, wait_for_workers=False)
-        return host, self._store.port
+    def collect(self, deadline_s: float | None = None, stream: Stream[Any] | None = None) -> list[_Result]:
+        """Wait for the results of all ranks. Objects stay in the store, as references.
 
-    def who(self) -> dict[str, Any]:
-        """Which process this is, and where."""
-        return {"pid": os.getpid(), "node": socket.gethostname()}
-
-    def join(self, host: str, port: int, backend: str, num_nodes: int) -> None:
-        """Enter the process group."""
-        if num_nodes > 1:
-            use_interface(ray.util.get_node_ip_address())
-        torch.set_num_threads(self._threads)
-        store = self._store if self._rank == 0 else dist.TCPStore(host, port, self._world, False, _COLLECTIVE_TIMEOUT)
-        dist.init_process_group(backend, None, _COLLECTIVE_TIMEOUT, self._world, self._rank, store)
-
-    def build(self, worker: str, kwargs: dict[str, Any]) -> None:
-        """Make the worker: ``module:Class``, with references in ``kwargs`` fetched."""
-        module, _, name = worker.partition(":")
-        fetched = {key: _fetch(value) for key, value in kwargs.items()}
-        # What is imported lives as long as the process: no collection need look at its half a million objects, now or later.
-        gc.disable()
-        kind = getattr(importlib.import_module(module), name)
-        gc.freeze()
-        gc.enable()
-        self._worker = kind(**fetched)
-
-    def run(self, method: str, args: Sequence[Any]) -> Any:
-        """Call the worker's method ("role.method" for one of a role); a Request among the arguments arrives as a Batch."""
-        try:
-            return operator.attrgetter(method)(self._worker)(*[_resolve(arg) for arg in args])
-        except Exception:
-            log.exception("%s failed", method)
-            raise
-
-    @ray.method(concurrency_group="control")
-    def poll(self, method: str, args: Sequence[Any]) -> Any:
-        """As ``run``, while ``run`` is busy."""
-        return self.run(method, args)
-
-    def leave(self) -> None:
-        """Leave the process group together."""
-        dist.barrier()
-        dist.destroy_process_group()
-
-    @ray.method(concurrency_group="control")
-    def stacks(self) -> str:
-        """The Python stacks of all threads, also while ``run`` is busy."""
-        with tempfile.TemporaryFile("w+") as file:
-            faulthandler.dump_traceback(file)
-            file.seek(0)
-            return file.read()
+        Any error, or no end within ``deadline_s`` from now (None: what `Deadlines` allows a call of this kind), ends all
+        workers and is raised as one RltrainError.
+        """
+        group, deadlines = self._group, self._group.deadlines
+        limit_s = deadlines.limit_s(self._phase) if deadline_s is None else deadline_s
+        waiting = {references[-1]: rank for rank, references in enumerate(self._references)}
+        polls = _Polls(group.workers, stream)
+        results: dict[int, Any] = {}
+        started, warned = time.monotonic(), False
+        while waiting or polls.open:
+            group.check()
+            seconds = time.monotonic() - started
+            late = sorted(set(waiting.values()) or polls.ranks)
+            if seconds > limit_s:
+                raise group.hung(self._phase, late, seconds)
+            if seconds > limit_s / 2 and not warned:
+                place = group.place(late, self._phase)
+                log.warning("%s: not done after %.0f s; the run ends after %.0f s", place, seconds, limit_s)
+                warned = True
+            ready, _ = ray.wait([*waiting, *polls.open], num_returns=1, timeout=_POLL_S)
+            for reference in ready:
+                found, error = _get(reference)
+                if error:
+                    rank = waiting.pop(reference) if reference in waiting else polls.open[reference][0]
+                    raise group.failed(self._phase, _errors(waiting) | {rank: error})
+                if reference in waiting:
+                    results[waiting.pop(reference)] = found
+                else:
+                    polls.receive(reference, found)
+            polls.tick()
+        deadlines.took(self._phase, time.monotonic() - started)
+        group.bytes_through_driver += sum(map(driver_bytes, results.values()))
+        returned: list[Any] = []
+        for rank, (*objects, _) in enumerate(self._references):
+            returned.append((*objects, results[rank]) if objects else results[rank])
+        return returned
 
 
-# No restarts and no retries: a repeated optimizer step would be applied twice.
-_REMOTE_HOST: Any = ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"control": 1})(_Host)  # type: ignore[call-overload]
+class _Polls:
+    """Calls of `Stream.poll` under way. open: result for the driver -> (rank, object)."""
+
+    def __init__(self, workers: Sequence[Any], stream: Stream[Any] | None) -> None:
+        self._workers, self._stream = workers, stream
+        self.open: dict[Any, tuple[int, Any]] = {}
+        for rank in range(len(workers)) if stream else ():
+            self._ask(rank)
+
+    @property
+    def ranks(self) -> set[int]:
+        return {rank for rank, _ in self.open.values()}
+
+    def _ask(self, rank: int) -> None:
+        assert self._stream
+        found, chunk = self._workers[rank].poll.options(num_returns=2).remote(self._stream.poll)
+        self.open[chunk] = rank, found
+
+    def receive(self, reference: Any, chunk: Any) -> None:
+        assert self._stream
+        rank, found = self.open.pop(reference)
+        self._stream.arrived(rank, found, chunk)
+        if not chunk.done:
+            self._ask(rank)
+
+    def tick(self) -> None:
+        if self._stream:
+            self._stream.tick()
 
 
-def _fetch(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _fetch(each) for key, each in value.items()}
-    return ray.get(value) if isinstance(value, ray.ObjectRef) else value
+def _get(reference: Any) -> tuple[Any, Exception | None]:
+    try:
+        return ray.get(reference), None
+    except Exception as error:  # noqa: BLE001 - every error of a worker is reported by `explain`
+        return None, error
 
 
-def _resolve(arg: Any) -> Any:
-    if not isinstance(arg, Request):
-        return arg
-    return assemble(arg, ray.get([piece.ref[0] for piece in arg.pieces]))
-
-
-@dataclass(frozen=True)
-class Stream:
-    """What workers hand out while a call runs: ``method`` (wait_s) -> (object, numbers with ``done``) is polled on every rank.
-
-    arrived(rank, reference of the object, numbers): something came. tick(): called every now and then.
-    """
-
-    method: str
-    arrived: Callable[[int, Any, dict[str, Any]], None]
-    tick: Callable[[], None]
+def _errors(waiting: dict[Any, int]) -> dict[int, Exception]:
+    """Errors of other ranks within seconds of the first, which may be only a consequence of theirs."""
+    ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=_ROOT_CAUSE_S) if waiting else ([], [])
+    found = {waiting[reference]: _get(reference)[1] for reference in ready}
+    return {rank: error for rank, error in found.items() if error}
 
 
 class WorkerGroup:
-    """One worker a device. Errors of any rank surface as one RltrainError that names role, rank and cause.
-
-    check(): called every now and then while workers are waited for; what it raises ends the wait.
-    """
+    """The workers of a run. check(): called every now and then while they are waited for; what it raises ends the wait."""
 
     def __init__(
         self,
@@ -160,14 +154,14 @@ class WorkerGroup:
         deadlines: Deadlines | None = None,
     ) -> None:
         self._role = role
-        self._deadlines = deadlines or Deadlines()
-        self._check = check
+        self.deadlines = deadlines or Deadlines()
+        self.check = check
         self._device = device
         self._logs = logs
         self.bytes_through_driver = 0
         bundles = [(group, index) for group in placement for index in range(group.bundle_count)]
         self.world, self._num_nodes = len(bundles), len(placement)
-        self._hosts = [self._spawn(rank, group, index, threads) for rank, (group, index) in enumerate(bundles)]
+        self.workers = [self._spawn(rank, group, index, threads) for rank, (group, index) in enumerate(bundles)]
         self._who: list[dict[str, Any]] = []
 
     def _spawn(self, rank: int, group: PlacementGroup, index: int, threads: int) -> Any:
@@ -179,131 +173,83 @@ class WorkerGroup:
             demand["resources"] = {resource: 1}
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
         environment = {"env_vars": worker_environment(self._device.kind, threads)}
-        return _REMOTE_HOST.options(scheduling_strategy=strategy, runtime_env=environment, **demand).remote(
+        return HOST.options(scheduling_strategy=strategy, runtime_env=environment, **demand).remote(
             rank, self.world, threads, str(self._logs) if self._logs else None, driver_environment()
         )
 
     def start(self, worker: str, kwargs: dict[str, Any]) -> None:
         """Connect the ranks and build ``worker`` ("module:Class") on each."""
-        self._who = self._gather([each.who.remote() for each in self._hosts], "start")
-        host, port = self._gather([self._hosts[0].open_store.remote()], "start")[0]
-        self._gather(
-            [each.join.remote(host, port, self._device.backend, self._num_nodes) for each in self._hosts], "connect"
-        )
-        self._gather([each.build.remote(worker, kwargs) for each in self._hosts], "build")
+        backend, workers = self._device.backend, self.workers
+        self._who = self._wait("start", [each.who.remote() for each in workers])
+        ((host, port),) = self._wait("start", [workers[0].open_store.remote()])
+        self._wait("connect", [each.join.remote(host, port, backend, self._num_nodes) for each in workers])
+        self._wait("build", [each.build.remote(worker, kwargs) for each in workers])
 
-    @property
-    def pids(self) -> list[int]:
-        return [who["pid"] for who in self._who]
+    def _wait(self, phase: str, references: list[Any]) -> list[Any]:
+        return Handle[Any](self, phase, [[each] for each in references]).collect()
 
     @property
     def hosts(self) -> list[str]:
         """The machines of the workers, by name."""
         return list(dict.fromkeys(who["node"] for who in self._who))
 
-    def call(self, method: str, args: Sequence[Any] = (), per_rank: Sequence[Sequence[Any]] | None = None) -> list[Any]:
-        """Run ``method`` on all ranks with ``args``, or with ``per_rank[rank]``, and wait for all results."""
-        return [numbers for *_, numbers in self.call_with_payload(method, args, per_rank, num_objects=0)]
-
-    def call_with_payload(
-        self,
-        method: str,
-        args: Sequence[Any] = (),
-        per_rank: Sequence[Sequence[Any]] | None = None,
-        *,
-        num_objects: int,
-        stream: Stream | None = None,
-    ) -> list[list[Any]]:
-        """As `call`, for methods that return (object, ..., numbers): objects stay in the store, as references."""
-        all_args = per_rank if per_rank is not None else [args] * self.world
-        self.bytes_through_driver += sum(driver_bytes(each) for each in all_args)
-        calls = [
-            host.run.options(num_returns=num_objects + 1).remote(method, each)
-            for host, each in zip(self._hosts, all_args, strict=True)
+    @overload
+    def submit(
+        self, calls: Sequence[Call[tuple[_Object, _Other, _Result]]]
+    ) -> Handle[tuple[Any, Any, _Result]]: ...  # references of the objects, and the result
+    @overload
+    def submit(self, calls: Sequence[Call[tuple[_Object, _Result]]]) -> Handle[tuple[Any, _Result]]: ...
+    @overload
+    def submit(self, calls: Sequence[Call[_Result]]) -> Handle[_Result]: ...
+    def submit(self, calls: Sequence[Call[Any]]) -> Handle[Any]:
+        """Send ``calls[rank]``, all of one method, to the workers."""
+        self.bytes_through_driver += sum(driver_bytes([each.args, each.kwargs]) for each in calls)
+        num_returns = calls[0].num_objects + 1
+        sent = [
+            host.run.options(num_returns=num_returns).remote(call)
+            for host, call in zip(self.workers, calls, strict=True)
         ]
-        returned = [refs if isinstance(refs, list) else [refs] for refs in calls]
-        numbers = self._gather([refs[-1] for refs in returned], method, stream)
-        self.bytes_through_driver += sum(driver_bytes(each) for each in numbers)
-        return [[*refs[:-1], each] for refs, each in zip(returned, numbers, strict=True)]
+        return Handle(self, calls[0].name, [each if isinstance(each, list) else [each] for each in sent])
+
+    def call(
+        self,
+        method: Callable[Concatenate[_Role, _Arguments], _Result],
+        *args: _Arguments.args,
+        **kwargs: _Arguments.kwargs,
+    ) -> list[_Result]:
+        """Run ``method`` with the same arguments on all ranks, and wait for all results."""
+        return self.submit([bind(method, *args, **kwargs)] * self.world).collect()
 
     def stop(self) -> None:
         """End all workers, the orderly way if they still answer."""
-        leaving = [host.leave.remote() for host in self._hosts]
-        ray.wait(leaving, num_returns=len(leaving), timeout=10)
+        leaving = [host.leave.remote() for host in self.workers]
+        ray.wait(leaving, num_returns=len(leaving), timeout=_LEAVE_S)
         self.kill()
 
     def kill(self) -> None:
         """End all workers at once."""
-        for host in self._hosts:
+        for host in self.workers:
             ray.kill(host, no_restart=True)
 
-    def _poll(self, stream: Stream, rank: int) -> tuple[Any, tuple[int, Any]]:
-        found, numbers = self._hosts[rank].poll.options(num_returns=2).remote(stream.method, [_POLL_S])
-        return numbers, (rank, found)
+    def failed(self, phase: str, errors: dict[int, Exception]) -> RltrainError:
+        """End all workers; returns the error that caused the others."""
+        self.kill()
+        return explain(errors, lambda ranks: self.place(ranks, phase))
 
-    def _gather(self, refs: list[Any], phase: str, stream: Stream | None = None) -> list[Any]:
-        results: dict[int, Any] = {}
-        errors: dict[int, Exception] = {}
-        waiting = {ref: rank for rank, ref in enumerate(refs)}
-        polls = dict(self._poll(stream, rank) for rank in range(len(refs))) if stream else {}
-        deadline, started, warned = float("inf"), time.monotonic(), False
-        limit_s = self._deadlines.limit_s(phase)
-        while (waiting or (polls and not errors)) and time.monotonic() < deadline:
-            self._check()
-            seconds = time.monotonic() - started
-            if seconds > limit_s / 2 and not errors:
-                late = sorted(set(waiting.values()) or {rank for rank, _ in polls.values()})
-                if seconds > limit_s:
-                    raise self._hung(phase, late, seconds)
-                if not warned:
-                    log.warning(
-                        "%s: not done after %.0f s; the run ends after %.0f s",
-                        self._place(late, phase),
-                        seconds,
-                        limit_s,
-                    )
-                warned = True
-            ready, _ = ray.wait([*waiting, *polls], num_returns=1, timeout=_POLL_S)
-            for ref in ready:
-                rank = waiting.pop(ref) if ref in waiting else polls[ref][0]
-                try:
-                    found = ray.get(ref)
-                except (ray.exceptions.RayError, Exception) as error:  # noqa: BLE001 - every error is reported by _explain
-                    errors[rank] = error
-                    deadline = min(deadline, time.monotonic() + _ROOT_CAUSE_S)
-                    polls.pop(ref, None)
-                    continue
-                if ref not in polls:
-                    results[rank] = found
-                elif stream:
-                    stream.arrived(rank, polls.pop(ref)[1], found)
-                    polls |= {} if found["done"] else dict([self._poll(stream, rank)])
-            if stream:
-                stream.tick()
-        if errors:
-            self.kill()
-            raise self._explain(errors, phase)
-        self._deadlines.took(phase, time.monotonic() - started)
-        return [results[rank] for rank in range(len(refs))]
-
-    def _place(self, ranks: Sequence[int], phase: str) -> str:
-        """Who is meant: role, ranks, processes, nodes, and what they do."""
-        who = [self._who[rank] if rank < len(self._who) else {"pid": "?", "node": "?"} for rank in ranks[:_NAMED_RANKS]]
-        names = [
-            f"rank {rank} of {self.world} (pid {each['pid']} on {each['node']})"
-            for rank, each in zip(ranks, who, strict=False)
-        ]
+    def place(self, ranks: Sequence[int], phase: str) -> str:
+        """Role, ranks, processes and nodes, and what they do."""
+        known = dict(enumerate(self._who))
+        who = [(rank, known.get(rank, {"pid": "?", "node": "?"})) for rank in ranks[:_NAMED_RANKS]]
+        names = [f"rank {rank} of {self.world} (pid {each['pid']} on {each['node']})" for rank, each in who]
         more = f" and {len(ranks) - len(names)} more" if len(ranks) > len(names) else ""
         return f"{self._role} worker, {', '.join(names)}{more}, in {phase}"
 
-    def _hung(self, phase: str, late: list[int], seconds: float) -> WorkerLost:
-        """Write down where everybody is, end all workers, and say who is late: those that do not even answer, if there are any."""
-        asked = {host.stacks.remote(): rank for rank, host in enumerate(self._hosts)}
+    def hung(self, phase: str, late: list[int], seconds: float) -> WorkerLost:
+        """Write down all stacks, end all workers, and name the late ones: those that do not even answer, if there are any."""
+        asked = {host.stacks.remote(): rank for rank, host in enumerate(self.workers)}
         answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_STACKS_S)
-        stacks: dict[int, str] = {}
-        for ref in answered:
-            with contextlib.suppress(ray.exceptions.RayError):  # a process that is gone has no stack
-                stacks[asked[ref]] = ray.get(ref)
+        found = {asked[reference]: _get(reference)[0] for reference in answered}
+        stacks = {rank: stack for rank, stack in sorted(found.items()) if stack}  # a process that is gone has none
         self.kill()
         silent = [rank for rank in late if rank not in stacks]
         for who in (self._who[rank] for rank in silent if rank < len(self._who)):
@@ -311,49 +257,16 @@ class WorkerGroup:
             if who["node"] == socket.gethostname():
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(who["pid"], signal.SIGKILL)
-        said = self._deadlines.write_stacks(
-            phase, {self._place([rank], phase): stack for rank, stack in sorted(stacks.items())}
+        stacks_file = self.deadlines.write_stacks(
+            phase, {self.place([rank], phase): stack for rank, stack in stacks.items()}
         )
+        state = (
+            "and not answering: stopped, or its node is gone"
+            if silent
+            else "though answering: hung, or waiting for one that is"
+        )
+        floor_s, factor = self.deadlines.floor_s, self.deadlines.factor
         return WorkerLost(
-            f"{self._place(silent or late, phase)}: not done after {seconds:.0f} s "
-            f"({'and not answering: stopped, or its node is gone' if silent else 'though answering: hung, or waiting for one that is'}; "
-            f"trainer.hang_floor_s={self._deadlines.floor_s}, trainer.hang_factor={self._deadlines.factor}).{said} All workers were "
-            "ended. Run the same command again: it continues from the newest checkpoint."
+            f"{self.place(silent or late, phase)}: not done after {seconds:.0f} s ({state}; "
+            f"trainer.hang_floor_s={floor_s}, trainer.hang_factor={factor}).{stacks_file} All workers were ended. {AGAIN}"
         )
-
-    def _explain(self, errors: dict[int, Exception], phase: str) -> RltrainError:
-        """The error that most likely caused the others: a death before an exception before a broken connection."""
-        rank = min(errors, key=lambda each: (_severity(errors[each]), each))
-        error = errors[rank]
-        place = self._place([rank], phase)
-        if isinstance(error, ray.exceptions.ActorDiedError | ray.exceptions.ActorUnavailableError):
-            return WorkerLost(
-                f"{place}: the process died ({_first_line(error)}). "
-                f"Run the same command again: it continues from the newest checkpoint. Ray's logs: {ray_logs()} on every node."
-            )
-        cause = getattr(error, "cause", None) or error
-        if isinstance(cause, RltrainError):
-            return cause
-        if "out of memory" in str(cause).lower() or isinstance(cause, MemoryError):
-            return WorkerLost(
-                f"{place}: out of memory: {_first_line(cause)}. Lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu (or the "
-                "micro-batch size), actor_rollout_ref.rollout.max_num_seqs, or set actor_rollout_ref.actor.fsdp_config.param_offload=True."
-            )
-        if _severity(error) == _SYMPTOM and re.search("timeout|timed out", str(cause).lower()):
-            return WorkerLost(
-                f"{place}: waited in vain for another worker: {_first_line(cause)}. "
-                "Run the same command again: it continues from the newest checkpoint."
-            )
-        return WorkerError(f"{place}: {type(cause).__name__}: {cause}\n{getattr(error, 'traceback_str', '')}")
-
-
-def _severity(error: Exception) -> int:
-    if isinstance(error, ray.exceptions.ActorDiedError):
-        return 0
-    text = str(getattr(error, "cause", None) or error).lower()
-    return _SYMPTOM if any(symptom in text for symptom in _SYMPTOMS) else 1
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

@@ -7,8 +7,8 @@ which objects to fetch and which rows of them, resolved inside the worker that n
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, is_dataclass
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -52,6 +52,11 @@ class Request:
     num_samples: int
     pieces: list[Piece]
     numbers: dict[str, Array] = field(default_factory=dict)
+
+    @property
+    def as_batch(self) -> Batch:
+        """This request as an argument of a call: the type says what the worker will receive."""
+        return cast(Batch, self)
 
 
 class Samples:
@@ -177,6 +182,8 @@ def driver_bytes(value: Any) -> int:
         return _REFERENCE_BYTES + value.rows.nbytes + value.places.nbytes
     if isinstance(value, Request):
         return driver_bytes(value.numbers) + driver_bytes(value.pieces)
+    if is_dataclass(value):
+        return driver_bytes(vars(value))
     if isinstance(value, Mapping):
         return sum(driver_bytes(item) for item in value.values())
     if isinstance(value, list | tuple):

@@ -82,6 +82,10 @@ class Layout:
         """Micro-batch sizes of ``rank`` over all mini-batches."""
         return [size for mini in self.micro_sizes[rank] for size in mini]
 
+    def all_sizes(self) -> list[list[int]]:
+        """`flat_sizes` of every rank."""
+        return [self.flat_sizes(rank) for rank in range(len(self.ids))]
+
     def micro_batches(self, rank: int) -> list[Ids]:
         """The samples of each micro-batch of ``rank``."""
         return np.split(self.ids[rank], np.cumsum(self.flat_sizes(rank))[:-1])

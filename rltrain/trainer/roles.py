@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rltrain import columns as c
+from rltrain.batch import Batch
 from rltrain.config.step_passes import StepPasses
-from rltrain.controller.group import Stream, WorkerGroup
+from rltrain.controller.calls import Call, Stream, bind
+from rltrain.controller.group import WorkerGroup
 from rltrain.controller.samples import Request, Samples, whole
 from rltrain.trainer import metrics as m
 from rltrain.trainer.balance import Ids, Layout
 from rltrain.trainer.metrics import Metrics
-from rltrain.workers.tasks import GenerateTask, MiniBatch, UpdateTask
+from rltrain.workers import roles
+from rltrain.workers.tasks import Finished, GenerateTask, MiniBatch, UpdateTask
 
 _PROMPT_AND_ANSWER = (c.TOKENS, c.PROMPT_LENGTH, c.RESPONSE_LENGTH)
 GENERATED = (*_PROMPT_AND_ANSWER, c.ROLLOUT_LOG_PROBS)
+# How long a worker may wait for a finished answer before it says that there is none yet.
+_POLL_S = 0.5
 Numbers = dict[str, Any]
+_Role = TypeVar("_Role")
+_Argument = TypeVar("_Argument")
+_Result = TypeVar("_Result")
 
 
 class Listener(Protocol):
@@ -33,36 +41,35 @@ class Listener(Protocol):
         """Called every now and then while generation goes on."""
 
 
-class _Role:
-    """Calls methods of one role on all ranks, with samples by reference.
+class _Remote:
+    """Calls methods of a role on all ranks, with samples by reference.
 
     A layout has an entry for each data-parallel rank: the neighbouring workers that share sequences. All of them get the same
     samples and return the same numbers of them, and those of the first are taken.
     """
 
-    def __init__(self, group: WorkerGroup, name: str) -> None:
+    def __init__(self, group: WorkerGroup) -> None:
         self._group = group
-        self._name = name
 
-    def _score(
+    def _run_pass(
         self,
-        method: str,
+        method: Callable[[_Role, Batch, _Argument], tuple[Batch, Numbers]],
+        arguments: Sequence[_Argument],
         samples: Samples,
         layout: Layout,
         columns: Sequence[str],
         made: Sequence[str],
-        arguments: Sequence[Any] | None = None,
         numbers: Sequence[str] = (),
     ) -> list[Numbers]:
-        """Run a pass and attach the columns it made. Numbers that are arrays [n] become numbers of the samples."""
-        work = [
-            [
-                samples.request(ids, columns, numbers),
-                *(arguments if arguments is not None else [layout.flat_sizes(rank)]),
-            ]
-            for rank, ids in enumerate(layout.ids)
+        """Run ``method`` with ``arguments`` [data-parallel ranks] and attach the columns ``made``.
+
+        Arrays [n] become numbers of the samples.
+        """
+        calls = [
+            bind(method, samples.request(ids, columns, numbers).as_batch, argument)
+            for ids, argument in zip(layout.ids, arguments, strict=True)
         ]
-        results = [group[0] for group in self._call(method, work, 1)]
+        results = self._group.submit(self._for_all(calls)).collect()[:: self._copies(calls)]
         having = [(ids, ref, found) for ids, (ref, found) in zip(layout.ids, results, strict=True) if len(ids)]
         samples.attach([whole(ref, tuple(made), ids) for ids, ref, _ in having])
         scalars: list[Numbers] = []
@@ -75,32 +82,24 @@ class _Role:
         samples.update(placed)
         return scalars
 
-    def _update(self, work: Sequence[Any]) -> list[Numbers]:
-        """Run the optimizer steps; returns what each data-parallel rank summed."""
-        groups = [[numbers for (numbers,) in group] for group in self._call(f"{self._name}.update", work, 0)]
-        return [group[0] | m.peak_memory(group) for group in groups]
+    def _update(self, calls: Sequence[Call[Numbers]]) -> list[Numbers]:
+        """Run the optimizer steps; returns what each data-parallel rank summed, and the memory peaks of all its workers."""
+        results, size = self._group.submit(self._for_all(calls)).collect(), self._copies(calls)
+        return [results[first] | m.peak_memory(results[first : first + size]) for first in range(0, len(results), size)]
 
-    def _call(self, method: str, work: Sequence[Any], num_objects: int) -> list[list[Any]]:
-        """Run ``method`` with ``work`` [data-parallel ranks]; returns the results of each rank's workers."""
-        size = self._group.world // len(work)
-        everyone = [each for each in work for _ in range(size)]
-        results = self._group.call_with_payload(method, per_rank=everyone, num_objects=num_objects)
-        return [results[first : first + size] for first in range(0, len(results), size)]
+    def _copies(self, calls: Sequence[Call[Any]]) -> int:
+        """Workers per data-parallel rank."""
+        return self._group.world // len(calls)
 
-    def save(self, folder: str) -> None:
-        """Write model and optimizer."""
-        self._group.call(f"{self._name}.save", [folder])
-
-    def load(self, folder: str, weights_only: bool) -> None:
-        """Read them back."""
-        self._group.call(f"{self._name}.load", [folder, weights_only])
+    def _for_all(self, calls: Sequence[Call[_Result]]) -> list[Call[_Result]]:
+        return [each for each in calls for _ in range(self._copies(calls))]
 
 
-class Policy(_Role):
+class Policy(_Remote):
     """Actor, rollout engine and reference."""
 
     def __init__(self, group: WorkerGroup, passes: StepPasses) -> None:
-        super().__init__(group, "actor")
+        super().__init__(group)
         self._calls = 0
         self._lengths = ResponseLengths()
         self._passes = passes
@@ -118,15 +117,14 @@ class Policy(_Role):
         self._calls += 1
         task = replace(task, order=self._lengths.order(task.split, task.rows), call=self._calls)
 
-        def arrived(_rank: int, texts: Any, numbers: Numbers) -> None:
-            if listener and len(numbers["place"]):
-                listener.arrived(
-                    texts, numbers["place"] * n + numbers["sample"], task.rows[numbers["place"]].astype(np.int64)
-                )
+        def arrived(_rank: int, texts: Any, found: Finished) -> None:
+            if listener and len(found.place):
+                listener.arrived(texts, found.place * n + found.sample, task.rows[found.place].astype(np.int64))
 
-        stream = Stream("rollout.take_finished", arrived, listener.tick) if listener else None
-        arguments = [task] if begun is None else [task, begun]
-        results = self._group.call_with_payload("rollout.generate", arguments, num_objects=2, stream=stream)
+        poll = bind(roles.Rollout.take_finished, _POLL_S)
+        call = bind(roles.Rollout.generate, task, begun.as_batch if begun else None)
+        stream = Stream(poll, arrived, listener.tick) if listener else None
+        results = self._group.submit([call] * self._group.world).collect(stream=stream)
         samples = Samples(len(task.rows) * n)
         served = [(payload, texts, numbers) for payload, texts, numbers in results if c.SLOT in numbers]
         for payload, texts, numbers in served:
@@ -146,14 +144,16 @@ class Policy(_Role):
         made += [c.IS_WEIGHTS] if self._passes.importance_weights else []
         made += [c.LOSS_MASK] if self._passes.rejects else []
         numbers = [c.CARRIED_LENGTH] if c.CARRIED_LENGTH in samples.numbers else []
-        return m.add_up(self._score("actor.log_probs", samples, layout, GENERATED, made, numbers=numbers))
+        return m.add_up(
+            self._run_pass(roles.Actor.log_probs, layout.all_sizes(), samples, layout, GENERATED, made, numbers)
+        )
 
     def ref_log_probs(self, samples: Samples, layout: Layout) -> None:
         """Attach ``ref_log_probs``, and with a KL in the reward ``ref_kl``; the samples get ``kl_sum``."""
         columns = [*_PROMPT_AND_ANSWER, self._old] if self._passes.kl_in_reward else _PROMPT_AND_ANSWER
         made = [c.REF_LOG_PROBS] if self._passes.ref_log_probs else []
         made += [c.REF_KL] if self._passes.kl_in_reward else []
-        self._score("actor.ref_log_probs", samples, layout, columns, made)
+        self._run_pass(roles.Actor.ref_log_probs, layout.all_sizes(), samples, layout, columns, made)
 
     def token_advantages(self, samples: Samples, layout: Layout, kl_coef: float) -> Numbers:
         """Attach ``advantages`` and ``returns``; returns their sums over all ranks."""
@@ -162,8 +162,11 @@ class Policy(_Role):
         wanted += [c.REF_KL] if self._passes.kl_in_reward else []
         wanted += [c.LOSS_MASK] if self._passes.rejects_early else []
         numbers = [c.SCORE, *([c.BASELINE] if self._passes.greedy_baseline else [])]
+        coefs = [kl_coef] * len(layout.ids)
         return m.add_up(
-            self._score("advantages", samples, layout, wanted, [c.ADVANTAGES, c.RETURNS], [kl_coef], numbers)
+            self._run_pass(
+                roles.Advantages.advantages, coefs, samples, layout, wanted, [c.ADVANTAGES, c.RETURNS], numbers
+            )
         )
 
     def update(self, samples: Samples, layout: Layout, tasks: list[UpdateTask]) -> list[Numbers]:
@@ -181,15 +184,24 @@ class Policy(_Role):
         numbers = [c.SAMPLE_ID] if passes.token_advantages else [c.SAMPLE_ID, c.ADVANTAGE]
         compares = passes.bypass or bool(optional)
         numbers += [c.CARRIED_LENGTH] if compares and c.CARRIED_LENGTH in samples.numbers else []
-        work = [
-            [samples.request(ids, columns, numbers, optional), task]
-            for ids, task in zip(layout.ids, tasks, strict=True)
-        ]
-        return self._update(work)
+        return self._update(
+            [
+                bind(roles.Actor.update, samples.request(ids, columns, numbers, optional).as_batch, task)
+                for ids, task in zip(layout.ids, tasks, strict=True)
+            ]
+        )
+
+    def save(self, folder: str) -> None:
+        """Write model and optimizer."""
+        self._group.call(roles.Actor.save, folder)
+
+    def load(self, folder: str, weights_only: bool) -> None:
+        """Read them back."""
+        self._group.call(roles.Actor.load, folder, weights_only)
 
     def export(self, folder: str, card: str = "") -> list[str]:
         """Write the policy as a Hugging Face folder, with ``card`` as README.md. Returns what is wrong with it."""
-        return [problem for found in self._group.call("actor.export", [folder, card]) for problem in found]
+        return [problem for found in self._group.call(roles.Actor.export, folder, card) for problem in found]
 
     def take_driver_bytes(self) -> int:
         """Bytes that went through the driver since the last call."""
@@ -219,16 +231,16 @@ class ResponseLengths:
         self._seen.update(zip(((split, row) for row in unique.tolist()), means.tolist(), strict=True))
 
 
-class Critic(_Role):
+class Critic(_Remote):
     """The value function."""
 
     def __init__(self, group: WorkerGroup, passes: StepPasses) -> None:
-        super().__init__(group, "critic")
+        super().__init__(group)
         self._with_mask = passes.rejects_early
 
     def values(self, samples: Samples, layout: Layout) -> None:
         """Attach ``values``."""
-        self._score("critic.values", samples, layout, _PROMPT_AND_ANSWER, [c.VALUES])
+        self._run_pass(roles.Critic.values, layout.all_sizes(), samples, layout, _PROMPT_AND_ANSWER, [c.VALUES])
 
     def update(
         self, samples: Samples, layout: Layout, work: list[list[MiniBatch]], learning_rate: float
@@ -237,24 +249,34 @@ class Critic(_Role):
         columns = [*_PROMPT_AND_ANSWER, c.VALUES, c.RETURNS, *([c.LOSS_MASK] if self._with_mask else [])]
         return self._update(
             [
-                [samples.request(ids, columns), mini_batches, learning_rate]
+                bind(roles.Critic.update, samples.request(ids, columns).as_batch, mini_batches, learning_rate)
                 for ids, mini_batches in zip(layout.ids, work, strict=True)
             ]
         )
 
+    def save(self, folder: str) -> None:
+        """Write model and optimizer."""
+        self._group.call(roles.Critic.save, folder)
 
-class RewardModel(_Role):
+    def load(self, folder: str, weights_only: bool) -> None:
+        """Read them back."""
+        self._group.call(roles.Critic.load, folder, weights_only)
+
+
+class RewardModel(_Remote):
     """The reward model."""
 
     def __init__(self, group: WorkerGroup) -> None:
-        super().__init__(group, "reward_model")
+        super().__init__(group)
 
     def score(self, split: str, samples: Samples) -> np.ndarray:
         """Score of each answer [n], whose text is spread over the ranks by length."""
         shares = _deal(samples[c.PROMPT_LENGTH] + samples[c.RESPONSE_LENGTH], self._group.world)
-        work = [[samples.request(ids, [c.TEXT], [c.ROW]), split] for ids in shares]
+        calls = [
+            bind(roles.RewardModel.score, samples.request(ids, [c.TEXT], [c.ROW]).as_batch, split) for ids in shares
+        ]
         scores = np.zeros(len(samples))
-        for ids, numbers in zip(shares, self._group.call("reward_model.score", per_rank=work), strict=True):
+        for ids, numbers in zip(shares, self._group.submit(calls).collect(), strict=True):
             scores[ids] = numbers[c.MODEL_SCORE]
         return scores
 

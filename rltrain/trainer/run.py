@@ -43,6 +43,7 @@ from rltrain.trainer.roles import Critic, Policy, RewardModel
 from rltrain.trainer.saving import Saver
 from rltrain.trainer.trackers import RunInfo
 from rltrain.trainer.tracking import Tracker
+from rltrain.workers.roles import Models
 
 log = logging.getLogger(__name__)
 _WORKER = "rltrain.workers.hybrid:HybridWorker"
@@ -121,7 +122,7 @@ def _train(
         group.start(_WORKER, {"cfg": cfg, "prompts": shared_prompts, "rows": rows_too})
     engine, model = cfg.actor_rollout_ref.rollout.name, cfg.actor_rollout_ref.model.path
     with logs.waiting(f"loading {model} on {workers}, with the {engine} engine"):
-        sizes = group.call("init_models", [plan.passes])
+        sizes = group.call(Models.init_models, plan.passes)
     total, trained = sizes[0]["num_parameters"], sizes[0]["trained_parameters"]
     log.info("%s, %s parameters, %s of them trained", workers, f"{total:,}", f"{trained:,}")
     policy = Policy(group, plan.passes)

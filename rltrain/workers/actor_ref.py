@@ -29,12 +29,13 @@ from rltrain.models.state import load_training_state, save_training_state
 from rltrain.models.ulysses import sequence_group
 from rltrain.ragged import Ragged
 from rltrain.workers.residency import Phase, Residency
+from rltrain.workers.roles import Actor
 from rltrain.workers.selection import noise, select
 from rltrain.workers.tasks import MiniBatch, UpdateTask
 from rltrain.workers.updater import Numbers, Updater, idle
 
 
-class ActorRefWorker:
+class ActorRefWorker(Actor):
     """Every method is called on all ranks at once; each gets its own samples and returns its own share."""
 
     def __init__(self, cfg: Config, passes: StepPasses, residency: Residency) -> None:

@@ -22,11 +22,12 @@ from rltrain.models.state import load_training_state, save_training_state
 from rltrain.models.ulysses import sequence_group
 from rltrain.ragged import Ragged
 from rltrain.workers.residency import Residency
+from rltrain.workers.roles import Critic
 from rltrain.workers.tasks import MiniBatch
 from rltrain.workers.updater import Numbers, Updater, idle
 
 
-class CriticWorker:
+class CriticWorker(Critic):
     """One shard of the critic. Every method is called on all ranks at once."""
 
     def __init__(self, cfg: Config, residency: Residency) -> None:

@@ -12,13 +12,14 @@ from rltrain.workers.actor_ref import ActorRefWorker
 from rltrain.workers.critic import CriticWorker
 from rltrain.workers.residency import Residency
 from rltrain.workers.reward_model import RewardModelWorker
+from rltrain.workers.roles import Advantages, Models
 from rltrain.workers.rollout_worker import RolloutWorker, log_prob_gap_limit
 from rltrain.workers.token_advantages import token_advantages
 from rltrain.workers.updater import Numbers
 
 
-class HybridWorker:
-    """Roles are called by their name: ``rollout.generate``, ``actor.update``, ``critic.values``, ``reward_model.score``."""
+class HybridWorker(Models, Advantages):
+    """``roles``: the objects that the driver's calls go to, each under the Protocol that its class names as a base."""
 
     actor: ActorRefWorker
     rollout: RolloutWorker
@@ -29,6 +30,7 @@ class HybridWorker:
         self._cfg = cfg
         self._prompts = prompts
         self._rows = rows
+        self.roles: list[object] = [self]
 
     def init_models(self, passes: StepPasses) -> Numbers:
         """Load every model that the passes of a step need. Returns sizes."""
@@ -39,11 +41,14 @@ class HybridWorker:
         self.rollout = RolloutWorker(
             self._cfg, residency, self._prompts, actor.policy, lambda: actor.num_updates, actor.score_text
         )
+        self.roles += [self.actor, self.rollout]
         if passes.values:
             self.critic = CriticWorker(self._cfg, residency)
+            self.roles.append(self.critic)
         if self._cfg.reward_model.enable:
             assert self._rows is not None
             self.reward_model = RewardModelWorker(self._cfg, residency, self._rows)
+            self.roles.append(self.reward_model)
         return self.actor.sizes() | {"log_prob_gap_limit": log_prob_gap_limit(self._cfg, device)}
 
     def advantages(self, batch: Batch, kl_coef: float) -> tuple[Batch, Numbers]:

@@ -18,10 +18,11 @@ from rltrain.models.load import load_config, read_score_head
 from rltrain.models.packing import pack_whole
 from rltrain.models.shard import make_mesh, reshard, sharded_model
 from rltrain.workers.residency import Residency
+from rltrain.workers.roles import RewardModel
 from rltrain.workers.updater import Numbers
 
 
-class RewardModelWorker:
+class RewardModelWorker(RewardModel):
     """One shard of the reward model. ``rows``: the conversations that answers belong to, by split."""
 
     def __init__(self, cfg: Config, residency: Residency, rows: dict[str, Rows]) -> None:

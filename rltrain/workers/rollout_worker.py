@@ -23,10 +23,11 @@ from rltrain.models.load import load_config
 from rltrain.ragged import Ragged
 from rltrain.seeds import sample_seeds
 from rltrain.workers.residency import Residency
+from rltrain.workers.roles import Rollout
 from rltrain.workers.rollout.base import Job, RolloutEngine, check_images
 from rltrain.workers.rollout.hf import HFRollout, Limits
 from rltrain.workers.rollout.queue import JobQueue, make_replica, samples_per_job
-from rltrain.workers.tasks import GenerateTask
+from rltrain.workers.tasks import Finished, GenerateTask
 from rltrain.workers.updater import Numbers
 from rltrain.workers.weight_sync import WeightSync
 
@@ -37,7 +38,7 @@ _NOTHING = np.zeros(0, dtype=np.int32)
 Given = dict[int, tuple[Tensor, Tensor]]
 
 
-class RolloutWorker:
+class RolloutWorker(Rollout):
     """Every method but `take_finished` is called on all ranks at once.
 
     policy: the training weights; version: counts the optimizer steps made on them; score: log-probs of a text by the trainer.
@@ -206,10 +207,10 @@ class RolloutWorker:
             answers = [[*part.tolist(), *answer] for part, answer in zip(job.given, answers, strict=True)]
         self._finished.put((job, self._encoder.decode_batch(answers)))
 
-    def take_finished(self, wait_s: float) -> tuple[list[str], Numbers]:
-        """Texts of jobs that have ended since the last call; ``place``, ``sample`` [k] of each text.
+    def take_finished(self, wait_s: float) -> tuple[list[str], Finished]:
+        """Texts of jobs that have ended since the last call. Waits for the first.
 
-        Waits for the first; ``done`` says that none will follow. Meant for another thread than the one that generates.
+        Meant for another thread than the one that generates.
         """
         found: list[tuple[Job, list[str]]] = []
         done = False
@@ -225,7 +226,7 @@ class RolloutWorker:
         nothing = np.zeros(0, dtype=np.int64)
         places = np.concatenate([nothing, *(np.full(len(job.samples), job.place) for job, _ in found)])
         samples = np.concatenate([nothing, *(job.samples for job, _ in found)])
-        return texts, {"place": places, "sample": samples, "done": done}
+        return texts, Finished(places, samples, done)
 
     def _validate_answers(self, tokens: Ragged, log_probs: Ragged) -> None:
         outside = (tokens.values < 0) | (tokens.values >= self._vocabulary)

@@ -49,6 +49,15 @@ class GenerateTask:
 
 
 @dataclass(frozen=True)
+class Finished:
+    """Answers that have ended while others are generated: place of the prompt and sample [k] of each text; done: no more will come."""
+
+    place: NDArray[np.int64]
+    sample: NDArray[np.int64]
+    done: bool
+
+
+@dataclass(frozen=True)
 class UpdateTask:
     """The actor's update in one step.
 

@@ -2,10 +2,13 @@
 
 import os
 import queue
+import re
 import signal
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import pytest
@@ -13,8 +16,9 @@ import ray
 import torch
 
 from rltrain.batch import Batch
+from rltrain.controller.calls import Stream, bind
 from rltrain.controller.cluster import start_ray
-from rltrain.controller.group import Stream, WorkerGroup
+from rltrain.controller.group import WorkerGroup
 from rltrain.controller.hang import Deadlines
 from rltrain.controller.samples import Samples, whole
 from rltrain.device import get_device
@@ -23,16 +27,39 @@ from rltrain.ragged import Ragged
 from tests.tiny import small_config
 
 
-class ToyWorker:
+@dataclass(frozen=True)
+class Chunk:
+    done: bool
+
+
+class Toy(Protocol):
     """What a worker may do, good and bad."""
 
+    def who(self) -> str: ...
+    def pid(self) -> int: ...
+    def make(self, start: int) -> tuple[Batch, dict]: ...
+    def read(self, batch: Batch) -> dict: ...
+    def stream(self, fail: bool) -> float: ...
+    def take(self, wait_s: float) -> tuple[list[str], Chunk]: ...
+    def fail(self) -> None: ...
+    def fail_with_ours(self) -> None: ...
+    def out_of_memory(self) -> None: ...
+    def wait(self, seconds: float) -> float: ...
+    def hang(self) -> None: ...
+
+
+class ToyWorker(Toy):
     def __init__(self, tag: str) -> None:
+        self.roles = [self]
         self.tag = tag
         self.rank = torch.distributed.get_rank()
         self.out = queue.SimpleQueue()
 
     def who(self) -> str:
         return f"{self.tag}{self.rank}"
+
+    def pid(self) -> int:
+        return os.getpid()
 
     def make(self, start: int):
         return Batch({"tokens": Ragged.from_rows([torch.full((2,), start), torch.full((3,), start + 1)])}), {"made": 2}
@@ -47,14 +74,14 @@ class ToyWorker:
         if fail and self.rank == 1:
             raise ValueError("the answer was 41")
         self.out.put(None)
-        return {"ended": time.time()}
+        return time.time()
 
     def take(self, wait_s: float):
         try:
             found = self.out.get(timeout=wait_s)
         except queue.Empty:
-            return [], {"done": False}
-        return [f"text {self.rank}.{found}"], {"done": found is None}
+            return [], Chunk(False)
+        return [f"text {self.rank}.{found}"], Chunk(found is None)
 
     def fail(self) -> None:
         if self.rank == 1:
@@ -67,8 +94,9 @@ class ToyWorker:
     def out_of_memory(self) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
-    def wait(self, seconds: float) -> None:
+    def wait(self, seconds: float) -> float:
         time.sleep(seconds)
+        return time.time()
 
     def hang(self) -> None:
         torch.distributed.barrier() if self.rank == 0 else time.sleep(60)
@@ -92,65 +120,93 @@ def group(tmp_path):
     ray.util.remove_placement_group(placement)
 
 
+def stream(group, arrived, tick=lambda: None, *, fail: bool) -> list[float]:
+    handle = group.submit([bind(Toy.stream, fail)] * 2)
+    return handle.collect(stream=Stream(bind(Toy.take, 0.5), arrived, tick))
+
+
 def test_what_workers_hand_out_arrives_while_the_call_runs(group):
     arrived, ticks = [], []
-    stream = Stream(
-        "take", lambda rank, ref, numbers: arrived.append((time.time(), rank, ray.get(ref))), lambda: ticks.append(1)
+    ended = stream(
+        group,
+        lambda rank, ref, chunk: arrived.append((time.time(), rank, ray.get(ref))),
+        lambda: ticks.append(1),
+        fail=False,
     )
-    ended = group.call_with_payload("stream", [False], num_objects=0, stream=stream)
     texts = [(rank, found[0]) for _, rank, found in arrived if found and "None" not in found[0]]
     assert sorted(texts) == [(rank, f"text {rank}.{number}") for rank in range(2) for number in range(3)]
     first = min(moment for moment, _, found in arrived if found)
-    assert first < min(numbers["ended"] for (numbers,) in ended) - 1.0
+    assert first < min(ended) - 1.0
     assert ticks
 
 
 def test_a_worker_that_fails_ends_the_stream(group):
-    stream = Stream("take", lambda *found: None, lambda: None)
     with pytest.raises(WorkerError, match="the answer was 41"):
-        group.call_with_payload("stream", [True], num_objects=0, stream=stream)
+        stream(group, lambda *found: None, fail=True)
 
 
 def test_payload_stays_in_the_store_and_finds_its_reader(group):
-    assert group.call("who") == ["w0", "w1"]
-    made = group.call_with_payload("make", per_rank=[[10], [20]], num_objects=1)
+    assert group.call(Toy.who) == ["w0", "w1"]
+    made = group.submit([bind(Toy.make, 10), bind(Toy.make, start=20)]).collect()
     assert all(isinstance(ref, ray.ObjectRef) and numbers == {"made": 2} for ref, numbers in made)
     samples = Samples(4)
     samples.attach(
         [whole(ref, ("tokens",), ids) for (ref, _), ids in zip(made, (np.array([0, 1]), np.array([2, 3])), strict=True)]
     )
-    requests = [[samples.request(np.array([3, 0]), ["tokens"])], [samples.request(np.array([1]), ["tokens"])]]
-    assert group.call("read", per_rank=requests) == [{"sum": 3 * 21 + 2 * 10, "rows": 2}, {"sum": 3 * 11, "rows": 1}]
+    requests = [samples.request(np.array([3, 0]), ["tokens"]), samples.request(np.array([1]), ["tokens"])]
+    found = group.submit([bind(Toy.read, request.as_batch) for request in requests]).collect()
+    assert found == [{"sum": 3 * 21 + 2 * 10, "rows": 2}, {"sum": 3 * 11, "rows": 1}]
+
+
+def test_two_calls_in_flight_are_collected_in_any_order(group):
+    started = time.time()
+    first = group.submit([bind(Toy.wait, 1.0)] * 2)
+    second = group.submit([bind(Toy.who)] * 2)
+    assert time.time() - started < 0.5
+    assert second.collect() == ["w0", "w1"]
+    ended = first.collect(deadline_s=0.5)  # it has ended already, so a short deadline is no obstacle
+    assert all(1.0 <= moment - started < 5.0 for moment in ended)
+
+
+def test_a_deadline_of_ones_own_ends_a_call_that_exceeds_it(group):
+    handle = group.submit([bind(Toy.wait, 30.0)] * 2)
+    started = time.monotonic()
+    with pytest.raises(WorkerLost, match=r"in Toy\.wait: not done after [12] s \(though answering"):
+        handle.collect(deadline_s=1.0)
+    assert time.monotonic() - started < 10
 
 
 def test_the_first_real_error_names_role_rank_and_cause(group):
     started = time.monotonic()
     with pytest.raises(WorkerError) as caught:
-        group.call("fail")
+        group.call(Toy.fail)
     assert time.monotonic() - started < 10
     message = str(caught.value)
     assert "toy worker, rank 1 of 2" in message
     assert "ValueError: the answer was 41" in message
-    assert "in fail" in message  # the worker's own traceback
+    assert "in Toy.fail" in message
+    assert re.search(r'test_group.py", line \d+, in fail\n', message)  # the worker's own traceback
+    assert "\x1b" not in message
 
 
 def test_our_own_errors_keep_their_type(group):
     with pytest.raises(NonFiniteError, match="nothing finite here"):
-        group.call("fail_with_ours")
+        group.call(Toy.fail_with_ours)
 
 
 def test_out_of_memory_says_what_to_lower(group):
     with pytest.raises(WorkerLost, match="ppo_max_token_len_per_gpu"):
-        group.call("out_of_memory")
+        group.call(Toy.out_of_memory)
 
 
 def test_a_killed_worker_is_reported_within_ten_seconds(group):
+    pid = group.call(Toy.pid)[1]
     started = time.monotonic()
-    threading.Timer(1.0, os.kill, [group.pids[1], signal.SIGKILL]).start()
+    threading.Timer(1.0, os.kill, [pid, signal.SIGKILL]).start()
     with pytest.raises(WorkerLost) as caught:
-        group.call("hang")
+        group.call(Toy.hang)
     assert time.monotonic() - started < 10
-    assert f"rank 1 of 2 (pid {group.pids[1]}" in str(caught.value)
+    assert f"rank 1 of 2 (pid {pid}" in str(caught.value)
     assert caught.value.exit_code == 75
 
 
@@ -182,21 +238,20 @@ def gone(pids: list[int], within_s: float = 5) -> bool:
 
 
 def test_a_stopped_worker_is_named_stacks_are_kept_and_all_are_ended(group, tmp_path, caplog):
-    pids = group.pids
-    group._deadlines.floor_s, group._deadlines.factor = 4.0, 0.0
+    pids = group.call(Toy.pid)
     os.kill(pids[1], signal.SIGSTOP)
     with pytest.raises(
-        WorkerLost, match=rf"toy worker, rank 1 of 2 \(pid {pids[1]} on .*\), in hang: not done after [45] s"
+        WorkerLost, match=rf"toy worker, rank 1 of 2 \(pid {pids[1]} on .*\), in Toy.hang: not done after [45] s"
     ) as caught:
-        group.call("hang")
+        group.submit([bind(Toy.hang)] * 2).collect(deadline_s=4.0)
     assert caught.value.exit_code == 75
     assert "not answering" in str(caught.value)
     assert "rank 0" not in str(caught.value)
     assert "not done after 2 s; the run ends after 4 s" in caplog.text
-    (file,) = (tmp_path / "incidents").glob("hang_hang_*.txt")
+    (file,) = (tmp_path / "incidents").glob("hang_Toy.hang_*.txt")
     assert str(file) in str(caught.value)
     assert f"pid {pids[0]}" in file.read_text()
-    assert "in hang" in file.read_text()
+    assert "in Toy.hang" in file.read_text()
     assert gone(pids)
 
 
@@ -217,5 +272,5 @@ def test_a_hang_before_the_first_call_is_noticed_too(tmp_path):
         group.start("tests.controller.test_group:SlowToBuild", {})
     (file,) = tmp_path.glob("hang_build_*.txt")
     assert file.read_text().count("most recent call first") >= 2
-    assert gone(group.pids)
+    assert gone([int(pid) for pid in re.findall(r"\(pid (\d+) on", file.read_text())])
     ray.util.remove_placement_group(placement)

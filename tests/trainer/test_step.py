@@ -232,7 +232,7 @@ def test_without_a_kl_there_is_no_reference_and_no_pass(make):
     for keys, calls in ((NO_KL, 0), ({}, 1), ({ACTOR + "kl_loss_type": "full"}, 0)):
         trainer = make(**keys)
         trainer.step(1)
-        assert trainer.group.calls.count("actor.ref_log_probs") == calls
+        assert trainer.group.calls.count("Actor.ref_log_probs") == calls
         assert hasattr(trainer.worker.actor, "_reference") == (keys != NO_KL)
 
 
@@ -485,7 +485,7 @@ def test_rejected_tokens_leave_loss_and_denominators(make):
 def test_bypass_mode_takes_the_ratio_against_the_engine_and_makes_no_pass(make):
     trainer = make(**{CORRECTION + "bypass_mode": True})
     metrics = trainer.step(1)
-    assert "actor.log_probs" not in trainer.group.calls
+    assert "Actor.log_probs" not in trainer.group.calls
     assert "timing_s/old_log_prob" not in metrics
     # log r is what the engine is off, which is anything but 0.
     assert metrics["actor/pg_clipfrac"] > 0

@@ -1,0 +1,52 @@
+"""Which error of which rank caused the others, and what to tell the user of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+import ray
+
+from rltrain.controller.cluster import ray_logs
+from rltrain.errors import RltrainError, WorkerError, WorkerLost
+
+_DEATH, _CAUSE, _SYMPTOM = 0, 1, 2
+_SYMPTOMS = ("gloo", "nccl", "hccl", "connection closed", "connection reset", "broken pipe")
+_COLOUR = re.compile(r"\x1b\[\d*m")
+AGAIN = "Run the same command again: it continues from the newest checkpoint."
+
+
+def explain(errors: Mapping[int, Exception], place: Callable[[Sequence[int]], str]) -> RltrainError:
+    """The error that most likely caused the others: a death before an exception before a broken connection.
+
+    errors: by rank. place(ranks): who they are and what they were doing.
+    """
+    rank = min(errors, key=lambda each: (_severity(errors[each]), each))
+    error, where = errors[rank], place([rank])
+    if isinstance(error, ray.exceptions.ActorDiedError | ray.exceptions.ActorUnavailableError):
+        logs = f"Ray's logs: {ray_logs()} on every node."
+        return WorkerLost(f"{where}: the process died ({_first_line(error)}). {AGAIN} {logs}")
+    cause = getattr(error, "cause", None) or error
+    if isinstance(cause, RltrainError):
+        return cause
+    if "out of memory" in str(cause).lower() or isinstance(cause, MemoryError):
+        return WorkerLost(
+            f"{where}: out of memory: {_first_line(cause)}. Lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu (or the "
+            "micro-batch size), actor_rollout_ref.rollout.max_num_seqs, or set actor_rollout_ref.actor.fsdp_config.param_offload=True."
+        )
+    if _severity(error) == _SYMPTOM and re.search("timeout|timed out", str(cause).lower()):
+        return WorkerLost(f"{where}: waited in vain for another worker: {_first_line(cause)}. {AGAIN}")
+    # Ray's text of the error has the worker's own traceback, in colours.
+    return WorkerError(f"{where}: {type(cause).__name__}: {cause}\n{_COLOUR.sub('', str(error))}")
+
+
+def _severity(error: Exception) -> int:
+    if isinstance(error, ray.exceptions.ActorDiedError):
+        return _DEATH
+    text = str(getattr(error, "cause", None) or error).lower()
+    return _SYMPTOM if any(symptom in text for symptom in _SYMPTOMS) else _CAUSE
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,112 @@
+"""The process of one rank, as Ray sees it: it finds the role that a call is for, and knows what workers need not know of Ray."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import importlib
+import logging
+import os
+import socket
+import sys
+import tempfile
+from datetime import timedelta
+from typing import Any
+
+import ray
+import torch
+import torch.distributed as dist
+
+from rltrain.controller.calls import Call
+from rltrain.controller.samples import Request, assemble
+from rltrain.env import adopt, use_interface
+from rltrain.logs import open_worker_log
+
+log = logging.getLogger(__name__)
+
+# The driver has deadlines of its own, which come first and say more.
+_COLLECTIVE_TIMEOUT = timedelta(days=7)
+
+
+class _Host:
+    def __init__(self, rank: int, world: int, threads: int, logs: str | None, environment: dict[str, str]) -> None:
+        adopt(environment)
+        self._rank, self._world, self._threads = rank, world, threads
+        if logs:
+            open_worker_log(logs, rank)
+        self._worker: Any = None
+
+    def open_store(self) -> tuple[str, int]:
+        """Rank 0: listen on a port the system picks, so that no other process can take it in between."""
+        host = ray.util.get_node_ip_address()
+        self._store = dist.TCPStore(host, 0, self._world, True, _COLLECTIVE_TIMEOUT, wait_for_workers=False)
+        return host, self._store.port
+
+    def who(self) -> dict[str, Any]:
+        """Process id and node."""
+        return {"pid": os.getpid(), "node": socket.gethostname()}
+
+    def join(self, host: str, port: int, backend: str, num_nodes: int) -> None:
+        """Enter the process group."""
+        if num_nodes > 1:
+            use_interface(ray.util.get_node_ip_address())
+        torch.set_num_threads(self._threads)
+        store = self._store if self._rank == 0 else dist.TCPStore(host, port, self._world, False, _COLLECTIVE_TIMEOUT)
+        dist.init_process_group(backend, None, _COLLECTIVE_TIMEOUT, self._world, self._rank, store)
+
+    def build(self, worker: str, kwargs: dict[str, Any]) -> None:
+        """Make the worker: ``module:Class``, with references in ``kwargs`` fetched."""
+        module, _, name = worker.partition(":")
+        fetched = {key: _fetch(value) for key, value in kwargs.items()}
+        # Imported modules are never freed; gc.freeze() keeps about 500k objects out of every later collection.
+        gc.disable()
+        kind = getattr(importlib.import_module(module), name)
+        gc.freeze()
+        gc.enable()
+        self._worker = kind(**fetched)
+
+    def run(self, call: Call[Any]) -> Any:
+        """Run the call on the role that it is for; a Request among its arguments arrives as a Batch."""
+        protocol = getattr(sys.modules[call.method.__module__], call.role)
+        role = next(each for each in self._worker.roles if protocol in type(each).__mro__)
+        try:
+            return getattr(role, call.method.__name__)(
+                *map(_assembled, call.args), **{key: _assembled(value) for key, value in call.kwargs.items()}
+            )
+        except Exception:
+            log.exception("%s failed", call.name)
+            raise
+
+    @ray.method(concurrency_group="control")
+    def poll(self, call: Call[Any]) -> Any:
+        """As ``run``, while ``run`` is busy."""
+        return self.run(call)
+
+    def leave(self) -> None:
+        """Leave the process group together."""
+        dist.barrier()
+        dist.destroy_process_group()
+
+    @ray.method(concurrency_group="control")
+    def stacks(self) -> str:
+        """The Python stacks of all threads, also while ``run`` is busy."""
+        with tempfile.TemporaryFile("w+") as file:
+            faulthandler.dump_traceback(file)
+            file.seek(0)
+            return file.read()
+
+
+# No restarts and no retries: a repeated optimizer step would be applied twice.
+HOST: Any = ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"control": 1})(_Host)  # type: ignore[call-overload]
+
+
+def _fetch(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _fetch(each) for key, each in value.items()}
+    return ray.get(value) if isinstance(value, ray.ObjectRef) else value
+
+
+def _assembled(arg: Any) -> Any:
+    if not isinstance(arg, Request):
+        return arg
+    return assemble(arg, ray.get([piece.ref[0] for piece in arg.pieces]))

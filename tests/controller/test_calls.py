@@ -1,0 +1,75 @@
+"""Calls are checked by mypy, and every role and method that the driver names is there."""
+
+from inspect import isfunction
+from pathlib import Path
+
+import pytest
+from mypy import api
+
+from rltrain.controller.calls import bind
+from rltrain.workers import roles
+
+ROOT = Path(__file__).parent.parent.parent
+GOOD = """
+from typing import Any
+
+from typing_extensions import assert_type
+from rltrain.controller.calls import bind
+from rltrain.controller.group import WorkerGroup
+from rltrain.controller.samples import Request
+from rltrain.workers.roles import Actor, Numbers, Rollout
+from rltrain.workers.tasks import GenerateTask, UpdateTask
+
+
+def good(group: WorkerGroup, request: Request, task: UpdateTask, prompts: GenerateTask) -> None:
+    assert_type(group.call(Actor.export, "folder", "card"), list[list[str]])
+    assert_type(group.submit([bind(Actor.log_probs, request.as_batch, [1, 2])]).collect(), list[tuple[Any, Numbers]])
+    assert_type(group.submit([bind(Rollout.generate, prompts)]).collect(), list[tuple[Any, Any, Numbers]])
+    bind(Actor.update, request.as_batch, task)
+"""
+WRONG = {
+    'group.call(Actor.saev, "folder")': 'has no attribute "saev"',
+    "group.call(Actor.save, 3)": "expected",
+    "group.call(Actor.save)": 'Missing positional argument "folder"',
+    "bind(Actor.update, request, task)": 'has incompatible type "Request"',
+    "bind(Actor.update, request.as_batch, prompts)": 'has incompatible type "GenerateTask"',
+    'names: list[str] = group.call(Actor.load, "folder", True)': "incompatible type",
+}
+UNFINISHED = """
+
+class Forgetful(Actor):
+    def save(self, folder: int) -> None: ...
+
+
+Forgetful()
+"""
+
+
+@pytest.mark.slow
+def test_mypy_finds_wrong_calls_and_unfinished_roles(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    wrong = "\n\ndef wrong(group: WorkerGroup, request: Request, task: UpdateTask, prompts: GenerateTask) -> None:\n"
+    file, first = tmp_path / "calls.py", GOOD.count("\n") + 3
+    file.write_text(GOOD + wrong + "".join(f"    {line}\n" for line in WRONG) + UNFINISHED)
+    found, errors, _ = api.run([str(file)])
+    assert not errors
+    lines = [line for line in found.splitlines() if ": error: " in line and "calls.py" in line]
+    for number, (code, message) in enumerate(WRONG.items(), first + 1):
+        assert any(f":{number}: " in line and message in line for line in lines), (code, found)
+    assert any("is incompatible with supertype" in line for line in lines), found
+    assert any("Cannot instantiate abstract class" in line for line in lines), found
+    assert len(lines) == len(WRONG) + 2, found
+
+
+def test_what_stays_in_the_store_follows_from_the_signature():
+    methods = {
+        f"{role}.{name}": bind(method).num_objects
+        for role, protocol in vars(roles).items()
+        if isinstance(protocol, type) and protocol.__module__ == roles.__name__
+        for name, method in vars(protocol).items()
+        if isfunction(method) and not name.startswith("_")
+    }
+    two = {"Rollout.generate"}
+    one = {"Actor.log_probs", "Actor.ref_log_probs", "Critic.values", "Advantages.advantages", "Rollout.take_finished"}
+    assert {name for name, number in methods.items() if number == 2} == two
+    assert {name for name, number in methods.items() if number == 1} == one

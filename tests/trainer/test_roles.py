@@ -13,20 +13,17 @@ class FakeGroup:
 
     world = 4
 
-    def call(self, method, args=(), per_rank=None):
-        return [found for *_, found in self.call_with_payload(method, args, per_rank, num_objects=0)]
+    def submit(self, calls):
+        self.asked = calls
+        return self
 
-    def call_with_payload(self, method, args=(), per_rank=None, *, num_objects, stream=None):
-        self.asked = per_rank
-        numbers = [
-            {
-                "share/loss": np.array([rank]),
-                "perf/max_memory_gb": rank,
-                "seen": np.full(len(work[0].pieces[0].rows), rank),
-            }
-            for rank, work in enumerate(per_rank)
-        ]
-        return [[*[f"made by {rank}"] * num_objects, each] for rank, each in enumerate(numbers)]
+    def collect(self):
+        return [self._answer(rank, call) for rank, call in enumerate(self.asked)]
+
+    def _answer(self, rank, call):
+        seen = np.full(len(call.args[0].pieces[0].rows), rank)
+        numbers = {"share/loss": np.array([rank]), "perf/max_memory_gb": rank, "seen": seen}
+        return (f"made by {rank}", numbers) if call.num_objects else numbers
 
 
 def critic_and_samples() -> tuple[Critic, Samples, FakeGroup]:
@@ -40,19 +37,18 @@ def critic_and_samples() -> tuple[Critic, Samples, FakeGroup]:
 def test_neighbours_get_the_same_samples_and_the_first_answers_for_all():
     critic, samples, group = critic_and_samples()
     layout = Layout([np.array([4, 0]), np.array([1, 2, 3])], [[(2,)], [(3,)]])
-    found = critic._score("critic.values", samples, layout, ("tokens",), ("values_of_it",), numbers=())
-    assert [work[0].pieces[0].rows.tolist() for work in group.asked] == [[4, 0], [4, 0], [1, 2, 3], [1, 2, 3]]
-    assert [work[1] for work in group.asked] == [[2], [2], [3], [3]]
-    assert [part.ref for part in samples.parts_with("values_of_it")] == ["made by 0", "made by 2"]
+    critic.values(samples, layout)
+    assert [call.args[0].pieces[0].rows.tolist() for call in group.asked] == [[4, 0], [4, 0], [1, 2, 3], [1, 2, 3]]
+    assert [call.args[1] for call in group.asked] == [[2], [2], [3], [3]]
+    assert [part.ref for part in samples.parts_with("values")][1:] == ["made by 0", "made by 2"]
     assert samples["seen"].tolist() == [0, 2, 2, 2, 0]
-    assert len(found) == 2
 
 
 def test_an_update_counts_each_sample_once_and_the_memory_of_every_device():
     critic, samples, group = critic_and_samples()
     layout = Layout([np.array([4, 0]), np.array([1, 2, 3])], [[(2,)], [(3,)]])
     results = critic.update(samples, layout, [["first"], ["second"]], 0.1)
-    assert [work[1] for work in group.asked] == [["first"], ["first"], ["second"], ["second"]]
+    assert [call.args[1] for call in group.asked] == [["first"], ["first"], ["second"], ["second"]]
     assert [result["share/loss"].tolist() for result in results] == [[0], [2]]
     assert [result["perf/max_memory_gb"] for result in results] == [1, 3]
 

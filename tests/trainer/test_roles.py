@@ -3,6 +3,7 @@
 import numpy as np
 
 from rltrain.config.load import load_config
+from rltrain.config.step_passes import make_step_passes
 from rltrain.controller.samples import Samples, whole
 from rltrain.trainer.balance import Layout
 from rltrain.trainer.roles import Critic
@@ -31,7 +32,7 @@ def critic_and_samples() -> tuple[Critic, Samples, FakeGroup]:
     columns = ("tokens", "prompt_length", "response_length", "values", "returns")
     samples.attach([whole("generated", columns[:3], np.arange(5))])
     samples.attach([whole("scored", columns[3:], np.arange(5))])
-    return Critic(group, load_config([]).config), samples, group
+    return Critic(group, make_step_passes(load_config([]).config)), samples, group
 
 
 def test_neighbours_get_the_same_samples_and_the_first_answers_for_all():

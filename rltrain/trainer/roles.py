@@ -122,7 +122,8 @@ class Policy(_Remote):
                 listener.arrived(texts, found.place * n + found.sample, task.rows[found.place].astype(np.int64))
 
         poll = bind(roles.Rollout.take_finished, _POLL_S)
-        call = bind(roles.Rollout.generate, task, begun.as_batch if begun else None)
+        generate = roles.Rollout.generate
+        call = bind(generate, task, begun.as_batch) if begun else bind(generate, task)
         stream = Stream(poll, arrived, listener.tick) if listener else None
         results = self._group.submit([call] * self._group.world).collect(stream=stream)
         samples = Samples(len(task.rows) * n)

@@ -60,7 +60,7 @@ setup(
         "numpy",
         "rich>=13.8",
         "tensorboard",
-        "urllib3>=2",
+        "httpx>=0.27",
     ],
     extras_require={
         "dev": [

@@ -23,6 +23,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import ray
 
+from rltrain.config.run_schema import CustomRewardConfig, RewardConfig
+from rltrain.config.schema import Config
 from rltrain.data.rows import read_rows
 from rltrain.env import prepare_driver
 from rltrain.rewards.custom import CustomReward
@@ -48,9 +50,11 @@ def easy(number: int) -> str:
 
 def wall_clock(pool: RewardPool, texts: list[str]) -> float:
     """Seconds the pool takes for these answers."""
-    jobs = [(ray.put(texts), np.arange(len(texts)), np.arange(len(texts)))]
+    reference, every = ray.put(texts), np.arange(len(texts))
     started = time.perf_counter()
-    columns = pool.score("train", jobs)
+    scoring = pool.begin("train", len(texts))
+    scoring.add(reference, every, every)
+    columns = scoring.finish()
     seconds = time.perf_counter() - started
     assert columns["score"].sum() == sum(text != "hostile" for text in texts)
     assert columns["reward_timeout"].sum() == texts.count("hostile")
@@ -100,7 +104,8 @@ def main() -> None:
         pq.write_table(pa.Table.from_pylist(records), Path(folder, "rows.parquet"))
         custom = CustomReward(str(reward))
         splits = {"train": ray.put(read_rows(str(Path(folder, "rows.parquet"))))}
-        pool = RewardPool(custom, WORKERS, TIMEOUT_S, 0.0, splits)
+        cfg = Config(custom_reward_function=CustomRewardConfig(str(reward)), reward=RewardConfig(timeout_s=TIMEOUT_S))
+        pool = RewardPool(cfg, WORKERS, splits)
         pool.check("train", [0])
         alone, clean = median(lambda: in_this_process(easies)), median(lambda: wall_clock(pool, easies))
         attacked = wall_clock(pool, mixed)

@@ -47,7 +47,7 @@ class FreeScores:
     def add(self, texts: Any, rows: np.ndarray, positions: np.ndarray) -> None:
         self.num_scored += len(rows)
 
-    def advance(self, wait_s: float | None) -> None:
+    def advance(self) -> None:
         pass
 
     def finish(self) -> dict[str, np.ndarray]:

@@ -18,11 +18,12 @@ from rltrain.data.rows import Rows, read_rows
 from rltrain.data_preprocess.lint import describe as describe_findings
 from rltrain.data_preprocess.lint import look_at
 from rltrain.errors import RltrainError
-from rltrain.rewards.processes.remote import RemoteScorer
-from rltrain.rewards.processes.slot import Score, Slot
+from rltrain.rewards.custom import custom_reward
+from rltrain.rewards.processes.pool import make_scorer
+from rltrain.rewards.processes.score import Score
 from rltrain.trainer.plan import Plan, describe, make_plan
 from rltrain.trainer.preflight import Findings, preflight
-from rltrain.trainer.run import check_columns, custom_reward, load_data
+from rltrain.trainer.run import check_columns, load_data
 from rltrain.trainer.saving import checkpoint_bytes, checkpoints_to_fit, steps_saved
 from rltrain.trainer.tracking import missing_package
 
@@ -121,15 +122,11 @@ def _try_reward(cfg: Config, rows: dict[str, Rows], found: Findings) -> list[str
     """What the scorers say of one row of each data source, with the ground truth as the answer: one call each."""
     if not rows or (cfg.reward_model.enable and cfg.reward_model.rule_weight == 0):
         return []
-    reward, custom, lines = cfg.reward, custom_reward(cfg), []
+    custom, lines = custom_reward(cfg), []
     scores: list[Score] = []
     firsts = {source: split[at] for split in reversed(rows.values()) for source, at in split.data_sources().items()}
     try:
-        scorer = (
-            RemoteScorer(reward.url, reward.timeout_s, 1, reward.url_headers)
-            if reward.url
-            else Slot(custom, reward.timeout_s, reward.memory_limit_mb, reward.allow_code_execution)
-        )
+        scorer = make_scorer(cfg)
         try:
             for source, row in firsts.items():
                 started = time.perf_counter()

@@ -105,7 +105,7 @@ class LocalScoring:
     def add(self, texts, rows, positions) -> None:
         self._jobs.append((texts, rows, positions))
 
-    def advance(self, wait_s) -> None:
+    def advance(self) -> None:
         pass
 
     def finish(self):

@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from rltrain.config.keys import get
 from rltrain.config.load import LoadedConfig
@@ -26,6 +27,7 @@ from rltrain.config.values import (
 from rltrain.errors import ConfigError
 
 _A = "actor_rollout_ref."
+_LEAST_SCORER_MEMORY_MB = 256
 
 
 def check(loaded: LoadedConfig) -> None:
@@ -246,6 +248,7 @@ def _reward_model(config: Config) -> Iterator[str]:
         for key, value, holds in asked:
             if holds:
                 yield f"{key}={value} needs a scorer, and reward_model.rule_weight=0 runs none."
+    yield from _scorers(config)
     for name, weight in config.reward.weights.items():
         if not isinstance(weight, int | float):
             yield f"reward.weights.{name}={weight}: give a number, such as reward.weights.{name}=0.5."
@@ -258,6 +261,24 @@ def _reward_model(config: Config) -> Iterator[str]:
             f"reward_model.overlong_buffer.len={buffer.len}: it must be at least 1 and at most "
             f"data.max_response_length={config.data.max_response_length}."
         )
+
+
+def _scorers(config: Config) -> Iterator[str]:
+    reward = config.reward
+    if 0 < reward.memory_limit_mb < _LEAST_SCORER_MEMORY_MB:
+        least = f"0 (no limit) or at least {_LEAST_SCORER_MEMORY_MB}"
+        yield f"reward.memory_limit_mb={reward.memory_limit_mb}: a scorer's process needs more. Use {least}."
+    if reward.url is None:
+        return
+    if config.custom_reward_function.path:
+        yield "reward.url and custom_reward_function.path both say how to score; give one of them."
+    try:
+        address = urlsplit(reward.url)
+        usable = address.scheme in ("http", "https") and bool(address.hostname) and address.port != 0
+    except ValueError:
+        usable = False
+    if not usable:
+        yield f"reward.url={reward.url!r} is no address; write http://host:port/path."
 
 
 def _rest(config: Config) -> Iterator[str]:

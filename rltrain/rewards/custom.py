@@ -1,15 +1,20 @@
 """The user's own reward function: ``custom_reward_function``, loaded from a Python file and called as verl calls it."""
 
+from __future__ import annotations
+
 import inspect
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rltrain.errors import RewardError
 from rltrain.plugin import NotPythonError, import_file
+
+if TYPE_CHECKING:
+    from rltrain.config.schema import Config
 
 _MODULE = "rltrain_custom_reward"
 _MAX_TRACEBACK_CHARS = 4000
@@ -35,6 +40,12 @@ class CustomReward:
         """Names of the function's arguments, as verl has them."""
         names = ("data_source", "solution_str", "ground_truth", "extra_info")
         return tuple(f"{name}s" for name in names) if self.batch else names
+
+
+def custom_reward(cfg: Config) -> CustomReward | None:
+    """The user's own function, None where the built-in scorers decide."""
+    custom, batch = cfg.custom_reward_function, cfg.reward_model.reward_manager == "batch"
+    return CustomReward(custom.path, custom.name, dict(custom.reward_kwargs), batch) if custom.path else None
 
 
 def load_custom(custom: CustomReward) -> Callable[..., Any]:

@@ -23,7 +23,7 @@ from rich.text import Text
 from rltrain.data.rows import Rows, read_rows
 from rltrain.errors import RewardError, RltrainError
 from rltrain.rewards.custom import CustomReward, load_custom, user_traceback
-from rltrain.rewards.processes.child import judge
+from rltrain.rewards.processes.score import read_returned
 from rltrain.rewards.registry import FORMS
 
 WRONG = "I do not know."
@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
         row = rows[position]
         started = time.perf_counter()
         try:
-            score, extras = _verdict(function, custom, (row.data_source, answer, row.ground_truth, row.extra_info))
+            score, extras = _score(function, custom, (row.data_source, answer, row.ground_truth, row.extra_info))
             said = [f"{score:g}", " ".join(f"{name}={value}" for name, value in extras.items())]
         except (Exception, SystemExit) as error:  # noqa: BLE001 - user code: what it raises is shown with its traceback
             where = traceback.extract_tb(error.__traceback__)[-1]
@@ -125,12 +125,11 @@ def _made_up(rows: Rows, number: int) -> Iterator[tuple[int, str]]:
         yield position, WRONG
 
 
-def _verdict(function: Callable[..., Any], custom: CustomReward, call: tuple) -> tuple[float, dict[str, float | str]]:
-    value: Any = function(*([each] for each in call)) if custom.batch else function(*call)
+def _score(function: Callable[..., Any], custom: CustomReward, call: tuple) -> tuple[float, dict[str, float | str]]:
     if not custom.batch:
-        return judge(value)
-    (verdict,) = value
-    return judge(verdict)
+        return read_returned(function(*call))
+    (returned,) = function(*([each] for each in call))
+    return read_returned(returned)
 
 
 def _short(text: str) -> str:

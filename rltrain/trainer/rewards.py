@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -46,20 +45,23 @@ class Rewards:
     def data_sources(self, split: str) -> list[str]:
         return [row.data_source for row in self._rows[split]]
 
-    def begin(self, split: str, num_samples: int) -> Arrivals | None:
-        """Rule rewards for answers that are about to be generated; None where nothing is scored while that goes on."""
-        return Arrivals(self._pool.begin(split, num_samples)) if self._pool and self._overlap else None
+    def begin(self, split: str, num_samples: int) -> AnswersInScoring | None:
+        """Rule rewards of answers that are about to be generated; None where scoring does not overlap generation."""
+        return AnswersInScoring(self._pool.begin(split, num_samples)) if self._pool and self._overlap else None
 
-    def score(self, split: str, samples: Samples, arrivals: Arrivals | None = None) -> dict[str, Column]:
+    def score(self, split: str, samples: Samples, begun: AnswersInScoring | None = None) -> dict[str, Column]:
         """``score``, what it is made of (``rule_score``, ``model_score``, ``overlong``), failures, and ``scorer/NAME`` for
         the scorer's own numbers and texts [n].
 
-        ``arrivals``: rule rewards that were begun while the answers were generated.
+        ``begun``: rule rewards that were begun while the answers were generated.
         """
         nothing = np.zeros(len(samples))
         found = {c.SCORE: nothing, c.REWARD_FAILED: nothing, c.REWARD_TIMEOUT: nothing}
         if self._pool:
-            found = self._finish(arrivals or self._all_at_once(split, samples))
+            begun = begun or AnswersInScoring(self._pool.begin(split, len(samples)))
+            begun.add_missing(samples)
+            found = begun.finish()
+            self._seconds += begun.seconds
         if self._weights:
             found[c.SCORE] = self._weigh(found)
         total = found[c.SCORE]
@@ -88,60 +90,62 @@ class Rewards:
             total = total + weight * np.nan_to_num(term)
         return np.where(failed, found[c.SCORE], total)
 
-    def _all_at_once(self, split: str, samples: Samples) -> Arrivals:
-        assert self._pool is not None
-        arrivals = Arrivals(self._pool.begin(split, len(samples)))
-        arrivals.add_missing(samples)
-        return arrivals
-
-    def _finish(self, arrivals: Arrivals) -> dict[str, Column]:
-        results, ids = arrivals.scoring.finish(), np.concatenate(arrivals.ids)
-        self._seconds += arrivals.scoring.seconds
-        wanted = ids >= 0
-        ordered = {name: np.empty(int(wanted.sum()), values.dtype) for name, values in results.items()}
-        for name, values in results.items():
-            ordered[name][ids[wanted]] = values[wanted]
-        return ordered
-
     def take_seconds(self) -> float:
         """What rule rewards have cost since the last call, over all scoring processes, hidden or not."""
         taken, self._seconds = self._seconds, 0.0
         return taken
 
 
-@dataclass
-class Arrivals:
-    """Answers on their way through the scorers, and which samples they are, in order of arrival (-1: none that counts)."""
+class AnswersInScoring:
+    """Answers on their way through the scorers, which know them by the order in which they finished, not by sample.
 
-    scoring: Scoring
-    ids: list[Ids] = field(default_factory=list)
+    ``ids`` has, per list of texts, which samples its answers are (-1: of no sample).
+    """
+
+    def __init__(self, scoring: Scoring) -> None:
+        self._scoring = scoring
+        self._ids: list[Ids] = []
 
     def arrived(self, texts: Any, ids: Ids, rows: Ids) -> None:
-        """A list of texts exists: the answers ``ids``, to the prompts in ``rows``."""
-        self.scoring.add(texts, rows, np.arange(len(ids)))
-        self.ids.append(ids)
+        """A list of texts exists (by reference): the answers of the samples ``ids`` to the prompts in ``rows``."""
+        self._add(texts, ids, rows, np.arange(len(ids)))
+
+    def tick(self) -> None:
+        """Hand out what waits, without waiting."""
+        self._scoring.advance()
 
     def keep(self, samples: Samples, ids: Ids) -> None:
-        """What counts are ``samples``, which were the answers ``ids``. Begins those that never arrived: they are from an earlier step."""
-        new_id = np.full(1 + max(int(each.max()) for each in (ids, *self.ids)), -1)
+        """Of the samples known so far, only ``ids`` stay; they are ``samples`` now. The scores of the others are dropped."""
+        new_id = np.full(1 + max(int(each.max()) for each in (ids, *self._ids)), -1)
         new_id[ids] = np.arange(len(ids))
-        self.ids = [new_id[each] for each in self.ids]
-        self.add_missing(samples)
+        self._ids = [new_id[each] for each in self._ids]
 
     def add_missing(self, samples: Samples) -> None:
-        """Begin the answers among ``samples`` that have not arrived."""
+        """Add those of ``samples`` that did not arrive during generation, such as answers that an earlier step began."""
         arrived = np.zeros(len(samples), dtype=bool)
-        for each in self.ids:
+        for each in self._ids:
             arrived[each[each >= 0]] = True
         for part in samples.parts_with(c.TEXT):
             missing = ~arrived[part.ids]
             if missing.any():
-                self.scoring.add(part.ref, samples[c.ROW][part.ids[missing]], part.rows[missing])
-                self.ids.append(part.ids[missing])
+                ids = part.ids[missing]
+                self._add(part.ref, ids, samples[c.ROW][ids], part.rows[missing])
 
-    def tick(self) -> None:
-        """Hand out what waits, without waiting."""
-        self.scoring.advance(wait_s=0)
+    def finish(self) -> dict[str, Column]:
+        """Wait for the scores and return their columns, by sample."""
+        columns, ids = self._scoring.finish(), np.concatenate(self._ids)
+        wanted = ids >= 0
+        by_sample = np.argsort(ids[wanted])
+        return {name: values[wanted][by_sample] for name, values in columns.items()}
+
+    @property
+    def seconds(self) -> float:
+        """What scoring has cost so far, summed over all scoring processes."""
+        return self._scoring.seconds
+
+    def _add(self, texts: Any, ids: Ids, rows: Ids, positions: Ids) -> None:
+        self._scoring.add(texts, rows, positions)
+        self._ids.append(ids)
 
 
 def column_of(name: str, columns: Mapping[str, Any]) -> str:

@@ -25,9 +25,8 @@ from rltrain.device import Device, get_device, threads_per_worker
 from rltrain.env_report import device_facts, facts
 from rltrain.errors import ConfigError, DataError
 from rltrain.report import show_report
-from rltrain.rewards.custom import CustomReward
 from rltrain.rewards.processes.pool import RewardPool
-from rltrain.rewards.processes.slot import Score
+from rltrain.rewards.processes.score import Score
 from rltrain.stop import Stop
 from rltrain.trainer.archive import Archive, keeps_samples
 from rltrain.trainer.callbacks import Callbacks
@@ -164,30 +163,12 @@ def start_pool(cfg: Config, num_workers: int, splits: dict[str, Any], folder: Pa
     """
     if cfg.reward_model.enable and cfg.reward_model.rule_weight == 0:
         return None
-    pool = RewardPool(
-        custom_reward(cfg),
-        num_workers=num_workers,
-        timeout_s=cfg.reward.timeout_s,
-        on_error=cfg.reward.on_error,
-        splits=splits,
-        memory_limit_mb=cfg.reward.memory_limit_mb,
-        allow_code_execution=cfg.reward.allow_code_execution,
-        url=cfg.reward.url,
-        url_concurrency=cfg.reward.url_concurrency,
-        url_headers=cfg.reward.url_headers,
-        log_file=folder / "reward.log",
-    )
+    pool = RewardPool(cfg, num_workers, splits, log_file=folder / "reward.log")
     for split in splits:
         scores = pool.check(split)
         if split == "train":
             check_columns(cfg, scores)
     return pool
-
-
-def custom_reward(cfg: Config) -> CustomReward | None:
-    """The user's own function, None where the built-in scorers decide."""
-    custom, batch = cfg.custom_reward_function, cfg.reward_model.reward_manager == "batch"
-    return CustomReward(custom.path, custom.name, dict(custom.reward_kwargs), batch) if custom.path else None
 
 
 def check_columns(cfg: Config, scores: Sequence[Score]) -> None:

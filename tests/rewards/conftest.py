@@ -4,7 +4,10 @@ import time
 
 import pytest
 
+from rltrain.config.run_schema import CustomRewardConfig, RewardConfig
+from rltrain.config.schema import Config
 from rltrain.rewards.custom import CustomReward
+from rltrain.rewards.processes.pool import RewardPool
 from rltrain.rewards.processes.slot import Slot
 
 
@@ -53,6 +56,23 @@ def gone():
         return False
 
     return check
+
+
+@pytest.fixture
+def pool(local_ray):
+    """Makes reward pools over ``rows`` as the split "train"; closes them after the test."""
+    pools = []
+
+    def make(rows, reward=None, num_workers=2, log_file=None, **settings):
+        cfg = Config(reward=RewardConfig(**{"timeout_s": 1.0, "on_error": -2.0, **settings}))
+        if reward:
+            cfg.custom_reward_function = CustomRewardConfig(reward.path, reward.name, reward.kwargs)
+        pools.append(RewardPool(cfg, num_workers, {"train": local_ray.put(rows)}, log_file))
+        return pools[-1]
+
+    yield make
+    for made in pools:
+        made.shutdown()
 
 
 @pytest.fixture(scope="session")

@@ -49,7 +49,7 @@ def test_an_async_function_scores_all_answers_at_the_same_time(custom):
 @pytest.mark.parametrize(
     ("body", "status", "words"),
     [
-        ("return [1.0]", "rejected", "1 verdicts for 3 answers"),
+        ("return [1.0]", "rejected", "1 results for 3 answers"),
         ("return 5", "crashed", "not iterable"),
         ("raise ValueError('no such table')", "crashed", "no such table"),
         ("import time; time.sleep(60)", "timeout", "no score after 0.9 s"),

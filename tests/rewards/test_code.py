@@ -8,7 +8,7 @@ from contextlib import suppress
 import pytest
 
 from rltrain.errors import RewardError
-from rltrain.rewards.processes.limits import _descendants
+from rltrain.rewards.processes.limits import descendants
 from rltrain.rewards.processes.slot import Slot
 from rltrain.rewards.scorers.code import extract_code, same_text
 
@@ -149,7 +149,7 @@ def test_a_program_that_misbehaves_scores_nothing_and_leaves_nothing_running(bri
     start = time.monotonic()
     assert run(brief, program) == 0.0
     assert time.monotonic() - start < 3.0
-    assert [pid for pid in _descendants(brief.pid) if alive(pid)] == []
+    assert [pid for pid in descendants(brief.pid) if alive(pid)] == []
     assert run(brief, SUM) == 1.0
 
 

@@ -7,7 +7,8 @@ import pytest
 
 from rltrain.rewards.processes import output
 from rltrain.rewards.processes.output import RewardLog
-from rltrain.rewards.processes.slot import Score, Slot
+from rltrain.rewards.processes.score import Score
+from rltrain.rewards.processes.slot import Slot
 
 CALL = ("any/source", "an answer", "42", {})
 
@@ -98,7 +99,7 @@ def test_the_first_failure_of_every_kind_is_told_once(caplog, tmp_path):
     file = tmp_path / "reward.log"
     log = RewardLog(file)
     failures = [
-        Score(None, status, f"{kind} {number}", kind=kind).of((source, "answer", "truth", {}))
+        Score(None, status, f"{kind} {number}", kind=kind).about((source, "answer", "truth", {}))
         for number in range(3)
         for source in ("a", "b")
         for status, kind in (("crashed", "ValueError"), ("crashed", "KeyError"), ("timeout", ""))

@@ -1,3 +1,4 @@
+import functools
 import os
 import signal
 import time
@@ -10,8 +11,8 @@ import pytest
 from rltrain.data.rows import read_rows
 from rltrain.errors import RewardError, WorkerLost
 from rltrain.rewards.processes import pool as pool_module
-from rltrain.rewards.processes.pool import RewardPool, Scoring
-from rltrain.rewards.processes.slot import Score
+from rltrain.rewards.processes.pool import columns_of
+from rltrain.rewards.processes.score import Score
 
 LENGTH = """
     def compute_score(data_source, solution_str, ground_truth, extra_info):
@@ -39,50 +40,49 @@ def rows(tmp_path):
 
 
 @pytest.fixture
-def pool(local_ray, rows):
-    pools = []
-
-    def make(reward=None, num_workers=2, timeout_s=1.0, on_error=-2.0, **more):
-        pools.append(RewardPool(reward, num_workers, timeout_s, on_error, {"train": local_ray.put(rows)}, **more))
-        return pools[-1]
-
-    yield make
-    for made in pools:
-        made.shutdown()
+def pool(pool, rows):
+    return functools.partial(pool, rows)
 
 
-def job(ray, texts, rows, positions=None):
-    positions = range(len(rows)) if positions is None else positions
-    return ray.put(texts), np.array(rows), np.array(list(positions))
+def scores(ray, pool, texts, rows, positions=None):
+    """The columns of these answers, in one list of texts."""
+    return scores_of_lists(pool, [(ray.put(texts), rows, range(len(rows)) if positions is None else positions)])
+
+
+def scores_of_lists(pool, lists):
+    scoring = pool.begin("train", sum(len(rows) for _, rows, _ in lists))
+    for texts, rows, positions in lists:
+        scoring.add(texts, np.array(rows), np.array(positions))
+    return scoring.finish()
 
 
 def test_scores_come_back_in_job_order_with_the_built_in_scorer(local_ray, pool):
     made = pool()
-    jobs = [
-        job(local_ray, [str(i + 1) for i in range(20)], range(20)),
-        job(local_ray, ["no", "3", "no", "5"], [4, 2, 1], positions=[3, 1, 0]),
-        job(local_ray, [], []),
+    lists = [
+        (local_ray.put([str(i + 1) for i in range(20)]), range(20), range(20)),
+        (local_ray.put(["no", "3", "no", "5"]), [4, 2, 1], [3, 1, 0]),
+        (local_ray.put([]), [], []),
     ]
-    columns = made.score("train", jobs)
+    columns = scores_of_lists(made, lists)
     assert columns["score"].tolist() == [1.0] * 20 + [1.0, 1.0, 0.0]
     assert columns["score"].dtype == np.float64
     assert columns["reward_failed"].tolist() == [0.0] * 23
-    assert made.score("train", [])["score"].shape == (0,)
+    assert scores_of_lists(made, [])["score"].shape == (0,)
 
 
 def test_answers_are_fetched_by_the_workers_not_by_the_driver(local_ray, pool, monkeypatch):
     made = pool()
-    jobs = [job(local_ray, ["1" * 100_000, "2"], [0, 1])]
-    sizes = []
+    texts = local_ray.put(["1" * 100_000, "2"])
+    fetched = []
     get = local_ray.get
-    monkeypatch.setattr(local_ray, "get", lambda ref, **options: sizes.append(ref) or get(ref, **options))
-    assert made.score("train", jobs)["score"].tolist() == [0.0, 1.0]
-    assert jobs[0][0] not in sizes
+    monkeypatch.setattr(local_ray, "get", lambda ref, **options: fetched.append(ref) or get(ref, **options))
+    assert scores_of_lists(made, [(texts, [0, 1], [0, 1])])["score"].tolist() == [0.0, 1.0]
+    assert texts not in fetched
 
 
 def test_failures_count_on_error_and_are_shown(local_ray, pool, custom):
     made = pool(custom(LENGTH))
-    columns = made.score("train", [job(local_ray, ["aaa", "hang", "b", "crash", "a", "c"], [0, 1, 2, 3, 4, 5])])
+    columns = scores(local_ray, made, ["aaa", "hang", "b", "crash", "a", "c"], [0, 1, 2, 3, 4, 5])
     assert columns["score"].tolist() == [1.0, -2.0, 3.0, -2.0, 5.0, 6.0]
     assert columns["reward_failed"].tolist() == [0, 1, 0, 1, 0, 0]
     assert columns["reward_timeout"].tolist() == [0, 1, 0, 0, 0, 0]
@@ -100,15 +100,14 @@ def test_a_reward_worker_that_is_stopped_is_noticed(local_ray, pool, monkeypatch
     os.kill(pid, signal.SIGSTOP)
     try:
         with pytest.raises(WorkerLost, match=r"1 reward workers have not answered for 2 s.*reward.timeout_s=1.0"):
-            made.score("train", [job(local_ray, ["1"] * 4, range(4))])
+            scores(local_ray, made, ["1"] * 4, range(4))
     finally:
         os.kill(pid, signal.SIGKILL)
 
 
 def test_no_number_of_a_scorer_has_the_name_of_a_column_of_ours():
     names = ("score", "reward_failed", "reward_timeout", "response_length")
-    scores = [Score(1.0, "ok", None, dict.fromkeys(names, 9.0))]
-    columns = Scoring([None], "train", 1, 0.0)._columns(scores)
+    columns = columns_of([Score(1.0, "ok", None, dict.fromkeys(names, 9.0))], on_error=0.0)
     ours = {"score": [1.0], "reward_failed": [0.0], "reward_timeout": [0.0]}
     assert {name: values.tolist() for name, values in columns.items()} == ours | {
         f"scorer/{name}": [9.0] for name in names
@@ -118,10 +117,10 @@ def test_no_number_of_a_scorer_has_the_name_of_a_column_of_ours():
 def test_a_mostly_failing_batch_stops_with_the_first_traceback(local_ray, pool, custom):
     made = pool(custom(LENGTH), num_workers=1)
     with pytest.raises(RewardError) as caught:
-        made.score("train", [job(local_ray, ["crash", "a", "crash", "crash"], [0, 1, 2, 3])])
+        scores(local_ray, made, ["crash", "a", "crash", "crash"], [0, 1, 2, 3])
     for part in ("more than half", "3 crashed", "ValueError: no thanks", "my_reward.py"):
         assert part in str(caught.value)
-    assert made.score("train", [job(local_ray, ["crash", "a"], [0, 1])])["reward_failed"].tolist() == [1, 0]
+    assert scores(local_ray, made, ["crash", "a"], [0, 1])["reward_failed"].tolist() == [1, 0]
 
 
 def test_check_finds_a_broken_reward_file_before_training(pool, custom):
@@ -167,7 +166,7 @@ def test_prints_and_the_first_failures_are_in_the_log(local_ray, pool, custom, c
     made = pool(custom(code), log_file=tmp_path / "reward.log")
     made.check("train")
     for _ in range(2):
-        made.score("train", [job(local_ray, ["aaa", "crash", "b", "crash", "a", "c"], [0, 1, 2, 3, 4, 5])])
+        scores(local_ray, made, ["aaa", "crash", "b", "crash", "a", "c"], [0, 1, 2, 3, 4, 5])
     text = (tmp_path / "reward.log").read_text()
     assert text.count(" worker 0: saw 1\n") == text.count(" worker 1: saw 1\n") == 1
     assert text.count(": saw aaa\n") == 2
@@ -189,18 +188,13 @@ def test_a_killed_worker_is_a_clear_error_and_takes_its_process_along(local_ray,
     pid = int(made.check("train")[0].value)
     local_ray.kill(made._workers[0])
     with pytest.raises(WorkerLost, match="reward worker process is gone"):
-        made.score("train", [job(local_ray, ["1"], [0])])
+        scores(local_ray, made, ["1"], [0])
     wait_until_gone([pid])
 
 
 def test_shutdown_leaves_no_process(local_ray, pool, custom):
     made = pool(custom("import os\ndef compute_score(**kwargs): return os.getpid()"))
-    pids = {int(pid) for pid in made.score("train", [job(local_ray, ["x"] * 20, range(20))])["score"]}
+    pids = {int(pid) for pid in scores(local_ray, made, ["x"] * 20, range(20))["score"]}
     assert len(pids) == 2
     made.shutdown()
     wait_until_gone(pids)
-
-
-def test_a_pool_has_at_least_one_worker(local_ray):
-    with pytest.raises(RewardError, match=r"reward\.num_workers=0"):
-        RewardPool(None, 0, 1.0, 0.0, {})

@@ -10,10 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from rltrain.config.check import check
+from rltrain.config.load import load_config
 from rltrain.data.rows import read_rows
-from rltrain.errors import RewardError
-from rltrain.rewards.custom import CustomReward
-from rltrain.rewards.processes.pool import RewardPool
+from rltrain.errors import ConfigError, RewardError
 from rltrain.rewards.processes.remote import RemoteScorer
 
 
@@ -190,38 +190,39 @@ def test_answers_are_scored_several_at_a_time_and_never_more(serve, remote):
     assert server.busiest == 4
 
 
-@pytest.mark.parametrize("url", ["ftp://host/x", "host:80", "", "http://", "http://host:x/", "file:///etc/passwd"])
+@pytest.mark.parametrize("url", ["ftp://host/x", "host:80", "''", "http://", "http://host:x/", "file:///etc/passwd"])
 def test_an_address_that_cannot_be_is_an_error(url):
-    with pytest.raises(RewardError, match=r"reward\.url"):
-        RemoteScorer(url, 1.0, 1)
+    with pytest.raises(ConfigError, match=r"reward\.url=.*is no address"):
+        check(load_config([f"reward.url={url}"]))
+
+
+def test_two_ways_to_score_at_once_are_refused():
+    with pytest.raises(ConfigError, match=r"reward\.url and custom_reward_function\.path"):
+        check(load_config(["custom_reward_function.path=x.py", "reward.url=http://localhost:1/"]))
+
+
+def test_too_little_memory_for_a_scorer_is_refused():
+    with pytest.raises(ConfigError, match=r"reward\.memory_limit_mb=5"):
+        check(load_config(["reward.memory_limit_mb=5"]))
 
 
 @pytest.fixture
-def splits(local_ray, tmp_path):
+def rows(tmp_path):
     truth = {"style": "rule", "ground_truth": "42"}
     record = {"data_source": "mine", "prompt": [{"role": "user", "content": "?"}], "reward_model": truth}
     pq.write_table(pa.Table.from_pylist([record] * 4), tmp_path / "rows.parquet")
-    return {"train": local_ray.put(read_rows(str(tmp_path / "rows.parquet")))}
+    return read_rows(str(tmp_path / "rows.parquet"))
 
 
-def test_the_pool_scores_at_the_address_and_checks_it_first(local_ray, serve, splits):
+def test_the_pool_scores_at_the_address_and_checks_it_first(local_ray, serve, pool, rows):
     server = serve(echo)
-    pool = RewardPool(None, 2, 2.0, 0.0, splits, url=server.url, url_concurrency=2)
-    try:
-        assert [score.value for score in pool.check("train")] == [2.0]
-        jobs = [(local_ray.put(["a", "bb", "ccc", "dddd"]), np.arange(4), np.arange(4))]
-        columns = pool.score("train", jobs)
-        assert columns["score"].tolist() == [1.0, 2.0, 3.0, 4.0]
-        assert columns["scorer/acc"].tolist() == [1.0] * 4
-        server.close()
-        with pytest.raises(RewardError, match=r"reward\.url='http.*gives no score for data_source='mine'"):
-            pool.check("train")
-    finally:
-        pool.shutdown()
-
-
-def test_two_ways_to_score_at_once_are_refused(local_ray):
-    with pytest.raises(RewardError, match=r"reward\.url and custom_reward_function\.path"):
-        RewardPool(CustomReward("x.py"), 1, 1.0, 0.0, {}, url="http://localhost:1/")
-    with pytest.raises(RewardError, match=r"reward\.memory_limit_mb=5"):
-        RewardPool(None, 1, 1.0, 0.0, {}, memory_limit_mb=5)
+    made = pool(rows, url=server.url, url_concurrency=2, timeout_s=2.0)
+    assert [score.value for score in made.check("train")] == [2.0]
+    scoring = made.begin("train", 4)
+    scoring.add(local_ray.put(["a", "bb", "ccc", "dddd"]), np.arange(4), np.arange(4))
+    columns = scoring.finish()
+    assert columns["score"].tolist() == [1.0, 2.0, 3.0, 4.0]
+    assert columns["scorer/acc"].tolist() == [1.0] * 4
+    server.close()
+    with pytest.raises(RewardError, match=r"reward\.url='http.*gives no score for data_source='mine'"):
+        made.check("train")

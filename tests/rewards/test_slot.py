@@ -182,7 +182,7 @@ import sys, threading
 from rltrain.rewards.processes.slot import Slot
 from rltrain.rewards.custom import CustomReward
 slot = Slot(CustomReward({reward.path!r}), timeout_s=60)
-slot._prepare("s")
+slot.prepare("s")
 print(slot.pid, flush=True)
 slot.score("s", "a", "b", {{}})
 """

@@ -1,4 +1,4 @@
-"""What scoring one answer may take and do, and how the processes it starts are ended."""
+"""What scoring one answer may take and do, and how the processes that it starts are ended."""
 
 import os
 import signal
@@ -10,24 +10,24 @@ _MAX_SWEEPS = 20
 
 
 @dataclass(frozen=True)
-class Limits:
-    """``timeout_s`` seconds and ``memory_mb`` of address space (0: no limit) an answer; may it run as a program?"""
+class ScoringLimits:
+    """Per answer: ``timeout_s`` seconds, ``memory_mb`` MiB of address space (0: unlimited), and whether it may run as a program."""
 
     timeout_s: float = 5.0
     memory_mb: int = 4096
     allow_code_execution: bool = False
 
 
-_current = Limits()
+_current = ScoringLimits()
 
 
-def current_limits() -> Limits:
-    """The limits of this process, for scorers that must stay within them by themselves."""
+def current_limits() -> ScoringLimits:
+    """The limits of this process, for a scorer that starts processes of its own."""
     return _current
 
 
-def impose(limits: Limits) -> None:
-    """Make these the limits of this process, for good. Address space is bounded where the system can."""
+def impose(limits: ScoringLimits) -> None:
+    """Make these the limits of this process, for good. Address space is bounded where the system can do it."""
     import resource
 
     global _current
@@ -39,14 +39,15 @@ def impose(limits: Limits) -> None:
 
 
 def kill_tree(pid: int) -> set[int]:
-    """SIGKILL for a process, its group, and on Linux all its descendants, also those that left the group.
+    """SIGKILL for a process, its group and, on Linux, all its descendants, also those that left the group.
 
-    Everything is stopped before anything is killed, so that nothing new appears meanwhile. ``pid`` must be a process
-    group leader started by this process and not waited for yet. Returns the process ids, ``pid`` left out.
+    ``pid`` must be a process group leader that this process has started and not waited for yet. Returns the ids of the
+    other processes.
     """
     stopped: set[int] = set()
+    # Everything is stopped before anything is killed: a stopped process cannot fork, and an orphan cannot escape the sweep.
     for _ in range(_MAX_SWEEPS):
-        found = {pid, *_descendants(pid)} - stopped
+        found = {pid, *descendants(pid)} - stopped
         if not found:
             break
         for each in found:
@@ -61,7 +62,8 @@ def kill_tree(pid: int) -> set[int]:
     return stopped - {pid}
 
 
-def _descendants(pid: int) -> list[int]:
+def descendants(pid: int) -> list[int]:
+    """Process ids below ``pid``; none where there is no /proc."""
     found, unseen = [], [pid]
     while unseen:
         for listing in Path(f"/proc/{unseen.pop()}/task").glob("*/children"):

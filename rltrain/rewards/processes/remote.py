@@ -1,176 +1,132 @@
 """A scorer behind HTTP: POST {data_source, solution_str, ground_truth, extra_info}, and {"score": ...} comes back.
 
-Runs in the reward worker itself, not in a slot: nothing but JSON is read from the other side. Redirects and proxies are
-not followed.
+It runs in the reward worker itself, not in a slot, because nothing but JSON is read from the other side. Every answer has a
+hard deadline that holds for all its retries and for a reply that trickles. A socket's timeout cannot give that, since it
+starts anew with every byte; cancelling a coroutine can, hence httpx and asyncio. Redirects and proxies are not followed:
+an answer goes to the address that the user gave, or nowhere.
 """
 
+import asyncio
 import json
-import socket
-import threading
-import time
+import ssl
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from datetime import datetime, timezone
+from email.utils import parsedate_to_datetime
+from itertools import count
 from typing import Any
-from urllib.parse import urlsplit
 
-from urllib3 import BaseHTTPResponse, Retry, connection_from_url
-from urllib3.connection import HTTPConnection, HTTPSConnection
-from urllib3.exceptions import HTTPError
+import httpx
 
 from rltrain.errors import RewardError
-from rltrain.rewards.processes.child import MAX_ERROR_CHARS, judge
-from rltrain.rewards.processes.slot import Call, Score
+from rltrain.rewards.processes.score import MAX_ERROR_CHARS, Score, ScorerCall, read_returned
 
+_NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
 _MAX_REPLY_BYTES = 1 << 20
-_OK = 200
-# How long to wait before another try, and after which replies; for how long is up to the deadline.
-_RETRY = Retry(
-    total=None,
-    allowed_methods=None,
-    status_forcelist=(408, 429, 500, 502, 503, 504),
-    backoff_factor=0.05,
-    backoff_max=2.0,
-    backoff_jitter=0.05,
-)
-
-
-class _Unavailable(Exception):
-    """No answer, or one that says to try again: after so many seconds, if it says when."""
-
-    def __init__(self, why: str, after_s: float | None = None) -> None:
-        super().__init__(why)
-        self.after_s = after_s
-
-
-def check_address(url: str, concurrency: int) -> None:
-    """Raise RewardError for an address or a concurrency that cannot be."""
-    try:
-        address = urlsplit(url)
-        usable = address.scheme in ("http", "https") and bool(address.hostname) and address.port != 0
-    except ValueError:
-        usable = False
-    if not usable:
-        raise RewardError(f"reward.url={url!r} is no address; write http://host:port/path.")
-    if concurrency < 1:
-        raise RewardError(f"reward.url_concurrency={concurrency} must be at least 1.")
+_TRY_AGAIN = (408, 429, 500, 502, 503, 504)
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 
 
 class RemoteScorer:
-    """Scores answers at ``url``: ``timeout_s`` for each with all its retries, at most ``concurrency`` at a time.
+    """Scores answers at ``url``: ``timeout_s`` per answer with all its retries, at most ``concurrency`` answers at a time.
 
-    ``headers`` go with every request. Connections are kept for the next answer.
+    ``headers`` go with every request. Connections are kept from answer to answer.
     """
 
     def __init__(self, url: str, timeout_s: float, concurrency: int, headers: Mapping[str, Any] | None = None):
-        check_address(url, concurrency)
-        address = urlsplit(url)
-        self._path = (address.path or "/") + (f"?{address.query}" if address.query else "")
         self._url = url
         self._timeout_s = timeout_s
-        self._threads = ThreadPoolExecutor(concurrency)
-        sent = {name: str(value) for name, value in (headers or {}).items()} | {"Content-Type": "application/json"}
-        self._pool = connection_from_url(url, maxsize=concurrency, retries=False, headers=sent)
-        self._pool.ConnectionCls = _Https if address.scheme == "https" else _Http
+        self._loop = asyncio.new_event_loop()
+        # Outside the deadline: an answer's time starts when its request does.
+        self._free = asyncio.Semaphore(concurrency)
+        sent = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        self._client = httpx.AsyncClient(
+            headers=sent | {name: str(value) for name, value in (headers or {}).items()},
+            verify=ssl.create_default_context(),
+            trust_env=False,
+            timeout=None,
+            limits=httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency),
+        )
 
     def score(self, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Score:
         """Score one answer. Failing connections, 429 and 5xx are tried again until the deadline."""
-        call = {
-            "data_source": data_source,
-            "solution_str": solution_str,
-            "ground_truth": ground_truth,
-            "extra_info": extra_info,
-        }
-        body = json.dumps(call, default=str).encode()
-        deadline, retry, trouble = time.monotonic() + self._timeout_s, _RETRY, "no answer"
-        while (remaining := deadline - time.monotonic()) > 0:
-            try:
-                return self._attempt(body, remaining)
-            except _Unavailable as error:
-                trouble, pause = str(error), error.after_s
-            retry = retry.increment()
-            time.sleep(max(0.0, min(pause or retry.get_backoff_time(), deadline - time.monotonic())))
-        return Score(
-            None, "timeout", f"no score from {self._url} after {self._timeout_s:g} s (reward.timeout_s): {trouble}"
-        )
+        return self.score_all([(data_source, solution_str, ground_truth, extra_info)])[0]
 
-    def score_all(self, calls: Sequence[Call]) -> list[Score]:
+    def score_all(self, calls: Sequence[ScorerCall]) -> list[Score]:
         """Score answers, several at a time; in their order."""
-        return list(self._threads.map(lambda call: self.score(*call).of(call), calls))
+        return self._loop.run_until_complete(self._gather(calls))
 
-    def take_printed(self) -> str:
-        """What the scorer has printed is at the other end."""
-        return ""
-
-    def check(self, call: Call) -> Score:
+    def check(self, call: ScorerCall) -> Score:
         """Score one answer. Raises RewardError unless a score comes back."""
         score = self.score(*call)
         if score.status != "ok":
             raise RewardError(f"reward.url={self._url!r} gives no score for data_source={call[0]!r}: {score.error}")
         return score
 
-    def close(self) -> None:
-        """Start no more requests."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+    def take_printed(self) -> str:
+        """Nothing: what the scorer prints is at the other end."""
+        return ""
 
-    def _attempt(self, body: bytes, seconds: float) -> Score:
-        response, reply = self._post(body, seconds)
+    def close(self) -> None:
+        """Close the connections."""
+        self._loop.run_until_complete(self._client.aclose())
+        self._loop.close()
+
+    async def _gather(self, calls: Sequence[ScorerCall]) -> list[Score]:
+        return await asyncio.gather(*map(self._score, calls))
+
+    async def _score(self, call: ScorerCall) -> Score:
+        trouble = ["no answer"]
+        body = json.dumps(dict(zip(_NAMES, call, strict=True)), default=str).encode()
+        async with self._free:
+            try:
+                score = await asyncio.wait_for(self._until_scored(body, trouble), self._timeout_s)
+            except asyncio.TimeoutError:
+                said = f"no score from {self._url} after {self._timeout_s:g} s (reward.timeout_s): {trouble[-1]}"
+                score = Score(None, "timeout", said)
+        return score.about(call)
+
+    async def _until_scored(self, body: bytes, trouble: list[str]) -> Score:
+        """Ask until there is a score. What went wrong meanwhile is added to ``trouble``."""
+        for attempt in count():
+            pause_s = min(_FIRST_PAUSE_S * 2 ** min(attempt, 10), _LONGEST_PAUSE_S)
+            try:
+                response, reply = await self._post(body)
+                if response.status_code not in _TRY_AGAIN:
+                    return self._read(response.status_code, reply)
+                trouble.append(f"HTTP {response.status_code} {reply[:200]!r}")
+                pause_s = max(pause_s, _retry_after_s(response.headers.get("Retry-After", "")))
+            except httpx.TransportError as error:  # refused, reset, cut short
+                trouble.append(f"{type(error).__name__}: {error}")
+            await asyncio.sleep(pause_s)
+        raise AssertionError("count() has no end")
+
+    async def _post(self, body: bytes) -> tuple[httpx.Response, bytes]:
+        async with self._client.stream("POST", self._url, content=body) as response:
+            reply = b""
+            async for part in response.aiter_raw():
+                reply += part
+                if len(reply) > _MAX_REPLY_BYTES:
+                    break
+            return response, reply
+
+    def _read(self, status: int, reply: bytes) -> Score:
         if len(reply) > _MAX_REPLY_BYTES:
             return Score(None, "crashed", f"{self._url}: a reply of more than a mebibyte")
-        if _RETRY.is_retry("POST", response.status):
-            with suppress(HTTPError):  # a header that is no time
-                raise _Unavailable(f"HTTP {response.status} {reply[:200]!r}", _RETRY.get_retry_after(response))
-            raise _Unavailable(f"HTTP {response.status} {reply[:200]!r}")
-        if response.status != _OK:
-            return Score(None, "crashed", f"{self._url}: HTTP {response.status} {reply[:MAX_ERROR_CHARS]!r}")
+        if status != httpx.codes.OK:
+            return Score(None, "crashed", f"{self._url}: HTTP {status} {reply[:MAX_ERROR_CHARS]!r}")
         try:
-            value = json.loads(reply)
-            score, extras = judge(value if isinstance(value, dict) else {})
+            returned = json.loads(reply)
+            value, extras = read_returned(returned if isinstance(returned, dict) else {})
         except (ValueError, RecursionError) as error:
             return Score(None, "rejected", f"{self._url}: {error}; it sent {reply[:200]!r}")
-        return Score(score, "ok", None, extras)
-
-    def _post(self, body: bytes, seconds: float) -> tuple[BaseHTTPResponse, bytes]:
-        _of_thread.deadline, _of_thread.alarm = time.monotonic() + seconds, None
-        as_sent: dict[str, Any] = {"redirect": False, "preload_content": False, "decode_content": False}
-        try:
-            response = self._pool.urlopen("POST", self._path, body, timeout=seconds, **as_sent)
-            reply = response.read(_MAX_REPLY_BYTES + 1)
-        except HTTPError as error:
-            raise _Unavailable(f"{type(error).__name__}: {error}") from None
-        finally:
-            if _of_thread.alarm is not None:
-                _of_thread.alarm.cancel()
-        if len(reply) > _MAX_REPLY_BYTES:
-            response.close()
-        elif (
-            response.length_remaining or time.monotonic() >= _of_thread.deadline
-        ):  # hung up, perhaps within the headers
-            raise _Unavailable("the reply was cut short")
-        return response, reply
+        return Score(value, "ok", None, extras)
 
 
-_of_thread = threading.local()
-
-
-def _watch(line: Any) -> None:
-    """Hang up when the time of this thread's answer is over: the socket's own timeout starts again with every byte that trickles in."""
-    _of_thread.alarm = threading.Timer(_of_thread.deadline - time.monotonic(), _hang_up, [line])
-    _of_thread.alarm.start()
-
-
-def _hang_up(line: socket.socket) -> None:
-    with suppress(OSError):
-        line.shutdown(socket.SHUT_RDWR)
-
-
-class _Http(HTTPConnection):
-    def getresponse(self) -> Any:
-        _watch(self.sock)
-        return super().getresponse()
-
-
-class _Https(HTTPSConnection):
-    def getresponse(self) -> Any:
-        _watch(self.sock)
-        return super().getresponse()
+def _retry_after_s(header: str) -> float:
+    """Seconds until the time that a server names, as a number of seconds or as a date; 0 for anything else."""
+    if header.isdigit():
+        return float(header)
+    with suppress(TypeError, ValueError):
+        return (parsedate_to_datetime(header) - datetime.now(timezone.utc)).total_seconds()
+    return 0.0

@@ -1,0 +1,73 @@
+"""The score of one answer: what a reward function returned, read as a number, or why there is none."""
+
+import math
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+# Data source, answer, ground truth and extra_info: the arguments of a reward function.
+ScorerCall = tuple[str, str, Any, dict[str, Any]]
+
+MAX_ERROR_CHARS = 4000
+_MAX_EXTRAS = 64
+_MAX_TEXT_CHARS = 256
+_SHOWN_CHARS = 400
+
+
+@dataclass(frozen=True)
+class Score:
+    """What an answer earned. ``value`` is None unless ``status`` is ``ok``; ``error`` then says what happened.
+
+    ``extras`` are the further columns that the reward function returned. ``kind`` is the name of the exception, if there
+    was one. ``call`` has data source, answer and ground truth of a failed answer, shortened.
+    """
+
+    value: float | None
+    status: Literal["ok", "timeout", "crashed", "rejected"]
+    error: str | None = None
+    extras: dict[str, float | str] = field(default_factory=dict)
+    kind: str = ""
+    call: tuple[str, str, str] | None = None
+
+    def about(self, call: ScorerCall) -> "Score":
+        """The same score; a failure knows its call."""
+        if self.status == "ok":
+            return self
+        source, answer, truth = call[0], repr(call[1][:_SHOWN_CHARS]), f"{call[2]!r:.{_SHOWN_CHARS}}"
+        if len(call[1]) > _SHOWN_CHARS:
+            answer += f"… ({len(call[1]):,} characters)"
+        return replace(self, call=(source, answer, truth))
+
+    def report(self) -> str:
+        """What happened to an answer that failed, to which answer, and where in the user's code."""
+        about = "" if self.call is None else "data_source={!r}\n  answer: {}\n  ground truth: {}\n".format(*self.call)
+        return f"{about}  {self.status}: {self.error}"
+
+
+def read_returned(returned: Any) -> tuple[float, dict[str, float | str]]:
+    """Score and extras out of what a reward function returned. ValueError unless the score is one finite number."""
+    if not isinstance(returned, dict):
+        return _finite(returned, "the reward function returned"), {}
+    if "score" not in returned:
+        raise ValueError(f"the reward function returned a dict without 'score': {sorted(map(str, returned))}")
+    extras: dict[str, float | str] = {}
+    for name, extra in list(returned.items())[:_MAX_EXTRAS]:
+        if name == "score":
+            continue
+        if isinstance(extra, str):
+            extras[str(name)] = extra[:_MAX_TEXT_CHARS]
+        else:
+            with suppress(ValueError, TypeError):
+                extras[str(name)] = _finite(extra, str(name))
+    return _finite(returned["score"], "the reward function returned score"), extras
+
+
+def _finite(value: Any, what: str) -> float:
+    number = value
+    if not isinstance(value, (bool, int, float)) and getattr(value, "ndim", None) == 0:  # NumPy and torch scalars
+        number = value.item()
+    if not isinstance(number, (bool, int, float)):
+        raise ValueError(f"{what} {type(value).__name__} {value!r:.200}; it must be one number, or a dict with 'score'")
+    if not math.isfinite(number):
+        raise ValueError(f"{what} {number}; it must be finite")
+    return float(number)

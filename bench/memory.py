@@ -24,8 +24,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from rltrain.batch import Batch
 from rltrain.device import get_device
 from rltrain.models import forward, head, packing
-from rltrain.models.load import load_config
-from rltrain.models.shard import make_mesh, sharded_model
+from rltrain.models.shard import sharded_model
+from rltrain.models.spec import ModelSpec
 from rltrain.ragged import Ragged
 
 VOCABULARIES = (32_768, 151_936)
@@ -53,10 +53,7 @@ def measure(way: str, work: str, vocabulary: int, tokens: int) -> float:
         )  # fmt: skip
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     device = get_device("cpu")
-    policy = sharded_model(
-        forward.PolicyModel, str(folder), load_config(str(folder)), make_mesh(device), device,
-        master_dtype=torch.float32, compute_dtype=torch.float32, gradient_checkpointing=False,
-    )  # fmt: skip
+    policy = sharded_model(forward.PolicyModel, ModelSpec(str(folder)), device)
     if way == "plain":
         forward.token_scores = head.plain_scores
     rows = [torch.randint(2, vocabulary, (SAMPLE,), dtype=torch.int32) for _ in range(tokens // (SAMPLE - PROMPT))]

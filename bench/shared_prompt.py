@@ -24,9 +24,9 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from rltrain.batch import Batch
 from rltrain.device import get_device
 from rltrain.models.forward import PolicyModel
-from rltrain.models.load import load_config
 from rltrain.models.packing import pack
-from rltrain.models.shard import make_mesh, sharded_model
+from rltrain.models.shard import sharded_model
+from rltrain.models.spec import ModelSpec
 from rltrain.ragged import Ragged
 
 REPEATS = 3
@@ -47,11 +47,7 @@ def make_policy(hidden: int, layers: int, heads: int, vocabulary: int) -> Policy
     folder = Path("outputs/bench_shared_prompt")
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    device = get_device("cpu")
-    return sharded_model(
-        PolicyModel, str(folder), load_config(str(folder)), make_mesh(device), device,
-        master_dtype=torch.float32, compute_dtype=torch.float32, gradient_checkpointing=False,
-    )  # fmt: skip
+    return sharded_model(PolicyModel, ModelSpec(str(folder)), get_device("cpu"))
 
 
 def group(prompt: int, num_answers: int, answer: int) -> Batch:

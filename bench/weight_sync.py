@@ -26,7 +26,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config
 from rltrain.device import get_device
 from rltrain.models.forward import PolicyModel
 from rltrain.models.load import load_config
-from rltrain.models.shard import PREFIX, make_mesh, named_weights, sharded_model
+from rltrain.models.shard import PREFIX, named_weights, sharded_model
+from rltrain.models.spec import ModelSpec
 from rltrain.workers.rollout.base import WeightPiece
 from rltrain.workers.rollout.hf import HFRollout, Limits
 from rltrain.workers.weight_sync import fingerprint, pieces
@@ -93,10 +94,7 @@ def rank_main(rank: int, world: int, folder: Path, way: str, bucket_mib: float, 
     store = dist.FileStore(str(folder / f"store {way}"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     device, config = get_device("cpu"), load_config(str(folder))
-    policy = sharded_model(
-        PolicyModel, str(folder), config, make_mesh(device), device, master_dtype=torch.float32, compute_dtype=torch.float32,
-        gradient_checkpointing=False,
-    )  # fmt: skip
+    policy = sharded_model(PolicyModel, ModelSpec(str(folder)), device)
     engine = HFRollout(config, dtype=dtype, device=device, eos_token_ids=[1], limits=Limits(8, 64))
     found = []
     for _ in range(syncs):

@@ -8,11 +8,10 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from rltrain.device import Device
 from rltrain.models import attention
@@ -25,7 +24,9 @@ from rltrain.models.load import (
     recompute_activations,
     without_dropout,
 )
-from rltrain.models.lora import Lora, add_adapters, first_adapters, plain_name, plain_weights
+from rltrain.models.lora import add_adapters, first_adapters, plain_name, plain_weights
+from rltrain.models.spec import ModelSpec
+from rltrain.models.ulysses import sequence_group
 
 PREFIX = "model."
 Model = TypeVar("Model", PolicyModel, ScalarModel)
@@ -39,60 +40,40 @@ def make_mesh(device: Device, fsdp_size: int = -1) -> DeviceMesh:
     return init_device_mesh(device.kind, (world // fsdp_size, fsdp_size), mesh_dim_names=("replicate", "shard"))
 
 
-def sharded_model(
-    kind: type[Model],
-    path: str,
-    config: PretrainedConfig,
-    mesh: DeviceMesh,
-    device: Device,
-    *,
-    master_dtype: torch.dtype,
-    compute_dtype: torch.dtype,
-    gradient_checkpointing: bool,
-    reshard_after_forward: bool = True,
-    trust_remote_code: bool = False,
-    lora: Lora | None = None,
-    group: ProcessGroup | None = None,
-    longest: int | None = None,
-) -> Model:
-    """The model, one shard on each rank. Only rank 0 reads the weights; no rank ever holds more than one layer whole.
-
-    ``lora``: with these adapters, in their own dtype, over frozen weights in ``master_dtype``. ``group``: ranks that hold
-    each sequence together (see `ulysses`). ``longest``: tokens of a sequence, at most.
-    """
+def sharded_model(kind: type[Model], spec: ModelSpec, device: Device) -> Model:
+    """The model, one shard on each rank. Only rank 0 reads the weights; no rank ever holds more than one layer whole."""
+    config = spec.load_config()
     attention.register()
-    attention.check_layers(config, longest)
+    attention.check_layers(config, spec.longest)
+    group = sequence_group(config, spec.sequence_parallel_size, f"{spec.role}.ulysses_sequence_parallel_size")
     config = without_dropout(config)
-    decoder_only = issubclass(kind, ScalarModel)
-    model = empty_model(
-        config, attention.NAME, master_dtype, decoder_only=decoder_only, trust_remote_code=trust_remote_code
-    )
-    if lora:
-        add_adapters(model, lora)
+    weights = {"decoder_only": issubclass(kind, ScalarModel), "trust_remote_code": spec.trust_remote_code}
+    model = empty_model(config, attention.NAME, spec.master_dtype, **weights)
+    if spec.lora:
+        add_adapters(model, spec.lora)
     # Memory that is never written costs nothing: this allocates address space, and fully_shard touches only the shard.
     model.to_empty(device="cpu")
     model.tie_weights()
-    if gradient_checkpointing:
+    if spec.gradient_checkpointing:
         recompute_activations(model)
     packed = kind(model, group)
-    if lora and isinstance(packed, ScalarModel):
-        packed.score.to(lora.dtype)
-    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    if spec.lora and isinstance(packed, ScalarModel):
+        packed.score.to(spec.lora.dtype)
+    mesh = make_mesh(device, spec.fsdp.fsdp_size)
+    precision = MixedPrecisionPolicy(param_dtype=spec.compute_dtype, reduce_dtype=torch.float32)
     for layer in decoder_layers(model):
-        fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_after_forward)
+        fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=spec.fsdp.reshard_after_forward)
     # Embedding and head stay gathered from the forward to the end of the backward pass (and from one forward-only pass to the next,
     # until `reshard`): otherwise they would be gathered twice a micro-batch.
     fully_shard(packed, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
     source: dict[str, Tensor] | None = None
     if dist.get_rank() == 0:
-        plain: PreTrainedModel = read_weights(
-            path, config, master_dtype, decoder_only=decoder_only, trust_remote_code=trust_remote_code
-        )
+        plain: PreTrainedModel = read_weights(spec.path, config, spec.master_dtype, **weights)
         source = dict([*plain.named_parameters(), *plain.named_buffers()])
-        if lora:
-            source |= first_adapters(model, lora)
+        if spec.lora:
+            source |= first_adapters(model, spec.lora)
         if isinstance(packed, ScalarModel):
-            head = read_score_head(path)
+            head = read_score_head(spec.path)
             source["score.weight"] = torch.zeros(packed.score.weight.shape) if head is None else head
     _fill(packed, source, device)
     return packed

@@ -17,16 +17,14 @@ from rltrain.batch import Batch
 from rltrain.config.schema import Config
 from rltrain.config.step_passes import StepPasses
 from rltrain.data.chat import chat_encoder
-from rltrain.device import resolve_dtype
 from rltrain.models.export import export_huggingface
 from rltrain.models.forward import PolicyModel, final_logits, model_numbers
 from rltrain.models.head import ReferenceStates
-from rltrain.models.load import load_config
-from rltrain.models.lora import adapters_off, lora_of, save_adapter
+from rltrain.models.lora import adapters_off, save_adapter
 from rltrain.models.packing import PackedInputs, pack
-from rltrain.models.shard import make_mesh, reshard, sharded_model
+from rltrain.models.shard import reshard, sharded_model
+from rltrain.models.spec import actor_spec, reference_spec
 from rltrain.models.state import load_training_state, save_training_state
-from rltrain.models.ulysses import sequence_group
 from rltrain.ragged import Ragged
 from rltrain.workers.residency import Phase, Residency
 from rltrain.workers.roles import Actor
@@ -54,10 +52,8 @@ class ActorRefWorker(Actor):
 
     def _load_models(self) -> None:
         model_cfg, fsdp = self._model_cfg, self._actor_cfg.fsdp_config
-        self._config = load_config(
-            model_cfg.path, trust_remote_code=model_cfg.trust_remote_code, override=dict(model_cfg.override_config)
-        )
-        self._policy = self._load_policy(trained=True)
+        self._spec = actor_spec(self._cfg, self._device)
+        self._policy = sharded_model(PolicyModel, self._spec, self._device)
         self._updater = Updater("actor", self._policy, self._actor_cfg.optim, self._cfg.trainer, self._device)
         phases: tuple[Phase, ...] = ("sync", "score", "train_actor", "save")
         phases += ("ref",) if self._passes.exact_kl_in_reward or model_cfg.uses_lora else ()
@@ -66,33 +62,11 @@ class ActorRefWorker(Actor):
         if model_cfg.uses_lora:
             self._reference = self._policy  # with its adapters off
         elif self._passes.reference:
-            self._reference = self._load_policy(trained=False).requires_grad_(False).eval()
+            spec = reference_spec(self._cfg, self._device)
+            self._reference = sharded_model(PolicyModel, spec, self._device).requires_grad_(False).eval()
             offload = self._cfg.actor_rollout_ref.ref.fsdp_config.param_offload
             phases = ("ref", "train_actor") if self._passes.exact_kl_in_loss else ("ref",)
             self._residency.add_model(self._reference, *phases, offload=offload)
-
-    def _load_policy(self, *, trained: bool) -> PolicyModel:
-        fsdp, roles = self._actor_cfg.fsdp_config, self._cfg.actor_rollout_ref
-        role = "actor" if trained else "ref"
-        size = (roles.actor if trained else roles.ref).ulysses_sequence_parallel_size
-        dtype, compute_dtype = (resolve_dtype(name, self._device) for name in (fsdp.model_dtype, fsdp.compute_dtype))
-        lora = lora_of(self._model_cfg, "actor_rollout_ref.model", dtype, self._cfg.data.seed) if trained else None
-        return sharded_model(
-            PolicyModel,
-            self._model_cfg.path,
-            self._config,
-            make_mesh(self._device, fsdp.fsdp_size),
-            self._device,
-            # Frozen weights gain nothing from a dtype wider than the one they compute in.
-            master_dtype=dtype if trained and not lora else compute_dtype,
-            compute_dtype=compute_dtype,
-            gradient_checkpointing=trained and self._model_cfg.enable_gradient_checkpointing,
-            reshard_after_forward=fsdp.reshard_after_forward,
-            trust_remote_code=self._model_cfg.trust_remote_code,
-            lora=lora,
-            longest=self._cfg.data.max_prompt_length + self._cfg.data.max_response_length,
-            group=sequence_group(self._config, size, f"actor_rollout_ref.{role}.ulysses_sequence_parallel_size"),
-        )
 
     @property
     def policy(self) -> PolicyModel:
@@ -316,7 +290,7 @@ class ActorRefWorker(Actor):
     def export(self, folder: str, card: str) -> list[str]:
         """Write a Hugging Face folder with ``card`` as README.md (a collective; rank 0 writes). Returns what is wrong with it."""
         self._residency.enter("score")
-        return export_huggingface(self._policy, self._config, chat_encoder(self._cfg), folder, card)
+        return export_huggingface(self._policy, self._spec.load_config(), chat_encoder(self._cfg), folder, card)
 
 
 def _given(batch: Batch) -> Tensor | None:

@@ -12,14 +12,11 @@ from rltrain.algorithms.losses import LossShare, aggregate, finish
 from rltrain.algorithms.value_loss import value_loss
 from rltrain.batch import Batch
 from rltrain.config.schema import Config
-from rltrain.device import resolve_dtype
 from rltrain.models.forward import ScalarModel
-from rltrain.models.load import load_config
-from rltrain.models.lora import lora_of
 from rltrain.models.packing import pack
-from rltrain.models.shard import make_mesh, reshard, sharded_model
+from rltrain.models.shard import reshard, sharded_model
+from rltrain.models.spec import critic_spec
 from rltrain.models.state import load_training_state, save_training_state
-from rltrain.models.ulysses import sequence_group
 from rltrain.ragged import Ragged
 from rltrain.workers.residency import Residency
 from rltrain.workers.roles import Critic
@@ -34,34 +31,9 @@ class CriticWorker(Critic):
         self._cfg = cfg.critic
         self._residency = residency
         self._device = residency.device
-        model_cfg, fsdp = cfg.critic.model, cfg.critic.model.fsdp_config
-        path = model_cfg.path or cfg.actor_rollout_ref.model.path
-        config = load_config(
-            path,
-            "critic.model",
-            trust_remote_code=model_cfg.trust_remote_code,
-            override=dict(model_cfg.override_config),
-        )
-        dtype, compute_dtype = (resolve_dtype(name, self._device) for name in (fsdp.model_dtype, fsdp.compute_dtype))
-        lora = lora_of(model_cfg, "critic.model", dtype, cfg.data.seed)
-        self._model = sharded_model(
-            ScalarModel,
-            path,
-            config,
-            make_mesh(self._device, fsdp.fsdp_size),
-            self._device,
-            master_dtype=compute_dtype if lora else dtype,  # frozen weights gain nothing from more
-            compute_dtype=compute_dtype,
-            gradient_checkpointing=model_cfg.enable_gradient_checkpointing,
-            reshard_after_forward=fsdp.reshard_after_forward,
-            trust_remote_code=model_cfg.trust_remote_code,
-            lora=lora,
-            longest=cfg.data.max_prompt_length + cfg.data.max_response_length,
-            group=sequence_group(
-                config, cfg.critic.ulysses_sequence_parallel_size, "critic.ulysses_sequence_parallel_size"
-            ),
-        )
+        self._model = sharded_model(ScalarModel, critic_spec(cfg, self._device), self._device)
         self._updater = Updater("critic", self._model, cfg.critic.optim, cfg.trainer, self._device)
+        fsdp = cfg.critic.model.fsdp_config
         residency.add_model(self._model, "values", "train_critic", "save", offload=fsdp.param_offload)
         residency.add_optimizer(self._updater.optimizer, "train_critic", "save", offload=fsdp.optimizer_offload)
 

@@ -11,12 +11,12 @@ from rltrain.batch import Batch
 from rltrain.config.schema import Config
 from rltrain.data.chat import ChatEncoder
 from rltrain.data.rows import Rows
-from rltrain.device import resolve_dtype
 from rltrain.errors import ConfigError, DataError, NonFiniteError
 from rltrain.models.forward import ScalarModel
-from rltrain.models.load import load_config, read_score_head
+from rltrain.models.load import read_score_head
 from rltrain.models.packing import pack_whole
-from rltrain.models.shard import make_mesh, reshard, sharded_model
+from rltrain.models.shard import reshard, sharded_model
+from rltrain.models.spec import reward_model_spec
 from rltrain.workers.residency import Residency
 from rltrain.workers.roles import RewardModel
 from rltrain.workers.updater import Numbers
@@ -29,38 +29,20 @@ class RewardModelWorker(RewardModel):
         self._cfg = cfg.reward_model
         self._rows = rows
         self._residency = residency
-        device, model_cfg, fsdp = residency.device, cfg.reward_model.model, cfg.reward_model.model.fsdp_config
-        assert model_cfg.path is not None
-        config = load_config(model_cfg.path, "reward_model.model", trust_remote_code=model_cfg.trust_remote_code)
-        if read_score_head(model_cfg.path) is None:
+        spec = reward_model_spec(cfg, residency.device)
+        if read_score_head(spec.path) is None:
             raise ConfigError(
-                f"reward_model.model.path={model_cfg.path} has no classification head (score.weight). Give a sequence classifier with "
+                f"reward_model.model.path={spec.path} has no classification head (score.weight). Give a sequence classifier with "
                 "one label."
             )
-        self._encoder = ChatEncoder(
-            model_cfg.path, trust_remote_code=model_cfg.trust_remote_code, chat_template=None, template_kwargs={}
-        )
+        self._encoder = ChatEncoder(spec.path, trust_remote_code=spec.trust_remote_code)
         try:
-            _ = (
-                self._encoder.tokenizer
-            )  # loaded now, so that a missing chat template is not found after the first generation
+            _ = self._encoder.tokenizer  # a missing chat template is better found now than after the first generation
         except DataError as error:
-            raise ConfigError(f"reward_model.model.path={model_cfg.path}: {error}") from error
-        self._model = sharded_model(
-            ScalarModel,
-            model_cfg.path,
-            config,
-            make_mesh(device, fsdp.fsdp_size),
-            device,
-            master_dtype=resolve_dtype(fsdp.compute_dtype, device),
-            compute_dtype=resolve_dtype(fsdp.compute_dtype, device),
-            gradient_checkpointing=False,
-            reshard_after_forward=fsdp.reshard_after_forward,
-            trust_remote_code=model_cfg.trust_remote_code,
-            longest=cfg.data.max_prompt_length + cfg.data.max_response_length,
-        )
+            raise ConfigError(f"reward_model.model.path={spec.path}: {error}") from error
+        self._model = sharded_model(ScalarModel, spec, residency.device)
         self._model.requires_grad_(False).eval()
-        residency.add_model(self._model, "reward", offload=fsdp.param_offload)
+        residency.add_model(self._model, "reward", offload=self._cfg.model.fsdp_config.param_offload)
 
     @torch.no_grad()
     def score(self, batch: Batch, split: str) -> Numbers:

@@ -19,7 +19,7 @@ from rltrain.data.chat import PromptStore, chat_encoder
 from rltrain.device import Device, resolve_dtype
 from rltrain.errors import NonFiniteError
 from rltrain.models.forward import PackedModel
-from rltrain.models.load import load_config
+from rltrain.models.spec import actor_spec, longest_sequence
 from rltrain.ragged import Ragged
 from rltrain.seeds import sample_seeds
 from rltrain.workers.residency import Residency
@@ -78,11 +78,9 @@ class RolloutWorker(Rollout):
 
     def _make_engine(self, cfg: Config, dtype: torch.dtype) -> RolloutEngine:
         model = cfg.actor_rollout_ref.model
-        config = load_config(
-            model.path, trust_remote_code=model.trust_remote_code, override=dict(model.override_config)
-        )
+        config = actor_spec(cfg, self._device).load_config()
         self._vocabulary = config.get_text_config().vocab_size
-        longest = self._rollout.max_model_len or cfg.data.max_prompt_length + cfg.data.max_response_length
+        longest = self._rollout.max_model_len or longest_sequence(cfg)
         common: dict[str, Any] = {
             "dtype": dtype,
             "device": self._device,

@@ -19,9 +19,9 @@ from rltrain.batch import Batch
 from rltrain.device import get_device
 from rltrain.models import attention
 from rltrain.models.forward import PolicyModel, ScalarModel
-from rltrain.models.load import load_config
 from rltrain.models.packing import pack, pack_whole
-from rltrain.models.shard import make_mesh, named_weights, reshard, sharded_model
+from rltrain.models.shard import named_weights, reshard, sharded_model
+from rltrain.models.spec import ModelSpec
 from rltrain.ragged import Ragged
 from tests.distance import distance
 
@@ -57,12 +57,8 @@ def model_folder(request, tmp_path):
 
 
 def make_policy(folder: str, gradient_checkpointing: bool = False):
-    device = get_device("cpu")
-    return sharded_model(
-        PolicyModel,
-        folder, load_config(folder), make_mesh(device), device,
-        master_dtype=torch.float32, compute_dtype=torch.float32, gradient_checkpointing=gradient_checkpointing,
-    )  # fmt: skip
+    spec = ModelSpec(folder, gradient_checkpointing=gradient_checkpointing)
+    return sharded_model(PolicyModel, spec, get_device("cpu"))
 
 
 def make_batch() -> Batch:
@@ -143,11 +139,7 @@ def test_sharing_the_prompt_changes_neither_log_probs_nor_gradient(model_folder)
 
 
 def test_sharing_the_prompt_changes_no_value(tiny_model):
-    device = get_device("cpu")
-    critic = sharded_model(
-        ScalarModel, str(tiny_model), load_config(str(tiny_model)), make_mesh(device), device,
-        master_dtype=torch.float32, compute_dtype=torch.float32, gradient_checkpointing=False,
-    )  # fmt: skip
+    critic = sharded_model(ScalarModel, ModelSpec(str(tiny_model)), get_device("cpu"))
     with torch.no_grad():
         critic.score.weight.to_local().normal_()
     (found, gradient), (expected, expected_gradient) = both_ways(critic, lambda each: each)
@@ -230,12 +222,7 @@ def test_weights_come_out_as_they_went_in(model_folder):
 
 
 def test_values_are_the_classifiers_head_at_every_place_before_an_answer_token(model_folder):
-    config = load_config(model_folder)
-    device = get_device("cpu")
-    critic = sharded_model(
-        ScalarModel, model_folder, config, make_mesh(device), device,
-        master_dtype=torch.float32, compute_dtype=torch.float32, gradient_checkpointing=True,
-    )  # fmt: skip
+    critic = sharded_model(ScalarModel, ModelSpec(model_folder, gradient_checkpointing=True), get_device("cpu"))
     batch = make_batch()
     # A head that is not in the checkpoint starts at 0.
     assert not critic(pack(batch, torch.device("cpu"))).detach().any()

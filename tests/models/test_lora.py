@@ -18,7 +18,8 @@ from rltrain.models.forward import PolicyModel, ScalarModel
 from rltrain.models.load import load_config
 from rltrain.models.lora import Lora, adapters_off, lora_layers, plain_weights, save_adapter
 from rltrain.models.packing import pack
-from rltrain.models.shard import make_mesh, named_weights, sharded_model
+from rltrain.models.shard import named_weights, sharded_model
+from rltrain.models.spec import ModelSpec
 from tests.distance import distance
 from tests.models.test_forward import FAMILIES, TEMPERATURE, by_transformers, make_batch, make_policy
 
@@ -51,13 +52,14 @@ def save(family, folder) -> str:
 def make(
     folder: str, lora: Lora = LORA, kind=PolicyModel, dtype=torch.float32, gradient_checkpointing=False, **changes
 ):
-    device, config = get_device("cpu"), load_config(folder)
+    config = load_config(folder)
     if config.model_type == "qwen3_moe" and not lora.path and "path" not in changes:
         changes.setdefault("target_modules", ["q_proj", "k_proj", "v_proj", "o_proj"])
-    return sharded_model(
-        kind, folder, config, make_mesh(device), device, master_dtype=dtype, compute_dtype=dtype,
-        gradient_checkpointing=gradient_checkpointing, lora=replace(lora, **changes),
+    spec = ModelSpec(
+        folder, master_dtype=dtype, compute_dtype=dtype, gradient_checkpointing=gradient_checkpointing,
+        lora=replace(lora, **changes),
     )  # fmt: skip
+    return sharded_model(kind, spec, get_device("cpu"))
 
 
 def train_by_chance(policy, size: float = 0.3) -> None:

@@ -11,9 +11,9 @@ from rltrain.batch import Batch
 from rltrain.device import get_device
 from rltrain.errors import ConfigError
 from rltrain.models.forward import PolicyModel, ScalarModel
-from rltrain.models.load import load_config
 from rltrain.models.packing import AttentionPlan, PackedInputs, Segment, pack
-from rltrain.models.shard import make_mesh, sharded_model
+from rltrain.models.shard import sharded_model
+from rltrain.models.spec import ModelSpec
 from rltrain.models.ulysses import sequence_group
 from rltrain.ragged import Ragged
 from tests.distance import distance
@@ -64,11 +64,7 @@ def inputs_by_name() -> dict[str, PackedInputs]:
 
 
 def load(kind: type, folder: Path):
-    device = get_device("cpu")
-    return sharded_model(
-        kind, str(folder), load_config(str(folder)), make_mesh(device), device,
-        master_dtype=torch.float32, compute_dtype=torch.float32, gradient_checkpointing=True,
-    )  # fmt: skip
+    return sharded_model(kind, ModelSpec(str(folder), gradient_checkpointing=True), get_device("cpu"))
 
 
 def run(model, inputs: PackedInputs, size: int) -> dict[str, torch.Tensor]:

@@ -1,0 +1,100 @@
+"""Which model a role loads and how its weights are held: one record per role, read from its sections of the config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+from rltrain.config.critic_schema import CriticModelConfig
+from rltrain.config.model_schema import FSDPConfig
+from rltrain.config.schema import Config, ModelConfig
+from rltrain.device import Device, resolve_dtype
+from rltrain.models.load import load_config
+from rltrain.models.lora import Lora, lora_of
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Everything that `sharded_model` needs to know of a model.
+
+    role: its config section, for messages. fsdp: how it is sharded. lora: adapters, in their own dtype, over frozen weights in
+    ``master_dtype``. sequence_parallel_size: ranks that hold each sequence together. longest: tokens of a sequence, at most.
+    """
+
+    path: str
+    role: str = "actor_rollout_ref.actor"
+    trust_remote_code: bool = False
+    override: dict[str, Any] = field(default_factory=dict)
+    fsdp: FSDPConfig = field(default_factory=FSDPConfig)
+    master_dtype: torch.dtype = torch.float32
+    compute_dtype: torch.dtype = torch.float32
+    gradient_checkpointing: bool = False
+    sequence_parallel_size: int = 1
+    lora: Lora | None = None
+    longest: int | None = None
+
+    def load_config(self) -> PretrainedConfig:
+        """The Hugging Face config with the user's overrides. Raises ConfigError."""
+        trust = self.trust_remote_code
+        return load_config(self.path, _section(self.role), trust_remote_code=trust, override=self.override)
+
+
+def actor_spec(cfg: Config, device: Device) -> ModelSpec:
+    """The policy that is trained."""
+    roles = cfg.actor_rollout_ref
+    size = roles.actor.ulysses_sequence_parallel_size
+    return _trained(cfg, "actor_rollout_ref.actor", roles.model, roles.actor.fsdp_config, size, device)
+
+
+def reference_spec(cfg: Config, device: Device) -> ModelSpec:
+    """The policy as it was before training, sharded as the actor is."""
+    actor, size = actor_spec(cfg, device), cfg.actor_rollout_ref.ref.ulysses_sequence_parallel_size
+    spec = replace(actor, role="actor_rollout_ref.ref", gradient_checkpointing=False, sequence_parallel_size=size)
+    # Frozen weights gain nothing from a dtype wider than the one they compute in.
+    return replace(spec, master_dtype=actor.compute_dtype, lora=None)
+
+
+def critic_spec(cfg: Config, device: Device) -> ModelSpec:
+    """The value function."""
+    model, size = cfg.critic.model, cfg.critic.ulysses_sequence_parallel_size
+    return _trained(cfg, "critic", model, model.fsdp_config, size, device)
+
+
+def reward_model_spec(cfg: Config, device: Device) -> ModelSpec:
+    """The model that scores answers."""
+    model = cfg.reward_model.model
+    dtype = resolve_dtype(model.fsdp_config.compute_dtype, device)
+    spec = ModelSpec(model.path or "", "reward_model", model.trust_remote_code, fsdp=model.fsdp_config)
+    return replace(spec, master_dtype=dtype, compute_dtype=dtype, longest=longest_sequence(cfg))
+
+
+def _trained(
+    cfg: Config, role: str, model: ModelConfig | CriticModelConfig, fsdp: FSDPConfig, size: int, device: Device
+) -> ModelSpec:
+    dtype, compute_dtype = resolve_dtype(fsdp.model_dtype, device), resolve_dtype(fsdp.compute_dtype, device)
+    lora = lora_of(model, _section(role), dtype, cfg.data.seed)
+    return ModelSpec(
+        path=model.path or cfg.actor_rollout_ref.model.path,
+        role=role,
+        trust_remote_code=model.trust_remote_code,
+        override=dict(model.override_config),
+        fsdp=fsdp,
+        master_dtype=compute_dtype if lora else dtype,  # the weights under adapters are frozen too
+        compute_dtype=compute_dtype,
+        gradient_checkpointing=model.enable_gradient_checkpointing,
+        sequence_parallel_size=size,
+        lora=lora,
+        longest=longest_sequence(cfg),
+    )
+
+
+def _section(role: str) -> str:
+    return role.split(".")[0] + ".model"
+
+
+def longest_sequence(cfg: Config) -> int:
+    """Tokens of the longest prompt with the longest answer."""
+    return cfg.data.max_prompt_length + cfg.data.max_response_length

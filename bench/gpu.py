@@ -161,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"{statistics.median(step['prompt_length/mean'] for step in steps):.0f} tokens x {options.answers} answers "
         f"of {options.response_tokens}; tokens: response tokens when generating, else prompt and response.",
         ["phase", "seconds", "tokens/s", "share of peak"],
-        table(options, steps, trainer._model_sizes),
+        table(options, steps, trainer.model_sizes),
     )
 
 

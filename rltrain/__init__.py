@@ -1,7 +1,7 @@
 """rltrain: synchronous PPO/GRPO training of language and vision-language models.
 
 import rltrain
-result = rltrain.run_training(rltrain.load_config(["algorithm.adv_estimator=grpo", "data.train_files=train.parquet", ...]))
+result = rltrain.train({"algorithm.adv_estimator": "grpo", "data.train_files": "train.parquet", ...})
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rltrain.api import RunResult, run_training
+    from rltrain.api import RunResult, build, train
     from rltrain.config.load import load_config
 
 __version__ = "0.1.0"
-__all__ = ["RunResult", "__version__", "load_config", "run_training"]
+__all__ = ["RunResult", "__version__", "build", "load_config", "train"]
 # Imported when asked for: a worker, or --help, needs none of it.
-_HOMES = {"RunResult": "rltrain.api", "load_config": "rltrain.config.load", "run_training": "rltrain.api"}
+_HOMES = dict.fromkeys(("RunResult", "build", "train"), "rltrain.api") | {"load_config": "rltrain.config.load"}
 
 
 def __getattr__(name: str) -> Any:

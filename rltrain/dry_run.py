@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,13 +17,14 @@ from rltrain.data.rows import Rows, read_rows
 from rltrain.data_preprocess.lint import describe as describe_findings
 from rltrain.data_preprocess.lint import look_at
 from rltrain.errors import RltrainError
+from rltrain.logs import count
 from rltrain.rewards.custom import custom_reward
 from rltrain.rewards.processes.pool import make_scorer
 from rltrain.rewards.processes.score import Score
-from rltrain.trainer.plan import Plan, describe, make_plan
+from rltrain.trainer.build import check_columns, load_data
+from rltrain.trainer.plan import describe, make_plan
 from rltrain.trainer.preflight import Findings, preflight
-from rltrain.trainer.run import check_columns, load_data
-from rltrain.trainer.saving import checkpoint_bytes, checkpoints_to_fit, steps_saved
+from rltrain.trainer.saving import checkpoint_bytes, missing_room
 from rltrain.trainer.tracking import missing_package
 
 # Rows of a split that are read and tokenised as in a run, and those whose answers the built-in scorers grade;
@@ -41,7 +41,11 @@ def dry_run(loaded: LoadedConfig, without_effect: Sequence[str]) -> tuple[str, b
     try:
         plan = make_plan(cfg, num_prompts, num_too_long)
         parts.append(describe(plan, cfg))
-        found.problems += _room(cfg, plan, found)
+        folder = Path(cfg.trainer.default_local_dir).expanduser().absolute()
+        size = checkpoint_bytes(cfg, found.num_parameters, found.num_trained)
+        problem, note = missing_room(cfg.trainer, folder, size, 0, plan.total_steps)
+        found.problems += [problem] if problem else []
+        found.notes += [note] if note else []
     except RltrainError as error:
         found.problems.append(str(error))
     parts += _try_reward(cfg, rows, found)
@@ -56,9 +60,8 @@ def dry_run(loaded: LoadedConfig, without_effect: Sequence[str]) -> tuple[str, b
             parts.append("\n  ".join([title, *lines]))
     if not found.problems:
         return "\n".join([*parts, "a run would start"]) + "\n", False
-    problems = [line.replace("\n", "\n    ") for problem in found.problems for line in [problem]]
-    number = len(problems)
-    title = f"a run would refuse: {number} problem{'' if number == 1 else 's'}"
+    problems = [problem.replace("\n", "\n    ") for problem in found.problems]
+    title = f"a run would refuse: {count(len(problems), 'problem')}"
     return "\n".join([*parts, "\n  ".join([title, *problems])]) + "\n", True
 
 
@@ -66,24 +69,25 @@ def _read(cfg: Config, found: Findings) -> tuple[dict[str, Rows], int | None, in
     """The rows, how many prompts there are to train on (None: unknown), how many were too long. What is wrong goes into ``found``."""
     data = cfg.data
     splits = {"train": data.train_files, "val": data.val_files}
-    counts = {split: _count(as_list(files)) for split, files in splits.items()}
+    numbers = {split: _count(as_list(files)) for split, files in splits.items()}
     limits = {"train": data.train_max_samples, "val": data.val_max_samples}
     wanted = {
-        split: count if limits[split] < 0 else min(count, limits[split])
-        for split, count in counts.items()
-        if count is not None
+        split: number if limits[split] < 0 else min(number, limits[split])
+        for split, number in numbers.items()
+        if number is not None
     }
     if data.filter_overlong_prompts and not (found.tokenizer_works and wanted.get("train", 0) <= _MOST_ROWS):
         found.notes.append("prompts are counted before filter_overlong_prompts: a run may have fewer")
     if len(wanted) < len(splits):
         return {}, wanted.get("train"), 0
-    looked_at = {split: min(count, _MOST_ROWS) for split, count in wanted.items()}
+    looked_at = {split: min(number, _MOST_ROWS) for split, number in wanted.items()}
     short = replace(data, train_max_samples=looked_at["train"], val_max_samples=looked_at["val"])
     try:
         if found.tokenizer_works:
-            rows, prompts = load_data(replace(cfg, data=short))
+            read = load_data(replace(cfg, data=short))
+            rows, prompts = read.rows, read.prompts["train"]
             if looked_at["train"] == wanted["train"]:
-                return rows, len(prompts["train"]), prompts["train"].num_dropped
+                return rows, len(prompts), prompts.num_dropped
         else:
             keys = {"prompt_key": data.prompt_key, "reward_fn_key": data.reward_fn_key}
             rows = {
@@ -101,21 +105,6 @@ def _count(files: Sequence[str]) -> int | None:
         return sum(pq.ParquetFile(file).metadata.num_rows for file in files)
     except (OSError, ValueError):
         return None
-
-
-def _room(cfg: Config, plan: Plan, found: Findings) -> Iterator[str]:
-    """Whether the disk holds as many checkpoints as the run keeps."""
-    steps = steps_saved(cfg.trainer, 0, plan.total_steps)
-    folder = Path(cfg.trainer.default_local_dir).expanduser().absolute()
-    existing = len(list(folder.glob("global_step_*")))
-    place = next(each for each in (folder, *folder.parents) if each.is_dir())
-    free, number = shutil.disk_usage(place).free, checkpoints_to_fit(cfg.trainer, existing, len(steps))
-    needed = number * checkpoint_bytes(cfg, found.num_parameters, found.num_trained)
-    if steps and free < needed:
-        yield (
-            f"trainer.default_local_dir={folder}: {place} has {free / 2**30:.2f} GiB free, and {number} checkpoints take about "
-            f"{needed / 2**30:.2f} GiB. Free space, choose another place, or lower trainer.max_actor_ckpt_to_keep."
-        )
 
 
 def _try_reward(cfg: Config, rows: dict[str, Rows], found: Findings) -> list[str]:

@@ -66,7 +66,7 @@ def _run(arguments: argparse.Namespace, stop: Stop) -> int:
 
         _write(short_facts() + "\n")
         return 0
-    from rltrain.api import look_over, train
+    from rltrain.api import look_over, run
     from rltrain.config.load import load_config, to_yaml
 
     loaded = load_config(arguments.overrides, arguments.config)
@@ -80,7 +80,8 @@ def _run(arguments: argparse.Namespace, stop: Stop) -> int:
         text, refused = dry_run(loaded, notes)
         _write(text)
         return ConfigError.exit_code if refused else 0
-    return train(loaded, notes, stop)
+    run(loaded, notes, stop)
+    return 0
 
 
 def _write(text: str) -> None:

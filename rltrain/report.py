@@ -17,19 +17,9 @@ from rltrain.errors import DataError, RltrainError
 from rltrain.logs import console, count
 
 PHASES = (
-    "generate_sequences",
-    "reshard",
-    "gen",
-    "gen_max",
-    "reward",
-    "old_log_prob",
-    "ref",
-    "values",
-    "adv",
-    "update_critic",
-    "update_actor",
-    "step",
-)
+    "generate_sequences", "reshard", "gen", "gen_max", "reward", "old_log_prob", "ref", "values", "adv", "update_critic",
+    "update_actor", "step",
+)  # fmt: skip
 ROWS = [
     *((name, f"timing_s/{name}", "seconds") for name in PHASES),
     ("response_length", "response_length/mean", "tokens"),

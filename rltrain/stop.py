@@ -30,13 +30,17 @@ class Stop:
     """
 
     def __init__(self) -> None:
+        self._done = "before training began; the same command starts it again"
+        self._timer: threading.Timer | None = None
+        self.begin()
+
+    def begin(self) -> None:
+        """Nothing has been asked for yet."""
         self.requested = False
         self.at_once = False
         self.finishing = ""
-        self._done = "before training began; the same command starts it again"
         self._received: set[int] = set()
         self._requested_at = 0.0
-        self._timer: threading.Timer | None = None
 
     @property
     def exit_code(self) -> int:
@@ -99,12 +103,16 @@ class Stop:
 
 
 @contextmanager
-def listen() -> Iterator[Stop]:
-    """Signals go to the `Stop` that this yields. Elsewhere than in the main thread, where Python allows no handlers, it stays silent."""
-    stop = Stop()
-    if threading.current_thread() is not threading.main_thread():
+def listen(stop: Stop | None = None) -> Iterator[Stop]:
+    """Signals go to the `Stop` that this yields: ``stop``, as if it had heard nothing yet, or a new one.
+
+    Nothing changes where ``stop`` listens already, or outside the main thread, where Python allows no handlers.
+    """
+    stop = stop or Stop()
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) == stop.handle:
         yield stop
         return
+    stop.begin()
     before: dict[int, Any] = {number: signal.signal(number, stop.handle) for number in _SIGNALS}
     try:
         yield stop

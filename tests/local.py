@@ -11,15 +11,10 @@ from rltrain.config.load import load_config
 from rltrain.controller.calls import Call
 from rltrain.controller.group import WorkerGroup
 from rltrain.controller.samples import Request, assemble
-from rltrain.data.order import BatchOrder
-from rltrain.data.sampler import make_sampler
 from rltrain.rewards.registry import find_scorer
-from rltrain.trainer.experience import Experience
+from rltrain.trainer.build import load_data, make_trainer
 from rltrain.trainer.plan import make_plan
 from rltrain.trainer.ppo import PPOTrainer
-from rltrain.trainer.rewards import Rewards
-from rltrain.trainer.roles import Critic, Policy, RewardModel
-from rltrain.trainer.run import load_data
 from rltrain.workers.hybrid import HybridWorker
 from rltrain.workers.rollout.base import Sampling
 from rltrain.workers.tasks import GenerateTask
@@ -117,21 +112,13 @@ def local_trainer(arguments: list[str], twist=None) -> PPOTrainer:
     loaded = load_config(arguments)
     check(loaded)
     cfg = loaded.config
-    rows, prompts = load_data(cfg)
-    plan = make_plan(cfg, len(prompts["train"]))
-    worker = HybridWorker(cfg, prompts, rows)
-    sizes = worker.init_models(plan.passes)
-    group = LocalGroup(worker)
-    policy = Policy(group, plan.passes)
-    policy._calls = 1_000_000 * next(_RUNS)
-    critic = Critic(group, plan.passes) if plan.passes.values else None
-    order = BatchOrder(len(prompts["train"]), plan.prompts_per_round, cfg.data.seed, cfg.data.shuffle)
-    sampler = make_sampler(cfg.data.sampler.name, order, rows["train"], cfg.data.sampler.revisit)
-    model = RewardModel(group) if cfg.reward_model.enable else None
-    pool = LocalPool(rows)
+    data = load_data(cfg)
+    worker = HybridWorker(cfg, data.prompts, data.rows)
+    group, pool = LocalGroup(worker), LocalPool(data.rows)
     pool.twist = twist or pool.twist
-    rewards = Rewards(cfg, rows, pool, model)
-    trainer = PPOTrainer(cfg, plan, policy, critic, rewards, Experience(cfg, plan, policy, rewards, sampler), sizes)
+    trainer = make_trainer(cfg, make_plan(cfg, len(data.prompts["train"])), data, group, pool)
+    policy = trainer.actor
+    policy._calls = 1_000_000 * next(_RUNS)
     trainer.group, trainer.worker = group, worker
     rollout = cfg.actor_rollout_ref.rollout
     trainer.calls = itertools.count(policy._calls + 1000)

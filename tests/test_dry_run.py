@@ -141,10 +141,11 @@ def test_a_reward_that_cannot_be_called_is_not_called_a_missing_scorer(dry, tmp_
 
 
 def test_a_disk_that_holds_too_little_is_seen(dry, monkeypatch):
-    monkeypatch.setattr("rltrain.dry_run.shutil.disk_usage", lambda folder: SimpleNamespace(free=2**20))
-    assert "1 checkpoints take about" not in dry()[1]  # a checkpoint of 25,504 weights has 0.4 MB
+    monkeypatch.setattr("rltrain.trainer.saving.shutil.disk_usage", lambda folder: SimpleNamespace(free=2**20))
+    assert "there is no room" not in dry()[1]  # a checkpoint of 25,504 weights has 0.4 MB
     found = refused(dry, trainer__save_freq=1, trainer__total_training_steps=9, trainer__max_actor_ckpt_to_keep=3)
-    assert "0.00 GiB free, and 4 checkpoints take about" in found
+    assert "no room for 4 more checkpoints" in found
+    assert "0.00 GiB free" in found
     assert "lower trainer.max_actor_ckpt_to_keep" in found
 
 

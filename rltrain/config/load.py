@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,11 +77,11 @@ class _Reader:
         self.explicit.add(key)
 
 
-def load_config(overrides: Sequence[str], files: Sequence[str] = ()) -> LoadedConfig:
-    """Defaults < each file < each ``key=value``; later wins. Raises ConfigError with every problem found."""
+def load_config(overrides: Sequence[str], files: Sequence[str | Mapping[str, Any]] = ()) -> LoadedConfig:
+    """Defaults < each file (or what one would hold) < each ``key=value``; later wins. Raises ConfigError with every problem found."""
     reader = _Reader()
     for file in files:
-        for key, value in _read_file(file).items():
+        for key, value in (_read_file(file) if isinstance(file, str) else file).items():
             reader.set(key, value)
     for override in overrides:
         key, equals, text = override.partition("=")

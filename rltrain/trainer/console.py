@@ -58,12 +58,8 @@ class Console:
         self._seconds: deque[float] = deque(maxlen=_RECENT)
         self._bar: _Bar | None = None
         if shown and logs.console.is_terminal:
-            columns = (
-                TextColumn("step {task.completed}/{task.total}"),
-                BarColumn(bar_width=24),
-                _Phase(),
-                TextColumn("{task.fields[left]}"),
-            )
+            place, left = TextColumn("step {task.completed}/{task.total}"), TextColumn("{task.fields[left]}")
+            columns = (place, BarColumn(bar_width=24), _Phase(), left)
             self._bar = _Bar(*columns, console=logs.console, refresh_per_second=2)
             fields: dict[str, Any] = {"phase": "", "since": time.monotonic(), "left": ""}
             self._task = self._bar.add_task("", total=total_steps, completed=first_step, **fields)

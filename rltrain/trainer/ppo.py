@@ -1,9 +1,8 @@
-"""The training loop. `fit` is bookkeeping; `step` is the algorithm."""
+"""The algorithm: `PPOTrainer.step` is one iteration. The loop around it, with saving and trackers, is `Trainer.fit` in run.py."""
 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 
 import numpy as np
@@ -12,7 +11,7 @@ from rltrain import columns as c
 from rltrain.algorithms.aggregation import Denominators
 from rltrain.config.schema import Config
 from rltrain.controller.samples import Samples
-from rltrain.errors import NonFiniteError, RewardError, SyncError
+from rltrain.errors import NonFiniteError, SyncError
 from rltrain.models.optim import learning_rate
 from rltrain.seeds import stream
 from rltrain.stop import Stop
@@ -27,9 +26,7 @@ from rltrain.trainer.plan import PassBudget, Plan
 from rltrain.trainer.progress import Progress
 from rltrain.trainer.rewards import Rewards, accuracy
 from rltrain.trainer.roles import Critic, Policy
-from rltrain.trainer.saving import Saver
 from rltrain.trainer.timing import StepTimer
-from rltrain.trainer.tracking import Tracker
 from rltrain.trainer.validation import validation_metrics
 from rltrain.workers.tasks import MiniBatch, UpdateTask
 
@@ -63,7 +60,7 @@ class PPOTrainer:
         self.advantages = Advantages(cfg, plan.passes)
         self.callbacks = callbacks or Callbacks()
         self._actor_cfg = cfg.actor_rollout_ref.actor
-        self._model_sizes = model_sizes
+        self.model_sizes = model_sizes
         self._skipped_in_a_row: dict[str, int] = {}
         self.on_phase: Callable[[str], None] = lambda name: None
 
@@ -107,7 +104,7 @@ class PPOTrainer:
         metrics |= timing | m.throughput_metrics(samples, timing, self.plan.num_devices)
         cost, tokens = (metrics.get(f"perf/balance/{name}", 0.0) for name in ("cost", "tokens"))
         scored_cost = measured.get("cost", 0.0)
-        metrics |= m.flops_metrics(cost, tokens, timing, self._model_sizes, self.plan.num_devices, scored_cost)
+        metrics |= m.flops_metrics(cost, tokens, timing, self.model_sizes, self.plan.num_devices, scored_cost)
         if self.archive:
             self.archive.keep("train", step, samples, self.plan.answers_per_prompt)
         metrics |= self._describe(samples, layout, step)
@@ -138,7 +135,7 @@ class PPOTrainer:
 
     def _workload(self, samples: Samples) -> Workload:
         """A pair of query and key costs 4 FLOPs a layer and element of its heads, a token 2 for each weight of a matrix product."""
-        pair_cost = 2 * self._model_sizes["attention_width"] / self._model_sizes["matmul_parameters"]
+        pair_cost = 2 * self.model_sizes["attention_width"] / self.model_sizes["matmul_parameters"]
         prompts, answers = samples[c.PROMPT_LENGTH], samples[c.RESPONSE_LENGTH]
         return Workload.of_groups(prompts, answers, samples[c.GROUP], pair_cost)
 
@@ -212,7 +209,7 @@ class PPOTrainer:
 
     def _watch_gap(self, metrics: Metrics) -> Metrics:
         """Say so, or stop, where the engine did not sample from the policy that is trained: before the update, if it is known then."""
-        gap, limit = metrics.get("rollout/log_prob_gap/mean", 0.0), self._model_sizes["log_prob_gap_limit"]
+        gap, limit = metrics.get("rollout/log_prob_gap/mean", 0.0), self.model_sizes["log_prob_gap_limit"]
         if gap <= limit:
             return {"rollout/log_prob_gap/alarm": 0.0}
         text = (
@@ -257,48 +254,6 @@ class PPOTrainer:
         """What a resumed run needs besides the weights."""
         drawn, sampler, line = self.experience.batches_drawn, self.experience.sampler, self.experience.line
         return Progress(drawn, self.advantages.kl_coef, sampler.state(), line.state())
-
-    def fit(self, first_step: int, tracker: Tracker, saver: Saver, stop: Stop) -> bool:
-        """Run steps ``first_step`` + 1 to the last of the plan, with validation and saving. Returns whether all of it was done."""
-        trainer, total = self.cfg.trainer, self.plan.total_steps
-        self.on_phase = tracker.phase
-        stop.reached(first_step, total, first_step)
-        # Nothing is learnt here, so a signal ends it at once.
-        if self.rewards.has_validation and (trainer.val_only or (trainer.val_before_train and not first_step)):
-            tracker.log(first_step, self.validate(first_step, stop))
-        if trainer.val_only:
-            return True
-        done, untested = first_step, False
-        for step in range(first_step + 1, total + 1):
-            if stop.requested:
-                break
-            stop.finishing = "finishing this step, saving"
-            started, before = time.perf_counter(), self.progress
-            try:
-                metrics = self.step(step)
-            except RewardError:
-                saver.rescue(step - 1, before)
-                raise
-            done, last = step, step == total
-            untested = self.rewards.has_validation and trainer.test_freq > 0 and (last or step % trainer.test_freq == 0)
-            try:
-                # Saved first: validation wakes the engine, which then keeps its weights for the next step.
-                if saver.due(step, last or stop.requested):
-                    self.on_phase("save_checkpoint")
-                    metrics |= saver.save(step, self.progress)
-                stop.reached(step, total, saver.last_step)
-                if saver.last_step == step:
-                    stop.finishing = ""
-                if untested and not stop.requested:
-                    found = self.validate(step, stop)
-                    metrics, untested = metrics | found, not found
-                metrics["timing_s/wall"] = time.perf_counter() - started
-            finally:  # what was measured is not lost with a save that fails
-                tracker.log(step, metrics)
-        if stop.requested and trainer.save_at_end and saver.last_step < done:
-            saver.save(done, self.progress)
-            stop.reached(done, total, done)
-        return done == total and not untested
 
     def restore(self, progress: Progress) -> None:
         """Go on where ``progress`` was."""

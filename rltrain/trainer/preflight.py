@@ -25,7 +25,6 @@ from rltrain.models.lora import adapter_size, lora_of
 from rltrain.models.source import model_problem
 from rltrain.plugin import is_plugin, load_plugin
 from rltrain.trainer.advantage import check_plugins
-from rltrain.trainer.callbacks import callback_problems
 
 _NAMES = {"cuda": "CUDA", "npu": "NPU"}
 
@@ -60,7 +59,7 @@ def preflight(loaded: LoadedConfig) -> Findings:
 
 
 def _plugins(cfg: Config, found: Findings) -> None:
-    found.problems += [*callback_problems(cfg.trainer.callbacks), *check_plugins(cfg)]
+    found.problems += check_plugins(cfg)
     for key in PLUGINS:
         if is_plugin(get(cfg, key)):
             load_plugin(key, get(cfg, key))

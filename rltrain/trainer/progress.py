@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,8 +30,6 @@ FROZEN_KEYS = (
     "data.sampler.name",
     "data.max_prompt_length",
 )
-# What earlier versions wrote of the training data: SHA-256 of its files, not of its rows.
-_DIGEST_OF_FILES = re.compile("[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -76,9 +73,7 @@ def find_start(cfg: Config, run: RunFolder, dataset: str) -> Start:
         record = read_record(folder)
         if not trainer.resume_weights_only:
             with np.load(folder / "sampler.npz", allow_pickle=False) as arrays:
-                # Older checkpoints have none in flight.
-                in_flight = record.get("in_flight", [])
-                progress = Progress(record["batches_drawn"], record["kl_coef"], dict(arrays), in_flight)
+                progress = Progress(record["batches_drawn"], record["kl_coef"], dict(arrays), record["in_flight"])
             start = Start(int(record["global_step"]), progress, folder)
             _refuse_other_run(cfg, folder, record, dataset)
         if cfg.algorithm.needs_critic and not (folder / "critic").is_dir():
@@ -109,9 +104,7 @@ def _refuse_other_run(cfg: Config, folder: Path, record: dict[str, Any], dataset
     keys = sorted(now.keys() | then.keys())
     changed = [f"{key}: {then.get(key)} then, {now.get(key)} now" for key in keys if then.get(key) != now.get(key)]
     digest, _, described = record["dataset"].partition(" ")
-    if _DIGEST_OF_FILES.fullmatch(digest):
-        log.warning("%s is of an earlier version: that the training data is still the same cannot be checked", folder)
-    elif digest != dataset.partition(" ")[0]:
+    if digest != dataset.partition(" ")[0]:
         changed.append(
             f"training data: {described} then, {dataset.partition(' ')[2]} now, and the rows are not the same"
         )

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
 
 from rltrain.config.run_schema import TrainerConfig
 from rltrain.config.schema import Config
@@ -15,26 +13,10 @@ from rltrain.trainer.callbacks import Callbacks
 from rltrain.trainer.card import model_card
 from rltrain.trainer.checkpoint import RunFolder
 from rltrain.trainer.progress import Progress, Start
+from rltrain.trainer.roles import Critic, Policy
 from rltrain.trainer.timing import StepTimer
 
 log = logging.getLogger(__name__)
-
-
-class Role(Protocol):
-    """A model with state of its own: it goes into a folder of the checkpoint under the role's name."""
-
-    def save(self, folder: str) -> None:
-        """Write it."""
-
-    def load(self, folder: str, weights_only: bool) -> None:
-        """Read it back."""
-
-
-class Exporter(Role, Protocol):
-    """The policy, which can also be written as a Hugging Face folder."""
-
-    def export(self, folder: str, card: str) -> list[str]:
-        """Write that folder, with ``card`` as README.md. Returns what is wrong with it."""
 
 
 def checkpoint_bytes(cfg: Config, num_parameters: int, num_trained: int) -> int:
@@ -52,11 +34,41 @@ def steps_saved(cfg: TrainerConfig, first_step: int, total_steps: int) -> list[i
     return [*steps, total_steps] if at_end else steps
 
 
-def checkpoints_to_fit(cfg: TrainerConfig, existing: int, num_saved: int) -> int:
-    """How many checkpoints there must be room for, beside ``existing`` ones: where none is ever removed, at least the first."""
-    keep = cfg.max_actor_ckpt_to_keep or 0
+def missing_room(cfg: TrainerConfig, folder: Path, size: int, first_step: int, total_steps: int) -> tuple[str, str]:
+    """A problem, or else a note, if ``folder`` has no room for the checkpoints of ``size`` bytes that this run will write.
+
+    Without ``max_actor_ckpt_to_keep`` none is ever removed: then only the first one must fit.
+    """
+    steps = steps_saved(cfg, first_step, total_steps)
+    existing, keep = len(list(folder.glob("global_step_*"))), cfg.max_actor_ckpt_to_keep or 0
     # The newest is written before the oldest is removed.
-    return max(min(existing + num_saved, keep + 1) - existing, 1) if keep >= 1 else 1
+    needed = max(min(existing + len(steps), keep + 1) - existing, 1) if keep >= 1 else 1
+    free = free_bytes(folder)
+    if steps and free < size:
+        return f"there is no room for the checkpoint of step {steps[0]}. {describe_room(folder, size)}", ""
+    if steps and free < needed * size:
+        kept = f"as trainer.max_actor_ckpt_to_keep={keep} keeps and one while it is written"
+        return f"there is no room for {needed} more checkpoints, {kept}. {describe_room(folder, size)}", ""
+    if keep < 1 and free < len(steps) * size:
+        kept = f"(trainer.save_freq={cfg.save_freq}, and all of them unless trainer.max_actor_ckpt_to_keep is set)"
+        return (
+            "",
+            f"there is no room for the {len(steps)} checkpoints that this run keeps {kept}. {describe_room(folder, size)}",
+        )
+    return "", ""
+
+
+def free_bytes(folder: Path) -> int:
+    """Free space where ``folder`` is or will be."""
+    return shutil.disk_usage(next(each for each in (folder, *folder.parents) if each.is_dir())).free
+
+
+def describe_room(folder: Path, size: int) -> str:
+    """How much there is and how much a checkpoint of ``size`` bytes takes."""
+    return (
+        f"{folder} has {free_bytes(folder) / 2**30:.2f} GiB free and a checkpoint takes about {size / 2**30:.2f} GiB. Older "
+        "checkpoints are intact. Free space, or lower trainer.max_actor_ckpt_to_keep, and run the same command again."
+    )
 
 
 class Saver:
@@ -66,8 +78,8 @@ class Saver:
         self,
         cfg: Config,
         folder: RunFolder,
-        actor: Exporter,
-        others: Mapping[str, Role],
+        actor: Policy,
+        critic: Critic | None,
         dataset_fingerprint: str,
         num_parameters: int,
         num_trained: int,
@@ -77,7 +89,7 @@ class Saver:
         self._callbacks = callbacks or Callbacks()
         self._folder = folder
         self._actor = actor
-        self._roles: dict[str, Role] = {"actor": actor, **others}
+        self._roles: dict[str, Policy | Critic] = {"actor": actor, "critic": critic} if critic else {"actor": actor}
         self._fingerprint = dataset_fingerprint
         self._bytes_needed = checkpoint_bytes(cfg, num_parameters, num_trained)  # the next one is as large as the last
         self.last_step = 0
@@ -91,7 +103,9 @@ class Saver:
         """Save step ``step``; returns its timing. Raises DiskError naming needed and free space."""
         timer = StepTimer()
         with timer("save_checkpoint"):
-            self._check_space(step)
+            room = describe_room(self._folder.path, self._bytes_needed)
+            if free_bytes(self._folder.path) < self._bytes_needed:
+                raise DiskError(f"there is no room for the checkpoint of step {step}. {room}")
             temporary = self._folder.begin_save(step)
             try:
                 self._write(temporary, step, progress)
@@ -99,52 +113,28 @@ class Saver:
             except (OSError, WorkerError) as error:
                 # torch does not say that a disk is full.
                 written = sum(file.stat().st_size for file in temporary.rglob("*") if file.is_file())
-                full = shutil.disk_usage(self._folder.path).free + written < self._bytes_needed
+                full = free_bytes(self._folder.path) + written < self._bytes_needed
                 shutil.rmtree(temporary, ignore_errors=True)
                 if isinstance(error, WorkerError) and not full:
                     raise
-                raise DiskError(f"checkpoint of step {step} could not be written: {error}. {self._space()}") from error
+                raise DiskError(f"checkpoint of step {step} could not be written: {error}. {room}") from error
             self.last_step = step
             self._bytes_needed = sum(file.stat().st_size for file in final.rglob("*") if file.is_file())
             self._folder.prune(self._cfg.trainer.max_actor_ckpt_to_keep, spare=self._cfg.trainer.resume_from_path)
         return timer.metrics() | self._callbacks.on_save(step, final)
 
     def check_room(self, first_step: int, total_steps: int) -> None:
-        """Raise DiskError before the first step where the first checkpoint cannot be written, or as many as are to be kept."""
-        trainer, existing = self._cfg.trainer, len(self._folder.steps())
-        steps = steps_saved(trainer, first_step, total_steps)
-        if not steps:
-            return
-        self._check_space(steps[0])
-        keep = trainer.max_actor_ckpt_to_keep or 0
-        more = checkpoints_to_fit(trainer, existing, len(steps)) if keep >= 1 else len(steps)
-        if shutil.disk_usage(self._folder.path).free >= more * self._bytes_needed:
-            return
-        if keep >= 1:
-            raise DiskError(
-                f"there is no room for {more} more checkpoints, as trainer.max_actor_ckpt_to_keep={keep} keeps and one while it is "
-                f"written. {self._space()}"
-            )
-        log.warning(
-            "there is no room for the %d checkpoints that this run keeps (trainer.save_freq=%d, and all of them unless "
-            "trainer.max_actor_ckpt_to_keep is set). %s", more, trainer.save_freq, self._space(),
-        )  # fmt: skip
+        """Raise DiskError before the first step where the checkpoints that must fit do not."""
+        problem, note = missing_room(self._cfg.trainer, self._folder.path, self._bytes_needed, first_step, total_steps)
+        if problem:
+            raise DiskError(problem)
+        if note:
+            log.warning("%s", note)
 
     def rescue(self, step: int, progress: Progress) -> None:
         """Save step ``step`` if it is not saved yet: an error that is not the workers' leaves their state whole."""
         if step > self.last_step and self._cfg.trainer.save_at_end:
             self.save(step, progress)
-
-    def _check_space(self, step: int) -> None:
-        if shutil.disk_usage(self._folder.path).free < self._bytes_needed:
-            raise DiskError(f"there is no room for the checkpoint of step {step}. {self._space()}")
-
-    def _space(self) -> str:
-        free = shutil.disk_usage(self._folder.path).free / 2**30
-        return (
-            f"{self._folder.path} has {free:.2f} GiB free and a checkpoint takes about {self._bytes_needed / 2**30:.2f} GiB. Older "
-            "checkpoints are intact. Free space (or set trainer.max_actor_ckpt_to_keep) and run the same command again."
-        )
 
     def _write(self, temporary: Path, step: int, progress: Progress) -> None:
         for name, role in self._roles.items():

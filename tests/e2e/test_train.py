@@ -74,7 +74,7 @@ def reference_run(tiny_model, arithmetic_files, tmp_path_factory):
         "trainer__logger": "tensorboard",
     }
     loaded = rltrain.load_config(small_run(tiny_model, arithmetic_files, folder, **changes))
-    assert rltrain.run_training(loaded) == rltrain.RunResult(folder, 0)
+    assert rltrain.train(loaded) == rltrain.RunResult(folder, 0)
     return folder
 
 

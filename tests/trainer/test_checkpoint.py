@@ -9,7 +9,7 @@ from rltrain.config.schema import Config
 from rltrain.errors import CheckpointError, ConfigError, DiskError, WorkerError
 from rltrain.trainer import saving
 from rltrain.trainer.changes import tell_changes, write_config
-from rltrain.trainer.checkpoint import RunFolder, find_damage, read_record
+from rltrain.trainer.checkpoint import RunFolder, read_record
 from rltrain.trainer.progress import Progress, Start, find_start
 from rltrain.trainer.saving import Saver, checkpoint_bytes, steps_saved
 
@@ -55,14 +55,6 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(folder, damage, caplog):
     assert "global_step_2" in caplog.text
     with pytest.raises(CheckpointError, match="cannot be resumed from"):
         read_record(newest)
-
-
-def test_digests_catch_a_flipped_bit_that_sizes_do_not(folder):
-    save(folder, 1)
-    file = folder.step_folder(1) / "actor" / "shard.bin"
-    file.write_bytes(b"x" * 50 + b"y" + b"x" * 49)
-    assert find_damage(folder.step_folder(1)) is None
-    assert "shard.bin has changed" in find_damage(folder.step_folder(1), check_digests=True)
 
 
 def test_an_interrupted_save_is_invisible_and_cleaned_up(folder):
@@ -119,13 +111,13 @@ def test_storage_without_locks_is_used_with_a_warning(tmp_path, monkeypatch, cap
 def saver_of(folder: RunFolder, *settings: str, dataset: str = "rows:1 5 rows of a.parquet") -> tuple[Saver, Config]:
     """A saver of a model of 1000 weights that has nothing to write."""
     cfg = load_config([f"trainer.default_local_dir={folder.path}", *settings]).config
-    saver = Saver(cfg, folder, None, {}, dataset, 1000, 1000)
+    saver = Saver(cfg, folder, None, None, dataset, 1000, 1000)
     saver._roles = {}
     cfg.actor_rollout_ref.actor.checkpoint.save_contents = []
     return saver, cfg
 
 
-def test_other_training_data_is_refused_by_name_and_an_old_digest_is_told(folder, caplog):
+def test_other_training_data_is_refused_by_name(folder):
     grpo = "algorithm.adv_estimator=grpo"
     saver, cfg = saver_of(folder, grpo)
     saver.save(1, Progress())
@@ -133,9 +125,6 @@ def test_other_training_data_is_refused_by_name_and_an_old_digest_is_told(folder
     with pytest.raises(CheckpointError, match=r"5 rows of a.parquet then, 4 rows of b.parquet now") as caught:
         find_start(cfg, folder, "rows:2 4 rows of b.parquet")
     assert "rows:" not in str(caught.value)
-    saver_of(folder, grpo, dataset="0123456789abcdef" * 4)[0].save(2, Progress())
-    assert find_start(cfg, folder, "rows:2 4 rows of b.parquet").step == 2
-    assert "cannot be checked" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -189,7 +178,7 @@ def test_a_disk_that_somebody_else_fills_is_no_error_of_the_worker(folder, monke
     saver._roles = {"actor": type("Role", (), {"save": lambda self, to: fails("unexpected pos 704 vs 598")})()}
     with pytest.raises(WorkerError, match="unexpected pos"):
         saver.save(1, Progress())
-    usage = iter([10**9, 10, 10])
+    usage = iter([10**9, 10**9, 10])
     monkeypatch.setattr(
         saving.shutil, "disk_usage", lambda path: saving.shutil._ntuple_diskusage(10**9, 0, next(usage))
     )

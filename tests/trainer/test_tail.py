@@ -333,7 +333,7 @@ def test_progress_is_saved_with_the_prompts_in_flight(make, tmp_path, monkeypatc
     cfg = make(**OVERSAMPLE).cfg
     monkeypatch.setattr(cfg.trainer, "resume_mode", "auto")
     folder = RunFolder(str(tmp_path / "run"))
-    saver = Saver(cfg, folder, Nothing(), {}, "data", 1, 1)
+    saver = Saver(cfg, folder, Nothing(), None, "data", 1, 1)
     saver._roles = {}
     saver.save(3, Progress(7, 0.1, {}, [[4, 1, 2]]))
     start = find_start(cfg, folder, "data")

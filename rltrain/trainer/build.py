@@ -1,0 +1,234 @@
+"""The one place that puts a trainer together: the command, `rltrain.build` and the tests all come through here.
+
+`make_trainer` connects roles, rewards, sampler and algorithm over a worker group that is there already; tests bring one inside their own
+process. `build` makes what a run needs around that as well: data, run folder, Ray, workers, scorers, trackers. Whatever it starts is
+ended by the `Trainer` it returns, in the opposite order, however the run ends.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rltrain import logs
+from rltrain.config.load import LoadedConfig, to_dict
+from rltrain.config.schema import Config
+from rltrain.controller.cluster import ray_logs, reserve, share, start_ray, stop_ray
+from rltrain.controller.group import WorkerGroup
+from rltrain.controller.hang import Deadlines
+from rltrain.controller.sample_writer import WriterProcess
+from rltrain.data.chat import ChatEncoder, PromptStore, chat_encoder, encode_prompts
+from rltrain.data.order import BatchOrder
+from rltrain.data.rows import Rows, read_rows
+from rltrain.data.sampler import make_sampler
+from rltrain.device import get_device, threads_per_worker
+from rltrain.env_report import device_facts, facts
+from rltrain.errors import ConfigError, DataError
+from rltrain.rewards.processes.pool import RewardPool
+from rltrain.rewards.processes.score import Score
+from rltrain.stop import Stop
+from rltrain.trainer.archive import Archive, keeps_samples
+from rltrain.trainer.callbacks import Callbacks
+from rltrain.trainer.changes import tell_changes, write_config
+from rltrain.trainer.checkpoint import RunFolder
+from rltrain.trainer.experience import Experience
+from rltrain.trainer.plan import Plan, describe, make_plan
+from rltrain.trainer.ppo import PPOTrainer
+from rltrain.trainer.preflight import preflight
+from rltrain.trainer.progress import Start, find_start
+from rltrain.trainer.rewards import Rewards
+from rltrain.trainer.roles import Critic, Policy, RewardModel
+from rltrain.trainer.run import Trainer
+from rltrain.trainer.saving import Saver
+from rltrain.trainer.trackers import RunInfo
+from rltrain.trainer.tracking import Tracker
+from rltrain.workers.roles import Models
+
+log = logging.getLogger(__name__)
+_WORKER = "rltrain.workers.hybrid:HybridWorker"
+
+
+@dataclass(frozen=True)
+class Data:
+    """The rows and the tokenised prompts of each split ("train", "val"), and the encoder that made them."""
+
+    rows: dict[str, Rows]
+    prompts: dict[str, PromptStore]
+    encoder: ChatEncoder
+
+
+def build(loaded: LoadedConfig, stop: Stop | None = None) -> Trainer:
+    """A trainer with its data read, its workers started and its models loaded; see `Trainer`. Raises RltrainError.
+
+    ``stop``: what signals ask for, where somebody listens to them already. Nothing is started where an earlier run of the folder has made
+    all steps.
+    """
+    stop = stop or Stop()
+    cfg = loaded.config
+    with ExitStack() as closing:
+        closing.enter_context(logs.session())
+        found = preflight(loaded)
+        if found.problems:
+            raise ConfigError("\n".join(found.problems))
+        for note in found.notes:
+            log.warning("note: %s", note)
+        callbacks = Callbacks(cfg.trainer.callbacks)
+        data = load_data(cfg)
+        plan = make_plan(cfg, len(data.prompts["train"]), data.prompts["train"].num_dropped)
+        log.info("%s", describe(plan, cfg))
+        folder = RunFolder(cfg.trainer.default_local_dir)
+        closing.callback(folder.release)
+        logs.open_train_log(folder.path)
+        start = find_start(cfg, folder, data.rows["train"].identity())
+        tell_changes(loaded, start)
+        if start.step >= plan.total_steps and not cfg.trainer.val_only:
+            log.info("nothing left to do: the run has its %d steps (trainer.total_training_steps)", plan.total_steps)
+            return Trainer(cfg, plan, folder, stop, start.step, closing.pop_all())
+        with logs.waiting("starting Ray"), stop.keeping_handlers("starting Ray"):
+            start_ray(cfg)
+        closing.callback(stop_ray)
+        log.info("Ray's logs: %s", ray_logs())
+        trainer = _start(loaded, plan, data, folder, start, stop, callbacks, closing)
+        trainer.closing = closing.pop_all()
+    return trainer
+
+
+def _start(
+    loaded: LoadedConfig,
+    plan: Plan,
+    data: Data,
+    folder: RunFolder,
+    start: Start,
+    stop: Stop,
+    callbacks: Callbacks,
+    closing: ExitStack,
+) -> Trainer:
+    """Workers, models, scorers and trackers of a run that has steps to make."""
+    cfg = loaded.config
+    device = get_device(cfg.trainer.device)
+    splits = {name: share(each) for name, each in data.rows.items()}
+    prompts = share(data.prompts)
+    devices = logs.count(plan.num_devices, f"{device.kind.upper()} device")
+    with logs.waiting(f"waiting for {devices} on {logs.count(cfg.trainer.nnodes, 'node')}"):
+        placement = reserve(cfg, device)
+    threads = threads_per_worker(cfg.trainer.n_gpus_per_node)
+    deadlines = Deadlines(cfg.trainer.hang_floor_s, cfg.trainer.hang_factor, folder.path / "incidents")
+    # A scorer that does not work is better known before models are loaded.
+    with logs.waiting("trying the scorers on a row of every data source"):
+        pool = start_pool(cfg, plan.num_reward_workers, splits, folder.path)
+    group = WorkerGroup("hybrid", placement, device, threads, folder.path / "logs", stop.check, deadlines)
+    # After an error the workers end with Ray: an orderly end would wait for those that hang.
+    closing.push(lambda kind, error, where: group.stop() if error is None else None)
+    # With a signal that stops at once, scorers end with Ray too: an answer that is being scored would be waited for.
+    closing.callback(lambda: pool.shutdown() if pool and not stop.at_once else None)
+    workers = logs.count(group.world, "worker")
+    with logs.waiting(f"starting {workers}"):
+        # A Config object would arrive as a reference too; only the data is big enough to be shared.
+        rows = splits if cfg.reward_model.enable else None
+        group.start(_WORKER, {"cfg": cfg, "prompts": prompts, "rows": rows})
+    engine, model = cfg.actor_rollout_ref.rollout.name, cfg.actor_rollout_ref.model.path
+    with logs.waiting(f"loading {model} on {workers}, with the {engine} engine"):
+        ppo = make_trainer(cfg, plan, data, group, pool, callbacks)
+    total, trained = ppo.model_sizes["num_parameters"], ppo.model_sizes["trained_parameters"]
+    log.info("%s, %s parameters, %s of them trained", workers, f"{total:,}", f"{trained:,}")
+    identity = data.rows["train"].identity()
+    saver = Saver(cfg, folder, ppo.actor, ppo.critic, identity, int(total), int(trained), callbacks)
+    saver.check_room(start.step, plan.total_steps)
+    with logs.waiting(f"loading {start.folder} on {workers}") if start.folder else nullcontext():
+        saver.load(start)
+    ppo.restore(start.progress)
+    write_run_files(folder, loaded, plan, group.hosts)
+    names = (cfg.trainer.project_name, cfg.trainer.experiment_name)
+    tracker = Tracker(cfg.trainer.logger, RunInfo(*names, to_dict(cfg), folder.path, start.step), plan.total_steps)
+    if keeps_samples(cfg):
+        writer = WriterProcess(splits, prompts, data.encoder.backend)
+        archive = ppo.archive = Archive(cfg, folder.path, start.step, writer, tracker)
+        closing.callback(lambda: archive.close(wait=not stop.at_once))
+    closing.enter_context(tracker)
+    return Trainer(cfg, plan, folder, stop, start.step, ExitStack(), ppo, tracker, saver)
+
+
+def make_trainer(
+    cfg: Config, plan: Plan, data: Data, group: Any, pool: Any, callbacks: Callbacks | None = None
+) -> PPOTrainer:
+    """Load the models on ``group`` and put the algorithm over it.
+
+    ``group`` has the interface of `WorkerGroup`, with a `HybridWorker` on each rank; ``pool`` that of `RewardPool` (None: a reward model
+    alone decides).
+    """
+    sizes = group.call(Models.init_models, plan.passes)[0]
+    policy = Policy(group, plan.passes)
+    rewards = Rewards(cfg, data.rows, pool, RewardModel(group) if cfg.reward_model.enable else None)
+    order = BatchOrder(len(data.prompts["train"]), plan.prompts_per_round, cfg.data.seed, cfg.data.shuffle)
+    sampler = make_sampler(cfg.data.sampler.name, order, data.rows["train"], cfg.data.sampler.revisit)
+    experience = Experience(cfg, plan, policy, rewards, sampler)
+    critic = Critic(group, plan.passes) if plan.passes.values else None
+    return PPOTrainer(cfg, plan, policy, critic, rewards, experience, sizes, callbacks)
+
+
+def start_pool(cfg: Config, num_workers: int, splits: dict[str, Any], folder: Path) -> RewardPool | None:
+    """The rule scorers, tried on one row of every data source; None where a reward model alone decides.
+
+    What they print goes to ``reward.log`` in ``folder``.
+    """
+    if cfg.reward_model.enable and cfg.reward_model.rule_weight == 0:
+        return None
+    pool = RewardPool(cfg, num_workers, splits, log_file=folder / "reward.log")
+    for split in splits:
+        scores = pool.check(split)
+        if split == "train":
+            check_columns(cfg, scores)
+    return pool
+
+
+def check_columns(cfg: Config, scores: Sequence[Score]) -> None:
+    """Raise ConfigError if the config names numbers that the scorers do not return (as far as one row of each source shows)."""
+    algorithm = cfg.algorithm
+    wanted = [("algorithm.gdpo_reward_keys", name) for name in algorithm.gdpo_reward_keys]
+    wanted += [("reward.weights", name) for name in cfg.reward.weights]
+    if algorithm.filter_groups.enable and algorithm.filter_groups.metric not in ("acc", "seq_reward"):
+        wanted.append(("algorithm.filter_groups.metric", algorithm.filter_groups.metric))
+    for key, name in wanted:
+        missing = [score for score in scores if score.status == "ok" and name not in (*score.extras, "score")]
+        if missing:
+            have = ", ".join(["score", *sorted(missing[0].extras)])
+            raise ConfigError(
+                f"{key}={name}: a scorer of data.train_files returns no number of that name. It returns {have}."
+            )
+
+
+def load_data(cfg: Config) -> Data:
+    """Read, check and tokenise the train and validation prompts; rows whose prompt is filtered out are gone from both."""
+    data, encoder = cfg.data, chat_encoder(cfg)
+    rows: dict[str, Rows] = {}
+    prompts: dict[str, PromptStore] = {}
+    for split, files, limit in (
+        ("train", data.train_files, data.train_max_samples),
+        ("val", data.val_files, data.val_max_samples),
+    ):
+        if not files:
+            continue
+        log.info("reading data.%s_files=%s", split, files)
+        found = read_rows(files, prompt_key=data.prompt_key, reward_fn_key=data.reward_fn_key, max_rows=limit)
+        store = encode_prompts(found, encoder, data.max_prompt_length, data.filter_overlong_prompts, data.truncation)
+        if not len(store):
+            raise DataError(
+                f"data.{split}_files={files}: no prompt is left. Raise data.max_prompt_length={data.max_prompt_length}."
+            )
+        rows[split], prompts[split] = found.select(store.row_index), store
+        sources = ", ".join(rows[split].data_sources())
+        prompts_left = logs.count(len(store), "prompt")
+        log.info("%s: %s of %s (%d too long and left out)", split, prompts_left, sources, store.num_dropped)
+    return Data(rows, prompts, encoder)
+
+
+def write_run_files(folder: RunFolder, loaded: LoadedConfig, plan: Plan, hosts: list[str]) -> None:
+    """config.yaml (secrets masked), plan.json, env.json: what this run was. hosts: those of the workers."""
+    write_config(folder, loaded)
+    folder.write("plan.json", json.dumps(asdict(plan), indent=1, default=str))
+    folder.write("env.json", json.dumps(facts() | device_facts() | {"hosts": hosts}, indent=1))

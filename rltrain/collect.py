@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rltrain.config.load import SECRET
-from rltrain.errors import DataError, RltrainError
+from rltrain.errors import DataError, command
 from rltrain.logs import TRAIN_LOG
 
 # Patterns in the run folder, the most telling first: the archive ends where it is full. Of samples only the newest.
@@ -69,6 +69,7 @@ def _masked(text: str) -> str:
     return re.sub(r"(?m)^([ \t]*\"?([\w.]+)\"?[ \t]*:[ \t]*)(?![\[{]|null|''|\"\")\S.*$", line, text)
 
 
+@command
 def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     if len(arguments) not in (1, 2) or arguments[0].startswith("-"):
@@ -76,11 +77,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0 if arguments[:1] in (["-h"], ["--help"]) else 2
     run = Path(arguments[0])
     archive = Path(arguments[1] if len(arguments) == 2 else f"{run.resolve().name}-report.zip")
-    try:
-        names = collect(run, archive)
-    except RltrainError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return error.exit_code
+    names = collect(run, archive)
     size = archive.stat().st_size / 2**20
     sys.stdout.write(
         f"{archive}: {len(names)} files, {size:.1f} MiB. Look through it before you give it away: {', '.join(names[:8])} …\n"

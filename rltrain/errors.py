@@ -13,6 +13,10 @@ RltrainError                  exit code
 └── Interrupted               75    stopped by SIGTERM, 130 by Ctrl-C (SIGINT): not finished, the same command goes on
 """
 
+import sys
+from collections.abc import Callable
+from functools import wraps
+
 
 class RltrainError(Exception):
     """Base class. ``str(error)`` is the whole message a user sees: what is wrong, where, and what to type."""
@@ -80,3 +84,17 @@ class Interrupted(RltrainError):
     def __init__(self, message: str, exit_code: int = 130) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+
+
+def command(main: Callable[[list[str] | None], int]) -> Callable[..., int]:
+    """Decorator of a program's ``main(argv)``: an RltrainError is printed, and its exit code returned."""
+
+    @wraps(main)
+    def guarded(argv: list[str] | None = None) -> int:
+        try:
+            return main(argv)
+        except RltrainError as error:
+            sys.stderr.write(f"error: {error}\n")
+            return error.exit_code
+
+    return guarded

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ import pandas as pd
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from rltrain.errors import DataError, RltrainError
+from rltrain.errors import DataError, command
 from rltrain.logs import console, count
 
 PHASES = (
@@ -40,69 +38,45 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
 
 
-@dataclass(frozen=True)
-class _Row:
-    """A line of the table. step: where the largest value was."""
-
-    label: str
-    mean: float
-    most: float
-    step: int
-    share: float | None
-    unit: str
-
-
-def _steps(lines: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """All steps, and those that count: the first, which warms up, is left out of several."""
+def _summary(lines: list[dict[str, Any]]) -> tuple[str, list[tuple[str, str, float, float, int, float | None]]]:
+    """A title, and of each metric: label, unit, mean over the steps that have it, largest value and its step, share of the step."""
     steps = [line for line in lines if "timing_s/step" in line]
-    return steps, steps[1:] if len(steps) > 2 else steps
-
-
-def _rows(lines: list[dict[str, Any]]) -> Iterator[_Row]:
-    """Means over the steps that have the metric."""
-    _, counted = _steps(lines)
+    counted = steps[1:] if len(steps) > 2 else steps
+    title = f"Mean of {count(len(steps), 'step')}" if steps else "No training step"
+    if len(steps) > len(counted):
+        title = f"Mean of {len(counted)} of {count(len(steps), 'step')} (without the first, which warms up)"
     whole = pd.DataFrame(counted).get("timing_s/step", pd.Series(dtype=float)).mean()
+    rows = []
     for label, key, unit in ROWS:
         # Saving and testing happen in few steps, maybe only in the first.
         outside = key in ("timing_s/save_checkpoint", "timing_s/testing")
         frame = pd.DataFrame(lines if outside else counted)
         if key in frame and frame[key].notna().any():
-            at = frame[key].idxmax()
-            share = frame[key].mean() / whole if unit == "seconds" and not outside else None
-            yield _Row(
-                label, frame[key].mean(), frame[key][at], int(frame.get("step", frame.index + 1)[at]), share, unit
-            )
-
-
-def _title(lines: list[dict[str, Any]]) -> str:
-    steps, counted = _steps(lines)
-    if len(steps) > len(counted):
-        return f"Mean of {len(counted)} of {count(len(steps), 'step')} (without the first, which warms up)"
-    return f"Mean of {count(len(steps), 'step')}" if steps else "No training step"
+            at, mean = frame[key].idxmax(), frame[key].mean()
+            share = mean / whole if unit == "seconds" and not outside else None
+            rows.append((label, unit, mean, frame[key][at], int(frame.get("step", frame.index + 1)[at]), share))
+    return title, rows
 
 
 def phase_table(lines: list[dict[str, Any]]) -> str:
     """The table users know, in a layout that scripts may parse."""
-    rows = [(row.label, f"{row.mean:.6f}", row.unit) for row in _rows(lines)]
-    if not rows:
-        return _title(lines)
-    titles = ("Metric", "Value", "Unit")
-    widths = [max(len(row[column]) for row in [titles, *rows]) for column in range(3)]
+    title, found = _summary(lines)
+    rows = [("Metric", "Value", "Unit"), *((label, f"{mean:.6f}", unit) for label, unit, mean, *_ in found)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     rule = " ".join("=" * width for width in widths)
-    head, *body = [
-        " ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [titles, *rows]
-    ]
-    return "\n".join([_title(lines), rule, head, rule, *body, rule])
+    head, *body = [" ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    return "\n".join([title, rule, head, rule, *body, rule]) if body else title
 
 
 def screen_table(lines: list[dict[str, Any]]) -> Table:
     """The same for a terminal: as wide as that is, with the share of the step and the slowest step."""
-    table = Table(title=_title(lines), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    title, rows = _summary(lines)
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for name in ("Metric", "Mean", "Of step", "Largest", "In step", "Unit"):
         table.add_column(name, justify="left" if name in ("Metric", "Unit") else "right", no_wrap=name != "Unit")
-    for row in _rows(lines):
-        share = "" if row.share is None else f"{row.share:.0%}"
-        table.add_row(row.label, _digits(row.mean), share, _digits(row.most), str(row.step), row.unit.partition(",")[0])
+    for label, unit, mean, most, step, share in rows:
+        of_step = "" if share is None else f"{share:.0%}"
+        table.add_row(label, _digits(mean), of_step, _digits(most), str(step), unit.partition(",")[0])
     return table
 
 
@@ -150,16 +124,13 @@ def show_report(run: Path) -> None:
         console.print(text, markup=False, soft_wrap=True)
 
 
+@command
 def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     if len(arguments) != 1 or arguments[0] in ("-h", "--help"):
         sys.stderr.write("usage: python -m rltrain.report RUN_FOLDER\n")
         return 0 if arguments and arguments[0] in ("-h", "--help") else 2
-    try:
-        show_report(Path(arguments[0]))
-    except RltrainError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return error.exit_code
+    show_report(Path(arguments[0]))
     return 0
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rltrain.errors import DataError, RltrainError
+from rltrain.errors import DataError, command
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -145,6 +145,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+@command
 def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     from rich.console import Console
@@ -165,9 +166,6 @@ def main(argv: list[str] | None = None) -> int:
             else:
                 show(sample, console, arguments.chars)
         console.print(f"{min(len(found), arguments.n)} of {len(found)} answers, step {frame['step'].iloc[0]}")
-    except RltrainError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return error.exit_code
     except BrokenPipeError:  # head has seen enough
         sys.stderr.close()
     return 0

@@ -117,7 +117,7 @@ def test_what_is_no_metric_is_not_logged(tmp_path, caplog, returned, said):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("class Mine: pass", "none of the methods on_step, on_validation, on_save"),
+        ("class Mine: pass", "it has none of the methods on_step, on_validation, on_save"),
         ("class Mine:\n    def on_steps(self, step, metrics): pass", "Did you mean on_step?"),
         ("class Mine:\n    def on_step(self, step): pass", "on_step must take (step, metrics, samples); it takes (self, step)"),
         ("class Mine:\n    def __init__(self, x): pass\n    def on_save(self, step, folder): pass", "made without arguments; it takes (x)"),

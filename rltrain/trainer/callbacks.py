@@ -28,11 +28,11 @@ def callback_problems(names: Sequence[str]) -> Iterator[str]:
     """What is wrong with ``trainer.callbacks``, as far as it shows before a class among them is made."""
     for name in names:
         try:
-            made = load_plugin("trainer.callbacks", name)
+            yield from (
+                f"trainer.callbacks={name}: {each}" for each in _misfits(load_plugin("trainer.callbacks", name))
+            )
         except ConfigError as error:
             yield str(error)
-            continue
-        yield from (f"trainer.callbacks={name}: {problem}" for problem in _misfits(made))
 
 
 class Callbacks:
@@ -41,22 +41,17 @@ class Callbacks:
     def __init__(self, names: Sequence[str] = ()) -> None:
         if problems := list(callback_problems(names)):
             raise ConfigError("\n".join(problems))
-        self._hooks: dict[str, list[tuple[str, Callable[..., Any]]]] = {hook: [] for hook in HOOKS}
         self._told: set[tuple[str, str, type]] = set()
         self._num_errors = 0
+        self._hooks: list[tuple[str, str, Callable[..., Any]]] = []
         for name in names:
-            made = load_plugin("trainer.callbacks", name)
-            if not isinstance(made, type):
-                self._hooks["on_step"].append((name, made))
-                continue
+            callback = load_plugin("trainer.callbacks", name)
             try:
-                callback = made()
+                callback = callback() if isinstance(callback, type) else callback
             except Exception as error:  # user code; whatever it raises is reported with its traceback
-                raise ConfigError(
-                    f"trainer.callbacks={name} cannot be made:\n{traceback.format_exc(limit=-2)}"
-                ) from error
-            for hook in _hooks_of(made):
-                self._hooks[hook].append((name, getattr(callback, hook)))
+                trace = traceback.format_exc(limit=-2)
+                raise ConfigError(f"trainer.callbacks={name} cannot be made:\n{trace}") from error
+            self._hooks += [(name, hook, function) for hook, function in _hooks_of(callback).items()]
 
     def on_step(self, step: int, metrics: Metrics, samples: Mapping[str, np.ndarray]) -> Metrics:
         """After a step. samples: numbers of its answers, each [n]. Returns the callbacks' own metrics."""
@@ -72,12 +67,12 @@ class Callbacks:
 
     def _tell(self, hook: str, taken: Metrics, *arguments: Any) -> Metrics:
         found: Metrics = {}
-        for name, function in self._hooks[hook]:
+        mine = [(name, function) for name, of, function in self._hooks if of == hook]
+        for name, function in mine:
             # Copies: a callback looks, it does not change what others see.
             given = [dict(each) if isinstance(each, Mapping) else each for each in arguments]
             try:
-                size = next(size for size in _sizes(hook) if _takes(function, size))
-                found |= _numbers(function(*given[:size]), taken | found)
+                found |= _numbers(function(*(given if _takes(function, len(given)) else given[:-1])), taken | found)
             except Exception as error:  # noqa: BLE001 - user code must not end a night's run
                 self._num_errors += 1
                 kind = (name, hook, type(error))
@@ -87,40 +82,37 @@ class Callbacks:
                         name, hook, type(error).__name__, traceback.format_exc(limit=-3).rstrip(),
                     )  # fmt: skip
                 self._told.add(kind)
-        if self._hooks[hook]:
-            found["callbacks/errors"] = float(self._num_errors)
-        return found
+        return found | {"callbacks/errors": float(self._num_errors)} if mine else found
 
 
-def _hooks_of(made: type) -> list[str]:
-    return [name for name in dir(made) if name.startswith("on_") and callable(getattr(made, name))]
+def _hooks_of(callback: Any) -> dict[str, Callable[..., Any]]:
+    """The methods of an object or a class; a function is an on_step."""
+    if inspect.isfunction(callback):
+        return {"on_step": callback}
+    return {name: getattr(callback, name) for name in dir(callback) if name.startswith("on_")}
 
 
-def _misfits(made: Callable[..., Any]) -> Iterator[str]:
-    """What is wrong with a class, or with a function, which is an on_step."""
-    hooks = _hooks_of(made) if isinstance(made, type) else ["on_step"]
+def _misfits(callback: Any) -> Iterator[str]:
+    """What is wrong with a function, a class, or an object that is there already."""
+    hooks, is_class = _hooks_of(callback), isinstance(callback, type)
     if not hooks:
-        yield f"the class has none of the methods {', '.join(HOOKS)}."
-    if isinstance(made, type) and not _takes(made):
-        yield f"the class must be made without arguments; it takes {inspect.signature(made)}."
-    for name in hooks:
-        function = getattr(made, name) if isinstance(made, type) else made
-        own = isinstance(made, type) and inspect.isfunction(inspect.getattr_static(made, name))
+        yield f"it has none of the methods {', '.join(HOOKS)}."
+    if is_class and not _takes(callback, 0):
+        yield f"the class must be made without arguments; it takes {inspect.signature(callback)}."
+    for name, function in hooks.items():
         if name not in HOOKS:
             near = difflib.get_close_matches(name, HOOKS, n=1)
             yield f"nothing calls a method {name}." + (
                 f" Did you mean {near[0]}?" if near else f" There are {', '.join(HOOKS)}."
             )
-        elif not any(_takes(function, own + size) for size in _sizes(name)):
+            continue
+        # A plain method of a class takes ``self`` as well.
+        size = len(HOOKS[name]) + (is_class and inspect.isfunction(inspect.getattr_static(callback, name)))
+        if not _takes(function, size) and not (name == "on_step" and _takes(function, size - 1)):
             yield f"{name} must take ({', '.join(HOOKS[name])}); it takes {inspect.signature(function)}."
 
 
-def _sizes(hook: str) -> tuple[int, ...]:
-    """With how many arguments a hook may be called; samples may be left out."""
-    return (3, 2) if hook == "on_step" else (2,)
-
-
-def _takes(function: Callable[..., Any], num_arguments: int = 0) -> bool:
+def _takes(function: Callable[..., Any], num_arguments: int) -> bool:
     try:
         inspect.signature(function).bind(*range(num_arguments))
     except (TypeError, ValueError):

@@ -77,19 +77,13 @@ def write_config(run: RunFolder, loaded: LoadedConfig) -> None:
 def _changes(run: Path, loaded: LoadedConfig) -> list[tuple[str, Any, Any]]:
     """(key, value then, value now) of what differs from the config.yaml of ``run``. A key it does not know counts where it is set now."""
     try:
-        before = OmegaConf.to_container(OmegaConf.load(run / "config.yaml"))
+        before = OmegaConf.load(run / "config.yaml")
     except (OSError, YAMLError, OmegaConfBaseException):
         return []
-    now = to_dict(loaded.config)
+    now = OmegaConf.create(to_dict(loaded.config))
     found = []
     for key in all_keys():
-        one, other = _at(before, key), _at(now, key)
+        one, other = (OmegaConf.select(each, key, default=_MISSING) for each in (before, now))
         if one != other and (one is not _MISSING or key in loaded.explicit):
             found.append((key, "(not known)" if one is _MISSING else one, other))
     return found
-
-
-def _at(tree: Any, key: str) -> Any:
-    for name in key.split("."):
-        tree = tree.get(name, _MISSING) if isinstance(tree, dict) else _MISSING
-    return tree

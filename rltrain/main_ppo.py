@@ -5,25 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from typing import NoReturn
 
 from rltrain.errors import ConfigError, Interrupted, RltrainError
 from rltrain.help import help_text
 from rltrain.stop import Stop, listen
-
-
-class _Parser(argparse.ArgumentParser):
-    """Flags. What does not fit is an error as any other."""
-
-    def __init__(self) -> None:
-        super().__init__(add_help=False, allow_abbrev=False)
-        self.add_argument("-h", "--help", nargs="?", const="", metavar="SECTION")
-        self.add_argument("--config", action="append", default=[], metavar="FILE")
-        for flag in ("--version", "--print-config", "--dry-run"):
-            self.add_argument(flag, action="store_true")
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}. See --help.")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -94,8 +79,16 @@ def _write(text: str) -> None:
 
 def _parse(argv: list[str]) -> argparse.Namespace:
     """The flags; what is left are ``overrides``."""
-    arguments, rest = _Parser().parse_known_args(argv)
-    for word in rest:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("-h", "--help", nargs="?", const="", metavar="SECTION")
+    parser.add_argument("--config", action="append", default=[], metavar="FILE")
+    for flag in ("--version", "--print-config", "--dry-run"):
+        parser.add_argument(flag, action="store_true")
+    try:
+        arguments, words = parser.parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"{error}. See --help.") from None
+    for word in words:
         if word.startswith(("--config-path", "--config-name", "--config-dir", "--cfg", "--multirun")):
             raise ConfigError(
                 f"{word} is Hydra's, which is not used here. Put settings in a YAML file and give --config FILE (repeatable)."
@@ -104,7 +97,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
             raise ConfigError(
                 f"unknown flag {word}. Flags: --help, --version, --print-config, --dry-run, --config FILE; settings are key=value."
             )
-    arguments.overrides = rest
+    arguments.overrides = words
     return arguments
 
 

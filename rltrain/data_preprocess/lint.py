@@ -16,7 +16,7 @@ from typing import Any
 from rltrain.data.chat import ChatEncoder
 from rltrain.data.rows import MEDIA_COLUMNS, PromptRow, Rows, scan_rows
 from rltrain.data_preprocess.common import IMAGE_SLOT, at_least
-from rltrain.errors import DataError, RewardError, RltrainError
+from rltrain.errors import DataError, RewardError, command
 from rltrain.rewards.custom import CustomReward
 from rltrain.rewards.processes.slot import Slot
 from rltrain.rewards.registry import FORMS, check_sources
@@ -223,6 +223,7 @@ def describe(findings: Findings) -> str:
     return text
 
 
+@command
 def main(argv: list[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -239,11 +240,7 @@ def main(argv: list[str] | None = None) -> int:
     encoder = ChatEncoder(options.tokenizer) if options.tokenizer else None
     custom = CustomReward(options.reward_file, options.reward_name) if options.reward_file else None
     limit = options.max_prompt_length
-    try:
-        num_rows, findings = lint(options.files, encoder=encoder, max_prompt_length=limit, custom=custom)
-    except RltrainError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return error.exit_code
+    num_rows, findings = lint(options.files, encoder=encoder, max_prompt_length=limit, custom=custom)
     sys.stdout.write(describe(findings))
     num_problems = sum(map(len, findings.values()))
     sys.stdout.write(

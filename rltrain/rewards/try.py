@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rltrain.data.rows import Rows, read_rows
-from rltrain.errors import RewardError, RltrainError
+from rltrain.errors import RewardError, command
 from rltrain.rewards.custom import CustomReward, load_custom, user_traceback
 from rltrain.rewards.processes.score import read_returned
 from rltrain.rewards.registry import FORMS
@@ -30,17 +30,14 @@ WRONG = "I do not know."
 _SHOWN_CHARS = 60
 
 
+@command
 def main(argv: list[str] | None = None) -> int:
     """The command line."""
     options = _parse(argv)
-    try:
-        rows = read_rows(options.data)
-        custom = CustomReward(options.reward, options.name, dict(options.kwargs), options.batch)
-        function = load_custom(custom)
-        answers = list(_given(options.answers, rows) if options.answers else _made_up(rows, options.rows))
-    except RltrainError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return error.exit_code
+    rows = read_rows(options.data)
+    custom = CustomReward(options.reward, options.name, dict(options.kwargs), options.batch)
+    function = load_custom(custom)
+    answers = list(_given(options.answers, rows) if options.answers else _made_up(rows, options.rows))
     table = Table("row", "data source", "answer", "ground truth", "score", "further", "seconds")
     failures: dict[tuple, str] = {}
     for position, answer in answers:

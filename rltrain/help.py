@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import shutil
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from rltrain.config.engines import ENGINES
 from rltrain.config.keys import Key, all_keys, nearest, sections
-from rltrain.config.renames import rename
+from rltrain.config.renames import ignored_because, rename, shown
 from rltrain.errors import ConfigError
 
 _START = """\
@@ -44,6 +45,8 @@ def help_text(topic: str = "") -> str:
     topic = rename(topic)
     names = [*sections(), *all_keys()]
     found = [topic] if topic in names else [name for name in names if name.endswith(f".{topic}")]
+    if not found and (why := ignored_because(topic, ...)):
+        return f"{topic}: accepted, and has no effect: {why}\n"
     if not found:
         near = ", ".join(f"--help {name}" for name in nearest(topic)) or "--help"
         raise ConfigError(f"--help {topic}: there is no such section or key. Try {near}.")
@@ -55,13 +58,9 @@ def help_text(topic: str = "") -> str:
 
 def _layer(section: str) -> str:
     """One section's own keys, and an index of the sections in it."""
-    keys = _keys_of(section)
-    shown = [key for key in keys if _has_effect(key)]
-    text = _section(section, shown)
+    text = _section(section, _keys_of(section))
     if inner := [name for name in sections() if name.startswith(section + ".")]:
         text += "\nSections in it:\n" + "\n".join(_index_line(name, section + ".") for name in inner) + "\n"
-    if len(keys) > len(shown):
-        text += f"\n{len(keys) - len(shown)} more keys are accepted and have no effect: --help all\n"
     return text
 
 
@@ -70,15 +69,24 @@ def _section(name: str, keys: Sequence[Key]) -> str:
 
 
 def _entry(key: Key, name: str = "") -> str:
-    default = "null" if key.default is None else key.default
-    head = f"  {name or key.name.rpartition('.')[2]} ({key.type_name}) = {default}"
-    return _wrapped(head, 4) + "\n" + _wrapped(" " * 6 + " ".join(key.help.split()), 6)
+    head = f"  {name or key.name.rpartition('.')[2]} ({key.type_name}) = {shown(key.default)}"
+    return _wrapped(head, 4) + "\n" + _wrapped(" " * 6 + " ".join([*key.help.split(), *_rules(key)]), 6)
+
+
+def _rules(key: Key) -> Iterator[str]:
+    """The values a key may have, as sentences beside its help text."""
+    if any(shown(choice) not in key.help for choice in key.choices):
+        yield f"One of {', '.join(map(shown, key.choices))}."
+    if bounds := key.rules.bounds():
+        yield f"It is {bounds}."
+    if unused := [name for name, engine in ENGINES.items() if key.name.rpartition(".")[2] in engine.unused_keys]:
+        yield f"No effect with name={' and name='.join(unused)}."
 
 
 def _index_line(section: str, inside: str | None = None) -> str:
-    """Name, number of keys with an effect, and what the section is about. inside: leave this start of the name out, and do not indent."""
+    """Name, number of keys, and what the section is about. inside: leave out this start of the name, and do not indent."""
     leaf = "  " * section.count(".") + section.rpartition(".")[2] if inside is None else section.removeprefix(inside)
-    count = sum(map(_has_effect, _keys_of(section)))
+    count = len(_keys_of(section))
     width = 22 if inside is None else 35
     return _wrapped(f"  {leaf:<{width}} {count or '':>2}  {sections()[section]}", width + 7)
 
@@ -86,10 +94,6 @@ def _index_line(section: str, inside: str | None = None) -> str:
 def _keys_of(section: str) -> list[Key]:
     """The keys of a section itself, without those of sections in it."""
     return [key for key in all_keys().values() if key.name.rpartition(".")[0] == section]
-
-
-def _has_effect(key: Key) -> bool:
-    return not key.help.startswith("No effect")
 
 
 def _wrapped(line: str, indent: int) -> str:

@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass
+from typing import Literal
 
-from rltrain.config.declarations import EstimatorTraits, estimator_traits
+from rltrain.config.declarations import ESTIMATORS, EstimatorTraits, estimator_traits
+from rltrain.config.fields import key, section
+
+KLKind = Literal[
+    "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "low_var_kl+", "k3+", "full"
+]  # fmt: skip
+# Rounds of dynamic sampling in a step, unless filter_groups.max_num_gen_batches says.
+_DEFAULT_ROUNDS = 10
+_ADAPTIVE = "type=adaptive"
+_WEIGHS = {
+    "bypass_mode=False or loss_type=reinforce": (
+        "with bypass_mode and loss_type=ppo_clip the ratio itself is taken against the engine"
+    )
+}
 
 
 @dataclass
 class KLControlConfig:
     """Weight of the KL in the reward."""
 
-    type: str = "fixed"
-    """fixed or adaptive."""
-    kl_coef: float = 0.001
+    type: Literal["fixed", "adaptive"] = "fixed"
+    """Whether the weight follows the KL that is measured."""
+    kl_coef: float = key(0.001, least=0)
     """Weight (adaptive: at the start)."""
-    horizon: int = 10000
+    horizon: int = key(10000, least=1, only_with=_ADAPTIVE)
     """Adaptive: samples over which the weight adapts."""
-    target_kl: float = 0.1
+    target_kl: float = key(0.1, over=0, only_with=_ADAPTIVE)
     """Adaptive: the KL to hold."""
 
 
@@ -27,10 +42,15 @@ class FilterGroupsConfig:
 
     enable: bool = False
     """Generate again in place of groups whose answers all score alike."""
-    metric: str = "acc"
+    metric: str = key("acc", only_with="enable")
     """What is compared: acc (else the scorer's score), score (with penalties; seq_reward is the same), or another number of the scorer."""
-    max_num_gen_batches: int = 0
+    max_num_gen_batches: int = key(0, least=0, only_with="enable")
     """Most rounds of generation in a step; 0: 10. What is then still missing is filled with groups that were thrown away."""
+
+    @property
+    def most_rounds(self) -> int:
+        """Rounds of generation in a step at most."""
+        return self.max_num_gen_batches or _DEFAULT_ROUNDS
 
 
 @dataclass(frozen=True)
@@ -47,19 +67,25 @@ class RejectionRule:
 class RolloutCorrectionConfig:
     """What to do about an engine whose policy is not quite the trainer's."""
 
-    rollout_is: str | None = None
-    """Importance weights of the policy loss: null, token or sequence."""
-    rollout_is_threshold: str = "2.0"
+    rollout_is: Literal["token", "sequence"] | None = key(None, only_with=_WEIGHS)
+    """Importance weights of the policy loss, per token or per sequence; null: none."""
+    rollout_is_threshold: str = key("2.0", only_with={"rollout_is": "rollout_is is null", **_WEIGHS})
     """Truncate weights from above at this number; low_high (0.5_2.0): weights outside become 0."""
-    rollout_is_batch_normalize: bool = False
+    rollout_is_batch_normalize: bool = key(
+        False,
+        only_with={
+            "rollout_is": "rollout_is is null",
+            "bypass_mode=False": "with bypass_mode weights follow from each micro-batch as it is computed",
+        },
+    )
     """Divide the weights by their mean over the batch."""
     rollout_rs: str | None = None
     """Reject tokens or sequences: comma list of token_k1|k2|k3, seq_sum_k1|k2|k3, seq_mean_k1|k2|k3, seq_max_k2|k3; null: none."""
-    rollout_rs_threshold: str | None = None
+    rollout_rs_threshold: str | None = key(None, only_with={"rollout_rs": "rollout_rs is null"})
     """Bounds of rollout_rs, one for all or one each: k1 low_high in pi_engine / pi_trainer (x: 1/x to x); k2, k3 the largest value."""
     bypass_mode: bool = False
     """Take the engine's log-probs as the old policy's, and make no old_log_prob pass."""
-    loss_type: str = "ppo_clip"
+    loss_type: Literal["ppo_clip", "reinforce"] = key("ppo_clip", only_with="bypass_mode")
     """bypass_mode: ppo_clip (the policy loss, its ratio taken against the engine) or reinforce (-A w log pi)."""
 
     def importance_bounds(self) -> tuple[float | None, float]:
@@ -69,8 +95,6 @@ class RolloutCorrectionConfig:
 
     def rejection_rules(self) -> list[RejectionRule]:
         """The rules of rollout_rs. Raises ValueError that says what is wrong."""
-        import math
-
         names = [name.strip() for name in self.rollout_rs.split(",")] if self.rollout_rs else []
         limits = [limit.strip() for limit in str(self.rollout_rs_threshold or "").split(",")]
         limits = limits * len(names) if len(limits) == 1 else limits
@@ -101,28 +125,28 @@ class RolloutCorrectionConfig:
 class AlgorithmConfig:
     """How advantages come from rewards."""
 
-    adv_estimator: str = "gae"
+    adv_estimator: str = key("gae", among=tuple(ESTIMATORS), plugin=True)
     """gae (with a critic), grpo, reinforce_plus_plus, reinforce_plus_plus_baseline, rloo, remax, opo, grpo_passk, gpg, gdpo,
     or your own: FILE.py:NAME."""
-    gamma: float = 1.0
+    gamma: float = key(1.0, least=0, most=1)
     """Discount of later rewards (gae, reinforce_plus_plus)."""
-    lam: float = 1.0
+    lam: float = key(1.0, least=0, most=1)
     """GAE's lambda."""
     norm_adv_by_std_in_grpo: bool = True
     """grpo, grpo_passk, gdpo: divide by the standard deviation of the group; False: Dr. GRPO."""
-    gdpo_reward_keys: list[str] = field(default_factory=list)
+    gdpo_reward_keys: list[str] = key([])
     """gdpo: numbers the scorer returns that are compared one by one."""
     gdpo_reward_weights: list[float] | None = None
     """gdpo: weight of each; null: 1 each."""
     use_kl_in_reward: bool = False
     """Subtract the KL to the reference from the reward, token by token."""
-    kl_penalty: str = "kl"
+    kl_penalty: KLKind = key("kl", only_with="use_kl_in_reward")
     """Estimator of that KL, as in actor.kl_loss_type."""
-    kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
+    kl_ctrl: KLControlConfig = section(KLControlConfig, only_with="use_kl_in_reward")
     """Weight of that KL."""
-    filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
+    filter_groups: FilterGroupsConfig = section(FilterGroupsConfig)
     """Dynamic sampling."""
-    rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
+    rollout_correction: RolloutCorrectionConfig = section(RolloutCorrectionConfig)
     """Mismatch between engine and trainer."""
 
     @property

@@ -8,22 +8,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from rltrain.config.keys import get
+from rltrain.config.budgets import budget_problems
+from rltrain.config.engines import ENGINES, engines_with
+from rltrain.config.keys import all_keys, get, plugin_keys
 from rltrain.config.load import LoadedConfig
-from rltrain.config.lora import lora_problems
-from rltrain.config.model_schema import OptimConfig
-from rltrain.config.parallel import parallel_problems
-from rltrain.config.passes import pass_problems, uneven_passes
-from rltrain.config.rollout_check import engine_problems, tail_problems
+from rltrain.config.renames import shown
 from rltrain.config.schema import Config
-from rltrain.config.values import (
-    AT_LEAST,
-    CHOICES,
-    CONTENTS,
-    DEFAULT_ROUNDS,
-    LOGGERS,
-    PLUGINS,
-)
 from rltrain.errors import ConfigError
 
 _A = "actor_rollout_ref."
@@ -32,30 +22,11 @@ _LEAST_SCORER_MEMORY_MB = 256
 
 def check(loaded: LoadedConfig) -> None:
     """Raise ConfigError with every rule that the config breaks."""
-    config = loaded.config
-    problems = [
-        *_values(config),
-        *_ranges(config),
-        *uneven(config),
-        *_answers(config),
-        *tail_problems(config),
-        *_algorithm(config),
-        *parallel_problems(config),
-        *_reward_model(config),
-        *engine_problems(config),
-        *pass_problems(config),
-        *lora_problems(config),
-        *_rest(config),
-    ]
-    if problems:
+    rules = (
+        _each_key, _lists, uneven, _answers, _tail, _algorithm, _parallel, _reward_model, _scorers, _engine, budget_problems, _lora, _rest,
+    )  # fmt: skip
+    if problems := [problem for rule in rules for problem in rule(loaded.config)]:
         raise ConfigError("\n".join(problems))
-
-
-def unavailable(config: Config) -> list[str]:
-    """What the config asks for that this version cannot run; each with what to use instead."""
-    if not config.actor_rollout_ref.rollout.multi_turn.enable:
-        return []
-    return [f"{_A}rollout.multi_turn.enable=True is not in this version. Answers are single-turn: leave it out."]
 
 
 def missing_files(config: Config) -> list[str]:
@@ -64,7 +35,7 @@ def missing_files(config: Config) -> list[str]:
     named = [("data.train_files", path) for path in as_list(config.data.train_files)]
     named += [("data.val_files", path) for path in as_list(config.data.val_files)]
     named += [("custom_reward_function.path", path) for path in as_list(config.custom_reward_function.path)]
-    named += [(key, get(config, key).rpartition(":")[0]) for key in PLUGINS if ":" in get(config, key)]
+    named += [(key, get(config, key).rpartition(":")[0]) for key in plugin_keys() if ":" in get(config, key)]
     named += [("trainer.callbacks", name.rpartition(":")[0]) for name in config.trainer.callbacks]
     if (adapter := config.actor_rollout_ref.model.lora_adapter_path or "").startswith(("/", ".", "~")):
         named.append((_A + "model.lora_adapter_path", adapter))
@@ -83,63 +54,38 @@ def as_list(value: Any) -> list[str]:
     return [str(item) for item in value] if isinstance(value, list | tuple) else [str(value)]
 
 
-def _values(config: Config) -> Iterator[str]:
-    for key, values in CHOICES.items():
-        value = get(config, key)
-        if value not in values and not (key in PLUGINS and ":" in value):
-            own = ", or a function of your own: FILE.py:NAME" if key in PLUGINS else ""
-            yield f"{key}={value}: use one of {', '.join('null' if each is None else each for each in values)}{own}."
-    for key, least in AT_LEAST.items():
-        value = get(config, key)
-        if value is not None and not value >= least:  # so that nan does not pass
-            yield f"{key}={value}: it must be at least {least}."
-    for logger in config.trainer.logger:
-        if logger not in LOGGERS:
-            yield f"trainer.logger={config.trainer.logger}: '{logger}' is not a tracker rltrain has. Use {', '.join(LOGGERS)}."
+def _each_key(config: Config) -> Iterator[str]:
+    """Names and bounds that stand at the fields."""
+    for key in all_keys().values():
+        value, rules = get(config, key.name), key.rules
+        for item in value if isinstance(value, list) else [value]:
+            if rules.among and item not in rules.among and not (rules.plugin and ":" in item):
+                own = ", or a function of your own: FILE.py:NAME" if rules.plugin else ""
+                yield f"{key.name}={shown(value)}: '{item}' is not known; use one of {', '.join(rules.among)}{own}."
+        if isinstance(value, int | float) and not rules.within(value):
+            usual = f" Try {key.default:g}." if isinstance(key.default, int | float) else ""
+            yield f"{key.name}={value}: it must be {rules.bounds() or 'a number'}.{usual}"
+
+
+def _lists(config: Config) -> Iterator[str]:
+    """Lists whose items have rules of their own."""
     for name in config.trainer.callbacks:
         if ":" not in name:
             yield f"trainer.callbacks={config.trainer.callbacks}: '{name}' names no class or function. Give FILE.py:NAME."
-    contents = config.actor_rollout_ref.actor.checkpoint.save_contents
-    for part in contents:
-        if part not in CONTENTS:
-            yield f"{_A}actor.checkpoint.save_contents={contents}: '{part}' is not a part of a checkpoint. Use {', '.join(CONTENTS)}."
-
-
-def _ranges(config: Config) -> Iterator[str]:
-    for key in ("rollout.top_p", "rollout.val_kwargs.top_p", "rollout.gpu_memory_utilization"):
-        value = get(config, _A + key)
-        if not 0 < value <= 1:
-            yield f"{_A}{key}={value}: it must be over 0 and at most 1."
-    ratio = config.actor_rollout_ref.rollout.oversample_ratio
-    if not 1 <= ratio <= 2:
-        yield f"{_A}rollout.oversample_ratio={ratio}: it must be between 1 and 2. Try 1.25."
-    if not 0 <= config.data.sampler.revisit <= 1:
-        yield f"data.sampler.revisit={config.data.sampler.revisit}: it must be between 0 and 1."
-    for key in (_A + "actor.policy_loss.clip_cov_ratio", _A + "actor.policy_loss.kl_cov_ratio"):
-        if not 0 <= get(config, key) <= 1:
-            yield f"{key}={get(config, key)}: it must be between 0 and 1."
-    for key in ("rollout.temperature", "actor.tau_pos", "actor.tau_neg"):
-        value = get(config, _A + key)
-        if not value > 0:
-            yield f"{_A}{key}={value}: it must be over 0. Try 1.0."
-    for section in (_A + "actor.optim", "critic.optim"):
-        yield from _optimizer(section, get(config, section))
-
-
-def _optimizer(section: str, optim: OptimConfig) -> Iterator[str]:
-    for name in ("lr_warmup_steps_ratio", "min_lr_ratio"):
-        if not 0 <= getattr(optim, name) <= 1:
-            yield f"{section}.{name}={getattr(optim, name)}: it must be between 0 and 1."
-    for name, usual in (("clip_grad", 1.0), ("eps", 1e-8)):
-        if not getattr(optim, name) > 0:
-            yield f"{section}.{name}={getattr(optim, name)}: it must be over 0. Try {usual}."
-    if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
-        yield f"{section}.betas={optim.betas}: give two numbers from 0 to below 1, such as [0.9,0.999]."
+    for section, optim in (
+        (_A + "actor.optim", config.actor_rollout_ref.actor.optim),
+        ("critic.optim", config.critic.optim),
+    ):
+        if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
+            yield f"{section}.betas={optim.betas}: give two numbers from 0 to below 1, such as [0.9,0.999]."
+    for name, weight in config.reward.weights.items():
+        if not isinstance(weight, int | float):
+            yield f"reward.weights.{name}={weight}: give a number, such as reward.weights.{name}=0.5."
 
 
 def uneven(config: Config) -> Iterator[str]:
     """Everything that must divide and does not: nothing is ever rounded."""
-    actor, ref, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.actor_rollout_ref.rollout
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     prompts, mini = config.data.train_batch_size, actor.ppo_mini_batch_size
     if min(prompts, mini) > 0 and prompts % mini:
         yield (
@@ -147,7 +93,7 @@ def uneven(config: Config) -> Iterator[str]:
             f"some prompts would be left out of every step. Try ppo_mini_batch_size={_largest_divisor(prompts, mini)}."
         )
     filtering = config.algorithm.filter_groups
-    rounds, drawn = filtering.max_num_gen_batches or DEFAULT_ROUNDS, config.data.gen_batch_size or prompts
+    rounds, drawn = filtering.most_rounds, config.data.gen_batch_size or prompts
     if filtering.enable and rounds * drawn < prompts:
         yield (
             f"data.gen_batch_size={drawn} in at most {rounds} rounds (algorithm.filter_groups.max_num_gen_batches) cannot fill "
@@ -160,16 +106,11 @@ def uneven(config: Config) -> Iterator[str]:
             f"Try critic.ppo_mini_batch_size={_largest_divisor(prompts, mini)}."
         )
     devices = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    for key, size in (
-        ("actor.ulysses_sequence_parallel_size", actor.ulysses_sequence_parallel_size),
-        ("ref.ulysses_sequence_parallel_size", ref.ulysses_sequence_parallel_size),
-        ("critic.ulysses_sequence_parallel_size", config.critic.ulysses_sequence_parallel_size),
-        ("rollout.tensor_model_parallel_size", rollout.tensor_model_parallel_size),
-        ("actor.fsdp_config.fsdp_size", min(actor.fsdp_config.fsdp_size, devices)),
-        ("critic.model.fsdp_config.fsdp_size", min(config.critic.model.fsdp_config.fsdp_size, devices)),
-        ("reward_model.model.fsdp_config.fsdp_size", min(config.reward_model.model.fsdp_config.fsdp_size, devices)),
-    ):
-        key = key if key.startswith(("critic.", "reward_model.")) else _A + key
+    for key in all_keys():
+        if not key.endswith(("ulysses_sequence_parallel_size", "tensor_model_parallel_size", "fsdp_size")):
+            continue
+        size = get(config, key)
+        size = min(size, devices) if key.endswith("fsdp_size") else size  # more than there are means all
         if size > 0 and devices % size:
             yield f"{key}={size} does not divide the {devices} devices (trainer.nnodes x trainer.n_gpus_per_node)."
     size, here = rollout.tensor_model_parallel_size, config.trainer.n_gpus_per_node
@@ -178,7 +119,6 @@ def uneven(config: Config) -> Iterator[str]:
             f"{_A}rollout.tensor_model_parallel_size={size} does not divide trainer.n_gpus_per_node={here}: an engine would lie across "
             "nodes. Use a divisor."
         )
-    yield from uneven_passes(config, devices)
 
 
 def _answers(config: Config) -> Iterator[str]:
@@ -197,9 +137,6 @@ def _answers(config: Config) -> Iterator[str]:
 
 def _algorithm(config: Config) -> Iterator[str]:
     algorithm, correction = config.algorithm, config.algorithm.rollout_correction
-    for key in ("gamma", "lam"):
-        if not 0 <= getattr(algorithm, key) <= 1:
-            yield f"algorithm.{key}={getattr(algorithm, key)}: it must be between 0 and 1."
     by_terms, chosen = algorithm.estimator.reward_terms, f"algorithm.adv_estimator={algorithm.adv_estimator}"
     if by_terms and not algorithm.gdpo_reward_keys:
         yield f"{chosen} needs algorithm.gdpo_reward_keys, the numbers a scorer returns, such as [acc,format]."
@@ -216,11 +153,9 @@ def _algorithm(config: Config) -> Iterator[str]:
         }
         for key in (key for key, on in beside.items() if on):
             yield f"{chosen} compares gdpo_reward_keys alone, and {key} would be lost. Leave it out, or use grpo."
-    if not algorithm.kl_ctrl.target_kl > 0:
-        yield f"algorithm.kl_ctrl.target_kl={algorithm.kl_ctrl.target_kl}: it must be over 0."
-    for read, name in (
-        (correction.importance_bounds, "rollout_is_threshold"),
-        (correction.rejection_rules, "rollout_rs"),
+    for name, read in (
+        ("rollout_is_threshold", correction.importance_bounds),
+        ("rollout_rs", correction.rejection_rules),
     ):
         try:
             read()
@@ -234,24 +169,17 @@ def _reward_model(config: Config) -> Iterator[str]:
     if model.enable and model.rule_weight == 0:
         if model.weight == 0:
             yield "reward_model.weight=0 and reward_model.rule_weight=0 leave no reward at all."
-        metric = config.algorithm.filter_groups.metric
-        algorithm = config.algorithm
-        asked: list[tuple[str, Any, bool]] = [
-            ("algorithm.adv_estimator", algorithm.adv_estimator, algorithm.estimator.reward_terms)
-        ]
-        asked += [("data.sampler.name", "solve_rate", config.data.sampler.name == "solve_rate")]
-        own = config.algorithm.filter_groups.enable and metric not in ("acc", "score", "seq_reward")
-        asked += [
-            ("algorithm.filter_groups.metric", metric, own),
+        algorithm, metric = config.algorithm, config.algorithm.filter_groups.metric
+        own_metric = algorithm.filter_groups.enable and metric not in ("acc", "score", "seq_reward")
+        asked = (
+            ("algorithm.adv_estimator", algorithm.adv_estimator, algorithm.estimator.reward_terms),
+            ("data.sampler.name", "solve_rate", config.data.sampler.name == "solve_rate"),
+            ("algorithm.filter_groups.metric", metric, own_metric),
             ("reward.weights", config.reward.weights, bool(config.reward.weights)),
-        ]
+        )
         for key, value, holds in asked:
             if holds:
                 yield f"{key}={value} needs a scorer, and reward_model.rule_weight=0 runs none."
-    yield from _scorers(config)
-    for name, weight in config.reward.weights.items():
-        if not isinstance(weight, int | float):
-            yield f"reward.weights.{name}={weight}: give a number, such as reward.weights.{name}=0.5."
     if model.reward_manager == "batch" and not config.custom_reward_function.path:
         yield "reward_model.reward_manager=batch needs custom_reward_function.path, a function that takes lists. Or use naive."
     if model.enable and not model.model.path:
@@ -279,6 +207,87 @@ def _scorers(config: Config) -> Iterator[str]:
         usable = False
     if not usable:
         yield f"reward.url={reward.url!r} is no address; write http://host:port/path."
+
+
+def _tail(config: Config) -> Iterator[str]:
+    """What `rollout.tail` needs, and what it cannot stand beside."""
+    rollout, correction = config.actor_rollout_ref.rollout, config.algorithm.rollout_correction
+    tail = f"{_A}rollout.tail={rollout.tail}"
+    engine = ENGINES.get(rollout.name)
+    if rollout.tail == "exact" and engine and not engine.speculation:
+        yield (
+            f"{tail} is speculative decoding, which {_A}rollout.name={rollout.name} does not have. "
+            f"Use {engines_with('speculation')}, or leave tail out."
+        )
+    if rollout.stops_early and config.algorithm.filter_groups.enable:
+        yield f"{tail} and algorithm.filter_groups.enable=True both choose the prompts of a step. Keep one of them."
+    # With bypass_mode and ppo_clip the ratio of the loss is taken against the policy that sampled the token: weight enough.
+    weighted = (correction.bypass_mode and correction.loss_type == "ppo_clip") or correction.rollout_is == "token"
+    if rollout.tail == "carry_over" and not weighted:
+        yield (
+            f"{tail} learns from tokens that earlier policies have sampled, and needs a weight for each: set "
+            f"algorithm.rollout_correction.rollout_is=token (got {correction.rollout_is or 'null'})."
+        )
+
+
+def _engine(config: Config) -> Iterator[str]:
+    """What the chosen engine cannot do."""
+    rollout, data = config.actor_rollout_ref.rollout, config.data
+    engine = ENGINES.get(rollout.name)
+    if engine is None:
+        return  # the name itself is refused elsewhere
+    if rollout.tensor_model_parallel_size > 1 and not engine.tensor_parallel:
+        yield (
+            f"{_A}rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size}: an engine of rollout.name={rollout.name} "
+            f"runs on one device. Use 1, or {engines_with('tensor_parallel')}."
+        )
+    least, most = engine.temperatures
+    for key, value in (
+        ("temperature", rollout.temperature),
+        ("val_kwargs.temperature", rollout.val_kwargs.temperature),
+    ):
+        if value != 0 and not least <= value <= most:
+            yield f"{_A}rollout.{key}={value}: {rollout.name} takes {least:g} to {most:g}. Use such a value, or rollout.name=hf."
+    taking = [f"engine_kwargs.{name}" for name, one in ENGINES.items() if "engine_kwargs" not in one.unused_keys]
+    for name in rollout.engine_kwargs:
+        if f"engine_kwargs.{name}" not in taking:
+            yield f"{_A}rollout.engine_kwargs.{name}: arguments stand under an engine: {' or '.join(taking)}."
+    if rollout.max_model_len is not None and rollout.max_model_len <= data.max_prompt_length:
+        yield (
+            f"{_A}rollout.max_model_len={rollout.max_model_len} leaves no room for an answer to a prompt of data.max_prompt_length="
+            f"{data.max_prompt_length} tokens. Leave it out, or set it to at least {data.max_prompt_length + data.max_response_length}."
+        )
+
+
+def _lora(config: Config) -> Iterator[str]:
+    """Names of layers are text."""
+    for section, model in (
+        ("actor_rollout_ref.model", config.actor_rollout_ref.model),
+        ("critic.model", config.critic.model),
+    ):
+        if not model.uses_lora:
+            continue
+        for key in ("target_modules", "exclude_modules"):
+            value = getattr(model, key)
+            if value is None and key == "exclude_modules":
+                continue
+            names = value if isinstance(value, list) else [value]
+            if not names or not all(isinstance(name, str) and name for name in names):
+                yield f"{section}.{key}={value}: give a name, a list of names such as [q_proj,v_proj], or a pattern of full names."
+
+
+def _parallel(config: Config) -> Iterator[str]:
+    """Where actor and reference compute together, they cut sequences alike."""
+    roles = config.actor_rollout_ref
+    actor, ref = roles.actor.ulysses_sequence_parallel_size, roles.ref.ulysses_sequence_parallel_size
+    together = {
+        "actor_rollout_ref.actor.kl_loss_type=full": roles.actor.use_kl_loss and roles.actor.kl_loss_type == "full",
+        "algorithm.kl_penalty=full": config.algorithm.use_kl_in_reward and config.algorithm.kl_penalty == "full",
+        "LoRA": roles.model.uses_lora,
+    }
+    key = _A + "ref.ulysses_sequence_parallel_size"
+    for why in (why for why, holds in together.items() if holds and actor != ref):
+        yield f"{key}={ref}: with {why} actor and reference share the devices of a sequence. Use {key}={actor}, as the actor."
 
 
 def _rest(config: Config) -> Iterator[str]:

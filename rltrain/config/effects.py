@@ -1,400 +1,138 @@
-"""Keys the user set that change nothing in the chosen mode, and why."""
+"""Keys the user set that change nothing in the chosen mode, and why.
+
+Most of it is said at the fields themselves: the conditions of `fields.Rules.only_with`, in a small language that `holds` reads. What is
+left here are the few facts that a table holds already (engines, declarations of estimators and losses), and those that compare values.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Iterator
 from typing import Any
 
-from rltrain.config.check import as_list
+from rltrain.config.declarations import ESTIMATORS, POLICY_LOSSES, estimator_traits, loss_traits
 from rltrain.config.engines import ENGINES
 from rltrain.config.keys import all_keys, free_form_parent, get
 from rltrain.config.load import LoadedConfig
-from rltrain.config.lora import LORA_MODES
-from rltrain.config.passes import passes, sized
+from rltrain.config.renames import shown
 from rltrain.config.schema import Config
 from rltrain.config.step_passes import needs_all_old_log_probs
 
 _A = "actor_rollout_ref."
-
-# Keys without effect, and the value that says what happens anyway: no note for that one.
-_ANYWAY: dict[str, Any] = {
-    _A + "hybrid_engine": True,
-    _A + "model.use_remove_padding": True,
-    _A + "rollout.calculate_log_probs": True,
-    _A + "rollout.data_parallel_size": 1,
-    _A + "rollout.free_cache_engine": True,
-    _A + "rollout.mode": "sync",
-    "data.return_raw_chat": True,
-    "trainer.balance_batch": True,
-}
-
-# Keys (a prefix ends in a dot), the condition under which they change nothing, and why. The first that holds is said.
-_MODES: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
-    (
-        (_A + "actor.kl_loss_coef", _A + "actor.kl_loss_type"),
-        lambda cfg: not cfg.actor_rollout_ref.actor.use_kl_loss,
-        "use_kl_loss=False",
-    ),
-    (
-        (_A + "ref.",),
-        lambda cfg: not (cfg.actor_rollout_ref.actor.use_kl_loss or cfg.algorithm.use_kl_in_reward),
-        "there is no reference policy with use_kl_loss=False",
-    ),
-    (
-        tuple(
-            f"{_A}ref.fsdp_config.{name}"
-            for name in ("model_dtype", "compute_dtype", "fsdp_size", "reshard_after_forward", "optimizer_offload")
-        ),
-        lambda cfg: True,
-        "the reference is sharded and computed like the actor (actor.fsdp_config)",
-    ),
-    (
-        (
-            _A + "ref.log_prob_micro_batch_size",
-            _A + "ref.log_prob_micro_batch_size_per_gpu",
-            _A + "ref.log_prob_max_token_len_per_gpu",
-            _A + "ref.log_prob_use_dynamic_bsz",
-        ),
-        lambda cfg: not cfg.algorithm.use_kl_in_reward and cfg.actor_rollout_ref.actor.kl_loss_type == "full",
-        "kl_loss_type=full runs the reference inside the update",
-    ),
-    *(
-        (
-            (f"{_A}actor.{key}",),
-            lambda cfg, modes=modes: _loss(cfg) not in modes and ":" not in _loss(cfg),
-            f"only loss_mode={' or '.join(modes)} uses it",
-        )
-        for key, modes in {
-            "clip_ratio_c": ("vanilla", "dppo_tv", "dppo_kl"),
-            "tau_pos": ("sapo",),
-            "tau_neg": ("sapo",),
-            "policy_loss.clip_cov_ratio": ("clip_cov",),
-            "policy_loss.clip_cov_lb": ("clip_cov",),
-            "policy_loss.clip_cov_ub": ("clip_cov",),
-            "policy_loss.kl_cov_ratio": ("kl_cov",),
-            "policy_loss.ppo_kl_coef": ("kl_cov",),
-        }.items()
-    ),
-    (
-        (_A + "actor.clip_ratio", _A + "actor.clip_ratio_low", _A + "actor.clip_ratio_high"),
-        lambda cfg: _loss(cfg) in ("gpg", "sapo", "kl_cov"),
-        "this loss_mode clips nothing",
-    ),
-    (
-        (_A + "actor.loss_scale_factor",),
-        lambda cfg: (
-            cfg.actor_rollout_ref.actor.loss_agg_mode != "seq-mean-token-sum-norm"
-            and not (cfg.algorithm.needs_critic and cfg.critic.loss_agg_mode == "seq-mean-token-sum-norm")
-        ),
-        "only loss_agg_mode=seq-mean-token-sum-norm uses it",
-    ),
-    (
-        (_A + "actor.clip_ratio",),
-        lambda cfg: (
-            None not in (cfg.actor_rollout_ref.actor.clip_ratio_low, cfg.actor_rollout_ref.actor.clip_ratio_high)
-        ),
-        "clip_ratio_low and clip_ratio_high are both set",
-    ),
-    (
-        (_A + "actor.optim.min_lr_ratio", _A + "actor.optim.num_cycles"),
-        lambda cfg: cfg.actor_rollout_ref.actor.optim.lr_scheduler_type == "constant",
-        "lr_scheduler_type=constant",
-    ),
-    (
-        (_A + "actor.optim.lr_warmup_steps_ratio",),
-        lambda cfg: cfg.actor_rollout_ref.actor.optim.lr_warmup_steps >= 0,
-        "lr_warmup_steps is set",
-    ),
-    *LORA_MODES,
-    (
-        tuple(f"{_A}rollout.val_kwargs.{name}" for name in ("temperature", "top_k", "top_p")),
-        lambda cfg: not cfg.actor_rollout_ref.rollout.val_kwargs.do_sample,
-        "validation is greedy; set val_kwargs.do_sample=True",
-    ),
-    (
-        tuple(
-            f"{section}.{name}"
-            for section in (_A + "actor.fsdp_config", "critic.model.fsdp_config")
-            for name in ("param_offload", "optimizer_offload")
-        ),
-        lambda cfg: cfg.trainer.device == "cpu",
-        "on a CPU everything is in host memory",
-    ),
-    (
-        (_A + "actor.fsdp_config.fsdp_size",),
-        lambda cfg: (
-            cfg.actor_rollout_ref.actor.fsdp_config.fsdp_size >= cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node
-        ),
-        "all devices share one copy of the weights anyway",
-    ),
-    (
-        (_A + "actor.strategy",),
-        lambda cfg: cfg.actor_rollout_ref.actor.strategy == "fsdp",
-        "fsdp and fsdp2 both mean FSDP2",
-    ),
-    (
-        ("algorithm.gamma",),
-        lambda cfg: (
-            cfg.algorithm.adv_estimator not in ("gae", "reinforce_plus_plus") and ":" not in cfg.algorithm.adv_estimator
-        ),
-        "only adv_estimator=gae and reinforce_plus_plus discount",
-    ),
-    (
-        ("algorithm.lam",),
-        lambda cfg: cfg.algorithm.adv_estimator != "gae" and ":" not in cfg.algorithm.adv_estimator,
-        "only adv_estimator=gae uses it",
-    ),
-    (
-        ("algorithm.norm_adv_by_std_in_grpo",),
-        lambda cfg: (
-            cfg.algorithm.adv_estimator not in ("grpo", "grpo_passk", "gdpo") and ":" not in cfg.algorithm.adv_estimator
-        ),
-        "only adv_estimator=grpo, grpo_passk and gdpo use it",
-    ),
-    (
-        ("algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_weights"),
-        lambda cfg: cfg.algorithm.adv_estimator != "gdpo" and ":" not in cfg.algorithm.adv_estimator,
-        "only adv_estimator=gdpo uses it",
-    ),
-    (
-        ("critic.", "trainer.critic_warmup"),
-        lambda cfg: not cfg.algorithm.needs_critic,
-        "there is no critic without algorithm.adv_estimator=gae",
-    ),
-    (
-        ("algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl"),
-        lambda cfg: cfg.algorithm.kl_ctrl.type == "fixed",
-        "kl_ctrl.type=fixed",
-    ),
-    (
-        (
-            "algorithm.rollout_correction.rollout_is_threshold",
-            "algorithm.rollout_correction.rollout_is_batch_normalize",
-        ),
-        lambda cfg: cfg.algorithm.rollout_correction.rollout_is is None,
-        "rollout_is is null",
-    ),
-    (
-        ("algorithm.rollout_correction.rollout_is", "algorithm.rollout_correction.rollout_is_threshold"),
-        lambda cfg: _bypass(cfg) and cfg.algorithm.rollout_correction.loss_type == "ppo_clip",
-        "with bypass_mode and loss_type=ppo_clip the ratio itself is taken against the engine",
-    ),
-    (
-        ("algorithm.rollout_correction.rollout_is_batch_normalize",),
-        lambda cfg: _bypass(cfg),
-        "with bypass_mode weights follow from each micro-batch as it is computed",
-    ),
-    (
-        ("algorithm.rollout_correction.rollout_rs_threshold",),
-        lambda cfg: not cfg.algorithm.rollout_correction.rollout_rs,
-        "rollout_rs is null",
-    ),
-    (("algorithm.rollout_correction.loss_type",), lambda cfg: not _bypass(cfg), "bypass_mode=False"),
-    (
-        (
-            _A + "actor.policy_loss.loss_mode",
-            _A + "actor.clip_ratio",
-            _A + "actor.clip_ratio_low",
-            _A + "actor.clip_ratio_high",
-            _A + "actor.clip_ratio_c",
-        ),
-        lambda cfg: _bypass(cfg) and cfg.algorithm.rollout_correction.loss_type == "reinforce",
-        "rollout_correction.loss_type=reinforce is a policy loss of its own",
-    ),
-    (
-        (
-            _A + "rollout.log_prob_micro_batch_size",
-            _A + "rollout.log_prob_micro_batch_size_per_gpu",
-            _A + "rollout.log_prob_use_dynamic_bsz",
-        ),
-        lambda cfg: _bypass(cfg),
-        "with bypass_mode no old_log_prob pass is made",
-    ),
-    (
-        (_A + "actor.recompute_old_log_prob",),
-        lambda cfg: _bypass(cfg) or needs_all_old_log_probs(cfg),
-        "this mode needs the whole pass, or none",
-    ),
-    (
-        ("algorithm.kl_penalty", "algorithm.kl_ctrl."),
-        lambda cfg: not cfg.algorithm.use_kl_in_reward,
-        "use_kl_in_reward=False",
-    ),
-    (
-        ("algorithm.filter_groups.metric", "algorithm.filter_groups.max_num_gen_batches"),
-        lambda cfg: not cfg.algorithm.filter_groups.enable,
-        "filter_groups.enable=False",
-    ),
-    (
-        ("data.sampler.revisit",),
-        lambda cfg: cfg.data.sampler.name != "solve_rate",
-        "only data.sampler.name=solve_rate uses it",
-    ),
-    (("data.gen_batch_size",), lambda cfg: not cfg.algorithm.filter_groups.enable, "filter_groups.enable=False"),
-    (
-        ("reward_model.overlong_buffer.",),
-        lambda cfg: cfg.reward_model.reward_manager != "dapo",
-        "only reward_manager=dapo uses it",
-    ),
-    (
-        ("reward_model.overlong_buffer.len", "reward_model.overlong_buffer.penalty_factor"),
-        lambda cfg: not cfg.reward_model.overlong_buffer.enable,
-        "overlong_buffer.enable=False",
-    ),
-    (
-        tuple(f"reward_model.model.fsdp_config.{name}" for name in ("model_dtype", "optimizer_offload")),
-        lambda cfg: True,
-        "the reward model is not trained",
-    ),
-    (
-        ("critic.optim.min_lr_ratio", "critic.optim.num_cycles"),
-        lambda cfg: cfg.critic.optim.lr_scheduler_type == "constant",
-        "lr_scheduler_type=constant",
-    ),
-    (
-        ("critic.optim.lr_warmup_steps_ratio",),
-        lambda cfg: cfg.critic.optim.lr_warmup_steps >= 0,
-        "lr_warmup_steps is set",
-    ),
-    (("critic.checkpoint.",), lambda cfg: True, "a checkpoint always holds the whole critic"),
-    (
-        (
-            "custom_reward_function.",
-            *(key for key in all_keys() if key.startswith("reward.") and key != "reward.weights"),
-        ),
-        lambda cfg: cfg.reward_model.enable and cfg.reward_model.rule_weight == 0,
-        "reward_model.rule_weight=0: no scorer runs",
-    ),
-    (("reward.url_concurrency", "reward.url_headers"), lambda cfg: not cfg.reward.url, "reward.url is not set"),
-    (
-        (
-            "reward_model.model.",
-            "reward_model.weight",
-            "reward_model.rule_weight",
-            "reward_model.micro_batch_size_per_gpu",
-            "reward_model.use_dynamic_bsz",
-            "reward_model.forward_max_token_len_per_gpu",
-        ),
-        lambda cfg: not cfg.reward_model.enable,
-        "reward_model.enable=False",
-    ),
-    (
-        ("trainer.resume_from_path",),
-        lambda cfg: cfg.trainer.resume_mode != "resume_path",
-        "set trainer.resume_mode=resume_path to use it",
-    ),
-    (
-        ("trainer.log_val_generations", "trainer.validation_data_dir"),
-        lambda cfg: not as_list(cfg.data.val_files),
-        "data.val_files is not set",
-    ),
-    (
-        ("trainer.test_freq",),
-        lambda cfg: cfg.trainer.test_freq > 0 and not as_list(cfg.data.val_files),
-        "data.val_files is not set",
-    ),
-    (
-        (_A + "rollout.oversample_ratio", _A + "rollout.tail_max_age"),
-        lambda cfg: not cfg.actor_rollout_ref.rollout.stops_early,
-        "only tail=oversample and tail=carry_over stop early",
-    ),
-    (
-        (_A + "rollout.tail_max_age",),
-        lambda cfg: cfg.actor_rollout_ref.rollout.oversample_ratio == 1,
-        "with oversample_ratio=1 no prompt is left over",
-    ),
-    (
-        (_A + "rollout.tail_draft_tokens",),
-        lambda cfg: cfg.actor_rollout_ref.rollout.tail != "exact",
-        "only tail=exact decodes speculatively",
-    ),
-)
-
-
-def _loss(cfg: Config) -> str:
-    return cfg.actor_rollout_ref.actor.policy_loss.loss_mode
-
-
-def _bypass(cfg: Config) -> bool:
-    return cfg.algorithm.rollout_correction.bypass_mode
+_ATOM = re.compile(r"(?P<path>[\w.]+)(?:(?P<operator>!=|=|<|>)(?P<values>.+))?")
 
 
 def without_effect(loaded: LoadedConfig) -> list[str]:
     """One line for each key the user set that changes nothing in the chosen mode."""
     notes: dict[str, str] = {}
-    for source in (_by_mode, _by_help, _micro_batches, _other_engine):
+    for source in (
+        _not_read,
+        _unused_by_engine,
+        _given_adapter,
+        _one_copy,
+        _whole_pass,
+        _whole_checkpoints,
+        _conditions,
+    ):
         for key, why in source(loaded):
-            notes.setdefault(key, f"{key}: no effect: {why}")
-    return [*notes.values(), *_greedy_validation(loaded.config), *_whole_checkpoints(loaded)]
+            if key in loaded.explicit:
+                notes.setdefault(key, f"{key}: no effect: {why}")
+    return [notes[key] for key in sorted(notes)]
 
 
-def _by_mode(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
-    for names, holds, why in _MODES:
-        for key in _set_by_user(loaded, names) if holds(loaded.config) else ():
-            yield key, why
+def holds(config: Config, scope: str, condition: str) -> bool:
+    """Whether a condition holds that stands in the section ``scope``.
+
+    It is "a or b or …" of: ``key`` (set, and not False), ``key=value|value``, ``key!=value|value``, ``key<number``, ``key>number``.
+    A key is looked up in ``scope``, then in the sections around it.
+    """
+    return any(_atom_holds(config, scope, atom) for atom in condition.split(" or "))
 
 
-def _set_by_user(loaded: LoadedConfig, names: tuple[str, ...]) -> list[str]:
-    """The explicit keys among ``names``, in their sections ("a.b."), or in their free-form dictionaries."""
-    return [
-        key
-        for key in sorted(loaded.explicit)
-        if key in names
-        or free_form_parent(key) in names
-        or any(name.endswith(".") and key.startswith(name) for name in names)
-    ]
+def _atom_holds(config: Config, scope: str, atom: str) -> bool:
+    path, operator, values = _parts(atom)
+    value = _find(config, scope, path)
+    if not operator:
+        return bool(value)
+    if operator in "<>":
+        return value < float(values) if operator == "<" else value > float(values)
+    return (shown(value) in values.split("|")) == (operator == "=")
 
 
-def _by_help(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
-    """Keys whose help text says that they have no effect, or none with the chosen engine."""
-    name = loaded.config.actor_rollout_ref.rollout.name
-    unused = [f"{_A}rollout.{key}" for key in ENGINES[name].unused_keys]
-    for key in sorted(loaded.explicit):
-        known = all_keys()[free_form_parent(key) or key]
-        if known.name in unused:
+def _parts(atom: str) -> tuple[str, str, str]:
+    found = _ATOM.fullmatch(atom)
+    assert found, atom
+    return found["path"], found["operator"] or "", found["values"] or ""
+
+
+def _find(config: Config, scope: str, path: str) -> Any:
+    parts = scope.split(".") if scope else []
+    for end in range(len(parts), -1, -1):
+        section = get(config, ".".join(parts[:end]))
+        if hasattr(section, path.partition(".")[0]):
+            return get(section, path)
+    raise AssertionError(f"{path} is not known in {scope}")
+
+
+def _conditions(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
+    for key in loaded.explicit:
+        for scope, condition, why in all_keys()[free_form_parent(key) or key].only_with:
+            if not holds(loaded.config, scope, condition):
+                yield key, why or _failed(loaded.config, scope, condition)
+                break
+
+
+def _failed(config: Config, scope: str, condition: str) -> str:
+    """The values on which a condition failed, and where the key would count."""
+    atoms = [_parts(atom) for atom in condition.split(" or ")]
+    values = " and ".join(dict.fromkeys(f"{path}={shown(_find(config, scope, path))}" for path, _, _ in atoms))
+    return values if all(not operator for _, operator, _ in atoms) else f"{values}; it counts with {condition}"
+
+
+def _not_read(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
+    """Keys that other estimators or losses read, but not the chosen one."""
+    algorithm, actor = loaded.config.algorithm, loaded.config.actor_rollout_ref.actor
+    estimator, loss = algorithm.adv_estimator, actor.policy_loss.loss_mode
+    for section, table, chosen, name in (
+        ("algorithm.", ESTIMATORS, estimator_traits(estimator), f"adv_estimator={estimator}"),
+        (_A + "actor.", POLICY_LOSSES, loss_traits(loss), f"loss_mode={loss}"),
+    ):
+        every = {key for traits in table.values() for key in traits.reads or ()}
+        for key in every - set(every if chosen.reads is None else chosen.reads):
+            readers = " or ".join(each for each, traits in table.items() if key in (traits.reads or ()))
+            yield f"{section}{key}", f"{name} does not read it, only {readers}"
+
+
+def _unused_by_engine(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
+    """Keys that the chosen engine does not read, and arguments of other engines."""
+    name, section = loaded.config.actor_rollout_ref.rollout.name, _A + "rollout."
+    own = f"{section}engine_kwargs.{name}."
+    for key in loaded.explicit:
+        if (free_form_parent(key) or key).removeprefix(section) in ENGINES[name].unused_keys:
             yield key, f"the engine is rollout.name={name}"
-        elif known.help.startswith("No effect") and not _says_nothing(loaded.config, known.name):
-            text = known.help.removeprefix("No effect").lstrip(": ").rstrip(".")
-            yield key, text or "it is not in this version"
+        elif key.startswith(section + "engine_kwargs.") and not key.startswith(own):
+            yield key, f"the engine is rollout.name={name}, whose arguments are {own.rstrip('.')}"
 
 
-def _other_engine(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
-    """Arguments of an engine that is not the chosen one."""
-    name = loaded.config.actor_rollout_ref.rollout.name
-    if "engine_kwargs" in ENGINES[name].unused_keys:
-        return
-    every = "actor_rollout_ref.rollout.engine_kwargs."
-    for key in sorted(loaded.explicit):
-        if key.startswith(every) and not key.startswith(f"{every}{name}."):
-            yield key, f"the engine is rollout.name={name}, whose arguments are {every}{name}"
+def _given_adapter(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
+    if loaded.config.actor_rollout_ref.model.lora_adapter_path is not None:
+        for name in ("lora_rank", "lora_alpha", "target_modules", "exclude_modules"):
+            yield f"{_A}model.{name}", "lora_adapter_path brings rank, scale and layers"
 
 
-def _says_nothing(config: Config, key: str) -> bool:
-    value = get(config, key)
-    return value == _ANYWAY[key] if key in _ANYWAY else value in (None, False)
+def _one_copy(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
+    trainer, size = loaded.config.trainer, loaded.config.actor_rollout_ref.actor.fsdp_config.fsdp_size
+    if size >= trainer.nnodes * trainer.n_gpus_per_node:
+        yield f"{_A}actor.fsdp_config.fsdp_size", "all devices share one copy of the weights anyway"
 
 
-def _micro_batches(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
-    every = passes(loaded.config)
-    counted = {sized(every, each).size_key for each in every.values() if not each.dynamic}
-    for each in every.values():
-        by_samples = () if each.size_key in counted else (each.total_key, each.size_key)
-        for key in _set_by_user(loaded, by_samples if each.dynamic else (each.tokens_key,)):
-            unit, instead = ("tokens", each.tokens_key) if each.dynamic else ("samples", each.size_key)
-            yield key, f"{each.switch}={each.dynamic} cuts by {unit} ({instead})"
+def _whole_pass(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
+    if loaded.config.algorithm.rollout_correction.bypass_mode or needs_all_old_log_probs(loaded.config):
+        yield f"{_A}actor.recompute_old_log_prob", "this mode needs the whole pass, or none"
 
 
-def _greedy_validation(config: Config) -> Iterator[str]:
-    val = config.actor_rollout_ref.rollout.val_kwargs
-    if val.n > 1 and (not val.do_sample or val.temperature == 0):
-        yield (
-            f"{_A}rollout.val_kwargs.n={val.n}: no effect: validation is greedy, so one answer says all; "
-            "set do_sample=True and a temperature"
-        )
-
-
-def _whole_checkpoints(loaded: LoadedConfig) -> Iterator[str]:
-    key = _A + "actor.checkpoint.save_contents"
-    left_out = {"model", "optimizer", "extra"} - set(loaded.config.actor_rollout_ref.actor.checkpoint.save_contents)
-    if key in loaded.explicit and left_out:
-        yield f"{key}: no effect: {', '.join(sorted(left_out))} left out, but always saved, so that every checkpoint can be resumed"
+def _whole_checkpoints(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
+    kept = set(loaded.config.actor_rollout_ref.actor.checkpoint.save_contents)
+    if left_out := sorted({"model", "optimizer", "extra"} - kept):
+        why = f"{', '.join(left_out)} left out, but always saved, so that every checkpoint can be resumed"
+        yield f"{_A}actor.checkpoint.save_contents", why

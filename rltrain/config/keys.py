@@ -1,4 +1,4 @@
-"""The keys of the schema, with type, default and help text. Needs nothing but the schema's source."""
+"""The keys of the schema, with type, default, rules and help text. Needs nothing but the schema's source."""
 
 from __future__ import annotations
 
@@ -8,43 +8,54 @@ import difflib
 import functools
 import inspect
 import sys
+import types
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from rltrain.config.fields import Rules
 from rltrain.config.schema import Config
 
 
 @dataclass(frozen=True)
 class Key:
-    """One leaf: a value, or (``free_form``) a dictionary with keys of the user's own."""
+    """One leaf of the configuration.
+
+    choices: the values it may have, empty where it may have any. free_form: a dictionary with keys of the user's own. only_with:
+    (section that the condition is written in, condition, reason) of the key and of the sections around it, outermost first.
+    """
 
     name: str
     type_name: str
     default: Any
     help: str
     free_form: bool
+    choices: tuple[Any, ...]
+    rules: Rules
+    only_with: tuple[tuple[str, str, str], ...]
 
 
 def get(config: Config, key: str) -> Any:
-    """The value of a dotted key."""
-    value: Any = config
-    for name in key.split("."):
-        value = getattr(value, name)
-    return value
+    """The value of a dotted key or property."""
+    return functools.reduce(getattr, key.split(".") if key else (), config)
 
 
 @functools.cache
 def all_keys() -> dict[str, Key]:
     """Every leaf key by its dotted name, in schema order."""
-    return {key.name: key for key in _walk(Config, "")}
+    return {key.name: key for key in _walk(Config, "", ())}
 
 
 @functools.cache
 def sections() -> dict[str, str]:
     """Every inner key ("actor_rollout_ref.actor") and what it is about."""
     return dict(_sections(Config, ""))
+
+
+def plugin_keys() -> list[str]:
+    """Keys that may name a function of the user's own: FILE.py:NAME."""
+    return [key.name for key in all_keys().values() if key.rules.plugin]
 
 
 def is_known(name: str) -> bool:
@@ -72,21 +83,34 @@ def nearest(name: str) -> list[str]:
     return list(dict.fromkeys([*alike, *same, *leaves]))[:3]
 
 
-def _walk(owner: type, prefix: str) -> Iterator[Key]:
-    hints, texts = _hints(owner), _texts(owner)
+def _walk(owner: type, prefix: str, around: tuple[tuple[str, str, str], ...]) -> Iterator[Key]:
+    hints, texts = typing.get_type_hints(owner), _texts(owner)
     for field in dataclasses.fields(owner):
-        name = prefix + field.name
-        if dataclasses.is_dataclass(hints[field.name]):
-            yield from _walk(hints[field.name], name + ".")
-        else:
-            factory = field.default_factory
-            default = field.default if factory is dataclasses.MISSING else factory()
-            type_name = str(field.type).replace("typing.", "")
-            yield Key(name, type_name, default, texts[field.name], type_name.startswith("dict"))
+        name, kind = prefix + field.name, hints[field.name]
+        rules = field.metadata.get("rules", Rules())
+        only_with = (*around, *((prefix.rstrip("."), *each) for each in rules.only_with.items()))
+        if dataclasses.is_dataclass(kind):
+            yield from _walk(typing.cast(type, kind), name + ".", only_with)
+            continue
+        factory = field.default_factory
+        default = field.default if factory is dataclasses.MISSING else factory()
+        choices = rules.among or _literals(kind)
+        type_name = "str" if choices and not str(field.type).startswith("list") else str(field.type)
+        yield Key(name, type_name, default, texts[field.name], type_name.startswith("dict"), choices, rules, only_with)
+
+
+def _literals(kind: Any) -> tuple[Any, ...]:
+    """The values of a `Literal`, with None where it is optional."""
+    if typing.get_origin(kind) is typing.Literal:
+        return typing.get_args(kind)
+    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
+        found = [value for part in typing.get_args(kind) for value in _literals(part)]
+        return (None, *found) if found else ()
+    return ()
 
 
 def _sections(owner: type, prefix: str) -> Iterator[tuple[str, str]]:
-    hints = _hints(owner)
+    hints = typing.get_type_hints(owner)
     for field in dataclasses.fields(owner):
         kind: type = hints[field.name]
         if dataclasses.is_dataclass(kind):
@@ -94,25 +118,21 @@ def _sections(owner: type, prefix: str) -> Iterator[tuple[str, str]]:
             yield from _sections(kind, f"{prefix}{field.name}.")
 
 
-def _hints(owner: type) -> dict[str, Any]:
-    return typing.get_type_hints(owner)
-
-
 def _texts(owner: type) -> dict[str, str]:
-    return _module_texts(owner.__module__)[owner.__name__]
+    """The help texts of a section's fields, inherited ones included."""
+    every = (_module_texts(base.__module__).get(base.__name__, {}) for base in reversed(owner.__mro__[:-1]))
+    return {name: text for texts in every for name, text in texts.items()}
 
 
 @functools.cache
 def _module_texts(module: str) -> dict[str, dict[str, str]]:
-    """The string that follows each field, by class and field."""
-    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    """The string that follows each field, by class and field: Python itself does not keep it."""
     texts: dict[str, dict[str, str]] = {}
-    for node in tree.body:
+    for node in ast.parse(inspect.getsource(sys.modules[module])).body:
         if isinstance(node, ast.ClassDef):
-            pairs = zip(node.body, node.body[1:], strict=False)
             texts[node.name] = {
-                one.target.id: after.value.value.strip()
-                for one, after in pairs
+                one.target.id: inspect.cleandoc(after.value.value)
+                for one, after in zip(node.body, node.body[1:], strict=False)
                 if isinstance(one, ast.AnnAssign)
                 and isinstance(one.target, ast.Name)
                 and isinstance(after, ast.Expr)

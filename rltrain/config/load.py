@@ -13,8 +13,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError, safe_load
 
+from rltrain.config.budgets import total_problem
 from rltrain.config.keys import all_keys, free_form_parent, is_known, nearest, sections
-from rltrain.config.renames import ignored_because, refused_because, rename
+from rltrain.config.renames import ignored_because, refused_because, rename, shown
 from rltrain.config.schema import Config
 from rltrain.env import devices_here
 from rltrain.errors import ConfigError
@@ -41,6 +42,8 @@ class _Reader:
     explicit: set[str] = field(default_factory=set)
     warnings: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    ignored: dict[str, str] = field(default_factory=dict)
+    totals: dict[str, Any] = field(default_factory=dict)
 
     def set(self, written: str, value: Any) -> None:
         """Take over one key, in any spelling. A mapping is taken over key by key."""
@@ -53,10 +56,12 @@ class _Reader:
             self.warnings.append(f"{written} is called {key} here")
         if is_known(key):
             self._assign(key, value)
-        elif advice := refused_because(key):
+        elif is_known(f"{key}_per_gpu"):
+            self.totals[key] = value
+        elif advice := refused_because(key, value):
             self.problems.append(f"'{written}' is not a key of this trainer; {advice}.")
-        elif why := ignored_because(key):
-            self.warnings.append(f"{written} has no effect: {why}")
+        elif (why := ignored_because(key, value)) is not None:
+            self.ignored[key] = why and f"{written}: no effect: {why}"
         elif key in sections():
             self.problems.append(f"'{written}' is a section, not a value. Its keys: --help {key}.")
         else:
@@ -72,8 +77,11 @@ class _Reader:
             OmegaConf.update(self.tree, key, value, force_add=free_form_parent(key) is not None)
         except OmegaConfBaseException:
             expected = known.type_name.replace("None", "null") if known else "a plain value"
-            shown, found = ("null", "null") if value is None else (value, type(value).__name__)
-            self.problems.append(f"{key}={shown}: expected {expected}, got {found}.")
+            found = "null" if value is None else type(value).__name__
+            wrong = f"expected {expected}, got {found}."
+            if known and known.choices:
+                wrong = f"use one of {', '.join(map(shown, known.choices))}."
+            self.problems.append(f"{key}={shown(value)}: {wrong}")
         self.explicit.add(key)
 
 
@@ -97,15 +105,19 @@ def load_config(overrides: Sequence[str], files: Sequence[str | Mapping[str, Any
             reader.problems.append(
                 f"{key}={text}: the value is not valid YAML ({str(error).splitlines()[0]}). Quote it."
             )
-    if reader.problems:
-        raise ConfigError("\n".join(reader.problems))
+    config: Any = None
     try:
         config = OmegaConf.to_object(reader.tree)
     except OmegaConfBaseException as error:
         where = f"{error.full_key}: " if error.full_key else ""
-        raise ConfigError(f"{where}{str(error).splitlines()[0]}") from error
+        reader.problems.append(f"{where}{str(error).splitlines()[0]}")
+    totals = {key: total for key, total in reader.totals.items() if total is not None}
+    if problems := [*reader.problems, *(total_problem(config, key, total) for key, total in totals.items())]:
+        raise ConfigError("\n".join(problems))
     assert isinstance(config, Config)
-    return LoadedConfig(config, frozenset(reader.explicit), tuple(reader.warnings))
+    return LoadedConfig(
+        config, frozenset(reader.explicit), (*reader.warnings, *(note for note in reader.ignored.values() if note))
+    )
 
 
 def to_dict(config: Config) -> dict[str, Any]:

@@ -1,70 +1,205 @@
-"""Keys that every trained model has: optimizer, sharding, checkpoint contents."""
+"""Keys of the models: what the policy, the critic and the reward model have in common, and the last two themselves."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rltrain.config.fields import key, section
+
+# What a default that follows one of the actor's keys begins with.
+ACTOR = "${actor_rollout_ref.actor."
+Dtype = Literal["auto", "float32", "fp32", "bfloat16", "bf16", "float16", "fp16"]
+Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+
+_ON_DEVICE = {"trainer.device!=cpu": "on a CPU everything is in host memory"}
+_COSINE = "lr_scheduler_type=cosine"
 
 
 @dataclass
 class OptimConfig:
     """AdamW and its learning rate."""
 
-    lr: float = 1e-6
+    lr: float = key(1e-6, least=0)
     """Peak learning rate."""
     lr_warmup_steps: int = -1
     """Steps of linear warm-up; negative: lr_warmup_steps_ratio of all steps."""
-    lr_warmup_steps_ratio: float = 0.0
+    lr_warmup_steps_ratio: float = key(0.0, least=0, most=1, only_with="lr_warmup_steps<0")
     """Share of all steps that warm up, when lr_warmup_steps is negative."""
-    lr_scheduler_type: str = "constant"
-    """After warm-up: constant or cosine."""
-    min_lr_ratio: float = 0.0
+    lr_scheduler_type: Literal["constant", "cosine"] = "constant"
+    """The learning rate after the warm-up."""
+    min_lr_ratio: float = key(0.0, least=0, most=1, only_with=_COSINE)
     """Cosine ends at this share of lr."""
-    num_cycles: float = 0.5
+    num_cycles: float = key(0.5, least=0, only_with=_COSINE)
     """Cosine waves over the run; 0.5 goes down once."""
-    weight_decay: float = 0.01
+    weight_decay: float = key(0.01, least=0)
     """Decoupled weight decay."""
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
-    """AdamW's decay rates of first and second moment."""
-    eps: float = 1e-8
-    """AdamW divides the first moment by the root of the second plus this; larger: gradients next to nothing move less."""
-    clip_grad: float = 1.0
+    betas: list[float] = key([0.9, 0.999])
+    """AdamW's decay rates of the first and the second moment."""
+    eps: float = key(1e-8, over=0)
+    """AdamW divides the first moment by the root of the second plus this. A larger value moves weights with tiny gradients less."""
+    clip_grad: float = key(1.0, over=0)
     """Largest global gradient norm (actor.grad_clip is the old name)."""
-    total_training_steps: int = -1
-    """No effect: the plan knows the number of steps."""
 
 
 @dataclass
-class FSDPConfig:
+class OffloadConfig:
+    """Where a model rests while it is not needed."""
+
+    param_offload: bool = key(False, only_with=_ON_DEVICE)
+    """Keep the parameters in host memory while they are not needed."""
+
+
+@dataclass
+class ShardingConfig(OffloadConfig):
     """How a model is sharded and where it rests."""
 
-    param_offload: bool = False
-    """Keep the parameters in host memory while they are not needed."""
-    optimizer_offload: bool = False
-    """Keep the optimizer state in host memory outside the update."""
-    model_dtype: str = "float32"
-    """dtype of the master weights."""
-    compute_dtype: str = "auto"
+    compute_dtype: Dtype = "auto"
     """dtype of forward and backward: auto is bfloat16 on NPU and GPU, float32 on CPU. Gradients are reduced in float32."""
     fsdp_size: int = -1
-    """Ranks that share one copy of the weights; -1: all. Smaller: replicas of shard groups (HSDP)."""
+    """Ranks that share one copy of the weights; -1: all. Fewer make replicas of shard groups (HSDP)."""
     reshard_after_forward: bool = True
-    """Free gathered weights after the forward of each layer."""
-    forward_prefetch: bool = False
-    """No effect: FSDP2 prefetches by itself."""
-    offload_policy: bool = False
-    """No effect: use param_offload and optimizer_offload."""
-    wrap_policy: dict[str, Any] = field(default_factory=dict)
-    """No effect: the model's own decoder layers are wrapped."""
-    mixed_precision: dict[str, Any] = field(default_factory=dict)
-    """No effect: see compute_dtype."""
+    """Free the gathered weights of each layer after its forward."""
 
 
 @dataclass
-class CheckpointConfig:
-    """What a checkpoint holds."""
+class FSDPConfig(ShardingConfig):
+    """How a trained model is sharded and where it rests."""
 
-    save_contents: list[str] = field(default_factory=lambda: ["model", "optimizer", "extra", "hf_model"])
-    """model, optimizer and extra are always saved together; hf_model adds a Hugging Face folder."""
-    load_contents: list[str] = field(default_factory=lambda: ["model", "optimizer", "extra"])
-    """No effect: see trainer.resume_weights_only."""
+    optimizer_offload: bool = key(False, only_with=_ON_DEVICE)
+    """Keep the optimizer state in host memory outside the update."""
+    model_dtype: Dtype = "float32"
+    """dtype of the master weights."""
+
+
+@dataclass
+class TrainedModelConfig:
+    """A model that is trained, whole or by LoRA adapters."""
+
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model."""
+    override_config: dict[str, Any] = key({})
+    """Free-form: fields of the model's config to replace."""
+    enable_gradient_checkpointing: bool = True
+    """Recompute each layer in the backward pass."""
+    lora_rank: int = key(0, least=0)
+    """Rank of LoRA adapters over frozen weights; 0: train all weights. Adapters want a larger optim.lr, such as 3e-5."""
+    lora_alpha: float = key(16.0, over=0, only_with="uses_lora")
+    """Adapters are scaled by lora_alpha / lora_rank."""
+    target_modules: Any = key("all-linear", only_with="uses_lora")
+    """Layers that get adapters: all-linear (all but the head), a list of names such as [q_proj,v_proj], or a pattern of full names."""
+    exclude_modules: Any = key(None, only_with="uses_lora")
+    """Layers that get no adapters all the same: a list of names, or a pattern of full names."""
+
+    @property
+    def uses_lora(self) -> bool:
+        """Whether adapters (of a critic: and the head) are trained instead of all weights."""
+        return self.lora_rank > 0
+
+
+@dataclass
+class CriticModelConfig(TrainedModelConfig):
+    """The model under the value head."""
+
+    path: str | None = None
+    """Hugging Face folder or hub name; null: the actor's. A classification head of one label is kept, else the head starts at 0."""
+    trust_remote_code: bool = key("${actor_rollout_ref.model.trust_remote_code}")
+    """Run Python code that comes with the model."""
+    fsdp_config: FSDPConfig = section(FSDPConfig)
+    """Sharding."""
+
+
+@dataclass
+class CriticOptimConfig(OptimConfig):
+    """The critic's AdamW and its learning rate."""
+
+    lr: float = key(1e-5, least=0)
+    """Peak learning rate."""
+
+
+@dataclass
+class CriticConfig:
+    """The value function. Its sizes and passes follow the actor's unless set."""
+
+    model: CriticModelConfig = section(CriticModelConfig)
+    """Model."""
+    optim: CriticOptimConfig = section(CriticOptimConfig)
+    """Optimizer."""
+    ppo_mini_batch_size: int = key(ACTOR + "ppo_mini_batch_size}", least=1)
+    """Prompts per optimizer step, over all devices, with all their answers."""
+    ppo_micro_batch_size_per_gpu: int | None = key(
+        ACTOR + "ppo_micro_batch_size_per_gpu}", least=1, only_with="use_dynamic_bsz=False"
+    )
+    """Samples per forward and backward on one device, when use_dynamic_bsz=False."""
+    forward_micro_batch_size_per_gpu: int | None = key(
+        "${critic.ppo_micro_batch_size_per_gpu}", least=1, only_with="use_dynamic_bsz=False"
+    )
+    """Samples per forward of the values pass on one device, when use_dynamic_bsz=False."""
+    use_dynamic_bsz: bool = key(ACTOR + "use_dynamic_bsz}")
+    """Cut micro-batches by tokens instead of by samples."""
+    ppo_max_token_len_per_gpu: int = key(ACTOR + "ppo_max_token_len_per_gpu}", only_with="use_dynamic_bsz")
+    """Tokens per forward and backward on one device."""
+    forward_max_token_len_per_gpu: int = key("${critic.ppo_max_token_len_per_gpu}", only_with="use_dynamic_bsz")
+    """Tokens per forward of the values pass on one device."""
+    ppo_epochs: int = key(ACTOR + "ppo_epochs}", least=1)
+    """Passes over each batch."""
+    shuffle: bool = key(ACTOR + "shuffle}")
+    """Shuffle the prompts of a batch before it is cut into mini-batches."""
+    cliprange_value: float = key(0.5, least=0)
+    """The loss does not reward values that move further than this from those of the values pass."""
+    loss_agg_mode: Aggregation = key(ACTOR + "loss_agg_mode}")
+    """As actor.loss_agg_mode."""
+    ulysses_sequence_parallel_size: int = key(1, least=1)
+    """Devices that share each sequence."""
+
+
+@dataclass
+class RewardModelModelConfig:
+    """The reward model."""
+
+    path: str | None = None
+    """Hugging Face folder or hub name of a sequence classifier with one label."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model."""
+    fsdp_config: ShardingConfig = section(ShardingConfig)
+    """Sharding; param_offload keeps the reward model in host memory between its passes."""
+
+
+@dataclass
+class OverlongBufferConfig:
+    """DAPO's soft penalty for long answers (reward_manager=dapo)."""
+
+    enable: bool = False
+    """Subtract a penalty that grows linearly over the last tokens before data.max_response_length."""
+    len: int = key(0, only_with="enable")
+    """The number of those last tokens."""
+    penalty_factor: float = key(1.0, least=0, only_with="enable")
+    """Penalty of an answer at the limit."""
+
+
+@dataclass
+class RewardModelConfig:
+    """Rewards by a model, and how rewards are put together: weight * model + rule_weight * rule, minus penalties."""
+
+    enable: bool = False
+    """Score answers with a reward model."""
+    model: RewardModelModelConfig = section(RewardModelModelConfig, only_with="enable")
+    """Model."""
+    weight: float = key(1.0, least=0, only_with="enable")
+    """Weight of the reward model's score."""
+    rule_weight: float = key(1.0, least=0, only_with="enable")
+    """Weight of the rule reward beside a reward model; 0: no scorer is needed, none runs."""
+    micro_batch_size_per_gpu: int | None = key(
+        ACTOR + "ppo_micro_batch_size_per_gpu}", least=1, only_with={"enable": "", "use_dynamic_bsz=False": ""}
+    )
+    """Samples per forward on one device, when use_dynamic_bsz=False."""
+    use_dynamic_bsz: bool = key(ACTOR + "use_dynamic_bsz}", only_with="enable")
+    """Cut by tokens instead of by samples."""
+    forward_max_token_len_per_gpu: int = key(
+        ACTOR + "ppo_max_token_len_per_gpu}", least=1, only_with={"enable": "", "use_dynamic_bsz": ""}
+    )
+    """Tokens per forward on one device."""
+    reward_manager: Literal["naive", "dapo", "batch"] = "naive"
+    """naive (one answer at a time), dapo (the same with overlong_buffer), or batch (your function takes lists of answers)."""
+    overlong_buffer: OverlongBufferConfig = section(OverlongBufferConfig, only_with="reward_manager=dapo")
+    """Penalty for long answers."""

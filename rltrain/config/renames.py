@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
+from typing import Any
+
 _A = "actor_rollout_ref."
 
 # Spelling of another verl version -> ours. A prefix ends in a dot.
@@ -11,7 +14,6 @@ RENAMED = {
     "reward.reward_manager": "reward_model.reward_manager",
     "reward.reward_kwargs.overlong_buffer_cfg.": "reward_model.overlong_buffer.",
     "reward_model.reward_kwargs.overlong_buffer_cfg.": "reward_model.overlong_buffer.",
-    "reward.reward_kwargs.": "reward_model.reward_kwargs.",
     "reward.reward_model.enable": "reward_model.enable",
     "reward.reward_model.model.": "reward_model.model.",
     "critic.fsdp.": "critic.model.fsdp_config.",
@@ -27,52 +29,99 @@ RENAMED = {
     "trainer.max_ckpt_to_keep": "trainer.max_actor_ckpt_to_keep",
 }
 
-# Accepted without effect -> why.
+# Keys of verl's that change nothing here -> why. "*" stands for any text. After "=" stands the value that says what happens anyway,
+# which needs no note; where there is none, null and False need none.
 IGNORED = {
-    "critic.enable": "there is a critic with algorithm.adv_estimator=gae",
-    "reward.reward_model.": "the reward model runs in the workers, see --help reward_model",
+    "critic.checkpoint.*": "a checkpoint always holds the whole critic",
+    "critic.enable=null": "there is a critic with algorithm.adv_estimator=gae",
+    "critic.model.tokenizer_path": "the critic reads the actor's tokens",
+    "critic.rollout_n": "it follows actor_rollout_ref.rollout.n",
+    "critic.strategy=fsdp2": "every model is sharded with FSDP2",
+    "reward.reward_model.*": "the reward model runs in the workers, see --help reward_model",
+    "reward_model.launch_reward_fn_async": "scoring always runs in its own processes",
     "reward_model.max_length": "the reward model reads whole conversations",
-    "reward_model.strategy": "every model is sharded with FSDP2",
-    "reward_model.ulysses_sequence_parallel_size": "the reward model reads each conversation on one device",
-    "global_profiler.": "there is no profiler in this version",
-    "trainer.npu_profile.": "there is no profiler in this version",
+    "reward_model.model.fsdp_config.model_dtype": "the reward model is not trained",
+    "reward_model.model.fsdp_config.optimizer_offload": "the reward model is not trained",
+    "reward_model.model.input_tokenizer": "answers are always written anew with the reward model's own tokenizer and chat template",
+    "reward_model.overlong_buffer.log": "the penalty is always logged as reward/overlong/mean",
+    "reward*.reward_kwargs*": "a function of your own takes custom_reward_function.reward_kwargs",
+    "reward_model.strategy=fsdp2": "every model is sharded with FSDP2",
+    "reward_model.ulysses_sequence_parallel_size=1": "the reward model reads each conversation on one device",
+    "global_profiler.*": "there is no profiler in this version",
+    "trainer.balance_batch=True": "samples are always spread over devices by length",
+    "trainer.default_hdfs_dir": "mount remote storage and set default_local_dir",
+    "trainer.del_local_ckpt_after_load": "see max_actor_ckpt_to_keep",
+    "trainer.max_critic_ckpt_to_keep": "a checkpoint holds all roles; see max_actor_ckpt_to_keep",
+    "trainer.npu_profile.*": "there is no profiler in this version",
     "trainer.profile_steps": "there is no profiler in this version",
     "trainer.use_v1": "there is one trainer, and it is synchronous",
     "trainer.use_legacy_worker_impl": "there is one worker implementation",
     "trainer.esi_redundant_time": "send SIGTERM instead: the run saves after the step and ends",
     "trainer.ray_wait_register_center_timeout": "workers find each other without a register centre",
-    "ray_kwargs.ray_init.runtime_env.py_executable": "workers run in the driver's environment",
     "ray_kwargs.timeline_json_file": "use Ray's own timeline tools",
-    "data.datagen.": "there is no data generator",
-    "data.return_raw_input_ids": "token ids are always kept",
+    "data.dataloader_num_workers=0": "there is no data loader to feed",
+    "data.datagen.*": "there is no data generator",
+    "data.filter_overlong_prompts_workers": "prompts are tokenised once, in batches, when they are read",
+    "data.image_key": "rows with something in the columns images or videos are refused in this version",
+    "data.image_patch_size": "the processor knows its patch size",
     "data.return_full_prompt": "the prompt is always kept",
     "data.return_multi_modal_inputs": "images are not in this version",
-    "data.video_key": "videos are not supported",
+    "data.return_raw_chat=True": "messages are always kept",
+    "data.return_raw_input_ids": "token ids are always kept",
+    "data.trust_remote_code": "see actor_rollout_ref.model.trust_remote_code",
+    "data.val_batch_size": "all validation prompts are handed to the engines at once",
     "data.validation_shuffle": "validation covers all prompts at once",
-    "data.image_patch_size": "the processor knows its patch size",
+    "data.video_key": "videos are not supported",
+    _A + "hybrid_engine=True": "roles always share the devices",
+    _A + "rollout.agent.*": "answers are single-turn",
+    _A + "rollout.calculate_log_probs=True": "the engine always returns log-probs",
+    _A + "rollout.data_parallel_size=1": "the number of replicas follows from the devices",
+    _A + "rollout.expert_parallel_size=1": "experts are not spread over devices in this version",
+    _A + "rollout.layered_summon": "weights are always gathered bucket by bucket (update_weights_bucket_megabytes)",
+    _A + "rollout.load_format": "the engine gets its weights from the trainer",
+    _A + "rollout.logprobs_mode": "log-probs are always those of the sampling temperature",
+    _A + "rollout.mode=sync": "every step generates with the current weights",
+    _A + "rollout.multi_stage_wake_up": "the engine is always woken in stages",
+    _A + "rollout.multi_turn.*": "answers are single-turn",
+    _A + "rollout.over_sample_rate": "exactly rollout.n answers are made for each prompt",
     _A + "rollout.prompt_length": "it follows data.max_prompt_length",
     _A + "rollout.response_length": "it follows data.max_response_length",
-    _A + "rollout.agent.": "answers are single-turn",
-    _A + "rollout.trace.": "there is no trace in this version",
-    _A + "rollout.multi_turn.": "answers are single-turn",
-    _A + "rollout.expert_parallel_size": "experts are not spread over devices in this version",
-    _A + "rollout.logprobs_mode": "log-probs are always those of the sampling temperature",
-    _A + "rollout.over_sample_rate": "exactly rollout.n answers are made for each prompt",
+    _A + "rollout.trace.*": "there is no trace in this version",
+    _A + "actor.calculate_entropy": "entropy is always measured",
+    _A + "actor.checkpoint.load_contents": "see trainer.resume_weights_only",
     _A + "actor.data_loader_seed": "the order of mini-batches follows data.seed",
+    _A + "actor.entropy_checkpointing": "logits are always recomputed in the backward pass",
+    _A + "actor.entropy_from_logits_with_chunking": "entropy is always computed in chunks",
     _A + "actor.use_prefix_grouper": "answers share the tokens of their prompt wherever that pays",
     _A + "actor.policy_loss.dro_beta": "only the loss dro uses it, which is not here",
     _A + "actor.freeze_vision_tower": "images are not in this version",
-    _A + "actor.optim.override_optimizer_config.": "use actor.optim.* and actor.fsdp_config.optimizer_offload",
+    _A + "actor.optim.override_optimizer_config.*": "use actor.optim.* and actor.fsdp_config.optimizer_offload",
     _A + "actor.optim.lr_scheduler": "use actor.optim.lr_scheduler_type",
-    _A + "model.fused_kernel_options.": "logits are always computed in chunks",
-    _A + "model.mtp.": "multi-token prediction heads are not trained",
+    _A + "model.enable_activation_offload": "it is not in this version",
+    _A + "model.fused_kernel_options.*": "logits are always computed in chunks",
+    _A + "model.mtp.*": "multi-token prediction heads are not trained",
+    _A + "model.use_liger": "there are no Liger kernels here",
     _A + "nccl_timeout": "a lost worker is noticed at once, one that hangs by trainer.hang_floor_s",
-    _A + "ref.model.": "the reference is the model that training starts from",
+    _A + "ref.fsdp_config.*": "the reference is sharded and computed like the actor (actor.fsdp_config)",
+    _A + "ref.model.*": "the reference is the model that training starts from",
+    _A + "ref.strategy=fsdp2": "every model is sharded with FSDP2",
+    "*.external_lib": "import it in your own entry point",
+    "*.fsdp_config.forward_prefetch": "FSDP2 prefetches by itself",
+    "*.fsdp_config.mixed_precision*": "see compute_dtype",
+    "*.fsdp_config.offload_policy": "use param_offload and optimizer_offload",
+    "*.fsdp_config.wrap_policy*": "the model's own decoder layers are wrapped",
+    "*.optim.total_training_steps": "the plan knows the number of steps",
+    "*.use_fused_kernels": "logits are always computed in chunks",
+    "*.use_remove_padding=True": "sequences are always packed",
+    "*.use_shm": "weights are read once, by rank 0",
+    "*.use_torch_compile": "nothing is compiled in this version",
 }
 
 _FSDP = "the training backend here is FSDP2: "
-# Of a backend or tool that is not here -> what to use.
+# Part of the key (or of key=value) of a backend or tool that is not here -> what to use.
 REFUSED = {
+    "strategy=megatron": _FSDP + "leave this key out",
+    "multi_turn.enable=True": "answers are single-turn: leave it out",
     "megatron.tensor_model_parallel_size": _FSDP
     + "weights are sharded over all devices by themselves; for long sequences use "
     "actor_rollout_ref.actor.ulysses_sequence_parallel_size",
@@ -111,14 +160,22 @@ def rename(key: str) -> str:
     return key
 
 
-def ignored_because(key: str) -> str | None:
-    """Why an accepted key has no effect, or None for keys that are not in the list."""
-    return next(
-        (why for prefix, why in IGNORED.items() if key == prefix or (prefix.endswith(".") and key.startswith(prefix))),
-        None,
-    )
+def ignored_because(key: str, value: Any) -> str | None:
+    """Why an accepted key has no effect ("" where ``value`` is what happens anyway), or None for keys that are not in the table."""
+    for row, why in IGNORED.items():
+        pattern, equals, anyway = row.partition("=")
+        if fnmatchcase(key, pattern):
+            needs_no_note = shown(value) == anyway if equals else value in (None, False)
+            return "" if needs_no_note else why
+    return None
 
 
-def refused_because(key: str) -> str | None:
+def refused_because(key: str, value: Any) -> str | None:
     """What to use instead of a key of a backend that is not here, or None."""
-    return next((advice for part, advice in REFUSED.items() if part in key), None)
+    text = f"{key}={shown(value)}"
+    return next((advice for part, advice in REFUSED.items() if part in (text if "=" in part else key)), None)
+
+
+def shown(value: Any) -> str:
+    """A value as a user types it."""
+    return "null" if value is None else str(value)

@@ -1,30 +1,65 @@
-"""Every configuration key, its type, its default and its help text (the string under each field).
+"""Every configuration key: type, default, rules (see `fields`), and the help text, which is the string under each field.
 
-Names and meanings are verl's. A default that starts with ``${`` follows another key.
+Names and meanings are verl's. A default that starts with ``${`` follows another key. Keys of verl's that change nothing here are
+no fields but rows of `renames.IGNORED`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from rltrain.config.algorithm_schema import AlgorithmConfig
-from rltrain.config.critic_schema import CriticConfig, RewardModelConfig
-from rltrain.config.model_schema import CheckpointConfig, FSDPConfig, OptimConfig
+from rltrain.config.algorithm_schema import AlgorithmConfig, KLKind
+from rltrain.config.declarations import POLICY_LOSSES
+from rltrain.config.fields import key, section
+from rltrain.config.model_schema import (
+    ACTOR,
+    Aggregation,
+    CriticConfig,
+    FSDPConfig,
+    OffloadConfig,
+    OptimConfig,
+    RewardModelConfig,
+    TrainedModelConfig,
+)
 from rltrain.config.rollout_schema import RolloutConfig
-from rltrain.config.run_schema import CustomRewardConfig, RayConfig, RewardConfig, TrainerConfig
 
-_ACTOR = "${actor_rollout_ref.actor."
+# tracker -> the package it needs. The file is metrics.jsonl.
+LOGGERS = {
+    "console": None, "file": None, "tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "swanlab": "swanlab",
+    "clearml": "clearml", "trackio": "trackio", "vemlp_wandb": "volcengine_ml_platform",
+}  # fmt: skip
+
+_PASSES = ("", "rollout.log_prob_", "ref.log_prob_", "critic.", "reward_model.")
+# The actor's budgets are the default of every other pass, so they count as long as one pass is cut that way.
+_SOMEWHERE_BY_TOKENS = " or ".join(f"{one}use_dynamic_bsz" for one in _PASSES)
+_SOMEWHERE_BY_SAMPLES = " or ".join(f"{one}use_dynamic_bsz=False" for one in _PASSES)
+_WITH_CRITIC = {"algorithm.needs_critic": "there is no critic: algorithm.adv_estimator needs none"}
+_WITH_REFERENCE = {
+    "actor.use_kl_loss or algorithm.use_kl_in_reward": "there is no reference policy with use_kl_loss=False"
+}
+_REFERENCE_PASS = {
+    "algorithm.use_kl_in_reward or actor.kl_loss_type!=full": "kl_loss_type=full runs the reference inside the update"
+}
+_POLICY_LOSS = {
+    "algorithm.rollout_correction.bypass_mode=False or algorithm.rollout_correction.loss_type=ppo_clip": (
+        "rollout_correction.loss_type=reinforce is a policy loss of its own"
+    )
+}
+_WITH_SCORER = {"reward_model.enable=False or reward_model.rule_weight>0": "reward_model.rule_weight=0: no scorer runs"}
+_REMOTE = {"url": "reward.url is not set"}
+_VALIDATES = {"data.val_files": "data.val_files is not set"}
 
 
 @dataclass
 class SamplerConfig:
     """Which prompts come next."""
 
-    name: str = "shuffle"
-    """shuffle (in order with data.shuffle=False), solve_rate (mostly skips prompts always or never solved before), or FILE.py:NAME."""
-    revisit: float = 0.1
-    """solve_rate: how often such a prompt is looked at again, per epoch."""
+    name: str = key("shuffle", among=("shuffle", "solve_rate"), plugin=True)
+    """shuffle (in file order with data.shuffle=False), solve_rate (skips most prompts that were always or never solved before), or
+    a sampler of your own: FILE.py:NAME."""
+    revisit: float = key(0.1, least=0, most=1, only_with="name=solve_rate")
+    """solve_rate: how often per epoch such a prompt is tried again."""
 
 
 @dataclass
@@ -35,29 +70,25 @@ class DataConfig:
     """Parquet file or list of files to train on (required)."""
     val_files: Any = None
     """Parquet file or list of files to validate on; null: no validation."""
-    train_batch_size: int = 1024
+    train_batch_size: int = key(1024, least=1)
     """Prompts per step. The incomplete tail of an epoch is left out."""
-    gen_batch_size: int | None = None
+    gen_batch_size: int | None = key(None, least=1, only_with="algorithm.filter_groups.enable")
     """Prompts per round of generation with algorithm.filter_groups; null: train_batch_size."""
-    max_prompt_length: int = 512
+    max_prompt_length: int = key(512, least=1)
     """Longest prompt in tokens, chat template included."""
-    max_response_length: int = 512
+    max_response_length: int = key(512, least=1)
     """Longest answer in tokens."""
     filter_overlong_prompts: bool = False
     """Leave out rows whose prompt is longer than max_prompt_length."""
-    filter_overlong_prompts_workers: int = 1
-    """No effect: prompts are tokenised once, in batches, when they are read."""
-    truncation: str = "error"
+    truncation: Literal["error", "left", "right", "middle"] = "error"
     """What to do with a prompt that is still too long: error, left (keep the end), right (keep the start), middle (keep both ends)."""
     prompt_key: str = "prompt"
     """Column with the chat messages."""
     reward_fn_key: str = "data_source"
     """Column that chooses the scorer."""
-    image_key: str = "images"
-    """No effect: rows with something in the columns images or videos are refused in this version."""
     shuffle: bool = True
-    """Shuffle the prompts anew in every epoch; batch k depends on data.seed and k alone."""
-    sampler: SamplerConfig = field(default_factory=SamplerConfig)
+    """Shuffle the prompts anew in every epoch. Batch k depends on data.seed and k alone."""
+    sampler: SamplerConfig = section(SamplerConfig)
     """Which prompts come next."""
     seed: int = 1
     """Decides the order of prompts, and the sampling unless rollout.seed is set."""
@@ -65,162 +96,140 @@ class DataConfig:
     """Use only the first rows for training; -1: all."""
     val_max_samples: int = -1
     """Use only the first rows for validation; -1: all."""
-    val_batch_size: int | None = None
-    """No effect: all validation prompts are handed to the engines at once."""
-    return_raw_chat: bool = False
-    """No effect: messages are always kept."""
-    trust_remote_code: bool = False
-    """No effect: see actor_rollout_ref.model.trust_remote_code."""
-    dataloader_num_workers: int = 0
-    """No effect: there is no data loader to feed."""
-    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Free-form arguments of the chat template, such as enable_thinking."""
+    apply_chat_template_kwargs: dict[str, Any] = key({})
+    """Free-form: arguments of the chat template, such as enable_thinking."""
 
 
 @dataclass
 class PolicyLossConfig:
     """Which surrogate is maximised."""
 
-    loss_mode: str = "vanilla"
+    loss_mode: str = key("vanilla", among=tuple(POLICY_LOSSES), plugin=True, only_with=_POLICY_LOSS)
     """vanilla (PPO with dual clip), gspo, gpg, cispo, sapo, geo_mean, clip_cov, kl_cov, dppo_tv, dppo_kl, or your own: FILE.py:NAME."""
-    clip_cov_ratio: float = 0.0002
+    clip_cov_ratio: float = key(0.0002, least=0, most=1)
     """clip_cov: share of tokens that get no gradient."""
     clip_cov_lb: float = 1.0
     """clip_cov: smallest covariance of such a token."""
     clip_cov_ub: float = 5.0
     """clip_cov: largest covariance of such a token."""
-    kl_cov_ratio: float = 0.0002
+    kl_cov_ratio: float = key(0.0002, least=0, most=1)
     """kl_cov: share of tokens that are held back by a KL."""
-    ppo_kl_coef: float = 0.1
+    ppo_kl_coef: float = key(0.1, least=0)
     """kl_cov: weight of that KL."""
+
+
+@dataclass
+class CheckpointConfig:
+    """What a checkpoint holds."""
+
+    save_contents: list[str] = key(
+        ["model", "optimizer", "extra", "hf_model"], among=("model", "optimizer", "extra", "hf_model")
+    )
+    """model, optimizer and extra are always saved together; hf_model adds a Hugging Face folder."""
 
 
 @dataclass
 class ActorConfig:
     """The policy's update."""
 
-    optim: OptimConfig = field(default_factory=OptimConfig)
+    optim: OptimConfig = section(OptimConfig)
     """Optimizer."""
-    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+    fsdp_config: FSDPConfig = section(FSDPConfig)
     """Sharding."""
-    policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
+    policy_loss: PolicyLossConfig = section(PolicyLossConfig)
     """Policy loss."""
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    checkpoint: CheckpointConfig = section(CheckpointConfig)
     """Checkpoint contents."""
-    strategy: str = "fsdp2"
-    """Training backend: fsdp2 (fsdp is read as fsdp2)."""
-    ppo_mini_batch_size: int = 256
+    strategy: Literal["fsdp2", "fsdp"] = key("fsdp2", only_with={"strategy=fsdp2": "fsdp and fsdp2 both mean FSDP2"})
+    """Training backend of every model: FSDP2."""
+    ppo_mini_batch_size: int = key(256, least=1)
     """Prompts per optimizer step, over all devices, with all their answers."""
-    ppo_micro_batch_size_per_gpu: int | None = None
+    ppo_micro_batch_size_per_gpu: int | None = key(None, least=1, only_with=_SOMEWHERE_BY_SAMPLES)
     """Samples per forward and backward on one device, when use_dynamic_bsz=False."""
-    ppo_micro_batch_size: int | None = None
-    """Old: the same over all data-parallel ranks."""
     use_dynamic_bsz: bool = True
     """Cut micro-batches by tokens (ppo_max_token_len_per_gpu) instead of by samples."""
-    ppo_max_token_len_per_gpu: int = 16384
-    """Tokens per forward and backward on one device; times the sequence-parallel size for a group."""
-    ppo_epochs: int = 1
+    ppo_max_token_len_per_gpu: int = key(16384, least=1, only_with=_SOMEWHERE_BY_TOKENS)
+    """Tokens per forward and backward on one device; times the sequence-parallel size for a group of devices."""
+    ppo_epochs: int = key(1, least=1)
     """Passes over each batch."""
-    recompute_old_log_prob: str = "auto"
-    """Old log-probs of the first mini-batch. auto: from the update's own forward, unless needed earlier; always: from a pass."""
+    recompute_old_log_prob: Literal["auto", "always"] = "auto"
+    """Old log-probs of the first mini-batch. auto: from the update's own forward, unless they are needed earlier; always: from a
+    pass."""
     shuffle: bool = False
-    """Shuffle the prompts of a batch, anew for every pass, before it is cut into mini-batches."""
-    clip_ratio: float = 0.2
+    """Shuffle the prompts of a batch before it is cut into mini-batches, anew in every epoch over it."""
+    clip_ratio: float = key(
+        0.2,
+        least=0,
+        only_with={
+            "clip_ratio_low=null or clip_ratio_high=null": "clip_ratio_low and clip_ratio_high are both set",
+            **_POLICY_LOSS,
+        },
+    )
     """PPO clips the importance ratio to [1 - clip_ratio, 1 + clip_ratio]."""
-    clip_ratio_low: float | None = None
+    clip_ratio_low: float | None = key(None, least=0, only_with=_POLICY_LOSS)
     """Lower clip range; null: clip_ratio."""
-    clip_ratio_high: float | None = None
+    clip_ratio_high: float | None = key(None, least=0, only_with=_POLICY_LOSS)
     """Upper clip range; null: clip_ratio."""
-    clip_ratio_c: float = 3.0
+    clip_ratio_c: float = key(3.0, least=1, only_with=_POLICY_LOSS)
     """Dual clip: with a negative advantage A the loss is at most -A * clip_ratio_c. dppo_tv, dppo_kl: largest weight of a token."""
-    tau_pos: float = 1.0
+    tau_pos: float = key(1.0, over=0)
     """sapo: temperature of the gate for positive advantages."""
-    tau_neg: float = 1.05
-    """sapo: temperature of the gate for the others."""
-    loss_agg_mode: str = "token-mean"
-    """token-mean, seq-mean-token-sum, seq-mean-token-mean or seq-mean-token-sum-norm, over the global mini-batch."""
-    loss_scale_factor: int | None = None
+    tau_neg: float = key(1.05, over=0)
+    """sapo: temperature of the gate for the other advantages."""
+    loss_agg_mode: Aggregation = "token-mean"
+    """How token losses become one loss over the global mini-batch."""
+    loss_scale_factor: int | None = key(
+        None,
+        least=1,
+        only_with="loss_agg_mode=seq-mean-token-sum-norm or critic.loss_agg_mode=seq-mean-token-sum-norm",
+    )
     """seq-mean-token-sum-norm divides by this; null: data.max_response_length."""
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus."""
     use_kl_loss: bool = False
     """Add the KL to the reference policy to the loss."""
-    kl_loss_coef: float = 0.001
+    kl_loss_coef: float = key(0.001, least=0, only_with="use_kl_loss")
     """Weight of that KL."""
-    kl_loss_type: str = "low_var_kl"
-    """kl (k1), abs, mse (k2), low_var_kl (k3); with + (k3+): its value with the gradient of k2; full: the exact KL over the vocabulary."""
-    ulysses_sequence_parallel_size: int = 1
-    """Neighbouring devices that share each sequence (Ulysses), so that it takes their token budgets together. It divides the heads."""
-    use_torch_compile: bool = False
-    """No effect: nothing is compiled in this version."""
-    use_fused_kernels: bool = False
-    """No effect: logits are always computed in chunks."""
-    entropy_from_logits_with_chunking: bool = False
-    """No effect: entropy is always computed in chunks."""
-    entropy_checkpointing: bool = False
-    """No effect: logits are always recomputed in the backward pass."""
-    calculate_entropy: bool = False
-    """No effect: entropy is always measured."""
+    kl_loss_type: KLKind = key("low_var_kl", only_with="use_kl_loss")
+    """kl (k1), abs, mse (k2), low_var_kl (k3); with + (k3+): its value with the gradient of k2; full: the exact KL over the
+    vocabulary."""
+    ulysses_sequence_parallel_size: int = key(1, least=1)
+    """Neighbouring devices that share each sequence (Ulysses) and so their token budgets. It must divide the attention heads."""
 
 
 @dataclass
 class RefConfig:
-    """The frozen reference policy. Budgets follow the actor's unless set."""
+    """The frozen reference policy, sharded and computed like the actor. Its budgets follow the actor's unless set."""
 
-    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+    fsdp_config: OffloadConfig = section(
+        OffloadConfig, only_with={"model.uses_lora=False": "with LoRA the reference is the actor without its adapters"}
+    )
     """Sharding; param_offload keeps the reference in host memory between its passes."""
-    strategy: str = _ACTOR + "strategy}"
-    """Follows the actor."""
-    log_prob_micro_batch_size_per_gpu: int | None = None
-    """Samples per forward on one device, when log_prob_use_dynamic_bsz=False."""
-    log_prob_micro_batch_size: int | None = None
-    """Old: the same over all data-parallel ranks."""
-    log_prob_use_dynamic_bsz: bool = _ACTOR + "use_dynamic_bsz}"  # type: ignore[assignment]
+    log_prob_micro_batch_size_per_gpu: int | None = key(
+        None, least=1, only_with={**_REFERENCE_PASS, "log_prob_use_dynamic_bsz=False": ""}
+    )
+    """Samples per forward on one device, when log_prob_use_dynamic_bsz=False; null: as the actor's."""
+    log_prob_use_dynamic_bsz: bool = key(ACTOR + "use_dynamic_bsz}", only_with=_REFERENCE_PASS)
     """Cut by tokens instead of by samples."""
-    log_prob_max_token_len_per_gpu: int = _ACTOR + "ppo_max_token_len_per_gpu}"  # type: ignore[assignment]
+    log_prob_max_token_len_per_gpu: int = key(
+        ACTOR + "ppo_max_token_len_per_gpu}", least=1, only_with={**_REFERENCE_PASS, "log_prob_use_dynamic_bsz": ""}
+    )
     """Tokens per forward on one device."""
-    ulysses_sequence_parallel_size: int = _ACTOR + "ulysses_sequence_parallel_size}"  # type: ignore[assignment]
-    """Devices that share each sequence; another number than the actor's will do, but for full KLs and LoRA."""
-    use_torch_compile: bool = False
-    """No effect: nothing is compiled in this version."""
+    ulysses_sequence_parallel_size: int = key(ACTOR + "ulysses_sequence_parallel_size}", least=1)
+    """Devices that share each sequence. It may differ from the actor's, except with full KLs and with LoRA."""
 
 
 @dataclass
-class ModelConfig:
+class ModelConfig(TrainedModelConfig):
     """The model that is trained."""
 
     path: str = ""
     """Hugging Face folder or hub name (required)."""
-    trust_remote_code: bool = False
-    """Run Python code that comes with the model."""
-    override_config: dict[str, Any] = field(default_factory=dict)
-    """Free-form: fields of the model's config to replace."""
     custom_chat_template: str | None = None
     """Chat template to use instead of the tokenizer's."""
-    enable_gradient_checkpointing: bool = True
-    """Recompute each layer in the backward pass."""
-    use_remove_padding: bool = True
-    """No effect: sequences are always packed."""
-    lora_rank: int = 0
-    """Rank of LoRA adapters over frozen weights; 0: train all weights. Adapters want a larger optim.lr, such as 3e-5."""
-    lora_alpha: float = 16.0
-    """Adapters are scaled by lora_alpha / lora_rank."""
-    target_modules: Any = "all-linear"
-    """Layers that get adapters: all-linear (all but the head), a list of names such as [q_proj,v_proj], or a pattern of full names."""
-    exclude_modules: Any = None
-    """Layers that get none all the same: a list of names, or a pattern of full names."""
     lora_adapter_path: str | None = None
-    """Go on training a peft adapter: a folder or hub name, which says rank, scale and layers. The reference stays the model without it."""
-    use_shm: bool = False
-    """No effect: weights are read once, by rank 0."""
-    use_liger: bool = False
-    """No effect: there are no Liger kernels here."""
-    use_fused_kernels: bool = False
-    """No effect: logits are always computed in chunks."""
-    enable_activation_offload: bool = False
-    """No effect in this version."""
-    external_lib: str | None = None
-    """No effect: import it in your own entry point."""
+    """Go on training a peft adapter: a folder or hub name, which brings rank, scale and layers. The reference stays the model
+    without it."""
 
     @property
     def uses_lora(self) -> bool:
@@ -232,37 +241,147 @@ class ModelConfig:
 class ActorRolloutRefConfig:
     """Actor, rollout engine and reference, which share the devices."""
 
-    model: ModelConfig = field(default_factory=ModelConfig)
+    model: ModelConfig = section(ModelConfig)
     """Model."""
-    actor: ActorConfig = field(default_factory=ActorConfig)
+    actor: ActorConfig = section(ActorConfig)
     """Update."""
-    ref: RefConfig = field(default_factory=RefConfig)
+    ref: RefConfig = section(RefConfig, only_with=_WITH_REFERENCE)
     """Reference policy."""
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    rollout: RolloutConfig = section(RolloutConfig)
     """Generation."""
-    hybrid_engine: bool = True
-    """No effect: roles always share the devices."""
+
+
+@dataclass
+class CustomRewardConfig:
+    """Your own reward function."""
+
+    path: str | None = None
+    """Python file with the function; null: the built-in scorer of each data_source."""
+    name: str = "compute_score"
+    """Function (data_source, solution_str, ground_truth, extra_info) -> number, or dict with 'score'."""
+    reward_kwargs: dict[str, Any] = key({})
+    """Free-form: further keyword arguments of the function."""
+
+
+@dataclass
+class RewardConfig:
+    """Where and how long scorers run."""
+
+    num_workers: int | None = key(None, least=1)
+    """Processes that score answers; null: one per core that the devices' workers leave, at most 16 per node and 64 in all."""
+    timeout_s: float = key(10.0, least=0.01)
+    """Seconds that one answer may take; then its scorer is killed and the answer counts as failed."""
+    on_error: float = 0.0
+    """Score of an answer that could not be scored (counted in reward/error_rate)."""
+    weights: dict[str, Any] = key({})
+    """Free-form: the rule reward as a weighted sum of numbers the scorer returns (weights.acc=0.9 weights.format=0.1); {}: its score."""
+    overlap: bool = True
+    """Score the answers to a prompt as soon as the last of them has ended, while others are still being generated."""
+    memory_limit_mb: int = key(4096, least=0)
+    """Address space of a scorer's process in MiB; an answer that exceeds it counts as failed. 0: no limit."""
+    allow_code_execution: bool = False
+    """Let scorers run programs that the model wrote. Read rewards.md of the documentation first: it is no wall against an attacker."""
+    url: str | None = None
+    """Address of a remote scorer (http://host:port/path); answers are sent there instead of being scored here."""
+    url_concurrency: int = key(8, least=1, only_with=_REMOTE)
+    """Answers that each of num_workers (null: one per node) has under way at reward.url."""
+    url_headers: dict[str, Any] = key({}, only_with=_REMOTE)
+    """Free-form: headers for reward.url, such as url_headers.Authorization='Bearer ${oc.env:TOKEN}'; masked in config.yaml."""
+
+
+@dataclass
+class TrainerConfig:
+    """The run: devices, steps, validation, saving, logging."""
+
+    device: Literal["auto", "npu", "cuda", "cpu"] = "auto"
+    """The accelerator; auto: the first of npu and cuda that is there, else the CPU."""
+    nnodes: int = key(1, least=1)
+    """Nodes."""
+    n_gpus_per_node: int = key("${devices_here:${trainer.device}}", least=1)
+    """Devices (and so workers) per node; on a CPU the number of worker processes. Default: as many as this machine has, on a CPU 1."""
+    total_epochs: int = key(30, least=1)
+    """Passes over the training prompts."""
+    total_training_steps: int | None = key(None, least=1)
+    """Steps; where set it wins over total_epochs."""
+    critic_warmup: int = key(0, only_with=_WITH_CRITIC)
+    """The actor learns from this step on; before it only the critic does."""
+    val_before_train: bool = True
+    """Validate before the first step."""
+    val_only: bool = False
+    """Stop after that validation."""
+    test_freq: int = key(-1, only_with={"data.val_files or test_freq<1": "data.val_files is not set"})
+    """Validate every so many steps and after the last; -1: never."""
+    save_freq: int = -1
+    """Save every so many steps; -1: only at the end."""
+    save_at_end: bool = True
+    """Save when the run ends or is stopped by a signal."""
+    default_local_dir: str = "checkpoints/${trainer.project_name}/${trainer.experiment_name}"
+    """Run folder: checkpoints, metrics, logs. On several nodes it must be storage that all of them see."""
+    max_actor_ckpt_to_keep: int | None = 3
+    """Newest checkpoints to keep; null or -1: all."""
+    resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
+    """auto (the newest checkpoint in the run folder), disable, or resume_path."""
+    resume_from_path: str | None = key(
+        None, only_with={"resume_mode=resume_path": "set trainer.resume_mode=resume_path to use it"}
+    )
+    """Checkpoint folder (global_step_N) for resume_mode=resume_path."""
+    resume_weights_only: bool = False
+    """Take only the weights from the checkpoint and start at step 0."""
+    project_name: str = "rltrain"
+    """Name for trackers and the default run folder."""
+    experiment_name: str = "run"
+    """Name for trackers and the default run folder."""
+    logger: list[str] = key(["console", "tensorboard"], among=tuple(LOGGERS))
+    """Trackers. file is metrics.jsonl, which is always written."""
+    callbacks: list[str] = key([])
+    """Classes or functions of your own that are told of steps, validations and checkpoints: [FILE.py:NAME]. See docs/plugins.md."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """When a loss or gradient is not finite: stop, or skip the optimizer step (three in a row stop)."""
+    hang_floor_s: float | None = key(1800.0, least=1)
+    """A call to the workers that takes longer than hang_factor times the longest of its kind, and than this, ends the run; null:
+    never."""
+    hang_factor: float = key(5.0, least=0)
+    """See hang_floor_s, which also stands for the longest of a kind that is called for the first time; 0: hang_floor_s alone counts."""
+    samples_freq: int = 1
+    """Keep the answers of every so many steps, and of every validation, in RUN/samples (python -m rltrain.view RUN); -1: never."""
+    samples_max_prompts: int = key(100, least=1)
+    """Prompts per step, and per validation, whose answers are kept there, all answers of each."""
+    log_val_generations: int = key(0, least=0, only_with=_VALIDATES)
+    """Answers of each validation that trackers show as a table."""
+    rollout_data_dir: str | None = None
+    """Folder for all answers of every step as JSON lines, as verl writes them (N.jsonl)."""
+    validation_data_dir: str | None = key(None, only_with=_VALIDATES)
+    """The same for validations."""
+
+
+@dataclass
+class RayConfig:
+    """Ray."""
+
+    ray_init: dict[str, Any] = key({"address": None, "num_cpus": None})
+    """Free-form arguments of ray.init: address (cluster to join; "auto" finds the one on this node; null: RAY_ADDRESS, else a local
+    Ray), num_cpus (slots of a local Ray; null: the larger of cores and workers), _temp_dir, runtime_env.env_vars and others."""
 
 
 @dataclass
 class Config:
     """Everything a run can be told."""
 
-    data: DataConfig = field(default_factory=DataConfig)
+    data: DataConfig = section(DataConfig)
     """Prompts."""
-    actor_rollout_ref: ActorRolloutRefConfig = field(default_factory=ActorRolloutRefConfig)
+    actor_rollout_ref: ActorRolloutRefConfig = section(ActorRolloutRefConfig)
     """Actor, rollout engine and reference."""
-    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    algorithm: AlgorithmConfig = section(AlgorithmConfig)
     """Advantages."""
-    critic: CriticConfig = field(default_factory=CriticConfig)
+    critic: CriticConfig = section(CriticConfig, only_with=_WITH_CRITIC)
     """Value function (gae)."""
-    custom_reward_function: CustomRewardConfig = field(default_factory=CustomRewardConfig)
+    custom_reward_function: CustomRewardConfig = section(CustomRewardConfig, only_with=_WITH_SCORER)
     """Your own reward function."""
-    reward: RewardConfig = field(default_factory=RewardConfig)
+    reward: RewardConfig = section(RewardConfig, only_with=_WITH_SCORER)
     """Scoring processes."""
-    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
+    reward_model: RewardModelConfig = section(RewardModelConfig)
     """Reward model and reward manager."""
-    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    trainer: TrainerConfig = section(TrainerConfig)
     """The run."""
-    ray_kwargs: RayConfig = field(default_factory=RayConfig)
+    ray_kwargs: RayConfig = section(RayConfig)
     """Ray."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from rltrain.config.critic_schema import CriticModelConfig
+from rltrain.config.model_schema import CriticModelConfig
 from rltrain.config.model_schema import FSDPConfig
 from rltrain.config.schema import Config, ModelConfig
 from rltrain.device import Device, resolve_dtype

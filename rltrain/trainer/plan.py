@@ -6,28 +6,16 @@ import math
 import os
 from dataclasses import dataclass
 
+from rltrain.config.budgets import PassBudget, budgets
 from rltrain.config.check import uneven
 from rltrain.config.model_schema import OptimConfig
-from rltrain.config.passes import Pass, passes, sized
 from rltrain.config.schema import Config
 from rltrain.config.step_passes import StepPasses, make_step_passes
-from rltrain.config.values import DEFAULT_ROUNDS
 from rltrain.env import cpu_quota
 from rltrain.errors import ConfigError
 
 _MOST_REWARD_WORKERS_PER_NODE = 16
 _MOST_REWARD_WORKERS = 64
-
-
-@dataclass(frozen=True)
-class PassBudget:
-    """What one forward on one data-parallel rank may hold: tokens, or samples."""
-
-    max_tokens: int | None
-    max_samples: int | None
-
-    def __str__(self) -> str:
-        return f"{self.max_tokens:,} tokens" if self.max_tokens else f"{self.max_samples} samples"
 
 
 @dataclass(frozen=True)
@@ -89,7 +77,7 @@ def make_plan(config: Config, num_prompts: int | None = None, num_too_long: int 
     started = math.ceil(round(prompts * rollout.oversample_ratio, 6)) if rollout.stops_early else drawn
     steps_per_epoch = _steps_per_epoch(num_prompts, drawn, prompts, num_too_long)
     total = config.trainer.total_training_steps or (steps_per_epoch or 0) * config.trainer.total_epochs
-    budgets = _budgets(config, devices)
+    budget = budgets(config)
     return Plan(
         passes=make_step_passes(config),
         num_nodes=config.trainer.nnodes,
@@ -109,16 +97,16 @@ def make_plan(config: Config, num_prompts: int | None = None, num_too_long: int 
         optimizer_steps_per_step=actor.ppo_epochs * (prompts // mini),
         prompts_per_round=drawn,
         prompts_started=started,
-        max_generation_rounds=(filtering.max_num_gen_batches or DEFAULT_ROUNDS) if filtering.enable else 1,
+        max_generation_rounds=filtering.most_rounds if filtering.enable else 1,
         critic_prompts_per_mini_batch=critic.ppo_mini_batch_size,
         num_reward_workers=_reward_workers(config),
         num_engine_replicas=replicas,
         samples_per_replica=-(-started // replicas) * rollout.n,
-        update_budget=budgets["update"],
-        log_prob_budget=budgets["log_prob"],
-        ref_budget=budgets["ref"],
-        values_budget=budgets["values"],
-        critic_budget=budgets["critic"],
+        update_budget=budget["update"],
+        log_prob_budget=budget["log_prob"],
+        ref_budget=budget["ref"],
+        values_budget=budget["values"],
+        critic_budget=budget["critic"],
         num_prompts=num_prompts,
         steps_per_epoch=steps_per_epoch,
         total_steps=total,
@@ -133,23 +121,6 @@ def _reward_workers(config: Config) -> int:
     spare = int(min(len(os.sched_getaffinity(0)), cpu_quota())) - config.trainer.n_gpus_per_node
     in_each_node = 1 if reward.url else max(1, min(_MOST_REWARD_WORKERS_PER_NODE, spare))
     return reward.num_workers or min(_MOST_REWARD_WORKERS, nodes * in_each_node)
-
-
-def _budgets(config: Config, devices: int) -> dict[str, PassBudget]:
-    """How each pass is cut, by its name."""
-    every = passes(config)
-
-    def samples(one: Pass) -> int:
-        """A total is shared out over the data-parallel ranks (that it divides was checked)."""
-        size = sized(every, one)
-        if size.total is not None:
-            return size.total // (devices // one.ranks_per_sequence)
-        return size.size or 1
-
-    return {
-        name: PassBudget(one.tokens * one.ranks_per_sequence, None) if one.dynamic else PassBudget(None, samples(one))
-        for name, one in every.items()
-    }
 
 
 def _steps_per_epoch(num_prompts: int | None, drawn: int, prompts: int, num_too_long: int) -> int | None:

@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 
-from rltrain.config.check import missing_files, unavailable
+from rltrain.config.check import missing_files
 from rltrain.config.engines import ENGINES
-from rltrain.config.keys import get
+from rltrain.config.keys import get, plugin_keys
 from rltrain.config.load import LoadedConfig
 from rltrain.config.schema import Config
-from rltrain.config.values import PLUGINS
 from rltrain.controller.cluster import cluster_address, ray_problems
 from rltrain.data.chat import chat_encoder
 from rltrain.device import get_device
@@ -43,9 +42,7 @@ class Findings:
 def preflight(loaded: LoadedConfig) -> Findings:
     """Files, packages, devices, plugins and models that the config names. Takes a few seconds; starts nothing."""
     cfg = loaded.config
-    found = Findings(
-        [*unavailable(cfg), *missing_files(cfg), *_packages(loaded), *_devices(loaded), *ray_problems(cfg)]
-    )
+    found = Findings([*missing_files(cfg), *_packages(loaded), *_devices(loaded), *ray_problems(cfg)])
     if cfg.algorithm.needs_critic and "algorithm.adv_estimator" not in loaded.explicit:
         found.notes.append(
             "a critic is trained beside the actor, as algorithm.adv_estimator is gae unless set (as in verl); grpo needs none"
@@ -60,7 +57,7 @@ def preflight(loaded: LoadedConfig) -> Findings:
 
 def _plugins(cfg: Config, found: Findings) -> None:
     found.problems += check_plugins(cfg)
-    for key in PLUGINS:
+    for key in plugin_keys():
         if is_plugin(get(cfg, key)):
             load_plugin(key, get(cfg, key))
 

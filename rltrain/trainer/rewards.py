@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rltrain import columns as c
-from rltrain.config.critic_schema import OverlongBufferConfig
+from rltrain.config.model_schema import OverlongBufferConfig
 from rltrain.config.schema import Config
 from rltrain.controller.samples import Samples
 from rltrain.data.rows import Rows

@@ -6,8 +6,7 @@ import logging
 import shutil
 from pathlib import Path
 
-from rltrain.config.run_schema import TrainerConfig
-from rltrain.config.schema import Config
+from rltrain.config.schema import Config, TrainerConfig
 from rltrain.errors import DiskError, WorkerError
 from rltrain.trainer.callbacks import Callbacks
 from rltrain.trainer.card import model_card

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rltrain.config.values import LOGGERS
+from rltrain.config.schema import LOGGERS
 from rltrain.trainer.console import Console
 from rltrain.trainer.trackers import TRACKERS, Rows, RunInfo, Sink
 

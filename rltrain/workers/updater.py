@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from rltrain.algorithms.losses import LossShare
 from rltrain.batch import Batch
 from rltrain.config.model_schema import OptimConfig
-from rltrain.config.run_schema import TrainerConfig
+from rltrain.config.schema import TrainerConfig
 from rltrain.device import Device
 from rltrain.errors import NonFiniteError
 from rltrain.models.optim import clip_gradients, make_optimizer

@@ -1,3 +1,5 @@
+from typing import get_args
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,8 +9,8 @@ from rltrain.algorithms.aggregation import AGGREGATION_MODES, Denominators, all_
 from rltrain.algorithms.losses import actor_loss, aggregate
 from rltrain.algorithms.policy_losses import POLICY_LOSSES, PolicyLossInputs
 from rltrain.algorithms.value_loss import value_loss
+from rltrain.config.model_schema import Aggregation
 from rltrain.config.schema import ActorConfig
-from rltrain.config.values import AGGREGATION
 from rltrain.ragged import Ragged
 from tests.algorithms import references as slow
 
@@ -33,7 +35,7 @@ def ragged(rows):
 
 
 def test_the_names_in_the_config_are_the_implemented_ones():
-    assert set(AGGREGATION) == set(AGGREGATION_MODES)
+    assert set(get_args(Aggregation)) == set(AGGREGATION_MODES)
     with pytest.raises(ValueError, match="unknown aggregation mode"):
         token_weights("mean", all_ones(torch.tensor([1])), Denominators(1, 1, 1))
 

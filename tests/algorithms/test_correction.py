@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rltrain.algorithms.correction import accepted, correction_sums, fresh_gap, importance_weights, mismatch_sums
 from rltrain.config.algorithm_schema import RolloutCorrectionConfig
-from rltrain.config.critic_schema import OverlongBufferConfig
+from rltrain.config.model_schema import OverlongBufferConfig
 from rltrain.ragged import Ragged
 from rltrain.trainer.metrics import mismatch_metrics
 from rltrain.trainer.rewards import overlong_penalty

@@ -1,4 +1,5 @@
 import math
+from typing import get_args
 
 import pytest
 import torch
@@ -6,13 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rltrain.algorithms.kl import KL_ESTIMATORS, adapted_kl_coef, exact_kl, kl_per_token
-from rltrain.config.algorithm_schema import KLControlConfig
-from rltrain.config.values import KL_KINDS
+from rltrain.config.algorithm_schema import KLControlConfig, KLKind
 from tests.algorithms import references as slow
 
 settings.register_profile("quick", max_examples=60, deadline=None)
 settings.load_profile("quick")
-KINDS = [kind for kind in KL_KINDS if kind != "full"]
+KINDS = [kind for kind in get_args(KLKind) if kind != "full"]
 
 
 def test_the_names_in_the_config_are_the_implemented_ones():

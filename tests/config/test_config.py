@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from rltrain.config.check import check, missing_files, unavailable
+from rltrain.config.budgets import budgets
+from rltrain.config.check import check, missing_files
 from rltrain.config.effects import without_effect
-from rltrain.config.keys import all_keys, is_known
+from rltrain.config.keys import all_keys, free_form_parent, is_known
 from rltrain.config.load import load_config, masked_command, to_yaml
-from rltrain.config.renames import RENAMED
+from rltrain.config.renames import IGNORED, RENAMED
 from rltrain.errors import ConfigError
 
 A = "actor_rollout_ref."
@@ -91,11 +92,17 @@ def test_a_wrong_key_is_answered_with_the_nearest():
 
 def test_all_mistakes_are_reported_at_once():
     with pytest.raises(ConfigError) as caught:
-        load_config(["data.sed=1", "data.train_batch_size=many", "oops", "trainer.logger=["])
+        load_config(
+            ["data.sed=1", "data.train_batch_size=many", "data.truncation=center", f"{A}actor.ppo_micro_batch_size=8",
+             "trainer.run=${trainer.nmae}", "oops", "trainer.logger=["]
+        )  # fmt: skip
     assert [
         word in str(caught.value)
-        for word in ("data.sed", "expected int, got str", "'oops' is not of the form", "not valid YAML")
-    ] == [True] * 4
+        for word in (
+            "data.sed", "expected int, got str", "truncation=center: use one of error", "ppo_micro_batch_size_per_gpu=",
+            "'oops' is not of the form", "not valid YAML",
+        )
+    ] == [True] * 6  # fmt: skip
 
 
 def test_types_are_checked_without_guessing():
@@ -137,9 +144,11 @@ def test_a_name_that_looks_like_a_number_stays_as_it_is_written(name):
 
 
 def test_free_form_dictionaries_take_any_key():
-    config = load_config([f"+{A}model.override_config.rope_theta=5.0", "reward_model.reward_kwargs.mine.len=16"]).config
+    config = load_config(
+        [f"+{A}model.override_config.rope_theta=5.0", "custom_reward_function.reward_kwargs.mine.len=16"]
+    ).config
     assert config.actor_rollout_ref.model.override_config == {"rope_theta": 5.0}
-    assert config.reward_model.reward_kwargs == {"mine": {"len": 16}}
+    assert config.custom_reward_function.reward_kwargs == {"mine": {"len": 16}}
 
 
 @pytest.mark.parametrize("old", RENAMED)
@@ -226,11 +235,15 @@ def test_keys_that_do_nothing_in_the_chosen_mode_say_so():
         ([f"{A}rollout.do_sample=False"], "makes all answers to a prompt alike"),
         (["data.max_response_length=20000"], "Set it to at least 20512"),
         ([f"{A}actor.use_dynamic_bsz=False"], "needs actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"),
-        ([f"{A}actor.ppo_micro_batch_size=8", f"{A}actor.ppo_micro_batch_size_per_gpu=8"], "both set"),
+        (
+            [f"{A}actor.ppo_micro_batch_size=16", f"{A}actor.ulysses_sequence_parallel_size=2"],
+            f"{A}actor.ppo_micro_batch_size=16 counts samples over all data-parallel ranks (4 here). "
+            f"Use {A}actor.ppo_micro_batch_size_per_gpu=4,",
+        ),
         (["data.truncation=center"], "use one of error, left, right, middle"),
         (
             ["trainer.logger=tensorbord"],
-            "'tensorbord' is not a tracker rltrain has. Use console, file, tensorboard, wandb, mlflow",
+            "'tensorbord' is not known; use one of console, file, tensorboard, wandb, mlflow",
         ),
         ([f"{A}rollout.top_p=0"], "over 0 and at most 1"),
         (["trainer.n_gpus_per_node=0"], "at least 1"),
@@ -242,10 +255,9 @@ def test_keys_that_do_nothing_in_the_chosen_mode_say_so():
         (
             [
                 f"{A}ref.ulysses_sequence_parallel_size=4",
-                f"{A}ref.log_prob_use_dynamic_bsz=False",
                 f"{A}ref.log_prob_micro_batch_size=3",
             ],
-            "for all 2 data-parallel ranks",
+            "(2 here). Use actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=1,",
         ),
         (
             [f"{A}actor.ulysses_sequence_parallel_size=2", "data.max_response_length=40000"],
@@ -267,12 +279,8 @@ def test_keys_that_do_nothing_in_the_chosen_mode_say_so():
             [f"{A}rollout.log_prob_use_dynamic_bsz=False"],
             "needs actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",
         ),
-        ([f"{A}ref.log_prob_micro_batch_size=8", f"{A}ref.log_prob_micro_batch_size_per_gpu=8"], "both set"),
-        ([f"{A}actor.use_dynamic_bsz=False", f"{A}actor.ppo_micro_batch_size=6"], "for all 8 data-parallel ranks"),
-        (
-            [f"{A}rollout.log_prob_use_dynamic_bsz=False", f"{A}actor.ppo_micro_batch_size=4"],
-            "actor.ppo_micro_batch_size=4 is for all 8 data-parallel ranks",
-        ),
+        (["critic.ppo_micro_batch_size=many"], "Use critic.ppo_micro_batch_size_per_gpu,"),
+        (["reward_model.micro_batch_size=8"], "Use reward_model.micro_batch_size_per_gpu=1,"),
         ([f"{A}rollout.log_prob_micro_batch_size_per_gpu=0"], "at least 1"),
         ([f"{A}actor.optim.lr=.nan"], "lr=nan: it must be at least 0"),
         ([f"{A}actor.optim.betas=[2,3]"], "betas=[2.0, 3.0]: give two numbers"),
@@ -283,7 +291,10 @@ def test_keys_that_do_nothing_in_the_chosen_mode_say_so():
         ([f"{A}actor.fsdp_config.model_dtype=half"], "use one of auto, float32"),
         ([f"{A}rollout.dtype=half"], "use one of auto, float32"),
         ([f"{A}rollout.val_kwargs.temperature=-1"], "at least 0"),
-        ([f"{A}actor.checkpoint.save_contents=[weights]"], "'weights' is not a part of a checkpoint"),
+        (
+            [f"{A}actor.checkpoint.save_contents=[weights]"],
+            "'weights' is not known; use one of model, optimizer, extra, hf_model",
+        ),
         (["critic.optim.betas=[0.9]"], "critic.optim.betas=[0.9]: give two numbers"),
         (["critic.model.fsdp_config.fsdp_size=3"], "critic.model.fsdp_config.fsdp_size=3 does not divide"),
         (["reward_model.enable=True"], "needs reward_model.model.path"),
@@ -325,14 +336,41 @@ def test_rules_between_keys(overrides, words):
 
 
 def test_several_broken_rules_come_together():
-    text = problems(f"{A}rollout.n=1", "data.truncation=center", "reward.num_workers=0")
-    assert all(word in text for word in ("rollout.n", "data.truncation", "reward.num_workers"))
+    text = problems(f"{A}rollout.n=1", f"{A}rollout.name=vlm", "reward.num_workers=0")
+    assert all(word in text for word in ("rollout.n must be", "rollout.name=vlm", "reward.num_workers"))
 
 
-def test_what_this_version_cannot_run_is_listed_with_a_way_out():
-    lines = unavailable(load_config([*BASE, f"{A}rollout.multi_turn.enable=True"]).config)
-    assert any("multi_turn.enable=True" in line for line in lines)
-    assert unavailable(load_config(BASE).config) == []
+def test_several_turns_are_refused_and_leaving_them_off_is_not():
+    with pytest.raises(ConfigError, match="single-turn: leave it out"):
+        load_config([f"{A}rollout.multi_turn.enable=True"])
+    assert load_config([f"{A}rollout.multi_turn.enable=False"]).warnings == ()
+
+
+def test_a_total_over_all_ranks_may_be_null():
+    assert (
+        load_config([f"{A}rollout.log_prob_micro_batch_size=null", "critic.ppo_micro_batch_size=null"]).warnings == ()
+    )
+    assert load_config([f"{A}actor.ppo_micro_batch_size=8", f"{A}actor.ppo_micro_batch_size=null"]).explicit == set()
+
+
+@pytest.mark.parametrize("pattern", IGNORED)
+def test_no_ignored_key_is_a_key_of_the_schema(pattern):
+    name = pattern.partition("=")[0]
+    assert name not in all_keys()
+    assert free_form_parent(name.rstrip("*")) is None
+
+
+@pytest.mark.parametrize("key", sorted(all_keys()))
+def test_null_is_taken_or_refused_by_name(key):
+    problem = ""
+    try:
+        loaded = load_config([*BASE, f"{key}=null"])
+        check(loaded)
+        without_effect(loaded)
+        budgets(loaded.config)
+    except ConfigError as error:
+        problem = str(error)
+    assert not problem or key in problem
 
 
 def test_a_missing_file_is_answered_with_the_nearest(tmp_path):

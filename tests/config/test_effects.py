@@ -2,9 +2,10 @@
 
 import pytest
 
-from rltrain.config.check import check, unavailable
-from rltrain.config.effects import _ANYWAY, _MODES, without_effect
-from rltrain.config.keys import all_keys, is_known
+from rltrain.config.check import check
+from rltrain.config.declarations import ESTIMATORS, POLICY_LOSSES
+from rltrain.config.effects import holds, without_effect
+from rltrain.config.keys import all_keys
 from rltrain.config.load import load_config
 from rltrain.errors import ConfigError
 
@@ -15,13 +16,42 @@ BASE = [f"{A}model.path=m", "data.train_files=t.parquet", "algorithm.adv_estimat
 def notes(*overrides: str) -> list[str]:
     loaded = load_config([*BASE, *overrides])
     check(loaded)
-    return without_effect(loaded)
+    return [*loaded.warnings, *without_effect(loaded)]
 
 
-def test_the_tables_name_keys_that_exist():
-    assert all(is_known(key) for key in _ANYWAY)
-    for names, _, _ in _MODES:
-        assert all(is_known(name) or any(key.startswith(name) for key in all_keys()) for name in names), names
+def test_every_condition_of_a_key_can_be_read():
+    config = load_config(BASE).config
+    for key in all_keys().values():
+        assert all(holds(config, scope, condition) in (True, False) for scope, condition, _ in key.only_with), key.name
+
+
+def test_estimators_and_losses_read_keys_that_exist():
+    for section, table in (("algorithm.", ESTIMATORS), (f"{A}actor.", POLICY_LOSSES)):
+        for traits in table.values():
+            assert {section + name for name in traits.reads or ()} <= set(all_keys())
+
+
+@pytest.mark.parametrize(
+    ("condition", "expected"),
+    [
+        ("data.shuffle", True),
+        ("data.val_files", False),
+        ("data.shuffle=False", False),
+        ("data.truncation=left|error", True),
+        ("data.truncation!=left|error", False),
+        ("data.seed>0 or data.shuffle=False", True),
+        ("data.seed<1 or data.shuffle=False", False),
+        ("trainer.total_training_steps=null", True),
+    ],
+)
+def test_conditions_by_hand(condition, expected):
+    assert holds(load_config([]).config, "actor_rollout_ref.actor", condition) is expected
+
+
+def test_a_condition_finds_keys_around_its_section():
+    config = load_config([f"{A}actor.use_kl_loss=True"]).config
+    assert holds(config, "actor_rollout_ref.ref", "actor.use_kl_loss")
+    assert holds(config, "actor_rollout_ref.actor", "use_kl_loss")
 
 
 def test_a_plain_command_has_no_notes():
@@ -69,8 +99,8 @@ def test_a_key_is_named_in_the_modes_where_it_is_dead_and_only_there(key, dead, 
 def test_each_key_is_named_once():
     lines = notes(f"{A}ref.log_prob_micro_batch_size_per_gpu=1", f"{A}ref.use_torch_compile=True")
     assert [line.partition(":")[0] for line in lines] == [
-        f"{A}ref.log_prob_micro_batch_size_per_gpu",
         f"{A}ref.use_torch_compile",
+        f"{A}ref.log_prob_micro_batch_size_per_gpu",
     ]
 
 
@@ -85,12 +115,6 @@ def test_settings_of_the_reference_that_follow_the_actor_say_so():
 def test_clip_ratio_alone_sets_both_sides():
     actor = load_config([f"{A}actor.clip_ratio=0.1"]).config.actor_rollout_ref.actor
     assert (actor.clip_ratio, actor.clip_ratio_low, actor.clip_ratio_high) == (0.1, None, None)
-
-
-def test_what_would_change_the_run_is_never_a_mere_note():
-    for key in (f"{A}rollout.multi_turn.enable",):
-        assert unavailable(load_config([*BASE, f"{key}=True"]).config), key
-        assert not unavailable(load_config([*BASE, f"{key}=False"]).config), key
 
 
 def test_words_of_refused_keys_are_free_to_use_in_free_form_dictionaries():

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rltrain.config.check import check, unavailable
+from rltrain.config.check import check
 from rltrain.config.effects import without_effect
 from rltrain.config.keys import all_keys
 from rltrain.config.load import load_config
@@ -58,17 +58,12 @@ CASES = {
     ACTOR + "optim.betas": ("[0.5,0.6]", {}),
     ACTOR + "optim.clip_grad": (1e-6, {}),
     ACTOR + "optim.eps": (0.1, {}),
-    ACTOR + "optim.total_training_steps": (7, None),
     ACTOR + "fsdp_config.param_offload": (True, None),
     ACTOR + "fsdp_config.optimizer_offload": (True, None),
     ACTOR + "fsdp_config.model_dtype": ("bfloat16", {}),
     ACTOR + "fsdp_config.compute_dtype": ("bfloat16", {}),
     ACTOR + "fsdp_config.fsdp_size": (1, None),
     ACTOR + "fsdp_config.reshard_after_forward": (False, {}),
-    ACTOR + "fsdp_config.forward_prefetch": (True, None),
-    ACTOR + "fsdp_config.offload_policy": (True, None),
-    ACTOR + "fsdp_config.wrap_policy": ("{min_num_params: 1}", None),
-    ACTOR + "fsdp_config.mixed_precision": ("{param_dtype: bf16}", None),
     ACTOR + "policy_loss.loss_mode": ("gspo", {}),
     ACTOR + "policy_loss.clip_cov_ratio": (0.5, CLIP_COV),
     ACTOR + "policy_loss.clip_cov_lb": (0.5, CLIP_COV),
@@ -76,11 +71,9 @@ CASES = {
     ACTOR + "policy_loss.kl_cov_ratio": (0.5, KL_COV),
     ACTOR + "policy_loss.ppo_kl_coef": (5.0, KL_COV),
     ACTOR + "checkpoint.save_contents": ("[model]", None),
-    ACTOR + "checkpoint.load_contents": ("[model]", None),
     ACTOR + "strategy": ("fsdp", None),
     ACTOR + "ppo_mini_batch_size": (4, {}),
     ACTOR + "ppo_micro_batch_size_per_gpu": (2, COUNTED),
-    ACTOR + "ppo_micro_batch_size": (2, {ACTOR + "use_dynamic_bsz": False, ACTOR + "ppo_micro_batch_size": 4}),
     ACTOR + "use_dynamic_bsz": (False, {ACTOR + "ppo_micro_batch_size_per_gpu": 4}),
     ACTOR + "ppo_max_token_len_per_gpu": (30, {}),
     ACTOR + "ppo_epochs": (1, {}),
@@ -99,9 +92,6 @@ CASES = {
     ACTOR + "kl_loss_coef": (0.5, KL_LOSS),
     ACTOR + "kl_loss_type": ("full", KL_LOSS),
     ACTOR + "ulysses_sequence_parallel_size": (2, None),
-    **{ACTOR + name: (True, None) for name in (
-        "use_torch_compile", "use_fused_kernels", "entropy_from_logits_with_chunking", "entropy_checkpointing", "calculate_entropy",
-    )},
     ALGORITHM + "adv_estimator": ("rloo", {}),
     ALGORITHM + "gamma": (0.5, GAE),
     ALGORITHM + "lam": (0.5, GAE),
@@ -179,7 +169,7 @@ def notes(arguments: list[str], key: str) -> list[str]:
         check(loaded)
     except ConfigError as error:
         return [str(error)]
-    lines = [*loaded.warnings, *without_effect(loaded), *unavailable(loaded.config)]
+    lines = [*loaded.warnings, *without_effect(loaded)]
     return [line for line in lines if line.startswith(key)]
 
 

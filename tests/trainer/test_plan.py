@@ -36,7 +36,7 @@ def test_every_model_may_share_sequences_among_a_number_of_devices_of_its_own():
     found = plan(
         f"{A}actor.ulysses_sequence_parallel_size=4", f"{A}ref.ulysses_sequence_parallel_size=2", "algorithm.adv_estimator=gae",
         "critic.ulysses_sequence_parallel_size=8", f"{A}actor.ppo_max_token_len_per_gpu=1000", "trainer.n_gpus_per_node=8",
-        f"{A}ref.log_prob_use_dynamic_bsz=False", f"{A}ref.log_prob_micro_batch_size=12",
+        f"{A}ref.log_prob_use_dynamic_bsz=False", f"{A}ref.log_prob_micro_batch_size_per_gpu=3",
     )  # fmt: skip
     assert (found.data_parallel_size, found.ref_data_parallel_size, found.critic_data_parallel_size) == (2, 4, 1)
     assert found.update_budget == found.log_prob_budget == PassBudget(4000, None)
@@ -48,28 +48,19 @@ def test_total_training_steps_wins_over_epochs():
     assert plan(*EIGHT, "trainer.total_training_steps=500", "trainer.total_epochs=1", num_prompts=16).total_steps == 500
 
 
-def test_micro_batches_by_count_and_the_old_global_sizes():
+def test_micro_batches_by_count():
     found = plan(
-        f"{A}actor.use_dynamic_bsz=False", f"{A}actor.ppo_micro_batch_size=16", f"{A}ref.log_prob_micro_batch_size_per_gpu=5",
+        f"{A}actor.use_dynamic_bsz=False", f"{A}actor.ppo_micro_batch_size_per_gpu=4", f"{A}ref.log_prob_micro_batch_size_per_gpu=5",
         "trainer.n_gpus_per_node=4",
     )  # fmt: skip
     assert found.update_budget == PassBudget(None, 4)
     assert found.log_prob_budget == PassBudget(None, 4)
     assert found.ref_budget == PassBudget(None, 5)
-    with pytest.raises(ConfigError, match="does not divide"):
-        plan(f"{A}actor.use_dynamic_bsz=False", f"{A}actor.ppo_micro_batch_size=6", "trainer.n_gpus_per_node=4")
 
 
 def test_a_pass_without_a_size_takes_that_of_the_update():
     taking = (f"{A}rollout.log_prob_use_dynamic_bsz=False", "trainer.n_gpus_per_node=4")
-    assert plan(*taking, f"{A}actor.ppo_micro_batch_size=8").log_prob_budget == PassBudget(None, 2)
     assert plan(*taking, f"{A}actor.ppo_micro_batch_size_per_gpu=3").log_prob_budget == PassBudget(None, 3)
-    with pytest.raises(ConfigError, match="ppo_micro_batch_size=2 is for all 4 data-parallel ranks"):
-        plan(*taking, f"{A}actor.ppo_micro_batch_size=2")
-
-
-def test_a_size_that_is_not_used_need_not_divide():
-    assert plan(f"{A}actor.ppo_micro_batch_size=6", "trainer.n_gpus_per_node=4").update_budget.max_tokens == 16384
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import ray
 
-from rltrain.config.run_schema import CustomRewardConfig, RewardConfig
-from rltrain.config.schema import Config
+from rltrain.config.schema import Config, CustomRewardConfig, RewardConfig
 from rltrain.data.rows import read_rows
 from rltrain.env import prepare_driver
 from rltrain.rewards.custom import CustomReward

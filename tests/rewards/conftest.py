@@ -4,8 +4,7 @@ import time
 
 import pytest
 
-from rltrain.config.run_schema import CustomRewardConfig, RewardConfig
-from rltrain.config.schema import Config
+from rltrain.config.schema import Config, CustomRewardConfig, RewardConfig
 from rltrain.rewards.custom import CustomReward
 from rltrain.rewards.processes.pool import RewardPool
 from rltrain.rewards.processes.slot import Slot

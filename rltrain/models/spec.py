@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from rltrain.config.model_schema import CriticModelConfig
-from rltrain.config.model_schema import FSDPConfig
+from rltrain.config.model_schema import CriticModelConfig, FSDPConfig
 from rltrain.config.schema import Config, ModelConfig
 from rltrain.device import Device, resolve_dtype
 from rltrain.models.load import load_config

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from rltrain.config.model_schema import CriticModelConfig, FSDPConfig
+from rltrain.config.model_schema import CriticModelConfig, FSDPConfig, ShardingConfig
 from rltrain.config.schema import Config, ModelConfig
 from rltrain.device import Device, resolve_dtype
 from rltrain.models.load import load_config
@@ -27,7 +27,7 @@ class ModelSpec:
     role: str = "actor_rollout_ref.actor"
     trust_remote_code: bool = False
     override: dict[str, Any] = field(default_factory=dict)
-    fsdp: FSDPConfig = field(default_factory=FSDPConfig)
+    fsdp: ShardingConfig = field(default_factory=ShardingConfig)
     master_dtype: torch.dtype = torch.float32
     compute_dtype: torch.dtype = torch.float32
     gradient_checkpointing: bool = False

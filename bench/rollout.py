@@ -32,10 +32,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from rltrain.config.rollout_schema import RolloutConfig
 from rltrain.device import get_device
+from rltrain.models.weights import Weight
 from rltrain.seeds import sample_seeds
 from rltrain.workers.rollout import hf
 from rltrain.workers.rollout.answers import Answers
-from rltrain.workers.rollout.base import Generation, Job, RolloutEngine, Sampling, WeightPiece
+from rltrain.workers.rollout.base import Generation, Job, RolloutEngine, Sampling
 from rltrain.workers.rollout.queue import Replica
 from rltrain.workers.rollout.vllm import VLLMRollout
 
@@ -255,8 +256,8 @@ def make_vllm(model: PreTrainedModel, dtype: torch.dtype, folder: str) -> VLLMRo
 def with_weights(engine, model: PreTrainedModel):
     engine.wake_weights()
     engine.load_weights(
-        WeightPiece(name, tuple(tensor.shape), 0, tensor.detach(), lasting=True, buffer=buffer, persistent=not buffer)
-        for buffer, tensors in ((False, model.named_parameters()), (True, model.named_buffers()))
+        Weight(name, tensor.detach(), in_checkpoint)
+        for in_checkpoint, tensors in ((True, model.named_parameters()), (False, model.named_buffers()))
         for name, tensor in tensors
     )
     engine.wake_cache()

@@ -13,7 +13,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import date
 from pathlib import Path
 
@@ -26,11 +26,10 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config
 from rltrain.device import get_device
 from rltrain.models.forward import PolicyModel
 from rltrain.models.load import load_config
-from rltrain.models.shard import PREFIX, named_weights, sharded_model
+from rltrain.models.shard import sharded_model
 from rltrain.models.spec import ModelSpec
-from rltrain.workers.rollout.base import WeightPiece
+from rltrain.models.weights import Weight, huggingface_name, whole_weights
 from rltrain.workers.rollout.hf import HFRollout, Limits
-from rltrain.workers.weight_sync import fingerprint, pieces
 
 MIB = 2**20
 WAYS = {
@@ -49,31 +48,24 @@ def model_config(hidden: int = 512, layers: int = 8, vocabulary: int = 32_000) -
 
 
 def sync(way: str, bucket_bytes: int, policy: PolicyModel, engine: HFRollout, dtype: torch.dtype) -> None:
-    """One sync, checked by fingerprint in all ways alike."""
+    engine.load_weights(weights(way, bucket_bytes, policy, dtype))
+
+
+def weights(way: str, bucket_bytes: int, policy: PolicyModel, dtype: torch.dtype) -> Iterator[Weight]:
+    """All weights and buffers, in one of the `WAYS`."""
     if way == "weight by weight":
-        found = (WeightPiece(name, tuple(w.shape), 0, w.to(dtype)) for name, w in named_weights(policy))
+        for name, parameter in policy.named_parameters():
+            yield Weight(huggingface_name(name), parameter.full_tensor().to(dtype))
     elif way == "all weights, then load":
         state = get_model_state_dict(policy, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=False))
         box = [state]
         dist.broadcast_object_list(box, 0)
-        names = {name.removeprefix(PREFIX) for name, _ in policy.named_parameters()}
-        found = iter(
-            [
-                WeightPiece(name.removeprefix(PREFIX), tuple(w.shape), 0, w.to(dtype))
-                for name, w in box[0].items()
-                if name.removeprefix(PREFIX) in names
-            ]
-        )
+        names = {name for name, _ in policy.named_parameters()}
+        yield from [Weight(huggingface_name(n), values.to(dtype)) for n, values in box[0].items() if n in names]
     else:
-        found = pieces(policy, bucket_bytes, dtype)
-    buffers = dict(policy.named_buffers())
-    assert engine.load_weights(_with_buffers(found, buffers)) == fingerprint(policy, dtype)
-
-
-def _with_buffers(found, buffers):
-    yield from (piece for piece in found if piece.name not in {name.removeprefix(PREFIX) for name in buffers})
-    for name, buffer in buffers.items():
-        yield WeightPiece(name.removeprefix(PREFIX), tuple(buffer.shape), 0, buffer, lasting=True, buffer=True)
+        yield from whole_weights(policy, dtype, bucket_bytes)
+        return
+    yield from (Weight(huggingface_name(name), buffer, False) for name, buffer in policy.named_buffers())
 
 
 def peak_mib(action: Callable[[], None]) -> float:
@@ -139,7 +131,7 @@ def main() -> None:
         "",
         f"`{' '.join(['python -m bench.weight_sync', *sys.argv[1:]])}`, {date.today()}, {platform.processor() or platform.machine()}, "
         f"{os.cpu_count()} cores, {arguments.ranks} ranks over gloo, fp32 shards to bf16 engine weights ({rows[0][3]:.0f} MiB), "
-        f"{arguments.syncs} syncs, fingerprints included. {arguments.note}",
+        f"{arguments.syncs} syncs. {arguments.note}",
         "",
         "| way | seconds (median) | GB/s | against weight by weight | peak beyond engine and shards, MiB (median, worst) |",
         "|---|---|---|---|---|",

@@ -19,7 +19,7 @@ from rltrain.data.chat import ChatEncoder
 from rltrain.errors import ConfigError, DataError
 from rltrain.models.forward import PolicyModel
 from rltrain.models.load import empty_model, load_config, source_dtype
-from rltrain.models.shard import named_weights
+from rltrain.models.weights import whole_weights
 
 # What tokenizers, processors, chat templates and generation configs are made of.
 _COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
@@ -39,9 +39,9 @@ def export_huggingface(
     """
     dtype = source_dtype(config)
     weights: dict[str, torch.Tensor] = {}
-    for name, tensor in named_weights(policy):
-        if dist.get_rank() == 0:
-            weights[name] = tensor.to("cpu", dtype)
+    for name, values, in_checkpoint in whole_weights(policy, dtype):
+        if in_checkpoint and dist.get_rank() == 0:
+            weights[name] = values.to("cpu", dtype)
     problems: list[str] = []
     if dist.get_rank() == 0:
         model = empty_model(config, "sdpa", dtype, trust_remote_code=encoder.trust_remote_code)

@@ -29,7 +29,6 @@ from rltrain.config.schema import ModelConfig
 from rltrain.errors import ConfigError
 
 _NAME = "default"
-_BASE = ".base_layer."
 # How an adapter may have been started without changing the weights under it.
 _PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal")
 _NOT_PLAIN = (
@@ -101,11 +100,6 @@ def lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
-def plain_name(name: str) -> str:
-    """The name of a weight in the model without adapters."""
-    return name.replace(_BASE, ".")
-
-
 def first_adapters(model: nn.Module, lora: Lora) -> dict[str, Tensor]:
     """The adapters training starts from, on the CPU: those of ``lora.path``, or random A and zero B, so that B A = 0.
 
@@ -124,39 +118,19 @@ def first_adapters(model: nn.Module, lora: Lora) -> dict[str, Tensor]:
     return weights
 
 
-@dataclass(frozen=True)
-class PlainWeight:
-    """A weight as the model without adapters has it. parameter: what is trained, or frozen under the adapters of ``layer``."""
-
-    name: str
-    parameter: Tensor
-    layer: Any = None
-
-    @torch.no_grad()
-    def merged(self) -> Tensor:
-        """The parameter itself, or with adapters a new float32 tensor, W + scale B A (a collective); sharded as the parameter is."""
-        weight = self.parameter.detach()
-        if self.layer is None:
-            return weight
-        first = _full(self.layer.lora_A[_NAME].weight).float()
-        second = self.layer.lora_B[_NAME].weight
-        scale = self.layer.scaling[_NAME]
-        if not isinstance(weight, DTensor):
-            return weight.float() + scale * (second.float() @ first)
-        # B and W have the same rows on the same ranks.
-        assert second.placements == weight.placements
-        local = weight.to_local().float() + scale * (second.to_local().float() @ first)
-        return DTensor.from_local(
-            local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
-        )
-
-
-def plain_weights(model: nn.Module) -> Iterator[PlainWeight]:
-    """Every parameter but the adapters, under its name in the model without adapters. In a plain model these are the parameters."""
-    layers = {f"{name}{_BASE}weight": layer for name, layer in lora_layers(model)}
-    for name, parameter in model.named_parameters():
-        if ".lora_" not in name:
-            yield PlainWeight(plain_name(name), parameter, layers.get(name))
+@torch.no_grad()
+def merged(layer: Any, weight: Tensor) -> Tensor:
+    """The ``weight`` of a layer with its adapters: W + scale B A in float32, sharded as the weight is (a collective)."""
+    first, second = _full(layer.lora_A[_NAME].weight).float(), layer.lora_B[_NAME].weight
+    scale = layer.scaling[_NAME]
+    if not isinstance(weight, DTensor):
+        return weight.float() + scale * (second.float() @ first)
+    # B and W have the same rows on the same ranks.
+    assert second.placements == weight.placements
+    local = weight.to_local().float() + scale * (second.to_local().float() @ first)
+    return DTensor.from_local(
+        local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+    )
 
 
 @contextmanager

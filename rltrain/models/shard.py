@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TypeVar
 
 import torch
@@ -24,11 +23,11 @@ from rltrain.models.load import (
     recompute_activations,
     without_dropout,
 )
-from rltrain.models.lora import add_adapters, first_adapters, plain_name, plain_weights
+from rltrain.models.lora import add_adapters, first_adapters
 from rltrain.models.spec import ModelSpec
 from rltrain.models.ulysses import sequence_group
+from rltrain.models.weights import huggingface_name
 
-PREFIX = "model."
 Model = TypeVar("Model", PolicyModel, ScalarModel)
 
 
@@ -91,23 +90,11 @@ def _fill(packed: PackedModel, source: dict[str, Tensor] | None, device: Device)
     with torch.no_grad():
         for name, parameter in packed.named_parameters():
             assert isinstance(parameter, DTensor)
-            full = source[plain_name(name.removeprefix(PREFIX))] if source else torch.empty(parameter.shape)
+            full = source[huggingface_name(name)] if source else torch.empty(parameter.shape)
             full = full.detach().to(device.torch_device, parameter.dtype)
             shard = distribute_tensor(full, parameter.device_mesh, parameter.placements)
             parameter.to_local().copy_(shard.to_local())
         for name, buffer in packed.named_buffers():
             if source:
-                buffer.copy_(source[name.removeprefix(PREFIX)])
+                buffer.copy_(source[huggingface_name(name)])
             dist.broadcast(buffer, src=0)
-
-
-def named_weights(packed: PackedModel) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, full tensor on the device) of every parameter and buffer, one at a time, in one order on all ranks.
-
-    A collective: every rank must run the whole iterator. Tied weights come once, under their first name; LoRA adapters come merged.
-    """
-    for weight in plain_weights(packed):
-        merged = weight.merged()
-        yield weight.name.removeprefix(PREFIX), merged.full_tensor() if isinstance(merged, DTensor) else merged
-    for name, buffer in packed.named_buffers():
-        yield name.removeprefix(PREFIX), buffer

@@ -13,7 +13,7 @@ from torch import nn
 
 from rltrain.errors import CheckpointError
 from rltrain.models.forward import PackedModel
-from rltrain.models.shard import PREFIX
+from rltrain.models.weights import huggingface_name
 
 
 def save_training_state(packed: PackedModel, optimizer: torch.optim.Optimizer, folder: str) -> None:
@@ -33,7 +33,7 @@ def load_training_state(packed: PackedModel, optimizer: torch.optim.Optimizer | 
 def _state(packed: PackedModel, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     """The tensors themselves, not copies: loading writes into them."""
     trained = ((name, parameter) for name, parameter in packed.named_parameters() if parameter.requires_grad)
-    parameters = {name.removeprefix(PREFIX): parameter for name, parameter in trained}
+    parameters = {huggingface_name(name): parameter for name, parameter in trained}
     state: dict[str, Any] = {"model": {name: parameter.detach() for name, parameter in parameters.items()}}
     if optimizer is not None:
         state["optimizer"] = {name: _moments(optimizer, parameter) for name, parameter in parameters.items()}

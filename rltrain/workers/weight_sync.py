@@ -1,33 +1,27 @@
-"""Training shards -> rollout engine, bucket by bucket, and the proof that they arrived.
+"""Training shards -> rollout engine, and the proof that they arrived.
 
-Every rank gathers every weight, in the engine's dtype, through buffers that together never hold more than one bucket; the engine
-copies each piece into its own weights before the next one overwrites the buffers (the allgather-swap of MindSpeed RL, without
-a second copy of the model).
+Trainer and engine live in one process and share its memory, so a sync never holds the model twice: weights are gathered bucket by bucket
+(`models.weights`), the engine takes each over before the next bucket comes, and the training copy leaves the device before the engine
+takes memory for its cache (the allgather-swap of MindSpeed RL). The proof is the canary: right after the sync engine and trainer
+compute the log-probs of a fixed text. Checksums of the weights were left out: vLLM fuses and repacks what it takes over, so only what
+was sent could be summed, and a sum does not show whether the engine computes with it.
 """
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from rltrain.device import Device
 from rltrain.errors import SyncError
 from rltrain.models.forward import PackedModel
-from rltrain.models.lora import PlainWeight, plain_weights
-from rltrain.models.shard import PREFIX
-from rltrain.workers.rollout.base import RolloutEngine, WeightPiece, fingerprint_of
-
-# What is sent, what was received, and one weight put together from it: a third of a bucket each.
-_PARTS_OF_A_BUCKET = 3
-# Its name since torch 2.13.
-_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+from rltrain.models.weights import Weight, whole_weights
+from rltrain.workers.rollout.base import RolloutEngine
 
 
 @dataclass(frozen=True)
@@ -85,21 +79,22 @@ class WeightSync:
         started = time.perf_counter()
         expected = self._score(self._canary)
         self._engine.wake_weights()
-        counted = _Counted(pieces(self._policy, self._bucket_bytes, self._dtype))
-        held = self._engine.load_weights(iter(counted))
-        sent = fingerprint(self._policy, self._dtype)
-        if held != sent:
-            raise SyncError(
-                f"the weights that the rollout engine holds after the sync of update {version} are not those of the trainer "
-                f"(fingerprint {held:#x} instead of {sent:#x}, rank {dist.get_rank()})."
-            )
+        num_bytes = 0
+
+        def counted() -> Iterator[Weight]:
+            nonlocal num_bytes
+            for weight in whole_weights(self._policy, self._dtype, self._bucket_bytes):
+                num_bytes += weight.values.nbytes
+                yield weight
+
+        self._engine.load_weights(counted())
         free_training_copy()
         dist.barrier()
         self._engine.wake_cache()
         self.version = version
         gap = self._compare(expected, version)
         self._device.synchronize()
-        return SyncReport(time.perf_counter() - started, counted.num_bytes / 2**30, gap)
+        return SyncReport(time.perf_counter() - started, num_bytes / 2**30, gap)
 
     def lost(self) -> None:
         """The engine has given its weights back."""
@@ -115,177 +110,3 @@ class WeightSync:
                 "not generate with the current weights, or computes with them in another way."
             )
         return gap
-
-
-class _Counted:
-    """Counts the bytes that pass."""
-
-    def __init__(self, source: Iterator[WeightPiece]) -> None:
-        self.num_bytes = 0
-        self._source = source
-
-    def __iter__(self) -> Iterator[WeightPiece]:
-        for piece in self._source:
-            self.num_bytes += piece.values.nbytes
-            yield piece
-
-
-@dataclass(frozen=True)
-class _Slab:
-    """Rows ``first`` to ``last`` of this rank's shard of one weight, and the same of every other rank's."""
-
-    name: str
-    parameter: DTensor
-    first: int
-    last: int
-
-    @property
-    def row_size(self) -> int:
-        return math.prod(self.parameter.shape[1:])  # a row of a DTensor itself would be gathered
-
-    @property
-    def num_elements(self) -> int:
-        return (self.last - self.first) * self.row_size
-
-
-def pieces(packed: PackedModel, bucket_bytes: int, dtype: torch.dtype) -> Iterator[WeightPiece]:
-    """Every weight and buffer of the model (a collective: all ranks run the whole iterator), tied weights once, LoRA merged.
-
-    At most ``bucket_bytes`` are taken beside the model (more only for a single row that is larger). Weights that are on this
-    rank as a whole, in ``dtype`` already, are handed out themselves.
-    """
-    sharded: list[PlainWeight] = []
-    for weight in plain_weights(packed):
-        if isinstance(weight.parameter, DTensor) and _num_shards(weight.parameter) > 1:
-            sharded.append(weight)
-            continue
-        merged = weight.merged()
-        local = merged.to_local() if isinstance(merged, DTensor) else merged
-        lasting = local.dtype == dtype and weight.layer is None
-        yield from _unsharded(weight.name.removeprefix(PREFIX), local, bucket_bytes, dtype, lasting)
-    if sharded:
-        # Merged one by one, as the buckets fill.
-        weights = ((weight.name.removeprefix(PREFIX), _sharded(weight.merged())) for weight in sharded)
-        num_shards = _num_shards(_sharded(sharded[0].parameter))
-        for bucket in _buckets(weights, num_shards, bucket_bytes, dtype):
-            yield from _gathered(bucket, dtype)
-    persistent = packed.state_dict().keys() if any(True for _ in packed.buffers()) else ()
-    for name, buffer in packed.named_buffers():
-        short = name.removeprefix(PREFIX)
-        yield WeightPiece(
-            short, tuple(buffer.shape), 0, buffer, lasting=True, buffer=True, persistent=name in persistent
-        )
-
-
-def _unsharded(
-    name: str, weight: Tensor, bucket_bytes: int, dtype: torch.dtype, lasting: bool
-) -> Iterator[WeightPiece]:
-    shape = tuple(weight.shape)
-    if lasting:
-        yield WeightPiece(name, shape, 0, weight, lasting=True)
-        return
-    row_bytes = weight[0].numel() * dtype.itemsize if weight.dim() else dtype.itemsize
-    rows = max(1, bucket_bytes // _PARTS_OF_A_BUCKET // row_bytes)
-    for start in range(0, max(len(weight), 1), rows):
-        yield WeightPiece(name, shape, start, weight[start : start + rows].to(dtype))
-
-
-def _buckets(
-    weights: Iterable[tuple[str, DTensor]], num_shards: int, bucket_bytes: int, dtype: torch.dtype
-) -> Iterator[list[_Slab]]:
-    """Slabs that fit together into the share of a bucket that one gather may receive."""
-    room = bucket_bytes // _PARTS_OF_A_BUCKET // dtype.itemsize // num_shards
-    bucket: list[_Slab] = []
-    filled = 0
-    for name, parameter in weights:
-        rows = _rows_per_rank(parameter)
-        whole = _Slab(name, parameter, 0, rows)
-        step = rows if whole.num_elements <= room else max(1, room // whole.row_size)
-        for first in range(0, rows, step):
-            slab = _Slab(name, parameter, first, min(first + step, rows))
-            if bucket and filled + slab.num_elements > room:
-                yield bucket
-                bucket, filled = [], 0
-            bucket.append(slab)
-            filled += slab.num_elements
-    yield bucket
-
-
-def _gathered(bucket: Sequence[_Slab], dtype: torch.dtype) -> Iterator[WeightPiece]:
-    """One all-gather, then the weights in it one by one."""
-    group, ranks = _shard_group(bucket[0].parameter), _num_shards(bucket[0].parameter)
-    size = sum(slab.num_elements for slab in bucket)
-    device = bucket[0].parameter.to_local().device
-    send = torch.zeros(size, dtype=dtype, device=device)
-    offset = 0
-    for slab in bucket:
-        mine = slab.parameter.to_local().detach()[slab.first : slab.last]
-        send[offset : offset + mine.numel()].copy_(mine.reshape(-1))
-        offset += slab.num_elements
-    received = torch.empty(ranks, size, dtype=dtype, device=device)
-    _ALL_GATHER(received.view(-1), send, group=group)
-    del send
-    offset = 0
-    for slab in bucket:
-        shape = tuple(slab.parameter.shape)
-        rows = _rows_per_rank(slab.parameter)
-        parts = []
-        for rank in range(ranks):
-            # torch.chunk's cut: the last ranks may have fewer rows, or none.
-            have = min(max(shape[0] - rank * rows - slab.first, 0), slab.last - slab.first)
-            part = received[rank, offset : offset + have * slab.row_size].view(have, *shape[1:])
-            parts.append((rank * rows + slab.first, part))
-        offset += slab.num_elements
-        if slab.last - slab.first == rows:
-            yield WeightPiece(slab.name, shape, 0, torch.cat([part for _, part in parts]))
-        else:
-            yield from (WeightPiece(slab.name, shape, start, part) for start, part in parts if len(part))
-
-
-def fingerprint(packed: PackedModel, dtype: torch.dtype) -> int:
-    """A number that depends on every bit of every weight, on its row and its name (a collective; equal on all ranks)."""
-    total = 0
-    for weight in plain_weights(packed):
-        local, start = weight.merged(), 0
-        if isinstance(local, DTensor):
-            sharded = _num_shards(local) > 1
-            start = _shard_rank(local) * _rows_per_rank(local) if sharded else 0
-            local = local.to_local()
-        total += fingerprint_of(weight.name.removeprefix(PREFIX), start, local, dtype)
-    box = torch.tensor([_signed(total)], dtype=torch.int64)
-    first = next(packed.parameters())
-    if isinstance(first, DTensor) and _num_shards(first) > 1:
-        dist.all_reduce(box, group=_shard_group(first))
-    return int(box) % 2**64
-
-
-def _signed(number: int) -> int:
-    number %= 2**64
-    return number - 2**64 if number >= 2**63 else number
-
-
-def _sharded(weight: Tensor) -> DTensor:
-    assert isinstance(weight, DTensor)
-    return weight
-
-
-def _shard_dim(parameter: DTensor) -> int:
-    """Place of the sharding dimension in the mesh: the last one (before it, with HSDP, the replicas)."""
-    return parameter.device_mesh.ndim - 1
-
-
-def _num_shards(parameter: DTensor) -> int:
-    return parameter.device_mesh.size(_shard_dim(parameter))
-
-
-def _shard_rank(parameter: DTensor) -> int:
-    return parameter.device_mesh.get_local_rank(_shard_dim(parameter))
-
-
-def _shard_group(parameter: DTensor) -> dist.ProcessGroup:
-    return parameter.device_mesh.get_group(_shard_dim(parameter))
-
-
-def _rows_per_rank(parameter: DTensor) -> int:
-    """Rows of the first rank's shard."""
-    return -(-parameter.shape[0] // _num_shards(parameter))

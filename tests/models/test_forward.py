@@ -20,8 +20,9 @@ from rltrain.device import get_device
 from rltrain.models import attention
 from rltrain.models.forward import PolicyModel, ScalarModel
 from rltrain.models.packing import pack, pack_whole
-from rltrain.models.shard import named_weights, reshard, sharded_model
+from rltrain.models.shard import reshard, sharded_model
 from rltrain.models.spec import ModelSpec
+from rltrain.models.weights import whole_weights
 from rltrain.ragged import Ragged
 from tests.distance import distance
 
@@ -216,7 +217,7 @@ def test_a_model_that_drops_keyword_arguments_is_refused(tiny_model):
 
 def test_weights_come_out_as_they_went_in(model_folder):
     plain = dict(AutoModelForCausalLM.from_pretrained(model_folder).named_parameters())
-    found = dict(named_weights(make_policy(model_folder)))
+    found = {weight.name: weight.values for weight in whole_weights(make_policy(model_folder), torch.float32)}
     for name, parameter in plain.items():
         assert torch.equal(found[name], parameter), name
 

@@ -16,10 +16,11 @@ from rltrain.errors import ConfigError
 from rltrain.models.export import export_huggingface
 from rltrain.models.forward import PolicyModel, ScalarModel
 from rltrain.models.load import load_config
-from rltrain.models.lora import Lora, adapters_off, lora_layers, plain_weights, save_adapter
+from rltrain.models.lora import Lora, adapters_off, lora_layers, save_adapter
 from rltrain.models.packing import pack
-from rltrain.models.shard import named_weights, sharded_model
+from rltrain.models.shard import sharded_model
 from rltrain.models.spec import ModelSpec
+from rltrain.models.weights import whole_weights
 from tests.distance import distance
 from tests.models.test_forward import FAMILIES, TEMPERATURE, by_transformers, make_batch, make_policy
 
@@ -71,6 +72,10 @@ def train_by_chance(policy, size: float = 0.3) -> None:
             local.copy_(size * torch.randn(local.shape, generator=generator))
 
 
+def weights_of(policy) -> dict[str, torch.Tensor]:
+    return {weight.name: weight.values for weight in whole_weights(policy, torch.float32)}
+
+
 def scores(policy, with_entropy=True) -> tuple[torch.Tensor, torch.Tensor]:
     log_probs, entropy, _ = policy(pack(make_batch(), torch.device("cpu")), TEMPERATURE, with_entropy)
     return log_probs.detach(), entropy.detach()
@@ -88,7 +93,7 @@ def gradients(policy) -> dict[str, torch.Tensor]:
 def test_fresh_adapters_change_nothing_and_the_rest_is_frozen(model_folder):
     plain, policy = make_policy(model_folder), make(model_folder)
     assert torch.equal(scores(plain)[0], scores(policy)[0])
-    expected, found = dict(named_weights(plain)), dict(named_weights(policy))
+    expected, found = weights_of(plain), weights_of(policy)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     layers = list(lora_layers(policy))
@@ -202,13 +207,10 @@ def test_frozen_weights_may_rest_in_another_dtype_than_the_adapters(qwen2):
         for p in policy.parameters()
     }
     assert kinds == {False: {torch.bfloat16}, True: {torch.float32}}
-    weights = {weight.name: weight.merged() for weight in plain_weights(policy)}
-    name = "model.model.layers.0.mlp.up_proj.weight"
     layer = policy.get_submodule("model.model.layers.0.mlp.up_proj")
     first, second = layer.lora_A.default.weight.full_tensor(), layer.lora_B.default.weight.full_tensor()
     expected = layer.base_layer.weight.full_tensor().float() + 3.0 * second @ first
-    assert weights[name].dtype == torch.float32
-    assert distance(weights[name].full_tensor(), expected) < 1e-6
+    assert distance(weights_of(policy)["model.layers.0.mlp.up_proj.weight"], expected) < 1e-6
     found = gradients(policy)
     assert {gradient.dtype for gradient in found.values()} == {torch.float32}
     assert len(found) == 2 * len(list(lora_layers(policy)))

@@ -7,7 +7,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 
 from rltrain.device import get_device
 from rltrain.errors import ConfigError, DataError
-from rltrain.workers.rollout.base import Sampling, WeightPiece
+from rltrain.models.weights import Weight
+from rltrain.workers.rollout.base import Sampling
 from rltrain.workers.rollout.hf import HFRollout, Limits
 from rltrain.workers.rollout.kv import ROOM
 from tests.distance import distance
@@ -50,7 +51,7 @@ def plain():
 
 def weights_of(model):
     return (
-        WeightPiece(name, tuple(tensor.shape), 0, tensor.detach(), lasting=True)
+        Weight(name, tensor.detach())
         for tensors in (model.named_parameters(), model.named_buffers())
         for name, tensor in tensors
     )

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from rltrain.errors import ConfigError
+from rltrain.models.weights import Weight
 from rltrain.ragged import Ragged
-
-# Elements of which a fingerprint is made at a time, on a CPU and elsewhere: sums of small integers are taken on 8-byte copies.
-_BLOCK_CPU, _BLOCK_ACCELERATOR = 2**18, 2**22
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -86,29 +81,6 @@ class Source(Protocol):
         """What is running now is not wanted any more. An engine asks after every token."""
 
 
-@dataclass(frozen=True)
-class WeightPiece:
-    """Rows ``start`` to ``start + len(values)`` of the weight ``name`` (Hugging Face name) of ``shape``.
-
-    A weight comes whole, or if it is too large for a bucket in pieces, in any order. lasting: ``values`` are the training
-    weights themselves; else they may be overwritten as soon as the next piece is asked for if they are not whole. buffer: not a weight, and
-    not counted in fingerprints. persistent: a checkpoint has it (some buffers are computed from the configuration).
-
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    start: int
-    values: Tensor
-    lasting: bool = False
-    buffer: bool = False
-    persistent: bool = True
-
-    @property
-    def whole(self) -> bool:
-        return tuple(self.values.shape) == self.shape
-
-
 # A job has ended; the new token ids of its answers.
 Finished = Callable[[Job, list[list[int]]], None]
 
@@ -119,8 +91,8 @@ class RolloutEngine(Protocol):
     def wake_weights(self) -> None:
         """Take the device memory of the weights."""
 
-    def load_weights(self, pieces: Iterator[WeightPiece]) -> int:
-        """Take over new weights (all of them; every rank gets every piece). Returns the `fingerprint` of what it holds now."""
+    def load_weights(self, weights: Iterator[Weight]) -> None:
+        """Take over new weights: all of them, whole, on every rank. The values stay as they are, so an engine may keep them."""
 
     def wake_cache(self) -> None:
         """Take the device memory of the key-value cache; forget everything that was computed with other weights."""
@@ -141,21 +113,3 @@ def check_images(engine: str, jobs: Sequence[Job]) -> None:
         raise ConfigError(
             f"actor_rollout_ref.rollout.name={engine} takes text alone, and prompts have images. Use rollout.name=vllm."
         )
-
-
-def fingerprint_of(name: str, start: int, rows: Tensor, dtype: torch.dtype | None = None) -> int:
-    """The share of some rows of one weight; the shares of a model add up, modulo 2^64.
-
-    sum over rows of (hash of the name | 1) * (row + 1) * (sum of the row's bits as integers). dtype: as if the rows were of that
-    type. Takes no memory to speak of.
-    """
-    total = torch.zeros((), dtype=torch.int64, device=rows.device)
-    rows = rows.reshape(len(rows) if rows.dim() else 1, -1)
-    size = _BLOCK_CPU if rows.device.type == "cpu" else _BLOCK_ACCELERATOR
-    for block in rows.split(max(1, size // max(rows.shape[1], 1))) if rows.numel() else ():
-        bits = block.to(dtype or block.dtype).contiguous()
-        sums = bits.view(_BITS[bits.dtype.itemsize]).sum(1, dtype=torch.int64)
-        places = torch.arange(start + 1, start + 1 + len(sums), dtype=torch.int64, device=sums.device)
-        total += (sums * places).sum()
-        start += len(sums)
-    return int(total) * (zlib.crc32(name.encode()) << 1 | 1)

@@ -18,6 +18,7 @@ from rltrain.models.attention import PLAN, packed_attention
 from rltrain.models.forward import final_logits
 from rltrain.models.load import empty_model
 from rltrain.models.packing import AttentionPlan
+from rltrain.models.weights import Weight
 from rltrain.workers.rollout.answers import Answers
 from rltrain.workers.rollout.base import (
     Finished,
@@ -25,8 +26,6 @@ from rltrain.workers.rollout.base import (
     Job,
     Sampling,
     Source,
-    WeightPiece,
-    fingerprint_of,
 )
 from rltrain.workers.rollout.kv import ROOM, KeyValues, Piece
 from rltrain.workers.rollout.sampling import choose, random_numbers
@@ -89,29 +88,20 @@ class HFRollout:
         longest = (self._limits.max_model_len + self._block) * bytes_per_token(self._model.config, self._dtype)
         self._most_rows = min(self._limits.max_num_seqs, int(budget / longest))
 
-    def load_weights(self, pieces: Iterator[WeightPiece]) -> int:
-        """Point the model at the training weights where dtype and device agree; copy the others into its own."""
-        device = self._device.torch_device
-        for piece in pieces:
-            path, _, leaf = piece.name.rpartition(".")
-            module = self._model.get_submodule(path)
-            where = module._parameters if leaf in module._parameters else module._buffers
-            if piece.lasting:
-                dtype = self._dtype if leaf in module._parameters else piece.values.dtype
-                values = piece.values.to(device, dtype)
-                where[leaf] = nn.Parameter(values, requires_grad=False) if leaf in module._parameters else values
-                continue
-            own = where[leaf]
-            if own is None or own.is_meta:
-                own = nn.Parameter(torch.empty(piece.shape, dtype=self._dtype, device=device), requires_grad=False)
-                module._parameters[leaf] = own
-            own.data[piece.start : piece.start + len(piece.values)].copy_(piece.values)
+    def load_weights(self, weights: Iterator[Weight]) -> None:
+        """Keep the values themselves: with one process and equal dtypes these are the training weights."""
+        for name, values, _ in weights:
+            path, _, leaf = name.rpartition(".")
+            module, values = self._model.get_submodule(path), values.to(self._device.torch_device)
+            if leaf in module._parameters:
+                module._parameters[leaf] = nn.Parameter(values, requires_grad=False)
+            else:
+                module._buffers[leaf] = values
         self._model.tie_weights()
         if missing := [name for name, parameter in self._model.named_parameters() if parameter.is_meta]:
             raise RuntimeError(
                 f"the weight sync left {len(missing)} weights of the rollout engine empty: {missing[:3]}"
             )
-        return sum(fingerprint_of(name, 0, weight) for name, weight in self._model.named_parameters()) % 2**64
 
     def sleep(self) -> bool:
         self._model.to("meta")

@@ -21,13 +21,20 @@ from rltrain.config.rollout_schema import RolloutConfig
 from rltrain.device import Device
 from rltrain.env import prepare_sglang
 from rltrain.errors import ConfigError, SyncError
+from rltrain.models.weights import Weight
 from rltrain.workers.rollout.answers import Answer, Taken, generation_of
-from rltrain.workers.rollout.base import Finished, Generation, Job, Sampling, Source, WeightPiece
+from rltrain.workers.rollout.base import (
+    Finished,
+    Generation,
+    Job,
+    Sampling,
+    Source,
+)
 from rltrain.workers.rollout.queue import Replica
-from rltrain.workers.rollout.rows import header_of, load_rows, report_rows
+from rltrain.workers.rollout.sglang_weights import load_weights, report_refused
 
 # The engine's own process imports the functions that take over weights by these names.
-_LOAD, _REPORT = (f"{function.__module__}.{function.__name__}" for function in (load_rows, report_rows))
+_LOAD, _REPORT = (f"{function.__module__}.{function.__name__}" for function in (load_weights, report_refused))
 # What can be given back, by SGLang's names.
 _WEIGHTS, _CACHE = "weights", "kv_cache"
 # How often the source is asked whether the answers are still wanted: the engine does not tell of single tokens.
@@ -129,11 +136,11 @@ class SGLangRollout:
                 )
             time.sleep(0.01)
 
-    def load_weights(self, pieces: Iterator[WeightPiece]) -> int:
+    def load_weights(self, weights: Iterator[Weight]) -> None:
         _expect(self._engine.begin_weight_update())
-        for piece in pieces:
-            if piece.persistent:
-                self._send(header_of(piece), piece.values.detach(), _LOAD)
+        for name, values, in_checkpoint in weights:
+            if in_checkpoint:
+                self._send(name, values, _LOAD)
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "report"
             self._send(str(file), torch.zeros(1, device=self._device.torch_device), _REPORT)
@@ -142,18 +149,17 @@ class SGLangRollout:
         if report["refused"]:
             name, why = next(iter(report["refused"].items()))
             raise ConfigError(
-                f"actor_rollout_ref.rollout.name=sglang: SGLang's {report['model']} takes {len(report['refused'])} weights in a way that "
-                f"rltrain cannot follow, {name} among them ({why}). Use rollout.name=vllm or hf."
+                f"actor_rollout_ref.rollout.name=sglang: SGLang's {report['model']} does not take {len(report['refused'])} "
+                f"of the trainer's weights, {name} among them ({why}). Use rollout.name=vllm or hf."
             )
-        return int(report["fingerprint"])
 
-    def _send(self, header: str, values: Tensor, loader: str) -> None:
+    def _send(self, name: str, values: Tensor, loader: str) -> None:
         # A tensor on the CPU would be moved into shared memory, on an accelerator the engine reads it where it is.
         values = values.clone() if self._device.is_cpu else values
         self._device.synchronize()
         _expect(
             self._engine.update_weights_from_tensor(
-                named_tensors=[(header, values)], load_format=loader, flush_cache=False
+                named_tensors=[(name, values)], load_format=loader, flush_cache=False
             )
         )
 

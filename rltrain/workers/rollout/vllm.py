@@ -9,14 +9,14 @@ from __future__ import annotations
 import importlib
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rltrain.config.rollout_schema import RolloutConfig
 from rltrain.device import Device
@@ -24,6 +24,7 @@ from rltrain.env import prepare_vllm, shipped
 from rltrain.errors import ConfigError
 from rltrain.models.load import load_config
 from rltrain.models.vision import placeholder_ids, takes_images
+from rltrain.models.weights import Weight
 from rltrain.workers.rollout.answers import Answer, Taken, generation_of
 from rltrain.workers.rollout.base import (
     Finished,
@@ -31,8 +32,6 @@ from rltrain.workers.rollout.base import (
     Job,
     Sampling,
     Source,
-    WeightPiece,
-    fingerprint_of,
 )
 from rltrain.workers.rollout.queue import Replica
 from rltrain.workers.rollout.vllm_sampler import CountedSampler, Stream
@@ -115,17 +114,23 @@ class VLLMRollout:
         if self._sleeps:
             self._llm.wake_up(tags=["weights"])
 
-    def load_weights(self, pieces: Iterator[WeightPiece]) -> int:
-        received = _Received(pieces, repeat_embedding=self._reload and self._tied)
+    def load_weights(self, weights: Iterator[Weight]) -> None:
         if self._reload:
-            self._worker.model_runner.reload_weights(weights_iterator=received.tensors())
-        else:
-            model = self._worker.model_runner.get_model()
-            for name, parameter in model.named_parameters():
-                if name in self._loaders and not hasattr(parameter, "weight_loader"):
-                    parameter.weight_loader = self._loaders[name]
-            model.load_weights(received.tensors(_vocabulary_weights(model), _own_names(model)))
-        return received.fingerprint % 2**64
+            self._worker.model_runner.reload_weights(weights_iterator=self._with_head(weights))
+            return
+        model = self._worker.model_runner.get_model()
+        for name, parameter in model.named_parameters():
+            if name in self._loaders and not hasattr(parameter, "weight_loader"):
+                parameter.weight_loader = self._loaders[name]
+        model.load_weights((weight.name, weight.values) for weight in weights if weight.in_checkpoint)
+
+    def _with_head(self, weights: Iterator[Weight]) -> Iterator[tuple[str, Tensor]]:
+        for name, values, in_checkpoint in weights:
+            if in_checkpoint:
+                yield name, values
+            if self._tied and name.endswith("embed_tokens.weight"):
+                # The CPU backend keeps a packed copy of the head, tied or not.
+                yield "lm_head.weight", values
 
     def wake_cache(self) -> None:
         if self._sleeps:
@@ -244,12 +249,6 @@ def _opened(image: Any) -> Any:
     return Image.open(BytesIO(image)) if isinstance(image, bytes) else image
 
 
-def _own_names(model: Any) -> Callable[[str], str]:
-    """From Hugging Face names to those of vLLM's modules, which differ in models with a vision tower."""
-    mapper = getattr(model, "hf_to_vllm_mapper", None)
-    return (lambda name: (mapper.apply_list([name]) or [name])[0]) if mapper else str
-
-
 @contextmanager
 def _own_shared_memory(replica: Replica) -> Iterator[None]:
     """vLLM's CPU ranks talk through shared memory whose name is the same for every run on a machine, and which a killed run leaves there.
@@ -270,57 +269,3 @@ def _import_if_there(module: str) -> Any:
         return importlib.import_module(module)
     except ImportError:
         return None
-
-
-def _vocabulary_weights(model: nn.Module) -> dict[str, tuple[Tensor, int, int]]:
-    """(own weight, first row, row after the last) of every embedding and head, which tensor parallelism cuts by rows."""
-    found = {}
-    for name, module in model.named_modules():
-        if shard := getattr(module, "shard_indices", None):
-            found[f"{name}.weight"] = (module.weight.data, shard.org_vocab_start_index, shard.org_vocab_end_index)
-    return found
-
-
-class _Received:
-    """Pieces on their way into vLLM, which wants whole weights; `fingerprint` of what has passed."""
-
-    def __init__(self, pieces: Iterator[WeightPiece], *, repeat_embedding: bool) -> None:
-        self.fingerprint = 0
-        self._pieces = pieces
-        self._repeat = repeat_embedding
-
-    def tensors(
-        self, in_place: Mapping[str, tuple[Tensor, int, int]] | None = None, own_name: Callable[[str], str] = str
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Whole weights. Rows of those whose ``own_name`` is in ``in_place`` that come in pieces are written there instead."""
-        partial: dict[str, tuple[Tensor, int]] = {}
-        for piece in self._pieces:
-            if not piece.persistent:
-                continue
-            if not piece.buffer:
-                self.fingerprint += fingerprint_of(piece.name, piece.start, piece.values)
-            if piece.whole:
-                yield from self._named(piece.name, piece.values)
-            elif in_place and own_name(piece.name) in in_place:
-                _write_rows(piece, *in_place[own_name(piece.name)])
-            else:
-                whole, filled = partial.pop(piece.name, (None, 0))
-                whole = piece.values.new_empty(piece.shape) if whole is None else whole
-                whole[piece.start : piece.start + len(piece.values)].copy_(piece.values)
-                filled += len(piece.values)
-                if filled < piece.shape[0]:
-                    partial[piece.name] = (whole, filled)
-                else:
-                    yield from self._named(piece.name, whole)
-
-    def _named(self, name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
-        yield name, weight
-        if self._repeat and name.endswith("embed_tokens.weight"):
-            # The CPU backend keeps a packed copy of the head, tied or not.
-            yield "lm_head.weight", weight
-
-
-def _write_rows(piece: WeightPiece, own: Tensor, first: int, last: int) -> None:
-    begin, end = max(piece.start, first), min(piece.start + len(piece.values), last)
-    if begin < end:
-        own[begin - first : end - first].copy_(piece.values[begin - piece.start : end - piece.start])

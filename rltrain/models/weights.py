@@ -1,0 +1,116 @@
+"""The weights of a training model, whole and under their Hugging Face names: what export and weight sync iterate.
+
+A rank holds a part of every weight, the names have prefixes of ours and of peft, and LoRA keeps what it learned beside the weights. One
+generator undoes all three. Small weights share an all-gather of a bucket, because one gather per weight would wait for the network
+hundreds of times; a weight larger than that has a gather to itself. Beside the model there are never more than a bucket and one weight.
+
+Left out: weights in parts. A large embedding would then need no memory of its own, but every engine loads whole weights, so each would
+have to put the parts together again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from rltrain.models.lora import lora_layers, merged
+
+_PREFIX = "model."  # of `PackedModel`, which holds the Hugging Face model under this name
+_BASE_LAYER = ".base_layer."  # peft puts it before the parameters of a layer that has adapters
+_BUCKET_BYTES = 512 << 20
+# Its name since torch 2.13.
+_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Weight(NamedTuple):
+    """One weight or buffer. values: whole, on the device; they may be the training weight itself, so nobody writes into them.
+
+    in_checkpoint: False for a buffer that is computed from the configuration, such as rotary frequencies.
+    """
+
+    name: str
+    values: Tensor
+    in_checkpoint: bool = True
+
+
+def huggingface_name(name: str) -> str:
+    """The name that a parameter or buffer of a `PackedModel` has in the Hugging Face model without adapters."""
+    return name.removeprefix(_PREFIX).replace(_BASE_LAYER, ".")
+
+
+def whole_weights(packed: nn.Module, dtype: torch.dtype, bucket_bytes: int = _BUCKET_BYTES) -> Iterator[Weight]:
+    """Every parameter in ``dtype``, then every buffer as it is, in the same order on all ranks. A collective: exhaust it on every rank.
+
+    Tied weights come once, under their first name; LoRA adapters come merged. A weight that this rank holds whole and in ``dtype`` is
+    not copied.
+    """
+    # FSDP2 also frees what a forward pass has gathered when it is asked for this, so it comes first: all that follows sees shards.
+    in_checkpoint = packed.state_dict().keys()
+    for bucket in _buckets(packed, dtype, bucket_bytes // 2):
+        yield from _gathered(bucket, dtype)
+    for name, buffer in packed.named_buffers():
+        yield Weight(huggingface_name(name), buffer, name in in_checkpoint)
+
+
+def _buckets(packed: nn.Module, dtype: torch.dtype, most_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+    """Weights that take at most ``most_bytes`` together, or a single one. Half a bucket, because what is sent takes up to as much."""
+    layers = {f"{name}{_BASE_LAYER}weight": layer for name, layer in lora_layers(packed)}
+    bucket: list[tuple[str, Tensor]] = []
+    filled = 0
+    for name, parameter in packed.named_parameters():
+        if ".lora_" in name:
+            continue
+        size = _num_shards(parameter) * _shard_size(parameter) * dtype.itemsize
+        if bucket and filled + size > most_bytes:
+            yield bucket
+            bucket, filled = [], 0
+        weight = merged(layers[name], parameter) if name in layers else parameter
+        bucket.append((huggingface_name(name), weight.detach()))
+        filled += size
+    if bucket:
+        yield bucket
+
+
+def _gathered(bucket: list[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[Weight]:
+    first, ranks = bucket[0][1], _num_shards(bucket[0][1])
+    if ranks == 1:
+        yield from (Weight(name, _local(weight).to(dtype)) for name, weight in bucket)
+        return
+    assert isinstance(first, DTensor)
+    sizes = [_shard_size(weight) for _, weight in bucket]
+    send = torch.zeros(sum(sizes), dtype=dtype, device=_local(first).device)
+    offset = 0
+    for (_, weight), size in zip(bucket, sizes, strict=True):
+        shard = _local(weight).reshape(-1)
+        send[offset : offset + len(shard)].copy_(shard)
+        offset += size
+    received = send.new_empty(ranks, len(send))
+    _ALL_GATHER(received.view(-1), send, group=first.device_mesh.get_group(_shard_dim(first)))
+    del send
+    for (name, weight), shards in zip(bucket, received.split(sizes, 1), strict=True):
+        # Only the last shards can be shorter, so padding is at the end. A weight with a gather to itself is not copied once more.
+        yield Weight(name, shards.reshape(-1)[: weight.numel()].view(weight.shape))
+
+
+def _local(weight: Tensor) -> Tensor:
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+def _shard_dim(weight: DTensor) -> int:
+    """The mesh dimension over which rows are sharded: the last (with HSDP, the first one has the replicas)."""
+    return weight.device_mesh.ndim - 1
+
+
+def _num_shards(weight: Tensor) -> int:
+    return weight.device_mesh.size(_shard_dim(weight)) if isinstance(weight, DTensor) else 1
+
+
+def _shard_size(weight: Tensor) -> int:
+    """Elements of the largest shard. FSDP2 cuts rows as torch.chunk does: full shards first, then a shorter one, then empty ones."""
+    return -(-weight.shape[0] // _num_shards(weight)) * math.prod(weight.shape[1:]) if weight.dim() else 1

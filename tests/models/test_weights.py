@@ -1,0 +1,92 @@
+"""Whole weights: what gathering them asks of the network, and that every bit arrives."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from rltrain.models.weights import huggingface_name, whole_weights
+from tests.ranks import run_on_ranks
+
+RANKS = 64
+
+
+@pytest.fixture
+def model():
+    """Two matrices and a vector, sharded by rows over 64 ranks of which 63 are not there."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    yield sharded({"large": torch.zeros(512, 64), "small": torch.zeros(100, 8), "norm": torch.zeros(64)}, RANKS)
+    dist.destroy_process_group()
+
+
+def sharded(weights: dict[str, torch.Tensor], ranks: int) -> nn.ParameterDict:
+    mesh = init_device_mesh("cpu", (ranks,))
+    return nn.ParameterDict({name: nn.Parameter(distribute_tensor(w, mesh, [Shard(0)])) for name, w in weights.items()})
+
+
+@pytest.mark.parametrize(("bucket_bytes", "gathers"), [(1 << 20, 1), (1 << 16, 2), (0, 3)])
+def test_a_bucket_is_one_gather_and_nothing_else(model, bucket_bytes, gathers):
+    """The large weight alone fills the second bucket."""
+    with CommDebugMode() as seen:
+        found = list(whole_weights(model, torch.float32, bucket_bytes))
+    assert seen.get_total_counts() == gathers
+    assert {weight.name: weight.values.shape for weight in found} == {
+        "large": (512, 64),
+        "small": (100, 8),
+        "norm": (64,),
+    }
+
+
+def test_a_weight_with_a_gather_to_itself_is_not_copied(model):
+    received, gather = [], torch.distributed.all_gather_into_tensor
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "rltrain.models.weights._ALL_GATHER", lambda out, *a, **k: received.append(out) or gather(out, *a, **k)
+        )
+        found = {weight.name: weight.values for weight in whole_weights(model, torch.float32, 0)}
+    assert {values.data_ptr() for values in found.values()} == {buffer.data_ptr() for buffer in received}
+
+
+SHAPES = {"even": (8, 3), "uneven": (7, 3), "fewer rows than ranks": (2, 5), "vector": (5,), "cube": (4, 2, 3)}
+
+
+def rank_main(rank: int, world: int, store: str) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+    generator = torch.Generator().manual_seed(0)
+    weights = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+    model = sharded(weights, world)
+    for dtype in (torch.float32, torch.bfloat16):
+        for bucket_bytes in (0, 100, 1 << 20):
+            found = {weight.name: weight.values for weight in whole_weights(model, dtype, bucket_bytes)}
+            for name, whole in weights.items():
+                assert torch.equal(found[name], whole.to(dtype)), (name, dtype, bucket_bytes)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_what_is_gathered_are_the_weights_to_the_bit(ranks, tmp_path):
+    run_on_ranks(rank_main, ranks, str(tmp_path / "store"))
+
+
+def test_a_whole_weight_in_the_right_dtype_is_not_copied():
+    layer = nn.Linear(4, 3)
+    found = {weight.name: weight.values for weight in whole_weights(layer, torch.float32)}
+    assert all(values.data_ptr() == getattr(layer, name).data_ptr() for name, values in found.items())
+
+
+def test_buffers_come_as_they_are_and_say_if_a_checkpoint_has_them():
+    module = nn.Module()
+    module.register_buffer("kept", torch.arange(3))
+    module.register_buffer("computed", torch.ones(2), persistent=False)
+    kept, computed = whole_weights(module, torch.bfloat16)
+    assert (kept.name, kept.in_checkpoint, kept.values.dtype) == ("kept", True, torch.int64)
+    assert (computed.name, computed.in_checkpoint, computed.values.dtype) == ("computed", False, torch.float32)
+
+
+def test_names_lose_our_prefix_and_that_of_peft():
+    assert huggingface_name("model.model.layers.0.q_proj.base_layer.weight") == "model.layers.0.q_proj.weight"
+    assert huggingface_name("score.weight") == "score.weight"

@@ -28,16 +28,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen3Config
 
 from rltrain.config.rollout_schema import RolloutConfig
 from rltrain.device import get_device
+from rltrain.models.spec import ModelSpec
 from rltrain.models.weights import Weight
 from rltrain.seeds import sample_seeds
 from rltrain.workers.rollout import hf
 from rltrain.workers.rollout.answers import Answers
 from rltrain.workers.rollout.base import Generation, Job, RolloutEngine, Sampling
 from rltrain.workers.rollout.queue import Replica
+from rltrain.workers.rollout.settings import EngineSettings
 from rltrain.workers.rollout.vllm import VLLMRollout
 
 PROMPT_TOKENS = 57
@@ -232,25 +234,19 @@ def make_model(dtype: torch.dtype) -> PreTrainedModel:
 
 
 def make_engine(model: PreTrainedModel, dtype: torch.dtype) -> hf.HFRollout:
-    engine = hf.HFRollout(
-        copy.deepcopy(model.config),
-        dtype=dtype,
-        device=get_device("cpu"),
-        eos_token_ids=[],
-        limits=hf.Limits(max_num_seqs=256, max_model_len=PROMPT_TOKENS + 512),
-    )
-    return with_weights(engine, model)
+    return with_weights(hf.HFRollout(engine_settings(copy.deepcopy(model.config), dtype)), model)
+
+
+def engine_settings(config: PretrainedConfig, dtype: torch.dtype, path: str = "") -> EngineSettings:
+    rollout = RolloutConfig()
+    rollout.max_num_seqs = 256
+    longest = PROMPT_TOKENS + 512
+    return EngineSettings(rollout, ModelSpec(path), config, dtype, get_device("cpu"), Replica(0, 1, 0, 1), [], longest)
 
 
 def make_vllm(model: PreTrainedModel, dtype: torch.dtype, folder: str) -> VLLMRollout:
     model.save_pretrained(folder)
-    settings = RolloutConfig()
-    settings.max_num_seqs = 256
-    engine = VLLMRollout(
-        folder, settings, dtype=dtype, device=get_device("cpu"), replica=Replica(0, 1, 0, 1, None), eos_token_ids=[],
-        max_model_len=PROMPT_TOKENS + 512, tied_embeddings=True,
-    )  # fmt: skip
-    return with_weights(engine, model)
+    return with_weights(VLLMRollout(engine_settings(model.config, dtype, folder)), model)
 
 
 def with_weights(engine, model: PreTrainedModel):

@@ -23,13 +23,16 @@ import torch.multiprocessing as mp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config
 
+from rltrain.config.rollout_schema import RolloutConfig
 from rltrain.device import get_device
 from rltrain.models.forward import PolicyModel
 from rltrain.models.load import load_config
 from rltrain.models.shard import sharded_model
 from rltrain.models.spec import ModelSpec
 from rltrain.models.weights import Weight, huggingface_name, whole_weights
-from rltrain.workers.rollout.hf import HFRollout, Limits
+from rltrain.workers.rollout.hf import HFRollout
+from rltrain.workers.rollout.queue import Replica
+from rltrain.workers.rollout.settings import EngineSettings
 
 MIB = 2**20
 WAYS = {
@@ -86,8 +89,9 @@ def rank_main(rank: int, world: int, folder: Path, way: str, bucket_mib: float, 
     store = dist.FileStore(str(folder / f"store {way}"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     device, config = get_device("cpu"), load_config(str(folder))
-    policy = sharded_model(PolicyModel, ModelSpec(str(folder)), device)
-    engine = HFRollout(config, dtype=dtype, device=device, eos_token_ids=[1], limits=Limits(8, 64))
+    spec = ModelSpec(str(folder))
+    policy = sharded_model(PolicyModel, spec, device)
+    engine = HFRollout(EngineSettings(RolloutConfig(), spec, config, dtype, device, Replica(0, 1, 0, 1), [1], 64))
     found = []
     for _ in range(syncs):
         engine.sleep()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,8 +24,8 @@ from rltrain.seeds import sample_seeds
 from rltrain.workers.residency import Residency
 from rltrain.workers.roles import Rollout
 from rltrain.workers.rollout.base import Job, RolloutEngine, check_images
-from rltrain.workers.rollout.hf import HFRollout, Limits
 from rltrain.workers.rollout.queue import JobQueue, make_replica, samples_per_job
+from rltrain.workers.rollout.settings import EngineSettings, make_engine
 from rltrain.workers.tasks import Finished, GenerateTask
 from rltrain.workers.updater import Numbers
 from rltrain.workers.weight_sync import WeightSync
@@ -77,37 +76,22 @@ class RolloutWorker(Rollout):
         residency.add_engine(self._release)
 
     def _make_engine(self, cfg: Config, dtype: torch.dtype) -> RolloutEngine:
-        model = cfg.actor_rollout_ref.model
-        config = actor_spec(cfg, self._device).load_config()
+        model = actor_spec(cfg, self._device)
+        config = model.load_config()
         self._vocabulary = config.get_text_config().vocab_size
-        longest = self._rollout.max_model_len or longest_sequence(cfg)
-        common: dict[str, Any] = {
-            "dtype": dtype,
-            "device": self._device,
-            "eos_token_ids": self._encoder.eos_token_ids,
-            "trust_remote_code": model.trust_remote_code,
-        }
-        if self._rollout.name == "hf":
-            # Workers on a CPU share its memory.
-            sharing = cfg.trainer.n_gpus_per_node if self._device.is_cpu else 1
-            limits = Limits(
-                max_num_seqs=self._rollout.max_num_seqs,
-                max_model_len=longest,
-                max_num_batched_tokens=self._rollout.max_num_batched_tokens,
-                chunked_prefill=self._rollout.enable_chunked_prefill,
-                memory_share=self._rollout.gpu_memory_utilization / sharing,
-            )
-            return HFRollout(config, limits=limits, **common)
-        self._residency.enter("rollout")  # it measures the memory that is free now
-        common |= {"replica": self._replica, "max_model_len": longest, "override_config": dict(model.override_config)}
-        if self._rollout.name == "sglang":
-            from rltrain.workers.rollout.sglang import SGLangRollout
-
-            return SGLangRollout(model.path, self._rollout, **common)
-        from rltrain.workers.rollout.vllm import VLLMRollout  # vLLM takes seconds to import
-
-        tied = bool(getattr(config, "tie_word_embeddings", False))
-        return VLLMRollout(model.path, self._rollout, tied_embeddings=tied, **common)
+        self._residency.enter("rollout")  # an engine measures the memory that is free now
+        settings = EngineSettings(
+            rollout=self._rollout,
+            model=model,
+            config=config,
+            dtype=dtype,
+            device=self._device,
+            replica=self._replica,
+            eos_token_ids=self._encoder.eos_token_ids,
+            max_model_len=self._rollout.max_model_len or longest_sequence(cfg),
+            engines_sharing_memory=cfg.trainer.n_gpus_per_node if self._device.is_cpu else 1,
+        )
+        return make_engine(settings)
 
     def _release(self) -> None:
         if self._engine.sleep():

@@ -4,15 +4,58 @@ import itertools
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 import torch.distributed as dist
+from transformers import PretrainedConfig
 
+from rltrain.config.rollout_schema import RolloutConfig
+from rltrain.device import get_device
+from rltrain.models.load import load_config
+from rltrain.models.spec import ModelSpec
 from rltrain.seeds import sample_seeds
-from rltrain.workers.rollout.base import Generation, Job, Sampling
+from rltrain.workers.rollout.base import Generation, Job, RolloutEngine, Sampling
 from rltrain.workers.rollout.queue import JobQueue, Replica
+from rltrain.workers.rollout.settings import EngineSettings, make_engine
 
+EOS = 1
 ALONE = Replica(number=0, count=1, member=0, size=1)
 _CALLS = itertools.count()
 _STORE = dist.HashStore()
+
+
+def engine_of(
+    name: str,
+    model: str | PretrainedConfig,
+    rollout: RolloutConfig | None = None,
+    *,
+    device: str = "cpu",
+    max_model_len: int = 64,
+) -> RolloutEngine:
+    """An engine in float32, as a worker makes it. model: a folder, or for ``hf`` a configuration."""
+    rollout = rollout or RolloutConfig()
+    rollout.name = name
+    return make_engine(settings_of(model, rollout, device=device, max_model_len=max_model_len))
+
+
+def settings_of(
+    model: str | PretrainedConfig,
+    rollout: RolloutConfig,
+    *,
+    dtype=torch.float32,
+    device: str = "cpu",
+    max_model_len: int = 64,
+) -> EngineSettings:
+    config, path = (load_config(model), model) if isinstance(model, str) else (model, "")
+    return EngineSettings(
+        rollout, ModelSpec(path), config, dtype, get_device(device), ALONE, [EOS], max_model_len=max_model_len
+    )
+
+
+def rollout_of(**keys) -> RolloutConfig:
+    rollout = RolloutConfig()
+    for name, value in keys.items():
+        setattr(rollout, name, value)
+    return rollout
 
 
 def jobs_of(prompts: Sequence[np.ndarray], num_samples: int, step: int = 1, seed: int = 7) -> list[Job]:

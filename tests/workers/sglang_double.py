@@ -18,11 +18,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rltrain.config.rollout_schema import RolloutConfig
-from rltrain.device import get_device
-from rltrain.workers.rollout.base import Sampling
+from rltrain.workers.rollout.base import RolloutEngine, Sampling
 from rltrain.workers.rollout.sampling import choose, random_numbers
-from rltrain.workers.rollout.sglang import SGLangRollout
-from tests.workers.engines import ALONE
+from tests.workers.engines import engine_of
 
 API = json.loads(Path(__file__).with_name("sglang_api.json").read_text())
 FUSED = {
@@ -35,17 +33,14 @@ FUSED = {
 
 
 @contextmanager
-def sglang_engine(path: str, rollout: RolloutConfig, *, double: bool, max_model_len: int) -> Iterator[SGLangRollout]:
-    """The adapter on the real engine, or on the double (which draws by seeds, as the real one on accelerators). Stop token: 1."""
+def sglang_engine(path: str, rollout: RolloutConfig, *, double: bool) -> Iterator[RolloutEngine]:
+    """The adapter on the real engine, or on the double (which draws by seeds, as the real one on accelerators)."""
     if not double and not importlib.util.find_spec("sglang"):
         pytest.skip("SGLang is not installed (rltrain[sglang])")
     if double:
         rollout.engine_kwargs = {"sglang": {"enable_deterministic_inference": True}}
     with mock.patch.dict(sys.modules, {"sglang": sys.modules[__name__]}) if double else nullcontext():
-        engine = SGLangRollout(
-            path, rollout, dtype=torch.float32, device=get_device("cpu"), replica=ALONE, eos_token_ids=[1],
-            max_model_len=max_model_len,
-        )  # fmt: skip
+        engine = engine_of("sglang", path, rollout)
     yield engine
     engine.close()
 

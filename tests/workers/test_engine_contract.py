@@ -14,16 +14,12 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from rltrain.config.rollout_schema import RolloutConfig
-from rltrain.device import get_device
-from rltrain.models.load import load_config
 from rltrain.models.weights import Weight
 from rltrain.workers.rollout.base import Job, Sampling
-from rltrain.workers.rollout.hf import HFRollout, Limits
 from tests.distance import distance
-from tests.workers.engines import ALONE, generate, jobs_of, queue_of
+from tests.workers.engines import EOS, engine_of, generate, jobs_of, queue_of, rollout_of
 from tests.workers.sglang_double import sglang_engine
 
-EOS = 1
 LONGEST = 64
 PROMPTS = [np.array(ids, dtype=np.int32) for ids in ([2, 5, 6, 3], [2, 7, 3], [2, 8, 9, 10, 11, 3], [4])]
 # On accelerators vLLM's weights are written in place, on the CPU it must load them anew, unless its packed kernels are off.
@@ -76,13 +72,11 @@ def engine(request, tiny_model):
     rollout = RolloutConfig()
     rollout.max_num_seqs = 8
     rollout.engine_kwargs = {"vllm": {"block_size": 32}}  # so that short prompts fill blocks, which are cached
-    device = get_device("cpu")
     if request.param == "hf":
-        config = load_config(str(tiny_model))
-        yield HFRollout(config, dtype=torch.float32, device=device, eos_token_ids=[EOS], limits=Limits(8, LONGEST))
+        yield engine_of("hf", str(tiny_model), rollout)
         return
     if request.param.startswith("sglang"):
-        with sglang_engine(str(tiny_model), rollout, double="double" in request.param, max_model_len=LONGEST) as found:
+        with sglang_engine(str(tiny_model), rollout, double="double" in request.param) as found:
             yield found
         return
     if not importlib.util.find_spec("vllm"):
@@ -91,17 +85,12 @@ def engine(request, tiny_model):
     import vllm._custom_ops as kernels
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    from rltrain.workers.rollout.vllm import VLLMRollout
-
     in_place = request.param == "vllm in place"
     if request.param == "vllm drafts":
         rollout.tail, rollout.max_num_batched_tokens = "exact", 16
     packed, kernels._supports_onednn = kernels._supports_onednn, kernels._supports_onednn and not in_place
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    engine = VLLMRollout(
-        str(tiny_model), rollout, dtype=torch.float32, device=device, replica=ALONE, eos_token_ids=[EOS], max_model_len=LONGEST,
-        tied_embeddings=True,
-    )  # fmt: skip
+    engine = engine_of("vllm", str(tiny_model), rollout)
     engine._reload = not in_place
     yield engine
     kernels._supports_onednn = packed
@@ -211,8 +200,7 @@ def test_sampled_answers_are_those_of_the_embedded_engine(ready, plain, tiny_mod
     """Whether prompts come in pieces, tokens are guessed or not: a seed says what is drawn."""
     if "sglang" in request.node.callspec.params["engine"]:
         pytest.skip("SGLang draws with its own random numbers")
-    device, config = get_device("cpu"), load_config(str(tiny_model))
-    embedded = HFRollout(config, dtype=torch.float32, device=device, eos_token_ids=[EOS], limits=Limits(8, LONGEST))
+    embedded = engine_of("hf", str(tiny_model), rollout_of(max_num_seqs=8))
     load(embedded, weights_of(plain))
     longest = np.array([2 + number % 5 for number in range(LONGEST - 40)], dtype=np.int32)
     for sampling in (Sampling(40, ignore_eos=True), Sampling(40, temperature=0.6, top_k=10), Sampling(40, greedy=True)):

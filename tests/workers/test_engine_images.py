@@ -15,14 +15,13 @@ import torch
 import torch.distributed as dist
 
 from rltrain.config.rollout_schema import RolloutConfig
-from rltrain.device import get_device
 from rltrain.errors import ConfigError
 from rltrain.models.load import load_config
 from rltrain.models.vision import placeholder_ids, takes_images
 from rltrain.seeds import sample_seeds
 from rltrain.workers.rollout.base import Job, Sampling, check_images
 from tests.distance import distance
-from tests.workers.engines import ALONE, queue_of
+from tests.workers.engines import engine_of, queue_of
 from tests.workers.test_engine_contract import answers, load, weights_of
 
 for package in ("vllm", "torchvision"):
@@ -32,7 +31,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 from tests.tiny_vision import END, IMAGE, START, VIDEO, picture, save_tiny_vision_model  # noqa: E402
 
-EOS = 1
 LONGEST = 64
 PLACEHOLDERS = [START, END, IMAGE, VIDEO]
 # Family, tied embeddings, weights written in place (as on accelerators).
@@ -105,8 +103,6 @@ def made(request, tmp_path_factory):
     import vllm._custom_ops as kernels
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    from rltrain.workers.rollout.vllm import VLLMRollout
-
     family, tied, in_place = request.param
     path = save_tiny_vision_model(tmp_path_factory.mktemp(family), family, tied=tied)
     rollout = RolloutConfig()
@@ -114,10 +110,7 @@ def made(request, tmp_path_factory):
     rollout.engine_kwargs = {"vllm": {"block_size": 32}}
     packed, kernels._supports_onednn = kernels._supports_onednn, kernels._supports_onednn and not in_place
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    engine = VLLMRollout(
-        str(path), rollout, dtype=torch.float32, device=get_device("cpu"), replica=ALONE, eos_token_ids=[EOS], max_model_len=LONGEST,
-        tied_embeddings=tied,
-    )  # fmt: skip
+    engine = engine_of("vllm", str(path), rollout)
     engine._reload = not in_place
     yield engine, Reference(path)
     kernels._supports_onednn = packed

@@ -5,17 +5,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from rltrain.device import get_device
 from rltrain.errors import ConfigError, DataError
 from rltrain.models.weights import Weight
 from rltrain.workers.rollout.base import Sampling
-from rltrain.workers.rollout.hf import HFRollout, Limits
+from rltrain.workers.rollout.hf import HFRollout
 from rltrain.workers.rollout.kv import ROOM
 from tests.distance import distance
+from tests.workers.engines import EOS, jobs_of, queue_of, rollout_of, settings_of
 from tests.workers.engines import generate as serve
-from tests.workers.engines import jobs_of, queue_of
 
-EOS = 1
 VOCABULARY = 40
 SIZES = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -57,15 +55,10 @@ def weights_of(model):
     )
 
 
-def make_engine(plain, max_num_seqs=64, block=None, dtype=torch.float32, **limits):
-    config = plain.config.__class__(**plain.config.to_dict())
-    engine = HFRollout(
-        config,
-        dtype=dtype,
-        device=get_device("cpu"),
-        eos_token_ids=[EOS],
-        limits=Limits(max_num_seqs, **{"max_model_len": 128, **limits}),
-    )
+def make_engine(plain, max_num_seqs=64, block=None, dtype=torch.float32, **keys):
+    config, max_model_len = plain.config.__class__(**plain.config.to_dict()), keys.pop("max_model_len", 128)
+    rollout = rollout_of(max_num_seqs=max_num_seqs, **keys)
+    engine = HFRollout(settings_of(config, rollout, dtype=dtype, max_model_len=max_model_len))
     engine._block = block or engine._block
     engine.load_weights(weights_of(plain))
     engine.wake_cache()
@@ -123,7 +116,7 @@ def test_log_probs_are_the_trainers_at_the_sampling_temperature(family):
         {"max_num_seqs": 4},
         {"max_num_seqs": 9, "block": 4},
         {"max_num_batched_tokens": 5},
-        {"max_num_batched_tokens": 5, "chunked_prefill": False},
+        {"max_num_batched_tokens": 5, "enable_chunked_prefill": False},
         {"max_num_seqs": 5, "max_num_batched_tokens": 1, "block": 16},
     ],
 )
@@ -306,7 +299,7 @@ def test_scores_are_the_trainers(plain):
 def test_fewer_answers_run_at_once_where_memory_is_short(plain, monkeypatch):
     one = (128 + 64) * 2 * 2 * 2 * 16 * 4
     monkeypatch.setattr("rltrain.device.Device.free_memory_bytes", lambda self: int(one * 14.5 * ROOM))
-    engine = make_engine(plain, memory_share=0.5)
+    engine = make_engine(plain, gpu_memory_utilization=0.5)
     sizes = count_tokens(engine)
     found = generate(engine, 4, Sampling(20))
     assert max(rows for rows, _ in sizes) == 7

@@ -6,15 +6,12 @@ import sys
 import pytest
 import torch
 
-from rltrain.config.rollout_schema import RolloutConfig
-from rltrain.device import get_device
 from rltrain.errors import ConfigError, SyncError
 from rltrain.models.weights import Weight
 from rltrain.workers.rollout import sglang
 from rltrain.workers.rollout.base import Sampling
-from rltrain.workers.rollout.queue import Replica
 from tests.workers import sglang_double
-from tests.workers.engines import ALONE, generate
+from tests.workers.engines import engine_of, generate, rollout_of
 from tests.workers.record_sglang_api import record
 from tests.workers.test_engine_contract import PROMPTS, load, plain, weights_of  # noqa: F401
 
@@ -24,15 +21,8 @@ def make(tiny_model, monkeypatch):
     monkeypatch.setitem(sys.modules, "sglang", sglang_double)
     made = []
 
-    def make(device="cpu", replica=ALONE, **changes):
-        rollout = RolloutConfig()
-        rollout.max_num_seqs = 6
-        for name, value in changes.items():
-            setattr(rollout, name, value)
-        engine = sglang.SGLangRollout(
-            str(tiny_model), rollout, dtype=torch.float32, device=get_device(device), replica=replica, eos_token_ids=[1],
-            max_model_len=64,
-        )  # fmt: skip
+    def make(device="cpu", **keys):
+        engine = engine_of("sglang", str(tiny_model), rollout_of(max_num_seqs=6, **keys), device=device)
         made.append(engine)
         return engine
 
@@ -69,11 +59,6 @@ def test_without_sglang_the_error_says_what_to_install(make, monkeypatch):
     monkeypatch.setitem(sys.modules, "sglang", None)
     with pytest.raises(ConfigError, match=r"pip install rltrain\[sglang\]"):
         make()
-
-
-def test_tensor_parallel_replicas_are_refused(make):
-    with pytest.raises(ConfigError, match="tensor_model_parallel_size=2"):
-        make(replica=Replica(number=0, count=1, member=0, size=2))
 
 
 def test_memory_is_given_back_and_taken_in_stages(make, plain):  # noqa: F811

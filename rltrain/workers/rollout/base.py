@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rltrain.config.engines import ENGINES, engines_with
 from rltrain.errors import ConfigError
 from rltrain.models.weights import Weight
 from rltrain.ragged import Ragged
@@ -109,7 +110,7 @@ class RolloutEngine(Protocol):
 
 def check_images(engine: str, jobs: Sequence[Job]) -> None:
     """Raises ConfigError where jobs have images and the engine (``rollout.name``) takes text alone."""
-    if engine != "vllm" and any(job.images for job in jobs):
+    if not ENGINES[engine].images and any(job.images for job in jobs):
         raise ConfigError(
-            f"actor_rollout_ref.rollout.name={engine} takes text alone, and prompts have images. Use rollout.name=vllm."
+            f"actor_rollout_ref.rollout.name={engine} takes text alone, and prompts have images. Use {engines_with('images')}."
         )

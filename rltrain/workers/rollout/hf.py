@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 
-from rltrain.device import Device
 from rltrain.errors import ConfigError
 from rltrain.models.attention import PLAN, packed_attention
 from rltrain.models.forward import final_logits
@@ -29,6 +27,7 @@ from rltrain.workers.rollout.base import (
 )
 from rltrain.workers.rollout.kv import ROOM, KeyValues, Piece
 from rltrain.workers.rollout.sampling import choose, random_numbers
+from rltrain.workers.rollout.settings import EngineSettings
 
 _ATTENTION = "rltrain_rollout"
 _CACHE = "rltrain_cache"
@@ -38,44 +37,21 @@ _DEAD = 0.05
 _BLOCK_CPU, _BLOCK_ACCELERATOR = 64, 512
 
 
-@dataclass(frozen=True)
-class Limits:
-    """What the engine may use.
-
-    max_num_seqs: answers at once. max_model_len: tokens of prompt and answer. max_num_batched_tokens: tokens of prompts computed at
-    once; a longer prompt is computed in pieces (chunked_prefill), else alone. memory_share: part of the memory free before
-    generation that keys and values may take.
-    """
-
-    max_num_seqs: int
-    max_model_len: int
-    max_num_batched_tokens: int = 8192
-    chunked_prefill: bool = True
-    memory_share: float = 0.5
-
-
 class HFRollout:
     """Continuous batching over the model's own modules: one prefill a prompt, shared by its answers; answers leave as they end and
     new ones enter."""
 
-    def __init__(
-        self,
-        config: PretrainedConfig,
-        *,
-        dtype: torch.dtype,
-        device: Device,
-        eos_token_ids: Sequence[int],
-        limits: Limits,
-        trust_remote_code: bool = False,
-    ) -> None:
+    def __init__(self, settings: EngineSettings) -> None:
         _register()
-        self._model = empty_model(config, _ATTENTION, dtype, trust_remote_code=trust_remote_code).eval()
-        self._dtype = dtype
-        self._device = device
-        self._limits = limits
+        config, self._dtype, self._device = settings.config, settings.dtype, settings.device
+        model = empty_model(config, _ATTENTION, self._dtype, trust_remote_code=settings.model.trust_remote_code)
+        self._model = model.eval()
+        self._rollout = settings.rollout
+        self._max_model_len = settings.max_model_len
+        self._memory_share = settings.rollout.gpu_memory_utilization / settings.engines_sharing_memory
         self._is_end = np.zeros(config.get_text_config().vocab_size, dtype=bool)
-        self._is_end[[token for token in eos_token_ids if token < len(self._is_end)]] = True
-        self._block = _BLOCK_CPU if device.is_cpu else _BLOCK_ACCELERATOR
+        self._is_end[[token for token in settings.eos_token_ids if token < len(self._is_end)]] = True
+        self._block = _BLOCK_CPU if self._device.is_cpu else _BLOCK_ACCELERATOR
         self._most_rows = 0
 
     def wake_weights(self) -> None:
@@ -84,9 +60,9 @@ class HFRollout:
     def wake_cache(self) -> None:
         """Decides how many answers may be generated at once: so many that all could become as long as they may, each with a prompt
         of its own. Keys and values themselves live as long as a `generate`."""
-        budget = self._limits.memory_share * self._device.free_memory_bytes() / ROOM
-        longest = (self._limits.max_model_len + self._block) * bytes_per_token(self._model.config, self._dtype)
-        self._most_rows = min(self._limits.max_num_seqs, int(budget / longest))
+        budget = self._memory_share * self._device.free_memory_bytes() / ROOM
+        longest = (self._max_model_len + self._block) * bytes_per_token(self._model.config, self._dtype)
+        self._most_rows = min(self._rollout.max_num_seqs, int(budget / longest))
 
     def load_weights(self, weights: Iterator[Weight]) -> None:
         """Keep the values themselves: with one process and equal dtypes these are the training weights."""
@@ -118,7 +94,7 @@ class HFRollout:
     @torch.inference_mode()
     def generate(self, source: Source, sampling: Sampling, finished: Finished | None = None) -> Generation:
         kv = KeyValues(self._device.torch_device, self._block)
-        answers = Answers(sampling.max_tokens, self._limits.max_model_len, finished)
+        answers = Answers(sampling.max_tokens, self._max_model_len, finished)
         rows = np.zeros(0, dtype=np.int64)
         hidden = torch.empty(0, self._model.config.get_text_config().hidden_size, dtype=self._dtype)
         hidden = hidden.to(self._device.torch_device)
@@ -146,10 +122,10 @@ class HFRollout:
         most = self._most_rows
         if jobs := source.take(most - num_running) if num_running < most else []:
             return jobs
-        if not num_running and most < self._limits.max_num_seqs and (jobs := source.take(self._limits.max_num_seqs)):
+        if not num_running and most < self._rollout.max_num_seqs and (jobs := source.take(self._rollout.max_num_seqs)):
             key = "actor_rollout_ref.rollout."
             raise ConfigError(
-                f"the memory for keys and values holds {most} answers of up to {self._limits.max_model_len} tokens at once, but "
+                f"the memory for keys and values holds {most} answers of up to {self._max_model_len} tokens at once, but "
                 f"{len(jobs[0].samples)} answers to one prompt were to be generated together. Raise {key}gpu_memory_utilization, lower "
                 f"{key}max_model_len"
                 + (f", or set {key}max_num_seqs={most}, which cuts them into several parts." if most else ".")
@@ -200,14 +176,14 @@ class HFRollout:
 
     def _packs(self, lengths: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
         """Pieces (number, start, stop) of prompts that are computed together: whole prompts, or one piece of a long one."""
-        budget = self._limits.max_num_batched_tokens
+        budget = self._rollout.max_num_batched_tokens
         pack: list[tuple[int, int, int]] = []
         filled = 0
         for number, length in enumerate(lengths):
             if pack and filled + length > budget:
                 yield pack
                 pack, filled = [], 0
-            if length > budget and self._limits.chunked_prefill:
+            if length > budget and self._rollout.enable_chunked_prefill:
                 for start in range(0, length, budget):
                     yield [(number, start, min(start + budget, length))]
             else:

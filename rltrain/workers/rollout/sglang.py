@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rltrain.config.rollout_schema import RolloutConfig
-from rltrain.device import Device
 from rltrain.env import prepare_sglang
 from rltrain.errors import ConfigError, SyncError
 from rltrain.models.weights import Weight
@@ -30,7 +28,7 @@ from rltrain.workers.rollout.base import (
     Sampling,
     Source,
 )
-from rltrain.workers.rollout.queue import Replica
+from rltrain.workers.rollout.settings import EngineSettings
 from rltrain.workers.rollout.sglang_weights import load_weights, report_refused
 
 # The engine's own process imports the functions that take over weights by these names.
@@ -50,37 +48,21 @@ class SGLangRollout:
     top_p is the share of all tokens, not of the ``top_k`` likeliest, where both are set.
     """
 
-    def __init__(
-        self,
-        path: str,
-        rollout: RolloutConfig,
-        *,
-        dtype: torch.dtype,
-        device: Device,
-        replica: Replica,
-        eos_token_ids: Sequence[int],
-        max_model_len: int,
-        override_config: Mapping[str, Any] | None = None,
-        trust_remote_code: bool = False,
-    ) -> None:
-        if replica.size > 1:
-            raise ConfigError(
-                f"actor_rollout_ref.rollout.tensor_model_parallel_size={replica.size}: SGLang starts its tensor-parallel processes itself "
-                "and would need the devices of other workers. Use 1 with rollout.name=sglang, or rollout.name=vllm."
-            )
+    def __init__(self, settings: EngineSettings) -> None:
+        rollout, device = settings.rollout, settings.device
         self._device = device
         self._max_num_seqs = rollout.max_num_seqs
-        self._max_model_len = max_model_len
+        self._max_model_len = settings.max_model_len
         self._sleeps = rollout.free_cache_engine
         self._released: set[str] = set()
-        length = max_model_len + _SPARE_TOKENS
-        settings = {
-            "model_path": path,
+        length = settings.max_model_len + _SPARE_TOKENS
+        arguments = {
+            "model_path": settings.model.path,
             "skip_tokenizer_init": True,
             "load_format": "dummy",
-            "dtype": str(dtype).removeprefix("torch."),
+            "dtype": str(settings.dtype).removeprefix("torch."),
             "device": device.kind,
-            "random_seed": replica.number,
+            "random_seed": settings.replica.number,
             "context_length": length,
             "max_running_requests": rollout.max_num_seqs,
             "mem_fraction_static": rollout.gpu_memory_utilization,
@@ -92,15 +74,17 @@ class SGLangRollout:
             "enable_deterministic_inference": not device.is_cpu,
             "custom_weight_loader": [_LOAD, _REPORT],
             # What ends an answer is decided by rltrain, not by the model's files.
-            "json_model_override_args": json.dumps(dict(override_config or {}) | {"eos_token_id": list(eos_token_ids)}),
-            "trust_remote_code": trust_remote_code,
+            "json_model_override_args": json.dumps(
+                dict(settings.model.override) | {"eos_token_id": list(settings.eos_token_ids)}
+            ),
+            "trust_remote_code": settings.model.trust_remote_code,
             "log_level": "error",
         }
         if device.is_cpu:
-            settings |= {"attention_backend": "torch_native", "sampling_backend": "pytorch"}
+            arguments |= {"attention_backend": "torch_native", "sampling_backend": "pytorch"}
             # Not a share of the machine's memory: all that can run at once.
-            settings["max_total_tokens"] = rollout.max_num_seqs * length
-        self._engine = _start(settings | dict(rollout.engine_kwargs.get("sglang", {})))
+            arguments["max_total_tokens"] = rollout.max_num_seqs * length
+        self._engine = _start(arguments | dict(rollout.engine_kwargs.get("sglang", {})))
         self.sleep()
 
     def close(self) -> None:
@@ -219,7 +203,7 @@ class SGLangRollout:
         answer.seconds = time.perf_counter() - started
 
 
-def _start(settings: Mapping[str, Any]) -> Any:
+def _start(arguments: Mapping[str, Any]) -> Any:
     prepare_sglang()
     try:
         from sglang import Engine
@@ -229,7 +213,7 @@ def _start(settings: Mapping[str, Any]) -> Any:
             "pip install rltrain[sglang], or use rollout.name=hf."
         ) from error
     try:
-        return Engine(**settings)
+        return Engine(**arguments)
     except TypeError as error:
         raise ConfigError(f"actor_rollout_ref.rollout.engine_kwargs.sglang: {error}") from error
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
@@ -18,11 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rltrain.config.rollout_schema import RolloutConfig
-from rltrain.device import Device
 from rltrain.env import prepare_vllm, shipped
 from rltrain.errors import ConfigError
-from rltrain.models.load import load_config
 from rltrain.models.vision import placeholder_ids, takes_images
 from rltrain.models.weights import Weight
 from rltrain.workers.rollout.answers import Answer, Taken, generation_of
@@ -34,6 +31,7 @@ from rltrain.workers.rollout.base import (
     Source,
 )
 from rltrain.workers.rollout.queue import Replica
+from rltrain.workers.rollout.settings import EngineSettings
 from rltrain.workers.rollout.vllm_sampler import CountedSampler, Stream
 
 
@@ -43,45 +41,31 @@ class VLLMRollout:
     The default process group must exist; replicas are neighbouring ranks, as vLLM cuts the world itself.
     """
 
-    def __init__(
-        self,
-        path: str,
-        rollout: RolloutConfig,
-        *,
-        dtype: torch.dtype,
-        device: Device,
-        replica: Replica,
-        eos_token_ids: Sequence[int],
-        max_model_len: int,
-        tied_embeddings: bool,
-        override_config: Mapping[str, Any] | None = None,
-        trust_remote_code: bool = False,
-    ) -> None:
-        self._device = device
-        self._eos = sorted(eos_token_ids)
+    def __init__(self, settings: EngineSettings) -> None:
+        rollout, replica, device, config = settings.rollout, settings.replica, settings.device, settings.config
+        self._eos = sorted(settings.eos_token_ids)
         self._max_num_seqs = rollout.max_num_seqs
-        self._max_model_len = max_model_len
-        self._tied = tied_embeddings
+        self._max_model_len = settings.max_model_len
+        self._tied = bool(getattr(config, "tie_word_embeddings", False))
         # vLLM's CPU kernels repack their weights, which only its own reload undoes; on accelerators weights are written in place.
         self._reload = device.is_cpu
         self._sleeps = rollout.free_cache_engine and not device.is_cpu
         prepare_vllm(replica.number * replica.size + replica.member, replica.count * replica.size)
-        config = load_config(path, trust_remote_code=trust_remote_code)
         self._takes_images = takes_images(config)
-        settings = {
-            "model": path,
+        arguments = {
+            "model": settings.model.path,
             # Its processor of images needs the tokenizer.
             "skip_tokenizer_init": not self._takes_images,
             # Real weights come before the first answer. With a vision tower: read, because vLLM's random ones also overwrite its constants
             # for the normalization of pixels (0.32), which are no weights and never come again.
             "load_format": "auto" if self._takes_images else "dummy",
-            "dtype": str(dtype).removeprefix("torch."),
+            "dtype": str(settings.dtype).removeprefix("torch."),
             "seed": 0,
             "distributed_executor_backend": "external_launcher",
             "tensor_parallel_size": replica.size,
             # It looks for the devices of its neighbours, and every worker sees its own alone.
             "disable_custom_all_reduce": True,
-            "max_model_len": max_model_len,
+            "max_model_len": settings.max_model_len,
             "max_num_seqs": rollout.max_num_seqs,
             "max_num_batched_tokens": max(rollout.max_num_batched_tokens, rollout.max_num_seqs),
             "enable_chunked_prefill": rollout.enable_chunked_prefill,
@@ -92,14 +76,14 @@ class VLLMRollout:
             "enable_sleep_mode": self._sleeps,
             "logprobs_mode": "processed_logprobs",
             "speculative_config": rollout.prompt_lookup,
-            "hf_overrides": dict(override_config or {}),
-            "trust_remote_code": trust_remote_code,
+            "hf_overrides": dict(settings.model.override),
+            "trust_remote_code": settings.model.trust_remote_code,
         }
         if self._takes_images:
             # No memory is kept for what never comes; images: vLLM's default.
-            settings["limit_mm_per_prompt"] = {"video": 0}
+            arguments["limit_mm_per_prompt"] = {"video": 0}
         with _own_shared_memory(replica):
-            self._llm = _make_llm(settings | dict(rollout.engine_kwargs.get("vllm", {})))
+            self._llm = _make_llm(arguments | dict(rollout.engine_kwargs.get("vllm", {})))
         # The worker of this process: the call passes it through as it is.
         self._worker = self._llm.collective_rpc(lambda worker: worker)[0]
         never = torch.tensor(placeholder_ids(config), dtype=torch.long, device=device.torch_device)
@@ -221,7 +205,7 @@ class VLLMRollout:
         return name
 
 
-def _make_llm(settings: dict[str, Any]) -> Any:
+def _make_llm(arguments: dict[str, Any]) -> Any:
     try:
         from vllm import LLM
     except ImportError as error:
@@ -231,7 +215,7 @@ def _make_llm(settings: dict[str, Any]) -> Any:
         ) from error
     state = torch.get_rng_state()  # vLLM seeds the global generator
     try:
-        return LLM(**settings)
+        return LLM(**arguments)
     except TypeError as error:
         raise ConfigError(f"actor_rollout_ref.rollout.engine_kwargs.vllm: {error}") from error
     except ValueError as error:

@@ -1,0 +1,48 @@
+"""What a rollout engine is built from, and the one place where it is built.
+
+Every adapter takes the same record, so the table of engines (`rltrain.config.engines`) can name adapters by strings.
+An adapter is imported only by a worker that uses it: vLLM and SGLang take seconds to import and need not be installed.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PretrainedConfig
+
+from rltrain.config.engines import ENGINES
+from rltrain.config.rollout_schema import RolloutConfig
+from rltrain.device import Device
+from rltrain.models.spec import ModelSpec
+from rltrain.workers.rollout.base import RolloutEngine
+from rltrain.workers.rollout.queue import Replica
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """The model, the keys under ``actor_rollout_ref.rollout``, and this process's part of the run.
+
+    model: where the model is, for an engine that reads its files itself; config: what they say. eos_token_ids: what ends an
+    answer, whatever those files say. max_model_len: tokens of prompt and answer. engines_sharing_memory: engines of this
+    node that share one memory (on a CPU; else 1).
+    """
+
+    rollout: RolloutConfig
+    model: ModelSpec
+    config: PretrainedConfig
+    dtype: torch.dtype
+    device: Device
+    replica: Replica
+    eos_token_ids: Sequence[int]
+    max_model_len: int
+    engines_sharing_memory: int = 1
+
+
+def make_engine(settings: EngineSettings) -> RolloutEngine:
+    """The engine that ``rollout.name`` says."""
+    module, _, name = ENGINES[settings.rollout.name].factory.partition(":")
+    factory: Callable[[EngineSettings], RolloutEngine] = getattr(importlib.import_module(module), name)
+    return factory(settings)

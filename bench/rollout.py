@@ -13,7 +13,6 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
-import copy
 import platform
 import sys
 import tempfile
@@ -28,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen3Config
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from rltrain.config.rollout_schema import RolloutConfig
 from rltrain.device import get_device
@@ -234,19 +233,22 @@ def make_model(dtype: torch.dtype) -> PreTrainedModel:
 
 
 def make_engine(model: PreTrainedModel, dtype: torch.dtype) -> hf.HFRollout:
-    return with_weights(hf.HFRollout(engine_settings(copy.deepcopy(model.config), dtype)), model)
+    with tempfile.TemporaryDirectory() as folder:
+        model.config.save_pretrained(folder)
+        engine = hf.HFRollout(engine_settings(folder, dtype))
+    return with_weights(engine, model)
 
 
-def engine_settings(config: PretrainedConfig, dtype: torch.dtype, path: str = "") -> EngineSettings:
+def engine_settings(folder: str, dtype: torch.dtype) -> EngineSettings:
     rollout = RolloutConfig()
     rollout.max_num_seqs = 256
     longest = PROMPT_TOKENS + 512
-    return EngineSettings(rollout, ModelSpec(path), config, dtype, get_device("cpu"), Replica(0, 1, 0, 1), [], longest)
+    return EngineSettings(rollout, ModelSpec(folder), dtype, get_device("cpu"), Replica(0, 1, 0, 1), [], longest)
 
 
 def make_vllm(model: PreTrainedModel, dtype: torch.dtype, folder: str) -> VLLMRollout:
     model.save_pretrained(folder)
-    return with_weights(VLLMRollout(engine_settings(model.config, dtype, folder)), model)
+    return with_weights(VLLMRollout(engine_settings(folder, dtype)), model)
 
 
 def with_weights(engine, model: PreTrainedModel):

@@ -26,7 +26,6 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config
 from rltrain.config.rollout_schema import RolloutConfig
 from rltrain.device import get_device
 from rltrain.models.forward import PolicyModel
-from rltrain.models.load import load_config
 from rltrain.models.shard import sharded_model
 from rltrain.models.spec import ModelSpec
 from rltrain.models.weights import Weight, huggingface_name, whole_weights
@@ -88,10 +87,10 @@ def rank_main(rank: int, world: int, folder: Path, way: str, bucket_mib: float, 
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / f"store {way}"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    device, config = get_device("cpu"), load_config(str(folder))
+    device = get_device("cpu")
     spec = ModelSpec(str(folder))
     policy = sharded_model(PolicyModel, spec, device)
-    engine = HFRollout(EngineSettings(RolloutConfig(), spec, config, dtype, device, Replica(0, 1, 0, 1), [1], 64))
+    engine = HFRollout(EngineSettings(RolloutConfig(), spec, dtype, device, Replica(0, 1, 0, 1), [1], 64))
     found = []
     for _ in range(syncs):
         engine.sleep()

@@ -77,13 +77,11 @@ class RolloutWorker(Rollout):
 
     def _make_engine(self, cfg: Config, dtype: torch.dtype) -> RolloutEngine:
         model = actor_spec(cfg, self._device)
-        config = model.load_config()
-        self._vocabulary = config.get_text_config().vocab_size
+        self._vocabulary = model.load_config().get_text_config().vocab_size
         self._residency.enter("rollout")  # an engine measures the memory that is free now
         settings = EngineSettings(
             rollout=self._rollout,
             model=model,
-            config=config,
             dtype=dtype,
             device=self._device,
             replica=self._replica,

@@ -10,7 +10,6 @@ from transformers import PretrainedConfig
 
 from rltrain.config.rollout_schema import RolloutConfig
 from rltrain.device import get_device
-from rltrain.models.load import load_config
 from rltrain.models.spec import ModelSpec
 from rltrain.seeds import sample_seeds
 from rltrain.workers.rollout.base import Generation, Job, RolloutEngine, Sampling
@@ -21,6 +20,17 @@ EOS = 1
 ALONE = Replica(number=0, count=1, member=0, size=1)
 _CALLS = itertools.count()
 _STORE = dist.HashStore()
+
+
+class ModelInMemory(ModelSpec):
+    """A model without a folder."""
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        super().__init__("")
+        object.__setattr__(self, "_config", config)
+
+    def load_config(self) -> PretrainedConfig:
+        return self._config
 
 
 def engine_of(
@@ -45,10 +55,8 @@ def settings_of(
     device: str = "cpu",
     max_model_len: int = 64,
 ) -> EngineSettings:
-    config, path = (load_config(model), model) if isinstance(model, str) else (model, "")
-    return EngineSettings(
-        rollout, ModelSpec(path), config, dtype, get_device(device), ALONE, [EOS], max_model_len=max_model_len
-    )
+    spec = ModelSpec(model) if isinstance(model, str) else ModelInMemory(model)
+    return EngineSettings(rollout, spec, dtype, get_device(device), ALONE, [EOS], max_model_len=max_model_len)
 
 
 def rollout_of(**keys) -> RolloutConfig:

@@ -43,7 +43,7 @@ class HFRollout:
 
     def __init__(self, settings: EngineSettings) -> None:
         _register()
-        config, self._dtype, self._device = settings.config, settings.dtype, settings.device
+        config, self._dtype, self._device = settings.model.load_config(), settings.dtype, settings.device
         model = empty_model(config, _ATTENTION, self._dtype, trust_remote_code=settings.model.trust_remote_code)
         self._model = model.eval()
         self._rollout = settings.rollout

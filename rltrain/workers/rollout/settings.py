@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from transformers import PretrainedConfig
 
 from rltrain.config.engines import ENGINES
 from rltrain.config.rollout_schema import RolloutConfig
@@ -25,14 +24,12 @@ from rltrain.workers.rollout.queue import Replica
 class EngineSettings:
     """The model, the keys under ``actor_rollout_ref.rollout``, and this process's part of the run.
 
-    model: where the model is, for an engine that reads its files itself; config: what they say. eos_token_ids: what ends an
-    answer, whatever those files say. max_model_len: tokens of prompt and answer. engines_sharing_memory: engines of this
-    node that share one memory (on a CPU; else 1).
+    eos_token_ids: what ends an answer, whatever the model's files say. max_model_len: tokens of prompt and answer.
+    engines_sharing_memory: engines of this node that share one memory (on a CPU; else 1).
     """
 
     rollout: RolloutConfig
     model: ModelSpec
-    config: PretrainedConfig
     dtype: torch.dtype
     device: Device
     replica: Replica

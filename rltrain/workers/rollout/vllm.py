@@ -42,7 +42,8 @@ class VLLMRollout:
     """
 
     def __init__(self, settings: EngineSettings) -> None:
-        rollout, replica, device, config = settings.rollout, settings.replica, settings.device, settings.config
+        rollout, replica, device = settings.rollout, settings.replica, settings.device
+        config = settings.model.load_config()
         self._eos = sorted(settings.eos_token_ids)
         self._max_num_seqs = rollout.max_num_seqs
         self._max_model_len = settings.max_model_len

@@ -54,6 +54,8 @@ def _summary(lines: list[dict[str, Any]]) -> tuple[str, list[tuple[str, str, flo
         if key in frame and frame[key].notna().any():
             at, mean = frame[key].idxmax(), frame[key].mean()
             share = mean / whole if unit == "seconds" and not outside else None
+            if label == "old_log_prob" and "perf/old_log_prob_share" in frame:
+                unit += f" ({frame['perf/old_log_prob_share'].mean():.0%} of the samples)"
             rows.append((label, unit, mean, frame[key][at], int(frame.get("step", frame.index + 1)[at]), share))
     return title, rows
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -234,19 +234,37 @@ def rank_tokens(layout: Layout, lengths: NDArray[np.int64]) -> list[int]:
     return [int(lengths[ids].sum()) for ids in layout.ids]
 
 
-def slack_metrics(layout: Layout, work: Workload) -> dict[str, float]:
-    """``perf/balance/*``: how much longer than its share the busiest rank works (1 = even), over all its work and with the ranks
-    in step at every micro-batch; the tokens that are computed, their cost, and their share of the samples' tokens.
+@dataclass(frozen=True)
+class LayoutCost:
+    """What a layout computes and how evenly.
+
+    cost, tokens: of all micro-batches, where a shared prompt counts once; tokens_share: those in relation to the samples' tokens.
+    ranks, micro_batches: how much longer than its share the busiest rank works (1 = even), over all its work, and with the ranks
+    in step at every micro-batch.
     """
+
+    cost: float
+    tokens: float
+    tokens_share: float
+    ranks: float
+    micro_batches: float
+
+    def metrics(self) -> dict[str, float]:
+        """``perf/balance/*``."""
+        return {f"perf/balance/{name}": value for name, value in asdict(self).items()}
+
+
+def cost_of(layout: Layout, work: Workload) -> LayoutCost:
+    """Add up the micro-batches of all ranks."""
     ranks = [layout.micro_batches(rank) for rank in range(len(layout.ids))]
     costs = np.array([[work.cost(micro) for micro in micros] for micros in ranks])
     computed = sum(work.tokens(micro) for micros in ranks for micro in micros)
     total = sum(int((work.prompts + work.answers)[ids].sum()) for ids in layout.ids)
     mean = max(float(costs.sum(1).mean()), 1e-9)
-    return {
-        "perf/balance/ranks": float(costs.sum(1).max()) / mean,
-        "perf/balance/micro_batches": float(costs.max(0).sum()) / mean,
-        "perf/balance/cost": float(costs.sum()),
-        "perf/balance/tokens": float(computed),
-        "perf/balance/tokens_share": computed / max(total, 1),
-    }
+    return LayoutCost(
+        cost=float(costs.sum()),
+        tokens=float(computed),
+        tokens_share=computed / max(total, 1),
+        ranks=float(costs.sum(1).max()) / mean,
+        micro_batches=float(costs.max(0).sum()) / mean,
+    )

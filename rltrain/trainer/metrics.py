@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from rltrain import columns as c
 from rltrain.controller.samples import Samples
+from rltrain.trainer.balance import LayoutCost
 
 Metrics = dict[str, float]
 _RATES = {"error": c.REWARD_FAILED, "timeout": c.REWARD_TIMEOUT}
@@ -261,29 +262,24 @@ def throughput_metrics(samples: Samples, timing: Metrics, num_devices: int) -> M
     return metrics
 
 
-def flops_metrics(
-    cost: float, tokens: float, timing: Metrics, model: dict[str, Any], num_devices: int, scored_cost: float = 0.0
-) -> Metrics:
+def flops_metrics(costs: Mapping[str, LayoutCost], timing: Metrics, model: dict[str, Any], num_devices: int) -> Metrics:
     """``perf/mfu/actor``: model FLOPs of the update without recompute / (seconds x devices x bf16 peak); nothing where the peak is unknown.
 
-    ``perf/mfu/actor_infer``: likewise of the old_log_prob pass, which is a forward (``scored_cost``, in tokens).
-    cost: of the ``tokens`` that were computed, in tokens, their attention included (`balance.Workload`); a shared prompt counts
-    once. A token takes 6 FLOPs a weight, input embedding not counted (Narayanan et al. 2021, appendix, halved for causality).
+    ``perf/mfu/actor_infer``: likewise of the old_log_prob pass, which is a forward. costs: by phase, in tokens, their attention
+    included. A token takes 6 FLOPs per weight, input embedding not counted (Narayanan et al. 2021, appendix, halved for causality).
     """
     if not model.get("peak_flops"):
         return {}
-    possible = num_devices * model["peak_flops"]
+    possible, weights = num_devices * model["peak_flops"], model["matmul_parameters"]
     metrics: Metrics = {}
-    if scored_cost:
-        metrics["perf/mfu/actor_infer"] = (
-            2 * model["matmul_parameters"] * scored_cost / (timing["timing_s/old_log_prob"] * possible)
-        )
-    if "timing_s/update_actor" not in timing:
-        return metrics
-    # Forward and gradient of the activations, two each; that of the weights two more (LoRA: of the adapters alone).
-    frozen = model["matmul_parameters"] - min(model["trained_parameters"], model["matmul_parameters"])
-    flops = 6 * model["matmul_parameters"] * cost - 2 * frozen * tokens
-    return metrics | {"perf/mfu/actor": float(flops / (timing["timing_s/update_actor"] * possible))}
+    if scored := costs.get("old_log_prob"):
+        metrics["perf/mfu/actor_infer"] = 2 * weights * scored.cost / (timing["timing_s/old_log_prob"] * possible)
+    if update := costs.get("update_actor"):
+        # Forward and gradient of the activations, two each; that of the weights two more (LoRA: of the adapters alone).
+        frozen = weights - min(model["trained_parameters"], weights)
+        flops = 6 * weights * update.cost - 2 * frozen * update.tokens
+        metrics["perf/mfu/actor"] = float(flops / (timing["timing_s/update_actor"] * possible))
+    return metrics
 
 
 def generation_metrics(results: Sequence[dict[str, Any]]) -> Metrics:

@@ -8,7 +8,7 @@ from rltrain.batch import Batch
 from rltrain.models.packing import pack
 from rltrain.ragged import Ragged
 from rltrain.trainer import balance
-from rltrain.trainer.balance import Workload, lay_out, rank_tokens, slack_metrics, spread
+from rltrain.trainer.balance import Workload, cost_of, lay_out, rank_tokens, spread
 from rltrain.trainer.plan import PassBudget
 
 budgets = st.one_of(
@@ -120,7 +120,7 @@ def test_cost_grows_with_the_pairs_of_query_and_key():
     work = Workload(lengths, 0 * lengths, np.arange(20), pair_cost=0.01)
     assert work.cost(np.arange(4)) == pytest.approx(4 * (400 + 0.01 * 400**2 / 2))
     layout = lay_out([np.arange(20)], work, 2, PassBudget(max_tokens=10_000, max_samples=None))
-    assert slack_metrics(layout, work)["perf/balance/ranks"] < 1.05
+    assert cost_of(layout, work).ranks < 1.05
     shared, alone = groups_of(100, [[50, 50]], 0.01), groups_of(100, [[50], [50]], 0.01)
     saved = alone.cost(np.arange(2)) - shared.cost(np.arange(2))
     assert saved == pytest.approx(100 + 0.01 * 100**2 / 2)
@@ -130,7 +130,7 @@ def test_slack_counts_what_ranks_wait_for():
     work = apart([30, 10, 10, 10])
     layout = lay_out([np.arange(4)], work, 2, PassBudget(max_tokens=None, max_samples=1))
     # Turns of (30, 10) and (10, 10): ranks have 40 and 20, and in step 30 + 10.
-    assert slack_metrics(layout, work) == pytest.approx(
+    assert cost_of(layout, work).metrics() == pytest.approx(
         {
             "perf/balance/ranks": 40 / 30,
             "perf/balance/micro_batches": 40 / 30,

@@ -1,6 +1,7 @@
 """Whole steps of the real trainer in this process, for every algorithm."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, Qwen3Config
 
 from rltrain.algorithms import policy_losses
-from rltrain.algorithms.aggregation import Denominators
 from rltrain.batch import Batch
 from rltrain.columns import COLUMNS, SCORER
 from rltrain.config import declarations
@@ -22,6 +22,7 @@ from rltrain.models.packing import pack
 from rltrain.ragged import Ragged
 from rltrain.stop import Stop
 from rltrain.trainer.advantage import check_plugins
+from rltrain.trainer.mini_batches import cut_prompts
 from rltrain.trainer.progress import Progress
 from rltrain.trainer.timing import StepTimer
 from rltrain.workers import actor_ref
@@ -197,7 +198,7 @@ def test_mini_batches_are_not_shuffled_as_the_prompts_of_an_epoch_are(make):
     trainer = make(**VARIANTS["shuffle"])
     same = []
     for step in range(1, 21):
-        shuffled = [int(ids[0]) // 4 for ids in trainer._mini_batches(1, 1, True, step)]
+        shuffled = [int(ids[0]) // 4 for ids in cut_prompts(trainer.plan, 1, 1, step, trainer.cfg.data.seed)]
         same.append(shuffled == [row for row in trainer.experience.sampler.permutation(step) if row < 4])
     assert sum(same) < 5, "one in 24 by chance"
 
@@ -340,12 +341,12 @@ def test_actor_and_critic_go_on_from_a_checkpoint_bit_for_bit(make, tmp_path):
     whole = make(**{ESTIMATOR: "gae"})
     for step in (1, 2):
         whole.step(step)
-    for role in (whole.actor, whole.critic):
-        role.save(str(tmp_path / role._name))
+    for name in ("actor", "critic"):
+        getattr(whole, name).save(str(tmp_path / name))
     expected = whole.step(3)
     resumed = make(**{ESTIMATOR: "gae"})
-    for role in (resumed.actor, resumed.critic):
-        role.load(str(tmp_path / role._name), False)
+    for name in ("actor", "critic"):
+        getattr(resumed, name).load(str(tmp_path / name), False)
     resumed.restore(Progress(2, None))
     # The twist counts answers, so it is brought to where the first trainer was.
     for _ in range(32):
@@ -471,12 +472,15 @@ def test_rejected_tokens_leave_loss_and_denominators(make):
     mask = columns.ragged("loss_mask")
     assert 0 < int(mask.values.sum()) < len(mask.values)
     assert numbers["loss_tokens"].tolist() == mask.sum().long().tolist()
-    counted = []
-    denominators = trainer._denominators
-    trainer._denominators = lambda samples, ids: counted.append((samples, denominators(samples, ids))) or counted[-1][1]
-    metrics = trainer.step(1)
-    samples = counted[0][0]
-    assert sum(each.tokens for _, each in counted) == samples["loss_tokens"].sum() < samples["response_length"].sum()
+    tasks, seen = [], []
+    update, trainer.callbacks = (
+        trainer.worker.actor.update,
+        SimpleNamespace(on_step=lambda step, metrics, numbers: seen.append(numbers) or {}),
+    )
+    trainer.worker.actor.update = lambda batch, task: tasks.append(task) or update(batch, task)
+    metrics, (samples,) = trainer.step(1), seen
+    counted = sum(mini.denominators.tokens for mini in tasks[0].mini_batches)
+    assert counted == samples["loss_tokens"].sum() < samples["response_length"].sum()
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(
         1 - samples["loss_tokens"].sum() / samples["response_length"].sum()
     )
@@ -567,15 +571,6 @@ def test_the_rule_reward_may_be_a_weighted_sum_of_what_the_scorer_returns(make):
     assert trainer.rewards._weigh(failed).tolist() == [2.0 + 0.125, -7.0]
     with pytest.raises(RewardError, match=r"reward.weights.acc: the scorer returned no number"):
         trainer.rewards._weigh({"score": scores, "reward_failed": np.zeros(2)})
-
-
-def test_answers_without_a_token_that_counts_are_no_sequences(make):
-    trainer = make(**{ACTOR + "loss_scale_factor": 5, ACTOR + "loss_agg_mode": "seq-mean-token-sum-norm"})
-    samples = Samples(4)
-    samples.update({"response_length": np.array([3, 0, 2, 4])})
-    assert trainer._denominators(samples, np.arange(4)) == Denominators(9, 3, 5)
-    samples.update({"loss_tokens": np.array([3, 0, 0, 1])})
-    assert trainer._denominators(samples, np.arange(4)) == Denominators(4, 2, 5)
 
 
 def test_importance_weights_may_be_divided_by_their_mean(make):

@@ -8,7 +8,7 @@ from rich.console import Console
 from rltrain.errors import DataError
 from rltrain.report import learning_summary, phase_table, read_metrics, report
 from rltrain.report import main as report_main
-from rltrain.trainer.balance import Workload
+from rltrain.trainer.balance import Layout, Workload, cost_of
 from rltrain.trainer.metrics import flops_metrics
 from rltrain.trainer.tracking import JsonLines
 
@@ -24,6 +24,12 @@ def test_the_table_leaves_out_the_first_step_of_several():
     table = phase_table(lines(3))
     assert "Mean of 2 of 3 steps" in table
     assert any(row.split()[:2] == ["step", "4.500000"] for row in table.splitlines())
+
+
+def test_the_old_log_prob_row_says_which_share_of_samples_it_covers():
+    partly = {"timing_s/old_log_prob": 0.5, "perf/old_log_prob_share": 0.75}
+    rows = phase_table([line | partly for line in lines(3)]).splitlines()
+    assert any(row.startswith("old_log_prob ") and row.endswith("seconds (75% of the samples)") for row in rows)
 
 
 def test_learning_summary_compares_start_and_end():
@@ -85,14 +91,16 @@ def test_a_report_of_nothing_says_what_to_give(tmp_path):
 def test_mfu_by_hand_and_only_where_the_peak_is_known():
     model = {"matmul_parameters": 1000, "trained_parameters": 1200, "attention_width": 8, "peak_flops": 1e6}
     work = Workload.of_groups(np.array([10, 20]), np.array([30, 20]), np.arange(2), pair_cost=2 * 8 / 1000)
-    cost, seconds = work.cost(np.arange(2)), {"timing_s/update_actor": 2.0}
+    costs = {"update_actor": cost_of(Layout([np.arange(2)], [[(2,)]]), work)}
+    seconds = {"timing_s/update_actor": 2.0}
     # 80 tokens, both sequences 40 long: 6 * 1000 * 80 + 6 * 8 * 2 * 1600 FLOPs in 2 s on 4 devices
-    found = flops_metrics(cost, 80, seconds, model, 4)["perf/mfu/actor"]
+    found = flops_metrics(costs, seconds, model, 4)["perf/mfu/actor"]
     assert found == pytest.approx((480_000 + 153_600) / (2 * 4 * 1e6))
     # LoRA: weight gradients of 10 parameters alone
-    found = flops_metrics(cost, 80, seconds, model | {"trained_parameters": 10}, 4)["perf/mfu/actor"]
+    found = flops_metrics(costs, seconds, model | {"trained_parameters": 10}, 4)["perf/mfu/actor"]
     assert found == pytest.approx((321_600 + 153_600) / (2 * 4 * 1e6))
-    assert flops_metrics(cost, 80, seconds, model | {"peak_flops": None}, 4) == {}
+    assert flops_metrics(costs, seconds, model | {"peak_flops": None}, 4) == {}
     # a forward over half of the tokens and pairs
-    found = flops_metrics(cost, 80, {"timing_s/old_log_prob": 1.0}, model, 4, cost / 2)
+    half = {"old_log_prob": cost_of(Layout([np.array([0])], [[(1,)]]), work)}
+    found = flops_metrics(half, {"timing_s/old_log_prob": 1.0}, model, 4)
     assert found == {"perf/mfu/actor_infer": pytest.approx((80_000 + 25_600) / (4 * 1e6))}

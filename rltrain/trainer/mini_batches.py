@@ -1,0 +1,53 @@
+"""The mini-batches of a step: which samples share an optimizer step, what the loss divides by, and every rank's part of the work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from rltrain import columns as c
+from rltrain.algorithms.aggregation import Denominators
+from rltrain.controller.samples import Samples
+from rltrain.seeds import stream
+from rltrain.trainer.balance import Ids, Layout
+from rltrain.trainer.plan import Plan
+from rltrain.workers.tasks import MiniBatch
+
+
+def cut_prompts(plan: Plan, prompts_per_mini_batch: int, epochs: int, step: int, seed: int | None) -> list[Ids]:
+    """Ids of the samples of each optimizer step: whole prompt groups, every prompt once per epoch over the batch.
+
+    seed: shuffles the prompts anew in every step and epoch (None: they keep their order).
+    """
+    n = plan.answers_per_prompt
+    found: list[Ids] = []
+    for epoch in range(epochs):
+        prompts = np.arange(plan.prompts_per_step)
+        if seed is not None:
+            keys = stream(seed, "mini_batches", step, epoch)
+            prompts = np.argsort(keys.random_raw(len(prompts)), kind="stable")
+        chunks = prompts.reshape(-1, prompts_per_mini_batch)
+        found += [(chunk[:, None] * n + np.arange(n)).ravel() for chunk in chunks]
+    return found
+
+
+def denominators(loss_tokens: Ids, horizon: int) -> Denominators:
+    """The counts of a mini-batch, from the loss tokens of each of its samples [n]. A sample without one is no sequence."""
+    return Denominators(int(loss_tokens.sum()), int((loss_tokens > 0).sum()), horizon)
+
+
+def loss_tokens(samples: Samples) -> Ids:
+    """Tokens of each sample that count in the loss: all but those that the rollout correction rejected."""
+    return samples.numbers.get(c.LOSS_TOKENS, samples[c.RESPONSE_LENGTH])
+
+
+def num_tokens(samples: Samples) -> Ids:
+    """Tokens of each sample, prompt and answer."""
+    return samples[c.PROMPT_LENGTH] + samples[c.RESPONSE_LENGTH]
+
+
+def per_rank(layout: Layout, counts: Sequence[Denominators], first_waits: bool = False) -> list[list[MiniBatch]]:
+    """The mini-batches of every rank. first_waits: the first of them has no old log-probs yet."""
+    have = [not first_waits] + [True] * (len(counts) - 1)
+    return [[MiniBatch(*each) for each in zip(mine, counts, have, strict=True)] for mine in layout.micro_sizes]

@@ -1,11 +1,12 @@
-"""The one place that turns a conversation into token ids: chat template, prompt length, truncation, stop tokens.
+"""Conversations as token ids, in one place: chat template, prompt length, truncation, stop tokens.
 
-Left out: images and videos. A prompt that holds any is refused here by name.
+Prompts, the reward model's conversations and the linter's counts must agree token by token, so all of them come from
+`ChatEncoder`. Prompts are encoded once, before a run starts, into a `PromptStore`: flat arrays that every process reads
+from shared memory without a tokenizer. Left out: images and videos. A prompt that holds any is refused here by name.
 """
 
-import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -14,16 +15,15 @@ from typing import Any
 import numpy as np
 
 from rltrain.config.schema import Config
-from rltrain.data.rows import MAX_REPORTED_PROBLEMS, PromptRow, Rows
+from rltrain.data.rows import PromptRow, Rows, first_of
 from rltrain.errors import DataError
-
-TRUNCATIONS = ("error", "left", "right", "middle")
 
 _ENCODE_CHUNK_ROWS = 512
 
 Message = dict[str, Any]
 
 
+@dataclass(eq=False)
 class ChatEncoder:
     """Conversations to token ids and back, by the tokenizer and chat template of a model folder (or hub name).
 
@@ -32,32 +32,23 @@ class ChatEncoder:
     handed to the template (``enable_thinking`` and the like).
     """
 
-    def __init__(
-        self,
-        path: str,
-        *,
-        trust_remote_code: bool = False,
-        chat_template: str | None = None,
-        template_kwargs: dict[str, Any] | None = None,
-    ):
-        self.path = str(path)
-        self.trust_remote_code = trust_remote_code
-        self.chat_template = chat_template
-        self.template_kwargs = dict(template_kwargs or {})
-
-    def __repr__(self) -> str:
-        return f"ChatEncoder({self.path!r})"
+    path: str
+    trust_remote_code: bool = False
+    chat_template: str | None = None
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("path", "trust_remote_code", "chat_template", "template_kwargs")
-        return {name: self.__dict__[name] for name in names}
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation, ending where the assistant starts to answer."""
         return self.encode_batch([messages])[0]
 
     def encode_batch(self, conversations: Sequence[Sequence[Message]], *, answered: bool = False) -> list[list[int]]:
-        """``encode`` of several conversations; much faster than one by one. ``answered``: the last message is the assistant's."""
+        """``encode`` of several conversations; much faster than one by one.
+
+        ``answered``: a conversation ends with the assistant's message, and so do its ids.
+        """
         for messages in conversations:
             _refuse_media(messages)
         try:
@@ -73,13 +64,9 @@ class ChatEncoder:
                 raise
             raise DataError(f"the chat template of {self.path!r} refuses the conversation: {error}") from error
 
-    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Text of an answer, special tokens left out."""
-        return self.decode_batch([ids])[0]
-
-    def decode_batch(self, rows: Sequence[Sequence[int] | np.ndarray]) -> list[str]:
-        """``decode`` of several answers."""
-        lists = [row.tolist() if hasattr(row, "tolist") else list(row) for row in rows]
+    def decode_batch(self, answers: Sequence[Sequence[int] | np.ndarray]) -> list[str]:
+        """Texts of answers, special tokens left out."""
+        lists = [ids.tolist() if isinstance(ids, np.ndarray) else list(ids) for ids in answers]
         return self.tokenizer.batch_decode(lists, skip_special_tokens=True)
 
     @cached_property
@@ -105,13 +92,13 @@ class ChatEncoder:
 
     @property
     def ignores_generation_prompt(self) -> bool:
-        """Whether the template says nothing of whose turn it is."""
+        """Whether the template writes the same with and without the opening of the assistant's answer."""
         messages: list[Message] = [{"role": "user", "content": "?"}]
         return self.encode(messages) == self.encode_batch([messages], answered=True)[0]
 
     @property
     def backend(self) -> Any:
-        """What turns ids into text without transformers (a ``tokenizers.Tokenizer``); None where the tokenizer has no such."""
+        """The ``tokenizers.Tokenizer``, which turns ids into text without transformers; None where there is none."""
         return getattr(self.tokenizer, "backend_tokenizer", None)
 
     @cached_property
@@ -121,12 +108,6 @@ class ChatEncoder:
         if not found:
             raise DataError(f"neither the tokenizer nor generation_config.json in {self.path!r} names an eos token.")
         return sorted(found)
-
-    @property
-    def pad_token_id(self) -> int:
-        """The tokenizer's pad token, or a stop token where it has none."""
-        pad = self.tokenizer.pad_token_id
-        return self.eos_token_ids[0] if pad is None else pad
 
     @property
     def vocab_size(self) -> int:
@@ -185,8 +166,6 @@ def encode_prompts(
     its last tokens, ``right`` its first, ``middle`` half of each. Go on with ``rows.select(store.row_index)``: prompt i
     of the store is then row i of the rows.
     """
-    if truncation not in TRUNCATIONS:
-        raise DataError(f"data.truncation={truncation!r} is not one of {', '.join(TRUNCATIONS)}.")
     kept, row_index, overlong = [], [], []
     _ = encoder.tokenizer  # where there is none, no row is to blame
     for position, ids in enumerate(_encode_rows(rows, encoder)):
@@ -249,16 +228,11 @@ def _encode_rows(rows: Rows, encoder: ChatEncoder) -> Iterator[list[int]]:
 
 def _overlong_report(rows: Rows, overlong: list[tuple[int, int]], limit: int) -> str:
     longest = max(length for _, length in overlong)
-    lines = [f"{rows.origin(position)}: {length} tokens" for position, length in overlong[:MAX_REPORTED_PROBLEMS]]
-    if len(overlong) > len(lines):
-        lines.append(f"… and {len(overlong) - len(lines)} more")
-    return "\n  ".join(
-        [
-            f"{len(overlong)} of {len(rows)} prompts are longer than data.max_prompt_length={limit} tokens. Try "
-            f"data.filter_overlong_prompts=True, data.max_prompt_length={longest}, or data.truncation=left.",
-            *lines,
-        ]
+    title = (
+        f"{len(overlong)} of {len(rows)} prompts are longer than data.max_prompt_length={limit} tokens. Try "
+        f"data.filter_overlong_prompts=True, data.max_prompt_length={longest}, or data.truncation=left."
     )
+    return first_of(title, [f"{rows.origin(position)}: {length} tokens" for position, length in overlong])
 
 
 def _refuse_media(messages: Sequence[Message]) -> None:
@@ -287,26 +261,16 @@ def _template_text(template: str) -> str:
 
 
 def _generation_eos(path: str) -> set[int]:
-    if not Path(path).is_dir():
-        return _hub_generation_eos(path)
-    file = Path(path) / "generation_config.json"
-    if not file.exists():
-        return set()
-    try:
-        eos = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-    except (OSError, ValueError, AttributeError) as error:
-        raise DataError(f"{str(file)!r} cannot be read as JSON ({error}).") from error
-    return _as_set(eos)
-
-
-def _hub_generation_eos(name: str) -> set[int]:
+    """Stop tokens that generation_config.json names; none where there is no such file."""
     from transformers import GenerationConfig
 
-    try:
-        return _as_set(GenerationConfig.from_pretrained(name).eos_token_id)
-    except OSError:  # the repository has no generation_config.json
+    is_folder = Path(path).is_dir()
+    if is_folder and not (Path(path) / "generation_config.json").exists():
         return set()
-
-
-def _as_set(eos: int | list[int] | None) -> set[int]:
-    return set() if eos is None else {eos} if isinstance(eos, int) else set(eos)
+    try:
+        eos = GenerationConfig.from_pretrained(path).eos_token_id
+    except OSError as error:
+        if is_folder:
+            raise DataError(f"generation_config.json in {path!r} cannot be read ({error}).") from error
+        return set()  # the repository on the hub has none
+    return {eos} if isinstance(eos, int) else set(eos or ())

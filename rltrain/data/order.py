@@ -15,8 +15,6 @@ class BatchOrder:
     """
 
     def __init__(self, num_rows: int, batch_size: int, seed: int, shuffle: bool = True):
-        if batch_size < 1:
-            raise DataError(f"data.train_batch_size={batch_size} must be at least 1.")
         if num_rows < batch_size:
             raise DataError(
                 f"data.train_batch_size={batch_size} is more than the {num_rows} prompts in data.train_files "
@@ -27,9 +25,6 @@ class BatchOrder:
         self.seed = seed
         self.shuffle = shuffle
         self._cached: tuple[int, np.ndarray] | None = None
-
-    def __repr__(self) -> str:
-        return f"BatchOrder({self.num_rows}, {self.batch_size}, seed={self.seed}, shuffle={self.shuffle})"
 
     @property
     def steps_per_epoch(self) -> int:

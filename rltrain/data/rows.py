@@ -6,7 +6,6 @@ Ray's object store shares the memory. Lists stay Python lists (pandas would make
 
 import hashlib
 import json
-import logging
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,11 +18,9 @@ import pyarrow.parquet as pq
 
 from rltrain.errors import DataError
 
-MAX_REPORTED_PROBLEMS = 5
 MEDIA_COLUMNS = ("images", "videos")
 
-logger = logging.getLogger(__name__)
-
+_NUM_SHOWN = 5
 _READ_CHUNK_ROWS = 1024
 _DIGEST_BYTES = 16
 
@@ -137,27 +134,18 @@ class Rows:
 
 
 def read_rows(
-    files: str | Sequence[str],
-    *,
-    prompt_key: str = "prompt",
-    reward_fn_key: str = "data_source",
-    max_rows: int = -1,
-    on_bad_row: str = "error",
+    files: str | Sequence[str], *, prompt_key: str = "prompt", reward_fn_key: str = "data_source", max_rows: int = -1
 ) -> Rows:
     """Read and check verl-style parquet files; every row is looked at before anything is started.
 
-    ``max_rows`` keeps the first so many rows over all files (-1: all). ``on_bad_row="drop"`` leaves bad rows out instead
-    of raising. Raises DataError naming file, row, field, what is wrong and what to do; up to five problems at once.
+    ``max_rows`` keeps the first so many rows over all files (-1: all). Raises DataError naming file, row, field, what is
+    wrong and what to do; up to five problems at once.
     """
-    if on_bad_row not in ("error", "drop"):
-        raise ValueError(f"on_bad_row={on_bad_row!r}: use 'error' or 'drop'")
     rows, problems = scan_rows(files, prompt_key=prompt_key, reward_fn_key=reward_fn_key, max_rows=max_rows)
-    if problems and on_bad_row == "error":
-        raise DataError(_report(problems))
     if problems:
-        logger.warning("left out %s", _report(problems))
+        raise DataError(first_of("1 bad row:" if len(problems) == 1 else f"{len(problems)} bad rows:", problems))
     if not len(rows):
-        raise DataError(f"no usable row in {rows.paths} ({len(problems)} read, all bad).")
+        raise DataError(f"no usable row in {rows.paths}.")
     return rows
 
 
@@ -265,27 +253,27 @@ def _digest_of_bytes(value: Any) -> str:
 
 def _problem(record: dict[str, Any], keys: _Keys) -> str | None:
     """What is wrong with a row, or None."""
-    problem = _prompt_problem(record[keys.prompt], keys.prompt)
-    if problem:
-        return problem
-    source = record[keys.source]
-    if not isinstance(source, str) or not source:
-        return f"field {keys.source!r} is {_short(source)}; it must be a name such as 'openai/gsm8k'."
-    reward = record["reward_model"]
-    if not isinstance(reward, dict):
-        return f"field 'reward_model' is {_short(reward)}; it must be {{'style': 'rule', 'ground_truth': …}}."
-    style = reward.get("style")
-    if style is not None and not isinstance(style, str):
-        return f"field 'reward_model.style' is {_short(style)}; it must be text: 'rule' or 'model'."
-    if reward.get("ground_truth") is None and style != "model":
-        return "field 'reward_model.ground_truth' is missing; give the right answer, or set style to 'model'."
-    ability = record.get("ability")
-    if ability is not None and not isinstance(ability, str):
-        return f"field 'ability' is {_short(ability)}; it must be text or null."
-    extra = record.get("extra_info")
-    if extra is not None and not isinstance(extra, dict):
-        return f"field 'extra_info' is {_short(extra)}; it must be a struct such as {{'index': 0}}."
-    return None
+    source, reward = record[keys.source], record["reward_model"]
+    of_reward = reward if isinstance(reward, dict) else {}
+    style, truth = of_reward.get("style"), of_reward.get("ground_truth")
+    ability, extra = record.get("ability"), record.get("extra_info")
+    fields = (
+        (keys.source, source, isinstance(source, str) and source, "a name such as 'openai/gsm8k'"),
+        ("reward_model", reward, isinstance(reward, dict), "{'style': 'rule', 'ground_truth': …}"),
+        ("reward_model.style", style, isinstance(style, str | None), "text: 'rule' or 'model'"),
+        (
+            "reward_model.ground_truth",
+            truth,
+            truth is not None or style == "model",
+            "the right answer, or style 'model'",
+        ),
+        ("ability", ability, isinstance(ability, str | None), "text or null"),
+        ("extra_info", extra, isinstance(extra, dict | None), "a struct such as {'index': 0}"),
+    )
+    wrong = (
+        f"field {name!r} is {_short(value)}; it must be {wanted}." for name, value, fine, wanted in fields if not fine
+    )
+    return _prompt_problem(record[keys.prompt], keys.prompt) or next(wrong, None)
 
 
 def _prompt_problem(prompt: Any, name: str) -> str | None:
@@ -320,12 +308,10 @@ def _build(record: dict[str, Any], keys: _Keys) -> PromptRow:
     )
 
 
-def _report(problems: list[str]) -> str:
-    shown = problems[:MAX_REPORTED_PROBLEMS]
-    if len(problems) > len(shown):
-        shown.append(f"… and {len(problems) - len(shown)} more bad rows")
-    head = "1 bad row:" if len(problems) == 1 else f"{len(problems)} bad rows:"
-    return "\n  ".join([head, *shown])
+def first_of(title: str, lines: Sequence[str]) -> str:
+    """A title, and below it the first of the lines."""
+    more = [f"… and {len(lines) - _NUM_SHOWN} more"] if len(lines) > _NUM_SHOWN else []
+    return "\n  ".join([title, *lines[:_NUM_SHOWN], *more])
 
 
 def _short(value: Any) -> str:

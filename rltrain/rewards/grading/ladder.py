@@ -18,7 +18,6 @@ _CHOICE = re.compile(
 _DECIMAL = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")
 _FRACTION = re.compile(r"(-?)([0-9]*)\\frac\{(-?[0-9]+)\}\{([0-9]+)\}")
 _SCIENTIFIC = re.compile(r"(-?[0-9]+(?:\.[0-9]+)?)(?:\\times10\^|\\cdot10\^|[eE])\{?([+-]?[0-9]{1,3})\}?")
-_MATRIX = re.compile(r"\\begin\{([pb]?matrix)\}(.*)\\end\{\1\}")
 _BRACKETS = (("(", ")"), ("(", "]"), ("[", ")"), ("[", "]"), ("\\{", "\\}"))
 
 
@@ -57,9 +56,9 @@ def _equal(answer: str, truth: str, tolerance: Fraction, symbolic: bool, depth: 
     value, right = number(ours), number(theirs)
     if value is not None and right is not None:
         return _close(value, right, "%" in answer, "%" in truth, tolerance)
-    if depth < _MAX_DEPTH and (same := _same_parts(ours, theirs, tolerance, symbolic, depth)) is not None:
-        return same or (symbolic and symbolically_equal(answer_value, truth_value))
-    if "=" in answer_value and "=" not in truth_value:  # "AB = 12" answers "12"
+    if depth < _MAX_DEPTH and _same_parts(ours, theirs, tolerance, symbolic, depth):
+        return True
+    if "," not in theirs and "=" in answer_value and "=" not in truth_value:  # "AB = 12" answers "12"
         return _equal(answer_value.rpartition("=")[2].strip(), truth, tolerance, symbolic, depth)
     return symbolic and symbolically_equal(answer_value, truth_value)
 
@@ -79,63 +78,39 @@ def _close(value: Fraction, right: Fraction, value_percent: bool, right_percent:
     return any(a == b or (b.denominator > 1 and abs(a - b) <= tolerance * abs(b)) for a, b in candidates)
 
 
-def _same_parts(answer: str, truth: str, tolerance: Fraction, symbolic: bool, depth: int) -> bool | None:
-    """Compare tuples, intervals, sets, lists, unions and matrices part by part; None where ``truth`` is none of them."""
-    kind, parts = _parts(truth)
-    if not kind:
-        return None
-    answer_kind, candidates = _parts(answer)
-    if answer_kind != kind or len(parts) != len(candidates) or len(parts) > _MAX_PARTS:
+def _same_parts(answer: str, truth: str, tolerance: Fraction, symbolic: bool, depth: int) -> bool:
+    """Whether tuples, intervals, lists or sets agree part by part; False for anything else."""
+    (ours_in, ours), (theirs_in, theirs) = _parts(answer), _parts(truth)
+    if ours_in != theirs_in or len(ours) != len(theirs) or not 1 < len(theirs) <= _MAX_PARTS:
         return False
-    if kind not in ("set", "union"):
-        pairs = zip(candidates, parts, strict=True)
-        return all(_equal(ours, theirs, tolerance, symbolic, depth + 1) for ours, theirs in pairs)
-    for theirs in parts:
-        found = next((ours for ours in candidates if _equal(ours, theirs, tolerance, symbolic, depth + 1)), None)
+    if theirs_in:
+        pairs = zip(ours, theirs, strict=True)
+        return all(_equal(our, their, tolerance, symbolic, depth + 1) for our, their in pairs)
+    for their in theirs:
+        found = next((our for our in ours if _equal(our, their, tolerance, symbolic, depth + 1)), None)
         if found is None:
             return False
-        candidates.remove(found)
+        ours.remove(found)
     return True
 
 
 def _parts(text: str) -> tuple[str, list[str]]:
-    """What kind of collection a normalised text is ("" for none), and its parts."""
-    matrix = _MATRIX.fullmatch(text)
-    if matrix:
-        rows = [row.split("&") for row in matrix[2].removesuffix("\\\\").split("\\\\")]
-        return f"matrix of {[len(row) for row in rows]}", [cell for row in rows for cell in row]
-    unions = _split(text, "\\cup")
-    if len(unions) > 1:
-        return "union", unions
+    """The brackets around a normalised text ("" for a list or a set, which have no order), and its parts."""
+    whole = _split(text)
     for opening, closing in _BRACKETS:
-        if text.startswith(opening) and text.endswith(closing) and _is_one_group(text):
-            parts = _split(text[len(opening) : -len(closing)], ",")
-            return ("set" if opening == "\\{" else opening + closing + str(len(parts))), parts
-    parts = [each for part in _split(text, ",") for each in _both_signs(part)]
-    return ("set", parts) if len(parts) > 1 else ("", parts)
+        if len(whole) == 1 and text.startswith(opening) and text.endswith(closing):
+            return "" if opening == "\\{" else opening + closing, _split(text[len(opening) : -len(closing)])
+    return "", whole
 
 
-def _both_signs(text: str) -> list[str]:
-    head, sign, tail = text.partition("\\pm")
-    return [f"{head}+{tail}" if head else tail, f"{head}-{tail}"] if sign else [text]
-
-
-def _split(text: str, separator: str) -> list[str]:
-    """Cut at separators outside all brackets."""
-    pieces, start, depth = [], 0, 0
+def _split(text: str) -> list[str]:
+    """Cut at commas outside all brackets."""
+    parts, start, depth = [], 0, 0
     for position, character in enumerate(text):
         depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(character, 0)
-        if depth == 0 and text.startswith(separator, position):
-            pieces.append(text[start:position])
-            start = position + len(separator)
-    return [*pieces, text[start:]]
-
-
-def _is_one_group(text: str) -> bool:
-    """Whether the first bracket closes with the last character."""
-    depth = 0
-    for position, character in enumerate(text):
-        depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(character, 0)
-        if depth == 0 and character != "\\":
-            return position == len(text) - 1
-    return False
+        if depth < 0:  # "1,2)\\cup(3,4": the outer brackets were two groups
+            return [text]
+        if depth == 0 and character == ",":
+            parts.append(text[start:position])
+            start = position + 1
+    return [*parts, text[start:]]

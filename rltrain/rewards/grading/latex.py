@@ -17,6 +17,8 @@ _CHARACTERS = {0xFF01 + i: chr(0x21 + i) for i in range(94)} | {
     }.items()
 }  # fmt: skip
 _COMMANDS = (
+    ("{bmatrix}", "{pmatrix}"),
+    ("{matrix}", "{pmatrix}"),
     ("\\tfrac", "\\frac"),
     ("\\dfrac", "\\frac"),
     ("\\cfrac", "\\frac"),
@@ -38,6 +40,8 @@ _AND = re.compile(r"\\text\{\s?(?:and|or)\s?\}|,?\s(?:and|or)\s|[和或]")
 _WRAPPER = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|rm)\s?\{([^{}]*)\}")
 _DEGREES = ("^{\\circ}", "^\\circ")
 _ONE_CHARACTER = re.compile(r"([\^_])\{(\w)\}")
+# \frac12 and \frac1{2}. A nested brace is left alone: algebra reads it.
+_ARGUMENTS = re.compile(r"\\frac\s?(?:\{([^{}]*)\}|(\w))\s?(?:\{([^{}]*)\}|(\w))")
 _INNER_SPACE = re.compile(r"(?<![0-9]) | (?![0-9])")
 _GROUPED = re.compile(r"-?[0-9]{1,3}(?: [0-9]{3})+")
 _MIXED = re.compile(r"(-?[0-9]{1,12}) ([0-9]{1,12})/([0-9]{1,12})")
@@ -115,7 +119,7 @@ def normalise(text: str) -> str:
         return f"{mixed[1]}\\frac{{{mixed[2]}}}{{{mixed[3]}}}"
     if _GROUPED.fullmatch(text):
         text = text.replace(" ", "")
-    text = _braced(_braced(text, "\\frac", 2), "\\sqrt", 1)
+    text = _ARGUMENTS.sub(r"\\frac{\1\2}{\3\4}", text)
     text = _ONE_CHARACTER.sub(r"\1\2", _INNER_SPACE.sub("", text))
     return _number(_PLUS.sub(r"\1", text))
 
@@ -132,24 +136,6 @@ def _may_be_unit(name: str, spaced: bool) -> bool:
         return spaced or len(name) > 1  # "5m" may be five times m
     words = name.lower().split()
     return spaced and all(len(word) > 2 for word in words) and not _NO_UNIT & set(words)
-
-
-def _braced(text: str, command: str, num_arguments: int) -> str:
-    """Braces around one-character arguments: ``\\frac12`` to ``\\frac{1}{2}``, ``\\sqrt3`` to ``\\sqrt{3}``."""
-    head, *pieces = text.split(command)
-    return head + "".join(command + _brace_arguments(piece, num_arguments) for piece in pieces)
-
-
-def _brace_arguments(piece: str, num_arguments: int) -> str:
-    done, position = [], 0
-    for _ in range(num_arguments):
-        while position < len(piece) and piece[position] == " ":
-            position += 1
-        if position >= len(piece) or not piece[position].isalnum():
-            break  # already braced (nested braces are left alone), or an optional argument
-        done.append("{" + piece[position] + "}")
-        position += 1
-    return "".join(done) + piece[position:]
 
 
 def _number(text: str) -> str:

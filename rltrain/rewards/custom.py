@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import inspect
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rltrain.errors import RewardError
-from rltrain.plugin import NotPythonError, import_file
+from rltrain.errors import ConfigError
+from rltrain.plugin import load_plugin
 
 if TYPE_CHECKING:
     from rltrain.config.schema import Config
-
-_MODULE = "rltrain_custom_reward"
-_MAX_TRACEBACK_CHARS = 4000
-# Packages between a process's own loop and the first frame of the user's code.
-_MACHINERY = ("importlib", "rltrain", "rltrain.rewards", "rltrain.rewards.processes")
 
 
 @dataclass(frozen=True)
@@ -51,20 +44,9 @@ def custom_reward(cfg: Config) -> CustomReward | None:
 def load_custom(custom: CustomReward) -> Callable[..., Any]:
     """The function as one of four positional arguments. An ``async`` function is awaited.
 
-    Raises RewardError with the traceback where the file cannot be imported or the function cannot be called so.
+    Raises ConfigError with the traceback where the file cannot be imported or the function cannot be called so.
     """
-    path = Path(custom.path).expanduser()
-    if not path.is_file():
-        raise RewardError(f"custom_reward_function.path={custom.path!r} is not a file (looked at {path.absolute()}).")
-    module = _import_file(path, custom.path)
-    function = getattr(module, custom.name, None)
-    if not callable(function):
-        members = inspect.getmembers(module, inspect.isfunction)
-        names = [name for name, value in members if value.__module__ == module.__name__]
-        raise RewardError(
-            f"{custom.path!r} has no function custom_reward_function.name={custom.name!r}; "
-            f"it defines {', '.join(names) or 'none'}."
-        )
+    function = load_plugin("custom_reward_function", f"{custom.path}:{custom.name}")
     _check_signature(function, custom)
 
     def call(*values: Any) -> Any:
@@ -82,17 +64,6 @@ def _event_loop() -> Any:
     return asyncio.new_event_loop()
 
 
-def _import_file(path: Path, shown: str) -> Any:
-    try:
-        return import_file(path, _MODULE)
-    except NotPythonError:
-        raise RewardError(f"custom_reward_function.path={shown!r} is not a Python file (.py).") from None
-    except BaseException as error:  # noqa: BLE001 - user code; whatever it raises is reported with its traceback
-        raise RewardError(
-            f"custom_reward_function.path={shown!r} cannot be imported:\n{user_traceback(error)}"
-        ) from None
-
-
 def _check_signature(function: Callable[..., Any], custom: CustomReward) -> None:
     try:
         signature = inspect.signature(function)
@@ -103,15 +74,7 @@ def _check_signature(function: Callable[..., Any], custom: CustomReward) -> None
         signature.bind(**arguments, **custom.kwargs)
     except TypeError as error:
         names = ", ".join([*arguments, *custom.kwargs])
-        raise RewardError(
+        raise ConfigError(
             f"{custom.name}{signature} in {custom.path!r} cannot be called with {names} by keyword: {error}. "
             f"Write def {custom.name}({', '.join(custom.arguments)}, **kwargs)."
         ) from None
-
-
-def user_traceback(error: BaseException) -> str:
-    """The traceback from the first frame of the user's code on, bounded. A syntax error has no frame but names its place."""
-    first = error.__traceback__
-    while first and first.tb_frame.f_globals.get("__package__") in _MACHINERY:
-        first = first.tb_next
-    return "".join(traceback.format_exception(type(error), error, first))[-_MAX_TRACEBACK_CHARS:].rstrip()

@@ -16,13 +16,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from rltrain.data.rows import Rows, read_rows
 from rltrain.errors import RewardError, command
-from rltrain.rewards.custom import CustomReward, load_custom, user_traceback
+from rltrain.plugin import user_traceback
+from rltrain.rewards.custom import CustomReward, load_custom
 from rltrain.rewards.processes.score import read_returned
 from rltrain.rewards.registry import FORMS
 
@@ -35,7 +37,8 @@ def main(argv: list[str] | None = None) -> int:
     """The command line."""
     options = _parse(argv)
     rows = read_rows(options.data)
-    custom = CustomReward(options.reward, options.name, dict(options.kwargs), options.batch)
+    kwargs: Any = OmegaConf.to_container(OmegaConf.from_dotlist(options.kwargs))  # as a run reads them
+    custom = CustomReward(options.reward, options.name, kwargs, options.batch)
     function = load_custom(custom)
     answers = list(_given(options.answers, rows) if options.answers else _made_up(rows, options.rows))
     table = Table("row", "data source", "answer", "ground truth", "score", "further", "seconds")
@@ -67,35 +70,15 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("reward", help="custom_reward_function.path of the run")
     parser.add_argument("data", help="a parquet file with rows of the run")
     parser.add_argument("--name", default="compute_score", help="custom_reward_function.name (%(default)s)")
-    parser.add_argument(
-        "--answers", type=Path, metavar="FILE", help="one a line: the first answers row 0, and so on; in a .jsonl file a text, "
-        'or {"answer": …, "row": …}',
-    )  # fmt: skip
-    parser.add_argument(
-        "--rows", type=int, default=3, metavar="N", help="the first rows to try; of every data source one is"
-    )
-    parser.add_argument(
-        "--kwargs",
-        nargs="*",
-        default=[],
-        type=_setting,
-        metavar="KEY=VALUE",
-        help="custom_reward_function.reward_kwargs",
-    )
-    parser.add_argument(
-        "--batch", action="store_true", help="the function takes lists (reward_model.reward_manager=batch)"
-    )
+    answers = 'one per line: the first answers row 0, and so on; in a .jsonl file a text, or {"answer": …, "row": …}'
+    parser.add_argument("--answers", type=Path, metavar="FILE", help=answers)
+    first = "try the first N rows, and one per data source (%(default)s)"
+    parser.add_argument("--rows", type=int, default=3, metavar="N", help=first)
+    kwargs = "custom_reward_function.reward_kwargs"
+    parser.add_argument("--kwargs", nargs="*", default=[], metavar="KEY=VALUE", help=kwargs)
+    batch = "the function takes lists (reward_model.reward_manager=batch)"
+    parser.add_argument("--batch", action="store_true", help=batch)
     return parser.parse_args(argv)
-
-
-def _setting(text: str) -> tuple[str, Any]:
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form key=value")
-    try:
-        return name, json.loads(value)
-    except ValueError:
-        return name, value
 
 
 def _given(file: Path, rows: Rows) -> Iterator[tuple[int, str]]:
@@ -104,9 +87,9 @@ def _given(file: Path, rows: Rows) -> Iterator[tuple[int, str]]:
         lines = file.read_text(encoding="utf-8").splitlines()
         for number, line in enumerate(lines):
             found = json.loads(line) if file.suffix == ".jsonl" else line
-            position, answer = (
-                (found.get("row", number), found["answer"]) if isinstance(found, dict) else (number, found)
-            )
+            position, answer = number, found
+            if isinstance(found, dict):
+                position, answer = found.get("row", number), found["answer"]
             if not 0 <= position < len(rows):
                 raise RewardError(f"--answers {file}: line {number + 1} answers row {position} of {len(rows)}.")
             yield position, str(answer)

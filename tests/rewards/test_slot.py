@@ -215,7 +215,7 @@ def test_a_reward_file_that_cannot_be_used_is_an_error_with_its_reason(custom, c
 def test_a_missing_reward_file_and_an_unknown_source_say_what_to_type():
     with (
         Slot(CustomReward("no/such.py")) as made,
-        pytest.raises(RewardError, match=r"path='no/such\.py' is not a file"),
+        pytest.raises(RewardError, match=r"custom_reward_function=no/such\.py:compute_score: .*is not a Python file"),
     ):
         made.score(*CALL)
     with Slot() as made, pytest.raises(RewardError) as caught:

@@ -16,8 +16,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from rltrain.errors import RewardError
-from rltrain.rewards.custom import CustomReward, load_custom, user_traceback
+from rltrain.errors import RltrainError
+from rltrain.plugin import user_traceback
+from rltrain.rewards.custom import CustomReward, load_custom
 from rltrain.rewards.processes.limits import impose
 from rltrain.rewards.processes.score import MAX_ERROR_CHARS, ScorerCall, read_returned
 from rltrain.rewards.registry import find_scorer
@@ -60,7 +61,7 @@ def _prepare(source: str, custom: CustomReward | None, functions: Functions) -> 
         else:
             scorer = find_scorer(source)
             functions[source] = lambda _, solution, truth, extra: scorer(solution, truth, extra)
-    except RewardError as error:
+    except RltrainError as error:
         return {"status": "refused", "error": str(error)[:MAX_ERROR_CHARS]}
     except BaseException as error:  # noqa: BLE001 - the import of a reward library may raise anything
         return {"status": "refused", "error": f"cannot import what scores {source!r}:\n{user_traceback(error)}"}

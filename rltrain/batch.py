@@ -1,9 +1,15 @@
-"""Batch: the one data structure between phases."""
+"""Batch: the one data structure between phases.
+
+Several answers to one prompt share it, and prompts (later their images too) can be larger than answers. So a batch stores
+prompts in a *dictionary-encoded column*, as Arrow's DictionaryArray does: every value once, and an index per sample. The index
+also says which samples share a prompt, so nobody compares tokens to find out. Left out: dictionaries that several batches
+share; a part of a batch gets the values that its samples use.
+"""
 
 from __future__ import annotations
 
 from collections.abc import ItemsView, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -12,15 +18,46 @@ from torch import Tensor
 
 from rltrain.ragged import Ragged
 
-Column: TypeAlias = Ragged | Tensor | list[Any]
-Rows: TypeAlias = Sequence[int] | NDArray[np.integer[Any]]
+Values: TypeAlias = Ragged | Tensor | list[Any]
+RowNumbers: TypeAlias = Sequence[int] | NDArray[np.integer[Any]]
+
+
+class DictionaryColumn:
+    """n samples whose values stand once each: sample i has ``values[index[i]]``. values: k rows; index: [n], int64."""
+
+    __slots__ = ("index", "values")
+
+    def __init__(self, values: Values, index: Tensor) -> None:
+        self.values = values
+        self.index = index
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def select(self, rows: RowNumbers) -> DictionaryColumn:
+        """The given samples, in the given order, with the values that they use."""
+        used, index = self.index[torch.as_tensor(rows, device=self.index.device).long()].unique(return_inverse=True)
+        return DictionaryColumn(_select(self.values, used.tolist()), index)
+
+    def by_group(self, groups: NDArray[np.integer[Any]]) -> DictionaryColumn:
+        """One value per group, that of its first sample. groups [n]: samples with the same number have equal values."""
+        _, first, index = np.unique(groups, return_index=True, return_inverse=True)
+        return DictionaryColumn(
+            _select(self.values, self.index[torch.from_numpy(first)].tolist()), torch.from_numpy(index)
+        )
+
+    def to(self, device: torch.device | str) -> DictionaryColumn:
+        return DictionaryColumn(_to(self.values, device), self.index.to(device))
+
+
+Column: TypeAlias = Values | DictionaryColumn
 
 
 class Batch:
     """n samples, column by column.
 
-    A column is a `Ragged` (tokens, log-probs: one row a sample), a `Tensor` of shape [n, ...] (lengths, scores) or a list
-    of n Python objects (texts). A column that is not there is a KeyError that lists those that are.
+    A column is a `Ragged` (answers, log-probs: one row per sample), a `Tensor` of shape [n, ...] (lengths, scores), a list of
+    n Python objects (texts) or a `DictionaryColumn` (prompts). A missing column is a KeyError that lists the present ones.
     """
 
     def __init__(self, columns: Mapping[str, Column] | Batch | None = None) -> None:
@@ -29,7 +66,7 @@ class Batch:
             self.update(columns)
 
     def update(self, columns: Mapping[str, Column] | Batch) -> None:
-        """Add or replace columns; every column has one row a sample."""
+        """Add or replace columns; every column has one row per sample."""
         for name, column in columns.items():
             if self._columns and len(column) != len(self):
                 raise ValueError(f"column '{name}' has {len(column)} rows, the batch has {len(self)}")
@@ -72,7 +109,14 @@ class Batch:
             raise TypeError(f"column '{name}' is a {type(column).__name__}, not a Tensor")
         return column
 
-    def select(self, rows: Rows) -> Batch:
+    def dictionary(self, name: str) -> DictionaryColumn:
+        """The column ``name``, which must be dictionary-encoded."""
+        column = self[name]
+        if not isinstance(column, DictionaryColumn):
+            raise TypeError(f"column '{name}' is a {type(column).__name__}, not a DictionaryColumn")
+        return column
+
+    def select(self, rows: RowNumbers) -> Batch:
         """The given samples, in the given order."""
         return Batch({name: _select(column, rows) for name, column in self._columns.items()})
 
@@ -90,18 +134,28 @@ class Batch:
         return cls({name: _concat([part[name] for part in parts]) for name in parts[0]})
 
     def to(self, device: torch.device | str) -> Batch:
-        return Batch({name: column if isinstance(column, list) else column.to(device) for name, column in self.items()})
+        return Batch({name: _to(column, device) for name, column in self.items()})
 
     def __repr__(self) -> str:
         return f"Batch(samples={len(self)}, columns={sorted(self._columns)})"
 
 
-def _select(column: Column, rows: Rows) -> Column:
-    if isinstance(column, Ragged):
-        return column.select(rows)
-    if isinstance(column, Tensor):
-        return column[torch.as_tensor(rows, dtype=torch.long, device=column.device)]
-    return [column[row] for row in rows]
+_AnyColumn = TypeVar("_AnyColumn", bound=Column)
+
+
+def _select(column: _AnyColumn, rows: RowNumbers) -> _AnyColumn:
+    found: Any
+    if isinstance(column, Ragged | DictionaryColumn):
+        found = column.select(rows)
+    elif isinstance(column, Tensor):
+        found = column[torch.as_tensor(rows, dtype=torch.long, device=column.device)]
+    else:
+        found = [column[row] for row in rows]
+    return found
+
+
+def _to(column: _AnyColumn, device: torch.device | str) -> _AnyColumn:
+    return column if isinstance(column, list) else column.to(device)  # type: ignore[return-value]
 
 
 def _split(column: Column, counts: Sequence[int]) -> Sequence[Column]:
@@ -110,13 +164,17 @@ def _split(column: Column, counts: Sequence[int]) -> Sequence[Column]:
     if isinstance(column, Tensor):
         return column.split(list(counts))
     ends = [sum(counts[: i + 1]) for i in range(len(counts))]
-    return [column[end - count : end] for end, count in zip(ends, counts, strict=True)]
+    return [_select(column, range(end - count, end)) for end, count in zip(ends, counts, strict=True)]
 
 
-def _concat(columns: Sequence[Column]) -> Column:
+def _concat(columns: Sequence[Any]) -> Column:
     first = columns[0]
     if isinstance(first, Ragged):
-        return Ragged.concat(columns)  # type: ignore[arg-type]
+        return Ragged.concat(columns)
     if isinstance(first, Tensor):
-        return torch.cat(columns)  # type: ignore[arg-type]
-    return [item for column in columns for item in column]  # type: ignore[union-attr]
+        return torch.cat(list(columns))
+    if isinstance(first, DictionaryColumn):
+        starts = np.cumsum([0, *(len(column.values) for column in columns)]).tolist()
+        index = torch.cat([column.index + start for column, start in zip(columns, starts, strict=False)])
+        return DictionaryColumn(_concat([column.values for column in columns]), index)  # type: ignore[arg-type]
+    return [item for column in columns for item in column]

@@ -3,19 +3,24 @@
 Phases hand data to each other under these names. They are listed here, and code asks for them by these constants, so that a
 reader finds maker and readers of a column with one search, and a misspelt name is an error.
 
-Columns of answer tokens stay in the object store; numbers [n] also live on the driver (`Samples.numbers`) and become columns
-of a batch where a pass requests them. Left out: the scorers' own numbers, whose names users choose (`SCORER`), and the
-sums that a pass returns per rank.
+An answer may hold tokens that the policy did not choose, such as a tool's text between two turns: `RESPONSE_MASK` is 0 there.
+Every other column of tokens has an entry per token of the policy alone, in order. So losses, denominators, advantages, the KL,
+correction and metrics cannot take a tool's tokens for the policy's, and no pass computes logits for them.
+
+Columns of tokens stay in the object store; numbers [n] also live on the driver (`Samples.numbers`) and become columns of a
+batch where a pass requests them. Left out: the scorers' own numbers, whose names users choose (`SCORER`), and the sums that a
+pass returns per rank.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Shapes: n samples; a ragged column has one row per sample.
+# Shapes: n samples; a ragged column has one row per sample, a dictionary-encoded one a row per prompt.
 PER_SAMPLE = "[n]"
+PER_PROMPT_TOKEN = "[prompts, prompt_length]"
 PER_ANSWER_TOKEN = "[n, response_length]"
-PER_TOKEN = "[n, prompt_length + response_length]"
+PER_POLICY_TOKEN = "[n, policy_tokens]"
 
 
 @dataclass(frozen=True)
@@ -38,11 +43,17 @@ def _add(name: str, shape: str, dtype: str, maker: str, readers: str) -> str:
 
 # -- made by the rollout -----------------------------------------------------------------------------------------------
 
-TOKENS = _add("tokens", PER_TOKEN, "int32", "rollout", "every pass, update")
-ROLLOUT_LOG_PROBS = _add("rollout_log_probs", PER_ANSWER_TOKEN, "float32", "rollout", "correction, ref pass, update")
+PROMPT = _add("prompt", PER_PROMPT_TOKEN, "int32", "rollout", "every pass, update")
+RESPONSE = _add("response", PER_ANSWER_TOKEN, "int32", "rollout", "every pass, update")
+RESPONSE_MASK = _add(
+    "response_mask", PER_ANSWER_TOKEN, "bool", "rollout: 1 = token of the policy", "every pass, update"
+)
+ROLLOUT_LOG_PROBS = _add("rollout_log_probs", PER_POLICY_TOKEN, "float32", "rollout", "correction, ref pass, update")
 TEXT = _add("text", PER_SAMPLE, "str", "rollout", "scorers, reward model, files")
 PROMPT_LENGTH = _add("prompt_length", PER_SAMPLE, "int64", "rollout", "balance, metrics")
 RESPONSE_LENGTH = _add("response_length", PER_SAMPLE, "int64", "rollout", "balance, rewards, metrics")
+POLICY_TOKENS = _add("policy_tokens", PER_SAMPLE, "int64", "rollout: sum of the mask", "advantages, metrics")
+LOSS_TOKENS = _add("loss_tokens", PER_SAMPLE, "int64", "rollout; less rejected: correction", "denominators, estimators")
 TRUNCATED = _add("truncated", PER_SAMPLE, "bool", "rollout", "metrics, files")
 ENDED_S = _add("ended_s", PER_SAMPLE, "float32", "rollout", "metrics")
 ABORTED = _add("aborted", PER_SAMPLE, "bool", "rollout", "driver: becomes `complete`")
@@ -81,21 +92,25 @@ SCORER = "scorer/"
 
 # -- passes of the models ----------------------------------------------------------------------------------------------
 
-OLD_LOG_PROBS = _add("old_log_probs", PER_ANSWER_TOKEN, "float32", "old_log_prob pass, update", "ref pass, update")
+OLD_LOG_PROBS = _add("old_log_probs", PER_POLICY_TOKEN, "float32", "old_log_prob pass, update", "ref pass, update")
 HAS_OLD_LOG_PROBS = _add("has_old_log_probs", PER_SAMPLE, "bool", "driver", "metrics")
-IS_WEIGHTS = _add("is_weights", PER_ANSWER_TOKEN, "float32", "correction", "actor loss")
-LOSS_MASK = _add("loss_mask", PER_ANSWER_TOKEN, "float32", "correction", "losses, advantages")
-LOSS_TOKENS = _add("loss_tokens", PER_SAMPLE, "int64", "correction", "denominators, estimators")
-REF_LOG_PROBS = _add("ref_log_probs", PER_ANSWER_TOKEN, "float32", "ref pass", "KL in the loss")
-REF_KL = _add("ref_kl", PER_ANSWER_TOKEN, "float32", "ref pass, KL in the reward", "token advantages")
+IS_WEIGHTS = _add("is_weights", PER_POLICY_TOKEN, "float32", "correction", "actor loss")
+LOSS_MASK = _add("loss_mask", PER_POLICY_TOKEN, "bool", "correction: 0 = rejected", "losses, advantages")
+REF_LOG_PROBS = _add("ref_log_probs", PER_POLICY_TOKEN, "float32", "ref pass", "KL in the loss")
+REF_KL = _add("ref_kl", PER_POLICY_TOKEN, "float32", "ref pass, KL in the reward", "token advantages")
 KL_SUM = _add("kl_sum", PER_SAMPLE, "float64", "ref pass, KL in the reward", "reward of the answer")
-VALUES = _add("values", PER_ANSWER_TOKEN, "float32", "values pass", "token advantages, critic loss")
+VALUES = _add("values", PER_POLICY_TOKEN, "float32", "values pass", "token advantages, critic loss")
 
 # -- advantages --------------------------------------------------------------------------------------------------------
 
 ADVANTAGE = _add("advantage", PER_SAMPLE, "float64", "estimators (of tokens: the mean)", "actor loss, metrics")
-ADVANTAGES = _add("advantages", PER_ANSWER_TOKEN, "float32", "token estimators, before whitening", "actor loss")
-RETURNS = _add("returns", PER_ANSWER_TOKEN, "float32", "token estimators", "critic loss")
+ADVANTAGES = _add("advantages", PER_POLICY_TOKEN, "float32", "token estimators, before whitening", "actor loss")
+RETURNS = _add("returns", PER_POLICY_TOKEN, "float32", "token estimators", "critic loss")
 SIGNAL = _add("signal", PER_SAMPLE, "bool", "token estimators: 1 = some advantage is not 0", "driver: what to skip")
 SILENT = _add("silent", PER_SAMPLE, "bool", "driver: no gradient, so not computed", "callbacks")
-SELECTED = _add("selected", PER_ANSWER_TOKEN, "bool", "update: tokens a loss treats differently", "actor loss")
+SELECTED = _add("selected", PER_POLICY_TOKEN, "bool", "update: tokens a loss treats differently", "actor loss")
+
+# What passes need of an answer, and what a rollout yields.
+PROMPT_AND_ANSWER = (PROMPT, RESPONSE, RESPONSE_MASK)
+ANSWER = (RESPONSE, RESPONSE_MASK, ROLLOUT_LOG_PROBS)
+GENERATED = (PROMPT, *ANSWER)

@@ -83,9 +83,9 @@ class Ragged:
         return cls(torch.cat([part.values for part in parts]), torch.cat([part.lengths for part in parts]))
 
     def sum(self) -> Tensor:
-        """Sum of each row: shape [n, ...]; an empty row sums to 0."""
-        total = self.values.new_zeros(len(self), *self.values.shape[1:])
-        return total.index_add(0, self.row_ids, self.values)
+        """Sum of each row: shape [n, ...]; an empty row sums to 0. Sums of bools are counts."""
+        values = self.values.long() if self.values.dtype == torch.bool else self.values
+        return values.new_zeros(len(self), *values.shape[1:]).index_add(0, self.row_ids, values)
 
     def mean(self) -> Tensor:
         """Mean of each row: shape [n, ...]; the mean of an empty row is 0."""

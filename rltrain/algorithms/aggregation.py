@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rltrain import columns as c
+from rltrain.batch import Batch
 from rltrain.ragged import Ragged
 
 AGGREGATION_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -47,6 +49,8 @@ def token_weights(mode: str, mask: Ragged, denominators: Denominators) -> Tensor
     raise ValueError(f"unknown aggregation mode '{mode}' (known: {', '.join(AGGREGATION_MODES)})")
 
 
-def all_ones(lengths: Tensor, device: torch.device | str = "cpu") -> Ragged:
-    """The mask under which every token counts."""
-    return Ragged(torch.ones(int(lengths.sum()), device=device), lengths.to(device))
+def loss_mask(batch: Batch, tokens: Ragged) -> Ragged:
+    """1 where a token of the policy counts, 0 where the rollout correction rejected it; shaped and placed like ``tokens``."""
+    return tokens.like(
+        batch.ragged(c.LOSS_MASK).values.float() if c.LOSS_MASK in batch else torch.ones_like(tokens.values)
+    )

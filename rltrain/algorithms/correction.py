@@ -34,14 +34,14 @@ def importance_weights(log_ratio: Ragged, cfg: RolloutCorrectionConfig) -> Ragge
 
 
 def accepted(log_ratio: Ragged, rules: list[RejectionRule]) -> Ragged:
-    """1 for tokens that pass every rule, 0 for those that do not; a rule on sequences decides over all tokens of the answer."""
+    """Whether each token passes every rule; a rule on sequences decides over all tokens of the answer."""
     keep = torch.ones_like(log_ratio.values, dtype=torch.bool)
     for rule in rules:
         measured = log_ratio.like(_measure(log_ratio.values, rule.measure))
         if rule.over != "token":
             measured = log_ratio.broadcast(_reduce(measured, rule.over))
         keep &= (measured.values <= rule.high) & (measured.values >= rule.low)
-    return log_ratio.like(keep.to(log_ratio.values.dtype))
+    return log_ratio.like(keep)
 
 
 def _measure(log_ratio: Tensor, name: str) -> Tensor:
@@ -139,5 +139,5 @@ def correction_sums(
             sums["is_answers"] = float(weights.mean().double().sum())
     if mask is not None:
         some = (mask.sum() < mask.lengths) & (mask.lengths > 0)
-        sums |= {"rejected": float((mask.values == 0).sum()), "sequences_rejected": float(some.sum())}
+        sums |= {"rejected": float((~mask.values).sum()), "sequences_rejected": float(some.sum())}
     return sums

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rltrain.batch import Batch, Column
+from rltrain import columns as c
+from rltrain.batch import Batch, Column, DictionaryColumn
 from rltrain.ragged import Ragged
 
 Array = NDArray[Any]
@@ -47,11 +48,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class Request:
-    """A batch to be put together by the worker that receives it."""
+    """A batch to be put together by the worker that receives it. groups [n]: samples of one group share their prompt."""
 
     num_samples: int
     pieces: list[Piece]
     numbers: dict[str, Array] = field(default_factory=dict)
+    groups: Array | None = None
 
     @property
     def as_batch(self) -> Batch:
@@ -140,7 +142,8 @@ class Samples:
             have = sum(len(piece.rows) for piece in pieces if name in piece.columns)
             if have != len(ids) and name not in optional:
                 raise KeyError(f"column '{name}' is there for {have} of {len(ids)} samples")
-        return Request(len(ids), pieces, {name: self[name][ids] for name in numbers})
+        groups = self[c.GROUP][ids].astype(np.int32) if c.GROUP in self.numbers else None
+        return Request(len(ids), pieces, {name: self[name][ids] for name in numbers}, groups)
 
 
 def assemble(request: Request, objects: Sequence[Batch | list[Any]]) -> Batch:
@@ -160,6 +163,8 @@ def assemble(request: Request, objects: Sequence[Batch | list[Any]]) -> Batch:
             lengths = torch.zeros(request.num_samples, dtype=torch.long)
             lengths[torch.from_numpy(np.sort(places)).long()] = column.lengths
             column = Ragged(column.values, lengths)
+        elif isinstance(column, DictionaryColumn) and request.groups is not None:
+            column = column.by_group(request.groups)  # replicas that answered one prompt have a copy each
         batch.update({name: column})
     batch.update({name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in request.numbers.items()})
     return batch
@@ -180,8 +185,6 @@ def driver_bytes(value: Any) -> int:
         return len(value)
     if isinstance(value, Piece):
         return _REFERENCE_BYTES + value.rows.nbytes + value.places.nbytes
-    if isinstance(value, Request):
-        return driver_bytes(value.numbers) + driver_bytes(value.pieces)
     if is_dataclass(value):
         return driver_bytes(vars(value))
     if isinstance(value, Mapping):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rltrain import columns as c
 from rltrain.batch import Batch
+from rltrain.ragged import Ragged
 
 
 class Segment(NamedTuple):
@@ -107,48 +108,55 @@ class PackedInputs:
     labels: Tensor
 
 
-def joins(prompt_length: Any, answer_length: Any) -> Any:
-    """Whether an answer shares its prompt with the others: where the prompt is too short, the saving is not worth the gathering."""
-    return 16 * prompt_length >= answer_length
+# An answer this many times as long as its prompt saves less by sharing the prompt than the gathering of its keys costs.
+_LONGEST_ANSWER_PER_PROMPT_TOKEN = 16
+
+
+def pays_to_share(prompt_length: Any, answer_length: Any) -> Any:
+    """Whether an answer shares its prompt with the other answers to it. Lengths: numbers or arrays of them."""
+    return _LONGEST_ANSWER_PER_PROMPT_TOKEN * prompt_length >= answer_length
 
 
 def pack(batch: Batch, device: torch.device, *, share: bool = True) -> PackedInputs:
-    """``tokens`` (prompt and answer, ragged), ``prompt_length`` -> packed inputs. An empty batch packs to one dummy token.
+    """``prompt``, ``response``, ``response_mask`` -> packed inputs. An empty batch packs to one dummy token.
 
-    With ``share``, consecutive samples with the same prompt share its tokens: the prompt once, then the answers that see it,
-    positions going on from its end; the prompt's last state predicts the first token of each. The last token of an answer
-    predicts nothing and is left out.
+    With ``share``, samples of one prompt share its tokens: the prompt once, then the answers that see it, positions going on
+    from its end; the prompt's last state predicts the first token of each. The last token of an answer predicts nothing and is
+    left out. Only tokens of the policy (``response_mask``) have predictors and labels.
     """
     if not len(batch):
         one = torch.zeros(1, dtype=torch.long, device=device)
         return PackedInputs(one, one, AttentionPlan.of_lengths([1]), one[:0], one[:0])
-    values, starts = batch.ragged(c.TOKENS).values, batch.ragged(c.TOKENS).offsets.tolist()
-    prompts, answers = _lengths(batch)
-    owners = _owners(batch) if share else list(range(len(batch)))
-    num_sharing = Counter(owners)
+    prompts, answers = batch.dictionary(c.PROMPT), batch.ragged(c.RESPONSE)
+    assert isinstance(prompts.values, Ragged)
+    prompt_starts, prompt_lengths = prompts.values.offsets.tolist(), prompts.values.lengths.tolist()
+    answer_starts = (answers.offsets + len(prompts.values.values)).tolist()
+    samples = list(zip(prompts.index.tolist(), answer_starts, answers.lengths.tolist(), strict=False))
+    sharing = Counter(
+        prompt for prompt, _, length in samples if share and pays_to_share(prompt_lengths[prompt], length)
+    )
     laid = _Laid()
-    places: dict[int, tuple[int, int]] = {}
-    predictors, labels = [], []
-    for sample, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        start, own = starts[sample], max(answer - 1, 0)
-        owner = owners[sample]
-        if num_sharing[owner] == 1:
-            end = laid.add(start, prompt + own) - own
-            predictors.append(torch.arange(end - 1, end - 1 + answer))
+    shared: dict[int, tuple[int, int]] = {}
+    predictors = []
+    for prompt, answer_start, length in samples:
+        question, own = (prompt_starts[prompt], prompt_lengths[prompt]), (answer_start, max(length - 1, 0))
+        if sharing[prompt] < 2 or not pays_to_share(question[1], length):
+            first = laid.add(question, own) - own[1] - 1
+            predictors.append(torch.arange(first, first + length))
         else:
-            if owner not in places:
-                end = laid.add(start, prompt)
-                places[owner] = (end - prompt, end)
-            prefix = places[owner]
-            end = laid.add(start + prompt, own, prefix) if own else 0
-            predictors.append(torch.cat([torch.tensor([prefix[1] - 1] * (answer > 0)), torch.arange(end - own, end)]))
-        labels.append(values[start + prompt : start + prompt + answer])
+            if prompt not in shared:
+                end = laid.add(question)
+                shared[prompt] = (end - question[1], end)
+            prefix = shared[prompt]
+            end = laid.add(own, prefix=prefix) if own[1] else 0
+            predictors += [torch.tensor([prefix[1] - 1] * (length > 0)), torch.arange(end - own[1], end)]
+    source, kept = torch.cat([prompts.values.values, answers.values]), batch.ragged(c.RESPONSE_MASK).values
     return PackedInputs(
-        tokens=values[torch.cat(laid.rows)].long().to(device),
+        tokens=source[torch.cat(laid.rows)].long().to(device),
         positions=torch.cat(laid.positions).to(device),
         plan=AttentionPlan(tuple(laid.segments)),
-        predictors=torch.cat(predictors).long().to(device),
-        labels=torch.cat(labels).long().to(device),
+        predictors=torch.cat(predictors).long()[kept].to(device),
+        labels=answers.values[kept].long().to(device),
     )
 
 
@@ -160,32 +168,19 @@ class _Laid:
         self.positions: list[Tensor] = []
         self.segments: list[Segment] = []
 
-    def add(self, row: int, length: int, prefix: tuple[int, int] = (0, 0)) -> int:
-        """``length`` tokens from place ``row`` of the batch on. Returns where they end."""
+    def add(self, *ranges: tuple[int, int], prefix: tuple[int, int] = (0, 0)) -> int:
+        """A segment of the tokens in ``ranges`` (start, length) of the batch. Returns where it ends."""
         start = self.segments[-1].stop if self.segments else 0
+        length = sum(length for _, length in ranges)
         self.segments.append(Segment(start, start + length, prefix))
-        self.rows.append(torch.arange(row, row + length))
+        self.rows += [torch.arange(first, first + length) for first, length in ranges]
         self.positions.append(torch.arange(length) + self.segments[-1].prefix_length)
         return start + length
 
 
-def _lengths(batch: Batch) -> tuple[list[int], list[int]]:
-    """Tokens of prompt and answer of each sample."""
-    prompts = batch.dense(c.PROMPT_LENGTH)
-    return prompts.tolist(), (batch.ragged(c.TOKENS).lengths - prompts).tolist()
-
-
-def _owners(batch: Batch) -> list[int]:
-    """A number for each sample: the same for consecutive ones with one prompt, but for those that do not `join` them."""
-    rows = batch.ragged(c.TOKENS).rows()
-    prompts, answers = _lengths(batch)
-    owners: list[int] = []
-    first = 0
-    for sample, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        if prompt != prompts[first] or not torch.equal(rows[first][:prompt], rows[sample][:prompt]):
-            first = sample
-        owners.append(first if joins(prompt, answer) else -1 - sample)
-    return owners
+def per_policy_token(values: Tensor, batch: Batch) -> Ragged:
+    """The outputs of a model at ``pack(batch).predictors``, sample by sample."""
+    return Ragged(values, batch.ragged(c.RESPONSE_MASK).sum() if len(batch) else torch.zeros(0, dtype=torch.long))
 
 
 def pack_whole(rows: Sequence[Sequence[int]], device: torch.device) -> PackedInputs:

@@ -58,8 +58,7 @@ class Advantages:
             for name in self._cfg.algorithm.gdpo_reward_keys
         }
         # Whitening is over the tokens that count in the loss.
-        counted = c.LOSS_TOKENS if c.LOSS_TOKENS in samples.numbers else c.RESPONSE_LENGTH
-        scores, groups, lengths = (torch.from_numpy(samples[name]) for name in (c.REWARD, c.GROUP, counted))
+        scores, groups, lengths = (torch.from_numpy(samples[name]) for name in (c.REWARD, c.GROUP, c.LOSS_TOKENS))
         baselines = torch.from_numpy(samples[c.BASELINE]) if self._passes.greedy_baseline else None
         inputs = OutcomeInputs(scores, groups, lengths, terms, baselines)
         advantages: Tensor = find_estimator(self._cfg.algorithm.adv_estimator)(inputs, self._cfg.algorithm)
@@ -70,7 +69,7 @@ class Advantages:
         """reward = score - coef * KL; then the controller sets the weight of the next step."""
         coef = self.kl_coef
         samples.update({c.REWARD: samples[c.SCORE] - coef * samples[c.KL_SUM]})
-        kl = float((samples[c.KL_SUM] / np.maximum(samples[c.RESPONSE_LENGTH], 1)).mean())
+        kl = float((samples[c.KL_SUM] / np.maximum(samples[c.POLICY_TOKENS], 1)).mean())
         self.kl_coef = adapted_kl_coef(coef, kl, len(samples), self._cfg.algorithm.kl_ctrl)
         return {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": coef}
 

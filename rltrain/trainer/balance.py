@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rltrain.models.packing import joins
+from rltrain.models.packing import pays_to_share
 from rltrain.trainer.plan import PassBudget
 
 Ids = NDArray[np.int64]
@@ -46,9 +46,9 @@ class Workload:
 
     @classmethod
     def of_groups(cls, prompts: Ids, answers: Ids, groups: Ids, pair_cost: float = 0.0) -> Workload:
-        """groups [n]: the prompt of each sample. An answer shares it where `joins` says that it pays."""
+        """groups [n]: the prompt of each sample. An answer shares it where `pays_to_share` says so."""
         alone = -1 - np.arange(len(groups))
-        return cls(prompts, answers, np.where(joins(prompts, answers), groups, alone), pair_cost)
+        return cls(prompts, answers, np.where(pays_to_share(prompts, answers), groups, alone), pair_cost)
 
     @cached_property
     def answer_cost(self) -> NDArray[np.float64]:

@@ -44,7 +44,7 @@ def _spread(name: str, values: NDArray[Any], weights: NDArray[Any] | None = None
 
 def outcome_advantage_metrics(samples: Samples) -> Metrics:
     """Advantages and returns, where every token of an answer carries the answer's: the mean is weighted by length."""
-    lengths, values = samples[c.RESPONSE_LENGTH], samples[c.ADVANTAGE]
+    lengths, values = samples[c.POLICY_TOKENS], samples[c.ADVANTAGE]
     return _spread("critic/advantages", values, lengths) | _spread("critic/returns", values, lengths)
 
 

@@ -37,11 +37,6 @@ def denominators(loss_tokens: Ids, horizon: int) -> Denominators:
     return Denominators(int(loss_tokens.sum()), int((loss_tokens > 0).sum()), horizon)
 
 
-def loss_tokens(samples: Samples) -> Ids:
-    """Tokens of each sample that count in the loss: all but those that the rollout correction rejected."""
-    return samples.numbers.get(c.LOSS_TOKENS, samples[c.RESPONSE_LENGTH])
-
-
 def num_tokens(samples: Samples) -> Ids:
     """Tokens of each sample, prompt and answer."""
     return samples[c.PROMPT_LENGTH] + samples[c.RESPONSE_LENGTH]

@@ -22,7 +22,7 @@ from rltrain.trainer.balance import Ids, Layout, Workload, cost_of, lay_out, ran
 from rltrain.trainer.callbacks import Callbacks
 from rltrain.trainer.experience import Experience
 from rltrain.trainer.metrics import Metrics
-from rltrain.trainer.mini_batches import cut_prompts, denominators, loss_tokens, num_tokens, per_rank
+from rltrain.trainer.mini_batches import cut_prompts, denominators, num_tokens, per_rank
 from rltrain.trainer.plan import PassBudget, Plan
 from rltrain.trainer.progress import Progress
 from rltrain.trainer.rewards import Rewards, accuracy
@@ -141,7 +141,7 @@ class PPOTrainer:
             for each in per_rank(layout, counts, plan.passes.waits_for_update(step))
         ]
         results = self.actor.update(samples, layout, tasks)
-        computed = np.array([loss_tokens(samples)[ids].sum() for ids in mini_batches])
+        computed = np.array([samples[c.LOSS_TOKENS][ids].sum() for ids in mini_batches])
         record.metrics |= m.update_metrics(results, computed, "actor") | {"actor/lr": rate}
         record.metrics["perf/update_tokens_skipped"] = float(num_tokens(samples)[silent].sum() * cfg.ppo_epochs)
         if cfg.use_kl_loss:
@@ -205,7 +205,7 @@ class PPOTrainer:
 
     def _denominators(self, samples: Samples, ids: Ids) -> Denominators:
         horizon = self.cfg.actor_rollout_ref.actor.loss_scale_factor or self.cfg.data.max_response_length
-        return denominators(loss_tokens(samples)[ids], horizon)
+        return denominators(samples[c.LOSS_TOKENS][ids], horizon)
 
     def _take_driver_bytes(self) -> int:
         return self.actor.take_driver_bytes() + (self.archive.take_driver_bytes() if self.archive else 0)

@@ -21,8 +21,6 @@ from rltrain.trainer.metrics import Metrics
 from rltrain.workers import roles
 from rltrain.workers.tasks import Finished, GenerateTask, MiniBatch, UpdateTask
 
-_PROMPT_AND_ANSWER = (c.TOKENS, c.PROMPT_LENGTH, c.RESPONSE_LENGTH)
-GENERATED = (*_PROMPT_AND_ANSWER, c.ROLLOUT_LOG_PROBS)
 # How long a worker may wait for a finished answer before it says that there is none yet.
 _POLL_S = 0.5
 Numbers = dict[str, Any]
@@ -129,7 +127,7 @@ class Policy(_Remote):
         samples = Samples(len(task.rows) * n)
         served = [(payload, texts, numbers) for payload, texts, numbers in results if c.SLOT in numbers]
         for payload, texts, numbers in served:
-            samples.attach([whole(payload, GENERATED, numbers[c.SLOT]), whole(texts, (c.TEXT,), numbers[c.SLOT])])
+            samples.attach([whole(payload, c.GENERATED, numbers[c.SLOT]), whole(texts, (c.TEXT,), numbers[c.SLOT])])
         samples.update(_by_sample([numbers for *_, numbers in served], len(samples)))
         places = np.arange(len(task.rows)).repeat(n)
         samples.update({c.GROUP: places, c.ROW: task.rows[places]})
@@ -146,23 +144,22 @@ class Policy(_Remote):
         made += [c.LOSS_MASK] if self._passes.rejects else []
         numbers = [c.CARRIED_LENGTH] if c.CARRIED_LENGTH in samples.numbers else []
         return m.add_up(
-            self._run_pass(roles.Actor.log_probs, layout.all_sizes(), samples, layout, GENERATED, made, numbers)
+            self._run_pass(roles.Actor.log_probs, layout.all_sizes(), samples, layout, c.GENERATED, made, numbers)
         )
 
     def ref_log_probs(self, samples: Samples, layout: Layout) -> None:
         """Attach ``ref_log_probs``, and with a KL in the reward ``ref_kl``; the samples get ``kl_sum``."""
-        columns = [*_PROMPT_AND_ANSWER, self._old] if self._passes.kl_in_reward else _PROMPT_AND_ANSWER
+        columns = [*c.PROMPT_AND_ANSWER, self._old] if self._passes.kl_in_reward else c.PROMPT_AND_ANSWER
         made = [c.REF_LOG_PROBS] if self._passes.ref_log_probs else []
         made += [c.REF_KL] if self._passes.kl_in_reward else []
         self._run_pass(roles.Actor.ref_log_probs, layout.all_sizes(), samples, layout, columns, made)
 
     def token_advantages(self, samples: Samples, layout: Layout, kl_coef: float) -> Numbers:
         """Attach ``advantages`` and ``returns``; returns their sums over all ranks."""
-        wanted = [c.RESPONSE_LENGTH]
-        wanted += [c.VALUES] if self._passes.values else []
+        wanted = [c.VALUES] if self._passes.values else []
         wanted += [c.REF_KL] if self._passes.kl_in_reward else []
         wanted += [c.LOSS_MASK] if self._passes.rejects_early else []
-        numbers = [c.SCORE, *([c.BASELINE] if self._passes.greedy_baseline else [])]
+        numbers = [c.SCORE, c.POLICY_TOKENS, *([c.BASELINE] if self._passes.greedy_baseline else [])]
         coefs = [kl_coef] * len(layout.ids)
         return m.add_up(
             self._run_pass(
@@ -172,7 +169,7 @@ class Policy(_Remote):
 
     def update(self, samples: Samples, layout: Layout, tasks: list[UpdateTask]) -> list[Numbers]:
         """Run the optimizer steps; returns what each data-parallel rank summed."""
-        columns = [*_PROMPT_AND_ANSWER, self._old]
+        columns = [*c.PROMPT_AND_ANSWER, self._old]
         passes = self._passes
         columns += [c.REF_LOG_PROBS] if passes.sampled_kl_in_loss else []
         columns += [c.ADVANTAGES] if passes.token_advantages else []
@@ -241,13 +238,13 @@ class Critic(_Remote):
 
     def values(self, samples: Samples, layout: Layout) -> None:
         """Attach ``values``."""
-        self._run_pass(roles.Critic.values, layout.all_sizes(), samples, layout, _PROMPT_AND_ANSWER, [c.VALUES])
+        self._run_pass(roles.Critic.values, layout.all_sizes(), samples, layout, c.PROMPT_AND_ANSWER, [c.VALUES])
 
     def update(
         self, samples: Samples, layout: Layout, work: list[list[MiniBatch]], learning_rate: float
     ) -> list[Numbers]:
         """Run the optimizer steps; returns what each data-parallel rank summed."""
-        columns = [*_PROMPT_AND_ANSWER, c.VALUES, c.RETURNS, *([c.LOSS_MASK] if self._with_mask else [])]
+        columns = [*c.PROMPT_AND_ANSWER, c.VALUES, c.RETURNS, *([c.LOSS_MASK] if self._with_mask else [])]
         return self._update(
             [
                 bind(roles.Critic.update, samples.request(ids, columns).as_batch, mini_batches, learning_rate)

@@ -14,10 +14,19 @@ from rltrain.controller.samples import Request, Samples
 from rltrain.trainer.balance import Ids
 from rltrain.trainer.metrics import Metrics
 from rltrain.trainer.plan import Plan
-from rltrain.trainer.roles import GENERATED
 
 # What is known of an answer that no engine has worked on in this step, because it was finished before or had to wait.
-_KEPT = (c.PROMPT_LENGTH, c.RESPONSE_LENGTH, c.TRUNCATED, c.COMPLETE, c.ENGINE, c.TOKEN_AGES, c.OLDEST)
+_KEPT = (
+    c.PROMPT_LENGTH,
+    c.RESPONSE_LENGTH,
+    c.POLICY_TOKENS,
+    c.LOSS_TOKENS,
+    c.TRUNCATED,
+    c.COMPLETE,
+    c.ENGINE,
+    c.TOKEN_AGES,
+    c.OLDEST,
+)
 State = list[list[int]]
 
 
@@ -89,7 +98,7 @@ class PromptLine:
             return None
         answers = Samples.join(pieces)
         answers.update({c.SLOT: np.concatenate(ids)})
-        return answers.request(np.arange(len(answers)), GENERATED, [c.SLOT])
+        return answers.request(np.arange(len(answers)), c.ANSWER, [c.SLOT])
 
     def settle(self, started: Sequence[Prompt], samples: Samples) -> tuple[Samples, Ids, Metrics]:
         """The batch: the first prompts, in the order of the line, that have all their answers; their ids; what it cost.
@@ -107,7 +116,7 @@ class PromptLine:
         batch.update({c.GROUP: np.arange(len(chosen)).repeat(n)})
         metrics = {"rollout/tail/age_max": float(max(started[place].age for place in chosen.tolist()))}
         served = samples[c.SERVED]
-        new_tokens = np.where(served, samples[c.RESPONSE_LENGTH], 0)
+        new_tokens = np.where(served, samples[c.POLICY_TOKENS], 0)
         if self._carries:
             metrics |= _staleness(batch)
             new_tokens -= np.where(served, samples[c.CARRIED_LENGTH], 0)
@@ -132,14 +141,14 @@ class PromptLine:
                 ids = place * self._n + np.arange(self._n)
                 for name in (c.TOKEN_AGES, c.OLDEST):
                     samples[name][ids] = prompt.answers[name]
-                samples[c.CARRIED_LENGTH][ids] = prompt.answers[c.RESPONSE_LENGTH]
+                samples[c.CARRIED_LENGTH][ids] = prompt.answers[c.POLICY_TOKENS]
                 mine = np.flatnonzero(~samples[c.SERVED][ids])
                 samples.adopt(prompt.answers, mine, ids[mine], _KEPT)
 
     def _aged(self, samples: Samples, place: int) -> Samples:
         """The answers of one prompt as the next step finds them: every token is a step older."""
         answers = Samples.join([(samples, place * self._n + np.arange(self._n))])
-        lengths = answers[c.RESPONSE_LENGTH]
+        lengths = answers[c.POLICY_TOKENS]
         oldest = np.where(lengths > 0, answers[c.OLDEST] + 1, 0)
         answers.update({c.TOKEN_AGES: answers[c.TOKEN_AGES] + lengths, c.OLDEST: oldest})
         return answers
@@ -159,6 +168,6 @@ def _staleness(batch: Samples) -> Metrics:
     return {
         "rollout/tail/carried_tokens": float(given.sum()),
         "rollout/tail/carried_samples": float((given > 0).sum()),
-        "rollout/tail/staleness/mean": float(batch[c.TOKEN_AGES].sum() / max(batch[c.RESPONSE_LENGTH].sum(), 1)),
+        "rollout/tail/staleness/mean": float(batch[c.TOKEN_AGES].sum() / max(batch[c.POLICY_TOKENS].sum(), 1)),
         "rollout/tail/staleness/max": float(batch[c.OLDEST].max()),
     }

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from rltrain import columns as c
-from rltrain.algorithms.aggregation import all_ones
+from rltrain.algorithms.aggregation import loss_mask
 from rltrain.algorithms.correction import accepted, compare, importance_weights
 from rltrain.algorithms.kl import kl_per_token
 from rltrain.algorithms.losses import LossShare, actor_loss
 from rltrain.algorithms.policy_losses import PolicyLossInputs, find_policy_loss
-from rltrain.batch import Batch
+from rltrain.batch import Batch, DictionaryColumn
 from rltrain.config.schema import Config
 from rltrain.config.step_passes import StepPasses
 from rltrain.data.chat import chat_encoder
@@ -21,7 +21,7 @@ from rltrain.models.export import export_huggingface
 from rltrain.models.forward import PolicyModel, final_logits, model_numbers
 from rltrain.models.head import ReferenceStates
 from rltrain.models.lora import adapters_off, save_adapter
-from rltrain.models.packing import PackedInputs, pack
+from rltrain.models.packing import PackedInputs, pack, per_policy_token
 from rltrain.models.shard import reshard, sharded_model
 from rltrain.models.spec import actor_spec, reference_spec
 from rltrain.models.state import load_training_state, save_training_state
@@ -97,7 +97,7 @@ class ActorRefWorker(Actor):
         columns, sums = self._compare(log_probs, batch)
         numbers: Numbers = sums | {"entropy": float(entropy.values.double().sum())}
         if self._rules:
-            numbers[c.LOSS_TOKENS] = columns[c.LOSS_MASK].sum().long().numpy()
+            numbers[c.LOSS_TOKENS] = columns[c.LOSS_MASK].sum().numpy()
         return Batch({c.OLD_LOG_PROBS: log_probs, **columns}), numbers
 
     @torch.no_grad()
@@ -112,14 +112,16 @@ class ActorRefWorker(Actor):
         if passes.exact_kl_in_reward:
             self._policy.eval()
             found = [self._exact_kl(micro) for micro in batch.split(micro_sizes)]
-            columns[c.REF_KL] = Ragged(torch.cat(found), _answer_lengths(batch))
+            columns[c.REF_KL] = per_policy_token(torch.cat(found), batch)
             reshard(self._reference)
             reshard(self._policy)
         if not len(batch) or not passes.kl_in_reward:
             return Batch(columns), {}
         if not passes.exact_kl_in_reward:
             ref = columns[c.REF_LOG_PROBS]
-            columns[c.REF_KL] = ref.like(kl_per_token(self._old(batch), ref.values, self._cfg.algorithm.kl_penalty))
+            columns[c.REF_KL] = ref.like(
+                kl_per_token(self._old(batch).values, ref.values, self._cfg.algorithm.kl_penalty)
+            )
         return Batch(columns), {c.KL_SUM: columns[c.REF_KL].sum().double().numpy()}
 
     def _exact_kl(self, micro: Batch) -> Tensor:
@@ -149,7 +151,7 @@ class ActorRefWorker(Actor):
             all_log_probs.append(log_probs.cpu())
             all_entropy.append(entropy.cpu() if entropy is not None else log_probs[:0].cpu())
         reshard(model)
-        log_prob = Ragged(torch.cat(all_log_probs), _answer_lengths(batch))
+        log_prob = per_policy_token(torch.cat(all_log_probs), batch)
         return log_prob, log_prob.like(torch.cat(all_entropy)) if with_entropy else log_prob
 
     @torch.no_grad()
@@ -161,12 +163,10 @@ class ActorRefWorker(Actor):
         """
         self._policy.eval()
         text, half = torch.tensor(tokens), max(len(tokens) // 2, 1)
-        rows = Batch(
-            {
-                c.TOKENS: Ragged.from_rows([text.flip(0), text, text, text]),
-                c.PROMPT_LENGTH: torch.tensor([1, 1, half, half]),
-            }
-        )
+        prompts = Ragged.from_rows([text[-1:], text[:1], text[:half]])
+        answers = Ragged.from_rows([text.flip(0)[1:], text[1:], text[half:], text[half:]])
+        rows = Batch({c.PROMPT: DictionaryColumn(prompts, torch.tensor([0, 1, 2, 2])), c.RESPONSE: answers})
+        rows.update({c.RESPONSE_MASK: answers.like(torch.ones_like(answers.values, dtype=torch.bool))})
         log_probs: Tensor = self._policy(pack(rows, self._device.torch_device), 1.0).log_probs.cpu()
         reshard(self._policy)
         whole, shared = log_probs.split([len(tokens) - 1] * 2 + [len(tokens) - half] * 2)[1::2]
@@ -176,9 +176,9 @@ class ActorRefWorker(Actor):
         weighs, engine = self._passes.importance_weights, batch.ragged(c.ROLLOUT_LOG_PROBS)
         return compare(log_probs, engine, self._correction, _given(batch), weighs=weighs)
 
-    def _old(self, batch: Batch) -> Tensor:
+    def _old(self, batch: Batch) -> Ragged:
         """log pi_old: the trainer's own, or with bypass_mode the engine's."""
-        return batch.ragged(c.ROLLOUT_LOG_PROBS if self._passes.bypass else c.OLD_LOG_PROBS).values
+        return batch.ragged(c.ROLLOUT_LOG_PROBS if self._passes.bypass else c.OLD_LOG_PROBS)
 
     # -- update --------------------------------------------------------------------------------------------------------
 
@@ -210,7 +210,9 @@ class ActorRefWorker(Actor):
             kl = kl_per_token(log_probs, micro.ragged(c.REF_LOG_PROBS).values, self._actor_cfg.kl_loss_type)
         mask, weights = self._correct(micro, log_probs.detach(), task)
         selected = micro.ragged(c.SELECTED).values if c.SELECTED in micro else None
-        policy_inputs = PolicyLossInputs(log_probs, self._old(micro), _advantages(micro, task), mask, selected)
+        policy_inputs = PolicyLossInputs(
+            log_probs, self._old(micro).values, _advantages(micro, mask, task), mask, selected
+        )
         share = actor_loss(
             policy_inputs,
             mini.denominators,
@@ -235,15 +237,15 @@ class ActorRefWorker(Actor):
 
     def _correct(self, micro: Batch, log_probs: Tensor, task: UpdateTask) -> tuple[Ragged, Tensor | None]:
         """(tokens that count, importance weights). With bypass_mode both follow from the current policy."""
-        mask = all_ones(micro.dense(c.RESPONSE_LENGTH), log_probs.device)
+        old = self._old(micro)
         if not self._passes.bypass:
-            mask = micro.ragged(c.LOSS_MASK) if c.LOSS_MASK in micro else mask
             weights = micro.ragged(c.IS_WEIGHTS).values * task.weight_scale if c.IS_WEIGHTS in micro else None
-            return mask, weights
-        log_ratio = mask.like(log_probs - micro.ragged(c.ROLLOUT_LOG_PROBS).values)
+            return loss_mask(micro, old), weights
+        log_ratio = old.like(log_probs - old.values)
         weighs = self._passes.importance_weights
         weights = importance_weights(log_ratio, self._correction).values if weighs else None
-        return accepted(log_ratio, self._rules), weights
+        kept = accepted(log_ratio, self._rules)
+        return kept.like(kept.values.float()), weights
 
     @torch.no_grad()
     def _select(self, micros: Sequence[Batch], mini: MiniBatch, task: UpdateTask) -> None:
@@ -256,13 +258,12 @@ class ActorRefWorker(Actor):
             current = [each for each, micro in zip(scored, micros, strict=True) if len(micro)]
             self._policy.train()
         empty = torch.zeros(0)
-        lengths = [micro.dense(c.RESPONSE_LENGTH) for micro in having]
-        masks = [self._correct(micro, each, task)[0].values.cpu() for micro, each in zip(having, current, strict=True)]
-        mask = Ragged(torch.cat([empty, *masks]), torch.cat([empty.long(), *lengths]))
+        masks = [self._correct(micro, each, task)[0].to("cpu") for micro, each in zip(having, current, strict=True)]
+        mask = Ragged.concat([Ragged(empty, empty.long()), *masks])
         inputs = PolicyLossInputs(
             torch.cat([empty, *current]),
-            torch.cat([empty, *(self._old(micro) for micro in having)]),
-            torch.cat([empty, *(_advantages(micro, task) for micro in having)]),
+            torch.cat([empty, *(self._old(micro).values for micro in having)]),
+            torch.cat([empty, *(_advantages(micro, each, task) for micro, each in zip(having, masks, strict=True))]),
             mask,
         )
         number = [each is mini for each in task.mini_batches].index(True)  # equal ones come again in every epoch
@@ -298,12 +299,8 @@ def _given(batch: Batch) -> Tensor | None:
     return batch.dense(c.CARRIED_LENGTH) if c.CARRIED_LENGTH in batch else None
 
 
-def _answer_lengths(batch: Batch) -> Tensor:
-    return batch.dense(c.RESPONSE_LENGTH) if len(batch) else torch.zeros(0, dtype=torch.long)
-
-
-def _advantages(micro: Batch, task: UpdateTask) -> Tensor:
-    """One advantage a token: the token's own, whitened, or that of its answer."""
+def _advantages(micro: Batch, mask: Ragged, task: UpdateTask) -> Tensor:
+    """One advantage per token of ``mask``: the token's own, whitened, or that of its answer."""
     if c.ADVANTAGES in micro:
         return (micro.ragged(c.ADVANTAGES).values - task.shift) * task.scale
-    return micro.dense(c.ADVANTAGE).float().repeat_interleave(micro.dense(c.RESPONSE_LENGTH))
+    return mask.broadcast(micro.dense(c.ADVANTAGE).float()).values

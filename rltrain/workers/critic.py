@@ -7,17 +7,16 @@ from collections.abc import Sequence
 import torch
 
 from rltrain import columns as c
-from rltrain.algorithms.aggregation import all_ones, token_weights
+from rltrain.algorithms.aggregation import loss_mask, token_weights
 from rltrain.algorithms.losses import LossShare, aggregate, finish
 from rltrain.algorithms.value_loss import value_loss
 from rltrain.batch import Batch
 from rltrain.config.schema import Config
 from rltrain.models.forward import ScalarModel
-from rltrain.models.packing import pack
+from rltrain.models.packing import pack, per_policy_token
 from rltrain.models.shard import reshard, sharded_model
 from rltrain.models.spec import critic_spec
 from rltrain.models.state import load_training_state, save_training_state
-from rltrain.ragged import Ragged
 from rltrain.workers.residency import Residency
 from rltrain.workers.roles import Critic
 from rltrain.workers.tasks import MiniBatch
@@ -44,8 +43,7 @@ class CriticWorker(Critic):
         self._model.eval()
         found = [self._model(pack(micro, self._device.torch_device)).cpu() for micro in batch.split(micro_sizes)]
         reshard(self._model)
-        lengths = batch.dense(c.RESPONSE_LENGTH) if len(batch) else torch.zeros(0, dtype=torch.long)
-        return Batch({c.VALUES: Ragged(torch.cat(found), lengths)}), {}
+        return Batch({c.VALUES: per_policy_token(torch.cat(found), batch)}), {}
 
     def update(self, batch: Batch, mini_batches: Sequence[MiniBatch], learning_rate: float) -> Numbers:
         """One optimizer step a mini-batch."""
@@ -58,9 +56,9 @@ class CriticWorker(Critic):
         if not len(micro):
             return idle(values)
         micro = micro.to(device)
-        mask = micro.ragged(c.LOSS_MASK) if c.LOSS_MASK in micro else all_ones(micro.dense(c.RESPONSE_LENGTH), device)
-        old, returns = micro.ragged(c.VALUES).values, micro.ragged(c.RETURNS).values
-        losses, statistics = value_loss(values, old, returns, self._cfg.cliprange_value)
+        old, returns = micro.ragged(c.VALUES), micro.ragged(c.RETURNS).values
+        mask = loss_mask(micro, old)
+        losses, statistics = value_loss(values, old.values, returns, self._cfg.cliprange_value)
         loss = aggregate(losses, token_weights(self._cfg.loss_agg_mode, mask, mini.denominators))
         return finish(loss, {"vf_loss": loss}, statistics, mask)
 

@@ -9,10 +9,11 @@ from queue import Empty, SimpleQueue
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rltrain import columns as c
-from rltrain.batch import Batch
+from rltrain.batch import Batch, DictionaryColumn
 from rltrain.config.schema import Config
 from rltrain.data.chat import PromptStore, chat_encoder
 from rltrain.device import Device, resolve_dtype
@@ -23,7 +24,7 @@ from rltrain.ragged import Ragged
 from rltrain.seeds import sample_seeds
 from rltrain.workers.residency import Residency
 from rltrain.workers.roles import Rollout
-from rltrain.workers.rollout.base import Job, RolloutEngine, check_images
+from rltrain.workers.rollout.base import Generation, Job, RolloutEngine, check_images
 from rltrain.workers.rollout.queue import JobQueue, make_replica, samples_per_job
 from rltrain.workers.rollout.settings import EngineSettings, make_engine
 from rltrain.workers.tasks import Finished, GenerateTask
@@ -33,8 +34,6 @@ from rltrain.workers.weight_sync import WeightSync
 # Tokens of the first training prompt that the engine is compared with the trainer on after every sync.
 _CANARY_TOKENS = 64
 _NOTHING = np.zeros(0, dtype=np.int32)
-# Tokens and log-probs that answers already have, by their number in the task.
-Given = dict[int, tuple[Tensor, Tensor]]
 
 
 class RolloutWorker(Rollout):
@@ -104,8 +103,7 @@ class RolloutWorker(Rollout):
         """
         numbers = self._bring_weights()
         started = time.perf_counter()
-        given = _by_id(begun)
-        queue = self._queue(task, given)
+        queue = self._queue(task, _rows(begun, c.RESPONSE))
         tell = self._hand_out if task.stream and self._replica.leads else None
 
         def finished(job: Job, answers: list[list[int]]) -> None:
@@ -125,29 +123,27 @@ class RolloutWorker(Rollout):
         if not queue.taken or not self._replica.leads:
             return Batch(), [], numbers
         self._validate_answers(generation.tokens, generation.log_probs)
-        ids = np.concatenate([job.place * task.num_samples + job.samples for job in queue.taken])
-        order = np.argsort(ids)
-        answers, log_probs = generation.tokens, generation.log_probs
-        if given:
-            answers = _prepend([given[i][0] if i in given else None for i in ids.tolist()], answers)
-            log_probs = _prepend([given[i][1] if i in given else None for i in ids.tolist()], log_probs)
-        payload = _join(queue.taken, answers)
-        payload.update({c.ROLLOUT_LOG_PROBS: log_probs})
-        payload = payload.select(order)
-        texts = self._encoder.decode_batch([row.tolist() for row in answers.select(order).rows()])
-        per_sample = {
-            c.SLOT: ids,
-            c.PROMPT_LENGTH: payload.dense(c.PROMPT_LENGTH).numpy(),
-            c.RESPONSE_LENGTH: payload.dense(c.RESPONSE_LENGTH).numpy(),
-            c.TRUNCATED: generation.truncated.numpy(),
-            c.ABORTED: generation.aborted.numpy(),
-            c.ENDED_S: generation.seconds.numpy(),
-        }
+        slots = np.concatenate([job.place * task.num_samples + job.samples for job in queue.taken])
+        order = np.argsort(slots)
+        payload = _payload(queue.taken, slots, generation, begun).select(order)
+        answers = payload.ragged(c.RESPONSE)
+        prompts = payload.dictionary(c.PROMPT)
+        texts = self._encoder.decode_batch([row.tolist() for row in answers.rows()])
+        policy_tokens = payload.ragged(c.RESPONSE_MASK).sum().numpy()
         return (
             payload,
             texts,
             numbers
-            | {name: values if name.endswith("_length") else values[order] for name, values in per_sample.items()},
+            | {
+                c.SLOT: slots[order],
+                c.PROMPT_LENGTH: np.array([len(prompts.values[row]) for row in prompts.index.tolist()]),
+                c.RESPONSE_LENGTH: answers.lengths.numpy(),
+                c.POLICY_TOKENS: policy_tokens,
+                c.LOSS_TOKENS: policy_tokens,
+                c.TRUNCATED: generation.truncated.numpy()[order],
+                c.ABORTED: generation.aborted.numpy()[order],
+                c.ENDED_S: generation.seconds.numpy()[order],
+            },
         )
 
     def _bring_weights(self) -> Numbers:
@@ -165,7 +161,7 @@ class RolloutWorker(Rollout):
         self._device.synchronize()
         return numbers | {"timing/reshard": time.perf_counter() - started}
 
-    def _queue(self, task: GenerateTask, given: Given) -> JobQueue:
+    def _queue(self, task: GenerateTask, begun: dict[int, Tensor]) -> JobQueue:
         size = samples_per_job(len(task.rows), task.num_samples, self._replica.count, self._rollout.max_num_seqs)
         seeds = sample_seeds(task.seed, task.step, task.rows.tolist(), task.num_samples, task.split)
         seeds = seeds.reshape(-1, task.num_samples)
@@ -175,9 +171,10 @@ class RolloutWorker(Rollout):
             todo = np.arange(task.num_samples) if task.todo is None else np.flatnonzero(task.todo[place])
             for first in range(0, len(todo), size):
                 samples = todo[first : first + size]
-                parts = [given.get(number) for number in (place * task.num_samples + samples).tolist()]
-                begun = tuple(_NOTHING if part is None else part[0].numpy() for part in parts) if any(parts) else None
-                jobs.append(Job(place, samples, prompt, seeds[place, samples], begun))
+                parts = [begun.get(slot) for slot in (place * task.num_samples + samples).tolist()]
+                some = any(part is not None for part in parts)
+                given = tuple(_NOTHING if part is None else part.numpy() for part in parts) if some else None
+                jobs.append(Job(place, samples, prompt, seeds[place, samples], given))
         check_images(self._rollout.name, jobs)
         num_dealt = min(len(jobs), self._replica.count * (self._rollout.max_num_seqs // size))
         return JobQueue(jobs, num_dealt, self._replica, self._store, f"rollout/{task.call}", task.enough, task.must)
@@ -232,28 +229,22 @@ def _canary(prompts: dict[str, PromptStore]) -> list[int]:
     return (first if len(first) > 1 else first * 2)[:_CANARY_TOKENS]
 
 
-def _by_id(begun: Batch | None) -> Given:
-    if begun is None:
-        return {}
-    heads, ids = begun.dense(c.PROMPT_LENGTH).tolist(), begun.dense(c.SLOT).tolist()
-    rows = zip(ids, heads, begun.ragged(c.TOKENS).rows(), begun.ragged(c.ROLLOUT_LOG_PROBS).rows(), strict=True)
-    return {number: (tokens[head:], log_probs) for number, head, tokens, log_probs in rows}
+def _rows(begun: Batch | None, name: str) -> dict[int, Tensor]:
+    """The rows of a column of answers that have some tokens already, by slot."""
+    return {} if begun is None else dict(zip(begun.dense(c.SLOT).tolist(), begun.ragged(name).rows(), strict=True))
 
 
-def _prepend(parts: Sequence[Tensor | None], rows: Ragged) -> Ragged:
-    return Ragged.from_rows(
-        [row if part is None else torch.cat([part, row]) for part, row in zip(parts, rows.rows(), strict=True)]
-    )
-
-
-def _join(jobs: Sequence[Job], answers: Ragged) -> Batch:
-    """Prompt and answer of each sample as one row of ``tokens``."""
-    heads = [torch.from_numpy(np.asarray(job.prompt, dtype=np.int32)) for job in jobs for _ in job.samples]
-    rows = [torch.cat(pair) for pair in zip(heads, answers.rows(), strict=True)]
-    return Batch(
-        {
-            c.TOKENS: Ragged.from_rows(rows),
-            c.PROMPT_LENGTH: torch.tensor([len(head) for head in heads]),
-            c.RESPONSE_LENGTH: answers.lengths,
-        }
-    )
+def _payload(jobs: Sequence[Job], slots: NDArray[np.int64], generation: Generation, begun: Batch | None) -> Batch:
+    """What the answers to ``jobs`` leave in the object store. Every prompt stands there once."""
+    tokens = generation.tokens
+    mask = tokens.like(torch.ones_like(tokens.values, dtype=torch.bool))
+    made = {c.RESPONSE: tokens, c.RESPONSE_MASK: mask, c.ROLLOUT_LOG_PROBS: generation.log_probs}
+    for name, new in made.items() if begun else ():
+        earlier, nothing = _rows(begun, name), new.values[:0]
+        rows = zip(slots.tolist(), new.rows(), strict=True)
+        made[name] = Ragged.from_rows([torch.cat([earlier.get(slot, nothing), row]) for slot, row in rows])
+    prompts = {job.place: torch.from_numpy(np.asarray(job.prompt, dtype=np.int32)) for job in jobs}
+    places = np.repeat([job.place for job in jobs], [len(job.samples) for job in jobs])
+    index = torch.from_numpy(np.searchsorted(sorted(prompts), places))
+    values = Ragged.from_rows([prompts[place] for place in sorted(prompts)])
+    return Batch({c.PROMPT: DictionaryColumn(values, index), **made})

@@ -38,6 +38,6 @@ def select(inputs: PolicyLossInputs, noise: Tensor, selection: Selection, num_to
 
 def noise(micro: Batch, seed: int, mini_batch: int) -> Tensor:
     """A uniform number a token, which depends on the seed, the number of the mini-batch, the sample and the place alone."""
-    lengths = micro.dense(c.RESPONSE_LENGTH).tolist()
+    lengths = micro.ragged(c.RESPONSE_MASK).sum().tolist()
     drawn = uniforms(sample_seeds(seed, mini_batch, micro.dense(c.SAMPLE_ID).tolist(), 1, "selection"), 0, max(lengths))
     return torch.from_numpy(np.concatenate([row[:length] for row, length in zip(drawn, lengths, strict=True)]))

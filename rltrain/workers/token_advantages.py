@@ -23,7 +23,7 @@ def token_advantages(batch: Batch, cfg: AlgorithmConfig, kl_coef: float) -> tupl
     """
     if not len(batch):
         return Batch(), {}
-    lengths = batch.dense(c.RESPONSE_LENGTH)
+    lengths = batch.dense(c.POLICY_TOKENS)
     rewards = Ragged(torch.zeros(int(lengths.sum()), dtype=torch.float64), lengths)
     last = rewards.positions == lengths[rewards.row_ids] - 1
     rewards.values[last] = batch.dense(c.SCORE)[lengths > 0].double()
@@ -36,7 +36,7 @@ def token_advantages(batch: Batch, cfg: AlgorithmConfig, kl_coef: float) -> tupl
         batch.dense(c.BASELINE) if c.BASELINE in batch else None,
     )
     found = find_estimator(cfg.adv_estimator)(inputs, cfg)
-    mask = batch.ragged(c.LOSS_MASK).values > 0 if c.LOSS_MASK in batch else torch.ones_like(last)
+    mask = batch.ragged(c.LOSS_MASK).values if c.LOSS_MASK in batch else torch.ones_like(last)
     numbers: Numbers = {c.SIGNAL: (found.advantages.like(found.advantages.values.abs()).sum() > 0).numpy()}
     numbers[c.ADVANTAGE] = found.advantages.mean().nan_to_num().numpy()
     numbers |= _sums("advantages", found.advantages.values[mask]) | _sums("returns", found.returns.values[mask])

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rltrain.algorithms.aggregation import AGGREGATION_MODES, Denominators, all_ones, token_weights
+from rltrain.algorithms.aggregation import AGGREGATION_MODES, Denominators, token_weights
 from rltrain.algorithms.losses import actor_loss, aggregate
 from rltrain.algorithms.policy_losses import POLICY_LOSSES, PolicyLossInputs
 from rltrain.algorithms.value_loss import value_loss
@@ -34,10 +34,14 @@ def ragged(rows):
     return Ragged.from_rows([torch.tensor(row, dtype=torch.float64) for row in rows])
 
 
+def ones(lengths) -> Ragged:
+    return Ragged(torch.ones(sum(lengths)), torch.tensor(lengths))
+
+
 def test_the_names_in_the_config_are_the_implemented_ones():
     assert set(get_args(Aggregation)) == set(AGGREGATION_MODES)
     with pytest.raises(ValueError, match="unknown aggregation mode"):
-        token_weights("mean", all_ones(torch.tensor([1])), Denominators(1, 1, 1))
+        token_weights("mean", ones([1]), Denominators(1, 1, 1))
 
 
 @pytest.mark.parametrize("mode", AGGREGATION_MODES)
@@ -53,7 +57,7 @@ def test_an_aggregation_equals_its_loop_for_any_cut(mode, batch, cut):
 
 
 def test_aggregation_by_hand():
-    mask, losses = all_ones(torch.tensor([1, 3])), torch.tensor([4.0, 1.0, 2.0, 3.0])
+    mask, losses = ones([1, 3]), torch.tensor([4.0, 1.0, 2.0, 3.0])
     expected = {
         "token-mean": 2.5,
         "seq-mean-token-sum": 5.0,
@@ -68,7 +72,7 @@ def test_aggregation_by_hand():
 
 def test_weights_entropy_and_kl_enter_with_their_signs():
     cfg = ActorConfig(entropy_coeff=0.1, kl_loss_coef=0.5, use_kl_loss=True)
-    inputs = PolicyLossInputs(torch.zeros(2), torch.zeros(2), torch.ones(2), all_ones(torch.tensor([2])))
+    inputs = PolicyLossInputs(torch.zeros(2), torch.zeros(2), torch.ones(2), ones([2]))
     found = actor_loss(
         inputs,
         Denominators(2, 1, 4),

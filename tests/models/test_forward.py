@@ -23,7 +23,7 @@ from rltrain.models.packing import pack, pack_whole
 from rltrain.models.shard import reshard, sharded_model
 from rltrain.models.spec import ModelSpec
 from rltrain.models.weights import whole_weights
-from rltrain.ragged import Ragged
+from tests.batches import batch_of_rows, rows_of
 from tests.distance import distance
 
 SIZES = {
@@ -65,18 +65,12 @@ def make_policy(folder: str, gradient_checkpointing: bool = False):
 def make_batch() -> Batch:
     generator = torch.Generator().manual_seed(1)
     rows = [torch.randint(2, 128, (p + r,), generator=generator, dtype=torch.int32) for p, r in LENGTHS]
-    return Batch(
-        {
-            "tokens": Ragged.from_rows(rows),
-            "prompt_length": torch.tensor([p for p, _ in LENGTHS]),
-            "response_length": torch.tensor([r for _, r in LENGTHS]),
-        }
-    )
+    return batch_of_rows(rows, [prompt for prompt, _ in LENGTHS])
 
 
 def by_transformers(model, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     log_probs, entropies = [], []
-    for row, (prompt, response) in zip(batch.ragged("tokens").rows(), LENGTHS, strict=True):
+    for row, (prompt, response) in zip(rows_of(batch), LENGTHS, strict=True):
         log_pi = torch.log_softmax(model(row.long()[None], use_cache=False).logits[0].float() / TEMPERATURE, -1)
         log_pi = log_pi[prompt - 1 : prompt + response - 1]
         log_probs.append(log_pi.gather(-1, row.long()[prompt:, None])[:, 0])
@@ -112,7 +106,7 @@ def make_groups() -> Batch:
         for answer in answers:
             rows.append(torch.cat([prompt, torch.randint(2, 20, (answer,), generator=generator, dtype=torch.int32)]))
             prompts.append(length)
-    return Batch({"tokens": Ragged.from_rows(rows), "prompt_length": torch.tensor(prompts)})
+    return batch_of_rows(rows, prompts)
 
 
 def both_ways(model, scores):
@@ -156,16 +150,12 @@ def test_a_shared_prompt_is_computed_once():
     assert len(inputs.tokens) == inputs.plan.num_tokens == sum(shared)
     assert len(pack(make_groups(), torch.device("cpu"), share=False).tokens) > len(inputs.tokens) + 40
     # Order of samples: predictors and labels stay in it.
-    answers = [
-        row[int(p) :]
-        for row, p in zip(make_groups().ragged("tokens").rows(), make_groups().dense("prompt_length"), strict=True)
-    ]
-    assert torch.equal(inputs.labels, torch.cat(answers).long())
+    assert torch.equal(inputs.labels, make_groups().ragged("response").values.long())
 
 
 def test_prompts_that_only_begin_alike_are_not_shared():
     rows = [torch.tensor([2, 5, 6, 9]), torch.tensor([2, 5, 7, 9]), torch.tensor([2, 5, 6, 9])]
-    batch = Batch({"tokens": Ragged.from_rows(rows), "prompt_length": torch.tensor([3, 3, 2])})
+    batch = batch_of_rows(rows, [3, 3, 2])
     assert not pack(batch, torch.device("cpu")).plan.has_prefixes
 
 
@@ -195,14 +185,7 @@ def test_samples_do_not_see_each_other(tiny_model):
     first, second = torch.tensor([2, 5, 6, 7], dtype=torch.int32), torch.tensor([2, 9, 9, 9, 9], dtype=torch.int32)
 
     def log_probs(rows):
-        count = len(rows)
-        batch = Batch(
-            {
-                "tokens": Ragged.from_rows(rows),
-                "prompt_length": torch.full((count,), 2),
-                "response_length": torch.zeros(count),
-            }
-        )
+        batch = batch_of_rows(rows, [2] * len(rows))
         with torch.no_grad():
             return policy(pack(batch, torch.device("cpu")), 1.0, False)[0]
 
@@ -234,15 +217,12 @@ def test_values_are_the_classifiers_head_at_every_place_before_an_answer_token(m
         critic.score.weight.to_local().copy_(head)
     plain = AutoModel.from_pretrained(model_folder, attn_implementation="eager").eval()
     expected = []
-    for row, (prompt, answer) in zip(batch.ragged("tokens").rows(), LENGTHS, strict=True):
+    for row, (prompt, answer) in zip(rows_of(batch), LENGTHS, strict=True):
         with torch.no_grad():
             states = plain(row.long()[None], use_cache=False).last_hidden_state[0, prompt - 1 : prompt - 1 + answer]
         expected.append((states @ head.T)[:, 0])
     found = critic(pack(batch, torch.device("cpu"))).detach()
     assert distance(found, torch.cat(expected)) < 1e-5
-    whole = critic(pack_whole([row.tolist() for row in batch.ragged("tokens").rows()], torch.device("cpu")))
-    last = [
-        plain(row.long()[None], use_cache=False).last_hidden_state[0, -1] @ head[0]
-        for row in batch.ragged("tokens").rows()
-    ]
+    whole = critic(pack_whole([row.tolist() for row in rows_of(batch)], torch.device("cpu")))
+    last = [plain(row.long()[None], use_cache=False).last_hidden_state[0, -1] @ head[0] for row in rows_of(batch)]
     assert distance(whole, torch.stack(last)) < 1e-5

@@ -15,7 +15,7 @@ from rltrain.models.packing import AttentionPlan, PackedInputs, Segment, pack
 from rltrain.models.shard import sharded_model
 from rltrain.models.spec import ModelSpec
 from rltrain.models.ulysses import sequence_group
-from rltrain.ragged import Ragged
+from tests.batches import batch_of_rows
 from tests.distance import distance
 from tests.models.test_forward import FAMILIES, SIZES, make_batch
 from tests.ranks import run_on_ranks
@@ -48,13 +48,7 @@ def shared_prompt() -> PackedInputs:
 
 
 def inputs_by_name() -> dict[str, PackedInputs]:
-    two = Batch(
-        {
-            "tokens": Ragged.from_rows([torch.tensor([7, 9], dtype=torch.int32)]),
-            "prompt_length": torch.tensor([1]),
-            "response_length": torch.tensor([1]),
-        }
-    )
+    two = batch_of_rows([torch.tensor([7, 9], dtype=torch.int32)], [1])
     return {
         "packed": pack(make_batch(), CPU),
         "shared prompt": shared_prompt(),

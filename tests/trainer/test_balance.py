@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 
 from rltrain.batch import Batch
 from rltrain.models.packing import pack
-from rltrain.ragged import Ragged
 from rltrain.trainer import balance
 from rltrain.trainer.balance import Workload, cost_of, lay_out, rank_tokens, spread
 from rltrain.trainer.plan import PassBudget
+from tests.batches import batch_of_rows
 
 budgets = st.one_of(
     st.builds(PassBudget, max_tokens=st.integers(50, 400), max_samples=st.none()),
@@ -44,14 +44,8 @@ def test_every_sample_once_equal_counts_and_no_budget_broken(answers, prompt, nu
     for micro in (micro for rank in ranks for micro in rank):
         assert budget.max_tokens is None or work.tokens(micro) <= budget.max_tokens
         assert budget.max_samples is None or len(micro) <= budget.max_samples
-        batch = Batch(
-            {
-                "tokens": Ragged.from_rows(
-                    [torch.full((prompt + int(work.answers[i]),), int(work.owners[i]) % 1000) for i in micro]
-                ),
-                "prompt_length": torch.from_numpy(work.prompts[micro]),
-            }
-        ) if len(micro) else Batch()  # fmt: skip
+        rows = [torch.full((prompt + int(work.answers[i]),), int(work.owners[i]) % 1000) for i in micro]
+        batch = batch_of_rows(rows, work.prompts[micro].tolist()) if rows else Batch()
         # Packing drops the last token of an answer. What the budget counts is never less than what is computed.
         computed = len(pack(batch, torch.device("cpu")).tokens)
         assert work.tokens(micro) - len(micro) <= computed <= max(work.tokens(micro), 1)

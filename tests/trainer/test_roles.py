@@ -29,7 +29,7 @@ class FakeGroup:
 
 def critic_and_samples() -> tuple[Critic, Samples, FakeGroup]:
     group, samples = FakeGroup(), Samples(5)
-    columns = ("tokens", "prompt_length", "response_length", "values", "returns")
+    columns = ("prompt", "response", "response_mask", "values", "returns")
     samples.attach([whole("generated", columns[:3], np.arange(5))])
     samples.attach([whole("scored", columns[3:], np.arange(5))])
     return Critic(group, make_step_passes(load_config([]).config)), samples, group

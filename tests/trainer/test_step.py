@@ -27,6 +27,7 @@ from rltrain.trainer.progress import Progress
 from rltrain.trainer.timing import StepTimer
 from rltrain.workers import actor_ref
 from rltrain.workers.selection import noise
+from tests.batches import prompt_lengths, rows_of
 from tests.distance import distance
 from tests.local import local_trainer
 from tests.tiny import save_tiny_tokenizer, small_run
@@ -439,7 +440,7 @@ def test_the_exact_kl_equals_the_sum_over_the_vocabulary(make, tiny_model):
     state = {name.removeprefix("model."): p.full_tensor() for name, p in actor._policy.named_parameters()}
     plain.load_state_dict(state, strict=False)
     expected = []
-    for row, prompt_length in zip(batch.ragged("tokens").rows(), batch.dense("prompt_length").tolist(), strict=True):
+    for row, prompt_length in zip(rows_of(batch), prompt_lengths(batch), strict=True):
         with torch.no_grad():
             logs = [
                 torch.log_softmax(each(row[None].long()).logits[0, prompt_length - 1 : -1] / 0.7, -1)
@@ -549,7 +550,7 @@ def test_estimators_and_losses_of_the_users_own(make, tmp_path):
 
 def test_rows_of_answers_without_tokens_do_no_harm(make):
     trainer = make(**{ESTIMATOR: "gae"})
-    batch = Batch({"response_length": torch.tensor([0, 2]), "score": torch.tensor([1.0, 1.0]),
+    batch = Batch({"policy_tokens": torch.tensor([0, 2]), "score": torch.tensor([1.0, 1.0]),
                    "values": Ragged(torch.zeros(2), torch.tensor([0, 2]))})  # fmt: skip
     found, numbers = trainer.worker.advantages(batch, 0.0)
     assert found.ragged("advantages").values.tolist() == [1.0, 1.0]

@@ -17,6 +17,7 @@ from rltrain.trainer.saving import Saver
 from rltrain.trainer.tail import Prompt, PromptLine
 from rltrain.trainer.timing import StepTimer
 from rltrain.workers import rollout_worker
+from tests.batches import prompt_lengths, rows_of
 from tests.distance import distance
 from tests.local import local_trainer
 from tests.tiny import small_run
@@ -75,8 +76,8 @@ class Watch:
         samples, metrics = self._generate(task, listener, begun)
         n, steps = task.num_samples, np.broadcast_to(task.step, len(task.rows))
         ids = np.flatnonzero(samples["served"])
-        found = columns(samples, ids, ["tokens", "prompt_length"])
-        for number, row in zip(ids.tolist(), found.ragged("tokens").rows(), strict=True):
+        found = columns(samples, ids, ["prompt", "response"])
+        for number, row in zip(ids.tolist(), rows_of(found), strict=True):
             key = (int(task.rows[number // n]), int(steps[number // n]), number % n)
             head = int(samples["prompt_length"][number])
             if task.todo is None:  # every attempt starts anew
@@ -122,10 +123,10 @@ def test_every_prompt_that_was_drawn_is_in_one_batch_or_in_the_line(make, mode, 
         assert batch["complete"].all()
         assert batch["row"].tolist() == [row for row, _, _ in keys]
         assert [sample for *_, sample in keys] == [0, 1, 2, 3] * 4
-        found = columns(batch, np.arange(16), ["tokens", "rollout_log_probs", "text", "prompt_length"])
+        found = columns(batch, np.arange(16), ["prompt", "response", "rollout_log_probs", "text"])
         for key, row, log_probs, text, head, score in zip(
-            keys, found.ragged("tokens").rows(), found.ragged("rollout_log_probs").rows(), found["text"],
-            found.dense("prompt_length").tolist(), batch["score"].tolist(), strict=True,
+            keys, rows_of(found), found.ragged("rollout_log_probs").rows(), found["text"], prompt_lengths(found),
+            batch["score"].tolist(), strict=True,
         ):  # fmt: skip
             assert row[head:].tolist() == watch.tokens[key]
             assert distance(log_probs, torch.tensor(watch.log_probs[key])) < 1e-5, "of whoever sampled the token"
@@ -216,10 +217,11 @@ def samples_of(complete: list[list[bool]], length: int = 3, unserved: tuple[int,
     served = ~np.isin(np.arange(len(flat)), unserved)
     samples = Samples(len(flat))
     samples.update({"complete": flat, "served": served, "response_length": length * served,
+                    "policy_tokens": length * served, "loss_tokens": length * served, "group": np.zeros(len(flat), int),
                     "truncated": ~flat & False, "prompt_length": np.full(len(flat), 2), "engine": np.zeros(len(flat), int),
                     "row": np.arange(len(flat))})  # fmt: skip
     ids = np.flatnonzero(served)
-    samples.attach([whole([f"{length}:{i}" for i in ids], ("tokens", "text"), ids)])
+    samples.attach([whole([f"{length}:{i}" for i in ids], ("response", "text"), ids)])
     return samples
 
 

@@ -60,7 +60,7 @@ def scored(worker) -> Batch:
 
 
 def denominators_of(batch: Batch) -> Denominators:
-    return Denominators(int(batch.dense("response_length").sum()), len(batch), 8)
+    return Denominators(int(batch.ragged("response").lengths.sum()), len(batch), 8)
 
 
 def one_step(batch: Batch, learning_rate: float) -> UpdateTask:
@@ -93,7 +93,7 @@ def test_an_update_moves_the_actor_and_not_the_reference(worker):
     numbers = worker.update(batch, one_step(batch, 1e-3))
     assert numbers["grad_norm"][0] > 0
     again = worker.log_probs(batch, [16])[0].ragged("old_log_probs").values
-    good = batch.dense("advantage").repeat_interleave(batch.dense("response_length")) > 0
+    good = batch.dense("advantage").repeat_interleave(batch.ragged("response").lengths) > 0
     change = again - batch.ragged("old_log_probs").values
     assert change[good].mean() > change[~good].mean()
     assert torch.equal(
@@ -136,14 +136,14 @@ def test_the_gradient_is_the_same_for_any_cut(worker):
 def test_samples_are_repeatable_and_texts_belong_to_them(worker):
     one, texts, numbers = worker.generate(TASK)
     two, *_ = worker.generate(TASK)
-    assert one.ragged("tokens") == two.ragged("tokens")
+    assert one.ragged("response") == two.ragged("response")
     assert len(texts) == 16
-    assert np.array_equal(numbers["prompt_length"] + numbers["response_length"], one.ragged("tokens").lengths.numpy())
+    assert np.array_equal(numbers["response_length"], one.ragged("response").lengths.numpy())
 
 
 def test_validation_draws_other_numbers_than_training(worker):
     one, two = (worker.generate(dataclasses.replace(TASK, split=split))[0] for split in ("train", "val"))
-    assert one.ragged("tokens") != two.ragged("tokens")
+    assert one.ragged("response") != two.ragged("response")
 
 
 def test_skip_leaves_the_weights_alone(tiny_model, arithmetic_files, tmp_path):

@@ -21,6 +21,7 @@ from rltrain.trainer.balance import Workload, lay_out
 from rltrain.trainer.plan import PassBudget
 from rltrain.workers.hybrid import HybridWorker
 from rltrain.workers.tasks import MiniBatch, UpdateTask
+from tests.batches import batch_of_rows
 from tests.distance import distance
 from tests.ranks import run_on_ranks
 from tests.tiny import save_tiny_model, small_run
@@ -64,17 +65,19 @@ def sample_batch() -> Batch:
     heads = [torch.randint(5, 20, (5,), dtype=torch.int32) for _ in range(3)]
     answers = [torch.randint(5, 20, (length,), dtype=torch.int32) for length in ANSWERS]
     rows = zip(GROUPS, PROMPTS, answers, strict=True)
-    tokens = Ragged.from_rows([torch.cat([heads[group][:prompt], answer]) for group, prompt, answer in rows])
+    tokens = [torch.cat([heads[group][:prompt], answer]) for group, prompt, answer in rows]
     old = Ragged(torch.randn(int(lengths.sum())) - 3, lengths)
     mask = torch.ones(len(old.values))
     mask[::5] = 0
     mask[old.row_ids == MASKED_OUT] = 0
     columns = {name: old.like(torch.randn(len(old.values))) for name in ("values", "returns")}
-    return Batch({
-        "tokens": tokens, "prompt_length": torch.tensor(PROMPTS), "response_length": lengths, "old_log_probs": old,
-        "ref_log_probs": old.like(old.values + 0.1 * torch.randn(len(old.values))), "loss_mask": old.like(mask),
+    batch = batch_of_rows(tokens, PROMPTS)
+    batch.update({
+        "old_log_probs": old,
+        "ref_log_probs": old.like(old.values + 0.1 * torch.randn(len(old.values))), "loss_mask": old.like(mask.bool()),
         "is_weights": old.like(torch.rand(len(old.values)) + 0.5), "advantage": torch.randn(7), "sample_id": torch.arange(7), **columns,
     })  # fmt: skip
+    return batch
 
 
 def run_variant(folder: Path, changes: dict, group: int) -> tuple[dict, list[torch.Tensor]]:

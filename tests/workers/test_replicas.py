@@ -18,6 +18,7 @@ from rltrain.data.rows import read_rows
 from rltrain.workers.hybrid import HybridWorker
 from rltrain.workers.rollout.base import Sampling
 from rltrain.workers.tasks import GenerateTask
+from tests.batches import rows_of
 from tests.ranks import run_on_ranks
 from tests.tiny import save_tiny_model, small_run, write_arithmetic
 
@@ -53,7 +54,7 @@ def run(folder: Path, changes: dict, bucket_bytes: int) -> list[list[tuple]]:
         payload, _, numbers = worker.rollout.generate(replace(TASK, step=step, call=next(CALLS)))
         compared = worker.actor.log_probs(payload, [len(payload)])[1]
         gap = compared["gap"] / compared["tokens"] if len(payload) else 0.0
-        rows = [row.tolist() for row in payload.ragged("tokens").rows()] if len(payload) else []
+        rows = [row.tolist() for row in rows_of(payload)] if len(payload) else []
         found = [None] * dist.get_world_size()
         dist.all_gather_object(
             found, (numbers.get("slot", np.zeros(0)).tolist(), rows, gap, numbers["sync/canary_gap"])

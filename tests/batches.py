@@ -1,0 +1,39 @@
+"""Batches of prompts and answers as a rollout leaves them, from rows of tokens."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rltrain.batch import Batch, DictionaryColumn
+from rltrain.ragged import Ragged
+
+
+def batch_of_rows(rows: Sequence[Tensor], prompt_lengths: Sequence[int], mask: Tensor | None = None) -> Batch:
+    """rows: prompt and answer of each sample; equal prompts stand once. mask [answer tokens]: all ones unless given."""
+    prompts = [row[:length] for row, length in zip(rows, prompt_lengths, strict=True)]
+    keys = [tuple(prompt.tolist()) for prompt in prompts]
+    first = list(dict.fromkeys(keys))
+    answers = Ragged.from_rows([row[length:] for row, length in zip(rows, prompt_lengths, strict=True)])
+    kept = torch.ones(len(answers.values)) if mask is None else mask
+    index = torch.tensor([first.index(key) for key in keys])
+    return Batch(
+        {
+            "prompt": DictionaryColumn(Ragged.from_rows([prompts[keys.index(key)] for key in first]), index),
+            "response": answers,
+            "response_mask": answers.like(kept.bool()),
+        }
+    )
+
+
+def rows_of(batch: Batch) -> list[Tensor]:
+    """Prompt and answer of each sample in one row."""
+    column = batch.dictionary("prompt")
+    prompts = [column.values[place] for place in column.index.tolist()]
+    return [torch.cat(pair) for pair in zip(prompts, batch.ragged("response").rows(), strict=True)]
+
+
+def prompt_lengths(batch: Batch) -> list[int]:
+    """Tokens of the prompt of each sample."""
+    column = batch.dictionary("prompt")
+    return column.values.lengths[column.index].tolist()

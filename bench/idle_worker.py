@@ -13,7 +13,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rltrain.batch import Batch
+from rltrain import columns as c
+from rltrain.batch import Batch, DictionaryColumn
 from rltrain.ragged import Ragged
 from rltrain.workers.roles import Actor, Rollout
 from rltrain.workers.tasks import Finished, GenerateTask, UpdateTask
@@ -38,24 +39,20 @@ class IdleWorker(Actor, Rollout):
         lengths = np.random.default_rng(self._rank).integers(mean // 2, mean + mean // 2, len(ids), endpoint=True)
         texts = ["an answer"] * len(ids)
         self._finished.put((texts, Finished(places.repeat(task.num_samples), samples, True)))
-        total = torch.from_numpy(lengths) + self._prompt_tokens
-        payload = Batch(
-            {
-                "tokens": Ragged(torch.zeros(int(total.sum()), dtype=torch.int8), total),
-                "prompt_length": torch.full((len(ids),), self._prompt_tokens),
-                "response_length": torch.from_numpy(lengths),
-                "rollout_log_probs": Ragged(
-                    torch.zeros(int(lengths.sum()), dtype=torch.int8), torch.from_numpy(lengths)
-                ),
-            }
-        )
+        answers = Ragged(torch.zeros(int(lengths.sum()), dtype=torch.int8), torch.from_numpy(lengths))
+        prompts = Ragged.from_rows([torch.zeros(self._prompt_tokens, dtype=torch.int8)] * len(places))
+        index = torch.arange(len(places)).repeat_interleave(task.num_samples)
+        payload = Batch({c.PROMPT: DictionaryColumn(prompts, index)})
+        payload.update(dict.fromkeys(c.ANSWER, answers))
         numbers = {
-            "ids": ids,
-            "prompt_length": payload.dense("prompt_length").numpy(),
-            "response_length": lengths,
-            "truncated": np.zeros(len(ids), bool),
-            "aborted": np.zeros(len(ids), bool),
-            "ended_s": np.ones(len(ids)),
+            c.SLOT: ids,
+            c.PROMPT_LENGTH: np.full(len(ids), self._prompt_tokens),
+            c.RESPONSE_LENGTH: lengths,
+            c.POLICY_TOKENS: lengths,
+            c.LOSS_TOKENS: lengths,
+            c.TRUNCATED: np.zeros(len(ids), bool),
+            c.ABORTED: np.zeros(len(ids), bool),
+            c.ENDED_S: np.ones(len(ids)),
             "timing/reshard": 1e-3,
             "timing/generate_sequences": 1e-3,
         }
@@ -71,15 +68,14 @@ class IdleWorker(Actor, Rollout):
 
     def log_probs(self, batch: Batch, micro_sizes: Sequence[int]) -> tuple[Batch, Numbers]:
         """Columns of the length of log-probs."""
-        return self._column(batch, "old_log_probs"), {"entropy": 1.0}
+        return self._column(batch, c.OLD_LOG_PROBS), {"entropy": 1.0}
 
     def ref_log_probs(self, batch: Batch, micro_sizes: Sequence[int]) -> tuple[Batch, Numbers]:
         """Likewise."""
-        return self._column(batch, "ref_log_probs"), {}
+        return self._column(batch, c.REF_LOG_PROBS), {}
 
     def _column(self, batch: Batch, name: str) -> Batch:
-        lengths = batch.dense("response_length") if len(batch) else torch.zeros(0, dtype=torch.long)
-        return Batch({name: Ragged(torch.zeros(int(lengths.sum()), dtype=torch.int8), lengths)})
+        return Batch({name: batch.ragged(c.RESPONSE)} if len(batch) else {})
 
     def update(self, batch: Batch, task: UpdateTask) -> Numbers:
         """Numbers of the optimizer steps."""

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from rltrain.batch import Batch
+from rltrain.batch import Batch, DictionaryColumn
 from rltrain.device import get_device
 from rltrain.models import forward, head, packing
 from rltrain.models.shard import sharded_model
@@ -57,7 +57,10 @@ def measure(way: str, work: str, vocabulary: int, tokens: int) -> float:
     if way == "plain":
         forward.token_scores = head.plain_scores
     rows = [torch.randint(2, vocabulary, (SAMPLE,), dtype=torch.int32) for _ in range(tokens // (SAMPLE - PROMPT))]
-    batch = Batch({"tokens": Ragged.from_rows(rows), "prompt_length": torch.full((len(rows),), PROMPT)})
+    prompts = DictionaryColumn(Ragged.from_rows([row[:PROMPT] for row in rows]), torch.arange(len(rows)))
+    answers = Ragged.from_rows([row[PROMPT:] for row in rows])
+    mask = answers.like(torch.ones(len(answers.values), dtype=torch.bool))
+    batch = Batch({"prompt": prompts, "response": answers, "response_mask": mask})
     before = peak_mib()
     with torch.set_grad_enabled(work == "update"):
         log_probs, entropy, _ = policy(packing.pack(batch, device.torch_device), 1.0, True)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from rltrain.batch import Batch
+from rltrain.batch import Batch, DictionaryColumn
 from rltrain.device import get_device
 from rltrain.models.forward import PolicyModel
 from rltrain.models.packing import pack
@@ -53,8 +53,10 @@ def make_policy(hidden: int, layers: int, heads: int, vocabulary: int) -> Policy
 def group(prompt: int, num_answers: int, answer: int) -> Batch:
     """One prompt with its answers."""
     head = torch.randint(2, 1000, (prompt,), dtype=torch.int32)
-    rows = [torch.cat([head, torch.randint(2, 1000, (answer,), dtype=torch.int32)]) for _ in range(num_answers)]
-    return Batch({"tokens": Ragged.from_rows(rows), "prompt_length": torch.full((num_answers,), prompt)})
+    answers = Ragged.from_rows([torch.randint(2, 1000, (answer,), dtype=torch.int32) for _ in range(num_answers)])
+    mask = answers.like(torch.ones(len(answers.values), dtype=torch.bool))
+    prompts = DictionaryColumn(Ragged.from_rows([head]), torch.zeros(num_answers, dtype=torch.long))
+    return Batch({"prompt": prompts, "response": answers, "response_mask": mask})
 
 
 def in_turns(first: Callable[[], None], second: Callable[[], None]) -> tuple[float, float]:

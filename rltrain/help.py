@@ -1,4 +1,5 @@
-"""The text of ``--help``: an index of sections, the keys of one, or all. Reads the schema alone: fast, and without a network."""
+"""The text of ``--help``: an index of sections, the keys of one, or all. Reads the schema alone: fast, and without a
+network."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ Sections, with the number of their keys:
 
 
 def help_text(topic: str = "") -> str:
-    """What ``--help topic`` prints. topic: empty, "all", a section, a key, or the end of a name of either. Raises ConfigError."""
+    """What ``--help topic`` prints. topic: empty, "all", a section, a key, or the end of a name of either. Raises
+    ConfigError."""
     if not topic:
         return "\n".join([_START.rstrip("\n"), *map(_index_line, sections())]) + "\n"
     if topic == "all":
@@ -84,7 +86,8 @@ def _rules(key: Key) -> Iterator[str]:
 
 
 def _index_line(section: str, inside: str | None = None) -> str:
-    """Name, number of keys, and what the section is about. inside: leave out this start of the name, and do not indent."""
+    """Name, number of keys, and what the section is about. inside: leave out this start of the name, and do not
+    indent."""
     leaf = "  " * section.count(".") + section.rpartition(".")[2] if inside is None else section.removeprefix(inside)
     count = len(_keys_of(section))
     width = 22 if inside is None else 35

@@ -43,9 +43,11 @@ class FilterGroupsConfig:
     enable: bool = False
     """Generate again in place of groups whose answers all score alike."""
     metric: str = key("acc", only_with="enable")
-    """What is compared: acc (else the scorer's score), score (with penalties; seq_reward is the same), or another number of the scorer."""
+    """What is compared: acc (else the scorer's score), score (with penalties; seq_reward is the same), or another
+    number of the scorer."""
     max_num_gen_batches: int = key(0, least=0, only_with="enable")
-    """Most rounds of generation in a step; 0: 10. What is then still missing is filled with groups that were thrown away."""
+    """Most rounds of generation in a step; 0: 10. What is then still missing is filled with groups that were thrown
+    away."""
 
     @property
     def most_rounds(self) -> int:
@@ -80,9 +82,11 @@ class RolloutCorrectionConfig:
     )
     """Divide the weights by their mean over the batch."""
     rollout_rs: str | None = None
-    """Reject tokens or sequences: comma list of token_k1|k2|k3, seq_sum_k1|k2|k3, seq_mean_k1|k2|k3, seq_max_k2|k3; null: none."""
+    """Reject tokens or sequences: comma list of token_k1|k2|k3, seq_sum_k1|k2|k3, seq_mean_k1|k2|k3, seq_max_k2|k3;
+    null: none."""
     rollout_rs_threshold: str | None = key(None, only_with={"rollout_rs": "rollout_rs is null"})
-    """Bounds of rollout_rs, one for all or one each: k1 low_high in pi_engine / pi_trainer (x: 1/x to x); k2, k3 the largest value."""
+    """Bounds of rollout_rs, one for all or one each: k1 low_high in pi_engine / pi_trainer (x: 1/x to x); k2, k3 the
+    largest value."""
     bypass_mode: bool = False
     """Take the engine's log-probs as the old policy's, and make no old_log_prob pass."""
     loss_type: Literal["ppo_clip", "reinforce"] = key("ppo_clip", only_with="bypass_mode")
@@ -126,8 +130,8 @@ class AlgorithmConfig:
     """How advantages come from rewards."""
 
     adv_estimator: str = key("gae", among=tuple(ESTIMATORS), plugin=True)
-    """gae (with a critic), grpo, reinforce_plus_plus, reinforce_plus_plus_baseline, rloo, remax, opo, grpo_passk, gpg, gdpo,
-    or your own: FILE.py:NAME."""
+    """gae (with a critic), grpo, reinforce_plus_plus, reinforce_plus_plus_baseline, rloo, remax, opo, grpo_passk, gpg,
+    gdpo, or your own: FILE.py:NAME."""
     gamma: float = key(1.0, least=0, most=1)
     """Discount of later rewards (gae, reinforce_plus_plus)."""
     lam: float = key(1.0, least=0, most=1)

@@ -1,7 +1,8 @@
 """Keys the user set that change nothing in the chosen mode, and why.
 
-Most of it is said at the fields themselves: the conditions of `fields.Rules.only_with`, in a small language that `holds` reads. What is
-left here are the few facts that a table holds already (engines, declarations of estimators and losses), and those that compare values.
+Most of it is said at the fields themselves: the conditions of `fields.Rules.only_with`, in a small language that
+`holds` reads. What is left here are the few facts that a table holds already (engines, declarations of estimators and
+losses), and those that compare values.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ def without_effect(loaded: LoadedConfig) -> list[str]:
 def holds(config: Config, scope: str, condition: str) -> bool:
     """Whether a condition holds that stands in the section ``scope``.
 
-    It is "a or b or …" of: ``key`` (set, and not False), ``key=value|value``, ``key!=value|value``, ``key<number``, ``key>number``.
-    A key is looked up in ``scope``, then in the sections around it.
+    It is "a or b or …" of: ``key`` (set, and not False), ``key=value|value``, ``key!=value|value``, ``key<number``,
+    ``key>number``. A key is looked up in ``scope``, then in the sections around it.
     """
     return any(_atom_holds(config, scope, atom) for atom in condition.split(" or "))
 

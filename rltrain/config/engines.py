@@ -1,7 +1,8 @@
 """The rollout engines, one row per engine: its name, what it can do, and where its code is.
 
-Checks, notes, help and workers ask this table instead of comparing names, so a new engine is one adapter file and one row here.
-An adapter is named by a string and imported by the worker alone: the table needs neither torch nor the engine's package.
+Checks, notes, help and workers ask this table instead of comparing names, so a new engine is one adapter file and one
+row here. An adapter is named by a string and imported by the worker alone: the table needs neither torch nor the
+engine's package.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from dataclasses import dataclass
 class Engine:
     """The capabilities of one engine.
 
-    factory: "module:Class" of the adapter, a `RolloutEngine`. package: the package it imports, None where rltrain is enough.
-    install: how a user gets the package. tensor_parallel: an engine may span several devices. images: prompts may have images.
-    speculation: it can verify guessed tokens (``rollout.tail=exact``). counted_seeds: the numbers it draws are a function of the
-    sample's seed and the position alone, the same in every such engine. temperatures: the range it samples in, besides 0 (greedy).
-    beyond_positions: it generates past the positions that the model's configuration names. unused_keys: keys under
-    ``actor_rollout_ref.rollout`` that it does not read.
+    factory: "module:Class" of the adapter, a `RolloutEngine`. package: the package it imports, None where rltrain is
+    enough. install: how a user gets the package. tensor_parallel: an engine may span several devices. images: prompts
+    may have images. speculation: it can verify guessed tokens (``rollout.tail=exact``). counted_seeds: the numbers it
+    draws are a function of the sample's seed and the position alone, the same in every such engine. temperatures: the
+    range it samples in, besides 0 (greedy). beyond_positions: it generates past the positions that the model's
+    configuration names. unused_keys: keys under ``actor_rollout_ref.rollout`` that it does not read.
     """
 
     factory: str

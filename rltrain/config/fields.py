@@ -1,9 +1,10 @@
 """How a key is declared: its default, and every rule about its value, at the field.
 
-A rule about one key stands where the key does, as metadata of the field: the bounds, the names that are allowed, and the settings
-under which the key counts at all. The type is the annotation (a `Literal` where the choice is the schema's own); the help text is the
-string under the field. `check` reads the bounds, `effects` the conditions, `help` all of them. Rules that compare several values
-are functions in `check`: a language for those would be harder to read than Python.
+A rule about one key stands where the key does, as metadata of the field: the bounds, the names that are allowed, and
+the settings under which the key counts at all. The type is the annotation (a `Literal` where the choice is the schema's
+own); the help text is the string under the field. `check` reads the bounds, `effects` the conditions, `help` all of
+them. Rules that compare several values are functions in `check`: a language for those would be harder to read than
+Python.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from typing import Any
 class Rules:
     """The rules of one key, or of all keys in a section.
 
-    least, most: the smallest and the largest value. over: every value must be larger than this. among: the allowed names. plugin:
-    FILE.py:NAME is allowed beside them. only_with: conditions as `effects.holds` reads them, which must all hold for the key to
-    count; each with the reason that a user is told where it does not hold ("": the values on which it failed).
+    least, most: the smallest and the largest value. over: every value must be larger than this. among: the allowed
+    names. plugin: FILE.py:NAME is allowed beside them. only_with: conditions as `effects.holds` reads them, which must
+    all hold for the key to count; each with the reason that a user is told where it does not hold ("": the values on
+    which it failed).
     """
 
     least: float | None = None

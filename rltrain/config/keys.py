@@ -22,8 +22,9 @@ from rltrain.config.schema import Config
 class Key:
     """One leaf of the configuration.
 
-    choices: the values it may have, empty where it may have any. free_form: a dictionary with keys of the user's own. only_with:
-    (section that the condition is written in, condition, reason) of the key and of the sections around it, outermost first.
+    choices: the values it may have, empty where it may have any. free_form: a dictionary with keys of the user's own.
+    only_with: (section that the condition is written in, condition, reason) of the key and of the sections around it,
+    outermost first.
     """
 
     name: str

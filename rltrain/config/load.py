@@ -29,7 +29,8 @@ _CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """config: resolved. explicit: the keys the user set, in our spelling. warnings: renames, and keys without effect."""
+    """config: resolved. explicit: the keys the user set, in our spelling. warnings: renames, and keys without
+    effect."""
 
     config: Config
     explicit: frozenset[str] = frozenset()
@@ -86,7 +87,8 @@ class _Reader:
 
 
 def load_config(overrides: Sequence[str], files: Sequence[str | Mapping[str, Any]] = ()) -> LoadedConfig:
-    """Defaults < each file (or what one would hold) < each ``key=value``; later wins. Raises ConfigError with every problem found."""
+    """Defaults < each file (or what one would hold) < each ``key=value``; later wins. Raises ConfigError with every
+    problem found."""
     reader = _Reader()
     for file in files:
         for key, value in (_read_file(file) if isinstance(file, str) else file).items():
@@ -153,8 +155,9 @@ def masked_command(words: Sequence[str]) -> str:
 
 
 def _parse_value(key: str, text: str) -> Any:
-    """YAML flow syntax; ``${other.key}`` is kept for later. A text key takes what is written: 007 is a name, not a number."""
-    value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)["value"]  # type: ignore[call-overload, index]
+    """YAML flow syntax; ``${other.key}`` is kept for later. A text key takes the text: 007 is a name, not a number."""
+    parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
+    value = parsed["value"]
     known = all_keys().get(rename(key))
     if known and known.type_name.startswith("str") and isinstance(value, bool | int | float):
         return text.strip()

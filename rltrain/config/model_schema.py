@@ -1,4 +1,4 @@
-"""Keys of the models: what the policy, the critic and the reward model have in common, and the last two themselves."""
+"""Keys of the models: policy, critic and reward model, and what they have in common."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ class OptimConfig:
     betas: list[float] = key([0.9, 0.999])
     """AdamW's decay rates of the first and the second moment."""
     eps: float = key(1e-8, over=0)
-    """AdamW divides the first moment by the root of the second plus this. A larger value moves weights with tiny gradients less."""
+    """AdamW divides the first moment by the root of the second plus this. A larger value moves weights with tiny
+    gradients less."""
     clip_grad: float = key(1.0, over=0)
     """Largest global gradient norm (actor.grad_clip is the old name)."""
 
@@ -55,7 +56,8 @@ class ShardingConfig(OffloadConfig):
     """How a model is sharded and where it rests."""
 
     compute_dtype: Dtype = "auto"
-    """dtype of forward and backward: auto is bfloat16 on NPU and GPU, float32 on CPU. Gradients are reduced in float32."""
+    """dtype of forward and backward: auto is bfloat16 on NPU and GPU, float32 on CPU. Gradients are reduced in
+    float32."""
     fsdp_size: int = -1
     """Ranks that share one copy of the weights; -1: all. Fewer make replicas of shard groups (HSDP)."""
     reshard_after_forward: bool = True
@@ -83,11 +85,13 @@ class TrainedModelConfig:
     enable_gradient_checkpointing: bool = True
     """Recompute each layer in the backward pass."""
     lora_rank: int = key(0, least=0)
-    """Rank of LoRA adapters over frozen weights; 0: train all weights. Adapters want a larger optim.lr, such as 3e-5."""
+    """Rank of LoRA adapters over frozen weights; 0: train all weights. Adapters want a larger optim.lr, such as
+    3e-5."""
     lora_alpha: float = key(16.0, over=0, only_with="uses_lora")
     """Adapters are scaled by lora_alpha / lora_rank."""
     target_modules: Any = key("all-linear", only_with="uses_lora")
-    """Layers that get adapters: all-linear (all but the head), a list of names such as [q_proj,v_proj], or a pattern of full names."""
+    """Layers that get adapters: all-linear (all but the head), a list of names such as [q_proj,v_proj], or a pattern of
+    full names."""
     exclude_modules: Any = key(None, only_with="uses_lora")
     """Layers that get no adapters all the same: a list of names, or a pattern of full names."""
 
@@ -98,11 +102,30 @@ class TrainedModelConfig:
 
 
 @dataclass
+class ModelConfig(TrainedModelConfig):
+    """The model that is trained."""
+
+    path: str = ""
+    """Hugging Face folder or hub name (required)."""
+    custom_chat_template: str | None = None
+    """Chat template to use instead of the tokenizer's."""
+    lora_adapter_path: str | None = None
+    """Go on training a peft adapter: a folder or hub name, which brings rank, scale and layers. The reference stays the
+    model without it."""
+
+    @property
+    def uses_lora(self) -> bool:
+        """Whether adapters are trained instead of the weights."""
+        return self.lora_rank > 0 or self.lora_adapter_path is not None
+
+
+@dataclass
 class CriticModelConfig(TrainedModelConfig):
     """The model under the value head."""
 
     path: str | None = None
-    """Hugging Face folder or hub name; null: the actor's. A classification head of one label is kept, else the head starts at 0."""
+    """Hugging Face folder or hub name; null: the actor's. A classification head of one label is kept, else the head
+    starts at 0."""
     trust_remote_code: bool = key("${actor_rollout_ref.model.trust_remote_code}")
     """Run Python code that comes with the model."""
     fsdp_config: FSDPConfig = section(FSDPConfig)
@@ -200,6 +223,7 @@ class RewardModelConfig:
     )
     """Tokens per forward on one device."""
     reward_manager: Literal["naive", "dapo", "batch"] = "naive"
-    """naive (one answer at a time), dapo (the same with overlong_buffer), or batch (your function takes lists of answers)."""
+    """naive (one answer at a time), dapo (the same with overlong_buffer), or batch (your function takes lists of
+    answers)."""
     overlong_buffer: OverlongBufferConfig = section(OverlongBufferConfig, only_with="reward_manager=dapo")
     """Penalty for long answers."""

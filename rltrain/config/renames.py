@@ -29,8 +29,8 @@ RENAMED = {
     "trainer.max_ckpt_to_keep": "trainer.max_actor_ckpt_to_keep",
 }
 
-# Keys of verl's that change nothing here -> why. "*" stands for any text. After "=" stands the value that says what happens anyway,
-# which needs no note; where there is none, null and False need none.
+# Keys of verl's that change nothing here -> why. "*" stands for any text. A value after "=" is what happens anyway, so it
+# needs no note; in rows without one, null and False need none.
 IGNORED = {
     "critic.checkpoint.*": "a checkpoint always holds the whole critic",
     "critic.enable=null": "there is a critic with algorithm.adv_estimator=gae",
@@ -42,7 +42,7 @@ IGNORED = {
     "reward_model.max_length": "the reward model reads whole conversations",
     "reward_model.model.fsdp_config.model_dtype": "the reward model is not trained",
     "reward_model.model.fsdp_config.optimizer_offload": "the reward model is not trained",
-    "reward_model.model.input_tokenizer": "answers are always written anew with the reward model's own tokenizer and chat template",
+    "reward_model.model.input_tokenizer": "the reward model reads answers by its own tokenizer and chat template",
     "reward_model.overlong_buffer.log": "the penalty is always logged as reward/overlong/mean",
     "reward*.reward_kwargs*": "a function of your own takes custom_reward_function.reward_kwargs",
     "reward_model.strategy=fsdp2": "every model is sharded with FSDP2",
@@ -137,7 +137,7 @@ REFUSED = {
     "veomni.": _FSDP + "leave this key out",
     "torchtitan.": _FSDP + "leave this key out",
     "automodel.": _FSDP + "leave this key out",
-    "tis_imp_ratio_cap": "use algorithm.rollout_correction.rollout_is=token algorithm.rollout_correction.rollout_is_threshold=…",
+    "tis_imp_ratio_cap": "use rollout_is=token and rollout_is_threshold=… of algorithm.rollout_correction",
     "algorithm.use_pf_ppo": "PF-PPO is not in this version: leave it out",
     "algorithm.pf_ppo.": "PF-PPO is not in this version: leave it out",
     "data.sampler.class_": "use data.sampler.name=FILE.py:NAME",
@@ -161,7 +161,8 @@ def rename(key: str) -> str:
 
 
 def ignored_because(key: str, value: Any) -> str | None:
-    """Why an accepted key has no effect ("" where ``value`` is what happens anyway), or None for keys that are not in the table."""
+    """Why an accepted key has no effect ("" where ``value`` is what happens anyway), or None for keys that are not in
+    the table."""
     for row, why in IGNORED.items():
         pattern, equals, anyway = row.partition("=")
         if fnmatchcase(key, pattern):

@@ -87,8 +87,9 @@ class RolloutConfig:
     update_weights_bucket_megabytes: int = key(512, least=1)
     """Weights are gathered and handed to the engine in buckets of at most this size."""
     tail: Literal["off", "exact", "oversample", "carry_over"] = "off"
-    """What to do about the few longest answers: off (wait for them), exact (speculative decoding; vllm), oversample (start more
-    prompts, stop when enough are answered, throw the rest away), carry_over (the same, but finish the rest in the next step)."""
+    """What to do about the few longest answers: off (wait for them), exact (speculative decoding; vllm), oversample
+    (start more prompts, stop when enough are answered, throw the rest away), carry_over (the same, but finish the rest
+    in the next step)."""
     oversample_ratio: float = key(1.25, least=1, most=2, only_with=_STOPS_EARLY)
     """oversample, carry_over: prompts started per step, as a multiple of data.train_batch_size."""
     tail_max_age: int = key(
@@ -98,16 +99,18 @@ class RolloutConfig:
     tail_draft_tokens: int = key(4, least=1, only_with="tail=exact")
     """exact: tokens guessed at once, copied from where the last tokens occurred earlier in the prompt or answer."""
     log_prob_gap_limit: float | None = key(None, least=0)
-    """Alarm where engine and trainer differ by more than this per token; null: 1e-3 if both compute in float32, else 0.1."""
+    """Alarm where engine and trainer differ by more than this per token; null: 1e-3 if both compute in float32, else
+    0.1."""
     on_log_prob_gap: Literal["warn", "stop"] = "warn"
-    """On such an alarm over the answers of a step: warn, or stop before the update (with bypass_mode: after the update, and nothing
-    is saved). After a weight sync the alarm always stops the run."""
+    """On such an alarm over the answers of a step: warn, or stop before the update (with bypass_mode: after the update,
+    and nothing is saved). After a weight sync the alarm always stops the run."""
     engine_kwargs: dict[str, Any] = key({})
     """Free-form arguments of the engine, under its name: engine_kwargs.vllm.block_size=32."""
     log_prob_micro_batch_size_per_gpu: int | None = key(
         None, least=1, only_with={**_OLD_LOG_PROB_PASS, "log_prob_use_dynamic_bsz=False": ""}
     )
-    """old_log_prob pass: samples per forward on one device, when log_prob_use_dynamic_bsz=False; null: as the actor's."""
+    """old_log_prob pass: samples per forward on one device, when log_prob_use_dynamic_bsz=False; null: as the
+    actor's."""
     log_prob_use_dynamic_bsz: bool = key(ACTOR + "use_dynamic_bsz}", only_with=_OLD_LOG_PROB_PASS)
     """old_log_prob pass: cut by tokens instead of by samples."""
     log_prob_max_token_len_per_gpu: int = key(

@@ -1,7 +1,8 @@
-"""Every configuration key: type, default, rules (see `fields`), and the help text, which is the string under each field.
+"""Every configuration key: type, default, rules (see `fields`), and the help text, which is the string under each
+field.
 
-Names and meanings are verl's. A default that starts with ``${`` follows another key. Keys of verl's that change nothing here are
-no fields but rows of `renames.IGNORED`.
+Names and meanings are verl's. A default that starts with ``${`` follows another key. Keys of verl's that change nothing
+here are no fields but rows of `renames.IGNORED`.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from rltrain.config.model_schema import (
     Aggregation,
     CriticConfig,
     FSDPConfig,
+    ModelConfig,
     OffloadConfig,
     OptimConfig,
     RewardModelConfig,
-    TrainedModelConfig,
 )
 from rltrain.config.rollout_schema import RolloutConfig
 
 # tracker -> the package it needs. The file is metrics.jsonl.
 LOGGERS = {
-    "console": None, "file": None, "tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "swanlab": "swanlab",
-    "clearml": "clearml", "trackio": "trackio", "vemlp_wandb": "volcengine_ml_platform",
+    "console": None, "file": None, "tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow",
+    "swanlab": "swanlab", "clearml": "clearml", "trackio": "trackio", "vemlp_wandb": "volcengine_ml_platform",
 }  # fmt: skip
 
 _PASSES = ("", "rollout.log_prob_", "ref.log_prob_", "critic.", "reward_model.")
@@ -56,8 +57,8 @@ class SamplerConfig:
     """Which prompts come next."""
 
     name: str = key("shuffle", among=("shuffle", "solve_rate"), plugin=True)
-    """shuffle (in file order with data.shuffle=False), solve_rate (skips most prompts that were always or never solved before), or
-    a sampler of your own: FILE.py:NAME."""
+    """shuffle (in file order with data.shuffle=False), solve_rate (skips most prompts that were always or never solved
+    before), or a sampler of your own: FILE.py:NAME."""
     revisit: float = key(0.1, least=0, most=1, only_with="name=solve_rate")
     """solve_rate: how often per epoch such a prompt is tried again."""
 
@@ -81,7 +82,8 @@ class DataConfig:
     filter_overlong_prompts: bool = False
     """Leave out rows whose prompt is longer than max_prompt_length."""
     truncation: Literal["error", "left", "right", "middle"] = "error"
-    """What to do with a prompt that is still too long: error, left (keep the end), right (keep the start), middle (keep both ends)."""
+    """What to do with a prompt that is still too long: error, left (keep the end), right (keep the start), middle (keep
+    both ends)."""
     prompt_key: str = "prompt"
     """Column with the chat messages."""
     reward_fn_key: str = "data_source"
@@ -105,7 +107,8 @@ class PolicyLossConfig:
     """Which surrogate is maximised."""
 
     loss_mode: str = key("vanilla", among=tuple(POLICY_LOSSES), plugin=True, only_with=_POLICY_LOSS)
-    """vanilla (PPO with dual clip), gspo, gpg, cispo, sapo, geo_mean, clip_cov, kl_cov, dppo_tv, dppo_kl, or your own: FILE.py:NAME."""
+    """vanilla (PPO with dual clip), gspo, gpg, cispo, sapo, geo_mean, clip_cov, kl_cov, dppo_tv, dppo_kl, or your own:
+    FILE.py:NAME."""
     clip_cov_ratio: float = key(0.0002, least=0, most=1)
     """clip_cov: share of tokens that get no gradient."""
     clip_cov_lb: float = 1.0
@@ -153,8 +156,8 @@ class ActorConfig:
     ppo_epochs: int = key(1, least=1)
     """Passes over each batch."""
     recompute_old_log_prob: Literal["auto", "always"] = "auto"
-    """Old log-probs of the first mini-batch. auto: from the update's own forward, unless they are needed earlier; always: from a
-    pass."""
+    """Old log-probs of the first mini-batch. auto: from the update's own forward, unless they are needed earlier;
+    always: from a pass."""
     shuffle: bool = False
     """Shuffle the prompts of a batch before it is cut into mini-batches, anew in every epoch over it."""
     clip_ratio: float = key(
@@ -171,7 +174,8 @@ class ActorConfig:
     clip_ratio_high: float | None = key(None, least=0, only_with=_POLICY_LOSS)
     """Upper clip range; null: clip_ratio."""
     clip_ratio_c: float = key(3.0, least=1, only_with=_POLICY_LOSS)
-    """Dual clip: with a negative advantage A the loss is at most -A * clip_ratio_c. dppo_tv, dppo_kl: largest weight of a token."""
+    """Dual clip: with a negative advantage A the loss is at most -A * clip_ratio_c. dppo_tv, dppo_kl: largest weight of
+    a token."""
     tau_pos: float = key(1.0, over=0)
     """sapo: temperature of the gate for positive advantages."""
     tau_neg: float = key(1.05, over=0)
@@ -191,10 +195,11 @@ class ActorConfig:
     kl_loss_coef: float = key(0.001, least=0, only_with="use_kl_loss")
     """Weight of that KL."""
     kl_loss_type: KLKind = key("low_var_kl", only_with="use_kl_loss")
-    """kl (k1), abs, mse (k2), low_var_kl (k3); with + (k3+): its value with the gradient of k2; full: the exact KL over the
-    vocabulary."""
+    """kl (k1), abs, mse (k2), low_var_kl (k3); with + (k3+): its value with the gradient of k2; full: the exact KL over
+    the vocabulary."""
     ulysses_sequence_parallel_size: int = key(1, least=1)
-    """Neighbouring devices that share each sequence (Ulysses) and so their token budgets. It must divide the attention heads."""
+    """Neighbouring devices that share each sequence (Ulysses) and so their token budgets. It must divide the attention
+    heads."""
 
 
 @dataclass
@@ -217,24 +222,6 @@ class RefConfig:
     """Tokens per forward on one device."""
     ulysses_sequence_parallel_size: int = key(ACTOR + "ulysses_sequence_parallel_size}", least=1)
     """Devices that share each sequence. It may differ from the actor's, except with full KLs and with LoRA."""
-
-
-@dataclass
-class ModelConfig(TrainedModelConfig):
-    """The model that is trained."""
-
-    path: str = ""
-    """Hugging Face folder or hub name (required)."""
-    custom_chat_template: str | None = None
-    """Chat template to use instead of the tokenizer's."""
-    lora_adapter_path: str | None = None
-    """Go on training a peft adapter: a folder or hub name, which brings rank, scale and layers. The reference stays the model
-    without it."""
-
-    @property
-    def uses_lora(self) -> bool:
-        """Whether adapters are trained instead of the weights."""
-        return self.lora_rank > 0 or self.lora_adapter_path is not None
 
 
 @dataclass
@@ -268,25 +255,29 @@ class RewardConfig:
     """Where and how long scorers run."""
 
     num_workers: int | None = key(None, least=1)
-    """Processes that score answers; null: one per core that the devices' workers leave, at most 16 per node and 64 in all."""
+    """Processes that score answers; null: one per core that the devices' workers leave, at most 16 per node and 64 in
+    all."""
     timeout_s: float = key(10.0, least=0.01)
     """Seconds that one answer may take; then its scorer is killed and the answer counts as failed."""
     on_error: float = 0.0
     """Score of an answer that could not be scored (counted in reward/error_rate)."""
     weights: dict[str, Any] = key({})
-    """Free-form: the rule reward as a weighted sum of numbers the scorer returns (weights.acc=0.9 weights.format=0.1); {}: its score."""
+    """Free-form: the rule reward as a weighted sum of numbers the scorer returns (weights.acc=0.9 weights.format=0.1);
+    {}: its score."""
     overlap: bool = True
     """Score the answers to a prompt as soon as the last of them has ended, while others are still being generated."""
     memory_limit_mb: int = key(4096, least=0)
     """Address space of a scorer's process in MiB; an answer that exceeds it counts as failed. 0: no limit."""
     allow_code_execution: bool = False
-    """Let scorers run programs that the model wrote. Read rewards.md of the documentation first: it is no wall against an attacker."""
+    """Let scorers run programs that the model wrote. Read rewards.md of the documentation first: it is no wall against
+    an attacker."""
     url: str | None = None
     """Address of a remote scorer (http://host:port/path); answers are sent there instead of being scored here."""
     url_concurrency: int = key(8, least=1, only_with=_REMOTE)
     """Answers that each of num_workers (null: one per node) has under way at reward.url."""
     url_headers: dict[str, Any] = key({}, only_with=_REMOTE)
-    """Free-form: headers for reward.url, such as url_headers.Authorization='Bearer ${oc.env:TOKEN}'; masked in config.yaml."""
+    """Free-form: headers for reward.url, such as url_headers.Authorization='Bearer ${oc.env:TOKEN}'; masked in
+    config.yaml."""
 
 
 @dataclass
@@ -298,7 +289,8 @@ class TrainerConfig:
     nnodes: int = key(1, least=1)
     """Nodes."""
     n_gpus_per_node: int = key("${devices_here:${trainer.device}}", least=1)
-    """Devices (and so workers) per node; on a CPU the number of worker processes. Default: as many as this machine has, on a CPU 1."""
+    """Devices (and so workers) per node; on a CPU the number of worker processes. Default: as many as this machine has,
+    on a CPU 1."""
     total_epochs: int = key(30, least=1)
     """Passes over the training prompts."""
     total_training_steps: int | None = key(None, least=1)
@@ -334,16 +326,19 @@ class TrainerConfig:
     logger: list[str] = key(["console", "tensorboard"], among=tuple(LOGGERS))
     """Trackers. file is metrics.jsonl, which is always written."""
     callbacks: list[str] = key([])
-    """Classes or functions of your own that are told of steps, validations and checkpoints: [FILE.py:NAME]. See docs/plugins.md."""
+    """Classes or functions of your own that are told of steps, validations and checkpoints: [FILE.py:NAME]. See
+    docs/plugins.md."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """When a loss or gradient is not finite: stop, or skip the optimizer step (three in a row stop)."""
     hang_floor_s: float | None = key(1800.0, least=1)
-    """A call to the workers that takes longer than hang_factor times the longest of its kind, and than this, ends the run; null:
-    never."""
+    """A call to the workers that takes longer than hang_factor times the longest of its kind, and than this, ends the
+    run; null: never."""
     hang_factor: float = key(5.0, least=0)
-    """See hang_floor_s, which also stands for the longest of a kind that is called for the first time; 0: hang_floor_s alone counts."""
+    """See hang_floor_s, which also stands for the longest of a kind that is called for the first time; 0: hang_floor_s
+    alone counts."""
     samples_freq: int = 1
-    """Keep the answers of every so many steps, and of every validation, in RUN/samples (python -m rltrain.view RUN); -1: never."""
+    """Keep the answers of every so many steps, and of every validation, in RUN/samples (python -m rltrain.view RUN);
+    -1: never."""
     samples_max_prompts: int = key(100, least=1)
     """Prompts per step, and per validation, whose answers are kept there, all answers of each."""
     log_val_generations: int = key(0, least=0, only_with=_VALIDATES)
@@ -359,8 +354,9 @@ class RayConfig:
     """Ray."""
 
     ray_init: dict[str, Any] = key({"address": None, "num_cpus": None})
-    """Free-form arguments of ray.init: address (cluster to join; "auto" finds the one on this node; null: RAY_ADDRESS, else a local
-    Ray), num_cpus (slots of a local Ray; null: the larger of cores and workers), _temp_dir, runtime_env.env_vars and others."""
+    """Free-form arguments of ray.init: address (cluster to join; "auto" finds the one on this node; null: RAY_ADDRESS,
+    else a local Ray), num_cpus (slots of a local Ray; null: the larger of cores and workers), _temp_dir,
+    runtime_env.env_vars and others."""
 
 
 @dataclass

@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from rltrain.config.model_schema import CriticModelConfig
-from rltrain.config.schema import ModelConfig
+from rltrain.config.model_schema import CriticModelConfig, ModelConfig
 from rltrain.errors import ConfigError
 
 _NAME = "default"

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from rltrain.config.model_schema import CriticModelConfig, FSDPConfig, ShardingConfig
-from rltrain.config.schema import Config, ModelConfig
+from rltrain.config.model_schema import CriticModelConfig, FSDPConfig, ModelConfig, ShardingConfig
+from rltrain.config.schema import Config
 from rltrain.device import Device, resolve_dtype
 from rltrain.models.load import load_config
 from rltrain.models.lora import Lora, lora_of

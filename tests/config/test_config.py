@@ -229,7 +229,7 @@ def test_keys_that_do_nothing_in_the_chosen_mode_say_so():
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["data.train_batch_size=100", f"{A}actor.ppo_mini_batch_size=32"], "Try ppo_mini_batch_size=25"),
+        (["data.train_batch_size=100", f"{A}actor.ppo_mini_batch_size=32"], f"Try {A}actor.ppo_mini_batch_size=25"),
         ([f"{A}rollout.n=1"], f"Try {A}rollout.n=8"),
         ([f"{A}rollout.temperature=0"], "rollout.temperature=0.0: it must be over 0"),
         ([f"{A}rollout.do_sample=False"], "makes all answers to a prompt alike"),

@@ -1,4 +1,4 @@
-"""Policy losses: one number a token, before aggregation.
+"""Policy losses: one number per token, before aggregation.
 
 Notation: r = pi / pi_old of a token, A its advantage, [1 - low, 1 + high] the clip range, sg[] no gradient.
 """
@@ -23,8 +23,8 @@ _LOG_RATIO_BOUND = 20.0
 class PolicyLossInputs:
     """One micro-batch of whole answers, laid end to end; all [tokens], only ``log_probs`` carries gradient.
 
-    mask: 1 where a token counts, with the length of every answer. selected: tokens chosen over the whole mini-batch, for
-    losses that ask for a selection.
+    mask: 1 where a token counts, with the length of every answer. selected: tokens chosen over the whole mini-batch, for losses
+    that ask for a selection.
     """
 
     log_probs: Tensor
@@ -67,8 +67,8 @@ PolicyLossFunction = Callable[[PolicyLossInputs, ActorConfig], PolicyLoss]
 class Selection:
     """Which tokens of the global mini-batch a loss treats differently: those with the smallest keys.
 
-    keys(inputs, noise, means, cfg) -> [tokens], infinite for tokens that are no candidates; noise [tokens] is uniform in
-    [0, 1) and depends on the token alone. share(cfg): the part of all tokens to select (at least one token).
+    keys(inputs, noise, means, cfg) -> [tokens], infinite for tokens that are no candidates; noise [tokens] is uniform in [0, 1)
+    and depends on the token alone. share(cfg): the share of all tokens to select (at least one token).
     """
 
     keys: Callable[[PolicyLossInputs, Tensor, BatchMeans, ActorConfig], Tensor]
@@ -100,7 +100,10 @@ def built_in(selection: Selection | None = None) -> Callable[[PolicyLossFunction
 def policy_loss(
     *, selection: Selection | None = None, silent_at_zero: bool = False
 ) -> Callable[[PolicyLossFunction], PolicyLossFunction]:
-    """Declare a function of your own: the selection it asks for, and whether an answer without advantage has no gradient."""
+    """Declare a function of your own.
+
+    selection: tokens of the mini-batch that it gets as ``selected``. silent_at_zero: an answer without advantage has no gradient.
+    """
 
     def declare(function: PolicyLossFunction) -> PolicyLossFunction:
         function.selection = selection  # type: ignore[attr-defined]
@@ -150,7 +153,10 @@ def vanilla(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
 
 @built_in()
 def gspo(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
-    """PPO's clip on the ratio of the whole answer, s = exp(mean_t log r_t); token form s pi / sg[pi]   (Zheng et al. 2025, GSPO-token)."""
+    """PPO's clip on the ratio of the whole answer, s = exp(mean_t log r_t)   (Zheng et al. 2025, GSPO-token).
+
+    The token form of the ratio is s pi / sg[pi].
+    """
     sequence = inputs.sequence_mean(inputs.log_ratio).detach()
     ratio = (inputs.log_probs - inputs.log_probs.detach() + sequence).clamp(max=10.0).exp()
     unclipped, clipped = _ppo(ratio, inputs.advantages, cfg)
@@ -174,7 +180,10 @@ def cispo(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
 
 @built_in()
 def sapo(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
-    """-A (4 / tau) sigmoid(tau (r - 1)), tau = tau_pos for A > 0 else tau_neg: a soft gate, no clip   (Gao et al. 2025, SAPO)."""
+    """-A (4 / tau) sigmoid(tau (r - 1)), a soft gate in place of a clip   (Gao et al. 2025, SAPO).
+
+    tau is tau_pos for A > 0 and tau_neg otherwise.
+    """
     ratio = inputs.log_ratio.exp()
     tau = torch.full_like(inputs.advantages, cfg.tau_neg).masked_fill(inputs.advantages > 0, cfg.tau_pos)
     return PolicyLoss(-inputs.advantages * torch.sigmoid(tau * (ratio - 1)) * 4 / tau, _statistics(inputs))
@@ -184,8 +193,8 @@ def sapo(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
 def geo_mean(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
     """-A exp(mean_t clip(log r_t, -low, high)), the clip pessimistic by the sign of A   (Zhao et al. 2025, GMPO).
 
-    A is the mean advantage of the answer. Every token of an answer carries the answer's loss, so seq-mean-token-mean is the
-    paper's objective.
+    A is the mean advantage of the answer. Every token of an answer carries the answer's loss, so seq-mean-token-mean is
+    the paper's objective.
     """
     low, high = clip_range(cfg)
     log_ratio, sign = inputs.log_ratio, inputs.advantages.sign()
@@ -209,10 +218,10 @@ def _clip_cov_keys(inputs: PolicyLossInputs, noise: Tensor, means: BatchMeans, c
 
 @built_in(Selection(_clip_cov_keys, lambda cfg: cfg.policy_loss.clip_cov_ratio))
 def clip_cov(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
-    """PPO without gradient on a few random tokens whose log-prob and advantage covary strongly   (Cui et al. 2025, Clip-Cov).
+    """PPO without gradient on a few random tokens whose log-prob and advantage covary   (Cui et al. 2025, Clip-Cov).
 
-    Selected, over the whole mini-batch: clip_cov_ratio of all tokens, among those with covariance within (clip_cov_lb,
-    clip_cov_ub) that PPO would not clip.
+    clip_cov_ratio of the mini-batch's tokens are selected, among those with a covariance within (clip_cov_lb, clip_cov_ub) that
+    PPO would not clip.
     """
     assert inputs.selected is not None
     unclipped, clipped = _ppo(inputs.log_ratio.exp(), inputs.advantages, cfg)
@@ -235,7 +244,7 @@ def kl_cov(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
 
 
 def _dppo(inputs: PolicyLossInputs, divergence: Tensor, cfg: ActorConfig) -> PolicyLoss:
-    """-sg[min(r, clip_ratio_c)] A log pi, without tokens that moved further than the clip range in the direction of A."""
+    """-sg[min(r, clip_ratio_c)] A log pi, without tokens that moved beyond the clip range in the direction of A."""
     low, high = clip_range(cfg)
     ratio = inputs.log_ratio.exp().detach()
     up = (inputs.advantages > 0) & (ratio > 1) & (divergence > high)
@@ -246,7 +255,7 @@ def _dppo(inputs: PolicyLossInputs, divergence: Tensor, cfg: ActorConfig) -> Pol
 
 @built_in()
 def dppo_tv(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
-    """A trust region in total variation: tokens with |pi - pi_old| over the clip range are dropped   (Qi et al. 2026, DPPO)."""
+    """A trust region in total variation: no token with |pi - pi_old| over the clip range   (Qi et al. 2026, DPPO)."""
     moved = (inputs.log_probs.detach().exp() - inputs.old_log_probs.exp()).abs()
     return _dppo(inputs, moved, cfg)
 

@@ -1,4 +1,4 @@
-"""Estimators and losses of the user's own are tried on a few numbers before anything is started."""
+"""Tries estimators and losses of the user's own on a few numbers, before anything is started."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ def try_estimator(cfg: AlgorithmConfig) -> Iterator[str]:
         yield f"{key} fails on a small batch:\n{traceback.format_exc(limit=-2)}"
         return
     if not isinstance(found, torch.Tensor) or found.shape != (wanted,) or not bool(found.isfinite().all()):
-        yield f"{key} must return {wanted} finite numbers for a batch of 4 answers with 6 tokens; it returned {found!r}."
+        yield (
+            f"{key} must return {wanted} finite numbers for a batch of 4 answers with 6 tokens; it returned {found!r}."
+        )
 
 
 def try_policy_loss(cfg: ActorConfig) -> Iterator[str]:
@@ -62,4 +64,7 @@ def try_policy_loss(cfg: ActorConfig) -> Iterator[str]:
     if not isinstance(found, PolicyLoss):
         yield f"{key} must return a rltrain.algorithms.policy_losses.PolicyLoss; it returned {type(found).__name__}."
     elif found.token_losses.shape != (6,) or not found.token_losses.requires_grad:
-        yield f"{key}: token_losses must have one number a token [6] and depend on inputs.log_probs; it has {found.token_losses!r}."
+        yield (
+            f"{key}: token_losses must have one number per token [6] and depend on inputs.log_probs; it has "
+            f"{found.token_losses!r}."
+        )

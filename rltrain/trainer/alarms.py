@@ -15,7 +15,7 @@ _MOST_SKIPPED_STEPS = 3
 
 
 class Alarms:
-    """Warns or raises. gap_limit: the largest mean difference of a sampled token's log-prob between engine and trainer."""
+    """Warns or raises. gap_limit: largest mean difference of a sampled token's log-prob between engine and trainer."""
 
     def __init__(self, cfg: RolloutConfig, gap_limit: float) -> None:
         self.stops_on_gap = cfg.on_log_prob_gap == "stop"
@@ -29,8 +29,8 @@ class Alarms:
             return {"rollout/log_prob_gap/alarm": 0.0}
         text = (
             f"rollout engine and trainer differ by {gap:.3g} in the log-prob of a sampled token (mean; limit "
-            f"{self._gap_limit:.3g}, actor_rollout_ref.rollout.log_prob_gap_limit): stale weights, a stale cache, or kernels "
-            "that compute otherwise. algorithm.rollout_correction.rollout_is=token corrects for a small gap."
+            f"{self._gap_limit:.3g}, actor_rollout_ref.rollout.log_prob_gap_limit): stale weights, a stale cache, or "
+            "kernels that compute otherwise. algorithm.rollout_correction.rollout_is=token corrects for a small gap."
         )
         if self.stops_on_gap:
             raise SyncError(text)
@@ -42,6 +42,6 @@ class Alarms:
         self._skipped_in_a_row[role] = self._skipped_in_a_row[role] + 1 if metrics[f"{role}/steps_skipped"] else 0
         if self._skipped_in_a_row[role] >= _MOST_SKIPPED_STEPS:
             raise NonFiniteError(
-                f"{role}: {_MOST_SKIPPED_STEPS} steps in a row had a loss or gradient that is not finite; stopping in spite of "
-                "trainer.on_nonfinite=skip. Lower its optim.lr and resume from the newest checkpoint."
+                f"{role}: {_MOST_SKIPPED_STEPS} steps in a row had a loss or gradient that is not finite; stopping in "
+                "spite of trainer.on_nonfinite=skip. Lower its optim.lr and resume from the newest checkpoint."
             )

@@ -1,10 +1,11 @@
 """How a mini-batch is spread over ranks and cut into micro-batches.
 
-The driver decides for all ranks at once, from lengths alone: every rank gets the same number of micro-batches, so that no
-collective waits for one that never comes. Which samples share an optimizer step is settled before and does not change here.
+The driver decides for all ranks at once, from lengths alone: every rank gets the same number of micro-batches, because a
+collective in one of them would otherwise wait for ever. Which samples share an optimizer step is settled before and does not
+change here.
 
-Answers to one prompt that meet in a micro-batch share its tokens (`models.packing.pack`). Keeping them together saves work and
-makes coarser pieces to spread; how far to go is what the cost model decides.
+Answers to one prompt that meet in a micro-batch share its tokens (`models.packing.pack`). Keeping them together saves work but
+leaves coarser chunks to spread evenly; the cost model weighs one against the other.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from rltrain.models.packing import pays_to_share
 from rltrain.trainer.plan import PassBudget
 
 Ids = NDArray[np.int64]
-# What a micro-batch costs beside its tokens, in tokens: kernels to start, layers to gather.
+# Fixed cost of a micro-batch in tokens: kernels are started and layers gathered however few tokens it has.
 _MICRO_BATCH = 64.0
-# Finer pieces are not tried once the ranks wait for less than this share.
+# The search for finer chunks ends once the busiest rank takes at most this many times its even share.
 _GOOD_ENOUGH = 1.02
-# A piece is tried in so many of the emptiest micro-batches before one more is opened.
+# Number of the emptiest micro-batches that a chunk is tried in before it counts as not fitting.
 _TRIES = 8
 
 
@@ -35,7 +36,7 @@ _TRIES = 8
 class Workload:
     """Tokens and cost of n samples. owners [n]: samples of one owner share their prompt within a micro-batch.
 
-    The cost of a token is 1, of a pair of query and key ``pair_cost``: their FLOPs in relation to those of a token's matrix
+    A token costs 1 and a (query, key) pair costs ``pair_cost``: the FLOPs of the pair relative to those of a token's matrix
     products.
     """
 
@@ -73,7 +74,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Layout:
-    """Who computes what. ids[rank]: samples in order; micro_sizes[rank][mini]: how they are cut (0 = keep step with an idle pass)."""
+    """Who computes what. ids[rank]: samples in order; micro_sizes[rank][mini]: their micro-batches (0: an idle one)."""
 
     ids: list[Ids]
     micro_sizes: list[list[tuple[int, ...]]]
@@ -102,16 +103,16 @@ def lay_out(mini_batches: Sequence[Ids], work: Workload, num_ranks: int, budget:
 
 
 def spread(ids: Ids, work: Workload, num_ranks: int, budget: PassBudget) -> list[list[Ids]]:
-    """micro-batches[rank][i] of one mini-batch: as few as the budget allows, equally many on every rank, none over budget.
+    """micro-batches[rank][i] of one mini-batch: as few as the budget allows, equally many per rank, none over budget.
 
-    Tried with whole groups first, then with ever smaller parts of them; the cheapest is taken.
+    Whole prompt groups are tried first, then ever smaller chunks of them; the cheapest result is taken.
     """
     size = int(np.unique(work.owners[ids], return_counts=True)[1].max(initial=1))
     ideal = work.cost(ids) / num_ranks
     best: list[list[Ids]] = []
     least = math.inf
     while True:
-        ranks = _spread(_pieces(ids, work, size, budget), work, num_ranks, budget)
+        ranks = _spread(_chunks(ids, work, size, budget), work, num_ranks, budget)
         cost = _time(ranks, work)
         if cost < least:
             best, least = ranks, cost
@@ -121,12 +122,12 @@ def spread(ids: Ids, work: Workload, num_ranks: int, budget: PassBudget) -> list
 
 
 def _time(ranks: list[list[Ids]], work: Workload) -> float:
-    """Every micro-batch takes as long as the rank that has most of it."""
+    """Ranks are in step at every micro-batch, so each takes as long as the slowest rank needs for it."""
     return sum(max(map(work.cost, turn)) + _MICRO_BATCH for turn in zip(*ranks, strict=True))
 
 
-class _Piece(NamedTuple):
-    """Samples of one owner that stay together: tokens and cost with their prompt, and those of the prompt."""
+class _Chunk(NamedTuple):
+    """Samples of one owner that stay together. tokens and cost include the prompt's, which also stand alone."""
 
     ids: list[int]
     owner: int
@@ -136,33 +137,33 @@ class _Piece(NamedTuple):
     prompt_cost: float
 
 
-def _pieces(ids: Ids, work: Workload, size: int, budget: PassBudget) -> list[_Piece]:
-    """Pieces of up to ``size`` samples, each within the budget; the costliest first."""
+def _chunks(ids: Ids, work: Workload, size: int, budget: PassBudget) -> list[_Chunk]:
+    """Chunks of up to ``size`` samples, each within the budget; the costliest first."""
     size = min(size, budget.max_samples or size)
     ids = ids[np.argsort(work.owners[ids], kind="stable")]
     columns = (work.owners, work.answers, work.prompts, work.answer_cost, work.prompt_cost)
-    pieces: list[_Piece] = []
+    chunks: list[_Chunk] = []
     for sample, *numbers in zip(ids.tolist(), *(column[ids].tolist() for column in columns), strict=True):
         owner, answer, prompt, answer_cost, prompt_cost = numbers
-        last = pieces[-1] if pieces else None
+        last = chunks[-1] if chunks else None
         if (
             last is None
             or owner != last.owner
             or len(last.ids) == size
             or last.tokens + answer > (budget.max_tokens or math.inf)
         ):
-            pieces.append(_Piece([sample], owner, prompt + answer, prompt_cost + answer_cost, prompt, prompt_cost))
+            chunks.append(_Chunk([sample], owner, prompt + answer, prompt_cost + answer_cost, prompt, prompt_cost))
         else:
             last.ids.append(sample)
-            pieces[-1] = last._replace(tokens=last.tokens + answer, cost=last.cost + answer_cost)
-    return sorted(pieces, key=lambda piece: -piece.cost)
+            chunks[-1] = last._replace(tokens=last.tokens + answer, cost=last.cost + answer_cost)
+    return sorted(chunks, key=lambda chunk: -chunk.cost)
 
 
-def _spread(pieces: list[_Piece], work: Workload, num_ranks: int, budget: PassBudget) -> list[list[Ids]]:
-    together = np.array([sample for piece in pieces for sample in piece.ids], dtype=np.int64)
+def _spread(chunks: list[_Chunk], work: Workload, num_ranks: int, budget: PassBudget) -> list[list[Ids]]:
+    together = np.array([sample for chunk in chunks for sample in chunk.ids], dtype=np.int64)
     least = math.ceil(work.tokens(together) / (num_ranks * budget.max_tokens)) if budget.max_tokens else 1
     least = max(least, math.ceil(len(together) / (num_ranks * budget.max_samples))) if budget.max_samples else least
-    bins = _fewest(pieces, max(1, least), num_ranks, budget)
+    bins = _fewest(chunks, max(1, least), num_ranks, budget)
     bins.sort(key=lambda one: (-work.cost(one), one[0] if len(one) else -1))
     ranks: list[list[Ids]] = [[] for _ in range(num_ranks)]
     for turn in range(len(bins) // num_ranks):
@@ -172,14 +173,14 @@ def _spread(pieces: list[_Piece], work: Workload, num_ranks: int, budget: PassBu
     return ranks
 
 
-def _fewest(pieces: list[_Piece], count: int, num_ranks: int, budget: PassBudget) -> list[Ids]:
-    """Bins for the fewest turns, ``count`` or more, that hold all pieces: with strides that double, then by bisection."""
+def _fewest(chunks: list[_Chunk], count: int, num_ranks: int, budget: PassBudget) -> list[Ids]:
+    """The fewest bins per rank, at least ``count``, that hold all chunks: found by doubling strides, then by bisection."""
     too_few, stride = count - 1, 1
-    while (found := _fill(pieces, num_ranks * count, budget)) is None:
+    while (found := _fill(chunks, num_ranks * count, budget)) is None:
         too_few, count, stride = count, count + stride, 2 * stride
     while count - too_few > 1:
         middle = (too_few + count) // 2
-        if (fewer := _fill(pieces, num_ranks * middle, budget)) is None:
+        if (fewer := _fill(chunks, num_ranks * middle, budget)) is None:
             too_few = middle
         else:
             count, found = middle, fewer
@@ -193,31 +194,31 @@ class _Bin:
         self._tokens = 0
         self._owners: set[int] = set()
 
-    def take(self, piece: _Piece, budget: PassBudget) -> bool:
-        """Add the piece, if there is room. A sample that is over the budget by itself goes alone."""
-        known = piece.owner in self._owners
-        tokens = piece.tokens - known * piece.prompt_tokens
-        crowded = budget.max_samples is not None and len(self.ids) + len(piece.ids) > budget.max_samples
+    def take(self, chunk: _Chunk, budget: PassBudget) -> bool:
+        """Add the chunk if there is room. A sample that alone is over the budget gets a bin of its own."""
+        known = chunk.owner in self._owners
+        tokens = chunk.tokens - known * chunk.prompt_tokens
+        crowded = budget.max_samples is not None and len(self.ids) + len(chunk.ids) > budget.max_samples
         heavy = budget.max_tokens is not None and self._tokens + tokens > budget.max_tokens
         if self.ids and (crowded or heavy):
             return False
-        self.ids += piece.ids
+        self.ids += chunk.ids
         self._tokens += tokens
-        self.cost += piece.cost - known * piece.prompt_cost
-        self._owners.add(piece.owner)
+        self.cost += chunk.cost - known * chunk.prompt_cost
+        self._owners.add(chunk.owner)
         return True
 
 
-def _fill(pieces: list[_Piece], num_bins: int, budget: PassBudget) -> list[Ids] | None:
-    """Costliest first into the emptiest bin that has room (Graham 1969); None when a piece fits nowhere."""
+def _fill(chunks: list[_Chunk], num_bins: int, budget: PassBudget) -> list[Ids] | None:
+    """Costliest first into the emptiest bin that has room (Graham 1969); None when a chunk fits nowhere."""
     bins = [_Bin() for _ in range(num_bins)]
     heap = [(0.0, number) for number in range(num_bins)]
-    for piece in pieces:
+    for chunk in chunks:
         refused: list[tuple[float, int]] = []
         while heap and len(refused) < _TRIES:
             entry = heapq.heappop(heap)
             chosen = bins[entry[1]]
-            if chosen.take(piece, budget):
+            if chosen.take(chunk, budget):
                 if budget.max_samples is None or len(chosen.ids) < budget.max_samples:
                     heapq.heappush(heap, (chosen.cost, entry[1]))
                 break
@@ -238,9 +239,9 @@ def rank_tokens(layout: Layout, lengths: NDArray[np.int64]) -> list[int]:
 class LayoutCost:
     """What a layout computes and how evenly.
 
-    cost, tokens: of all micro-batches, where a shared prompt counts once; tokens_share: those in relation to the samples' tokens.
-    ranks, micro_batches: how much longer than its share the busiest rank works (1 = even), over all its work, and with the ranks
-    in step at every micro-batch.
+    cost, tokens: of all micro-batches, where a shared prompt counts once. tokens_share: tokens per token of the samples.
+    ranks: work of the busiest rank relative to the mean (1: even). micro_batches: the same with the ranks in step at every
+    micro-batch.
     """
 
     cost: float

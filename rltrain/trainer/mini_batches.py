@@ -1,4 +1,4 @@
-"""The mini-batches of a step: which samples share an optimizer step, what the loss divides by, and every rank's part of the work."""
+"""The mini-batches of a step: which samples share an optimizer step, and what their loss divides by."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def cut_prompts(plan: Plan, prompts_per_mini_batch: int, epochs: int, step: int,
 
 
 def denominators(loss_tokens: Ids, horizon: int) -> Denominators:
-    """The counts of a mini-batch, from the loss tokens of each of its samples [n]. A sample without one is no sequence."""
+    """The counts of a mini-batch, from the loss tokens of its samples [n]. A sample without one is no sequence."""
     return Denominators(int(loss_tokens.sum()), int((loss_tokens > 0).sum()), horizon)
 
 

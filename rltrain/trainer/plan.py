@@ -58,10 +58,11 @@ class Plan:
 
 
 def make_plan(config: Config, num_prompts: int | None = None, num_too_long: int = 0) -> Plan:
-    """Raises ConfigError where something does not divide. ``num_prompts``: rows left after filtering, when known; others were too long.
+    """Count everything. Raises ConfigError where something does not divide.
 
-    Samples alone need not divide: passes are balanced over ranks sample by sample, engines are given whole prompts.
-    Without ``num_prompts`` and without ``trainer.total_training_steps`` the number of steps is not known: total_steps is 0.
+    num_prompts: rows left after filtering (None: not known yet); num_too_long: rows that the filter took out. Samples need not
+    divide: passes are balanced over ranks sample by sample, and engines are given whole prompts. Where neither num_prompts nor
+    ``trainer.total_training_steps`` is known, total_steps is 0.
     """
     if problems := list(uneven(config)):
         raise ConfigError("\n".join(problems))
@@ -148,10 +149,10 @@ def describe(plan: Plan, config: Config) -> str:
          f"{plan.most_samples_per_rank:,} samples each)"),
         ("prompts per step", f"{plan.prompts_per_step:,}"),
         ("samples per step", f"{plan.samples_per_step:,} ({plan.answers_per_prompt} answers to each prompt)"),
-        ("engine replicas", f"{plan.num_engine_replicas} ({rollout.name}, {rollout.tensor_model_parallel_size} devices each, about "
-         f"{plan.samples_per_replica:,} samples each)"),
-        ("optimizer steps per step", f"{plan.optimizer_steps_per_step} (mini-batches of {plan.prompts_per_mini_batch:,} prompts = "
-         f"{plan.samples_per_mini_batch:,} samples)"),
+        ("engine replicas", f"{plan.num_engine_replicas} ({rollout.name}, {rollout.tensor_model_parallel_size} devices "
+         f"each, about {plan.samples_per_replica:,} samples each)"),
+        ("optimizer steps per step", f"{plan.optimizer_steps_per_step} (mini-batches of "
+         f"{plan.prompts_per_mini_batch:,} prompts = {plan.samples_per_mini_batch:,} samples)"),
         ("a step runs", plan.passes.describe(plan.num_mini_batches)),
         ("micro-batch, update", f"at most {plan.update_budget} per data-parallel rank"),
         ("micro-batch, old_log_prob", f"at most {plan.log_prob_budget} per data-parallel rank"),
@@ -197,7 +198,8 @@ def _more_rows(plan: Plan, config: Config) -> list[tuple[str, str]]:
         rows.append(
             (
                 f"tail, {rollout.tail}",
-                f"{plan.prompts_started:,} prompts are started; the step ends when {plan.prompts_per_step:,} are answered",
+                f"{plan.prompts_started:,} prompts are started; the step ends when {plan.prompts_per_step:,} are "
+                "answered",
             )
         )
     if config.algorithm.filter_groups.enable:

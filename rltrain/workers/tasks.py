@@ -1,4 +1,4 @@
-"""What the driver asks of the workers."""
+"""The tasks that the driver hands to the workers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from rltrain.workers.rollout.base import Sampling
 class MiniBatch:
     """One optimizer step: the sizes of this rank's micro-batches, and the counts of the whole global mini-batch.
 
-    has_old_log_probs: the old_log_prob pass held the samples. Otherwise the update takes the old log-probs from its own forward,
-    which is valid only for the first mini-batch of a step: no optimizer step has been made before it.
+    has_old_log_probs: the old_log_prob pass covered the samples. Otherwise the update takes the old log-probs from its own
+    forward. That is valid only for the first mini-batch of a step: no optimizer step has been made before it.
     """
 
     micro_sizes: tuple[int, ...]
@@ -28,10 +28,11 @@ class MiniBatch:
 class GenerateTask:
     """Answer these prompts, ``num_samples`` times each. rows [p]: places in the prompt store.
 
-    (seed, split, step, row, sample) decides every random number; step: one, or one a prompt [p]. order [p]: places of the prompts, the one
-    to start first in front (None: as they are). call: a number that no other task of this run has. stream: hand the texts of a job
-    out as soon as its last answer has ended (`take_finished`). enough: stop once that many prompts, among them those at places
-    below ``must``, have all their answers. todo [p, num_samples]: the answers that are asked for (None: all).
+    (seed, split, step, row, sample) decides every random number; step is one number, or one per prompt [p]. order [p]:
+    prompt indices, the first to start in front (None: as they are). call: unique within the run, the prefix of the replicas'
+    shared counters. stream: texts are handed out as soon as all answers to a prompt have ended (`take_finished`). enough:
+    generation stops when this many prompts are complete, including the first ``must``. todo [p, num_samples]: the answers that
+    are asked for (None: all).
     """
 
     split: str
@@ -50,7 +51,7 @@ class GenerateTask:
 
 @dataclass(frozen=True)
 class Finished:
-    """Answers that have ended while others are generated: place of the prompt and sample [k] of each text; done: no more will come."""
+    """Answers that ended while others are generated: prompt index and sample [k] per text. done: no more will come."""
 
     place: NDArray[np.int64]
     sample: NDArray[np.int64]
@@ -61,7 +62,7 @@ class Finished:
 class UpdateTask:
     """The actor's update in one step.
 
-    Token advantages are whitened by (A - shift) * scale; importance weights are multiplied by weight_scale. noise_seed: decides
+    Token advantages are whitened by (A - shift) * scale; importance weights are multiplied by weight_scale. noise_seed decides
     the random part of a selection over tokens.
     """
 

@@ -95,7 +95,7 @@ def declared(function: Any, traits: EstimatorTraits | LossTraits) -> Any:
 
 
 def estimator_traits(name: str) -> EstimatorTraits:
-    """Declaration of ``algorithm.adv_estimator=name``. A function without a declaration is an outcome estimator without needs."""
+    """Declaration of ``algorithm.adv_estimator=name``. A function without one is an outcome estimator without needs."""
     return _of_plugin(ESTIMATOR_KEY, name) if is_plugin(name) else ESTIMATORS.get(name, EstimatorTraits())
 
 

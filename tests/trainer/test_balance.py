@@ -155,7 +155,7 @@ def test_a_bin_knows_what_its_samples_weigh():
         np.array([90, 90, 90, 40]), np.array([10, 200, 30, 50]), np.array([0, 0, 0, 1]), pair_cost=0.01
     )
     budget, chosen = PassBudget(1000, None), balance._Bin()
-    for piece in balance._pieces(np.arange(4), work, 1, budget):
-        assert chosen.take(piece, budget)
+    for chunk in balance._chunks(np.arange(4), work, 1, budget):
+        assert chosen.take(chunk, budget)
     assert chosen.cost == pytest.approx(work.cost(np.arange(4)))
     assert chosen._tokens == work.tokens(np.arange(4)) == 90 + 240 + 90

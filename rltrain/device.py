@@ -17,8 +17,12 @@ import torch
 from rltrain.env import chosen_threads, cpu_quota
 from rltrain.errors import ConfigError
 
-_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
-_RAY_RESOURCES = {"cpu": "CPU", "cuda": "GPU", "npu": "NPU"}
+# Kind of device, as torch names it -> backends of its process group (gloo takes the CPU's tensors), and Ray's name of the resource.
+_KINDS = {
+    "cpu": ("gloo", "CPU"),
+    "cuda": ("cpu:gloo,cuda:nccl", "GPU"),
+    "npu": ("cpu:gloo,npu:hccl", "NPU"),
+}
 # Dense bf16 peak in FLOP/s, from the vendors' data sheets.
 _PEAK_FLOPS = {
     "H100": 989e12,
@@ -51,11 +55,11 @@ class Device:
     @property
     def backend(self) -> str:
         """Process group backend, with gloo beside it for CPU tensors."""
-        return _BACKENDS[self.kind]
+        return _KINDS[self.kind][0]
 
     @property
     def ray_resource(self) -> str:
-        return _RAY_RESOURCES[self.kind]
+        return _KINDS[self.kind][1]
 
     @property
     def count(self) -> int:
@@ -146,7 +150,7 @@ def npu_fusion_attention() -> Any:
 def get_device(name: str) -> Device:
     """``trainer.device``: auto, cpu, cuda or npu."""
     kind = detect() if name == "auto" else name
-    if kind not in _BACKENDS:
+    if kind not in _KINDS:
         raise ConfigError(f"trainer.device={name} is not a device rltrain knows. Use auto, npu, cuda or cpu.")
     return Device(kind)
 

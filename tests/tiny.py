@@ -43,14 +43,14 @@ def save_tiny_model(folder: Path, seed: int = 0, heads: int = 2, kv_heads: int =
     return folder
 
 
-def write_arithmetic(file: Path, rows: Iterable[int]) -> Path:
+def write_arithmetic(file: Path, rows: Iterable[int], data_source: str = "rltrain/arithmetic") -> Path:
     """Sums of small numbers in verl's schema."""
     records = []
     for index in rows:
         left, right = index % 7, index % 4
         records.append(
             {
-                "data_source": "rltrain/arithmetic",
+                "data_source": data_source,
                 "prompt": [{"role": "user", "content": f"{left}+{right}=?"}],
                 "ability": "math",
                 "reward_model": {"style": "rule", "ground_truth": str(left + right)},

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rltrain.batch import Batch
+from rltrain.batch import Batch, DictionaryColumn
 from rltrain.ragged import Ragged
 
 row_lengths = st.lists(st.integers(0, 5), min_size=1, max_size=6)
@@ -68,3 +68,20 @@ def test_batch_select_split_concat_keep_columns_together():
     again = Batch.concat(batch.split([1, 0, 2]))
     assert again.ragged("tokens") == batch.ragged("tokens")
     assert again["text"] == ["a", "b", "c"]
+
+
+def test_a_dictionary_column_keeps_the_values_in_use():
+    batch = Batch({"prompt": DictionaryColumn(make([1, 2, 3]), torch.tensor([0, 0, 1, 2]))})
+    picked = batch.select([3, 0, 3]).dictionary("prompt")
+    assert (picked.values.lengths.tolist(), picked.index.tolist()) == ([1, 3], [1, 0, 1])
+    parts = batch.split([1, 2, 1])
+    assert [part.dictionary("prompt").values.lengths.tolist() for part in parts] == [[1], [1, 2], [3]]
+    again = Batch.concat(parts).dictionary("prompt")
+    assert again.values.lengths[again.index].tolist() == [1, 1, 2, 3]
+    with pytest.raises(TypeError, match="'prompt' is a DictionaryColumn, not a Ragged"):
+        batch.ragged("prompt")
+
+
+def test_sums_of_bools_are_counts():
+    rows = make([300, 0])
+    assert rows.like(torch.ones(300, dtype=torch.bool)).sum().tolist() == [300, 0]

@@ -162,7 +162,7 @@ class ActorRefWorker(Actor):
         these with an engine's finds out a model that mixes the samples of a packed row.
         """
         self._policy.eval()
-        text, half = torch.tensor(tokens), max(len(tokens) // 2, 1)
+        text, half = torch.tensor(tokens, dtype=torch.int32), max(len(tokens) // 2, 1)
         prompts = Ragged.from_rows([text[-1:], text[:1], text[:half]])
         answers = Ragged.from_rows([text.flip(0)[1:], text[1:], text[half:], text[half:]])
         rows = Batch({c.PROMPT: DictionaryColumn(prompts, torch.tensor([0, 1, 2, 2])), c.RESPONSE: answers})

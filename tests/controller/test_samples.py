@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from rltrain.batch import Batch
+from rltrain.batch import Batch, DictionaryColumn
 from rltrain.controller.samples import Samples, assemble, driver_bytes, whole
 from rltrain.ragged import Ragged
 
@@ -89,3 +89,15 @@ def test_one_object_is_fetched_once_however_often_it_was_taken_from(samples):
     request = new.request(np.arange(5), ["tokens", "prompt_length"])
     assert len(request.pieces) == 2
     assert resolve(request).dense("prompt_length").tolist() == [40, 30, 20, 10, 0]
+
+
+def test_replicas_that_share_a_prompt_make_it_one_value():
+    samples = Samples(4)
+    samples.update({"group": np.array([0, 0, 1, 1])})
+    for prompts, index, ids in (([[7, 8], [9]], [0, 1], [1, 2]), ([[9], [7, 8]], [0, 1], [3, 0])):
+        rows = Ragged.from_rows([torch.tensor(row) for row in prompts])
+        column = DictionaryColumn(rows, torch.tensor(index))
+        samples.attach([whole(Batch({"prompt": column}), ("prompt",), np.array(ids))])
+    prompts = resolve(samples.request(np.array([3, 0, 2, 1]), ["prompt"])).dictionary("prompt")
+    assert [row.tolist() for row in prompts.values.rows()] == [[7, 8], [9]]
+    assert prompts.index.tolist() == [1, 0, 1, 0]

@@ -1,0 +1,112 @@
+"""Real steps of several algorithms hand over the columns that `rltrain.columns` lists, and no others."""
+
+import pickle
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from rltrain import columns as c
+from rltrain.batch import Batch, DictionaryColumn
+from rltrain.controller.samples import Samples, assemble
+from rltrain.ragged import Ragged
+from tests.local import LocalGroup, local_trainer
+from tests.tiny import small_run
+
+A, R = "actor_rollout_ref__actor__", "actor_rollout_ref__rollout__"
+CORRECTION = "algorithm__rollout_correction__"
+CONFIGS = {
+    "gae": {
+        "algorithm__adv_estimator": "gae", "algorithm__use_kl_in_reward": True, CORRECTION + "rollout_is": "token",
+        CORRECTION + "rollout_rs": "token_k1", CORRECTION + "rollout_rs_threshold": 2.0,
+    },
+    "remax": {"algorithm__adv_estimator": "remax", A + "policy_loss__loss_mode": "clip_cov", A + "use_kl_loss": False},
+    "carry_over": {
+        CORRECTION + "rollout_is": "token", R + "tail": "carry_over", R + "oversample_ratio": 1.5, "data__max_response_length": 20,
+        "reward_model__reward_manager": "dapo", "reward_model__overlong_buffer__enable": True,
+        "reward_model__overlong_buffer__len": 4,
+    },
+}  # fmt: skip
+# Scoring processes make it, of which these steps have none; a reward model makes the other.
+MADE_ELSEWHERE = {c.REWARD_ERROR, c.MODEL_SCORE}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def shape_and_dtype(name, column) -> tuple[tuple[str, ...], str]:
+    """The shapes that a column may be listed with, and its dtype."""
+    if isinstance(column, DictionaryColumn):
+        return (c.PER_PROMPT_TOKEN,), str(column.values.values.dtype).removeprefix("torch.")
+    if isinstance(column, Ragged):
+        return (c.PER_ANSWER_TOKEN, c.PER_POLICY_TOKEN), str(column.values.dtype).removeprefix("torch.")
+    if isinstance(column, torch.Tensor | np.ndarray):
+        dtype = str(column.dtype).removeprefix("torch.")
+        return (c.PER_SAMPLE,), "str" if dtype == "object" else dtype
+    return (c.PER_SAMPLE,), "str"
+
+
+def test_a_step_makes_the_columns_that_are_listed(tiny_model, arithmetic_files, tmp_path, monkeypatch):
+    found: dict[str, set] = {}
+
+    def seen(columns):
+        for name, column in columns.items():
+            if not name.startswith(c.SCORER):
+                found.setdefault(name, set()).add(shape_and_dtype(name, column))
+
+    def spied(cls, update):
+        return lambda self, columns: (seen(columns), update(self, columns))[1]
+
+    run = LocalGroup.run
+
+    def spied_run(self, call):
+        result = run(self, call)
+        if isinstance(result, tuple) and isinstance(result[-1], dict):
+            seen({name: values for name, values in result[-1].items() if isinstance(values, np.ndarray)})
+            seen({c.TEXT: result[1]} if len(result) == 3 else {})
+        return result
+
+    monkeypatch.setattr(Batch, "update", spied(Batch, Batch.update))
+    monkeypatch.setattr(Samples, "update", spied(Samples, Samples.update))
+    monkeypatch.setattr(LocalGroup, "run", spied_run)
+    for changes in CONFIGS.values():
+        scores = iter(range(10**6))
+        arguments = small_run(tiny_model, arithmetic_files, tmp_path, **changes)
+        trainer = local_trainer(arguments, lambda row, score, scores=scores: score + next(scores) % 3)
+        for step in (1, 2):
+            trainer.step(step)
+    assert found.keys() - c.COLUMNS.keys() == set(), "made, but not listed"
+    assert c.COLUMNS.keys() - found.keys() == MADE_ELSEWHERE, "listed, but never made"
+    for name, kinds in found.items():
+        for shapes, dtype in kinds:
+            assert c.COLUMNS[name].shape in shapes, name
+            assert c.COLUMNS[name].dtype == dtype, name
+
+
+def test_prompts_and_pixels_travel_once_per_prompt(tiny_model, arithmetic_files, tmp_path):
+    trainer = local_trainer(small_run(tiny_model, arithmetic_files, tmp_path))
+    pixels = torch.rand(4, 10_000)
+    generate = trainer.worker.rollout.generate
+
+    def with_pixels(task):
+        batch, texts, numbers = generate(task)
+        batch.update({"pixels": DictionaryColumn(pixels, batch.dictionary("prompt").index)})
+        return batch, texts, numbers
+
+    trainer.worker.rollout.generate = with_pixels
+    samples, _ = trainer.actor.generate(trainer.experience_task())
+    (part,) = samples.parts_with("prompt")
+    samples.attach([replace(part, columns=("pixels",))])
+    request = samples.request(np.arange(16), [*c.PROMPT_AND_ANSWER, "pixels"])
+    batch = assemble(request, [piece.ref[0] for piece in request.pieces])
+    assert len(pickle.dumps(part.ref)) < 1.1 * pixels.nbytes, "in the object store"
+    assert len(pickle.dumps(batch)) < 1.1 * pixels.nbytes, "in the worker"
+    for micro, places in zip(batch.split([6, 2, 8]), ([0, 1], [1], [2, 3]), strict=True):
+        assert torch.equal(micro.dictionary("pixels").values, pixels[places])
+        assert len(micro.dictionary("prompt").values) == len(places)

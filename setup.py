@@ -46,7 +46,7 @@ setup(
     ],
     packages=find_packages(include=["rltrain", "rltrain.*"]),
     package_data={"rltrain": ["py.typed"]},
-    data_files=shipped("docs/*.md", "scripts/ray_start.sh", "scripts/slurm.sh"),
+    data_files=shipped("docs/*.md", "examples/from_python.py", "scripts/ray_start.sh", "scripts/slurm.sh"),
     entry_points={"console_scripts": ["rltrain = rltrain.cli:main"]},
     python_requires=">=3.10,<3.13",
     install_requires=[
@@ -54,6 +54,7 @@ setup(
         "transformers>=5.5",
         "ray>=2.52",
         "omegaconf>=2.4",
+        "cloudpickle>=3",
         "pandas",
         "pyarrow",
         "safetensors",

@@ -10,13 +10,27 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rltrain.api import RunResult, build, train
-    from rltrain.config.load import load_config
+    from rltrain.api import RunResult, build, evaluate, train
+    from rltrain.config.load import LoadedConfig, load_config
+    from rltrain.errors import RltrainError
+    from rltrain.report import read_metrics
+    from rltrain.trainer.run import Trainer
+    from rltrain.view import read_samples
 
 __version__ = "0.1.0"
-__all__ = ["RunResult", "__version__", "build", "load_config", "train"]
+__all__ = [
+    "LoadedConfig", "RltrainError", "RunResult", "Trainer", "__version__", "build", "evaluate", "load_config", "read_metrics",
+    "read_samples", "train",
+]  # fmt: skip
 # Imported when asked for: a worker, or --help, needs none of it.
-_HOMES = dict.fromkeys(("RunResult", "build", "train"), "rltrain.api") | {"load_config": "rltrain.config.load"}
+_HOMES = dict.fromkeys(("RunResult", "build", "evaluate", "train"), "rltrain.api") | {
+    "LoadedConfig": "rltrain.config.load",
+    "RltrainError": "rltrain.errors",
+    "Trainer": "rltrain.trainer.run",
+    "load_config": "rltrain.config.load",
+    "read_metrics": "rltrain.report",
+    "read_samples": "rltrain.view",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from rltrain import __version__, logs
 from rltrain.config.check import check
 from rltrain.config.effects import without_effect
-from rltrain.config.load import LoadedConfig, load_config
+from rltrain.config.load import LoadedConfig, changed, load_config
 from rltrain.errors import Interrupted
+from rltrain.plugin import save_object
 from rltrain.stop import Stop, listen
 
 if TYPE_CHECKING:
@@ -21,6 +22,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 # What a run may be described by: a loaded configuration, a mapping (nested, or with dotted keys), key=value words, or a YAML file.
 Settings = LoadedConfig | Mapping[str, Any] | Sequence[str] | str | Path
+# Code of the user's own: a function or class, or FILE.py:NAME; and the keys that the arguments stand for.
+Code = Callable[..., Any] | str
+_CODE = {
+    "reward": "custom_reward_function.path",
+    "advantage": "algorithm.adv_estimator",
+    "policy_loss": "actor_rollout_ref.actor.policy_loss.loss_mode",
+    "sampler": "data.sampler.name",
+}
 
 
 @dataclass(frozen=True)
@@ -31,16 +40,25 @@ class RunResult:
     exit_code: int
 
 
-def train(config: Settings) -> RunResult:
-    """Train as the command does: ``rltrain.train({"algorithm.adv_estimator": "grpo", ...})``.
+def train(
+    config: Settings,
+    *,
+    reward: Code | None = None,
+    advantage: Code | None = None,
+    policy_loss: Code | None = None,
+    sampler: Code | None = None,
+    callbacks: Sequence[Any] = (),
+) -> RunResult:
+    """Train as the command does: ``rltrain.train({"algorithm.adv_estimator": "grpo", ...}, reward=my_reward)``.
 
-    Checks the settings, says what has no effect, and goes on where an earlier run of the same folder ended. Raises RltrainError for what
-    a user can mend; its text is what the command prints.
+    Checks the settings, says what has no effect, and goes on where an earlier run of the same folder ended. Code of your own is a Python
+    object or ``"FILE.py:NAME"``; see docs/api.md. Raises RltrainError for what a user can mend; its text is what the command prints.
     """
-    loaded = read(config)
+    loaded = with_code(read(config), reward=reward, advantage=advantage, policy_loss=policy_loss, sampler=sampler)
+    loaded, objects = _split_callbacks(loaded, callbacks)
     with listen() as stop:
         try:
-            run(loaded, look_over(loaded), stop)
+            run(loaded, look_over(loaded), stop, objects)
         except BaseException as error:
             # Ray makes errors of its own of what a signal handler raises.
             if not (stop.at_once or isinstance(error, Interrupted)):
@@ -49,15 +67,39 @@ def train(config: Settings) -> RunResult:
     return RunResult(_folder(loaded), 0)
 
 
-def build(config: Settings) -> Trainer:
-    """A trainer with its workers started and its models loaded, for single steps; use it as a context. Raises RltrainError."""
+def build(
+    config: Settings,
+    *,
+    reward: Code | None = None,
+    advantage: Code | None = None,
+    policy_loss: Code | None = None,
+    sampler: Code | None = None,
+    callbacks: Sequence[Any] = (),
+) -> Trainer:
+    """A trainer with its workers started and its models loaded, for single steps; use it as a context. Arguments as for `train`."""
     from rltrain.trainer.build import build as put_together  # torch and Ray take seconds
 
-    loaded = read(config)
+    loaded = with_code(read(config), reward=reward, advantage=advantage, policy_loss=policy_loss, sampler=sampler)
+    loaded, objects = _split_callbacks(loaded, callbacks)
     with logs.session():
         for note in look_over(loaded):
             log.warning("note: %s", note)
-        return put_together(loaded)
+        return put_together(loaded, callbacks=objects)
+
+
+def evaluate(config: Settings, *, reward: Code | None = None, callbacks: Sequence[Any] = ()) -> dict[str, float]:
+    """The validation metrics of a model: of the newest checkpoint of the run folder, else of ``actor_rollout_ref.model.path``.
+
+    Without a checkpoint only rollout workers are built: no optimizer, no critic, no reference. ``data.train_files`` may be left out.
+    """
+    loaded = read(config)
+    changes: dict[str, Any] = {"trainer.val_only": True}
+    if "data.train_files" not in loaded.explicit:
+        # A plan needs prompts to train on, though no step is made.
+        sizes = ("data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size", "critic.ppo_mini_batch_size")
+        changes |= {"data.train_files": loaded.config.data.val_files, **dict.fromkeys(sizes, 1)}
+    with build(changed(loaded, changes), reward=reward, callbacks=callbacks) as trainer:
+        return trainer.validate()
 
 
 def read(config: Settings) -> LoadedConfig:
@@ -69,13 +111,36 @@ def read(config: Settings) -> LoadedConfig:
     return load_config([], [str(config)]) if isinstance(config, str | Path) else load_config(config)
 
 
+def with_code(loaded: LoadedConfig, **code: Code | None) -> LoadedConfig:
+    """The configuration with code of the user's own; an object is written into the run folder, where every process finds it."""
+    changes: dict[str, Any] = {}
+    for argument, value in code.items():
+        if value is None:
+            continue
+        name = value if isinstance(value, str) else save_object(argument, value, _folder(loaded) / "objects")
+        if argument == "reward":
+            path, _, function = name.rpartition(":")
+            changes |= {_CODE[argument]: path, "custom_reward_function.name": function}
+        else:
+            changes[_CODE[argument]] = name
+    return changed(loaded, changes)
+
+
+def _split_callbacks(loaded: LoadedConfig, callbacks: Sequence[Any]) -> tuple[LoadedConfig, list[Any]]:
+    """Names go into the configuration. Objects stay: callbacks run in this process alone."""
+    names = [each for each in callbacks if isinstance(each, str)]
+    if names:
+        loaded = changed(loaded, {"trainer.callbacks": [*loaded.config.trainer.callbacks, *names]})
+    return loaded, [each for each in callbacks if not isinstance(each, str)]
+
+
 def look_over(loaded: LoadedConfig) -> list[str]:
     """Raise ConfigError with every rule that the settings break; returns what is said of those that change nothing."""
     check(loaded)
     return [*loaded.warnings, *without_effect(loaded)]
 
 
-def run(loaded: LoadedConfig, notes: Sequence[str], stop: Stop) -> None:
+def run(loaded: LoadedConfig, notes: Sequence[str], stop: Stop, callbacks: Sequence[Any] = ()) -> None:
     """Say what is about to run and run it. Raises RltrainError, and Interrupted where ``stop`` has ended it."""
     with logs.session():
         trainer, model = loaded.config.trainer, loaded.config.actor_rollout_ref.model.path
@@ -88,7 +153,7 @@ def run(loaded: LoadedConfig, notes: Sequence[str], stop: Stop) -> None:
         from rltrain.report import show_report
         from rltrain.trainer.build import build as put_together  # torch and Ray take seconds
 
-        with put_together(loaded, stop) as made:
+        with put_together(loaded, stop, callbacks) as made:
             finished = made.fit()
         if not finished:
             raise stop.interrupted()

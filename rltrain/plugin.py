@@ -3,13 +3,19 @@
 The file is run as a module under a name of its own, because two files in different folders may share one, and it may
 import its neighbours. Left out: names of installed modules (``package.module:NAME``), since a file that lies beside the
 run is what users have, and its path can be checked before anything starts.
+
+An object given to `rltrain.train` becomes a file too: cloudpickle writes it into the run folder, and driver, workers and
+scorers load it from there under the same kind of name. So the rest of the program needs no other way to pass code, and the
+config.yaml of the run stays complete.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.util
+import pickle
 import sys
+import sysconfig
 import traceback
 import zlib
 from collections.abc import Callable
@@ -29,12 +35,46 @@ def is_plugin(name: str) -> bool:
     return ":" in name
 
 
+def save_object(key: str, value: Any, folder: Path) -> str:
+    """Write a function or class of ``key`` into ``folder``; returns the name to configure. Raises ConfigError where it cannot be written.
+
+    Its module's code is written with it, unless it is an installed package, which other processes can import.
+    """
+    import cloudpickle
+
+    name = getattr(value, "__name__", type(value).__name__)
+    module = sys.modules.get(getattr(value, "__module__", None) or type(value).__module__)
+    own = module is not None and module.__name__ != "__main__" and not _is_installed(module)
+    try:
+        if own:
+            cloudpickle.register_pickle_by_value(module)
+        data = cloudpickle.dumps({name: value})
+    except Exception as error:  # cloudpickle raises whatever an object's own code does
+        raise ConfigError(
+            f"{key}: {name} cannot be sent to other processes: {type(error).__name__}: {error}. Open files, locks, connections "
+            "and generators cannot: make them at the first call, or give FILE.py:NAME."
+        ) from error
+    finally:
+        if own:
+            cloudpickle.unregister_pickle_by_value(module)
+    # Named for its contents: a function that was changed is another one.
+    file = folder / f"{name}-{zlib.crc32(data):08x}.pkl"
+    folder.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(data)
+    return f"{file}:{name}"
+
+
+def _is_installed(module: ModuleType) -> bool:
+    places = [str(Path(__file__).parent), *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))]
+    return (getattr(module, "__file__", None) or places[0]).startswith(tuple(places))
+
+
 @functools.cache
 def load_plugin(key: str, name: str) -> Callable[..., Any]:
     """The function that ``key=FILE.py:NAME`` names. Raises ConfigError with the traceback of a file that does not import."""
     file, _, function_name = name.rpartition(":")
     path = Path(file).expanduser()
-    if not path.is_file() or path.suffix != ".py":
+    if not path.is_file() or path.suffix not in (".py", ".pkl"):
         raise ConfigError(f"{key}={name}: {path.absolute()} is not a Python file.")
     try:
         module = _import_file(path)
@@ -51,6 +91,10 @@ def load_plugin(key: str, name: str) -> Callable[..., Any]:
 
 def _import_file(path: Path) -> ModuleType:
     name = f"rltrain_plugin_{path.stem}_{zlib.crc32(bytes(path.absolute()))}"
+    if path.suffix == ".pkl":  # of `save_object`
+        module = ModuleType(name)
+        vars(module).update(pickle.loads(path.read_bytes()))
+        return module
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec
     assert spec.loader

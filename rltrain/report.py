@@ -30,8 +30,9 @@ ROWS = [
 ]
 
 
-def read_metrics(run: Path) -> list[dict[str, Any]]:
+def read_metrics(run: Path | str) -> list[dict[str, Any]]:
     """All lines of a run's metrics.jsonl, in order."""
+    run = Path(run)
     file = run / "metrics.jsonl" if run.is_dir() else run
     if not file.is_file():
         raise DataError(f"{file} does not exist. Give the run folder (trainer.default_local_dir).")

@@ -3,12 +3,14 @@
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
 import rltrain
 from rltrain import api
 from rltrain.errors import ConfigError
+from rltrain.trainer.callbacks import Callbacks
 
 GOOD = [
     "actor_rollout_ref.model.path=m",
@@ -20,9 +22,9 @@ GOOD = [
 
 def test_the_package_shows_its_entry_and_imports_nothing_heavy():
     code = (
-        "import sys, rltrain; names = {'load_config', 'train', 'build', 'RunResult', '__version__'}; "
-        "assert names == set(dir(rltrain)) == set(rltrain.__all__); assert not {'torch', 'ray', 'omegaconf'} & set(sys.modules); "
-        "from rltrain import *; train, build, load_config, RunResult; assert not {'torch', 'ray'} & set(sys.modules)"
+        "import sys, rltrain; names = set(rltrain.__all__); "
+        "assert names == set(dir(rltrain)) and len(names) > 8; assert not {'torch', 'ray', 'omegaconf'} & set(sys.modules); "
+        "[getattr(rltrain, name) for name in names - {'Trainer', 'read_metrics'}]; assert not {'torch', 'ray', 'pandas'} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -37,8 +39,8 @@ def test_training_from_python_checks_as_the_command_does():
 
 @pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
 def test_a_run_from_python_that_a_signal_stops_says_so(monkeypatch, tmp_path, number, exit_code):
-    def run(loaded, notes, stop):
-        assert notes == ["data.gen_batch_size: no effect: filter_groups.enable=False"]
+    def run(loaded, notes, stop, callbacks):
+        assert notes == ["data.gen_batch_size: no effect: algorithm.filter_groups.enable=False"]
         signal.raise_signal(number)
 
     monkeypatch.setattr(api, "run", run)
@@ -49,9 +51,87 @@ def test_a_run_from_python_that_a_signal_stops_says_so(monkeypatch, tmp_path, nu
 
 
 def test_errors_of_a_run_from_python_arrive_as_they_are(monkeypatch):
-    def run(loaded, notes, stop):
+    def run(loaded, notes, stop, callbacks):
         raise ValueError("mine")
 
     monkeypatch.setattr(api, "run", run)
     with pytest.raises(ValueError, match="mine"):
         rltrain.train(GOOD)
+
+
+def test_a_configuration_has_four_forms(tmp_path):
+    (tmp_path / "run.yaml").write_text("data:\n  train_batch_size: 8\n")
+    forms = [
+        ["data.train_batch_size=8"],
+        {"data.train_batch_size": 8},
+        {"data": {"train_batch_size": 8}},
+        str(tmp_path / "run.yaml"),
+        tmp_path / "run.yaml",
+        rltrain.load_config(["data.train_batch_size=8"]),
+    ]
+    found = [api.read(form) for form in forms]
+    assert {each.config.data.train_batch_size for each in found} == {8}
+    assert {each.explicit for each in found} == {frozenset({"data.train_batch_size"})}
+    with pytest.raises(ConfigError, match=r"Did you mean data\.train_batch_size"):
+        api.read({"data": {"train_batch_sice": 8}})
+
+
+def test_code_by_name_sets_its_keys(tmp_path):
+    loaded = rltrain.load_config([*GOOD, f"trainer.default_local_dir={tmp_path}"])
+    found = api.with_code(loaded, reward="a.py:score", advantage="b.py:mine", policy_loss=None, sampler="c.py:S").config
+    assert (found.custom_reward_function.path, found.custom_reward_function.name) == ("a.py", "score")
+    assert (found.algorithm.adv_estimator, found.data.sampler.name) == ("b.py:mine", "c.py:S")
+    assert loaded.config.custom_reward_function.path is None, "what was loaded stays as it is"
+
+
+def test_an_object_is_loaded_by_another_process(tmp_path):
+    scale = 3.0
+
+    def score(data_source, solution_str, ground_truth, extra_info=None):
+        return scale * len(solution_str)
+
+    loaded = rltrain.load_config([*GOOD, f"trainer.default_local_dir={tmp_path}"])
+    custom = api.with_code(loaded, reward=score).config.custom_reward_function
+    code = (
+        "import sys; from rltrain.rewards.custom import CustomReward, load_custom; "
+        f"assert load_custom(CustomReward({custom.path!r}, {custom.name!r}))('s', 'abcd', '1', {{}}) == 12.0; "
+        "assert not {'ray', 'torch', 'tests', 'tests.test_api'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_declarations_travel_with_an_estimator(tmp_path):
+    from rltrain.algorithms.advantages import TokenAdvantages, token_estimator
+
+    @token_estimator(values=True)
+    def mine(inputs, cfg):
+        return TokenAdvantages(inputs.rewards, inputs.rewards)
+
+    loaded = rltrain.load_config([*GOOD, f"trainer.default_local_dir={tmp_path}"])
+    found = api.with_code(loaded, advantage=mine).config.algorithm
+    assert found.estimator.values
+    assert found.estimator.per_token
+
+
+def test_an_object_that_cannot_travel_is_refused_with_advice(tmp_path):
+    lock = threading.Lock()
+    loaded = rltrain.load_config([*GOOD, f"trainer.default_local_dir={tmp_path}"])
+    with pytest.raises(ConfigError, match=r"reward: <lambda> cannot be sent to other processes: .*lock.*FILE\.py:NAME"):
+        api.with_code(loaded, reward=lambda **_: lock)
+
+
+def test_callbacks_stay_the_callers_own_objects():
+    class Mine:
+        def __init__(self):
+            self.steps = []
+
+        def on_step(self, step, metrics):
+            self.steps.append(step)
+
+    mine, steps = Mine(), []
+    found = Callbacks([], [mine, lambda step, metrics: steps.append(step)])
+    found.on_step(3, {}, {})
+    assert (mine.steps, steps) == ([3], [3])
+    with pytest.raises(ConfigError, match="it has none of the methods on_step"):
+        Callbacks([], [object()])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +120,15 @@ def load_config(overrides: Sequence[str], files: Sequence[str | Mapping[str, Any
     return LoadedConfig(
         config, frozenset(reader.explicit), (*reader.warnings, *(note for note in reader.ignored.values() if note))
     )
+
+
+def changed(loaded: LoadedConfig, changes: Mapping[str, Any]) -> LoadedConfig:
+    """The configuration with other values of some keys; ``loaded`` stays as it is."""
+    tree = OmegaConf.structured(loaded.config)
+    for key, value in changes.items():
+        OmegaConf.update(tree, key, value)
+    config: Any = OmegaConf.to_object(tree)
+    return replace(loaded, config=config, explicit=loaded.explicit | changes.keys())
 
 
 def to_dict(config: Config) -> dict[str, Any]:

@@ -61,11 +61,13 @@ def ray_problems(cfg: Config) -> Iterator[str]:
         )
 
 
-def start_ray(cfg: Config) -> None:
-    """Join the cluster at `cluster_address`, else start a local one.
+def start_ray(cfg: Config) -> bool:
+    """Join the cluster at `cluster_address`, else start a local one. Returns False, and changes nothing, where Ray runs in this process.
 
     On a local CPU run each worker takes one CPU slot, so there are as many slots as workers ask for, whatever the machine.
     """
+    if ray.is_initialized():
+        return False
     if problems := list(ray_problems(cfg)):
         raise ConfigError("\n".join(problems))
     given = {name: value for name, value in cfg.ray_kwargs.ray_init.items() if value is not None}
@@ -87,6 +89,13 @@ def start_ray(cfg: Config) -> None:
     except (ValueError, TypeError, ConnectionError, ray.exceptions.RayError) as error:
         shown = ", ".join(f"{name}={value}" for name, value in given.items() if name != "runtime_env")
         raise ConfigError(f"ray.init({shown}) failed, see {_KEY}: {error}") from error
+    return True
+
+
+def free(groups: list[PlacementGroup]) -> None:
+    """Give devices back to a Ray that goes on."""
+    for group in groups:
+        ray.util.remove_placement_group(group)
 
 
 def reserve(cfg: Config, device: Device) -> list[PlacementGroup]:

@@ -18,7 +18,7 @@ from typing import Any
 from rltrain import logs
 from rltrain.config.load import LoadedConfig, to_dict
 from rltrain.config.schema import Config
-from rltrain.controller.cluster import ray_logs, reserve, share, start_ray, stop_ray
+from rltrain.controller.cluster import free, ray_logs, reserve, share, start_ray, stop_ray
 from rltrain.controller.group import WorkerGroup
 from rltrain.controller.hang import Deadlines
 from rltrain.controller.sample_writer import WriterProcess
@@ -62,9 +62,10 @@ class Data:
     encoder: ChatEncoder
 
 
-def build(loaded: LoadedConfig, stop: Stop | None = None) -> Trainer:
+def build(loaded: LoadedConfig, stop: Stop | None = None, callbacks: Sequence[Any] = ()) -> Trainer:
     """A trainer with its data read, its workers started and its models loaded; see `Trainer`. Raises RltrainError.
 
+    ``callbacks``: objects, besides those that ``trainer.callbacks`` names.
     ``stop``: what signals ask for, where somebody listens to them already. Nothing is started where an earlier run of the folder has made
     all steps.
     """
@@ -77,7 +78,7 @@ def build(loaded: LoadedConfig, stop: Stop | None = None) -> Trainer:
             raise ConfigError("\n".join(found.problems))
         for note in found.notes:
             log.warning("note: %s", note)
-        callbacks = Callbacks(cfg.trainer.callbacks)
+        told = Callbacks(cfg.trainer.callbacks, callbacks)
         data = load_data(cfg)
         plan = make_plan(cfg, len(data.prompts["train"]), data.prompts["train"].num_dropped)
         log.info("%s", describe(plan, cfg))
@@ -90,10 +91,10 @@ def build(loaded: LoadedConfig, stop: Stop | None = None) -> Trainer:
             log.info("nothing left to do: the run has its %d steps (trainer.total_training_steps)", plan.total_steps)
             return Trainer(cfg, plan, folder, stop, start.step, closing.pop_all())
         with logs.waiting("starting Ray"), stop.keeping_handlers("starting Ray"):
-            start_ray(cfg)
-        closing.callback(stop_ray)
+            if start_ray(cfg):  # not where the caller has started one
+                closing.callback(stop_ray)
         log.info("Ray's logs: %s", ray_logs())
-        trainer = _start(loaded, plan, data, folder, start, stop, callbacks, closing)
+        trainer = _start(loaded, plan, data, folder, start, stop, told, closing)
         trainer.closing = closing.pop_all()
     return trainer
 
@@ -116,14 +117,15 @@ def _start(
     devices = logs.count(plan.num_devices, f"{device.kind.upper()} device")
     with logs.waiting(f"waiting for {devices} on {logs.count(cfg.trainer.nnodes, 'node')}"):
         placement = reserve(cfg, device)
+    closing.callback(free, placement)
     threads = threads_per_worker(cfg.trainer.n_gpus_per_node)
     deadlines = Deadlines(cfg.trainer.hang_floor_s, cfg.trainer.hang_factor, folder.path / "incidents")
     # A scorer that does not work is better known before models are loaded.
     with logs.waiting("trying the scorers on a row of every data source"):
         pool = start_pool(cfg, plan.num_reward_workers, splits, folder.path)
     group = WorkerGroup("hybrid", placement, device, threads, folder.path / "logs", stop.check, deadlines)
-    # After an error the workers end with Ray: an orderly end would wait for those that hang.
-    closing.push(lambda kind, error, where: group.stop() if error is None else None)
+    # After an error an orderly end would wait for workers that hang.
+    closing.push(lambda kind, error, where: group.stop() if error is None else group.kill())
     # With a signal that stops at once, scorers end with Ray too: an answer that is being scored would be waited for.
     closing.callback(lambda: pool.shutdown() if pool and not stop.at_once else None)
     workers = logs.count(group.world, "worker")
@@ -133,7 +135,9 @@ def _start(
         group.start(_WORKER, {"cfg": cfg, "prompts": prompts, "rows": rows})
     engine, model = cfg.actor_rollout_ref.rollout.name, cfg.actor_rollout_ref.model.path
     with logs.waiting(f"loading {model} on {workers}, with the {engine} engine"):
-        ppo = make_trainer(cfg, plan, data, group, pool, callbacks)
+        # Validation of the model as it is needs the policy's weights alone, neither a critic, a reference nor an optimizer.
+        trains = bool(start.folder) or not cfg.trainer.val_only
+        ppo = make_trainer(cfg, plan, data, group, pool, callbacks, trains=trains)
     total, trained = ppo.model_sizes["num_parameters"], ppo.model_sizes["trained_parameters"]
     log.info("%s, %s parameters, %s of them trained", workers, f"{total:,}", f"{trained:,}")
     identity = data.rows["train"].identity()
@@ -154,20 +158,27 @@ def _start(
 
 
 def make_trainer(
-    cfg: Config, plan: Plan, data: Data, group: Any, pool: Any, callbacks: Callbacks | None = None
+    cfg: Config,
+    plan: Plan,
+    data: Data,
+    group: Any,
+    pool: Any,
+    callbacks: Callbacks | None = None,
+    *,
+    trains: bool = True,
 ) -> PPOTrainer:
     """Load the models on ``group`` and put the algorithm over it.
 
     ``group`` has the interface of `WorkerGroup`, with a `HybridWorker` on each rank; ``pool`` that of `RewardPool` (None: a reward model
-    alone decides).
+    alone decides). Without ``trains`` the policy's weights go to the engines and nothing is trained.
     """
-    sizes = group.call(Models.init_models, plan.passes)[0]
+    sizes = group.call(Models.init_models, plan.passes, trains)[0]
     policy = Policy(group, plan.passes)
     rewards = Rewards(cfg, data.rows, pool, RewardModel(group) if cfg.reward_model.enable else None)
     order = BatchOrder(len(data.prompts["train"]), plan.prompts_per_round, cfg.data.seed, cfg.data.shuffle)
     sampler = make_sampler(cfg.data.sampler.name, order, data.rows["train"], cfg.data.sampler.revisit)
     experience = Experience(cfg, plan, policy, rewards, sampler)
-    critic = Critic(group, plan.passes) if plan.passes.values else None
+    critic = Critic(group, plan.passes) if plan.passes.values and trains else None
     return PPOTrainer(cfg, plan, policy, critic, rewards, experience, sizes, callbacks)
 
 

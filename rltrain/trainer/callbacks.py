@@ -36,16 +36,21 @@ def callback_problems(names: Sequence[str]) -> Iterator[str]:
 
 
 class Callbacks:
-    """Those of ``trainer.callbacks``: functions as they are, classes made without arguments. Raises ConfigError."""
+    """Those of ``trainer.callbacks``, and ``objects``: classes are made without arguments, all else is taken as it is.
 
-    def __init__(self, names: Sequence[str] = ()) -> None:
-        if problems := list(callback_problems(names)):
+    Raises ConfigError.
+    """
+
+    def __init__(self, names: Sequence[str] = (), objects: Sequence[Any] = ()) -> None:
+        problems = [*callback_problems(names)]
+        problems += [f"callbacks={each!r}: {problem}" for each in objects for problem in _misfits(each)]
+        if problems:
             raise ConfigError("\n".join(problems))
         self._told: set[tuple[str, str, type]] = set()
         self._num_errors = 0
         self._hooks: list[tuple[str, str, Callable[..., Any]]] = []
-        for name in names:
-            callback = load_plugin("trainer.callbacks", name)
+        loaded = [(name, load_plugin("trainer.callbacks", name)) for name in names]
+        for name, callback in [*loaded, *((type(each).__name__, each) for each in objects)]:
             try:
                 callback = callback() if isinstance(callback, type) else callback
             except Exception as error:  # user code; whatever it raises is reported with its traceback

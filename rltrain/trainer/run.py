@@ -65,6 +65,8 @@ class Trainer:
     def step(self) -> Metrics:
         """Make the next step of the plan; returns its metrics, which go to the trackers as well."""
         ppo, tracker, _ = self._started
+        if self.config.trainer.val_only:
+            raise ConfigError("trainer.val_only=True has loaded what a validation needs alone. Leave it out to train.")
         metrics = ppo.step(self.num_steps + 1)
         self.num_steps += 1
         tracker.log(self.num_steps, metrics)

@@ -36,7 +36,7 @@ from rltrain.workers.updater import Numbers, Updater, idle
 class ActorRefWorker(Actor):
     """Every method is called on all ranks at once; each gets its own samples and returns its own share."""
 
-    def __init__(self, cfg: Config, passes: StepPasses, residency: Residency) -> None:
+    def __init__(self, cfg: Config, passes: StepPasses, residency: Residency, *, trains: bool = True) -> None:
         self._cfg = cfg
         self._passes = passes
         self._model_cfg = cfg.actor_rollout_ref.model
@@ -48,12 +48,16 @@ class ActorRefWorker(Actor):
         self._device = residency.device
         self._entry = find_policy_loss(passes.policy_loss)
         self._scored_at: int | None = None
-        self._load_models()
+        self._load_models(trains)
 
-    def _load_models(self) -> None:
+    def _load_models(self, trains: bool) -> None:
         model_cfg, fsdp = self._model_cfg, self._actor_cfg.fsdp_config
         self._spec = actor_spec(self._cfg, self._device)
         self._policy = sharded_model(PolicyModel, self._spec, self._device)
+        self._trains = trains
+        if not trains:  # the engines get these weights once, and nothing else needs them
+            self._residency.add_model(self._policy.requires_grad_(False).eval(), "sync", offload=True)
+            return
         self._updater = Updater("actor", self._policy, self._actor_cfg.optim, self._cfg.trainer, self._device)
         phases: tuple[Phase, ...] = ("sync", "score", "train_actor", "save")
         phases += ("ref",) if self._passes.exact_kl_in_reward or model_cfg.uses_lora else ()
@@ -76,7 +80,7 @@ class ActorRefWorker(Actor):
     @property
     def num_updates(self) -> int:
         """Optimizer steps made since the start of the process: the version of the policy."""
-        return self._updater.num_steps
+        return self._updater.num_steps if self._trains else 0
 
     def sizes(self) -> Numbers:
         """Sizes of the policy, for the log and for counting FLOPs."""

@@ -32,17 +32,17 @@ class HybridWorker(Models, Advantages):
         self._rows = rows
         self.roles: list[object] = [self]
 
-    def init_models(self, passes: StepPasses) -> Numbers:
-        """Load every model that the passes of a step need. Returns sizes."""
+    def init_models(self, passes: StepPasses, trains: bool = True) -> Numbers:
+        """Load every model that the passes of a step need, or without ``trains`` those of a rollout. Returns sizes."""
         device = get_device(self._cfg.trainer.device)
         device.activate()
         residency = Residency(device)
-        self.actor = actor = ActorRefWorker(self._cfg, passes, residency)
+        self.actor = actor = ActorRefWorker(self._cfg, passes, residency, trains=trains)
         self.rollout = RolloutWorker(
             self._cfg, residency, self._prompts, actor.policy, lambda: actor.num_updates, actor.score_text
         )
         self.roles += [self.actor, self.rollout]
-        if passes.values:
+        if passes.values and trains:
             self.critic = CriticWorker(self._cfg, residency)
             self.roles.append(self.critic)
         if self._cfg.reward_model.enable:

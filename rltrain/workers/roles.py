@@ -21,8 +21,8 @@ Numbers = dict[str, Any]
 class Models(Protocol):
     """All models of a process: `HybridWorker`."""
 
-    def init_models(self, passes: StepPasses) -> Numbers:
-        """Load every model that the passes of a step need. Returns sizes."""
+    def init_models(self, passes: StepPasses, trains: bool = True) -> Numbers:
+        """Load every model that the passes of a step need, or without ``trains`` those of a rollout. Returns sizes."""
 
 
 class Actor(Protocol):

@@ -1,0 +1,52 @@
+"""Training from Python, with Ray."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import rltrain
+from tests.tiny import small_run
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def test_the_example_script_runs_as_it_stands(tiny_model, arithmetic_files, tmp_path):
+    run = [word for word in small_run(tiny_model, arithmetic_files, tmp_path) if "adv_estimator" not in word]
+    further = [
+        word for word in run if not word.startswith(("data.train_files", "data.val_files", "trainer.default_local"))
+    ]
+    words = [str(each) for each in (tiny_model, *arithmetic_files, tmp_path / "run")]
+    script = [sys.executable, str(ROOT / "examples" / "from_python.py")]
+    done = subprocess.run([*script, *words, *further], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = done.stdout.splitlines()
+    assert any(line.startswith("after one step: ") and line.endswith("1 step made") for line in lines)
+    (rewards,) = [line for line in lines if line.startswith("mean rewards: ")]
+    assert len(rewards.split()) == 4, "two steps, of which fit made one"
+    assert "16 answers of the last step were kept" in done.stdout
+    assert "the model before training: {'val-core/rltrain/arithmetic/acc/mean@1'" in done.stdout
+    assert {file.name.split("-")[0] for file in (tmp_path / "run" / "objects").iterdir()} == {"last_number", "centered"}
+
+
+def test_evaluation_gives_the_numbers_of_a_trainer(tiny_model, arithmetic_files, tmp_path):
+    """Of the model as it is, by rollout workers alone; in the caller's own Ray, which goes on."""
+    ray = pytest.importorskip("ray")
+    ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR")
+    try:
+        run = small_run(tiny_model, arithmetic_files, tmp_path / "whole", data__max_response_length=12)
+        with rltrain.build(run) as trainer:
+            wanted = trainer.validate()
+        found = rltrain.evaluate([*run, f"trainer.default_local_dir={tmp_path / 'alone'}"])
+        assert ray.is_initialized()
+        deadline = time.monotonic() + 20
+        while ray.available_resources().get("CPU") != 2:  # Ray frees them in the background
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    finally:
+        ray.shutdown()
+    core = {name for name in wanted if name.startswith("val-")}
+    assert core
+    assert {name: found[name] for name in core} == {name: wanted[name] for name in core}

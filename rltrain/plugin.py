@@ -71,7 +71,7 @@ def _is_installed(module: ModuleType) -> bool:
 
 @functools.cache
 def load_plugin(key: str, name: str) -> Callable[..., Any]:
-    """The function that ``key=FILE.py:NAME`` names. Raises ConfigError with the traceback of a file that does not import."""
+    """The function that ``key=FILE.py:NAME`` names. Raises ConfigError, with the traceback where the import fails."""
     file, _, function_name = name.rpartition(":")
     path = Path(file).expanduser()
     if not path.is_file() or path.suffix not in (".py", ".pkl"):
@@ -109,7 +109,7 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def user_traceback(error: BaseException) -> str:
-    """The traceback from the first frame of the user's code on, bounded. A syntax error has no frame but names its place."""
+    """The traceback from the first frame of the user's code on, bounded; a syntax error names its place without one."""
     first = error.__traceback__
     while first and first.tb_frame.f_globals.get("__package__") in _MACHINERY:
         first = first.tb_next

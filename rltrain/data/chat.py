@@ -84,8 +84,8 @@ class ChatEncoder:
             tokenizer.chat_template = _template_text(self.chat_template)
         if not tokenizer.chat_template:
             raise DataError(
-                f"the tokenizer in {self.path!r} has no chat template, so prompts cannot be written as its model expects "
-                "them. Use an instruction-tuned model, put a chat_template.jinja into the folder, or set "
+                f"the tokenizer in {self.path!r} has no chat template, so prompts cannot be written as its model "
+                "expects them. Use an instruction-tuned model, put a chat_template.jinja into the folder, or set "
                 "actor_rollout_ref.model.custom_chat_template to a Jinja template or a file with one."
             )
         return tokenizer
@@ -116,7 +116,7 @@ class ChatEncoder:
 
 
 def chat_encoder(cfg: Config) -> ChatEncoder:
-    """The encoder that ``model.path``, ``model.custom_chat_template`` and ``data.apply_chat_template_kwargs`` ask for."""
+    """The encoder of the policy's model folder, with the chat template and arguments that the config gives."""
     model = cfg.actor_rollout_ref.model
     return ChatEncoder(
         model.path,
@@ -240,9 +240,8 @@ def _refuse_media(messages: Sequence[Message]) -> None:
         content = message.get("content")
         kinds = {part.get("type") for part in content if isinstance(part, dict)} if isinstance(content, list) else set()
         if kinds - {"text"}:
-            raise DataError(
-                f"a message holds {', '.join(sorted(map(str, kinds - {'text'})))}: vision prompts are not in this version."
-            )
+            held = ", ".join(sorted(map(str, kinds - {"text"})))
+            raise DataError(f"a message holds {held}: vision prompts are not in this version.")
 
 
 def _is_template_error(error: Exception) -> bool:

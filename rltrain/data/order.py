@@ -1,4 +1,8 @@
-"""Which rows step k trains on: a pure function of the seed and k, so the data position of a run is one integer."""
+"""Which rows step k trains on: a pure function of the seed and k, so that the data position of a run is one integer.
+
+A stateful loader would have to save its position and its random state, and a resumed run could differ from one that
+never stopped. Here step k is computed anew whenever it is asked for.
+"""
 
 from collections.abc import Sequence
 
@@ -43,7 +47,7 @@ class BatchOrder:
         return self.permutation(epoch)[start : start + self.batch_size].tolist()
 
     def observe(self, rows: Sequence[int], solved: Sequence[float]) -> None:
-        """The order does not depend on what came of earlier prompts."""
+        """Nothing: the order does not depend on earlier answers."""
 
     def state(self) -> dict[str, np.ndarray]:
         """Nothing: batch k is known from k."""

@@ -1,7 +1,10 @@
 """verl's parquet schema: what a row must hold, and errors that name the file, the row and the field.
 
-A ``Rows`` keeps the Arrow tables it read and builds a ``PromptRow`` when asked for one, so a process that takes it from
-Ray's object store shares the memory. Lists stay Python lists (pandas would make them arrays, which chat templates reject).
+Files come from many programs, and a wrong field would otherwise surface hours later, as a crash in a scorer or as a
+prompt that reads "None". So every row is checked before anything starts. A ``Rows`` keeps the Arrow tables and builds a
+``PromptRow`` on demand: a process that takes it from Ray's object store shares the memory. The `datasets` library was
+left out: of it we would use the parquet reader alone, which Arrow has. So was pandas, which turns lists into arrays
+that chat templates reject.
 """
 
 import hashlib
@@ -53,14 +56,14 @@ class _Keys:
 
 @dataclass(frozen=True)
 class _File:
-    """One file and its table."""
+    """A file and its table."""
 
     path: str
     table: pa.Table
 
 
 class Rows:
-    """Rows of one or more parquet files, in file order. Sequence of ``PromptRow``; picklable; never changes."""
+    """Rows of one or more parquet files, in file order: an immutable, picklable sequence of ``PromptRow``."""
 
     def __init__(self, files: Sequence[_File], keys: _Keys, index: np.ndarray, digests: np.ndarray):
         self._files = tuple(files)
@@ -107,7 +110,7 @@ class Rows:
         return Rows(self._files, self._keys, self._index[np.asarray(indices, dtype=np.int64)], self._digests)
 
     def data_sources(self) -> dict[str, int]:
-        """Position of the first row of every data source."""
+        """Position of the first row per data source."""
         first: dict[str, int] = {}
         columns = [file.table.column(self._keys.source).to_pylist() for file in self._files]
         names = [name for column in columns for name in column]
@@ -116,13 +119,13 @@ class Rows:
         return first
 
     def fingerprint(self) -> str:
-        """A digest of what the rows say and of their order. Names, number, bytes and other columns of the files do not matter."""
+        """A digest of the rows' content and order. How they are spread over files, and other columns, do not matter."""
         digest = hashlib.sha256(f"{self._keys}\n".encode())
         digest.update(np.ascontiguousarray(self._digests[self._index]).tobytes())
         return f"rows:{digest.hexdigest()}"
 
     def identity(self) -> str:
-        """`fingerprint`, and after a space what a person recognises the rows by."""
+        """`fingerprint`, and after a space the number of rows and their files, for people."""
         return f"{self.fingerprint()} {len(self)} rows of {self.paths}"
 
     def _locate(self, position: int) -> tuple[_File, int]:
@@ -138,8 +141,8 @@ def read_rows(
 ) -> Rows:
     """Read and check verl-style parquet files; every row is looked at before anything is started.
 
-    ``max_rows`` keeps the first so many rows over all files (-1: all). Raises DataError naming file, row, field, what is
-    wrong and what to do; up to five problems at once.
+    ``max_rows`` keeps the first so many rows over all files (-1: all). Raises DataError naming file, row, field, what
+    is wrong and what to do; up to five problems at once.
     """
     rows, problems = scan_rows(files, prompt_key=prompt_key, reward_fn_key=reward_fn_key, max_rows=max_rows)
     if problems:
@@ -152,7 +155,7 @@ def read_rows(
 def scan_rows(
     files: str | Sequence[str], *, prompt_key: str = "prompt", reward_fn_key: str = "data_source", max_rows: int = -1
 ) -> tuple[Rows, list[str]]:
-    """The rows that can be used, perhaps none, and what is wrong with each of the others.
+    """The usable rows, perhaps none, and one problem per row of the others.
 
     Raises DataError for a file that cannot be read or lacks a column.
     """
@@ -217,7 +220,7 @@ def _check_schema(path: str, schema: pa.Schema, keys: _Keys) -> None:
 
 
 def _check_table(file: _File, keys: _Keys) -> tuple[dict[int, str], np.ndarray]:
-    """Problem of every bad row, by row number, and a digest of every row [n, 16]."""
+    """The problem per bad row, by row number, and a digest per row [n, 16]."""
     bad: dict[int, str] = {}
     media = [name for name in MEDIA_COLUMNS if name in file.table.column_names]
     text = file.table.drop_columns(media)
@@ -239,7 +242,7 @@ def _check_table(file: _File, keys: _Keys) -> tuple[dict[int, str], np.ndarray]:
 
 
 def _plain(value: Any) -> Any:
-    """The same for a value however a program has stored it: what is null is not there, a whole number has no fraction."""
+    """One form for a value however a program has stored it: nulls are left out, and a whole number has no fraction."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
@@ -279,7 +282,8 @@ def _problem(record: dict[str, Any], keys: _Keys) -> str | None:
 def _prompt_problem(prompt: Any, name: str) -> str | None:
     if isinstance(prompt, str):
         # Not wrapped silently: such a string often went through a chat template already.
-        return f"field {name!r} is a plain string; it must be a list of messages: [{{'role': 'user', 'content': the text}}]."
+        wanted = "a list of messages: [{'role': 'user', 'content': the text}]"
+        return f"field {name!r} is a plain string; it must be {wanted}."
     if not isinstance(prompt, list) or not prompt:
         return f"field {name!r} is {_short(prompt)}; it must be a non-empty list of messages."
     for number, message in enumerate(prompt):

@@ -1,4 +1,9 @@
-"""Which prompts a round of generation gets. The plain order is `BatchOrder`; samplers here look at what came of earlier ones."""
+"""Which prompts a round of generation gets: in the plain order (`BatchOrder`), or by the accuracy of earlier answers.
+
+A prompt whose answers are all right or all wrong gives group-relative estimators no gradient, but costs as much
+generation as any other. `SolveRateSampler` skips most of those. A sampler's knowledge is part of the checkpoint, so
+that a resumed run draws the same prompts. Left out: weights between 0 and 1, since skipping is what saves time.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +23,16 @@ State = dict[str, NDArray[Any]]
 
 
 class Sampler(Protocol):
-    """What ``data.sampler.name=FILE.py:NAME`` must return when called with (BatchOrder, Rows)."""
+    """The interface of what ``data.sampler.name=FILE.py:NAME`` returns when called with (BatchOrder, Rows)."""
 
     def rows(self, draw: int) -> Sequence[int]:
-        """``batch_size`` distinct rows for draw ``draw``, counted from 0. Called once for each draw, in order."""
+        """``batch_size`` distinct rows for draw ``draw``, counted from 0. Called once per draw, in order."""
 
     def epoch(self, draw: int) -> int:
         """The epoch (from 0) that draw ``draw`` belongs to."""
 
     def observe(self, rows: Sequence[int], solved: Sequence[float]) -> None:
-        """Of each row that was drawn: the mean accuracy of its answers, from 0 to 1."""
+        """The mean accuracy, from 0 to 1, of the answers per drawn row."""
 
     def state(self) -> State:
         """Arrays that a checkpoint keeps."""
@@ -39,9 +44,9 @@ class Sampler(Protocol):
 class SolveRateSampler:
     """Goes through `BatchOrder`'s shuffled epochs and mostly skips prompts that are always or never solved.
 
-    A prompt's solve rate is what its last answers gave, at first the ``pass_rate`` (or ``PassRate_…``, ``solve_rate``) of its
-    extra_info. One at 0 or 1 is looked at again with probability ``revisit``, decided by seed, epoch and row alone. What an
-    epoch skipped fills up a batch only where nothing else is left.
+    A prompt's solve rate is the mean accuracy of its last answers, at first the ``pass_rate`` (or ``PassRate_…``,
+    ``solve_rate``) of its extra_info. A prompt at 0 or 1 is drawn again with probability ``revisit`` per epoch, decided
+    by seed, epoch and row alone. Skipped prompts fill up a batch only where no others are left.
     """
 
     def __init__(self, order: BatchOrder, rows: Iterable[PromptRow], revisit: float = 0.1) -> None:
@@ -51,7 +56,7 @@ class SolveRateSampler:
         self._cursor = 0
 
     def rows(self, draw: int) -> list[int]:
-        """The next rows worth a look."""
+        """The next rows that are worth an attempt."""
         chosen: dict[int, None] = {}
         skipped: dict[int, None] = {}
         for _ in range(2 * self._order.num_rows):

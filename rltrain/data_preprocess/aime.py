@@ -1,6 +1,7 @@
 """Convert AIME 2024 or 2025 for validation: records with a problem and an answer, or copies in verl's schema.
 
-The scorer reads the last "Answer:" line. Of problems that a copy repeats (for avg@k) one is kept: rollout.n repeats them.
+The scorer reads the last "Answer:" line. Of problems that a copy repeats (for avg@k) one is kept: rollout.n repeats
+them.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Convert programming problems with tests: APPS, TACO or CodeContests. The ground truth is JSON of inputs and outputs."""
+"""Convert programming problems with tests: APPS, TACO or CodeContests. The ground truth is JSON."""
 
 import json
 import sys

@@ -67,7 +67,7 @@ def row(
     images: Sequence[Mapping[str, Any]] | None = None,
     style: str = "rule",
 ) -> Row:
-    """One row of verl's schema: a user message (after a system message, if any) or a whole conversation, and its answer.
+    """One row of verl's schema: a user message (after any system message) or a whole conversation, and its answer.
 
     ``ground_truth`` is a list where any of several answers is right. ``style="model"``: a reward model scores.
     """
@@ -109,7 +109,7 @@ def with_slots(text: str, images: Sequence[Any]) -> str:
 
 
 def stored_images(values: Any, folder: Path) -> list[Record]:
-    """Images as their original encoded bytes: a hub's ``{bytes, path}`` entries, bytes, or paths of files in ``folder``."""
+    """Images as their original encoded bytes: a hub's ``{bytes, path}`` entries, bytes, or files in ``folder``."""
     found = []
     for value in values if isinstance(values, list) else [values] if values else []:
         entry = value if isinstance(value, dict) else {"bytes" if isinstance(value, bytes) else "path": value}

@@ -1,4 +1,4 @@
-"""Check parquet files before a run: schema, duplicates, lengths, images, and whether every reference answer can be earned.
+"""Check parquet files before a run: schema, duplicates, lengths, images, and whether reference answers earn full score.
 
 Exit code 0: nothing found; 2: problems, or nothing could be read.
 """

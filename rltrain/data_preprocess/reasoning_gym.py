@@ -39,8 +39,8 @@ def generate(
 ) -> dict[str, list[Row]]:
     """Train rows from ``seed``, test rows from another stream; a question of one never appears in the other.
 
-    ``as_gsm8k`` writes rows of openai/gsm8k: its instruction, and a plain number as ground truth; ``worked_example`` puts one
-    solved problem before the question. ``settings`` go to the task's own configuration.
+    ``as_gsm8k`` writes rows of openai/gsm8k: its instruction, and a plain number as ground truth; ``worked_example``
+    puts one solved problem before the question. ``settings`` go to the task's own configuration.
     """
     check_task(task)
     make = _gsm8k_row if as_gsm8k else _task_row

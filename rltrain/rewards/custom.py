@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CustomReward:
-    """``custom_reward_function``: function ``name`` of the Python file ``path``; ``kwargs`` are further keyword arguments.
+    """``custom_reward_function``: function ``name`` of the Python file ``path``, and further keyword arguments.
 
-    With ``batch`` the function takes lists (data_sources, solution_strs, ground_truths, extra_infos) and returns one result
-    per answer.
+    With ``batch`` the function takes lists (data_sources, solution_strs, ground_truths, extra_infos) and returns one
+    result per answer.
     """
 
     path: str

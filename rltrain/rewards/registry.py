@@ -1,8 +1,8 @@
 """Which scorer belongs to a data source.
 
 A scorer is a function ``(solution_str, ground_truth, extra_info)`` that returns a number, or a dict with ``score`` and
-further columns. It must read the answer in linear time and never evaluate its text, although it runs in a process of its
-own with a deadline: a deadline that is spent costs seconds, and a process is no sandbox.
+further columns. It must read the answer in linear time and never evaluate its text, although it runs in a process of
+its own with a deadline: a deadline that is spent costs seconds, and a process is no sandbox.
 
 Scorers are found by importing every module of ``scorers/``, so that a new one is one new file. That takes a few
 milliseconds, because a scorer's own imports are cheap: slow ones belong in ``prepare``, which runs only for the data
@@ -30,8 +30,8 @@ _preparations: dict[str, Callable[[str], None]] = {}
 def scorer(*data_sources: str, prepare: Callable[[str], None] | None = None) -> Callable[[Scorer], Scorer]:
     """Register a scorer for data sources. A name that ends in ``*`` stands for all data sources that begin so.
 
-    ``prepare(data_source)`` runs once per process before the first answer, outside its deadline. It makes slow imports and
-    raises RewardError where a package is missing.
+    ``prepare(data_source)`` runs once per process before the first answer, outside its deadline. It makes slow imports
+    and raises RewardError where a package is missing.
     """
 
     def register(function: Scorer) -> Scorer:

@@ -23,7 +23,7 @@ Column = NDArray[Any]
 
 
 class Rewards:
-    """weight * model + rule_weight * rule - penalty. Rule rewards are computed from texts that never pass through the driver."""
+    """weight * model + rule_weight * rule - penalty. The judged texts never pass through the driver."""
 
     def __init__(self, cfg: Config, rows: dict[str, Rows], pool: RewardPool | None, model: RewardModel | None) -> None:
         self._cfg = cfg.reward_model
@@ -50,8 +50,7 @@ class Rewards:
         return AnswersInScoring(self._pool.begin(split, num_samples)) if self._pool and self._overlap else None
 
     def score(self, split: str, samples: Samples, begun: AnswersInScoring | None = None) -> dict[str, Column]:
-        """``score``, what it is made of (``rule_score``, ``model_score``, ``overlong``), failures, and ``scorer/NAME`` for
-        the scorer's own numbers and texts [n].
+        """``score``, its parts (``rule_score``, ``model_score``, ``overlong``), failures, and ``scorer/NAME`` [n].
 
         ``begun``: rule rewards that were begun while the answers were generated.
         """
@@ -91,7 +90,7 @@ class Rewards:
         return np.where(failed, found[c.SCORE], total)
 
     def take_seconds(self) -> float:
-        """What rule rewards have cost since the last call, over all scoring processes, hidden or not."""
+        """Seconds of rule rewards since the last call, summed over all scoring processes, whether hidden or not."""
         taken, self._seconds = self._seconds, 0.0
         return taken
 
@@ -114,14 +113,14 @@ class AnswersInScoring:
         """Hand out what waits, without waiting."""
         self._scoring.advance()
 
-    def keep(self, samples: Samples, ids: Ids) -> None:
-        """Of the samples known so far, only ``ids`` stay; they are ``samples`` now. The scores of the others are dropped."""
+    def keep(self, ids: Ids) -> None:
+        """Only the samples ``ids`` stay, as 0, 1, and so on. Scores of the others are dropped."""
         new_id = np.full(1 + max(int(each.max()) for each in (ids, *self._ids)), -1)
         new_id[ids] = np.arange(len(ids))
         self._ids = [new_id[each] for each in self._ids]
 
     def add_missing(self, samples: Samples) -> None:
-        """Add those of ``samples`` that did not arrive during generation, such as answers that an earlier step began."""
+        """Add those of ``samples`` that did not arrive during generation, such as answers of an earlier step."""
         arrived = np.zeros(len(samples), dtype=bool)
         for each in self._ids:
             arrived[each[each >= 0]] = True
@@ -154,7 +153,7 @@ def column_of(name: str, columns: Mapping[str, Any]) -> str:
 
 
 def accuracy(samples: Samples) -> Floats:
-    """``acc`` of each answer; where its scorer returns a bare number (or there is a reward model alone), the score."""
+    """``acc`` per answer; the score where the scorer returns a bare number, or where a reward model alone decides."""
     score = samples.numbers.get(c.RULE_SCORE, samples[c.SCORE])
     acc = _floats(samples.numbers.get(c.SCORER + "acc"), len(samples))
     return np.where(np.isnan(acc), score, acc)
@@ -166,7 +165,7 @@ def _floats(column: Column | None, count: int) -> Floats:
 
 
 def known_number(samples: Samples, name: str, on_error: float) -> Floats:
-    """A number the scorer returns [n]; ``on_error`` where scoring failed. Raises RewardError where a scored answer has none."""
+    """A number of the scorer's [n]; ``on_error`` where scoring failed. RewardError where a scored answer has none."""
     values = _floats(samples[column_of(name, samples.numbers)], len(samples))
     missing = np.isnan(values)
     if (missing & (samples[c.REWARD_FAILED] == 0)).any():
@@ -177,6 +176,6 @@ def known_number(samples: Samples, name: str, on_error: float) -> Floats:
 
 
 def overlong_penalty(lengths: NDArray[np.int64], max_length: int, cfg: OverlongBufferConfig) -> Floats:
-    """0 up to max_length - len, then linearly down to -penalty_factor at max_length   (Yu et al. 2025, DAPO, eq. 13)."""
+    """0 up to max_length - len, then linear to -penalty_factor at max_length   (Yu et al. 2025, DAPO, eq. 13)."""
     exceeded = lengths - (max_length - cfg.len)
     return -cfg.penalty_factor * np.clip(exceeded / cfg.len, 0.0, 1.0)

@@ -34,7 +34,7 @@ def copy_folder(source, target, **generation):
     return target
 
 
-def test_a_conversation_becomes_the_template_s_tokens_and_the_opening_of_the_answer(encoder):
+def test_a_conversation_ends_where_the_answer_begins(encoder):
     assert encoder.encode(ASK) == ASK_IDS
     assert all(type(token) is int for token in encoder.encode(ASK))
 
@@ -48,7 +48,7 @@ def test_decode_leaves_special_tokens_out(encoder):
     assert encoder.decode_batch([[16, 2], np.array([16, 10, 2], dtype=np.int32), []]) == ["4", "4 +", ""]
 
 
-def test_stop_tokens_are_those_of_tokenizer_and_generation_config(encoder, tokenizer_folder, tmp_path):
+def test_stop_tokens_come_from_tokenizer_and_generation_config(encoder, tokenizer_folder, tmp_path):
     assert encoder.eos_token_ids == [2, 3]
     assert encoder.vocab_size == 62
     single = copy_folder(tokenizer_folder, tmp_path / "single", eos_token_id=3)

@@ -49,7 +49,7 @@ def test_several_files_with_different_structs_are_one_sequence(tmp_path, write, 
     assert rows.select([2, 0]).data_sources() == {"x/y": 0, "openai/gsm8k": 1}
 
 
-def test_optional_columns_may_be_absent_and_null_message_keys_disappear(tmp_path, write, good_row):
+def test_optional_columns_and_message_keys_may_be_absent(tmp_path, write, good_row):
     row = good_row()
     del row["ability"], row["extra_info"]
     row["prompt"] = [{"role": "system", "content": "s", "name": "n"}, {"role": "user", "content": "u"}]
@@ -160,7 +160,7 @@ def test_a_truncated_file_is_an_error(tmp_path, write, good_row):
         assert "cannot be read as parquet" in problem(str(path))
 
 
-def test_one_flipped_bit_in_the_data_never_changes_a_row_silently(tmp_path, write, good_row):
+def test_a_flipped_bit_never_changes_a_row_silently(tmp_path, write, good_row):
     path = tmp_path / "a.parquet"
     write(path, [good_row(i) for i in range(200)])
     whole, base = path.read_bytes(), list(read_rows(str(path)))

@@ -42,7 +42,7 @@ def test_a_share_of_them_is_looked_at_again():
 
 
 @pytest.mark.parametrize("num_solved", [11, 12])
-def test_where_too_few_are_left_a_batch_is_filled_up_without_repeats(num_solved):
+def test_a_batch_is_filled_up_without_repeats(num_solved):
     adaptive = sampler(rates=[1.0] * num_solved)
     for draw in range(6):
         rows = adaptive.rows(draw)

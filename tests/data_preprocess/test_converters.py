@@ -65,7 +65,7 @@ def test_small_problem_spaces_repeat_train_and_refuse_test(capsys):
     assert "division" in capsys.readouterr().err
 
 
-def test_the_same_options_give_the_same_bytes_and_another_seed_other_rows(tmp_path):
+def test_options_decide_the_bytes_and_the_seed_the_rows(tmp_path):
     for folder, seed in (("a", 0), ("b", 0), ("c", 1), ("a", 0)):
         options = ["--num-train", "40", "--num-test", "8", "--seed", str(seed), "--output", str(tmp_path / folder)]
         assert arithmetic.main(options) == 0
@@ -180,7 +180,7 @@ def test_reasoning_gym_rows_score_one_with_their_answer(tmp_path):
         assert scorer("<answer>x</answer>", one.ground_truth, one.extra_info) < 0.1
 
 
-def test_reasoning_gym_as_gsm8k_has_the_instruction_and_a_plain_number(tmp_path):
+def test_reasoning_gym_as_gsm8k_has_its_instruction_and_number(tmp_path):
     pytest.importorskip("reasoning_gym")
     options = [
         "--task",
@@ -256,7 +256,7 @@ def test_converters_run_as_files_from_the_repository_root(tmp_path, script, opti
     assert load(tmp_path / "out", "train")
 
 
-def test_reasoning_gym_can_show_a_worked_example_and_set_the_task(tmp_path):
+def test_reasoning_gym_shows_a_worked_example_and_sets_the_task(tmp_path):
     from rltrain.data_preprocess.reasoning_gym import WORKED_EXAMPLE, generate
 
     made = generate(
@@ -270,7 +270,7 @@ def test_reasoning_gym_can_show_a_worked_example_and_set_the_task(tmp_path):
     assert [each["prompt"][2:] for each in made["train"]] == [each["prompt"] for each in plain["train"]]
 
 
-def test_settings_that_a_reasoning_gym_task_does_not_have_are_named():
+def test_unknown_settings_of_a_reasoning_gym_task_are_named():
     from rltrain.data_preprocess.reasoning_gym import generate
 
     with pytest.raises(DataError, match="'no_such': 1"):

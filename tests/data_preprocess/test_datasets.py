@@ -140,7 +140,7 @@ def convert(name, records, folder, *options, file="train.parquet"):
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_a_record_becomes_a_row_with_verl_s_source_and_its_own_text(tmp_path, name):
+def test_a_record_becomes_a_row_with_verl_s_data_source(tmp_path, name):
     options, record, split, source, text, truth = SETS[name]
     rows = convert(name, [record], tmp_path, *options)
     assert [file.name for file in (tmp_path / "out").iterdir()] == [f"{split}.parquet"]
@@ -196,7 +196,7 @@ def test_a_folder_with_several_files_asks_which(tmp_path, capsys):
     assert "several data files" in capsys.readouterr().err
 
 
-def test_images_stay_the_bytes_of_the_original_and_text_is_untouched(tmp_path):
+def test_images_and_texts_stay_as_they_are(tmp_path):
     rows = convert("geometry3k", [GEOMETRY], tmp_path / "a")
     assert rows.media(0) == {"images": [{"bytes": RED, "path": None}]}
     assert rows[0].prompt[0]["content"].startswith("<image>Find two different sides. ")
@@ -240,7 +240,7 @@ def test_rows_are_written_in_groups_of_one_schema(tmp_path, monkeypatch):
     assert pq.ParquetFile(tmp_path / "out/train.parquet").num_row_groups == 3
 
 
-def test_a_math_solution_without_a_box_is_dropped_and_one_without_braces_is_read(tmp_path, capsys):
+def test_a_math_solution_without_a_box_is_dropped(tmp_path, capsys):
     rows = convert("math_dataset", [MATH, MATH | {"solution": "no box"}, MATH | {"solution": "$\\boxed 5$."}], tmp_path)
     assert [row.ground_truth for row in rows] == ["\\frac{4}{2}", "5"]
     assert "train: 1 dropped: 1 with no \\boxed{}" in capsys.readouterr().out
@@ -309,7 +309,7 @@ def test_ultrafeedback_prompts_come_from_the_preference_splits(tmp_path):
         assert row.ground_truth == "Roses."
 
 
-def test_tests_of_a_program_are_json_with_an_output_for_each_input(tmp_path, capsys):
+def test_tests_of_a_program_are_json_with_an_output_per_input(tmp_path, capsys):
     wanted = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
     broken = [
         {"input_output": text}

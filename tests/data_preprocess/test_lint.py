@@ -75,7 +75,7 @@ def test_a_file_of_bad_rows_alone_is_reported_row_by_row(tmp_path):
     assert (number, len(findings["rows with schema errors"])) == (0, 2)
 
 
-def test_duplicates_are_seen_across_files_and_pictures_tell_prompts_apart(tmp_path):
+def test_duplicates_are_seen_across_files_by_text_and_picture(tmp_path):
     train = write(tmp_path, [sum_row(1), sum_row(2), sum_row(1)])
     test = write(tmp_path, [sum_row(2), sum_row(3)], "test")
     red, blue = ({"bytes": data, "path": None} for data in (RED, BLUE))
@@ -163,7 +163,7 @@ def test_answers_that_their_scorer_refuses_are_found(tmp_path):
 
 
 def test_each_of_several_solutions_must_be_accepted(tmp_path):
-    reward = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return float(solution_str in ground_truth[:1])"
+    reward = "def compute_score(solution_str, ground_truth, **_):\n    return float(solution_str in ground_truth[:1])"
     (tmp_path / "reward.py").write_text(reward)
     file = write(tmp_path, [row("x", f"{len(s)}", s, ability="a", split="train", index=0) for s in (["1"], ["1", "2"])])
     _, findings = lint([file], custom=CustomReward(str(tmp_path / "reward.py")))
@@ -178,7 +178,7 @@ def test_a_scorer_that_hangs_is_stopped(tmp_path, custom, monkeypatch):
     assert "earns -inf at best" in findings["answers their own scorer refuses"][0]
 
 
-def test_sources_without_a_scorer_are_counted_and_model_rows_and_programs_are_not_graded(tmp_path):
+def test_sources_without_a_scorer_are_counted_others_left_alone(tmp_path):
     rows = [sum_row(i, data_source="no/such") for i in range(3)]
     rows += [row("Dahoas/full-hh-rlhf", "Hi", "x", ability="a", split="train", index=0, style="model")]
     rows += [
@@ -190,7 +190,7 @@ def test_sources_without_a_scorer_are_counted_and_model_rows_and_programs_are_no
     assert len(findings) == 1
 
 
-def test_a_format_that_the_chat_template_makes_unreachable_is_found(tmp_path, custom, encoder):
+def test_a_format_that_the_template_makes_unreachable_is_found(tmp_path, custom, encoder):
     file = write(tmp_path, [sum_row(1), sum_row(2)])
     assert lint([file], encoder=encoder, custom=custom)[1] == {}
     opening = TEMPLATE.replace("<assistant>{% endif %}", "<assistant><think>\n{% endif %}")

@@ -56,7 +56,7 @@ def test_an_async_function_scores_all_answers_at_the_same_time(custom):
         ("import os; os._exit(3)", "crashed", "exit code 3"),
     ],
 )
-def test_a_call_that_fails_fails_for_all_its_answers_and_the_next_one_works(batch_slot, body, status, words):
+def test_a_failing_call_fails_all_its_answers_and_no_others(batch_slot, body, status, words):
     slot = batch_slot(f"if 'one' in solution_strs: {body}\n    return [0.5] * len(solution_strs)", timeout_s=0.3)
     scores = slot.score_all(CALLS)
     assert [score.status for score in scores] == [status] * 3

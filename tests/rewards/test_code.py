@@ -145,7 +145,7 @@ def test_files_sockets_and_processes_are_out_of_reach(allowed, tmp_path, attempt
         "\ud800",
     ],
 )
-def test_a_program_that_misbehaves_scores_nothing_and_leaves_nothing_running(brief, program):
+def test_a_program_that_misbehaves_leaves_nothing_running(brief, program):
     start = time.monotonic()
     assert run(brief, program) == 0.0
     assert time.monotonic() - start < 3.0
@@ -166,7 +166,7 @@ def test_expected_outputs_are_not_in_the_program_s_reach(allowed):
     assert run(allowed, f"print('{secret}'[::-1])", {"inputs": [""], "outputs": [secret]}) == 0.0
 
 
-def test_tests_that_do_not_fit_in_the_deadline_fail_without_a_timeout_of_the_slot():
+def test_unit_tests_beyond_the_deadline_count_as_failed():
     truth = {"inputs": ["1 2"] * 50, "outputs": ["3"] * 50}
     with Slot(timeout_s=2.0, allow_code_execution=True) as slot:
         score = slot.score("apps", f"```\nimport time; time.sleep(0.3)\n{SUM}\n```", truth, {})

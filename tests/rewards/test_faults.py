@@ -9,7 +9,7 @@ GOOD = ("s", "good", "", {})
 BAD = ("s", "bad", "", {})
 
 
-def test_an_answer_that_eats_memory_counts_as_crashed_and_its_process_is_replaced(slot, gone):
+def test_an_answer_that_eats_memory_crashes_alone(slot, gone):
     made = slot(
         "if solution_str == 'good': return 1\nreturn len([bytes(1 << 20) for _ in range(4096)])",
         20.0,
@@ -25,7 +25,7 @@ def test_an_answer_that_eats_memory_counts_as_crashed_and_its_process_is_replace
     assert made.score(*GOOD).value == 1.0
 
 
-def test_a_leak_is_ended_by_the_limit_even_when_the_function_catches_its_own_errors(slot):
+def test_a_leak_ends_at_the_limit_even_if_its_errors_are_caught(slot):
     body = """
         if solution_str == 'good': return 1
         hoard = globals().setdefault('hoard', [])
@@ -45,7 +45,7 @@ def test_memory_is_unbounded_only_when_asked(slot):
     assert slot(body, memory_limit_mb=0).score(*GOOD).value != 4096.0
 
 
-def test_a_fork_that_returns_too_does_not_answer_for_the_next_sample(slot):
+def test_a_fork_that_returns_too_answers_for_no_other_sample(slot):
     made = slot("import os\nif solution_str == 'bad': os.fork(); return 7\nreturn 1")
     for _ in range(5):
         assert made.score(*BAD).value == 7.0

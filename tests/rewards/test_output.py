@@ -52,7 +52,7 @@ def test_a_flood_is_cut_and_counted_and_meets_its_deadline(slot):
     assert made.take_printed() == ""
 
 
-def test_a_child_that_goes_on_printing_does_not_hold_up_the_next_answer(slot):
+def test_a_child_that_goes_on_printing_delays_no_answer(slot):
     made = slot(
         "import subprocess\nif solution_str == 'bad': subprocess.Popen(['yes'])\nreturn len(solution_str)", timeout_s=5
     )
@@ -145,7 +145,7 @@ def test_an_async_function_is_awaited_and_keeps_its_loop(custom):
         assert made.score("s", "a", "", {}).value == 1.0
 
 
-def test_a_reward_file_imports_its_neighbours_and_hides_no_package(custom, tmp_path):
+def test_a_reward_file_sees_its_neighbours_and_hides_no_package(custom, tmp_path):
     (tmp_path / "my_rules.py").write_text("def rate(text): return len(text)")
     (tmp_path / "numpy.py").write_text("raise RuntimeError('the wrong numpy')")
     code = """
@@ -159,7 +159,7 @@ def test_a_reward_file_imports_its_neighbours_and_hides_no_package(custom, tmp_p
         assert made.score(*CALL).value == 9.0
 
 
-def test_a_trial_tries_the_usual_forms_where_the_bare_truth_fails(slot):
+def test_a_check_tries_the_usual_forms_where_the_truth_fails(slot):
     picky = slot("return len(solution_str.split('#### ')[1])")
     assert picky.check(("s", "42", "42", {})).value == 2.0
     assert slot("return None").check(("s", "42", "42", {})).status == "rejected"

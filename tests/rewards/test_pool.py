@@ -183,7 +183,7 @@ def wait_until_gone(pids):
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
 
 
-def test_a_killed_worker_is_a_clear_error_and_takes_its_process_along(local_ray, pool, custom):
+def test_a_killed_worker_is_told_and_takes_its_process_along(local_ray, pool, custom):
     made = pool(custom("import os\ndef compute_score(**kwargs): return os.getpid()"), num_workers=1)
     pid = int(made.check("train")[0].value)
     local_ray.kill(made._workers[0])

@@ -174,7 +174,7 @@ def test_what_is_no_score_is_said_and_not_asked_again(serve, remote, reply, stat
 
 
 @pytest.mark.parametrize("reply", [(500, b"broken"), (200, b'{"score": 1, "pred": "a trickle of bytes"}')])
-def test_the_deadline_holds_with_all_retries_and_for_replies_that_trickle(serve, remote, reply):
+def test_the_deadline_holds_for_retries_and_trickling_replies(serve, remote, reply):
     server = serve(lambda *_: reply)
     start = time.monotonic()
     score = remote(server.url, timeout_s=0.5).score(*CALL)

@@ -262,7 +262,7 @@ def test_reasoning_gym_scores_as_the_package_does(task):
         assert score(entry["answer"], None, extra) == 1.0
 
 
-def test_reasoning_gym_tasks_that_would_run_the_answer_are_refused():
+def test_reasoning_gym_tasks_that_run_answers_are_refused():
     package = pytest.importorskip("reasoning_gym")
     from reasoning_gym.factory import DATASETS
 

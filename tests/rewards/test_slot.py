@@ -95,7 +95,7 @@ def test_whatever_is_raised_the_process_goes_on(slot, body):
         "import subprocess; subprocess.run(['sleep', '60'])",
     ],
 )
-def test_a_hanging_answer_is_killed_at_its_deadline_and_the_next_one_is_scored(slot, body, gone):
+def test_a_hanging_answer_is_killed_at_its_deadline(slot, body, gone):
     made = slot(f"if solution_str == 'good': return 1\n{body}", timeout_s=0.3)
     assert made.score("s", "good", "", {}).value == 1.0
     pid, start = made.pid, time.monotonic()
@@ -206,13 +206,13 @@ slot.score("s", "a", "b", {{}})
         ("raise SystemExit", "SystemExit"),
     ],
 )
-def test_a_reward_file_that_cannot_be_used_is_an_error_with_its_reason(custom, code, said):
+def test_an_unusable_reward_file_is_an_error_with_its_reason(custom, code, said):
     with Slot(custom(code)) as made, pytest.raises(RewardError) as caught:
         made.score(*CALL)
     assert said in str(caught.value)
 
 
-def test_a_missing_reward_file_and_an_unknown_source_say_what_to_type():
+def test_a_missing_file_or_unknown_source_says_what_to_type():
     with (
         Slot(CustomReward("no/such.py")) as made,
         pytest.raises(RewardError, match=r"custom_reward_function=no/such\.py:compute_score: .*is not a Python file"),
@@ -225,6 +225,6 @@ def test_a_missing_reward_file_and_an_unknown_source_say_what_to_type():
 
 
 def test_reward_kwargs_and_rows_reach_the_function(custom):
-    code = "def f(data_source, solution_str, ground_truth, extra_info, scale): return scale * len(data_source + ground_truth)"
+    code = "def f(data_source, ground_truth, scale, **_): return scale * len(data_source + ground_truth)"
     with Slot(custom(code, name="f", scale=3)) as made:
         assert made.score(*CALL).value == 36.0

@@ -31,7 +31,7 @@ BOMBS = [
 
 
 @pytest.mark.parametrize("bomb", BOMBS, ids=range(len(BOMBS)))
-def test_a_bomb_is_wrong_or_ends_at_its_deadline_and_the_next_answer_is_scored(bomb):
+def test_a_bomb_costs_its_own_answer_at_most(bomb):
     with Slot(timeout_s=2.0) as slot:
         score = slot.score("lighteval/MATH", f"\\boxed{{{bomb}}}", "x+1", {})
         assert (score.value, score.status) in ((0.0, "ok"), (None, "timeout"), (None, "crashed"))

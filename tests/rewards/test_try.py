@@ -50,7 +50,7 @@ def lines_of(written, answer):
     return [line for line in written.splitlines() if f" {answer} " in line and "│" in line]
 
 
-def test_the_usual_forms_and_a_wrong_answer_are_tried_on_every_data_source(attempt):
+def test_usual_forms_and_a_wrong_answer_are_tried_per_source(attempt):
     code, written = attempt("--rows", 1, "--kwargs", "scale=2.5")
     assert code == 2
     assert [line.split("│")[1:3] for line in lines_of(written, "#### 4711")] == [

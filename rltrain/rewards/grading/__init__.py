@@ -1,1 +1,1 @@
-"""Whether a mathematical answer is the right one: LaTeX brought into one spelling, numbers, and algebra by math-verify."""
+"""Whether a mathematical answer is the right one: one spelling for LaTeX, exact numbers, then algebra."""

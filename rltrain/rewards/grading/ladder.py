@@ -1,4 +1,10 @@
-"""Is this answer the right one? Text, choice letter, number, collection, then algebra; the first that can tell decides."""
+"""Whether an answer means the ground truth: text, choice letter, number, list or tuple, then algebra.
+
+The steps go from cheap and exact to slow and lenient, and the first that can tell decides. Two things are ours because
+math-verify has other rules: units that contradict each other (it drops them), and numbers (a whole number is never
+rounded, others to a tolerance that the data set names, also within lists). Matrices, unions, plus-minus and formulas
+are left to it.
+"""
 
 import re
 from fractions import Fraction
@@ -22,7 +28,7 @@ _BRACKETS = (("(", ")"), ("(", "]"), ("[", ")"), ("[", "]"), ("\\{", "\\}"))
 
 
 def equal(answer: str, truth: str, tolerance: Fraction = Fraction(0), symbolic: bool = True) -> bool:
-    """Whether ``answer`` means ``truth``. ``tolerance``: relative, for numbers whose truth is not a whole number."""
+    """Whether ``answer`` means ``truth``. ``tolerance`` is relative, for numbers whose truth is not whole."""
     return len(answer) <= MAX_CHARS and _equal(tidy(answer), tidy(truth[:MAX_CHARS]), tolerance, symbolic, 0)
 
 
@@ -64,12 +70,12 @@ def _equal(answer: str, truth: str, tolerance: Fraction, symbolic: bool, depth: 
 
 
 def _same_word(answer: str, truth: str) -> bool:
-    """Words in another case; but ``AB`` and ``ab`` may be two things."""
+    """Whether these are one word in another case; ``AB`` and ``ab``, however, may be two things."""
     return answer.isalpha() and (len(answer) > 2 or answer.lower() == "no") and answer.casefold() == truth.casefold()
 
 
 def _close(value: Fraction, right: Fraction, value_percent: bool, right_percent: bool, tolerance: Fraction) -> bool:
-    """Per cents on one side only count as they stand, or divided by a hundred. Whole numbers are never rounded."""
+    """Whether numbers agree. A percentage on one side only counts as it stands, or divided by a hundred."""
     candidates = [(value, right)]
     if value_percent and not right_percent:
         candidates.append((value / 100, right))

@@ -1,6 +1,7 @@
-"""Answers written in LaTeX: where the answer is, and one spelling for what is typeset differently.
+"""Answers written in LaTeX: where the answer stands, and one spelling for what is typeset differently.
 
-Every pattern here is linear: one class of characters repeated, or a few bounded ones, with nothing to go back to.
+A model may write anything, and a pattern that backtracks could cost the whole deadline. So every pattern here is
+linear: one class of characters repeated, or a few bounded ones.
 """
 
 import re
@@ -12,8 +13,9 @@ _MAX_BOX_CHARS = 512
 _CHARACTERS = {0xFF01 + i: chr(0x21 + i) for i in range(94)} | {
     ord(sign): plain
     for sign, plain in {
-        "−": "-", "–": "-", "π": "\\pi ", "×": "\\times ", "·": "\\cdot ", "∞": "\\infty ", "°": "^\\circ ", "≤": "\\le ",
-        "≥": "\\ge ", "∪": "\\cup ", "²": "^2", "³": "^3", "。": ".", "、": ",", "\n": " ", "~": " ", "\u00a0": " ",
+        "−": "-", "–": "-", "π": "\\pi ", "×": "\\times ", "·": "\\cdot ", "∞": "\\infty ", "°": "^\\circ ",
+        "≤": "\\le ", "≥": "\\ge ", "∪": "\\cup ", "²": "^2", "³": "^3", "。": ".", "、": ",", "\n": " ", "~": " ",
+        "\u00a0": " ",
     }.items()
 }  # fmt: skip
 _COMMANDS = (
@@ -48,10 +50,10 @@ _MIXED = re.compile(r"(-?[0-9]{1,12}) ([0-9]{1,12})/([0-9]{1,12})")
 _PLUS = re.compile(r"(^|[(,\[])\+")
 
 _UNIT_NAMES = {
-    "mm": "millimeter millimetre 毫米", "cm": "centimeter centimetre 厘米", "m": "meter metre 米", "km": "kilometer kilometre 千米 公里",
-    "in": "inch inches", "ft": "foot feet", "g": "gram 克", "kg": "kilogram 千克 公斤", "s": "second sec 秒", "min": "minute 分钟",
-    "h": "hour hr 小时", "L": "liter litre 升", "mL": "ml milliliter 毫升", "N": "newton", "J": "joule", "W": "watt", "V": "volt",
-    "A": "ampere", "Pa": "pascal", "Hz": "hertz",
+    "mm": "millimeter millimetre 毫米", "cm": "centimeter centimetre 厘米", "m": "meter metre 米",
+    "km": "kilometer kilometre 千米 公里", "in": "inch inches", "ft": "foot feet", "g": "gram 克", "kg": "kilogram 千克 公斤",
+    "s": "second sec 秒", "min": "minute 分钟", "h": "hour hr 小时", "L": "liter litre 升", "mL": "ml milliliter 毫升",
+    "N": "newton", "J": "joule", "W": "watt", "V": "volt", "A": "ampere", "Pa": "pascal", "Hz": "hertz",
 }  # fmt: skip
 _UNITS = {alias + s: unit for unit, names in _UNIT_NAMES.items() for alias in (unit, *names.split()) for s in ("", "s")}
 # Words after a number that are no unit, and Chinese signs that change the number.
@@ -65,7 +67,7 @@ _TEXT_UNIT = re.compile(r"\\(?:text|textrm|mathrm|mbox|rm)\s?\{([^{}]*)\}\s?((?:
 
 
 def last_boxed(solution: str) -> str | None:
-    """What the last ``\\boxed{}`` or ``\\fbox{}`` holds, braces counted; None if it never closes or is too long."""
+    """The content of the last ``\\boxed{}`` or ``\\fbox{}``, braces counted; None if it never closes or is too long."""
     start = max(solution.rfind("\\boxed"), solution.rfind("\\fbox"))
     if start < 0:
         return None
@@ -106,7 +108,7 @@ def split_unit(text: str) -> tuple[str, str | None]:
 
 
 def normalise(text: str) -> str:
-    """One spelling for answers that are typeset differently: spaces, units, ``\\dfrac``, ``\\frac12``, ``1/2``, ``.5``."""
+    """One spelling for answers that differ in spaces, units, ``\\frac12``, ``1/2``, ``.5`` and other typesetting."""
     text, _ = split_unit(tidy(text))
     for removed in (*_DEGREES, "\\%", "%"):
         text = text.replace(removed, "")

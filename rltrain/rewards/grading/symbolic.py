@@ -1,8 +1,8 @@
 """Whether two formulas are equal by algebra: math-verify, behind a guard.
 
-math-verify hands the formulas to sympy, where a short text can cost hours (towers of powers, huge factorials), and it reads
-words as products of letters. So only what looks like a formula of modest size gets there. math-verify's own time limits
-are off: they need signals and do not stop C code. The process that scores is killed at its deadline instead.
+math-verify hands the formulas to sympy, where a short text can cost hours (towers of powers, huge factorials), and it
+reads words as products of letters. So only what looks like a formula of modest size gets there. math-verify's own time
+limits are off: they need signals and do not stop C code. The process that scores is killed at its deadline instead.
 
 A source that needs algebra must not be scored without it: `prepare` raises at the start of a run where the package is
 missing, because a silent 0 for ``1+x`` instead of ``x+1`` would only be seen in the rewards.
@@ -40,12 +40,12 @@ def _math_verify() -> Callable[[str, str], bool]:
 
 
 def prepare(data_source: str) -> None:
-    """Import math-verify, which takes a second, outside any answer's deadline. Raises RewardError where it is missing."""
+    """Import math-verify outside any answer's deadline (it takes a second). Raises RewardError where it is missing."""
     try:
         _math_verify()
     except ImportError as error:
         raise RewardError(
-            f"data_source={data_source!r} is graded by algebra, which needs math-verify here: pip install 'rltrain[math]'."
+            f"data_source={data_source!r} is graded by algebra, which needs math-verify: pip install 'rltrain[math]'."
         ) from error
 
 

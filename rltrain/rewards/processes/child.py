@@ -106,8 +106,8 @@ def _print_by_lines() -> None:
 
 
 def _die_with(parent: int) -> None:
-    """Three favours of Linux: end when the thread that started this process ends, even inside an endless loop; be the first
-    to go when the machine runs out of memory; and stay the ancestor of what is started here."""
+    """Three favours of Linux: end when the thread that started this process ends, even inside an endless loop; be the
+    first to go when the machine runs out of memory; and stay the ancestor of what is started here."""
     if not sys.platform.startswith("linux"):
         return
     import ctypes

@@ -11,7 +11,7 @@ _MAX_SWEEPS = 20
 
 @dataclass(frozen=True)
 class ScoringLimits:
-    """Per answer: ``timeout_s`` seconds, ``memory_mb`` MiB of address space (0: unlimited), and whether it may run as a program."""
+    """Per answer: seconds, MiB of address space (0: unlimited), and whether it may run as a program."""
 
     timeout_s: float = 5.0
     memory_mb: int = 4096
@@ -45,7 +45,7 @@ def kill_tree(pid: int) -> set[int]:
     other processes.
     """
     stopped: set[int] = set()
-    # Everything is stopped before anything is killed: a stopped process cannot fork, and an orphan cannot escape the sweep.
+    # Everything is stopped before anything is killed: a stopped process cannot fork, and no orphan escapes the sweep.
     for _ in range(_MAX_SWEEPS):
         found = {pid, *descendants(pid)} - stopped
         if not found:

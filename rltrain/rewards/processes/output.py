@@ -1,4 +1,4 @@
-"""What scorers print, and where it goes: off a pipe as it comes (`Printed`), and into a bounded file of the run (`RewardLog`)."""
+"""Output of scorers: read off a pipe (`Printed`) and written to a bounded file of the run (`RewardLog`)."""
 
 import logging
 import os
@@ -17,10 +17,10 @@ _MAX_READS = 16
 
 
 class Printed:
-    """The end of a pipe that a process and its children write to (``writer``). The first 256 KiB since the last `take` are kept.
+    """A pipe that a process and its children write to (``writer``). The first 256 KiB since the last `take` are kept.
 
-    It is read by who waits for the process, in between; no thread is needed, and whatever a process has printed before it
-    replies is here when the reply is.
+    The slot reads it while it waits for the reply. A thread would need locks, and could still be reading when the reply
+    is there: this way everything that was printed before a reply is here with it.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Printed:
         self._num_left_out = 0
 
     def drain(self) -> None:
-        """Read what is in the pipe; not for ever, where somebody writes faster than this reads."""
+        """Read what is in the pipe, a bounded number of times: a process may write faster than this reads."""
         for _ in range(_MAX_READS):
             try:
                 self.add(os.read(self.reader, _READ_BYTES))
@@ -38,7 +38,7 @@ class Printed:
                 return
 
     def add(self, data: bytes) -> None:
-        """As if it had been printed."""
+        """Keep ``data`` as if it had been printed."""
         room = _MAX_KEPT_BYTES - len(self._kept)
         self._kept += data[:room]
         self._num_left_out += len(data[room:])
@@ -58,10 +58,10 @@ class Printed:
 
 
 class RewardLog:
-    """``reward.log``: what scorers print, line by line, and the first failure of every kind, which the driver logs too.
+    """``reward.log``: the lines that scorers print, and the first failure per kind, which the driver logs too.
 
-    Written by the driver alone, so that no line of one node overwrites another's. A file that is full becomes
-    ``reward.1.log``, in place of an older one. Without ``file`` only the driver's log is written.
+    The driver alone writes it, so that no line of one node overwrites another's. A full file becomes ``reward.1.log``,
+    in place of an older one. Without ``file`` only the driver's log is written.
     """
 
     def __init__(self, file: Path | None = None) -> None:
@@ -69,16 +69,17 @@ class RewardLog:
         self._seen: set[tuple[str, str, str]] = set()
 
     def printed(self, who: str, text: str) -> None:
-        """Take over what one worker's scorers have printed."""
+        """Write down what a worker's scorers have printed."""
         self._write(who, text)
 
     def failures(self, scores: Iterable[Any]) -> None:
-        """Say what happened to the first of these `Score` of every kind: data source, status and exception."""
+        """Report the first failure per kind, which is data source, status and exception."""
         for score in scores:
             kind = (score.call[0], score.status, score.kind) if score.call else ("", score.status, score.kind)
             if score.status != "ok" and kind not in self._seen:
                 self._seen.add(kind)
-                text = f"an answer could not be scored (the first time in this way; reward/error_rate counts all): {score.report()}"
+                first = "the first time in this way; reward/error_rate counts all"
+                text = f"an answer could not be scored ({first}): {score.report()}"
                 logger.warning("%s", text)
                 self._write("driver", text)
 

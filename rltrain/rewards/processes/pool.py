@@ -1,8 +1,9 @@
 """The reward pool: Ray actors that fetch answers where they were produced and score them in killable processes.
 
-Texts never pass through the driver: it hands out references, rows and positions, and gets numbers back. Each worker has a
-slot of its own (or a remote scorer), so that an answer that hangs holds up one worker until its deadline, and nobody else.
-A slow answer still delays the others of its call, which is why a batch is dealt out in several small calls per worker.
+Texts never pass through the driver: it hands out references, rows and positions, and gets numbers back. Each worker has
+a slot of its own (or a remote scorer), so that an answer that hangs holds up one worker until its deadline, and nobody
+else. A slow answer still delays the others of its call, which is why a batch is dealt out in several small calls per
+worker.
 """
 
 import logging
@@ -60,7 +61,7 @@ class RewardWorker:
     def score(
         self, number: int, split: str, texts: list[Any], rows: np.ndarray, positions: np.ndarray
     ) -> tuple[int, list[Score], float, tuple[str, str]]:
-        """Scores of the texts at ``positions`` of the list behind the one reference in ``texts``, as answers to ``rows``.
+        """Scores of the texts at ``positions`` of a list, by reference in ``texts``, as answers to ``rows``.
 
         Returns ``number`` again, the scores, the seconds they took, and who printed what.
         """
@@ -108,8 +109,9 @@ class RewardPool:
         """Score rows with their ground truth as the answer, on every worker, before anything is trained.
 
         ``rows`` is by default the first row per data source. Raises RewardError where nothing could ever be scored: no
-        scorer for a data source, a missing package, a reward file that does not import, a function of the user's own that
-        gives no number for any of the rows. Other failures are only logged: a bare ground truth need not look like an answer.
+        scorer for a data source, a missing package, a reward file that does not import, a function of the user's own
+        that gives no number for any of the rows. Other failures are only logged: a bare ground truth need not look like
+        an answer.
         """
         calls = [worker.check.remote(split, rows if rows is None else list(rows)) for worker in self._workers]
         results = [_get(call) for call in calls]
@@ -145,8 +147,8 @@ class RewardPool:
 class Scoring:
     """Answers on their way through the pool, dealt out to workers as these come free.
 
-    ``on_error`` is the score of an answer that could not be scored. ``seconds`` is what scoring has cost so far, summed over
-    all workers.
+    ``on_error`` is the score of an answer that could not be scored. ``seconds`` is what scoring has cost so far, summed
+    over all workers.
     """
 
     def __init__(
@@ -187,9 +189,9 @@ class Scoring:
     def finish(self) -> Columns:
         """Wait for all scores and return them as columns, in the order in which answers were added.
 
-        ``score``, ``reward_failed`` and ``reward_timeout`` (0 or 1), and ``scorer/NAME`` per extra: float64 (NaN where an
-        answer has none) or texts (objects, "" for none); ``reward_error`` (texts) where one failed. Raises RewardError if more
-        than half of the answers fail.
+        ``score``, ``reward_failed`` and ``reward_timeout`` (0 or 1), and ``scorer/NAME`` per extra: float64 (NaN where
+        an answer has none) or texts (objects, "" for none); ``reward_error`` (texts) where one failed. Raises
+        RewardError if more than half of the answers fail.
         """
         heard = time.monotonic()
         limit_s = _LATE_S + self._answers_per_call * (self._timeout_s + _RESTART_S)

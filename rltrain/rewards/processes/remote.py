@@ -1,9 +1,9 @@
 """A scorer behind HTTP: POST {data_source, solution_str, ground_truth, extra_info}, and {"score": ...} comes back.
 
-It runs in the reward worker itself, not in a slot, because nothing but JSON is read from the other side. Every answer has a
-hard deadline that holds for all its retries and for a reply that trickles. A socket's timeout cannot give that, since it
-starts anew with every byte; cancelling a coroutine can, hence httpx and asyncio. Redirects and proxies are not followed:
-an answer goes to the address that the user gave, or nowhere.
+It runs in the reward worker itself, not in a slot, because nothing but JSON is read from the other side. Every answer
+has a hard deadline that holds for all its retries and for a reply that trickles. A socket's timeout cannot give that,
+since it starts anew with every byte; cancelling a coroutine can, hence httpx and asyncio. Redirects and proxies are not
+followed: an answer goes to the address that the user gave, or nowhere.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 
 
 class RemoteScorer:
-    """Scores answers at ``url``: ``timeout_s`` per answer with all its retries, at most ``concurrency`` answers at a time.
+    """Scores answers at ``url``: ``timeout_s`` per answer with all its retries, ``concurrency`` answers at a time.
 
     ``headers`` go with every request. Connections are kept from answer to answer.
     """

@@ -18,8 +18,8 @@ _SHOWN_CHARS = 400
 class Score:
     """What an answer earned. ``value`` is None unless ``status`` is ``ok``; ``error`` then says what happened.
 
-    ``extras`` are the further columns that the reward function returned. ``kind`` is the name of the exception, if there
-    was one. ``call`` has data source, answer and ground truth of a failed answer, shortened.
+    ``extras`` are the further columns that the reward function returned. ``kind`` is the name of the exception, if
+    there was one. ``call`` has data source, answer and ground truth of a failed answer, shortened.
     """
 
     value: float | None

@@ -3,8 +3,8 @@
 A reward function is code that the trainer cannot trust to end: a regular expression may hold the interpreter lock for
 hours, a library may crash or leak, and what it started may outlive it. A thread or a signal stops none of that, so an
 answer is scored in another process, which is killed with everything it started. The process is an interpreter started
-afresh: a fork would inherit the threads and locks of Ray. `multiprocessing` and pebble were left out because they unpickle
-what the process sends back, and because they leave grandchildren running.
+afresh: a fork would inherit the threads and locks of Ray. `multiprocessing` and pebble were left out because they
+unpickle what the process sends back, and because they leave grandchildren running.
 """
 
 import json
@@ -45,8 +45,8 @@ class _Died(Exception):
 class Slot:
     """Scores answers in a process of its own: at most ``timeout_s`` per answer, whatever the reward function does.
 
-    An answer for which the process outgrows ``memory_limit_mb`` (0: unlimited) counts as crashed. The process is in a session
-    of its own and ends with the thread that started it. Not for use from several threads at once.
+    An answer for which the process outgrows ``memory_limit_mb`` (0: unlimited) counts as crashed. The process is in a
+    session of its own and ends with the thread that started it. Not for use from several threads at once.
     """
 
     def __init__(
@@ -78,13 +78,13 @@ class Slot:
         return self._score([(data_source, solution_str, ground_truth, extra_info)])[0]
 
     def score_all(self, calls: Sequence[ScorerCall]) -> list[Score]:
-        """Score answers one by one. A function that takes lists gets them in one call, which has their time together."""
+        """Score answers one by one; a function that takes lists gets them in one call, with their time together."""
         if self._custom and self._custom.batch:
             return self._score(calls)
         return [self.score(*call) for call in calls]
 
     def check(self, call: ScorerCall) -> Score:
-        """Score a ground truth as the answer before training; where that fails, in the other `FORMS` until one does not.
+        """Score a ground truth as the answer; where that fails, in the other `FORMS` until one does not.
 
         Like ``score``, it raises only where nothing could be scored.
         """

@@ -1,7 +1,7 @@
 """Programs (APPS, TACO, CodeContests, Codeforces): the share of unit tests that the last code block passes.
 
-Off unless ``reward.allow_code_execution=True``. Every test runs in an interpreter of its own (``jail``); the expected
-output never enters it.
+Off unless ``reward.allow_code_execution=True``. Every unit test runs in an interpreter of its own (``jail``), so that
+no test can leave anything to the next. The expected output never enters it: a program that finds it could print it.
 """
 
 import json
@@ -43,8 +43,9 @@ def refuse_unless_allowed(data_source: str) -> None:
     """Raise RewardError unless this process may run programs."""
     if not current_limits().allow_code_execution:
         raise RewardError(
-            f"data_source={data_source!r} is scored by running programs that the model wrote. Read {shipped('docs/rewards.md')}, then "
-            "set reward.allow_code_execution=True, or give a custom_reward_function or a reward.url."
+            f"data_source={data_source!r} is scored by running programs that the model wrote. Read "
+            f"{shipped('docs/rewards.md')}, then set reward.allow_code_execution=True, or give a "
+            "custom_reward_function or a reward.url."
         )
 
 
@@ -74,7 +75,7 @@ def same_text(output: str, expected: str) -> bool:
 
 
 def _output(program: str, given: Any, function: str | None, seconds: float) -> str | None:
-    """What the program prints (or its function returns, as JSON), "" if it fails, None if it is still at it."""
+    """What the program prints (or its function returns, as JSON), "" if it fails, None if its time is over."""
     arguments = _arguments(given) if function else []
     job: dict[str, Any] = {"code": program, "function": function, "arguments": arguments}
     job |= {"seconds": math.ceil(seconds) + 1, "memory_mb": _MEMORY_MB}

@@ -28,7 +28,7 @@ def extract_answer(solution: str) -> str | None:
 
 @scorer("math_dapo*", "aime*")
 def dapo(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> dict[str, float | str]:
-    """+1 if the answer is the ground truth (typesetting and units aside, numbers exactly), else -1; ``acc`` is 1 or 0."""
+    """+1 if the answer is the ground truth (typesetting and units aside), else -1; ``acc`` is 1 or 0."""
     answer = extract_answer(solution_str)
     last = tidy(answer or "").rpartition("=")[2].strip()  # "m + n = 34" answers "34"
     right = bool(last) and equal(last, str(ground_truth), symbolic=False)

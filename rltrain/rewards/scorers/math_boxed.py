@@ -1,4 +1,4 @@
-"""Competition maths (Hendrycks et al. 2021): the last ``\\boxed{}``, compared as text, as an exact number, then by algebra."""
+"""Competition maths (Hendrycks et al. 2021): the last ``\\boxed{}``, as text, as an exact number, then by algebra."""
 
 from typing import Any
 
@@ -16,8 +16,8 @@ def is_right(solution: str, truth: str) -> bool:
 
 
 @scorer(
-    "lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500", "agentica-org/DeepScaleR-*", "numina_*",
-    prepare=prepare,
+    "lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500", "agentica-org/DeepScaleR-*",
+    "numina_*", prepare=prepare,
 )  # fmt: skip
 def math_boxed(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
     """1 if the last box holds the ground truth, else 0."""

@@ -1,4 +1,4 @@
-"""Question answering: the text in the last ``<answer>`` tags, by exact match or by F1 over words (Rajpurkar et al. 2016)."""
+"""Question answering: the last ``<answer>`` tags, by exact match or by F1 over words (Rajpurkar et al. 2016)."""
 
 import string
 from collections import Counter

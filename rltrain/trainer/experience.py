@@ -86,7 +86,7 @@ class Experience:
             samples, ids, found = self.line.settle(started, generated)
             metrics |= found
             if arrivals:
-                arrivals.keep(samples, ids)
+                arrivals.keep(ids)
         with timer("reward"):
             samples.update(self._rewards.score("train", samples, arrivals))
         if c.RULE_SCORE in samples.numbers:

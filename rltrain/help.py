@@ -80,7 +80,7 @@ def _rules(key: Key) -> Iterator[str]:
     if any(shown(choice) not in key.help for choice in key.choices):
         yield f"One of {', '.join(map(shown, key.choices))}."
     if bounds := key.rules.bounds():
-        yield f"It is {bounds}."
+        yield f"{bounds[0].upper()}{bounds[1:]}."
     if unused := [name for name, engine in ENGINES.items() if key.name.rpartition(".")[2] in engine.unused_keys]:
         yield f"No effect with name={' and name='.join(unused)}."
 

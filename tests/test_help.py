@@ -54,7 +54,7 @@ def test_help_shows_what_works_and_answers_for_the_rest():
 
 def test_help_says_which_values_a_key_may_have():
     assert "One of constant, cosine." in help_text("lr_scheduler_type")
-    assert "It is between 0 and 1." in " ".join(help_text("sampler.revisit").split())
+    assert "Between 0 and 1." in " ".join(help_text("sampler.revisit").split())
     assert "No effect with name=hf and name=sglang." in " ".join(help_text("disable_log_stats").split())
 
 

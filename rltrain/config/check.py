@@ -1,7 +1,7 @@
 """The rules that a config must keep. All broken ones are told at once; each names the key, its value and the way out.
 
-Rules about one key stand at its field (`fields.Rules`), and `_each_key` applies them all. The functions here are for what a field cannot
-say: values that must fit each other.
+Rules about one key stand at its field (`fields.Rules`), and `_each_key` applies them all. The functions here are for
+what a field cannot say: values that must fit each other.
 """
 
 from __future__ import annotations
@@ -185,7 +185,8 @@ def _shared_sequences(config: Config) -> Iterator[str]:
 
 
 def _reward_terms(config: Config) -> Iterator[str]:
-    """An estimator that compares the numbers of a scorer one by one replaces every other way to put rewards together."""
+    """An estimator that compares the numbers of a scorer one by one replaces every other way to put rewards
+    together."""
     algorithm, model = config.algorithm, config.reward_model
     keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
     if weights is not None and len(weights) != len(keys):

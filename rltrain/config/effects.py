@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any
 
 from rltrain.config.declarations import ESTIMATORS, POLICY_LOSSES, estimator_traits, loss_traits
 from rltrain.config.engines import ENGINES
@@ -52,7 +51,7 @@ def holds(config: Config, scope: str, condition: str) -> bool:
 
 def _atom_holds(config: Config, scope: str, atom: str) -> bool:
     path, operator, values = _parts(atom)
-    value = _find(config, scope, path)
+    value = get(config, _full(config, scope, path))
     if not operator:
         return bool(value)
     if operator in "<>":
@@ -66,13 +65,13 @@ def _parts(atom: str) -> tuple[str, str, str]:
     return found["path"], found["operator"] or "", found["values"] or ""
 
 
-def _find(config: Config, scope: str, path: str) -> Any:
-    parts = scope.split(".") if scope else []
-    for end in range(len(parts), -1, -1):
-        section = get(config, ".".join(parts[:end]))
-        if hasattr(section, path.partition(".")[0]):
-            return get(section, path)
-    raise AssertionError(f"{path} is not known in {scope}")
+def _full(config: Config, scope: str, path: str) -> str:
+    """The whole name of the key that ``path`` means in a section."""
+    section = scope
+    while not hasattr(get(config, section), path.partition(".")[0]):
+        assert section, f"{path} is not known in {scope}"
+        section = section.rpartition(".")[0]
+    return f"{section}.{path}".lstrip(".")
 
 
 def _conditions(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
@@ -86,8 +85,11 @@ def _conditions(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
 def _failed(config: Config, scope: str, condition: str) -> str:
     """The values on which a condition failed, and where the key would count."""
     atoms = [_parts(atom) for atom in condition.split(" or ")]
-    values = " and ".join(dict.fromkeys(f"{path}={shown(_find(config, scope, path))}" for path, _, _ in atoms))
-    return values if all(not operator for _, operator, _ in atoms) else f"{values}; it counts with {condition}"
+    keys = dict.fromkeys(_full(config, scope, path) for path, _, _ in atoms)
+    values = " and ".join(f"{key}={shown(get(config, key))}" for key in keys)
+    if not any(operator for _, operator, _ in atoms):
+        return values
+    return f"{values}; it counts with {condition.replace('|', ' or ')}"
 
 
 def _not_read(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:

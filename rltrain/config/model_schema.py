@@ -14,6 +14,8 @@ Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean",
 
 _ON_DEVICE = {"trainer.device!=cpu": "on a CPU everything is in host memory"}
 _COSINE = "lr_scheduler_type=cosine"
+_ADAPTERS = {"uses_lora": "lora_rank=0"}
+_JUDGE = "reward_model.enable"
 
 
 @dataclass
@@ -24,7 +26,7 @@ class OptimConfig:
     """Peak learning rate."""
     lr_warmup_steps: int = -1
     """Steps of linear warm-up; negative: lr_warmup_steps_ratio of all steps."""
-    lr_warmup_steps_ratio: float = key(0.0, least=0, most=1, only_with="lr_warmup_steps<0")
+    lr_warmup_steps_ratio: float = key(0.0, least=0, most=1, only_with={"lr_warmup_steps<0": "lr_warmup_steps is set"})
     """Share of all steps that warm up, when lr_warmup_steps is negative."""
     lr_scheduler_type: Literal["constant", "cosine"] = "constant"
     """The learning rate after the warm-up."""
@@ -87,12 +89,12 @@ class TrainedModelConfig:
     lora_rank: int = key(0, least=0)
     """Rank of LoRA adapters over frozen weights; 0: train all weights. Adapters want a larger optim.lr, such as
     3e-5."""
-    lora_alpha: float = key(16.0, over=0, only_with="uses_lora")
+    lora_alpha: float = key(16.0, over=0, only_with=_ADAPTERS)
     """Adapters are scaled by lora_alpha / lora_rank."""
-    target_modules: Any = key("all-linear", only_with="uses_lora")
+    target_modules: Any = key("all-linear", only_with=_ADAPTERS)
     """Layers that get adapters: all-linear (all but the head), a list of names such as [q_proj,v_proj], or a pattern of
     full names."""
-    exclude_modules: Any = key(None, only_with="uses_lora")
+    exclude_modules: Any = key(None, only_with=_ADAPTERS)
     """Layers that get no adapters all the same: a list of names, or a pattern of full names."""
 
     @property
@@ -206,20 +208,20 @@ class RewardModelConfig:
 
     enable: bool = False
     """Score answers with a reward model."""
-    model: RewardModelModelConfig = section(RewardModelModelConfig, only_with="enable")
+    model: RewardModelModelConfig = section(RewardModelModelConfig, only_with=_JUDGE)
     """Model."""
-    weight: float = key(1.0, least=0, only_with="enable")
+    weight: float = key(1.0, least=0, only_with=_JUDGE)
     """Weight of the reward model's score."""
-    rule_weight: float = key(1.0, least=0, only_with="enable")
+    rule_weight: float = key(1.0, least=0, only_with=_JUDGE)
     """Weight of the rule reward beside a reward model; 0: no scorer is needed, none runs."""
     micro_batch_size_per_gpu: int | None = key(
-        ACTOR + "ppo_micro_batch_size_per_gpu}", least=1, only_with={"enable": "", "use_dynamic_bsz=False": ""}
+        ACTOR + "ppo_micro_batch_size_per_gpu}", least=1, only_with={_JUDGE: "", "use_dynamic_bsz=False": ""}
     )
     """Samples per forward on one device, when use_dynamic_bsz=False."""
-    use_dynamic_bsz: bool = key(ACTOR + "use_dynamic_bsz}", only_with="enable")
+    use_dynamic_bsz: bool = key(ACTOR + "use_dynamic_bsz}", only_with=_JUDGE)
     """Cut by tokens instead of by samples."""
     forward_max_token_len_per_gpu: int = key(
-        ACTOR + "ppo_max_token_len_per_gpu}", least=1, only_with={"enable": "", "use_dynamic_bsz": ""}
+        ACTOR + "ppo_max_token_len_per_gpu}", least=1, only_with={_JUDGE: "", "use_dynamic_bsz": ""}
     )
     """Tokens per forward on one device."""
     reward_manager: Literal["naive", "dapo", "batch"] = "naive"

@@ -29,8 +29,8 @@ RENAMED = {
     "trainer.max_ckpt_to_keep": "trainer.max_actor_ckpt_to_keep",
 }
 
-# Keys of verl's that change nothing here -> why. "*" stands for any text. A value after "=" is what happens anyway, so it
-# needs no note; in rows without one, null and False need none.
+# Keys of verl's that change nothing here -> why. "*" stands for any text. A value after "=" is what happens anyway, so
+# it needs no note; in rows without one, null and False need none.
 IGNORED = {
     "critic.checkpoint.*": "a checkpoint always holds the whole critic",
     "critic.enable=null": "there is a critic with algorithm.adv_estimator=gae",

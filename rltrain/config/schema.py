@@ -31,10 +31,11 @@ LOGGERS = {
     "swanlab": "swanlab", "clearml": "clearml", "trackio": "trackio", "vemlp_wandb": "volcengine_ml_platform",
 }  # fmt: skip
 
-_PASSES = ("", "rollout.log_prob_", "ref.log_prob_", "critic.", "reward_model.")
 # The actor's budgets are the default of every other pass, so they count as long as one pass is cut that way.
-_SOMEWHERE_BY_TOKENS = " or ".join(f"{one}use_dynamic_bsz" for one in _PASSES)
-_SOMEWHERE_BY_SAMPLES = " or ".join(f"{one}use_dynamic_bsz=False" for one in _PASSES)
+_SWITCHES = [f"{one}use_dynamic_bsz" for one in ("", "rollout.log_prob_", "ref.log_prob_", "critic.", "reward_model.")]
+_BY_TOKENS = {" or ".join(_SWITCHES): "use_dynamic_bsz=False cuts every pass by samples"}
+_BY_SAMPLES = {" or ".join(f"{switch}=False" for switch in _SWITCHES): "use_dynamic_bsz=True cuts every pass by tokens"}
+_SUMS = "seq-mean-token-sum-norm"
 _WITH_CRITIC = {"algorithm.needs_critic": "there is no critic: algorithm.adv_estimator needs none"}
 _WITH_REFERENCE = {
     "actor.use_kl_loss or algorithm.use_kl_in_reward": "there is no reference policy with use_kl_loss=False"
@@ -147,11 +148,11 @@ class ActorConfig:
     """Training backend of every model: FSDP2."""
     ppo_mini_batch_size: int = key(256, least=1)
     """Prompts per optimizer step, over all devices, with all their answers."""
-    ppo_micro_batch_size_per_gpu: int | None = key(None, least=1, only_with=_SOMEWHERE_BY_SAMPLES)
+    ppo_micro_batch_size_per_gpu: int | None = key(None, least=1, only_with=_BY_SAMPLES)
     """Samples per forward and backward on one device, when use_dynamic_bsz=False."""
     use_dynamic_bsz: bool = True
     """Cut micro-batches by tokens (ppo_max_token_len_per_gpu) instead of by samples."""
-    ppo_max_token_len_per_gpu: int = key(16384, least=1, only_with=_SOMEWHERE_BY_TOKENS)
+    ppo_max_token_len_per_gpu: int = key(16384, least=1, only_with=_BY_TOKENS)
     """Tokens per forward and backward on one device; times the sequence-parallel size for a group of devices."""
     ppo_epochs: int = key(1, least=1)
     """Passes over each batch."""
@@ -185,7 +186,7 @@ class ActorConfig:
     loss_scale_factor: int | None = key(
         None,
         least=1,
-        only_with="loss_agg_mode=seq-mean-token-sum-norm or critic.loss_agg_mode=seq-mean-token-sum-norm",
+        only_with={f"loss_agg_mode={_SUMS} or critic.loss_agg_mode={_SUMS}": f"only loss_agg_mode={_SUMS} uses it"},
     )
     """seq-mean-token-sum-norm divides by this; null: data.max_response_length."""
     entropy_coeff: float = 0.0

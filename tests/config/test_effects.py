@@ -63,7 +63,11 @@ def test_a_plain_command_has_no_notes():
     [
         (f"{A}actor.kl_loss_coef=0.1", [], [f"{A}actor.use_kl_loss=True"]),
         (f"{A}ref.fsdp_config.param_offload=True", [], [f"{A}actor.use_kl_loss=True"]),
-        (f"{A}actor.clip_ratio=0.1", [f"{A}actor.clip_ratio_low=0.2", f"{A}actor.clip_ratio_high=0.3"], [f"{A}actor.clip_ratio_low=0.2"]),
+        (
+            f"{A}actor.clip_ratio=0.1",
+            [f"{A}actor.clip_ratio_low=0.2", f"{A}actor.clip_ratio_high=0.3"],
+            [f"{A}actor.clip_ratio_low=0.2"],
+        ),
         (f"{A}actor.optim.min_lr_ratio=0.1", [], [f"{A}actor.optim.lr_scheduler_type=cosine"]),
         (f"{A}actor.optim.lr_warmup_steps_ratio=0.1", [f"{A}actor.optim.lr_warmup_steps=3"], []),
         (f"{A}rollout.val_kwargs.top_p=0.7", [], [f"{A}rollout.val_kwargs.do_sample=True"]),
@@ -72,24 +76,44 @@ def test_a_plain_command_has_no_notes():
         (f"{A}model.lora_alpha=32", [], [f"{A}model.lora_rank=8"]),
         (f"{A}model.exclude_modules=[o_proj]", [], [f"{A}model.lora_rank=8"]),
         (f"{A}model.lora_rank=8", [f"{A}model.lora_adapter_path=a"], []),
-        (f"{A}ref.fsdp_config.param_offload=True", [f"{A}actor.use_kl_loss=True", f"{A}model.lora_rank=8"], [f"{A}actor.use_kl_loss=True"]),
-        ("critic.model.lora_alpha=8", ["algorithm.adv_estimator=gae"], ["algorithm.adv_estimator=gae", "critic.model.lora_rank=4"]),
+        (
+            f"{A}ref.fsdp_config.param_offload=True",
+            [f"{A}actor.use_kl_loss=True", f"{A}model.lora_rank=8"],
+            [f"{A}actor.use_kl_loss=True"],
+        ),
+        (
+            "critic.model.lora_alpha=8",
+            ["algorithm.adv_estimator=gae"],
+            ["algorithm.adv_estimator=gae", "critic.model.lora_rank=4"],
+        ),
         ("algorithm.kl_ctrl.kl_coef=0.1", [], ["algorithm.use_kl_in_reward=True"]),
         ("algorithm.gamma=0.9", [], ["algorithm.adv_estimator=gae"]),
-        ("reward_model.overlong_buffer.enable=True", [], ["reward_model.reward_manager=dapo", "reward_model.overlong_buffer.len=8"]),
+        (
+            "reward_model.overlong_buffer.enable=True",
+            [],
+            ["reward_model.reward_manager=dapo", "reward_model.overlong_buffer.len=8"],
+        ),
         (f"+{A}rollout.engine_kwargs.vllm.disable_mm_preprocessor_cache=True", [], [f"{A}rollout.name=vllm"]),
         (f"{A}rollout.oversample_ratio=1.5", [], [f"{A}rollout.tail=oversample"]),
-        (f"{A}rollout.tail_max_age=2", [f"{A}rollout.tail=oversample", f"{A}rollout.oversample_ratio=1"], [f"{A}rollout.tail=oversample"]),
+        (
+            f"{A}rollout.tail_max_age=2",
+            [f"{A}rollout.tail=oversample", f"{A}rollout.oversample_ratio=1"],
+            [f"{A}rollout.tail=oversample"],
+        ),
         (f"{A}rollout.tail_draft_tokens=2", [], [f"{A}rollout.tail=exact", f"{A}rollout.name=vllm"]),
         (f"+{A}rollout.engine_kwargs.vllm.block_size=32", [f"{A}rollout.name=sglang"], [f"{A}rollout.name=vllm"]),
         (f"{A}rollout.free_cache_engine=False", [], [f"{A}rollout.name=vllm"]),
         (f"{A}rollout.mode=async", [], [f"{A}rollout.mode=sync"]),
         (f"{A}model.use_fused_kernels=True", [], [f"{A}model.use_fused_kernels=False"]),
         (f"{A}rollout.load_format=dummy_dtensor", [], None),
-        (f"{A}actor.checkpoint.save_contents=[model]", [], [f"{A}actor.checkpoint.save_contents=[model,optimizer,extra]"]),
+        (
+            f"{A}actor.checkpoint.save_contents=[model]",
+            [],
+            [f"{A}actor.checkpoint.save_contents=[model,optimizer,extra]"],
+        ),
     ],
-)  # fmt: skip
-def test_a_key_is_named_in_the_modes_where_it_is_dead_and_only_there(key, dead, alive):
+)
+def test_a_key_is_named_where_it_is_dead_and_only_there(key, dead, alive):
     name = key.partition("=")[0].lstrip("+")
     assert [note for note in notes(key, *dead) if note.startswith(f"{name}: no effect: ")]
     if alive is not None:
@@ -117,7 +141,7 @@ def test_clip_ratio_alone_sets_both_sides():
     assert (actor.clip_ratio, actor.clip_ratio_low, actor.clip_ratio_high) == (0.1, None, None)
 
 
-def test_words_of_refused_keys_are_free_to_use_in_free_form_dictionaries():
+def test_free_form_keys_may_have_words_of_refused_ones():
     kwargs = load_config(
         ["custom_reward_function.reward_kwargs.sandbox_fusion_url=u"]
     ).config.custom_reward_function.reward_kwargs

@@ -36,8 +36,8 @@ GAE, GDPO = (
     {ALGORITHM + "adv_estimator": "gdpo", ALGORITHM + "gdpo_reward_keys": "[acc,rule_score]"},
 )
 CLIP_COV = {
-    ACTOR + "policy_loss.loss_mode": "clip_cov", ACTOR + "policy_loss.clip_cov_lb": -9, ACTOR + "policy_loss.clip_cov_ub": 9,
-    ACTOR + "policy_loss.clip_cov_ratio": 0.2,
+    ACTOR + "policy_loss.loss_mode": "clip_cov", ACTOR + "policy_loss.clip_cov_lb": -9,
+    ACTOR + "policy_loss.clip_cov_ub": 9, ACTOR + "policy_loss.clip_cov_ratio": 0.2,
 }  # fmt: skip
 KL_COV, SAPO = {ACTOR + "policy_loss.loss_mode": "kl_cov"}, {ACTOR + "policy_loss.loss_mode": "sapo"}
 FILTER = {ALGORITHM + "filter_groups.enable": True}

@@ -1,8 +1,8 @@
 """Advantage estimators: how much better an answer, or a token of it, was than expected.
 
-Two kinds. An *outcome* estimator compares whole answers, one number each, and runs on the driver. A *token* estimator gives
-every token its own advantage; it runs where the tokens are, and whitening, which needs the whole batch, is applied later
-from its moments.
+There are two kinds. An *outcome* estimator gives one number per answer and runs on the driver, which knows all answers to a
+prompt. A *token* estimator gives one number per token and runs where the tokens are; whitening, which needs the whole batch,
+is applied later from its moments.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _VARIANCE_EPSILON = 1e-8
 
 @dataclass(frozen=True)
 class OutcomeInputs:
-    """One number an answer, all [n].
+    """One number per answer, all [n].
 
-    scores: reward of the whole answer. groups: which prompt it answers; answers to one prompt share it. lengths: its tokens.
-    terms: the parts a reward is made of, by name (gdpo). baselines: reward of a greedy answer to the same prompt, where declared.
+    scores: reward of the whole answer. groups: the same number for all answers to a prompt. lengths: tokens of the answer.
+    terms: the parts that a reward is made of, by name. baselines: reward of a greedy answer to the same prompt, where declared.
     """
 
     scores: Tensor
@@ -41,7 +41,10 @@ class OutcomeInputs:
 
 @dataclass(frozen=True)
 class TokenInputs:
-    """rewards, values: one number a token. baselines [n]: reward of a greedy answer to the same prompt (remax)."""
+    """rewards, values: one number per token. baselines [n]: reward of a greedy answer to the same prompt.
+
+    values and baselines are there where the estimator declares that it needs them.
+    """
 
     rewards: Ragged
     values: Ragged | None = None
@@ -50,7 +53,7 @@ class TokenInputs:
 
 @dataclass(frozen=True)
 class TokenAdvantages:
-    """advantages (before whitening) and returns, one number a token."""
+    """advantages (before whitening) and returns, one number per token. A critic learns the returns."""
 
     advantages: Ragged
     returns: Ragged
@@ -74,8 +77,8 @@ def outcome_estimator(
 ) -> Callable[[OutcomeEstimator], OutcomeEstimator]:
     """Declare a function of your own as ``(OutcomeInputs, AlgorithmConfig) -> [n]``: one advantage per answer.
 
-    compares: it compares the answers of a prompt group, so a run with one answer per prompt is refused. greedy_baseline: it gets
-    ``baselines``, for which every prompt is also answered greedily.
+    compares: it compares the answers of a prompt group, so a run with one answer per prompt is refused. greedy_baseline: it
+    gets ``baselines``, for which every prompt is also answered greedily.
     """
     return partial(declared, traits=EstimatorTraits(compares=compares, greedy_baseline=greedy_baseline))
 
@@ -85,8 +88,8 @@ def token_estimator(
 ) -> Callable[[TokenEstimator], TokenEstimator]:
     """Declare a function of your own as ``(TokenInputs, AlgorithmConfig) -> TokenAdvantages``: one advantage per token.
 
-    values: it gets ``values`` of a critic, which learns its ``returns``. greedy_baseline: it gets ``baselines``, for which every
-    prompt is also answered greedily. whitens: its advantages are whitened over the batch.
+    values: it gets ``values`` of a critic, which learns its ``returns``. greedy_baseline: it gets ``baselines``, for which
+    every prompt is also answered greedily. whitens: its advantages are whitened over the batch.
     """
     traits = EstimatorTraits(per_token=True, values=values, greedy_baseline=greedy_baseline, whitens=whitens)
     return partial(declared, traits=traits)
@@ -166,8 +169,8 @@ class Moments:
 def grpo(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
     """A_i = (r_i - mean of group) / (std of group + 1e-6)   (Shao et al. 2024, DeepSeekMath, section 4.1).
 
-    The standard deviation is the unbiased one. ``norm_adv_by_std_in_grpo=False``: A_i = r_i - mean of group (Liu et al. 2025,
-    Dr. GRPO).
+    The standard deviation is the unbiased one. With ``norm_adv_by_std_in_grpo=False`` A_i = r_i - mean of group (Liu et al.
+    2025, Dr. GRPO).
     """
     groups = _Groups(inputs.groups)
     centred = groups.centred(inputs.scores)
@@ -192,9 +195,9 @@ def opo(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
 
 @built_in
 def grpo_passk(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
-    """The best answer of a group gets r_best - r_second (over the group's std + 1e-6 unless switched off), the others 0.
+    """The best answer of a group gets r_best - r_second, the others 0   (Chen et al. 2025, pass@k training).
 
-    Chen et al. 2025, pass@k training. A tie for the best gives 0 to all.
+    It is divided by the group's std + 1e-6 unless ``norm_adv_by_std_in_grpo=False``. A tie for the best gives 0 to all.
     """
     groups = _Groups(inputs.groups)
     best = groups.largest(inputs.scores)
@@ -208,8 +211,8 @@ def grpo_passk(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
 def gpg(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
     """A_i = alpha (r_i - mean of group), alpha = answers / answers in groups with a spread   (Chu et al. 2025, GPG).
 
-    The paper counts groups without a gradient; verl counts scores that are not 0, which differs where wrong answers score
-    other than 0 or a whole group is right.
+    The paper counts groups without a gradient. verl counts scores that are not 0, which differs where wrong answers score other
+    than 0 or a whole group is right.
     """
     groups = _Groups(inputs.groups)
     useful = int((~groups.flat(inputs.scores)).sum())
@@ -224,7 +227,7 @@ def reinforce_plus_plus_baseline(inputs: OutcomeInputs, cfg: AlgorithmConfig) ->
 
 @built_in
 def gdpo(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
-    """GRPO's advantage of every reward term by itself, their weighted sum, whitened over all tokens   (Liu et al. 2026, GDPO).
+    """The weighted sum of GRPO's advantages per reward term, whitened over all tokens   (Liu et al. 2026, GDPO).
 
     The terms are ``gdpo_reward_keys``, weighted by ``gdpo_reward_weights`` (1 each when left out).
     """
@@ -239,7 +242,7 @@ def gdpo(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
 
 
 class _Groups:
-    """Answers to one prompt. Results are [n]: what holds for the group of each answer."""
+    """Statistics over the answers to one prompt. Results are [n]: each answer has the value of its group."""
 
     def __init__(self, groups: Tensor) -> None:
         self._index = groups.unique(return_inverse=True)[1]
@@ -256,7 +259,7 @@ class _Groups:
         return start.scatter_reduce(0, self._index, values, "amax")[self._index]
 
     def flat(self, values: Tensor) -> Tensor:
-        """Whether all values of the group are the same: then nothing is to be learnt, to the last bit."""
+        """Whether all values of the group are equal, to the last bit: then there is nothing to learn."""
         return self.largest(values) == -self.largest(-values)
 
     def centred(self, values: Tensor) -> Tensor:
@@ -268,7 +271,7 @@ class _Groups:
 
 
 def _whiten(advantages: Tensor, lengths: Tensor) -> Tensor:
-    """Mean 0 and unbiased variance 1 over tokens, where every token of answer i has ``advantages[i]``."""
+    """Mean 0 and unbiased variance 1 over tokens, of which every token of answer i has ``advantages[i]``."""
     weights = lengths.to(advantages.dtype)
     moments = Moments(
         float(weights.sum()), float((weights * advantages).sum()), float((weights * advantages.square()).sum())

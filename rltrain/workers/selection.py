@@ -1,4 +1,7 @@
-"""Tokens that a loss treats differently, chosen over the whole global mini-batch and not per micro-batch or rank."""
+"""The tokens that a loss treats differently.
+
+They are chosen over the whole global mini-batch: a choice per micro-batch or rank would depend on how the batch was cut.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,10 @@ from rltrain.seeds import sample_seeds, uniforms
 
 
 def select(inputs: PolicyLossInputs, noise: Tensor, selection: Selection, num_tokens: int, cfg: ActorConfig) -> Tensor:
-    """Which of this rank's tokens belong to the selected of all ranks (a collective). Ties at the border are all taken.
+    """Which of this rank's tokens are among the selected of all ranks (a collective). Ties at the border are all taken.
 
-    ``inputs``: all tokens of this rank's part of the mini-batch. num_tokens: tokens of the global mini-batch. The ranks of
-    a sequence-parallel group have the same part.
+    inputs: all tokens of this rank's part of the mini-batch; the ranks of a sequence-parallel group have the same part.
+    num_tokens: tokens of the global mini-batch.
     """
     copies = cfg.ulysses_sequence_parallel_size
     mask = inputs.mask.values
@@ -37,7 +40,7 @@ def select(inputs: PolicyLossInputs, noise: Tensor, selection: Selection, num_to
 
 
 def noise(micro: Batch, seed: int, mini_batch: int) -> Tensor:
-    """A uniform number a token, which depends on the seed, the number of the mini-batch, the sample and the place alone."""
+    """A uniform number per token, which depends only on the seed, the mini-batch, the sample and the token's place in it."""
     lengths = micro.ragged(c.RESPONSE_MASK).sum().tolist()
     drawn = uniforms(sample_seeds(seed, mini_batch, micro.dense(c.SAMPLE_ID).tolist(), 1, "selection"), 0, max(lengths))
     return torch.from_numpy(np.concatenate([row[:length] for row, length in zip(drawn, lengths, strict=True)]))

@@ -20,7 +20,7 @@ def members(groups, i):
     return [j for j, group in enumerate(groups) if group == groups[i]]
 
 
-# -- advantages of whole answers: scores, groups, lengths -> one number an answer ---------------------------------------
+# -- advantages of whole answers: scores, groups, lengths -> one number an answer ---------------------------------
 
 
 def grpo(scores, groups, by_std=True):
@@ -87,7 +87,7 @@ def gdpo(terms, weights, groups, lengths):
     return whiten_answers(total, lengths)
 
 
-# -- advantages of tokens: rows of rewards -> rows --------------------------------------------------------------------
+# -- advantages of tokens: rows of rewards -> rows ----------------------------------------------------------------
 
 
 def gae(rewards, values, gamma, lam):
@@ -107,7 +107,7 @@ def returns(rewards, gamma):
     return [[sum(gamma ** (u - t) * row[u] for u in range(t, len(row))) for t in range(len(row))] for row in rewards]
 
 
-# -- policy losses: log-probs, advantages of one answer -> its token losses ---------------------------------------------
+# -- policy losses: log-probs, advantages of one answer -> its token losses ---------------------------------------
 
 
 def vanilla(new, old, advantages, low, high, dual):
@@ -179,7 +179,7 @@ def dppo(new, old, advantages, low, high, cap, kind):
     return losses
 
 
-# -- the rest -----------------------------------------------------------------------------------------------------------
+# -- the rest -----------------------------------------------------------------------------------------------------
 
 
 def aggregate(mode, losses, masks, horizon):

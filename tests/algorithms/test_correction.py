@@ -121,7 +121,7 @@ def test_the_overlong_penalty_equals_its_loop(lengths, buffer):
     assert found.tolist() == pytest.approx([slow.overlong(length, 20, buffer, 0.5) for length in lengths])
 
 
-def test_the_gap_of_fresh_tokens_leaves_out_those_of_earlier_policies():
+def test_the_gap_leaves_out_tokens_of_earlier_policies():
     lengths = torch.tensor([3, 2, 1])
     train = Ragged(torch.tensor([-1.0, -2.0, -3.0, -1.0, -1.0, -4.0]), lengths)
     engine = train.like(train.values + torch.tensor([9.0, 9.0, 0.5, 0.25, -0.25, 9.0]))

@@ -93,7 +93,7 @@ def test_the_gradient_is_that_of_finite_differences(name):
 
 @pytest.mark.parametrize("name", sorted(STOPPED))
 @given(columns=rows())
-def test_the_gradient_of_a_stopped_loss_is_its_weight_times_minus_advantage(name, columns):
+def test_a_stopped_loss_has_its_weight_times_A_as_gradient(name, columns):
     """d loss / d log pi of each token; the value of cispo and dppo is weight x -A log pi, that of gspo ratio x -A."""
     inputs = inputs_of(columns, requires_grad=True)
     POLICY_LOSSES[name].function(inputs, CFG).token_losses.sum().backward()
@@ -159,7 +159,7 @@ def test_a_step_raises_good_tokens_and_lowers_bad_ones(name):
 
 @pytest.mark.parametrize("name", LOSSES)
 @given(columns=rows())
-def test_without_advantage_there_is_no_gradient_where_that_is_promised(name, columns):
+def test_a_silent_loss_has_no_gradient_without_advantage(name, columns):
     silent = [(new, old, [0.0] * len(new), mask, selected) for new, old, _, mask, selected in columns]
     inputs = inputs_of(silent, requires_grad=True)
     POLICY_LOSSES[name].function(inputs, CFG).token_losses.sum().backward()
@@ -180,7 +180,7 @@ def test_the_losses_that_select_tokens_promise_nothing():
 
 @pytest.mark.parametrize("name", LOSSES)
 @given(columns=rows(), cut=st.integers(0, 4), random=st.randoms(use_true_random=False))
-def test_any_cut_any_order_and_empty_or_masked_rows_give_the_same_loss(name, columns, cut, random):
+def test_any_cut_and_order_give_the_same_loss(name, columns, cut, random):
     counted = [sum(mask) for _, _, _, mask, _ in columns]
     denominators = Denominators(int(sum(counted)), sum(count > 0 for count in counted), 8)
     cfg = ActorConfig(clip_ratio_low=0.2, clip_ratio_high=0.3, loss_agg_mode="seq-mean-token-mean")
@@ -203,10 +203,10 @@ def test_an_infinite_loss_of_a_masked_token_counts_for_nothing():
     assert float(found.loss) == 1.0
 
 
-# -- selections ----------------------------------------------------------------------------------------------------------
+# -- selections -------------------------------------------------------------------------------------------------------
 
 
-def test_clip_cov_draws_among_tokens_within_the_bounds_that_ppo_would_not_clip():
+def test_clip_cov_draws_within_the_bounds_among_unclipped_tokens():
     cfg = ActorConfig(clip_ratio=0.2)
     cfg.policy_loss.clip_cov_lb, cfg.policy_loss.clip_cov_ub = 0.5, 2.0
     # Covariance (A - 0)(log pi + 1); the third token's ratio is beyond the clip, the last is masked out.

@@ -16,7 +16,8 @@ def plan(*overrides: str, num_prompts: int | None = None):
 
 def test_the_arithmetic_of_a_64_device_run():
     found = plan(
-        "data.train_batch_size=128", f"{A}actor.ppo_mini_batch_size=32", f"{A}rollout.n=16", f"{A}actor.ulysses_sequence_parallel_size=4",
+        "data.train_batch_size=128", f"{A}actor.ppo_mini_batch_size=32", f"{A}rollout.n=16",
+        f"{A}actor.ulysses_sequence_parallel_size=4",
         f"{A}rollout.tensor_model_parallel_size=2", f"{A}actor.ppo_max_token_len_per_gpu=30000", "trainer.nnodes=8",
         "trainer.n_gpus_per_node=8", "trainer.total_epochs=3", num_prompts=1000,
     )  # fmt: skip
@@ -32,10 +33,11 @@ def test_the_arithmetic_of_a_64_device_run():
     assert (found.steps_per_epoch, found.total_steps) == (7, 21)
 
 
-def test_every_model_may_share_sequences_among_a_number_of_devices_of_its_own():
+def test_models_may_differ_in_sequence_parallel_size():
     found = plan(
-        f"{A}actor.ulysses_sequence_parallel_size=4", f"{A}ref.ulysses_sequence_parallel_size=2", "algorithm.adv_estimator=gae",
-        "critic.ulysses_sequence_parallel_size=8", f"{A}actor.ppo_max_token_len_per_gpu=1000", "trainer.n_gpus_per_node=8",
+        f"{A}actor.ulysses_sequence_parallel_size=4", f"{A}ref.ulysses_sequence_parallel_size=2",
+        "algorithm.adv_estimator=gae", "critic.ulysses_sequence_parallel_size=8",
+        f"{A}actor.ppo_max_token_len_per_gpu=1000", "trainer.n_gpus_per_node=8",
         f"{A}ref.log_prob_use_dynamic_bsz=False", f"{A}ref.log_prob_micro_batch_size_per_gpu=3",
     )  # fmt: skip
     assert (found.data_parallel_size, found.ref_data_parallel_size, found.critic_data_parallel_size) == (2, 4, 1)
@@ -50,7 +52,8 @@ def test_total_training_steps_wins_over_epochs():
 
 def test_micro_batches_by_count():
     found = plan(
-        f"{A}actor.use_dynamic_bsz=False", f"{A}actor.ppo_micro_batch_size_per_gpu=4", f"{A}ref.log_prob_micro_batch_size_per_gpu=5",
+        f"{A}actor.use_dynamic_bsz=False", f"{A}actor.ppo_micro_batch_size_per_gpu=4",
+        f"{A}ref.log_prob_micro_batch_size_per_gpu=5",
         "trainer.n_gpus_per_node=4",
     )  # fmt: skip
     assert found.update_budget == PassBudget(None, 4)
@@ -77,7 +80,7 @@ def test_nothing_is_rounded_in_silence(overrides):
         plan(*overrides)
 
 
-def test_answers_that_do_not_divide_are_spread_as_evenly_as_whole_prompts_allow():
+def test_engines_get_whole_prompts_as_evenly_as_possible():
     found = plan(*EIGHT, f"{A}rollout.n=3", "trainer.n_gpus_per_node=5")
     assert (found.samples_per_step, found.most_samples_per_rank, found.samples_per_replica) == (24, 5, 6)
 
@@ -158,7 +161,7 @@ def test_a_reference_pass_is_listed_where_a_reference_runs():
         assert ("micro-batch, ref" in describe(make_plan(config), config)) == listed
 
 
-def test_longer_prompts_are_proposed_only_where_some_were_too_long():
+def test_longer_prompts_are_proposed_where_some_were_too_long():
     config = load_config(["algorithm.adv_estimator=grpo", f"{A}rollout.n=4"]).config
     with pytest.raises(ConfigError, match=r"20 prompts that are left to train on. Lower it\.$"):
         make_plan(config, 20)

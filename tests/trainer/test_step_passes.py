@@ -14,7 +14,8 @@ from tests.tiny import small_run
 
 A, CORRECTION = "actor_rollout_ref.actor.", "algorithm.rollout_correction."
 BASE = [
-    "data.train_batch_size=8", f"{A}ppo_mini_batch_size=2", "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2",
+    "data.train_batch_size=8", f"{A}ppo_mini_batch_size=2", "algorithm.adv_estimator=grpo",
+    "actor_rollout_ref.rollout.n=2",
     "trainer.n_gpus_per_node=1", "trainer.nnodes=1", "actor_rollout_ref.model.path=model", "data.train_files=train",
 ]  # fmt: skip
 PLUGIN = """

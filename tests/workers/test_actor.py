@@ -72,14 +72,14 @@ def one_step(batch: Batch, learning_rate: float) -> UpdateTask:
 def test_with_one_optimizer_step_the_importance_ratio_is_one(worker, sizes):
     """The update's forward, in any micro-batches, gives the log-probs of the old_log_prob pass."""
     batch = scored(worker)
-    worker._policy.train()
+    worker.policy.train()
     for micro in batch.split(sizes):
-        log_probs, *_ = worker._policy(pack(micro, torch.device("cpu")), 1.0, False)
+        log_probs, *_ = worker.policy(pack(micro, torch.device("cpu")), 1.0, False)
         ratio = (log_probs - micro.ragged("old_log_probs").values).exp()
         assert distance(ratio, torch.ones_like(ratio)) < 1e-5
 
 
-def test_before_the_first_update_actor_reference_and_engine_agree(worker):
+def test_actor_reference_and_engine_agree_before_the_update(worker):
     batch = scored(worker)
     actor, reference, engine = (
         batch.ragged(name).values for name in ("old_log_probs", "ref_log_probs", "rollout_log_probs")
@@ -127,8 +127,8 @@ def test_the_gradient_is_the_same_for_any_cut(worker):
         for micro in batch.split(sizes):
             task = one_step(batch, 0.0)
             worker._loss(micro, task.mini_batches[0], task).loss.backward()
-        norms.append(torch.cat([p.grad.full_tensor().flatten() for p in worker._policy.parameters()]))
-        worker._policy.zero_grad()
+        norms.append(torch.cat([p.grad.full_tensor().flatten() for p in worker.policy.parameters()]))
+        worker.policy.zero_grad()
     for other in norms[1:]:
         assert distance(other, norms[0]) < 1e-5
 
@@ -150,9 +150,9 @@ def test_skip_leaves_the_weights_alone(tiny_model, arithmetic_files, tmp_path):
     worker = make_worker(tiny_model, arithmetic_files, tmp_path, trainer__on_nonfinite="skip")
     batch = scored(worker)
     batch.update({"advantage": torch.full((16,), float("nan"))})
-    before = {name: p.full_tensor().clone() for name, p in worker._policy.named_parameters()}
+    before = {name: p.full_tensor().clone() for name, p in worker.policy.named_parameters()}
     assert worker.update(batch, one_step(batch, 1e-2))["skipped"].tolist() == [1.0]
-    assert all(torch.equal(p.full_tensor(), before[name]) for name, p in worker._policy.named_parameters())
+    assert all(torch.equal(p.full_tensor(), before[name]) for name, p in worker.policy.named_parameters())
     stop = make_worker(tiny_model, arithmetic_files, tmp_path)
     with pytest.raises(NonFiniteError, match="no optimizer step was made"):
         stop.update(batch, one_step(batch, 1e-2))
@@ -163,7 +163,8 @@ def test_parameters_and_optimizer_can_rest_on_the_host(tiny_model, arithmetic_fi
     plain = make_worker(tiny_model, arithmetic_files, tmp_path)
     offloading = make_worker(
         tiny_model, arithmetic_files, tmp_path, actor_rollout_ref__actor__fsdp_config__param_offload=True,
-        actor_rollout_ref__actor__fsdp_config__optimizer_offload=True, actor_rollout_ref__ref__fsdp_config__param_offload=True,
+        actor_rollout_ref__actor__fsdp_config__optimizer_offload=True,
+        actor_rollout_ref__ref__fsdp_config__param_offload=True,
     )  # fmt: skip
     results = []
     for worker in (plain, offloading):

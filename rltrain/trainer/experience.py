@@ -92,7 +92,7 @@ class Experience:
         if c.RULE_SCORE in samples.numbers:
             solved = accuracy(samples).clip(0, 1).reshape(-1, n).mean(1)
             self.sampler.observe(samples[c.ROW][::n].tolist(), solved)
-        return _Round(samples, generated, metrics | {"reward/compute_s": self._rewards.take_seconds()})
+        return _Round(samples, generated, metrics | {"reward/compute_s": self._rewards.seconds})
 
     def _draw(self) -> list[Prompt]:
         rows = self.sampler.rows(self.batches_drawn)
@@ -146,7 +146,6 @@ class Experience:
             )
             greedy, _ = self._policy.generate(task)
             samples.update({c.BASELINE: self._rewards.score("train", greedy)[c.SCORE].repeat(n)})
-            self._rewards.take_seconds()  # timing_s/gen_max has it
 
     def validation(self, step: int, stop: Stop) -> tuple[Samples, dict[str, np.ndarray], int] | None:
         """Every validation prompt answered, scores, and how many answers a prompt got; None where ``stop`` is requested meanwhile."""
@@ -167,5 +166,4 @@ class Experience:
         samples = Samples.join([(part, np.arange(len(part))) for part in parts])
         samples.update({c.GROUP: np.arange(len(rows)).repeat(num_samples)})
         scores = self._rewards.score("val", samples)
-        self._rewards.take_seconds()  # not part of any step
         return samples, scores, num_samples

@@ -30,7 +30,8 @@ class Rewards:
         self._overlap = cfg.reward.overlap
         self._weights: dict[str, float] = {name: float(weight) for name, weight in cfg.reward.weights.items()}
         self._max_length = cfg.data.max_response_length
-        self._seconds = 0.0
+        # What the newest rule rewards took, summed over all scoring processes, whether hidden behind generation or not.
+        self.seconds = 0.0
         self._rows = rows
         self._pool = pool
         self._model = model
@@ -60,7 +61,7 @@ class Rewards:
             begun = begun or AnswersInScoring(self._pool.begin(split, len(samples)))
             begun.add_missing(samples)
             found = begun.finish()
-            self._seconds += begun.seconds
+            self.seconds = begun.seconds
         if self._weights:
             found[c.SCORE] = self._weigh(found)
         total = found[c.SCORE]
@@ -88,11 +89,6 @@ class Rewards:
                 )
             total = total + weight * np.nan_to_num(term)
         return np.where(failed, found[c.SCORE], total)
-
-    def take_seconds(self) -> float:
-        """Seconds of rule rewards since the last call, summed over all scoring processes, whether hidden or not."""
-        taken, self._seconds = self._seconds, 0.0
-        return taken
 
 
 class AnswersInScoring:

@@ -25,7 +25,7 @@ PER_POLICY_TOKEN = "[n, policy_tokens]"
 
 @dataclass(frozen=True)
 class Column:
-    """What is known of a column. ``dtype`` is NumPy's and torch's name; ``str`` means a list of Python strings."""
+    """Facts about a column. ``dtype`` is NumPy's and torch's name; ``str`` means a list of Python strings."""
 
     shape: str
     dtype: str

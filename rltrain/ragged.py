@@ -93,7 +93,7 @@ class Ragged:
         return self.sum() / count
 
     def broadcast(self, per_row: Tensor) -> Ragged:
-        """One number a row, repeated over the row's values: [n] -> the shape of this Ragged."""
+        """One number per row, repeated over its values: [n] -> the lengths of this Ragged."""
         return Ragged(per_row[self.row_ids], self.lengths)
 
     def like(self, values: Tensor) -> Ragged:

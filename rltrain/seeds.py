@@ -1,26 +1,49 @@
-"""Random streams: pure functions of the run's seed, a purpose and ordered numbers such as step and epoch. No two share a stream."""
+"""Random streams: pure functions of the run's seed, a purpose and ordered numbers such as step and epoch.
+
+Problem: a resumed run, another number of ranks or another engine must draw the same numbers. Choice: nothing is drawn from
+shared state. Bulk draws of the driver come from Philox; numbers per sample and token are counted, SplitMix64 at a position.
+No two purposes share a stream. Left out: streams that libraries own, such as torch's initialisation of a new head.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-# Their places count: append, never reorder. The order of prompts is older than these (data/order.py).
+# A purpose is its place in this tuple: append, never reorder.
 _PURPOSES = ("train", "val", "mini_batches", "revisit", "selection")
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def stream(seed: int, purpose: str, *numbers: int) -> np.random.Philox:
-    """A generator of 64-bit numbers (``random_raw``), which NumPy guarantees across versions. numbers: from 0 to below 2^32."""
+    """A generator of 64-bit numbers (``random_raw``), which NumPy guarantees across versions.
+
+    numbers: from 0 to below 2^32.
+    """
     return np.random.Philox(_sequence(seed, purpose, *numbers))
+
+
+def order_stream(seed: int, epoch: int) -> np.random.Philox:
+    """The stream that orders the prompts of an epoch. It has no purpose because it is older than purposes."""
+    return np.random.Philox(np.random.SeedSequence([seed % 2**64, epoch]))
+
+
+def name_seed(seed: int, *names: str) -> int:
+    """A seed below 2^64 per name, for what is drawn by another library's generator (new adapters)."""
+    digest = hashlib.sha256(" ".join((str(seed), *names)).encode()).digest()
+    return int.from_bytes(digest[:8], "little")
 
 
 def sample_seeds(
     seed: int, step: int | NDArray[np.int64], rows: Sequence[int], num_samples: int, purpose: str = "train"
 ) -> NDArray[np.uint64]:
-    """One seed a sample, prompt-major: a function of (seed, purpose, step, prompt, sample), in this order. step: one, or one a row."""
+    """One seed per sample, prompt-major: a function of (seed, purpose, step, prompt, sample), in this order.
+
+    step: one for all rows, or one per row.
+    """
     parts = np.full((len(rows), num_samples), _sequence(seed, purpose).generate_state(1, np.uint64)[0])
     for number in (
         np.asarray(step, dtype=np.uint64).reshape(-1, 1),
@@ -32,7 +55,7 @@ def sample_seeds(
 
 
 def uniforms(seeds: NDArray[np.uint64], start: int | NDArray[np.int64], count: int) -> NDArray[np.float64]:
-    """Random numbers ``start`` (one, or one a seed) to ``start + count`` of each seed's stream, in [0, 1): shape [len(seeds), count].
+    """Numbers ``start`` (one, or one per seed) to ``start + count`` of each stream, in [0, 1): [len(seeds), count].
 
     Counted, not drawn from shared state: SplitMix64 (Steele et al. 2014) at position ``start + i``.
     """
@@ -43,7 +66,7 @@ def uniforms(seeds: NDArray[np.uint64], start: int | NDArray[np.int64], count: i
 
 
 def _sequence(seed: int, purpose: str, *numbers: int) -> np.random.SeedSequence:
-    # A spawn key and no list: SeedSequence([1, 2]) is SeedSequence([1, 2, 0]).
+    # Numbers go into the spawn key because SeedSequence([1, 2]) equals SeedSequence([1, 2, 0]).
     return np.random.SeedSequence(seed % 2**64, spawn_key=(_PURPOSES.index(purpose), *numbers))
 
 

@@ -45,7 +45,7 @@ class LocalGroup:
         return getattr(role, call.method.__name__)(*map(self._resolve, call.args))
 
     def _resolve(self, arg: Any) -> Any:
-        return assemble(arg, [piece.ref[0] for piece in arg.pieces]) if isinstance(arg, Request) else arg
+        return assemble(arg, [part.ref for part in arg.parts]) if isinstance(arg, Request) else arg
 
 
 class LocalHandle:

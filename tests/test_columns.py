@@ -104,7 +104,7 @@ def test_prompts_and_pixels_travel_once_per_prompt(tiny_model, arithmetic_files,
     (part,) = samples.parts_with("prompt")
     samples.attach([replace(part, columns=("pixels",))])
     request = samples.request(np.arange(16), [*c.PROMPT_AND_ANSWER, "pixels"])
-    batch = assemble(request, [piece.ref[0] for piece in request.pieces])
+    batch = assemble(request, [part.ref for part in request.parts])
     assert len(pickle.dumps(part.ref)) < 1.1 * pixels.nbytes, "in the object store"
     assert len(pickle.dumps(batch)) < 1.1 * pixels.nbytes, "in the worker"
     for micro, places in zip(batch.split([6, 2, 8]), ([0, 1], [1], [2, 3]), strict=True):

@@ -1,7 +1,7 @@
 """How token losses become one number, with denominators of the whole global mini-batch.
 
-Every mode is a weighted sum over tokens; only the weights differ. Because the denominators are counted before the batch is
-cut, the sum over any cutting into micro-batches and ranks is the same number.
+Problem: a mean per micro-batch depends on how the batch is cut. Choice: every mode is a weighted sum over tokens, and its
+denominators are counted before the batch is cut, so any cut into micro-batches and ranks gives the same sum.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ AGGREGATION_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", 
 
 @dataclass(frozen=True)
 class Denominators:
-    """Counts over one global mini-batch: loss tokens, sequences with at least one of them; and what -norm divides by."""
+    """Counts over one global mini-batch: loss tokens, sequences with a loss token; and the divisor of -norm."""
 
     tokens: int
     sequences: int

@@ -64,7 +64,7 @@ def compare(
 ) -> tuple[dict[str, Ragged], Sums]:
     """Columns ``is_weights`` and ``loss_mask`` where the loss uses them, and the sums of mismatch and correction.
 
-    given [n]: see `fresh_gap`. weighs: importance weights enter the loss.
+    given [n]: tokens from earlier policies, see `fresh_gap`. weighs: importance weights enter the loss.
     """
     log_ratio = train.like(train.values - engine.values)
     columns: dict[str, Ragged] = {}

@@ -24,12 +24,12 @@ def absolute(log_ratio: Tensor) -> Tensor:
 
 
 def k2(log_ratio: Tensor) -> Tensor:
-    """log(pi / pi_ref)^2 / 2: biased, low variance; its gradient is that of the KL."""
+    """log(pi / pi_ref)^2 / 2: biased, low variance; its expected gradient is the gradient of the KL."""
     return log_ratio.square() / 2
 
 
 def k3(log_ratio: Tensor) -> Tensor:
-    """r - 1 - log r with r = pi_ref / pi: unbiased, never negative. Clamped as verl does: |log r| <= 20, value <= 10."""
+    """r - 1 - log r with r = pi_ref / pi: unbiased, not negative. Clamped like verl: |log r| <= 20, value <= 10."""
     log_r = (-log_ratio).clamp(-20, 20)
     return (log_r.exp() - 1 - log_r).clamp(-10, 10)
 
@@ -46,9 +46,9 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def kl_per_token(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
-    """KL estimate of each sampled token. Shapes: [tokens], [tokens] -> [tokens]; differentiable in ``log_probs``.
+    """KL estimate per sampled token: [tokens], [tokens] -> [tokens]; differentiable in ``log_probs``.
 
-    A name with ``+`` has the estimator's value and k2's gradient, because the gradient of k1 or k3 is not that of the KL.
+    A name with ``+`` takes the estimator's value and k2's gradient: only k2's gradient estimates that of the KL.
     """
     log_ratio = log_probs - ref_log_probs
     if not kind.endswith("+"):
@@ -63,7 +63,7 @@ def exact_kl(log_softmax: Tensor, ref_log_softmax: Tensor) -> Tensor:
 
 
 def adapted_kl_coef(coef: float, kl: float, num_samples: int, cfg: KLControlConfig) -> float:
-    """Weight of the KL in the next step's reward: proportional control towards ``target_kl`` (Ziegler et al. 2019, section 2.2)."""
+    """Weight of the KL in the next reward: proportional control to ``target_kl`` (Ziegler et al. 2019, section 2.2)."""
     if cfg.type == "fixed":
         return coef
     error = min(max(kl / cfg.target_kl - 1, -0.2), 0.2)

@@ -109,4 +109,4 @@ def _fetch(value: Any) -> Any:
 def _assembled(arg: Any) -> Any:
     if not isinstance(arg, Request):
         return arg
-    return assemble(arg, ray.get([piece.ref[0] for piece in arg.pieces]))
+    return assemble(arg, ray.get([part.ref for part in arg.parts]))

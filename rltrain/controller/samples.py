@@ -1,13 +1,14 @@
 """Samples: what the driver knows of a batch. Numbers it owns; payload it only points at.
 
-Payload (tokens, log-probs, texts) stays in Ray's object store where a worker produced it. The driver hands out `Request`s:
-which objects to fetch and which rows of them, resolved inside the worker that needs them.
+Problem: tokens and log-probs of a step are gigabytes, and every pass spreads the samples over the ranks anew. Choice: payload
+stays in Ray's object store where a worker produced it. The driver hands out a `Request` per rank: which objects to fetch and
+which rows of them, resolved inside the worker that needs them. Left out: moving payload to the rank that will read it next.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -22,8 +23,8 @@ Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
-class Part:
-    """One object in the store: the given columns of the given samples; sample ``ids[i]`` is its row ``rows[i]``."""
+class StoredRows:
+    """Columns of one object in the store, behind ``ref``: sample ``ids[i]`` is row ``rows[i]`` of the object."""
 
     ref: Any
     columns: tuple[str, ...]
@@ -31,27 +32,20 @@ class Part:
     rows: Array
 
 
-def whole(ref: Any, columns: tuple[str, ...], ids: Array) -> Part:
+def whole(ref: Any, columns: tuple[str, ...], ids: Array) -> StoredRows:
     """An object that holds the samples ``ids`` in that order and nothing else."""
-    return Part(ref, columns, ids, np.arange(len(ids)))
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Rows ``rows`` of the object behind ``ref[0]`` are wanted at ``places``. A ref in a list is not fetched by Ray itself."""
-
-    ref: list[Any]
-    columns: tuple[str, ...]
-    rows: Array
-    places: Array
+    return StoredRows(ref, columns, ids, np.arange(len(ids)))
 
 
 @dataclass(frozen=True)
 class Request:
-    """A batch to be put together by the worker that receives it. groups [n]: samples of one group share their prompt."""
+    """A batch to be put together by the worker that receives it; ids in ``parts`` are places in the batch.
+
+    groups [n]: samples of one group share their prompt, whoever generated their answers.
+    """
 
     num_samples: int
-    pieces: list[Piece]
+    parts: list[StoredRows]
     numbers: dict[str, Array] = field(default_factory=dict)
     groups: Array | None = None
 
@@ -62,12 +56,12 @@ class Request:
 
 
 class Samples:
-    """n samples, known by their ids 0..n-1. ``numbers[name]`` is one number a sample."""
+    """n samples, known by their ids 0..n-1. ``numbers[name]`` holds one number per sample."""
 
     def __init__(self, num_samples: int) -> None:
         self.num_samples = num_samples
         self.numbers: dict[str, Array] = {}
-        self._parts: dict[tuple[int, tuple[str, ...]], Part] = {}
+        self._parts: dict[tuple[int, tuple[str, ...]], StoredRows] = {}
 
     def __len__(self) -> int:
         return self.num_samples
@@ -85,33 +79,36 @@ class Samples:
                 raise ValueError(f"'{name}' has {len(values)} numbers for {self.num_samples} samples")
             self.numbers[name] = np.asarray(values)
 
-    def attach(self, parts: Sequence[Part]) -> None:
+    def attach(self, parts: Sequence[StoredRows]) -> None:
         """Add payload columns that now exist in the object store."""
         for part in parts:
             name = (id(part.ref), part.columns)
             if known := self._parts.get(name):  # so that one object is fetched once
-                ids, rows = np.concatenate([known.ids, part.ids]), np.concatenate([known.rows, part.rows])
-                part = Part(part.ref, part.columns, ids, rows)
+                ids, rows = (np.concatenate(pair) for pair in ((known.ids, part.ids), (known.rows, part.rows)))
+                part = replace(part, ids=ids, rows=rows)
             self._parts[name] = part
 
     def adopt(self, other: Samples, ids: Array, places: Array, numbers: Sequence[str] = ()) -> None:
-        """Take the payload, and the given numbers, of the samples ``ids`` of ``other``: they are my samples ``places``."""
+        """Take over payload and given numbers of the samples ``ids`` of ``other``; here they are the samples ``places``."""
         new_id = np.full(len(other), -1)
         new_id[ids] = places
         for part in other._parts.values():
             kept = new_id[part.ids] >= 0
             if kept.any():  # else nothing of the object is needed any more
-                self.attach([Part(part.ref, part.columns, new_id[part.ids][kept], part.rows[kept])])
+                self.attach([replace(part, ids=new_id[part.ids][kept], rows=part.rows[kept])])
         for name in numbers:
             self[name][places] = other[name][ids]
 
-    def parts_with(self, column: str) -> list[Part]:
+    def parts_with(self, column: str) -> list[StoredRows]:
         """The objects that hold ``column``."""
         return [part for part in self._parts.values() if column in part.columns]
 
     @classmethod
     def join(cls, pieces: Sequence[tuple[Samples, Array]]) -> Samples:
-        """The chosen samples (by id, in order) of several `Samples` as one, numbered anew from 0. A number that some lack is NaN there."""
+        """The chosen samples (by id, in order) of several `Samples` as one, with ids from 0.
+
+        A number that some of the pieces lack is NaN for their samples.
+        """
         joined = cls(sum(len(ids) for _, ids in pieces))
         start = 0
         for samples, ids in pieces:
@@ -127,37 +124,37 @@ class Samples:
     ) -> Request:
         """The given samples in the given order. Raises KeyError when a column is not there for every one of them.
 
-        Of ``optional`` columns those rows come that there are.
+        An ``optional`` column may exist for only some of the samples; the others get empty rows.
         """
         columns = [*columns, *optional]
-        pieces = []
+        parts = []
         for part in self._parts.values():
             wanted = tuple(name for name in part.columns if name in columns)
             row_of = np.full(self.num_samples, -1, dtype=np.int32)
             row_of[part.ids] = part.rows
             places = np.flatnonzero(row_of[ids] >= 0).astype(np.int32)
             if wanted and len(places):
-                pieces.append(Piece([part.ref], wanted, row_of[ids[places]], places))
+                parts.append(StoredRows(part.ref, wanted, places, row_of[ids[places]]))
         for name in columns:
-            have = sum(len(piece.rows) for piece in pieces if name in piece.columns)
+            have = sum(len(part.rows) for part in parts if name in part.columns)
             if have != len(ids) and name not in optional:
                 raise KeyError(f"column '{name}' is there for {have} of {len(ids)} samples")
         groups = self[c.GROUP][ids].astype(np.int32) if c.GROUP in self.numbers else None
-        return Request(len(ids), pieces, {name: self[name][ids] for name in numbers}, groups)
+        return Request(len(ids), parts, {name: self[name][ids] for name in numbers}, groups)
 
 
 def assemble(request: Request, objects: Sequence[Batch | list[Any]]) -> Batch:
-    """The requested batch, from the fetched objects (one a piece). A list is an object of one column.
+    """The requested batch, from the fetched objects (one per part). A list is an object of one column.
 
-    Of a ragged column that some samples lack, their rows are empty.
+    A sample without a value in a ragged column gets an empty row.
     """
     batch = Batch()
     if not request.num_samples:
         return batch
-    for name in dict.fromkeys(name for piece in request.pieces for name in piece.columns):
-        having = [(piece, found) for piece, found in zip(request.pieces, objects, strict=True) if name in piece.columns]
-        joined = Batch.concat([Batch({name: _column(found, name)}).select(piece.rows) for piece, found in having])
-        places = np.concatenate([piece.places for piece, _ in having])
+    for name in dict.fromkeys(name for part in request.parts for name in part.columns):
+        having = [(part, found) for part, found in zip(request.parts, objects, strict=True) if name in part.columns]
+        joined = Batch.concat([Batch({name: _column(found, name)}).select(part.rows) for part, found in having])
+        places = np.concatenate([part.ids for part, _ in having])
         column = joined.select(np.argsort(places, kind="stable"))[name]
         if isinstance(column, Ragged) and len(column) < request.num_samples:
             lengths = torch.zeros(request.num_samples, dtype=torch.long)
@@ -178,13 +175,13 @@ _REFERENCE_BYTES = 28
 
 
 def driver_bytes(value: Any) -> int:
-    """Bytes that ``value`` takes through the driver: arrays by their size, a reference as 28 bytes, other leaves as 8."""
+    """Bytes of ``value`` on its way through the driver: arrays by size, 28 per reference, 8 per other leaf."""
     if isinstance(value, np.ndarray):
         return int(value.nbytes)
     if isinstance(value, str | bytes):
         return len(value)
-    if isinstance(value, Piece):
-        return _REFERENCE_BYTES + value.rows.nbytes + value.places.nbytes
+    if isinstance(value, StoredRows):
+        return _REFERENCE_BYTES + value.rows.nbytes + value.ids.nbytes
     if is_dataclass(value):
         return driver_bytes(vars(value))
     if isinstance(value, Mapping):

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rltrain.errors import DataError
+from rltrain.seeds import order_stream
 
 
 class BatchOrder:
@@ -61,6 +62,6 @@ class BatchOrder:
         if not self.shuffle:
             return np.arange(self.num_rows)
         if self._cached is None or self._cached[0] != epoch:
-            stream = np.random.Philox(np.random.SeedSequence([self.seed % 2**64, epoch]))
+            stream = order_stream(self.seed, epoch)
             self._cached = (epoch, np.argsort(stream.random_raw(self.num_rows), kind="stable"))
         return self._cached[1]

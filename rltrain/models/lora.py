@@ -7,7 +7,6 @@ both alike. Whatever leaves the trainer leaves it merged, under the names of the
 from __future__ import annotations
 
 import difflib
-import hashlib
 import math
 import re
 import shutil
@@ -26,6 +25,7 @@ from transformers import PreTrainedModel
 
 from rltrain.config.model_schema import CriticModelConfig, ModelConfig
 from rltrain.errors import ConfigError
+from rltrain.seeds import name_seed
 
 _NAME = "default"
 # How an adapter may have been started without changing the weights under it.
@@ -109,8 +109,7 @@ def first_adapters(model: nn.Module, lora: Lora) -> dict[str, Tensor]:
     weights = {}
     for name, layer in lora_layers(model):
         first, second = layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight
-        digest = hashlib.sha256(f"{lora.seed} {lora.section} {name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+        generator = torch.Generator().manual_seed(name_seed(lora.seed, lora.section, name))
         drawn = torch.empty(first.shape)
         weights[_weight_name(name, "A")] = nn.init.kaiming_uniform_(drawn, math.sqrt(5), generator=generator)
         weights[_weight_name(name, "B")] = torch.zeros(second.shape)

@@ -1,4 +1,9 @@
-"""Samples one behind the other in one row: who sees whom, where each answer is predicted, and which answers share a prompt."""
+"""Samples one behind the other in one row: who sees whom, where each answer is predicted, and which answers share a prompt.
+
+Problem: padding wastes compute, and a prompt's tokens are the same for all its answers. Choice: a micro-batch is one row
+without padding. A prompt stands in it once, followed by its answers, which attend to it and to themselves. The batch's
+dictionary-encoded prompt column says who shares. Left out: trees of prompts that share only their beginning.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +23,7 @@ from rltrain.ragged import Ragged
 
 
 class Segment(NamedTuple):
-    """Queries [start, stop): they see the keys of ``prefix`` (the range of an earlier segment) and, causally, those of their own."""
+    """Queries [start, stop) see the keys of ``prefix`` (the range of an earlier segment) and, causally, their own."""
 
     start: int
     stop: int
@@ -37,7 +42,7 @@ class AttentionPlan:
 
     @classmethod
     def of_lengths(cls, lengths: Sequence[int]) -> AttentionPlan:
-        """Segments that see themselves alone."""
+        """Segments that see only themselves."""
         ends = list(accumulate(lengths))
         return cls(tuple(Segment(end - length, end) for end, length in zip(ends, lengths, strict=True)))
 
@@ -46,7 +51,7 @@ class AttentionPlan:
         return self.segments[-1].stop
 
     def padded_to(self, num_tokens: int) -> AttentionPlan:
-        """With one more segment, where tokens are missing to that number."""
+        """This plan with a segment of padding up to that number of tokens, where some are missing."""
         end = self.num_tokens
         return self if end == num_tokens else AttentionPlan((*self.segments, Segment(end, num_tokens)))
 
@@ -76,14 +81,14 @@ class AttentionPlan:
 
 
 class _OnDevice:
-    """The plan's tensors, made once a device rather than once a layer."""
+    """The plan's tensors, made once per device rather than once per layer."""
 
     def __init__(self, plan: AttentionPlan) -> None:
         self._plan = plan
         self._made: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
 
     def __call__(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Cumulative query lengths and key lengths [segments + 1] (int32); where the key rows of all segments lie [keys]."""
+        """Cumulative query and key lengths [segments + 1] (int32); the rows of all segments' keys [keys]."""
         if device not in self._made:
             plan = self._plan
             rows = [torch.arange(*part) for each in plan.segments for part in (each.prefix, (each.start, each.stop))]
@@ -97,8 +102,8 @@ class _OnDevice:
 class PackedInputs:
     """One micro-batch as the model sees it.
 
-    tokens, positions: [total]; plan: who sees whom (host integers). predictors, labels: [answer tokens], the place of the
-    hidden state that predicts each answer token, and that token.
+    tokens, positions: [total]; plan: who sees whom (host integers). predictors, labels: [policy tokens], the place of the
+    hidden state that predicts each token of the policy, and that token.
     """
 
     tokens: Tensor
@@ -161,7 +166,7 @@ def pack(batch: Batch, device: torch.device, *, share: bool = True) -> PackedInp
 
 
 class _Laid:
-    """Segments as they are laid one behind the other."""
+    """Collects segments one behind the other."""
 
     def __init__(self) -> None:
         self.rows: list[Tensor] = []
@@ -184,7 +189,7 @@ def per_policy_token(values: Tensor, batch: Batch) -> Ragged:
 
 
 def pack_whole(rows: Sequence[Sequence[int]], device: torch.device) -> PackedInputs:
-    """Rows of token ids, with the last token of each as the place that is asked for. No rows pack to one dummy token."""
+    """Rows of token ids; the predictor of a row is its last token. No rows pack to one dummy token."""
     if not rows:
         return pack(Batch(), device)
     lengths = torch.tensor([len(row) for row in rows])

@@ -124,8 +124,8 @@ def _job(
     names += [name for name in samples.numbers if name.startswith(c.SCORER)]
     numbers = {name: _narrow(samples[name][ids], exact=name != c.ADVANTAGE) for name in names}
     numbers = {name: values[:1] if (values == values[0]).all() else values for name, values in numbers.items()}
-    pieces = samples.request(ids, [c.TEXT]).pieces
-    texts = [(piece.ref, _narrow(piece.rows), _narrow(piece.places)) for piece in pieces]
+    parts = samples.request(ids, [c.TEXT]).parts
+    texts = [([part.ref], _narrow(part.rows), _narrow(part.ids)) for part in parts]
     return SampleJob(split, step, samples[c.ROW][ids[::each]], each, texts, numbers, np.ones(len(prompts), dtype=bool))
 
 

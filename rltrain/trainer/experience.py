@@ -1,4 +1,4 @@
-"""What a step learns from: prompts, answers, scores; with dynamic sampling, until enough groups say something."""
+"""Prompts, answers and scores of a step; with dynamic sampling, further rounds until enough groups are informative."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from rltrain.trainer.timing import StepTimer
 from rltrain.workers.rollout.base import Sampling
 from rltrain.workers.tasks import GenerateTask
 
-# Answers that keep an engine replica busy.
+# This many answers keep an engine replica busy.
 _BUSY_ENGINE = 128
 
 
 @dataclass
 class _Round:
-    """generated: all that engines were asked for; samples: what of it may be learnt from, with scores."""
+    """generated: all answers of the round; samples: those the step may learn from, with scores."""
 
     samples: Samples
     generated: Samples
@@ -37,7 +37,7 @@ class _Round:
 
 
 class Experience:
-    """Generates and scores. ``batches_drawn`` (rounds of prompts drawn so far) and ``line`` are the data position of the run."""
+    """Generates and scores. ``batches_drawn`` (rounds of prompts so far) and ``line`` are the run's data position."""
 
     def __init__(self, cfg: Config, plan: Plan, policy: Policy, rewards: Rewards, sampler: Sampler) -> None:
         self.batches_drawn = 0
@@ -114,7 +114,7 @@ class Experience:
         return np.flatnonzero(values.max(1) != values.min(1))
 
     def _choose(self, rounds: list[Samples], useful: list[Ids]) -> tuple[Samples, Metrics]:
-        """Useful groups in order; where they are too few, groups that were thrown away keep the batch at its size."""
+        """Useful groups in order; where they are too few, rejected groups fill the batch up."""
         wanted, n = self._plan.prompts_per_step, self._rollout.n
         taken: list[Ids] = []
         for each in useful:
@@ -148,12 +148,12 @@ class Experience:
             samples.update({c.BASELINE: self._rewards.score("train", greedy)[c.SCORE].repeat(n)})
 
     def validation(self, step: int, stop: Stop) -> tuple[Samples, dict[str, np.ndarray], int] | None:
-        """Every validation prompt answered, scores, and how many answers a prompt got; None where ``stop`` is requested meanwhile."""
+        """Answers to every validation prompt, scores, and answers per prompt; None if ``stop`` is requested meanwhile."""
         val = self._rollout.val_kwargs
         greedy = not val.do_sample or val.temperature == 0
         num_samples = 1 if greedy else val.n
         rows = np.arange(self._rewards.num_rows("val"), dtype=np.int32)
-        # About as many answers at a time as a step has: nobody who wants to stop waits longer than for a step.
+        # About as many answers at a time as a step has, so that a stop is never later than after a step.
         step_size = self._plan.prompts_per_step * self._plan.answers_per_prompt
         at_once = max(1, max(step_size, _BUSY_ENGINE * self._plan.num_engine_replicas) // num_samples)
         parts = []

@@ -1,4 +1,10 @@
-"""Which prompts a step starts, and what becomes of those that have no answer yet when it has enough (`rollout.tail`)."""
+"""Which prompts a step starts, and what happens to unfinished ones when it has enough (`rollout.tail`).
+
+Problem: the longest answers keep all engines waiting. Choice: a step starts more prompts than it needs and stops when enough
+are complete. Unfinished prompts wait in a line, in front of new ones: ``oversample`` answers them anew, ``carry_over`` continues
+their answers. An age limit forces completion, so that long answers are not lost from the data. Left out: keeping begun answers
+in a checkpoint; they start anew.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +21,7 @@ from rltrain.trainer.balance import Ids
 from rltrain.trainer.metrics import Metrics
 from rltrain.trainer.plan import Plan
 
-# What is known of an answer that no engine has worked on in this step, because it was finished before or had to wait.
+# Numbers of an answer that no engine has worked on in this step: it was complete before, or it waits.
 _KEPT = (
     c.PROMPT_LENGTH,
     c.RESPONSE_LENGTH,
@@ -34,8 +40,8 @@ State = list[list[int]]
 class Prompt:
     """A prompt that was drawn and not yet learnt from.
 
-    row: its place in the data. draw: the draw (from 1) it came with, which decides its random numbers in every attempt. age: how often
-    a step has ended without it. answers: those it has so far, whole or begun, with the numbers of `_KEPT` (carry_over).
+    row: its place in the data. draw: its draw (from 1), which decides its random numbers in every attempt. age: the number of
+    steps that have ended without it. answers: complete and begun ones, with the numbers of `_KEPT` (carry_over).
     """
 
     row: int
@@ -45,7 +51,7 @@ class Prompt:
 
 
 class PromptLine:
-    """Prompts on their way into a batch, oldest first. With ``tail=off`` nobody ever waits in it."""
+    """Prompts on their way into a batch, oldest first. With ``tail=off`` none ever waits."""
 
     def __init__(self, cfg: Config, plan: Plan) -> None:
         rollout = cfg.actor_rollout_ref.rollout
@@ -58,7 +64,7 @@ class PromptLine:
         self._waiting: list[Prompt] = []
 
     def take(self, draw: Callable[[], list[Prompt]]) -> list[Prompt]:
-        """The prompts of a step: those that wait, then new ones."""
+        """The prompts of a step: waiting ones, then new ones."""
         while len(self._waiting) < self._num_started:
             self._waiting += draw()
         started, self._waiting = self._waiting[: self._num_started], self._waiting[self._num_started :]
@@ -78,8 +84,8 @@ class PromptLine:
     def _num_waited_for(self, started: Sequence[Prompt]) -> int:
         """How many (of the first) prompts the step must wait for.
 
-        carry_over: those that are too old. oversample: as soon as one is too old, all that were thrown away before, since a step that has
-        to last long anyway may as well complete them.
+        carry_over: the prompts over the age limit. oversample: if any prompt is over it, all prompts thrown away before, since
+        a step that lasts long anyway may as well complete them.
         """
         old = [prompt for prompt in started if prompt.age >= self._max_age]
         if old and not self._carries:
@@ -87,7 +93,7 @@ class PromptLine:
         return min(len(old), self._wanted)
 
     def begun(self, started: Sequence[Prompt]) -> Request | None:
-        """Payload and ``id`` (place * n + sample) of the answers that are to be continued."""
+        """Payload and ``slot`` (place * n + sample) of the answers to continue."""
         pieces, ids = [], []
         for place, prompt in enumerate(started):
             if prompt.answers:
@@ -101,7 +107,7 @@ class PromptLine:
         return answers.request(np.arange(len(answers)), c.ANSWER, [c.SLOT])
 
     def settle(self, started: Sequence[Prompt], samples: Samples) -> tuple[Samples, Ids, Metrics]:
-        """The batch: the first prompts, in the order of the line, that have all their answers; their ids; what it cost.
+        """The batch (the first prompts in line that are complete), the ids of its samples, and metrics.
 
         The other prompts go to the front of the line.
         """
@@ -133,7 +139,7 @@ class PromptLine:
         return batch, ids, metrics
 
     def _add_earlier(self, started: Sequence[Prompt], samples: Samples) -> None:
-        """Put the answers that earlier steps have left beside those of this one."""
+        """Add the answers of earlier steps to those of this one."""
         nothing = np.zeros(len(samples), dtype=np.int64)
         samples.update({name: nothing.copy() for name in (c.CARRIED_LENGTH, c.TOKEN_AGES, c.OLDEST)})
         for place, prompt in enumerate(started):
@@ -146,7 +152,7 @@ class PromptLine:
                 samples.adopt(prompt.answers, mine, ids[mine], _KEPT)
 
     def _aged(self, samples: Samples, place: int) -> Samples:
-        """The answers of one prompt as the next step finds them: every token is a step older."""
+        """The answers of one prompt as the next step finds them, every token a step older."""
         answers = Samples.join([(samples, place * self._n + np.arange(self._n))])
         lengths = answers[c.POLICY_TOKENS]
         oldest = np.where(lengths > 0, answers[c.OLDEST] + 1, 0)
@@ -154,7 +160,7 @@ class PromptLine:
         return answers
 
     def state(self) -> State:
-        """Row, draw and age of every prompt in the line, for a checkpoint. Begun answers are not kept: they start anew."""
+        """Row, draw and age of every waiting prompt, for a checkpoint."""
         return [[prompt.row, prompt.draw, prompt.age] for prompt in self._waiting]
 
     def restore(self, state: State) -> None:
@@ -163,7 +169,7 @@ class PromptLine:
 
 
 def _staleness(batch: Samples) -> Metrics:
-    """What of the batch earlier policies have sampled. staleness: age of a token in steps, mean over tokens, and the largest."""
+    """Tokens that earlier policies sampled. staleness: age of a token in steps, mean over tokens and largest."""
     given = batch[c.CARRIED_LENGTH]
     return {
         "rollout/tail/carried_tokens": float(given.sum()),

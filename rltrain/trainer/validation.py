@@ -1,4 +1,4 @@
-"""Validation metrics under verl's names: for every data source, mean, best, worst and majority of the answers to a prompt."""
+"""Validation metrics under verl's names: per data source, mean, best, worst and majority over answers to a prompt."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _DRAWS, _SEED = 1000, 42
 
 
 def validation_metrics(sources: Sequence[str], columns: dict[str, Column], num_samples: int) -> dict[str, float]:
-    """sources: data source of each prompt [p]. columns[name]: a number (NaN: none) or a text an answer, prompt-major [p * num_samples].
+    """sources: data source per prompt [p]. columns[name]: number (NaN: none) or text per answer, [p * num_samples].
 
-    The core variable of a source is ``acc`` where its scorer gives it, else ``reward``; its mean@N, best@N/mean and maj@N/mean go
-    under val-core/, everything else under val-aux/. ``pred``: what the answers vote with.
+    The core variable of a source is ``acc`` where its scorer gives it, else ``reward``; its mean@N, best@N/mean and maj@N/mean
+    go under val-core/, everything else under val-aux/. ``pred``: the text that answers vote with.
     """
     metrics: dict[str, float] = {}
     for source in dict.fromkeys(sources):
@@ -27,7 +27,7 @@ def validation_metrics(sources: Sequence[str], columns: dict[str, Column], num_s
         here = {name: values.reshape(len(sources), num_samples)[mine] for name, values in columns.items()}
         votes = _vote_shares(here[_VOTES]) if _VOTES in here else {}
         numbers = {name: values for name, values in here.items() if values.dtype != object}
-        # Columns that only some rows' scorers return are averaged over those.
+        # A column that only some rows' scorers return is averaged over those rows.
         having = {name: ~np.isnan(values).all(1) for name, values in numbers.items()}
         core = "acc" if having.get("acc", np.zeros(1)).any() else "reward"
         for name, some in having.items():
@@ -82,7 +82,7 @@ def _expected_best(values: Floats, k: int) -> tuple[Floats, Floats]:
 
 
 def _vote_shares(votes: Column) -> dict[int, Floats]:
-    """For every k, the chance [p, N] of each answer to speak for the majority of k drawn ones (ties: each vote as likely)."""
+    """For every k, each answer's chance [p, N] to speak for the majority of k drawn ones (ties: equally likely)."""
     n = votes.shape[1]
     random = np.random.default_rng(_SEED)
     shares = {k: np.zeros(votes.shape) for k in _sizes(n)}

@@ -1,4 +1,8 @@
-"""The rollout role of a worker process: brings the current weights to its engine replica, and generates."""
+"""The rollout role of a worker process: brings the current weights to its engine replica, and generates.
+
+What it returns per answer stays in the object store; prompts stand there once per prompt. `response_mask` marks the tokens that
+the policy chose, today all of them: an agent that mixes in a tool's text will only make another mask.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +35,7 @@ from rltrain.workers.tasks import Finished, GenerateTask
 from rltrain.workers.updater import Numbers
 from rltrain.workers.weight_sync import WeightSync
 
-# Tokens of the first training prompt that the engine is compared with the trainer on after every sync.
+# After every sync, engine and trainer are compared on this many tokens of the first training prompt.
 _CANARY_TOKENS = 64
 _NOTHING = np.zeros(0, dtype=np.int32)
 
@@ -39,7 +43,8 @@ _NOTHING = np.zeros(0, dtype=np.int32)
 class RolloutWorker(Rollout):
     """Every method but `take_finished` is called on all ranks at once.
 
-    policy: the training weights; version: counts the optimizer steps made on them; score: log-probs of a text by the trainer.
+    policy: the training weights. version: counts the optimizer steps made on them. score: log-probs of a text by the
+    trainer.
     """
 
     def __init__(
@@ -97,9 +102,8 @@ class RolloutWorker(Rollout):
     def generate(self, task: GenerateTask, begun: Batch | None = None) -> tuple[Batch, list[str], Numbers]:
         """Sample answers with the current weights. Returns payload columns, the answers as text, and numbers.
 
-        begun: payload columns of answers that have some tokens already, and their ``id``; what is returned has these tokens too.
-        Numbers [n]: ``ids`` (place in the task * num_samples + sample, ascending), lengths, ``truncated``, ``aborted``, ``ended_s``.
-        One rank of a replica returns what it has generated; the others have no samples.
+        begun: `columns.ANSWER` of answers that have some tokens already, and their ``slot``; the returned columns include
+        these tokens. Samples are ordered by slot. One rank per replica returns the replica's answers, the others none.
         """
         numbers = self._bring_weights()
         started = time.perf_counter()
@@ -117,7 +121,7 @@ class RolloutWorker(Rollout):
         self._device.synchronize()
         if generation.aborted.any() and not queue.stopped():
             raise RuntimeError(
-                f"the rollout engine '{self._rollout.name}' gave up {int(generation.aborted.sum())} answers that were still wanted"
+                f"the rollout engine '{self._rollout.name}' gave up {int(generation.aborted.sum())} wanted answers"
             )
         numbers |= {"timing/generate_sequences": time.perf_counter() - started}
         if not queue.taken or not self._replica.leads:
@@ -147,7 +151,7 @@ class RolloutWorker(Rollout):
         )
 
     def _bring_weights(self) -> Numbers:
-        """One sync for every policy version."""
+        """Sync once per policy version."""
         started = time.perf_counter()
         version = self._version()
         numbers: Numbers = {}
@@ -209,13 +213,13 @@ class RolloutWorker(Rollout):
         outside = (tokens.values < 0) | (tokens.values >= self._vocabulary)
         if bool(outside.any()) or not bool(log_probs.values.isfinite().all()):
             raise NonFiniteError(
-                f"the rollout engine '{self._rollout.name}' returned token ids outside the vocabulary of {self._vocabulary} "
-                "or log-probs that are not finite; the weights it generates with are probably damaged."
+                f"the rollout engine '{self._rollout.name}' returned token ids outside the vocabulary of {self._vocabulary}"
+                " or log-probs that are not finite; the weights it generates with are probably damaged."
             )
 
 
 def log_prob_gap_limit(cfg: Config, device: Device) -> float:
-    """Largest mean |log pi_engine - log pi_trainer| of an engine that is in order (``rollout.log_prob_gap_limit``)."""
+    """Largest mean |log pi_engine - log pi_trainer| of a sound engine (``rollout.log_prob_gap_limit``)."""
     rollout, fsdp = cfg.actor_rollout_ref.rollout, cfg.actor_rollout_ref.actor.fsdp_config
     if rollout.log_prob_gap_limit is not None:
         return rollout.log_prob_gap_limit
@@ -235,7 +239,7 @@ def _rows(begun: Batch | None, name: str) -> dict[int, Tensor]:
 
 
 def _payload(jobs: Sequence[Job], slots: NDArray[np.int64], generation: Generation, begun: Batch | None) -> Batch:
-    """What the answers to ``jobs`` leave in the object store. Every prompt stands there once."""
+    """The columns of the answers to ``jobs``, those of earlier steps in front of the new tokens."""
     tokens = generation.tokens
     mask = tokens.like(torch.ones_like(tokens.values, dtype=torch.bool))
     made = {c.RESPONSE: tokens, c.RESPONSE_MASK: mask, c.ROLLOUT_LOG_PROBS: generation.log_probs}

@@ -28,7 +28,7 @@ def samples():
 
 
 def resolve(request) -> Batch:
-    return assemble(request, [piece.ref[0] for piece in request.pieces])
+    return assemble(request, [part.ref for part in request.parts])
 
 
 def test_a_request_brings_the_wanted_rows_in_the_wanted_order(samples):
@@ -87,7 +87,7 @@ def test_one_object_is_fetched_once_however_often_it_was_taken_from(samples):
     for sample in range(5):
         new.adopt(samples, np.array([sample]), np.array([4 - sample]))
     request = new.request(np.arange(5), ["tokens", "prompt_length"])
-    assert len(request.pieces) == 2
+    assert len(request.parts) == 2
     assert resolve(request).dense("prompt_length").tolist() == [40, 30, 20, 10, 0]
 
 

@@ -22,7 +22,7 @@ class FakeGroup:
         return [self._answer(rank, call) for rank, call in enumerate(self.asked)]
 
     def _answer(self, rank, call):
-        seen = np.full(len(call.args[0].pieces[0].rows), rank)
+        seen = np.full(len(call.args[0].parts[0].rows), rank)
         numbers = {"share/loss": np.array([rank]), "perf/max_memory_gb": rank, "seen": seen}
         return (f"made by {rank}", numbers) if call.num_objects else numbers
 
@@ -39,7 +39,7 @@ def test_neighbours_get_the_same_samples_and_the_first_answers_for_all():
     critic, samples, group = critic_and_samples()
     layout = Layout([np.array([4, 0]), np.array([1, 2, 3])], [[(2,)], [(3,)]])
     critic.values(samples, layout)
-    assert [call.args[0].pieces[0].rows.tolist() for call in group.asked] == [[4, 0], [4, 0], [1, 2, 3], [1, 2, 3]]
+    assert [call.args[0].parts[0].rows.tolist() for call in group.asked] == [[4, 0], [4, 0], [1, 2, 3], [1, 2, 3]]
     assert [call.args[1] for call in group.asked] == [[2], [2], [3], [3]]
     assert [part.ref for part in samples.parts_with("values")][1:] == ["made by 0", "made by 2"]
     assert samples["seen"].tolist() == [0, 2, 2, 2, 0]

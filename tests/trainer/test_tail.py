@@ -99,7 +99,7 @@ class Watch:
 
 def columns(samples, ids, names):
     request = samples.request(np.asarray(ids), names)
-    return assemble(request, [piece.ref[0] for piece in request.pieces])
+    return assemble(request, [part.ref for part in request.parts])
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -1,4 +1,4 @@
-"""What an engine has sampled so far, answer by answer, on the host."""
+"""The tokens that an engine has sampled so far, answer by answer, on the host."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Ints = NDArray[np.int64]
 
 @dataclass
 class Answer:
-    """One answer as an engine of its own hands it over. reason: stop, length, or what else the engine says of one it gave up."""
+    """One answer of an external engine. reason: stop, length, or the engine's word for an answer that was given up."""
 
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
@@ -33,7 +33,7 @@ class Answer:
 
 
 class Taken:
-    """A job that an engine of its own works on; ``finished`` is told when its last answer has ended."""
+    """A job that an engine works on; ``finished`` is called when its last answer has ended."""
 
     def __init__(self, job: Job, finished: Finished | None) -> None:
         self.answers = [Answer() for _ in job.samples]
@@ -62,10 +62,10 @@ def generation_of(answers: Sequence[Answer]) -> Generation:
 
 
 class Answers:
-    """All answers of a call, numbered in the order in which their jobs were taken. By answer: seeds, prompt_lengths (with what was
-    given), given (how many tokens were), lengths (new tokens), ended.
+    """All answers of a call, numbered in the order in which their jobs were taken.
 
-    max_model_len: most tokens of prompt and answer together; finished: told of each job when its last answer has ended.
+    Per answer: seeds, prompt_lengths (given tokens included), given (tokens it began with), lengths (new tokens), ended.
+    max_model_len: most tokens of prompt and answer together. finished: called per job when its last answer has ended.
     """
 
     def __init__(self, max_tokens: int, max_model_len: int, finished: Finished | None) -> None:
@@ -89,8 +89,8 @@ class Answers:
         limits = np.minimum(self._max_tokens, self._max_model_len - prompt_lengths) - given
         if limits.min(initial=1) < 1:
             raise DataError(
-                f"a prompt of {prompt_lengths.max()} tokens leaves no room for an answer within "
-                f"actor_rollout_ref.rollout.max_model_len={self._max_model_len}. Raise it, or lower data.max_prompt_length."
+                f"a prompt of {prompt_lengths.max()} tokens leaves no room for an answer within actor_rollout_ref.rollout."
+                f"max_model_len={self._max_model_len}. Raise it, or lower data.max_prompt_length."
             )
         self.seeds = np.concatenate([self.seeds, *(job.seeds for job in jobs)])
         self.prompt_lengths = np.concatenate([self.prompt_lengths, prompt_lengths + given])
@@ -108,7 +108,7 @@ class Answers:
     def write(
         self, numbers: Ints, tokens: NDArray[np.int64], log_probs: NDArray[np.float32], ends: NDArray[np.bool_]
     ) -> None:
-        """One more token of each of these answers; those that have ended already are left as they are. ends: it is an end token."""
+        """Append a token per answer; answers that have ended stay unchanged. ends: whether it is an end token."""
         running = ~self.ended[numbers]
         numbers, ends = numbers[running], ends[running]
         found = zip(numbers.tolist(), tokens[running].tolist(), log_probs[running].tolist(), strict=True)
@@ -126,7 +126,7 @@ class Answers:
             self._owners[number].end()
 
     def result(self) -> Generation:
-        """What has not ended by now is given up."""
+        """All answers; those that have not ended are given up."""
         for number in np.flatnonzero(~self.ended).tolist():
             self._answers[number].seconds = time.perf_counter() - self._started
         return generation_of(self._answers)

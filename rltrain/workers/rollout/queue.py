@@ -1,4 +1,9 @@
-"""The work of one task, shared by the engine replicas: a part is dealt out, the rest is pulled by whoever has room."""
+"""The jobs of one task, shared by the engine replicas.
+
+Problem: answers differ in length, so equal shares leave replicas idle. Choice: as many jobs as fill all replicas are dealt out
+in advance; a replica with room pulls further ones by a counter in the process group's store. Left out: taking a running job
+from another replica.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +19,7 @@ from rltrain.workers.rollout.base import Job
 
 @dataclass(frozen=True)
 class Replica:
-    """One engine: ``size`` neighbouring ranks. member: this process's place in it; group: connects the members (None if alone)."""
+    """One engine: ``size`` neighbouring ranks. member: this rank's place in it; group: its members (None if alone)."""
 
     number: int
     count: int
@@ -27,7 +32,7 @@ class Replica:
         return self.member == 0
 
     def agree(self, found: Any) -> Any:
-        """What the leader has found (small, picklable), on all members."""
+        """The leader's value (small, picklable) on all members."""
         if self.size == 1:
             return found
         box = [found]
@@ -46,10 +51,10 @@ def make_replica(size: int) -> Replica:
 
 
 def samples_per_job(num_prompts: int, num_samples: int, num_replicas: int, max_num_seqs: int) -> int:
-    """How many answers to a prompt are generated together: all, or fewer where that leaves no replica without its share.
+    """Answers per job: all of a prompt, or fewer where replicas would otherwise get unequal shares.
 
-    One engine computes a prompt once for all answers of a job, so prompts are cut only while there are fewer than four jobs a replica
-    and the replicas cannot be given equally many.
+    An engine computes a prompt once per job, so prompts are cut only while there are fewer than four jobs per replica and
+    the replicas cannot get equally many.
     """
     for cut in range(1, num_samples + 1):
         size = -(-num_samples // cut)
@@ -60,11 +65,11 @@ def samples_per_job(num_prompts: int, num_samples: int, num_replicas: int, max_n
 
 
 class JobQueue:
-    """`Source` of one replica: first what was dealt to it, then jobs from the common rest, one by one.
+    """`Source` of one replica: first its dealt jobs, then jobs from the common rest, one by one.
 
-    jobs: of the whole task, in the order in which they should start. The first ``num_dealt`` are dealt to the replicas back and
-    forth, so with nothing left over who serves what does not depend on time. enough: once all jobs of that many prompts have ended,
-    over all replicas, and all jobs of the prompts at places below ``must``, the others are not wanted any more.
+    jobs: those of the whole task, in starting order. The first ``num_dealt`` are dealt to the replicas back and forth; if that
+    is all of them, the assignment of jobs to replicas is deterministic. enough: stop when this many prompts have all their
+    answers, over all replicas, including the first ``must`` prompts.
     """
 
     def __init__(
@@ -92,7 +97,7 @@ class JobQueue:
         self._empty = False
 
     def take(self, most: int) -> list[Job]:
-        """Jobs of at most ``most`` samples in all; none if none is left or wanted, or if the largest would not fit."""
+        """Jobs of at most ``most`` samples in all; none if none is left or wanted, or if the largest does not fit."""
         if self._empty or most < self._largest or self.stopped():
             return []
         numbers, self._empty = self._replica.agree(self._draw(most) if self._replica.leads else None)
@@ -101,7 +106,7 @@ class JobQueue:
         return jobs
 
     def _draw(self, most: int) -> tuple[list[int], bool]:
-        """Numbers of jobs, and whether that was the last of them."""
+        """Numbers of jobs, and whether no more follow."""
         numbers: list[int] = []
         while most >= self._largest:
             number = self._mine.pop(0) if self._mine else self._num_dealt + self._store.add(self._key + "/next", 1) - 1
@@ -120,7 +125,7 @@ class JobQueue:
             if self._store.add(own, 1) < needed:
                 return
             self._store.delete_key(own)
-        # Those that must be there are counted first, so that nobody sees the others without them.
+        # Prompts that must complete are counted first, so that no replica sees the total without them.
         if job.place < self._must:
             self._store.add(self._key + "/must", 1)
         self._store.add(self._key + "/ended", 1)

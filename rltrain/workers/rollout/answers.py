@@ -19,7 +19,7 @@ Ints = NDArray[np.int64]
 
 
 @dataclass
-class Answer:
+class SampledAnswer:
     """One answer of an external engine. reason: stop, length, or the engine's word for an answer that was given up."""
 
     tokens: list[int] = field(default_factory=list)
@@ -32,11 +32,11 @@ class Answer:
         return self.reason in ("stop", "length")
 
 
-class Taken:
+class RunningJob:
     """A job that an engine works on; ``finished`` is called when its last answer has ended."""
 
     def __init__(self, job: Job, finished: Finished | None) -> None:
-        self.answers = [Answer() for _ in job.samples]
+        self.answers = [SampledAnswer() for _ in job.samples]
         self._job = job
         self._finished = finished
         self._num_running = len(self.answers)
@@ -61,7 +61,7 @@ def generation_of(answers: Sequence[Answer]) -> Generation:
     )
 
 
-class Answers:
+class RunningAnswers:
     """All answers of a call, numbered in the order in which their jobs were taken.
 
     Per answer: seeds, prompt_lengths (given tokens included), given (tokens it began with), lengths (new tokens), ended.
@@ -77,8 +77,8 @@ class Answers:
         self._max_model_len = max_model_len
         self._finished = finished
         self._started = time.perf_counter()
-        self._answers: list[Answer] = []
-        self._owners: list[Taken] = []
+        self._answers: list[SampledAnswer] = []
+        self._owners: list[RunningJob] = []
 
     def add(self, jobs: Sequence[Job]) -> Ints:
         """The numbers of the answers to these jobs. Raises DataError for a prompt that leaves no room for an answer."""
@@ -99,7 +99,7 @@ class Answers:
         self._limits = np.concatenate([self._limits, limits])
         self.ended = np.concatenate([self.ended, np.zeros(total, dtype=bool)])
         for job in jobs:
-            taken = Taken(job, self._finished)
+            taken = RunningJob(job, self._finished)
             self._answers += taken.answers
             self._owners += [taken] * len(taken.answers)
         self.num_running += total

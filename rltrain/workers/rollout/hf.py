@@ -17,7 +17,7 @@ from rltrain.models.forward import final_logits
 from rltrain.models.load import empty_model
 from rltrain.models.packing import AttentionPlan
 from rltrain.models.weights import Weight
-from rltrain.workers.rollout.answers import Answers
+from rltrain.workers.rollout.answers import RunningAnswers
 from rltrain.workers.rollout.base import (
     Finished,
     Generation,
@@ -94,7 +94,7 @@ class HFRollout:
     @torch.inference_mode()
     def generate(self, source: Source, sampling: Sampling, finished: Finished | None = None) -> Generation:
         kv = KeyValues(self._device.torch_device, self._block)
-        answers = Answers(sampling.max_tokens, self._max_model_len, finished)
+        answers = RunningAnswers(sampling.max_tokens, self._max_model_len, finished)
         rows = np.zeros(0, dtype=np.int64)
         hidden = torch.empty(0, self._model.config.get_text_config().hidden_size, dtype=self._dtype)
         hidden = hidden.to(self._device.torch_device)
@@ -132,7 +132,7 @@ class HFRollout:
             )
         return []
 
-    def _sample(self, hidden: Tensor, rows: NDArray[np.int64], answers: Answers, sampling: Sampling) -> Tensor:
+    def _sample(self, hidden: Tensor, rows: NDArray[np.int64], answers: RunningAnswers, sampling: Sampling) -> Tensor:
         """One more token of each row [rows], written down."""
         noise = torch.from_numpy(random_numbers(answers.seeds[rows], (answers.given + answers.lengths)[rows])).to(
             hidden.device

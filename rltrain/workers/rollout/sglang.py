@@ -20,7 +20,7 @@ from torch import Tensor
 from rltrain.env import prepare_sglang
 from rltrain.errors import ConfigError, SyncError
 from rltrain.models.weights import Weight
-from rltrain.workers.rollout.answers import Answer, Taken, generation_of
+from rltrain.workers.rollout.answers import RunningJob, SampledAnswer, generation_of
 from rltrain.workers.rollout.base import (
     Finished,
     Generation,
@@ -159,18 +159,18 @@ class SGLangRollout:
     def generate(self, source: Source, sampling: Sampling, finished: Finished | None = None) -> Generation:
         return generation_of(self._engine.loop.run_until_complete(self._serve(source, sampling, finished)))
 
-    async def _serve(self, source: Source, sampling: Sampling, finished: Finished | None) -> list[Answer]:
+    async def _serve(self, source: Source, sampling: Sampling, finished: Finished | None) -> list[SampledAnswer]:
         """Keep the engine full until the source has no more; tell of every job that has ended."""
         started = time.perf_counter()
-        answers: list[Answer] = []
-        running: dict[asyncio.Future[None], Taken] = {}
+        answers: list[SampledAnswer] = []
+        running: dict[asyncio.Future[None], RunningJob] = {}
         stopped = False
         while True:
             stopped = stopped or (bool(running) and source.stopped())
             if stopped:
                 self._engine.tokenizer_manager.abort_request(abort_all=True)
             for job in [] if stopped else source.take(self._max_num_seqs - len(running)):
-                taken = Taken(job, finished)
+                taken = RunningJob(job, finished)
                 answers += taken.answers
                 for number, answer in enumerate(taken.answers):
                     running[asyncio.ensure_future(self._answer(job, number, sampling, answer, started))] = taken
@@ -181,7 +181,7 @@ class SGLangRollout:
                 task.result()  # raises what the engine raised
                 running.pop(task).end()
 
-    async def _answer(self, job: Job, number: int, sampling: Sampling, answer: Answer, started: float) -> None:
+    async def _answer(self, job: Job, number: int, sampling: Sampling, answer: SampledAnswer, started: float) -> None:
         seed = int(job.seeds[number])
         given = job.given[number].tolist() if job.given else []
         prompt = [*job.prompt.tolist(), *given]

@@ -22,7 +22,7 @@ from rltrain.env import prepare_vllm, shipped
 from rltrain.errors import ConfigError
 from rltrain.models.vision import placeholder_ids, takes_images
 from rltrain.models.weights import Weight
-from rltrain.workers.rollout.answers import Answer, Taken, generation_of
+from rltrain.workers.rollout.answers import RunningJob, SampledAnswer, generation_of
 from rltrain.workers.rollout.base import (
     Finished,
     Generation,
@@ -142,13 +142,13 @@ class VLLMRollout:
     def generate(self, source: Source, sampling: Sampling, finished: Finished | None = None) -> Generation:
         started = time.perf_counter()
         engine = self._llm.llm_engine
-        answers: list[Answer] = []
-        running: dict[str, tuple[Answer, Taken]] = {}
+        answers: list[SampledAnswer] = []
+        running: dict[str, tuple[SampledAnswer, RunningJob]] = {}
         self._sampler.begin(sampling)
         while True:
             for job in source.take(self._max_num_seqs - len(running)):
                 images = self._open(job)
-                taken = Taken(job, finished)
+                taken = RunningJob(job, finished)
                 answers += taken.answers
                 for number, answer in enumerate(taken.answers):
                     name = self._ask(job, number, images, sampling, deltas=source.may_stop)

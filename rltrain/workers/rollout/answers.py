@@ -48,7 +48,7 @@ class RunningJob:
             self._finished(self._job, [answer.tokens for answer in self.answers])
 
 
-def generation_of(answers: Sequence[Answer]) -> Generation:
+def generation_of(answers: Sequence[SampledAnswer]) -> Generation:
     """The answers, in the order in which their jobs were taken."""
     chain = itertools.chain.from_iterable
     lengths = torch.tensor([len(answer.tokens) for answer in answers], dtype=torch.long)

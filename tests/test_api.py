@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -135,3 +136,9 @@ def test_callbacks_stay_the_callers_own_objects():
     assert (mine.steps, steps) == ([3], [3])
     with pytest.raises(ConfigError, match="it has none of the methods on_step"):
         Callbacks([], [object()])
+
+
+def test_the_page_lists_the_whole_public_surface():
+    page = (Path(__file__).parent.parent / "docs" / "api.md").read_text()
+    for name in set(rltrain.__all__) - {"__version__"}:
+        assert f"`{name}" in page, name

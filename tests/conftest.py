@@ -1,5 +1,6 @@
 """Shared fixtures: a tiny model with its own tokenizer, made on the spot, and two-process runs without Ray."""
 
+import itertools
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -9,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from tests.tiny import save_tiny_model, write_arithmetic
+from tests.tiny import save_tiny_model, small_run, write_arithmetic
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -32,3 +34,32 @@ def arithmetic_files(tmp_path_factory) -> tuple[Path, Path]:
     return write_arithmetic(folder / "train.parquet", range(24)), write_arithmetic(
         folder / "test.parquet", range(24, 30)
     )
+
+
+@pytest.fixture(scope="module")
+def process_group():
+    """A process group of this process alone, which trainers and models without Ray need."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def tiny_trainer(tiny_model, arithmetic_files, tmp_path):
+    """tiny_trainer(twist=None, **changes): `local_trainer` of a small run; ``twist(row, score)`` changes scores."""
+    from tests.local import local_trainer
+
+    return lambda twist=None, **changes: local_trainer(
+        small_run(tiny_model, arithmetic_files, tmp_path, **changes), twist
+    )
+
+
+@pytest.fixture
+def twisted_trainer(tiny_trainer):
+    """The same, with scores that differ from answer to answer."""
+
+    def make(twist=lambda row, score: score, **changes):
+        count = itertools.count()
+        return tiny_trainer(lambda row, score: twist(row, score + (next(count) * 7 % 5) / 5), **changes)
+
+    return make

@@ -6,7 +6,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from rltrain import columns as c
 from rltrain.batch import Batch, DictionaryColumn
@@ -14,6 +13,8 @@ from rltrain.controller.samples import Samples, assemble
 from rltrain.ragged import Ragged
 from tests.local import LocalGroup, local_trainer
 from tests.tiny import small_run
+
+pytestmark = pytest.mark.usefixtures("process_group")
 
 A, R = "actor_rollout_ref__actor__", "actor_rollout_ref__rollout__"
 CORRECTION = "algorithm__rollout_correction__"
@@ -31,13 +32,6 @@ CONFIGS = {
 }  # fmt: skip
 # Scoring processes make it, of which these steps have none; a reward model makes the other.
 MADE_ELSEWHERE = {c.REWARD_ERROR, c.MODEL_SCORE}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def shape_and_dtype(name, column) -> tuple[tuple[str, ...], str]:

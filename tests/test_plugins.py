@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from rltrain.algorithms.advantages import OutcomeInputs, find_estimator
 from rltrain.config.check import check, missing_files
@@ -21,15 +20,10 @@ from rltrain.trainer.callbacks import Callbacks
 from tests.local import local_trainer
 from tests.tiny import small_run
 
+pytestmark = pytest.mark.usefixtures("process_group")
+
 PAGE = (Path(__file__).parent.parent / "docs" / "plugins.md").read_text()
 SAMPLES = {"reward": np.array([0.0, 1.0])}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import Qwen3ForCausalLM
 
 from bench import gpu, phases, scale, step, workload
@@ -12,12 +11,7 @@ from bench.floor import Floor, Group
 from bench.idle_worker import IdleWorker
 from tests.local import LocalGroup
 
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("process_group")
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -19,15 +18,10 @@ from rltrain.models.load import load_config
 from tests.models.test_forward import make_policy
 from tests.tiny import TEMPLATE
 
+pytestmark = pytest.mark.usefixtures("process_group")
+
 GENERATION = {"eos_token_id": [1, 3], "do_sample": True, "temperature": 0.6, "top_p": 0.95}
 MINE = "mine: " + TEMPLATE
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture

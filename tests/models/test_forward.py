@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import (
     AutoModel,
@@ -26,6 +25,8 @@ from rltrain.models.weights import whole_weights
 from tests.batches import batch_of_rows, rows_of
 from tests.distance import distance
 
+pytestmark = pytest.mark.usefixtures("process_group")
+
 SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "vocab_size": 128, "max_position_embeddings": 256, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1,
@@ -41,13 +42,6 @@ FAMILIES = {
 # (prompt, answer) lengths; one answer is empty.
 LENGTHS = [(5, 7), (3, 1), (9, 12), (4, 0)]
 TEMPERATURE = 0.7
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture(params=FAMILIES)

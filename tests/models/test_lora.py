@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 from peft import IA3Config, PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -24,14 +23,9 @@ from rltrain.models.weights import whole_weights
 from tests.distance import distance
 from tests.models.test_forward import FAMILIES, TEMPERATURE, by_transformers, make_batch, make_policy
 
+pytestmark = pytest.mark.usefixtures("process_group")
+
 LORA = Lora("actor_rollout_ref.model", 4, 12.0, "all-linear", None, None, torch.float32, 1)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture(params=["qwen2_tied", "llama", "granite_logits_scaling", "qwen3_moe"])

@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from rltrain.config.check import check
 from rltrain.config.effects import without_effect
@@ -15,6 +14,8 @@ from rltrain.models import shard
 from tests.local import local_trainer
 from tests.tiny import small_run
 from tests.trainer.test_step import actor_weights, engine_is_off, numbers_of
+
+pytestmark = pytest.mark.usefixtures("process_group")
 
 ACTOR, ALGORITHM = "actor_rollout_ref.actor.", "algorithm."
 CORRECTION = ALGORITHM + "rollout_correction."
@@ -115,13 +116,6 @@ CASES = {
     CORRECTION + "bypass_mode": (True, {}),
     CORRECTION + "loss_type": ("reinforce", BYPASS),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-import torch.distributed as dist
 from peft import PeftModel
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM, Qwen3Config
@@ -14,7 +13,7 @@ from rltrain.models.packing import pack
 from rltrain.trainer.progress import Progress, frozen_values
 from tests import local
 from tests.distance import distance
-from tests.tiny import save_tiny_tokenizer, small_run
+from tests.tiny import save_tiny_tokenizer
 from tests.trainer.test_step import (
     ACTOR,
     CORRECTION,
@@ -26,6 +25,8 @@ from tests.trainer.test_step import (
     numbers_of,
     weights,
 )
+
+pytestmark = pytest.mark.usefixtures("process_group")
 
 MODEL = "actor_rollout_ref__model__"
 LORA = {MODEL + "lora_rank": 4, MODEL + "lora_alpha": 8, ACTOR + "optim__lr": 0.01}
@@ -39,21 +40,10 @@ VARIANTS = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", autouse=True)
-def process_group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.fixture
-def make(tiny_model, arithmetic_files, tmp_path):
+def make(twisted_trainer):
     def trainer(**changes):
-        count = iter(range(10**6))
-        made = local.local_trainer(
-            small_run(tiny_model, arithmetic_files, tmp_path, **(LORA | changes)),
-            lambda row, score: score + (next(count) * 7 % 5) / 5,
-        )
+        made = twisted_trainer(**(LORA | changes))
         engine_is_off(made)
         return made
 
@@ -140,12 +130,12 @@ def test_training_goes_on_from_a_checkpoint_of_adapters_bit_for_bit(make, tmp_pa
     whole = make(**changes)
     for step in (1, 2):
         whole.step(step)
-    for role in (whole.actor, whole.critic):
-        role.save(str(tmp_path / role._name))
+    for name in ("actor", "critic"):
+        getattr(whole, name).save(str(tmp_path / name))
     expected = whole.step(3)
     resumed = make(**changes)
-    for role in (resumed.actor, resumed.critic):
-        role.load(str(tmp_path / role._name), False)
+    for name in ("actor", "critic"):
+        getattr(resumed, name).load(str(tmp_path / name), False)
     resumed.restore(Progress(2, None))
     for _ in range(32):  # the twist counts answers
         resumed.rewards._pool.twist(0, 0.0)

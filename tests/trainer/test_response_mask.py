@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from rltrain.models.packing import pack
@@ -16,18 +15,13 @@ from tests.distance import distance
 from tests.local import local_trainer
 from tests.tiny import small_run
 
+pytestmark = pytest.mark.usefixtures("process_group")
+
 A = "actor_rollout_ref__actor__"
 GAE = {
     "algorithm__adv_estimator": "gae", "algorithm__use_kl_in_reward": True, "algorithm__gamma": 0.9, "algorithm__lam": 0.8,
     "algorithm__rollout_correction__rollout_is": "token", A + "entropy_coeff": 0.1, A + "ppo_mini_batch_size": 4,
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, Qwen3Config
 
@@ -29,8 +28,9 @@ from rltrain.workers import actor_ref
 from rltrain.workers.selection import noise
 from tests.batches import prompt_lengths, rows_of
 from tests.distance import distance
-from tests.local import local_trainer
-from tests.tiny import save_tiny_tokenizer, small_run
+from tests.tiny import save_tiny_tokenizer
+
+pytestmark = pytest.mark.usefixtures("process_group")
 
 ESTIMATOR, LOSS = "algorithm__adv_estimator", "actor_rollout_ref__actor__policy_loss__loss_mode"
 ACTOR, CORRECTION = "actor_rollout_ref__actor__", "algorithm__rollout_correction__"
@@ -67,23 +67,12 @@ VARIANTS = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", autouse=True)
-def process_group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.fixture
-def make(tiny_model, arithmetic_files, tmp_path):
+def make(twisted_trainer):
     """make(**changes): a trainer whose scores differ from answer to answer, and whose engine is a little off."""
 
-    def trainer(*, twist=lambda row, score: score, **changes):
-        count = iter(range(10**6))
-        made = local_trainer(
-            small_run(tiny_model, arithmetic_files, tmp_path, **changes),
-            lambda row, score: twist(row, score + (next(count) * 7 % 5) / 5),
-        )
+    def trainer(**changes):
+        made = twisted_trainer(**changes)
         engine_is_off(made)
         return made
 

@@ -1,7 +1,6 @@
 """Which passes a step makes, from the configuration and from what estimators and losses declare."""
 
 import pytest
-import torch.distributed as dist
 
 from rltrain.config.check import check
 from rltrain.config.load import load_config
@@ -9,8 +8,6 @@ from rltrain.config.step_passes import make_step_passes
 from rltrain.errors import ConfigError
 from rltrain.trainer.advantage import check_plugins
 from rltrain.trainer.plan import describe, make_plan
-from tests.local import local_trainer
-from tests.tiny import small_run
 
 A, CORRECTION = "actor_rollout_ref.actor.", "algorithm.rollout_correction."
 BASE = [
@@ -110,16 +107,9 @@ def test_a_comparing_plugin_refuses_a_single_answer_per_prompt(plugin):
         check(loaded)
 
 
-@pytest.fixture
-def process_group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def test_what_a_plugin_declares_it_is_given(process_group, plugin, tiny_model, arithmetic_files, tmp_path):
+def test_what_a_plugin_declares_it_is_given(process_group, plugin, tiny_trainer):
     def metrics(**keys):
-        trainer = local_trainer(small_run(tiny_model, arithmetic_files, tmp_path, **keys))
+        trainer = tiny_trainer(**keys)
         assert not check_plugins(trainer.cfg)
         return trainer.step(1)
 

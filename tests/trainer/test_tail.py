@@ -6,7 +6,6 @@ from collections import Counter, defaultdict
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from rltrain.controller.samples import Samples, assemble, whole
 from rltrain.errors import ConfigError
@@ -19,9 +18,9 @@ from rltrain.trainer.timing import StepTimer
 from rltrain.workers import rollout_worker
 from tests.batches import prompt_lengths, rows_of
 from tests.distance import distance
-from tests.local import local_trainer
-from tests.tiny import small_run
 from tests.trainer.test_step import actor_weights, numbers_of
+
+pytestmark = pytest.mark.usefixtures("process_group")
 
 ROLLOUT = "actor_rollout_ref__rollout__"
 IS = "algorithm__rollout_correction__rollout_is"
@@ -39,22 +38,10 @@ MODES = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def process_group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.fixture
-def make(tiny_model, arithmetic_files, tmp_path):
+def make(tiny_trainer):
     """make(**changes): a trainer with answers of 1 to 20 tokens."""
-
-    def trainer(**changes):
-        changes = {"data__max_response_length": 20} | changes
-        return local_trainer(small_run(tiny_model, arithmetic_files, tmp_path, **changes))
-
-    return trainer
+    return lambda **changes: tiny_trainer(**({"data__max_response_length": 20} | changes))
 
 
 class Watch:

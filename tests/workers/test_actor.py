@@ -6,7 +6,6 @@ import itertools
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from rltrain.algorithms.aggregation import Denominators
 from rltrain.batch import Batch
@@ -22,15 +21,10 @@ from rltrain.workers.tasks import GenerateTask, MiniBatch, UpdateTask
 from tests.distance import distance
 from tests.tiny import small_run
 
+pytestmark = pytest.mark.usefixtures("process_group")
+
 TASK = GenerateTask("train", np.arange(4, dtype=np.int32), 4, Sampling(8), seed=1, step=1)
 CALLS = itertools.count(1)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def make_worker(tiny_model, arithmetic_files, tmp_path, **changes):

@@ -4,27 +4,19 @@ import dataclasses
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from rltrain.errors import SyncError
 from rltrain.models.packing import AttentionPlan, pack
-from tests.local import local_trainer
-from tests.tiny import small_run
+
+pytestmark = pytest.mark.usefixtures("process_group")
 
 LR = {"actor_rollout_ref__actor__optim__lr": "0.05"}
 STOP = {"actor_rollout_ref__rollout__on_log_prob_gap": "stop"}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def process_group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.fixture
-def make(tiny_model, arithmetic_files, tmp_path):
-    return lambda **changes: local_trainer(small_run(tiny_model, arithmetic_files, tmp_path, **LR, **changes))
+def make(tiny_trainer):
+    return lambda **changes: tiny_trainer(**LR, **changes)
 
 
 def own_weights(trainer):

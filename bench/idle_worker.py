@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from queue import Empty, SimpleQueue
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,10 +15,9 @@ import torch.distributed as dist
 from rltrain import columns as c
 from rltrain.batch import Batch, DictionaryColumn
 from rltrain.ragged import Ragged
+from rltrain.workers.results import GenerationNumbers, PassNumbers, UpdateNumbers
 from rltrain.workers.roles import Actor, Rollout
 from rltrain.workers.tasks import Finished, GenerateTask, UpdateTask
-
-Numbers = dict[str, Any]
 
 
 class IdleWorker(Actor, Rollout):
@@ -30,7 +28,7 @@ class IdleWorker(Actor, Rollout):
         self._rank, self._world, self._prompt_tokens = dist.get_rank(), dist.get_world_size(), prompt_tokens
         self._finished: SimpleQueue[tuple[list[str], Finished]] = SimpleQueue()
 
-    def generate(self, task: GenerateTask, begun: Batch | None = None) -> tuple[Batch, list[str], Numbers]:
+    def generate(self, task: GenerateTask, begun: Batch | None = None) -> tuple[Batch, list[str], GenerationNumbers]:
         """The columns and numbers of `RolloutWorker.generate`, for a fair share of the prompts."""
         places = np.array_split(np.arange(len(task.rows)), self._world)[self._rank]
         samples = np.tile(np.arange(task.num_samples), len(places))
@@ -53,10 +51,8 @@ class IdleWorker(Actor, Rollout):
             c.TRUNCATED: np.zeros(len(ids), bool),
             c.ABORTED: np.zeros(len(ids), bool),
             c.ENDED_S: np.ones(len(ids)),
-            "timing/reshard": 1e-3,
-            "timing/generate_sequences": 1e-3,
         }
-        return payload, texts, numbers
+        return payload, texts, GenerationNumbers({"reshard": 1e-3, "generate_sequences": 1e-3}, None, numbers)
 
     def take_finished(self, wait_s: float) -> tuple[list[str], Finished]:
         """All texts at once, when they are there."""
@@ -66,27 +62,20 @@ class IdleWorker(Actor, Rollout):
             nothing = np.zeros(0, dtype=np.int64)
             return [], Finished(nothing, nothing, False)
 
-    def log_probs(self, batch: Batch, micro_sizes: Sequence[int]) -> tuple[Batch, Numbers]:
+    def log_probs(self, batch: Batch, micro_sizes: Sequence[int]) -> tuple[Batch, PassNumbers]:
         """Columns of the length of log-probs."""
-        return self._column(batch, c.OLD_LOG_PROBS), {"entropy": 1.0}
+        return self._column(batch, c.OLD_LOG_PROBS), PassNumbers()
 
-    def ref_log_probs(self, batch: Batch, micro_sizes: Sequence[int]) -> tuple[Batch, Numbers]:
+    def ref_log_probs(self, batch: Batch, micro_sizes: Sequence[int]) -> tuple[Batch, PassNumbers]:
         """Likewise."""
-        return self._column(batch, c.REF_LOG_PROBS), {}
+        return self._column(batch, c.REF_LOG_PROBS), PassNumbers()
 
     def _column(self, batch: Batch, name: str) -> Batch:
         return Batch({name: batch.ragged(c.RESPONSE)} if len(batch) else {})
 
-    def update(self, batch: Batch, task: UpdateTask) -> Numbers:
+    def update(self, batch: Batch, task: UpdateTask) -> UpdateNumbers:
         """Numbers of the optimizer steps."""
         steps = np.zeros(len(task.mini_batches))
-        names = (
-            "share/loss",
-            "share/pg_loss",
-            "share/kl_loss",
-            "token/ppo_kl",
-            "token/pg_clipfrac",
-            "grad_norm",
-            "skipped",
-        )
-        return dict.fromkeys(names, steps) | {"perf/cpu_memory_used_gb": 0.0}
+        shares = dict.fromkeys(("loss", "pg_loss", "kl_loss"), steps)
+        token_sums = dict.fromkeys(("ppo_kl", "pg_clipfrac"), steps)
+        return UpdateNumbers(steps, steps, shares, token_sums, memory_gb={"perf/cpu_memory_used_gb": 0.0})

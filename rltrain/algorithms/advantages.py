@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from rltrain.algorithms.moments import Moments
 from rltrain.config.algorithm_schema import AlgorithmConfig
 from rltrain.config.declarations import ESTIMATOR_KEY, EstimatorTraits, declared
 from rltrain.plugin import is_plugin, load_plugin
 from rltrain.ragged import Ragged
 
 STD_EPSILON = 1e-6
-_VARIANCE_EPSILON = 1e-8
 
 
 @dataclass(frozen=True)
@@ -143,23 +143,6 @@ def suffix_sums(rewards: Ragged, decay: float) -> Ragged:
     for place in range(1, longest):
         grid[place] += decay * grid[place - 1]
     return rewards.like(grid[from_end, rewards.row_ids])
-
-
-@dataclass(frozen=True)
-class Moments:
-    """Count, sum and sum of squares of some numbers: they add up over ranks."""
-
-    count: float
-    total: float
-    squares: float
-
-    def whitening(self) -> tuple[float, float]:
-        """(shift, scale) so that (x - shift) * scale has mean 0 and unbiased variance 1 (up to 1e-8 under the root)."""
-        if self.count < 2:
-            return 0.0, 1.0
-        mean = self.total / self.count
-        variance = max(self.squares / self.count - mean * mean, 0.0) * self.count / (self.count - 1)
-        return mean, (variance + _VARIANCE_EPSILON) ** -0.5
 
 
 # -- outcome estimators ------------------------------------------------------------------------------------------------

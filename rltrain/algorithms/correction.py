@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from rltrain import columns as c
+from rltrain.algorithms.moments import Moments
 from rltrain.config.algorithm_schema import RejectionRule, RolloutCorrectionConfig
 from rltrain.ragged import Ragged
 
-Sums = dict[str, float]
 _LOG_BOUND = 20.0
 
 
@@ -60,11 +60,11 @@ def _reduce(values: Ragged, over: str) -> Tensor:
 
 
 def compare(
-    train: Ragged, engine: Ragged, cfg: RolloutCorrectionConfig, given: Tensor | None = None, *, weighs: bool
-) -> tuple[dict[str, Ragged], Sums]:
-    """Columns ``is_weights`` and ``loss_mask`` where the loss uses them, and the sums of mismatch and correction.
+    train: Ragged, engine: Ragged, cfg: RolloutCorrectionConfig, carried: Tensor | None = None, *, weighs: bool
+) -> tuple[dict[str, Ragged], dict[str, Moments]]:
+    """Columns ``is_weights`` and ``loss_mask`` where the loss uses them, and the moments of mismatch and correction.
 
-    given [n]: tokens from earlier policies, see `fresh_gap`. weighs: importance weights enter the loss.
+    carried [n]: tokens from earlier policies, see `fresh_gap`. weighs: importance weights enter the loss.
     """
     log_ratio = train.like(train.values - engine.values)
     columns: dict[str, Ragged] = {}
@@ -72,72 +72,63 @@ def compare(
         columns[c.IS_WEIGHTS] = importance_weights(log_ratio, cfg)
     if cfg.rollout_rs:
         columns[c.LOSS_MASK] = accepted(log_ratio, cfg.rejection_rules())
-    corrected = correction_sums(columns.get(c.IS_WEIGHTS), columns.get(c.LOSS_MASK), log_ratio, cfg)
-    fresh = {} if given is None else fresh_gap(train, engine, given)
-    return columns, mismatch_sums(train, engine) | fresh | corrected
+    moments = mismatch(train, engine)
+    moments |= correction(columns.get(c.IS_WEIGHTS), columns.get(c.LOSS_MASK), log_ratio, cfg)
+    return columns, moments if carried is None else moments | {"gap": fresh_gap(train, engine, carried)}
 
 
-def mismatch_sums(train: Ragged, engine: Ragged) -> Sums:
-    """What adds up over ranks (``max/``: what is maximised) of the difference between two log-probs of the same tokens."""
+def mismatch(train: Ragged, engine: Ragged) -> dict[str, Moments]:
+    """The difference between two log-probs of the same tokens, per quantity.
+
+    ``*ppl*`` and ``w_product*`` are of answers, all others of tokens.
+    """
     log_ratio = train.like((train.values - engine.values).double())
-    gap, bounded = log_ratio.values.abs(), log_ratio.values.clamp(-_LOG_BOUND, _LOG_BOUND)
-    probs = [each.values.double().exp() for each in (train, engine)]
-    prob_gap = (probs[0] - probs[1]).abs()
+    bounded = log_ratio.values.clamp(-_LOG_BOUND, _LOG_BOUND)
+    train_prob, engine_prob = (each.values.double().exp() for each in (train, engine))
     having = train.lengths > 0
-    means = [-each.mean()[having].double() for each in (train, engine)]
+    train_log_ppl, engine_log_ppl = (-each.mean()[having].double() for each in (train, engine))
     products = log_ratio.sum()[having].clamp(-_LOG_BOUND, _LOG_BOUND)
-    return {
-        "tokens": float(len(gap)),
-        "sequences": float(having.sum()),
-        "gap": float(gap.sum()),
-        "max/gap": float(gap.max()) if len(gap) else 0.0,
-        "prob_gap": float(prob_gap.sum()),
-        "max/prob_gap": float(prob_gap.max()) if len(gap) else 0.0,
-        "prob_gap_squared": float(prob_gap.square().sum()),
-        "train_prob": float(probs[0].sum()),
-        "train_prob_squared": float(probs[0].square().sum()),
-        "engine_prob": float(probs[1].sum()),
-        "engine_prob_squared": float(probs[1].square().sum()),
-        "prob_product": float((probs[0] * probs[1]).sum()),
-        "k1": float(-log_ratio.values.sum()),
-        "k3": float((bounded.exp() - 1 - bounded).sum()),
-        "w_squared": float((2 * bounded).exp().sum()),
-        "w_product_squared": float((2 * products).exp().sum()),
-        "train_log_ppl": float(means[0].sum()),
-        "engine_log_ppl": float(means[1].sum()),
-        "train_ppl": float(means[0].exp().sum()),
-        "engine_ppl": float(means[1].exp().sum()),
-        "log_ppl_gap": float((means[0] - means[1]).abs().sum()),
+    quantities = {
+        "gap": log_ratio.values.abs(),
+        "prob_gap": (train_prob - engine_prob).abs(),
+        "train_prob": train_prob,
+        "engine_prob": engine_prob,
+        "prob_product": train_prob * engine_prob,
+        "k1": -log_ratio.values,
+        "k3": bounded.exp() - 1 - bounded,
+        "w_squared": (2 * bounded).exp(),
+        "w_product_squared": (2 * products).exp(),
+        "train_log_ppl": train_log_ppl,
+        "engine_log_ppl": engine_log_ppl,
+        "train_ppl": train_log_ppl.exp(),
+        "engine_ppl": engine_log_ppl.exp(),
+        "log_ppl_gap": (train_log_ppl - engine_log_ppl).abs(),
     }
+    return {name: Moments.of(values) for name, values in quantities.items()}
 
 
-def fresh_gap(train: Ragged, engine: Ragged, given: Tensor) -> Sums:
-    """The gap of `mismatch_sums` over tokens that the current policy sampled: those after the first ``given`` [n] of each row."""
-    fresh = train.positions >= given[train.row_ids]
-    gap = (train.values - engine.values)[fresh].abs().double()
-    return {"gap": float(gap.sum()), "max/gap": float(gap.max()) if len(gap) else 0.0, "gap_tokens": float(len(gap))}
+def fresh_gap(train: Ragged, engine: Ragged, carried: Tensor) -> Moments:
+    """The gap of tokens that the current policy sampled: those after the first ``carried`` [n] of each row."""
+    fresh = train.positions >= carried[train.row_ids]
+    return Moments.of((train.values - engine.values)[fresh].abs())
 
 
-def correction_sums(
+def correction(
     weights: Ragged | None, mask: Ragged | None, log_ratio: Ragged, cfg: RolloutCorrectionConfig
-) -> Sums:
-    """Likewise, of the weights and of what was rejected."""
-    sums: Sums = {}
+) -> dict[str, Moments]:
+    """Likewise of the importance weights, and the shares of tokens and answers with something rejected."""
+    quantities: dict[str, Tensor] = {}
     if weights is not None:
-        values = weights.values.double()
         low, high = cfg.importance_bounds()
         logs = log_ratio if cfg.rollout_is == "token" else log_ratio.broadcast(log_ratio.sum())
-        sums |= {
-            "is": float(values.sum()),
-            "is_squared": float(values.square().sum()),
-            "max/is": float(values.max()) if len(values) else 0.0,
-            "max/minus_is": float(-values.min()) if len(values) else -math.inf,
-            "is_high": float((logs.values > math.log(high)).sum()),
-            "is_low": float((logs.values < math.log(low or 1 / high)).sum()),
-        }
-        if cfg.rollout_is == "sequence":  # one weight an answer, so the mean is over answers
-            sums["is_answers"] = float(weights.mean().double().sum())
+        quantities["is"] = weights.values
+        quantities["is_high"] = logs.values > math.log(high)
+        quantities["is_low"] = logs.values < math.log(low or 1 / high)
+        if cfg.rollout_is == "sequence":
+            # All tokens of an answer have its weight, so a mean over tokens would count long answers more.
+            quantities["is_answers"] = weights.mean()[weights.lengths > 0]
     if mask is not None:
-        some = (mask.sum() < mask.lengths) & (mask.lengths > 0)
-        sums |= {"rejected": float((~mask.values).sum()), "sequences_rejected": float(some.sum())}
-    return sums
+        having = mask.lengths > 0
+        quantities["rejected"] = ~mask.values
+        quantities["rejected_answers"] = (mask.sum() < mask.lengths)[having]
+    return {name: Moments.of(values) for name, values in quantities.items()}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from rltrain.algorithms.aggregation import Denominators, token_weights
+from rltrain.algorithms.moments import Moments, join
 from rltrain.algorithms.policy_losses import PolicyLossFunction, PolicyLossInputs
 from rltrain.config.schema import ActorConfig
 from rltrain.ragged import Ragged
@@ -17,12 +18,26 @@ class LossShare:
     """loss: this micro-batch's share of the mini-batch loss (scalar, differentiable).
 
     shares: parts of the loss that add up over micro-batches and ranks. token_sums: sums over tokens, to be divided by the
-    token count of the mini-batch.
+    token count of the mini-batch. measured: moments of the difference between engine and trainer, where the update measures it.
     """
 
     loss: Tensor
-    shares: dict[str, Tensor]
-    token_sums: dict[str, Tensor]
+    shares: dict[str, Tensor] = field(default_factory=dict)
+    token_sums: dict[str, Tensor] = field(default_factory=dict)
+    measured: dict[str, Moments] = field(default_factory=dict)
+
+    def __add__(self, other: LossShare) -> LossShare:
+        """Both micro-batches together."""
+        return LossShare(
+            self.loss + other.loss,
+            _add(self.shares, other.shares),
+            _add(self.token_sums, other.token_sums),
+            join([self.measured, other.measured]),
+        )
+
+
+def _add(one: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, Tensor]:
+    return one | {name: one[name] + value if name in one else value for name, value in other.items()}
 
 
 def actor_loss(

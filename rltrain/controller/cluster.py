@@ -1,4 +1,9 @@
-"""The Ray cluster: start or join it, and reserve the devices of a run."""
+"""The Ray cluster: start or join it, and reserve the devices of a run.
+
+Ray waits long and silently for what does not come: an address where nobody listens, a node that is down, devices in use.
+So everything that can be known beforehand is checked first, and while devices are awaited the log says which are missing.
+Left out: starting Ray on other nodes (scripts/ray_start.sh does it), and growing or shrinking the reservation of a run.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +40,8 @@ def cluster_address(cfg: Config) -> str | None:
 
 
 def ray_problems(cfg: Config) -> Iterator[str]:
-    """Arguments that ray.init does not have, and a cluster that is needed and not named."""
-    # Names with an underscore are taken out of **kwargs.
+    """Problems of ``ray_kwargs``: arguments that ray.init does not have, a cluster that is needed and not named."""
+    # ray.init takes names with an underscore out of **kwargs, so its signature lacks them.
     known = {
         *inspect.signature(ray.init).parameters,
         *re.findall(r'kwargs\.pop\(\s*"(_\w+)"', inspect.getsource(ray.init)),
@@ -50,21 +55,24 @@ def ray_problems(cfg: Config) -> Iterator[str]:
     address = cluster_address(cfg)
     if address and (found := re.fullmatch(r"([\w.-]+):(\d+)", address)):
         try:
-            # Ray itself tries for many minutes, without a word.
+            # Ray itself would try for many minutes, without a word.
             socket.create_connection((found[1], int(found[2])), timeout=_CONNECT_S).close()
         except OSError as error:
-            yield f"{_KEY}.address={address} (or RAY_ADDRESS): nobody answers there ({error}). Start Ray with scripts/ray_start.sh."
+            yield (
+                f"{_KEY}.address={address} (or RAY_ADDRESS): nobody answers there ({error}). "
+                "Start Ray with scripts/ray_start.sh."
+            )
     if cfg.trainer.nnodes > 1 and not address:
         yield (
-            f"trainer.nnodes={cfg.trainer.nnodes} needs a running Ray cluster. Start it with {shipped('scripts/ray_start.sh')} on every "
-            f"node, then set {_KEY}.address=auto."
+            f"trainer.nnodes={cfg.trainer.nnodes} needs a running Ray cluster. Start it with "
+            f"{shipped('scripts/ray_start.sh')} on every node, then set {_KEY}.address=auto."
         )
 
 
 def start_ray(cfg: Config) -> bool:
     """Join the cluster at `cluster_address`, else start a local one. Returns False, and changes nothing, where Ray runs in this process.
 
-    On a local CPU run each worker takes one CPU slot, so there are as many slots as workers ask for, whatever the machine.
+    A worker takes one CPU slot. A local Ray gets as many slots as there are workers, however few cores the machine has.
     """
     if ray.is_initialized():
         return False
@@ -80,7 +88,7 @@ def start_ray(cfg: Config) -> bool:
         given.pop("num_cpus", None)
     else:
         arguments |= {"num_cpus": max(os.cpu_count() or 1, cfg.trainer.n_gpus_per_node), "include_dashboard": False}
-    # "local": not one that happens to run on this machine.
+    # "local" means a Ray of our own, not one that happens to run on this machine.
     arguments |= given | {"address": address or "local"}
     if runtime or variables:
         arguments["runtime_env"] = runtime | {"env_vars": variables}
@@ -99,9 +107,9 @@ def free(groups: list[PlacementGroup]) -> None:
 
 
 def reserve(cfg: Config, device: Device) -> list[PlacementGroup]:
-    """One placement group a node, with one bundle a device. Raises WorkerLost when they do not come up.
+    """Reserve one placement group per node, with one bundle per device. Raises WorkerLost when they do not come up.
 
-    A local Ray that lacks devices is a ConfigError at once; in a cluster, nodes may still join.
+    A local Ray that lacks devices is a ConfigError at once. In a cluster, nodes may still join.
     """
     trainer = cfg.trainer
     name, per_node = device.ray_resource, trainer.n_gpus_per_node
@@ -115,25 +123,25 @@ def reserve(cfg: Config, device: Device) -> list[PlacementGroup]:
             left = _RESERVE_TIMEOUT_S - waited
             log.info("waiting for devices: %s (%d s left)", _lacking(len(waiting), cfg, name), left)
             say_at += _SAY_EVERY_S
-        # In short looks: a signal is heard between them.
+        # The wait is cut into short ones, because signals are handled between them.
         _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=_POLL_S)
     if waiting:
         raise WorkerLost(
-            f"{len(waiting)} of {count(trainer.nnodes, 'node')} with {per_node} free {name} slots each did not come up in "
-            f"{_RESERVE_TIMEOUT_S} s: {_lacking(len(waiting), cfg, name)}. "
+            f"{len(waiting)} of {count(trainer.nnodes, 'node')} with {per_node} free {name} slots each did not come up "
+            f"in {_RESERVE_TIMEOUT_S} s: {_lacking(len(waiting), cfg, name)}. "
             "Check trainer.nnodes and trainer.n_gpus_per_node, or start the missing nodes."
         )
     return groups
 
 
 def ray_logs() -> str:
-    """The folder where Ray keeps what its processes said, on this node; on others it has the same name."""
+    """The folder of Ray's logs on this node. It has the same name on all nodes."""
     node: Any = ray._private.worker._global_node
     return node.get_logs_dir_path()
 
 
 def _lacking(num_missing: int, cfg: Config, resource: str) -> str:
-    """What the cluster has, against what is asked for."""
+    """Compare the devices of the cluster with those that the run asks for."""
     slots = [int(node["Resources"].get(resource, 0)) for node in ray.nodes() if node["Alive"]]
     wanted, per_node = cfg.trainer.nnodes, cfg.trainer.n_gpus_per_node
     fitting = sum(each // per_node for each in slots)
@@ -144,7 +152,7 @@ def _lacking(num_missing: int, cfg: Config, resource: str) -> str:
 
 
 def _as_text(value: Any) -> str:
-    """As it was typed: YAML has made numbers and booleans of some."""
+    """An environment variable as the user typed it: YAML has made numbers and booleans of some."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

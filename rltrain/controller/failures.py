@@ -1,4 +1,8 @@
-"""Which error of which rank caused the others, and what to tell the user of it."""
+"""From the errors of several ranks to the one that the user should read.
+
+When a rank fails, all others fail soon after, because the collectives they wait in lose their partner. Ray reports errors
+in any order. So an error is ranked by its kind, and the worst one of the lowest rank is told, with the way out.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +35,9 @@ def explain(errors: Mapping[int, Exception], place: Callable[[Sequence[int]], st
         return cause
     if "out of memory" in str(cause).lower() or isinstance(cause, MemoryError):
         return WorkerLost(
-            f"{where}: out of memory: {_first_line(cause)}. Lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu (or the "
-            "micro-batch size), actor_rollout_ref.rollout.max_num_seqs, or set actor_rollout_ref.actor.fsdp_config.param_offload=True."
+            f"{where}: out of memory: {_first_line(cause)}. Lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu "
+            "(or the micro-batch size) or actor_rollout_ref.rollout.max_num_seqs, or set "
+            "actor_rollout_ref.actor.fsdp_config.param_offload=True."
         )
     if _severity(error) == _SYMPTOM and re.search("timeout|timed out", str(cause).lower()):
         return WorkerLost(f"{where}: waited in vain for another worker: {_first_line(cause)}. {AGAIN}")

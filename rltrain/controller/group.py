@@ -48,7 +48,10 @@ _NAMED_RANKS = 4
 
 
 class Handle(Generic[_Result]):
-    """A call that runs on every rank, or waits there for earlier ones. references[rank]: objects, and last the result for the driver."""
+    """A call that runs on every rank, or waits there until earlier calls have ended.
+
+    references[rank]: of the objects that stay in the store, and last of the result for the driver.
+    """
 
     def __init__(self, group: WorkerGroup, phase: str, references: list[list[Any]]) -> None:
         self._group = group
@@ -58,8 +61,8 @@ class Handle(Generic[_Result]):
     def collect(self, deadline_s: float | None = None, stream: Stream[Any] | None = None) -> list[_Result]:
         """Wait for the results of all ranks. Objects stay in the store, as references.
 
-        Any error, or no end within ``deadline_s`` from now (None: what `Deadlines` allows a call of this kind), ends all
-        workers and is raised as one RltrainError.
+        An error of any rank ends all workers and is raised as one RltrainError. So does a call that has not ended within
+        ``deadline_s`` from now (None: within what `Deadlines` allows a call of this kind).
         """
         group, deadlines = self._group, self._group.deadlines
         limit_s = deadlines.limit_s(self._phase) if deadline_s is None else deadline_s
@@ -141,7 +144,10 @@ def _errors(waiting: dict[Any, int]) -> dict[int, Exception]:
 
 
 class WorkerGroup:
-    """The workers of a run. check(): called every now and then while they are waited for; what it raises ends the wait."""
+    """The workers of a run.
+
+    check(): called every now and then while the driver waits for workers. What it raises ends the wait.
+    """
 
     def __init__(
         self,
@@ -202,12 +208,16 @@ class WorkerGroup:
     @overload
     def submit(self, calls: Sequence[Call[_Result]]) -> Handle[_Result]: ...
     def submit(self, calls: Sequence[Call[Any]]) -> Handle[Any]:
-        """Send ``calls[rank]``, all of one method, to the workers."""
-        self.bytes_through_driver += sum(driver_bytes([each.args, each.kwargs]) for each in calls)
-        num_returns = calls[0].num_objects + 1
+        """Send calls of one method to the workers.
+
+        There is one call per worker, or one per group of neighbouring workers (all groups have the same size), so a single
+        call goes to all.
+        """
+        copies, num_returns = self.world // len(calls), calls[0].num_objects + 1
+        self.bytes_through_driver += copies * sum(driver_bytes([each.args, each.kwargs]) for each in calls)
         sent = [
-            host.run.options(num_returns=num_returns).remote(call)
-            for host, call in zip(self.workers, calls, strict=True)
+            worker.run.options(num_returns=num_returns).remote(calls[rank // copies])
+            for rank, worker in enumerate(self.workers)
         ]
         return Handle(self, calls[0].name, [each if isinstance(each, list) else [each] for each in sent])
 
@@ -218,7 +228,7 @@ class WorkerGroup:
         **kwargs: _Arguments.kwargs,
     ) -> list[_Result]:
         """Run ``method`` with the same arguments on all ranks, and wait for all results."""
-        return self.submit([bind(method, *args, **kwargs)] * self.world).collect()
+        return self.submit([bind(method, *args, **kwargs)]).collect()
 
     def stop(self) -> None:
         """End all workers, the orderly way if they still answer."""
@@ -245,7 +255,7 @@ class WorkerGroup:
         return f"{self._role} worker, {', '.join(names)}{more}, in {phase}"
 
     def hung(self, phase: str, late: list[int], seconds: float) -> WorkerLost:
-        """Write down all stacks, end all workers, and name the late ones: those that do not even answer, if there are any."""
+        """Write down all stacks, end all workers, and name the late ones; where some do not even answer, only those."""
         asked = {host.stacks.remote(): rank for rank, host in enumerate(self.workers)}
         answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_STACKS_S)
         found = {asked[reference]: _get(reference)[0] for reference in answered}
@@ -268,5 +278,6 @@ class WorkerGroup:
         floor_s, factor = self.deadlines.floor_s, self.deadlines.factor
         return WorkerLost(
             f"{self.place(silent or late, phase)}: not done after {seconds:.0f} s ({state}; "
-            f"trainer.hang_floor_s={floor_s}, trainer.hang_factor={factor}).{stacks_file} All workers were ended. {AGAIN}"
+            f"trainer.hang_floor_s={floor_s}, trainer.hang_factor={factor}).{stacks_file} All workers were ended. "
+            + AGAIN
         )

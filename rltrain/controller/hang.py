@@ -1,4 +1,9 @@
-"""Workers that neither answer nor die: how long is too long, and what is written down of them."""
+"""How long a call to the workers may take before it counts as hung, and what is written down then.
+
+A worker that hangs neither answers nor dies, and collectives make all others wait for it: without a deadline, a run
+would stand still until somebody looks. No fixed limit fits, as one call takes a second and another an hour. So each kind
+of call has a limit of its own, a multiple of the longest so far. Left out: progress within a call is not watched.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +16,10 @@ from pathlib import Path
 
 @dataclass
 class Deadlines:
-    """How long a call to the workers may take: ``factor`` times the longest of its kind so far, and never less than ``floor_s``.
+    """A call may take ``factor`` times as long as the longest of its kind so far, and never less than ``floor_s``.
 
-    A kind that was not called before counts as ``floor_s`` long. floor_s None: as long as it likes. incidents: where stacks go.
+    The first call of a kind may take ``factor`` times ``floor_s``. floor_s None: there is no limit. incidents: folder of
+    the stacks.
     """
 
     floor_s: float | None = None
@@ -28,11 +34,11 @@ class Deadlines:
         return max(self.floor_s, self.factor * self._longest.get(phase, self.floor_s))
 
     def took(self, phase: str, seconds: float) -> None:
-        """One call of ``phase`` has ended."""
+        """Remember how long a call of ``phase`` took."""
         self._longest[phase] = max(seconds, self._longest.get(phase, 0.0))
 
     def write_stacks(self, phase: str, stacks: Mapping[str, str]) -> str:
-        """Stacks by name of the process, into a file of ``incidents``. Returns what to say of it."""
+        """Write stacks, by name of the process, into a file of ``incidents``. Returns a sentence for the message."""
         if self.incidents is None:
             return ""
         file = self.incidents / f"hang_{phase}_{time.strftime('%Y%m%d_%H%M%S')}.txt"

@@ -1,4 +1,8 @@
-"""The process of one rank, as Ray sees it: it finds the role that a call is for, and knows what workers need not know of Ray."""
+"""The process of one rank, as Ray sees it.
+
+Workers know nothing of Ray: here a call finds its role, a `Request` becomes the batch that it stands for, and the process
+joins the others. A control thread answers while a call runs, for texts that are ready early and for stacks of a hang.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +101,8 @@ class _Host:
 
 
 # No restarts and no retries: a repeated optimizer step would be applied twice.
-HOST: Any = ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"control": 1})(_Host)  # type: ignore[call-overload]
+_OPTIONS: Any = {"max_restarts": 0, "max_task_retries": 0, "concurrency_groups": {"control": 1}}
+HOST: Any = ray.remote(**_OPTIONS)(_Host)
 
 
 def _fetch(value: Any) -> Any:

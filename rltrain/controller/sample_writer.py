@@ -1,6 +1,8 @@
-"""Answers on disk: a process of its own fetches the texts and writes them down, while the driver only hands out references.
+"""Answers on disk: a process of its own fetches the texts and writes them.
 
-What is here is imported by that process, so nothing that takes long to import.
+Texts of a step can be many megabytes, and Parquet takes seconds, so neither goes through the driver: it hands out references
+and numbers, and never waits. Where the writer cannot keep up, all but the newest job are dropped, and the log says so.
+Left out: torch and all that takes long to import, because the process would pay for it at its start.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from rltrain.data.rows import Rows
 from rltrain.view import one_line
 
 Array = NDArray[Any]
-# Jobs that may be under way before newer ones wait, of which only the newest is kept.
+# Jobs that run at the same time at most. Of those that wait, only the newest is kept.
 _MOST_AT_ONCE = 4
 _EXAMPLES_WAIT_S = 60.0
 _POLL_S = 0.2
@@ -59,7 +61,7 @@ class SampleJob:
 
 @dataclass(frozen=True)
 class Written:
-    """What became of a job: what went wrong, and one of its answers in a line."""
+    """The outcome of a job: what went wrong (None: nothing), and one of its answers in a line."""
 
     split: str
     step: int
@@ -68,7 +70,10 @@ class Written:
 
 
 class SampleWriter:
-    """Knows the data and the prompts by split; ``tokenizer`` (of the tokenizers package, or None) turns prompts back into text."""
+    """Writes the files of jobs.
+
+    rows, prompts: by split. tokenizer: of the tokenizers package, turns prompts back into text (None: messages are shown).
+    """
 
     def __init__(
         self, rows: dict[str, Rows], prompts: dict[str, PromptStore], tokenizer: Any, fetch: Callable[[Any], Any]
@@ -130,7 +135,7 @@ class SampleWriter:
         }
 
     def _decoded(self, split: str, row: int, **options: bool) -> str:
-        """The prompt as the model has seen it; the messages, where there is nothing to decode with."""
+        """The prompt as the model saw it, or its messages where there is no tokenizer."""
         if self._tokenizer is None:
             return "\n".join(f"{each['role']}: {_text(each['content'])}" for each in self._rows[split][row].prompt)
         return self._tokenizer.decode(self._prompts[split].prompt(row).tolist(), **options)
@@ -163,7 +168,7 @@ def _replace(file: Path, write: Callable[[Path], Any]) -> None:
 
 
 class _WriterProcess(SampleWriter):
-    """The writer's process, which yields to everything else on the machine."""
+    """The writer in a process of low priority."""
 
     def __init__(self, rows: dict[str, Any], prompts: list[Any], tokenizer: Any) -> None:
         import ray
@@ -173,7 +178,7 @@ class _WriterProcess(SampleWriter):
 
 
 class WriterProcess:
-    """A `SampleWriter` on this node. Nothing here waits for it but `examples` and `close`, and they not for ever."""
+    """A `SampleWriter` in another process on this node. Only `examples` and `close` wait for it, and not for ever."""
 
     def __init__(self, rows: dict[str, Any], prompts: Any, tokenizer: Any) -> None:
         import ray
@@ -186,7 +191,7 @@ class WriterProcess:
         self._waiting: list[SampleJob] = []
 
     def submit(self, job: SampleJob) -> list[Written]:
-        """Have it written, and hear of earlier ones. Where the writer lags behind, only the newest waits, and what it replaces is told."""
+        """Start writing ``job``, or let it wait in place of an earlier one. Returns the outcomes of earlier jobs so far."""
         found = self._take(0)
         dropped, self._waiting = self._waiting, [job]
         self._start()
@@ -223,7 +228,7 @@ class WriterProcess:
             return None
 
     def close(self, wait_s: float) -> list[Written]:
-        """Wait so long for what is still to be written, and end the process."""
+        """Wait up to ``wait_s`` for jobs under way, and end the process. Returns all outcomes that `submit` has not returned."""
         import ray
 
         found, deadline = [], time.monotonic() + wait_s

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rltrain import columns as c
-from rltrain.algorithms.advantages import Moments, OutcomeInputs, find_estimator
+from rltrain.algorithms.advantages import OutcomeInputs, find_estimator
 from rltrain.algorithms.kl import adapted_kl_coef
 from rltrain.config.schema import Config
 from rltrain.config.step_passes import StepPasses
@@ -46,13 +46,12 @@ class Advantages:
         coef = self.kl_coef
         metrics = self._kl_penalty(samples) if self._passes.kl_in_reward else {}
         if self._passes.token_advantages:
-            sums = policy.token_advantages(samples, layout, coef)
+            moments = policy.token_advantages(samples, layout, coef)
             whitening = Whitening()
             if self._passes.estimator.whitens:
-                moments = Moments(*(sums[f"advantages/{name}"] for name in ("count", "total", "squares")))
-                whitening = Whitening(*moments.whitening())
+                whitening = Whitening(*moments["advantages"].whitening())
             samples.update({c.ADVANTAGE: (samples[c.ADVANTAGE] - whitening.shift) * whitening.scale})
-            return whitening, metrics | m.token_advantage_metrics(sums, whitening.shift, whitening.scale)
+            return whitening, metrics | m.token_advantage_metrics(moments, whitening.shift, whitening.scale)
         terms = {
             name: torch.from_numpy(known_number(samples, name, self._cfg.reward.on_error))
             for name in self._cfg.algorithm.gdpo_reward_keys

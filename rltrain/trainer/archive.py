@@ -45,7 +45,7 @@ class Archive:
         self._cfg = cfg.trainer
         self._folder = folder / "samples"
         self._writer, self._tracker = writer, tracker
-        self._bytes = 0
+        self.bytes_through_driver = 0
         self._told = False
         self._forget_after(resumed_step)
 
@@ -73,7 +73,7 @@ class Archive:
         self._hear(self._writer.submit(replace(job, kept=kept, parquet=parquet, json_lines=json_lines)))
         numbers = [each.tolist() if each.dtype == object else each for each in job.numbers.values()]
         places = [each[1:] for each in job.texts]
-        self._bytes += driver_bytes([numbers, places, job.rows, job.kept])
+        self.bytes_through_driver += driver_bytes([numbers, places, job.rows, job.kept])
 
     def show_validation(self, step: int, samples: Samples, answers_per_prompt: int) -> None:
         """Send ``log_val_generations`` answers to every tracker that has tables; the same prompts every time."""
@@ -86,11 +86,6 @@ class Archive:
             log.warning("step %d: the answers for trainer.log_val_generations did not come", step)
         else:
             self._tracker.log_table(step, "val/generations", list(_TABLE), rows)
-
-    def take_driver_bytes(self) -> int:
-        """Bytes that went through the driver since the last call."""
-        taken, self._bytes = self._bytes, 0
-        return taken
 
     def close(self, wait: bool = True) -> None:
         """Wait (a minute at most) until everything is written."""

@@ -1,7 +1,12 @@
-"""Metrics of a step under verl's names, from per-sample numbers and from sums that the workers return."""
+"""Metrics of a step under verl's names.
+
+They come from three sources: numbers per sample, which the driver has; moments per quantity, which passes return; sums per
+optimizer step, which updates return. All reductions over ranks happen here or in `moments.join`; no name decides how.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,8 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rltrain import columns as c
+from rltrain.algorithms.moments import Moments
 from rltrain.controller.samples import Samples
 from rltrain.trainer.balance import LayoutCost
+from rltrain.workers.results import GenerationNumbers, UpdateNumbers, largest
 
 Metrics = dict[str, float]
 _RATES = {"error": c.REWARD_FAILED, "timeout": c.REWARD_TIMEOUT}
@@ -48,27 +55,21 @@ def outcome_advantage_metrics(samples: Samples) -> Metrics:
     return _spread("critic/advantages", values, lengths) | _spread("critic/returns", values, lengths)
 
 
-def token_advantage_metrics(sums: dict[str, float], shift: float, scale: float) -> Metrics:
+def token_advantage_metrics(moments: dict[str, Moments], shift: float, scale: float) -> Metrics:
     """Whitened advantages, returns, and of a critic its values and the share of the returns' variance they explain."""
     metrics: Metrics = {}
     for name, (offset, factor) in {"advantages": (shift, scale), "returns": (0.0, 1.0), "values": (0.0, 1.0)}.items():
-        if sums.get(f"{name}/count"):
-            mean = sums[f"{name}/total"] / max(sums[f"{name}/count"], 1)
-            for kind, value in (("mean", mean), ("max", sums[f"{name}/max"]), ("min", sums[f"{name}/min"])):
+        found = moments.get(name, Moments())
+        if found.count:
+            for kind, value in (("mean", found.mean), ("max", found.largest), ("min", found.smallest)):
                 metrics[f"critic/{name}/{kind}"] = (value - offset) * factor
-    if sums.get("errors/count"):
-        unexplained = _variance(sums, "errors") / (_variance(sums, "returns") + 1e-5)
-        metrics["critic/vf_explained_var"] = 1.0 - unexplained
+    if "errors" in moments and moments["errors"].count:
+        metrics["critic/vf_explained_var"] = 1.0 - moments["errors"].variance / (moments["returns"].variance + 1e-5)
     return metrics
 
 
-def _variance(sums: dict[str, float], name: str) -> float:
-    count = max(sums[f"{name}/count"], 1)
-    return max(sums[f"{name}/squares"] / count - (sums[f"{name}/total"] / count) ** 2, 0.0)
-
-
 def reward_metrics(samples: Samples, right: NDArray[np.float64], *, weighted: bool = False) -> Metrics:
-    """How often scoring failed (not: how often answers were wrong), what the score is made of, and what groups can teach.
+    """Rates of failed scoring (not of wrong answers), the parts of the score, and how many groups an estimator learns from.
 
     right [n]: accuracy of each answer. weighted: the rule reward is a sum of the scorer's numbers.
     """
@@ -87,8 +88,10 @@ def reward_metrics(samples: Samples, right: NDArray[np.float64], *, weighted: bo
 
 
 def group_metrics(groups: NDArray[np.int64], rewards: NDArray[np.float64], right: NDArray[np.float64]) -> Metrics:
-    """reward/std: standard deviation of the rewards of a group, mean over groups. Shares of groups whose answers are all right
-    (the same, over 0), all wrong (the same, not over 0), or mixed. Nothing where a prompt has one answer.
+    """Spread of the rewards within groups, and shares of groups by accuracy. Nothing where a prompt has one answer.
+
+    reward/std: standard deviation within a group, mean over groups. all_right: the same accuracy over 0; all_wrong: the
+    same, not over 0; mixed: different ones.
     """
     _, place, sizes = np.unique(groups, return_inverse=True, return_counts=True)
     if sizes.max() < 2:
@@ -106,113 +109,84 @@ def group_metrics(groups: NDArray[np.int64], rewards: NDArray[np.float64], right
     }
 
 
-def add_up(results: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Sums over ranks; of names that begin with ``max/`` or end so the largest, of ``/min`` the smallest."""
-    total: dict[str, float] = {}
-    for result in results:
-        for name, value in result.items():
-            if name.startswith("max/") or name.endswith("/max"):
-                total[name] = max(total.get(name, -np.inf), value)
-            elif name.endswith("/min"):
-                total[name] = min(total.get(name, np.inf), value)
-            else:
-                total[name] = total.get(name, 0.0) + value
-    return total
-
-
-def update_metrics(results: Sequence[dict[str, Any]], tokens: NDArray[np.int64], prefix: str) -> Metrics:
-    """Sum over ranks, divide token sums by the tokens of each mini-batch [optimizer steps], then mean over optimizer steps."""
+def update_metrics(results: Sequence[UpdateNumbers], tokens: NDArray[np.int64], prefix: str) -> Metrics:
+    """Sum over ranks, divide token sums by ``tokens`` [optimizer steps] of the mini-batch, take the mean over steps."""
     metrics: Metrics = {}
-    for key in dict.fromkeys(name for result in results for name in result):
-        kind, _, name = key.partition("/")
-        total = sum(result.get(key, 0.0) for result in results)
-        if kind == "share":
-            metrics[f"{prefix}/{name}"] = float(np.mean(total))
-        elif kind == "token" and not name.startswith("measured/") and (tokens > 0).any():
-            # A step without tokens has no mean.
-            metrics[f"{prefix}/{name}"] = float(np.mean((total / np.maximum(tokens, 1))[tokens > 0]))
-    metrics[f"{prefix}/grad_norm"] = float(np.mean(results[0]["grad_norm"]))
-    metrics[f"{prefix}/steps_skipped"] = float(np.sum(results[0]["skipped"]))
-    return metrics | peak_memory(results)
+    for name, total in _over_ranks([each.shares for each in results]).items():
+        metrics[f"{prefix}/{name}"] = float(np.mean(total))
+    having = tokens > 0  # a step without tokens has no mean
+    if having.any():
+        for name, total in _over_ranks([each.token_sums for each in results]).items():
+            metrics[f"{prefix}/{name}"] = float(np.mean(total[having] / tokens[having]))
+    metrics[f"{prefix}/grad_norm"] = float(np.mean(results[0].grad_norm))
+    metrics[f"{prefix}/steps_skipped"] = float(np.sum(results[0].skipped))
+    return metrics | largest([each.memory_gb for each in results])
 
 
-def peak_memory(results: Sequence[dict[str, Any]]) -> Metrics:
-    """Largest over ranks of the memory peaks."""
-    names = [name for name in results[0] if name.startswith("perf/")]
-    return {name: max(float(result[name]) for result in results) for name in names}
+def _over_ranks(parts: Sequence[dict[str, NDArray[Any]]]) -> dict[str, NDArray[Any]]:
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: np.sum([part[name] for part in parts if name in part], axis=0) for name in names}
 
 
-def first_step_sums(results: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """What was measured in the first optimizer step of an update, whose forward still has the weights that were sampled with."""
-    mark = "token/measured/"
-    return add_up(
-        [
-            {name.removeprefix(mark): value[0] for name, value in each.items() if name.startswith(mark)}
-            for each in results
-            if mark + "tokens" in each and each[mark + "tokens"][0]
-        ]
-    )
-
-
-def policy_metrics(sums: dict[str, float]) -> Metrics:
+def policy_metrics(moments: dict[str, Moments]) -> Metrics:
     """Entropy before the update, and `mismatch_metrics`, of the samples whose log-probs were computed."""
-    entropy = {"actor/entropy": sums["entropy"] / sums["tokens"]} if sums.get("tokens") and "entropy" in sums else {}
-    return entropy | mismatch_metrics(sums)
+    entropy = moments.get("entropy", Moments())
+    return ({"actor/entropy": entropy.mean} if entropy.count else {}) | mismatch_metrics(moments)
 
 
-def mismatch_metrics(sums: dict[str, float]) -> Metrics:
-    """How far the engine's policy is from the trainer's on the sampled tokens, and what the rollout correction did about it.
+# Metrics that are the mean of a quantity, which is there or not.
+_MEANS = {
+    "gap": "rollout/log_prob_gap/mean",
+    "prob_gap": "training/rollout_probs_diff_mean",
+    "k1": "rollout_corr/kl",
+    "k3": "rollout_corr/k3_kl",
+    "train_ppl": "rollout_corr/training_ppl",
+    "engine_ppl": "rollout_corr/rollout_ppl",
+    "log_ppl_gap": "rollout_corr/log_ppl_abs_diff",
+    "is": "rollout_corr/rollout_is_mean",
+    "is_answers": "rollout_corr/rollout_is_mean",  # where there is one weight per answer, the mean is over answers
+    "is_high": "rollout_corr/rollout_is_ratio_fraction_high",
+    "is_low": "rollout_corr/rollout_is_ratio_fraction_low",
+    "rejected": "rollout_corr/rollout_rs_masked_fraction",
+    "rejected_answers": "rollout_corr/rollout_rs_seq_masked_fraction",
+}
 
-    kl, k3_kl: estimates of KL(engine || trainer) per token. ppl: exp of the mean negative log-prob of an answer, mean over
-    answers. chi2: mean of w^2 - 1 over tokens (seq: of the product of w over answers), w = pi_trainer / pi_engine.
+
+def mismatch_metrics(moments: dict[str, Moments]) -> Metrics:
+    """Distance of the engine's policy from the trainer's on the sampled tokens, and what the rollout correction does.
+
+    kl, k3_kl: estimates of KL(engine || trainer) per token. ppl: exp of the mean negative log-prob of an answer, mean
+    over answers. chi2: mean of w^2 - 1 over tokens (seq: of the product of w over answers), w = pi_trainer / pi_engine.
     """
-    if not sums.get("tokens"):
+    if "k1" not in moments or not moments["k1"].count:
         return {}
-    tokens, sequences = max(sums["tokens"], 1), max(sums["sequences"], 1)
-    metrics = {
-        "rollout/log_prob_gap/mean": sums["gap"] / max(sums.get("gap_tokens", tokens), 1),
-        "training/rollout_probs_diff_mean": sums["prob_gap"] / tokens,
-        "training/rollout_probs_diff_std": _std(sums["prob_gap"], sums["prob_gap_squared"], tokens),
-        "training/rollout_actor_probs_pearson_corr": _correlation(sums, tokens),
-        "rollout_corr/kl": sums["k1"] / tokens,
-        "rollout_corr/k3_kl": sums["k3"] / tokens,
-        "rollout_corr/training_ppl": sums["train_ppl"] / sequences,
-        "rollout_corr/rollout_ppl": sums["engine_ppl"] / sequences,
-        "rollout_corr/log_ppl_diff": (sums["engine_log_ppl"] - sums["train_log_ppl"]) / sequences,
-        "rollout_corr/log_ppl_abs_diff": sums["log_ppl_gap"] / sequences,
-        "rollout_corr/chi2_token": sums["w_squared"] / tokens - 1,
-        "rollout_corr/chi2_seq": sums["w_product_squared"] / sequences - 1,
+    metrics = {metric: moments[name].mean for name, metric in _MEANS.items() if name in moments}
+    train_log_ppl, engine_log_ppl = moments["train_log_ppl"], moments["engine_log_ppl"]
+    metrics |= {
+        # No gap is below 0; where carried answers have no token of this step, there is none at all.
+        "rollout/log_prob_gap/max": max(moments["gap"].largest, 0.0),
+        "training/rollout_probs_diff_max": moments["prob_gap"].largest,
+        "training/rollout_probs_diff_std": math.sqrt(moments["prob_gap"].variance),
+        "training/rollout_actor_probs_pearson_corr": _correlation(moments),
+        "rollout_corr/log_ppl_diff": (engine_log_ppl.total - train_log_ppl.total) / max(train_log_ppl.count, 1),
+        "rollout_corr/chi2_token": moments["w_squared"].mean - 1,
+        "rollout_corr/chi2_seq": moments["w_product_squared"].mean - 1,
     }
-    if "max/gap" in sums:
+    if "is" in moments:
+        weights = moments["is"]
         metrics |= {
-            "rollout/log_prob_gap/max": sums["max/gap"],
-            "training/rollout_probs_diff_max": sums["max/prob_gap"],
+            "rollout_corr/rollout_is_max": weights.largest,
+            "rollout_corr/rollout_is_min": weights.smallest,
+            "rollout_corr/rollout_is_eff_sample_size": weights.total**2 / (weights.count * max(weights.squares, 1e-12)),
         }
-    if "is" in sums:
-        metrics |= {
-            "rollout_corr/rollout_is_mean": sums["is_answers"] / sequences
-            if "is_answers" in sums
-            else sums["is"] / tokens,
-            "rollout_corr/rollout_is_max": sums["max/is"],
-            "rollout_corr/rollout_is_min": -sums["max/minus_is"],
-            "rollout_corr/rollout_is_eff_sample_size": sums["is"] ** 2 / (tokens * max(sums["is_squared"], 1e-12)),
-            "rollout_corr/rollout_is_ratio_fraction_high": sums["is_high"] / tokens,
-            "rollout_corr/rollout_is_ratio_fraction_low": sums["is_low"] / tokens,
-        }
-    if "rejected" in sums:
-        metrics["rollout_corr/rollout_rs_masked_fraction"] = sums["rejected"] / tokens
-        metrics["rollout_corr/rollout_rs_seq_masked_fraction"] = sums["sequences_rejected"] / sequences
     return metrics
 
 
-def _std(total: float, squares: float, count: float) -> float:
-    return float(np.sqrt(max(squares / count - (total / count) ** 2, 0.0)))
-
-
-def _correlation(sums: dict[str, float], count: float) -> float:
+def _correlation(moments: dict[str, Moments]) -> float:
     """Pearson's, of the probabilities that trainer and engine give the sampled tokens; 1 where either never varies."""
-    stds = [_std(sums[name], sums[f"{name}_squared"], count) for name in ("train_prob", "engine_prob")]
-    covariance = sums["prob_product"] / count - sums["train_prob"] * sums["engine_prob"] / count**2
+    train, engine = moments["train_prob"], moments["engine_prob"]
+    stds = [math.sqrt(each.variance) for each in (train, engine)]
+    covariance = moments["prob_product"].mean - train.total * engine.total / train.count**2
     return covariance / (stds[0] * stds[1]) if min(stds) > 1e-6 else 1.0
 
 
@@ -263,10 +237,11 @@ def throughput_metrics(samples: Samples, timing: Metrics, num_devices: int) -> M
 
 
 def flops_metrics(costs: Mapping[str, LayoutCost], timing: Metrics, model: dict[str, Any], num_devices: int) -> Metrics:
-    """``perf/mfu/actor``: model FLOPs of the update without recompute / (seconds x devices x bf16 peak); nothing where the peak is unknown.
+    """``perf/mfu/actor``: model FLOPs of the update without recompute / (seconds x devices x bf16 peak of a device).
 
-    ``perf/mfu/actor_infer``: likewise of the old_log_prob pass, which is a forward. costs: by phase, in tokens, their attention
-    included. A token takes 6 FLOPs per weight, input embedding not counted (Narayanan et al. 2021, appendix, halved for causality).
+    ``perf/mfu/actor_infer``: likewise of the old_log_prob pass, which is a forward. Nothing where the peak is unknown.
+    costs: by phase, in tokens, their attention included. A token takes 6 FLOPs per weight, without the input embedding
+    (Narayanan et al. 2021, appendix, halved for causality).
     """
     if not model.get("peak_flops"):
         return {}
@@ -282,31 +257,28 @@ def flops_metrics(costs: Mapping[str, LayoutCost], timing: Metrics, model: dict[
     return metrics
 
 
-def generation_metrics(results: Sequence[dict[str, Any]]) -> Metrics:
-    """What the rollout workers measured: phases (``timing_s/<name>``: mean over ranks, ``_max``: slowest rank) and the weight sync."""
+def generation_metrics(results: Sequence[GenerationNumbers]) -> Metrics:
+    """Seconds of the rollout workers per phase (mean over ranks, ``_max``: slowest rank), and the weight sync."""
     metrics: Metrics = {}
-    for key in results[0]:
-        kind, _, name = key.partition("/")
-        if kind == "timing":
-            seconds = [float(result[key]) for result in results]
-            metrics[f"timing_s/{name}"] = float(np.mean(seconds))
-            metrics[f"timing_s/{name}_max"] = max(seconds)
-            if name == "reshard":
-                metrics["timing_s/update_weights"] = metrics["timing_s/reshard"]  # newer verl's name of it
-    if "sync/seconds" in results[0]:
-        slowest = max(float(result["sync/seconds"]) for result in results)
-        metrics["perf/weight_sync_gb"] = float(results[0]["sync/gigabytes"])
-        metrics["perf/weight_sync_gb_per_s"] = metrics["perf/weight_sync_gb"] / max(slowest, 1e-9)
-        metrics["rollout/canary_gap"] = max(float(result["sync/canary_gap"]) for result in results)
+    for name in results[0].seconds:
+        seconds = [result.seconds[name] for result in results]
+        metrics |= {f"timing_s/{name}": float(np.mean(seconds)), f"timing_s/{name}_max": max(seconds)}
+    metrics["timing_s/update_weights"] = metrics["timing_s/reshard"]  # newer verl's name of it
+    syncs = [result.sync for result in results if result.sync]
+    if syncs:
+        gigabytes = syncs[0].gigabytes
+        metrics["perf/weight_sync_gb"] = gigabytes
+        metrics["perf/weight_sync_gb_per_s"] = gigabytes / max(*(sync.seconds for sync in syncs), 1e-9)
+        metrics["rollout/canary_gap"] = max(sync.canary_gap for sync in syncs)
     return metrics
 
 
 def rollout_metrics(rounds: Sequence[Samples], num_replicas: int) -> Metrics:
     """Lengths of the answers, and how long replicas waited for the last of them, over one or more rounds of generation.
 
-    rollout/response_length/p*: percentiles over answers that ended. perf/rollout_tail_s: from the end of 90 % of the answers to the end
-    of the last, summed over rounds. perf/rollout_idle_share: share of the replicas' time, from the start of a round to the end of
-    its last answer, in which they had nothing left to do.
+    rollout/response_length/p*: percentiles over answers that ended. perf/rollout_tail_s: time from the end of 90 % of the
+    answers to the end of the last, summed over rounds. perf/rollout_idle_share: share of the replicas' time, from the start
+    of a round to the end of its last answer, in which a replica had nothing left to do.
     """
     tail = busy = total = 0.0
     lengths = []

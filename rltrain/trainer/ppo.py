@@ -9,6 +9,7 @@ import numpy as np
 
 from rltrain import columns as c
 from rltrain.algorithms.aggregation import Denominators
+from rltrain.algorithms.moments import Moments, join
 from rltrain.config.schema import Config
 from rltrain.controller.samples import Samples
 from rltrain.models.optim import learning_rate
@@ -36,12 +37,14 @@ from rltrain.workers.tasks import UpdateTask
 class StepRecord:
     """What the phases of a step leave behind for its report.
 
-    sums: of entropy, mismatch and correction, over the samples whose log-probs the unchanged policy has computed. layouts: by phase.
+    measured: moments of entropy, mismatch and correction, over samples whose log-probs the unchanged policy has computed.
+    layouts: by phase. bytes_before: those that had gone through the driver when the step began.
     """
 
     step: int
     metrics: Metrics
-    sums: dict[str, float] = field(default_factory=dict)
+    bytes_before: int
+    measured: dict[str, Moments] = field(default_factory=dict)
     layouts: dict[str, Layout] = field(default_factory=dict)
 
 
@@ -78,10 +81,10 @@ class PPOTrainer:
     def step(self, step: int) -> Metrics:
         """One PPO iteration (Schulman et al. 2017, algorithm 1). GRPO (Shao et al. 2024, algorithm 1): the same, without a critic."""
         plan, passes, timer = self.plan, self.plan.passes, StepTimer(self.on_phase)
-        self._take_driver_bytes()  # those of validation and saving
+        bytes_before = self._bytes_through_driver()
         with timer("step"):
             samples, metrics = self.experience.collect(timer)  # y ~ pi_old(. | x), n answers each, and r(x, y)
-            record = StepRecord(step, metrics)
+            record = StepRecord(step, metrics, bytes_before)
             if passes.greedy_baseline:
                 self.experience.add_greedy_baseline(samples, timer)
             if passes.old_log_probs != "none":
@@ -118,9 +121,9 @@ class PPOTrainer:
         if covered.any():
             layout = self._lay_out(samples, self.plan.log_prob_budget, ids=np.flatnonzero(covered))
             record.layouts["old_log_prob"] = layout
-            record.sums = self.actor.log_probs(samples, layout)
+            record.measured = self.actor.log_probs(samples, layout)
             if self._alarms.stops_on_gap:  # then the pass covers every sample, so that nothing is learnt from them
-                self._alarms.gap(m.policy_metrics(record.sums))
+                self._alarms.gap(m.policy_metrics(record.measured))
 
     def _update_actor(self, samples: Samples, whitening: Whitening, record: StepRecord) -> None:
         plan, cfg, step = self.plan, self.cfg.actor_rollout_ref.actor, record.step
@@ -133,7 +136,7 @@ class PPOTrainer:
         rate = learning_rate(step - 1, cfg.optim, plan.lr_warmup_steps, plan.total_steps)
         weight_scale = 1.0
         if self.cfg.algorithm.rollout_correction.rollout_is_batch_normalize:
-            weight_scale = 1.0 / max(m.mismatch_metrics(record.sums).get("rollout_corr/rollout_is_mean", 1.0), 1e-8)
+            weight_scale = 1.0 / max(m.mismatch_metrics(record.measured).get("rollout_corr/rollout_is_mean", 1.0), 1e-8)
         samples.update({c.SAMPLE_ID: np.arange(len(samples)), c.SILENT: silent})
         seed = int(stream(self.cfg.data.seed, "selection", step).random_raw())
         tasks = [
@@ -147,7 +150,7 @@ class PPOTrainer:
         if cfg.use_kl_loss:
             record.metrics["actor/kl_coef"] = cfg.kl_loss_coef
         record.layouts["update_actor"] = layout
-        record.sums = m.add_up([record.sums, m.first_step_sums(results)])
+        record.measured = join([record.measured, join(each.measured for each in results)])
         self._alarms.skipped("actor", record.metrics)
 
     def _update_critic(self, critic: Critic, samples: Samples, record: StepRecord) -> None:
@@ -165,7 +168,7 @@ class PPOTrainer:
     def _report(self, samples: Samples, timer: StepTimer, record: StepRecord) -> Metrics:
         """The metrics of the step, to the archive and the callbacks too."""
         cfg, plan, work = self.cfg, self.plan, self._workload(samples)
-        metrics = timer.metrics() | record.metrics | m.policy_metrics(record.sums)
+        metrics = timer.metrics() | record.metrics | m.policy_metrics(record.measured)
         metrics |= self._alarms.gap(metrics)
         costs = {phase: cost_of(layout, work) for phase, layout in record.layouts.items() if phase != "adv"}
         metrics |= costs["update_actor"].metrics() if "update_actor" in costs else {}
@@ -180,7 +183,7 @@ class PPOTrainer:
         metrics |= {
             "training/global_step": float(record.step),
             "training/epoch": float(self.experience.epoch),
-            "perf/driver_bytes_per_sample": self._take_driver_bytes() / len(samples),
+            "perf/driver_bytes_per_sample": (self._bytes_through_driver() - record.bytes_before) / len(samples),
         }
         return metrics | self.callbacks.on_step(record.step, metrics, samples.numbers)
 
@@ -207,8 +210,8 @@ class PPOTrainer:
         horizon = self.cfg.actor_rollout_ref.actor.loss_scale_factor or self.cfg.data.max_response_length
         return denominators(samples[c.LOSS_TOKENS][ids], horizon)
 
-    def _take_driver_bytes(self) -> int:
-        return self.actor.take_driver_bytes() + (self.archive.take_driver_bytes() if self.archive else 0)
+    def _bytes_through_driver(self) -> int:
+        return self.actor.bytes_through_driver + (self.archive.bytes_through_driver if self.archive else 0)
 
     # -- bookkeeping ---------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,9 @@
-"""The models of a step as the trainer speaks of them: policy (actor, rollout, reference), critic, reward model."""
+"""The models of a step on the driver's side: which columns a call needs, and what becomes of its results.
+
+The trainer thinks in samples of a whole step, workers in batches per rank. Between them stand requests per data-parallel
+rank, references of new columns, and numbers that must find their samples. Here is no computation: a reader who looks for
+an equation goes from ``roles.Actor.update`` to the class that implements it (`workers.actor_ref.ActorRefWorker.update`).
+"""
 
 from __future__ import annotations
 
@@ -10,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rltrain import columns as c
+from rltrain.algorithms.moments import Moments, join
 from rltrain.batch import Batch
 from rltrain.config.step_passes import StepPasses
 from rltrain.controller.calls import Call, Stream, bind
@@ -19,31 +25,30 @@ from rltrain.trainer import metrics as m
 from rltrain.trainer.balance import Ids, Layout
 from rltrain.trainer.metrics import Metrics
 from rltrain.workers import roles
+from rltrain.workers.results import PassNumbers, UpdateNumbers, largest
 from rltrain.workers.tasks import Finished, GenerateTask, MiniBatch, UpdateTask
 
 # How long a worker may wait for a finished answer before it says that there is none yet.
 _POLL_S = 0.5
-Numbers = dict[str, Any]
 _Role = TypeVar("_Role")
 _Argument = TypeVar("_Argument")
-_Result = TypeVar("_Result")
 
 
 class Listener(Protocol):
-    """Who hears of answers as they finish."""
+    """Is told of answers while others are still generated."""
 
     def arrived(self, texts: Any, ids: Ids, rows: Ids) -> None:
         """A list of texts exists (by reference): the answers ``ids``, to the prompts in ``rows``."""
 
     def tick(self) -> None:
-        """Called every now and then while generation goes on."""
+        """Called every now and then while generation runs."""
 
 
 class _Remote:
     """Calls methods of a role on all ranks, with samples by reference.
 
-    A layout has an entry for each data-parallel rank: the neighbouring workers that share sequences. All of them get the same
-    samples and return the same numbers of them, and those of the first are taken.
+    A data-parallel rank is a group of neighbouring workers that share sequences. A layout has one entry per data-parallel
+    rank. All workers of a rank get the same samples and return the same numbers, so the numbers of the first are taken.
     """
 
     def __init__(self, group: WorkerGroup) -> None:
@@ -51,46 +56,34 @@ class _Remote:
 
     def _run_pass(
         self,
-        method: Callable[[_Role, Batch, _Argument], tuple[Batch, Numbers]],
+        method: Callable[[_Role, Batch, _Argument], tuple[Batch, PassNumbers]],
         arguments: Sequence[_Argument],
         samples: Samples,
         layout: Layout,
         columns: Sequence[str],
         made: Sequence[str],
         numbers: Sequence[str] = (),
-    ) -> list[Numbers]:
-        """Run ``method`` with ``arguments`` [data-parallel ranks] and attach the columns ``made``.
-
-        Arrays [n] become numbers of the samples.
-        """
+    ) -> dict[str, Moments]:
+        """Run ``method``; the samples get its numbers and the columns ``made``. arguments: one per data-parallel rank."""
         calls = [
             bind(method, samples.request(ids, columns, numbers).as_batch, argument)
             for ids, argument in zip(layout.ids, arguments, strict=True)
         ]
-        results = self._group.submit(self._for_all(calls)).collect()[:: self._copies(calls)]
+        results = self._group.submit(calls).collect()[:: self._group.world // len(calls)]
         having = [(ids, ref, found) for ids, (ref, found) in zip(layout.ids, results, strict=True) if len(ids)]
         samples.attach([whole(ref, tuple(made), ids) for ids, ref, _ in having])
-        scalars: list[Numbers] = []
         placed: dict[str, np.ndarray] = {}
         for ids, _, found in having:
-            scalars.append({name: value for name, value in found.items() if not isinstance(value, np.ndarray)})
-            for name, values in found.items():
-                if isinstance(values, np.ndarray):
-                    placed.setdefault(name, np.zeros(len(samples), values.dtype))[ids] = values
+            for name, values in found.per_sample.items():
+                placed.setdefault(name, np.zeros(len(samples), values.dtype))[ids] = values
         samples.update(placed)
-        return scalars
+        return join(found.moments for _, _, found in having)
 
-    def _update(self, calls: Sequence[Call[Numbers]]) -> list[Numbers]:
-        """Run the optimizer steps; returns what each data-parallel rank summed, and the memory peaks of all its workers."""
-        results, size = self._group.submit(self._for_all(calls)).collect(), self._copies(calls)
-        return [results[first] | m.peak_memory(results[first : first + size]) for first in range(0, len(results), size)]
-
-    def _copies(self, calls: Sequence[Call[Any]]) -> int:
-        """Workers per data-parallel rank."""
-        return self._group.world // len(calls)
-
-    def _for_all(self, calls: Sequence[Call[_Result]]) -> list[Call[_Result]]:
-        return [each for each in calls for _ in range(self._copies(calls))]
+    def _update(self, calls: Sequence[Call[UpdateNumbers]]) -> list[UpdateNumbers]:
+        """Run the optimizer steps. Returns the numbers per data-parallel rank, with the memory peaks of all its workers."""
+        results, size = self._group.submit(calls).collect(), self._group.world // len(calls)
+        groups = [results[first : first + size] for first in range(0, len(results), size)]
+        return [replace(group[0], memory_gb=largest([each.memory_gb for each in group])) for group in groups]
 
 
 class Policy(_Remote):
@@ -106,10 +99,10 @@ class Policy(_Remote):
     def generate(
         self, task: GenerateTask, listener: Listener | None = None, begun: Request | None = None
     ) -> tuple[Samples, Metrics]:
-        """Have the engine replicas answer the prompts, and collect what the driver needs to know of the answers.
+        """Have the engine replicas answer the prompts. Returns samples with payload by reference and numbers, and metrics.
 
-        ``listener``: is told of answers while others are still being generated (with ``task.stream``). ``begun``: payload and ``id`` of
-        answers that have some tokens already. Numbers of the samples: ``served``: there is payload; ``complete``: the answer has ended.
+        listener: is told of answers while others are still generated (with ``task.stream``). begun: the payload of answers
+        that have some tokens already.
         """
         n = task.num_samples
         self._calls += 1
@@ -123,29 +116,27 @@ class Policy(_Remote):
         generate = roles.Rollout.generate
         call = bind(generate, task, begun.as_batch) if begun else bind(generate, task)
         stream = Stream(poll, arrived, listener.tick) if listener else None
-        results = self._group.submit([call] * self._group.world).collect(stream=stream)
+        results = self._group.submit([call]).collect(stream=stream)
         samples = Samples(len(task.rows) * n)
-        served = [(payload, texts, numbers) for payload, texts, numbers in results if c.SLOT in numbers]
+        served = [(payload, texts, found.per_sample) for payload, texts, found in results if found.per_sample]
         for payload, texts, numbers in served:
             samples.attach([whole(payload, c.GENERATED, numbers[c.SLOT]), whole(texts, (c.TEXT,), numbers[c.SLOT])])
         samples.update(_by_sample([numbers for *_, numbers in served], len(samples)))
         places = np.arange(len(task.rows)).repeat(n)
         samples.update({c.GROUP: places, c.ROW: task.rows[places]})
-        # What was given up counts as the longest there can be, so that it starts first the next time.
+        # An answer that was given up counts as one of maximum length, so that it starts first the next time.
         lengths = np.where(samples[c.COMPLETE], samples[c.RESPONSE_LENGTH], task.sampling.max_tokens)
         asked = np.ones(len(samples), dtype=bool) if task.todo is None else task.todo.ravel()
         self._lengths.observe(task.split, samples[c.ROW][asked], lengths[asked])
-        return samples, m.generation_metrics([numbers for *_, numbers in results])
+        return samples, m.generation_metrics([found for *_, found in results])
 
-    def log_probs(self, samples: Samples, layout: Layout) -> Numbers:
-        """Attach ``old_log_probs`` and the rollout correction; returns sums of entropy, mismatch and correction."""
+    def log_probs(self, samples: Samples, layout: Layout) -> dict[str, Moments]:
+        """Attach ``old_log_probs`` and the rollout correction. Returns moments of entropy, mismatch and correction."""
         made = [c.OLD_LOG_PROBS]
         made += [c.IS_WEIGHTS] if self._passes.importance_weights else []
         made += [c.LOSS_MASK] if self._passes.rejects else []
         numbers = [c.CARRIED_LENGTH] if c.CARRIED_LENGTH in samples.numbers else []
-        return m.add_up(
-            self._run_pass(roles.Actor.log_probs, layout.all_sizes(), samples, layout, c.GENERATED, made, numbers)
-        )
+        return self._run_pass(roles.Actor.log_probs, layout.all_sizes(), samples, layout, c.GENERATED, made, numbers)
 
     def ref_log_probs(self, samples: Samples, layout: Layout) -> None:
         """Attach ``ref_log_probs``, and with a KL in the reward ``ref_kl``; the samples get ``kl_sum``."""
@@ -154,21 +145,18 @@ class Policy(_Remote):
         made += [c.REF_KL] if self._passes.kl_in_reward else []
         self._run_pass(roles.Actor.ref_log_probs, layout.all_sizes(), samples, layout, columns, made)
 
-    def token_advantages(self, samples: Samples, layout: Layout, kl_coef: float) -> Numbers:
-        """Attach ``advantages`` and ``returns``; returns their sums over all ranks."""
+    def token_advantages(self, samples: Samples, layout: Layout, kl_coef: float) -> dict[str, Moments]:
+        """Attach ``advantages`` and ``returns``; returns their moments over all ranks."""
         wanted = [c.VALUES] if self._passes.values else []
         wanted += [c.REF_KL] if self._passes.kl_in_reward else []
         wanted += [c.LOSS_MASK] if self._passes.rejects_early else []
         numbers = [c.SCORE, c.POLICY_TOKENS, *([c.BASELINE] if self._passes.greedy_baseline else [])]
         coefs = [kl_coef] * len(layout.ids)
-        return m.add_up(
-            self._run_pass(
-                roles.Advantages.advantages, coefs, samples, layout, wanted, [c.ADVANTAGES, c.RETURNS], numbers
-            )
-        )
+        made = [c.ADVANTAGES, c.RETURNS]
+        return self._run_pass(roles.Advantages.advantages, coefs, samples, layout, wanted, made, numbers)
 
-    def update(self, samples: Samples, layout: Layout, tasks: list[UpdateTask]) -> list[Numbers]:
-        """Run the optimizer steps; returns what each data-parallel rank summed."""
+    def update(self, samples: Samples, layout: Layout, tasks: list[UpdateTask]) -> list[UpdateNumbers]:
+        """Run the optimizer steps; returns the numbers of each data-parallel rank."""
         columns = [*c.PROMPT_AND_ANSWER, self._old]
         passes = self._passes
         columns += [c.REF_LOG_PROBS] if passes.sampled_kl_in_loss else []
@@ -198,23 +186,26 @@ class Policy(_Remote):
         self._group.call(roles.Actor.load, folder, weights_only)
 
     def export(self, folder: str, card: str = "") -> list[str]:
-        """Write the policy as a Hugging Face folder, with ``card`` as README.md. Returns what is wrong with it."""
+        """Write the policy as a Hugging Face folder, with ``card`` as README.md. Returns problems of the folder."""
         return [problem for found in self._group.call(roles.Actor.export, folder, card) for problem in found]
 
-    def take_driver_bytes(self) -> int:
-        """Bytes that went through the driver since the last call."""
-        taken, self._group.bytes_through_driver = self._group.bytes_through_driver, 0
-        return taken
+    @property
+    def bytes_through_driver(self) -> int:
+        """Arguments and results of all calls of the run so far, of every role."""
+        return self._group.bytes_through_driver
 
 
 class ResponseLengths:
-    """How long the answers to each prompt were when it was last seen; the longest should start first."""
+    """Remembers how long the answers per prompt were, because the longest should start first."""
 
     def __init__(self) -> None:
         self._seen: dict[tuple[str, int], float] = {}
 
     def order(self, split: str, rows: NDArray[np.int32]) -> NDArray[np.int32] | None:
-        """Places of the prompts, those with the longest answers first (Graham 1969); one never seen counts as the mean of the others."""
+        """Places of the prompts, those with the longest answers first (Graham 1969). None: nothing is known yet.
+
+        A prompt that was never seen counts as the mean of the others.
+        """
         known = [self._seen.get((split, row), np.nan) for row in rows.tolist()]
         expected = np.array(known)
         if np.isnan(expected).all():
@@ -223,7 +214,7 @@ class ResponseLengths:
         return np.argsort(-expected, kind="stable").astype(np.int32)
 
     def observe(self, split: str, rows: NDArray[np.int32], lengths: NDArray[np.int64]) -> None:
-        """rows, lengths: of each answer."""
+        """Remember the mean length per prompt. rows, lengths: one per answer."""
         unique, owner = np.unique(rows, return_inverse=True)
         means = np.bincount(owner, weights=lengths) / np.bincount(owner)
         self._seen.update(zip(((split, row) for row in unique.tolist()), means.tolist(), strict=True))
@@ -242,8 +233,8 @@ class Critic(_Remote):
 
     def update(
         self, samples: Samples, layout: Layout, work: list[list[MiniBatch]], learning_rate: float
-    ) -> list[Numbers]:
-        """Run the optimizer steps; returns what each data-parallel rank summed."""
+    ) -> list[UpdateNumbers]:
+        """Run the optimizer steps; returns the numbers of each data-parallel rank."""
         columns = [*c.PROMPT_AND_ANSWER, c.VALUES, c.RETURNS, *([c.LOSS_MASK] if self._with_mask else [])]
         return self._update(
             [
@@ -268,25 +259,21 @@ class RewardModel(_Remote):
         super().__init__(group)
 
     def score(self, split: str, samples: Samples) -> np.ndarray:
-        """Score of each answer [n], whose text is spread over the ranks by length."""
+        """Score per answer [n]. Texts are spread over the ranks by length."""
         shares = _deal(samples[c.PROMPT_LENGTH] + samples[c.RESPONSE_LENGTH], self._group.world)
         calls = [
             bind(roles.RewardModel.score, samples.request(ids, [c.TEXT], [c.ROW]).as_batch, split) for ids in shares
         ]
         scores = np.zeros(len(samples))
-        for ids, numbers in zip(shares, self._group.submit(calls).collect(), strict=True):
-            scores[ids] = numbers[c.MODEL_SCORE]
+        for ids, found in zip(shares, self._group.submit(calls).collect(), strict=True):
+            scores[ids] = found
         return scores
 
 
-def _by_sample(found: Sequence[Numbers], num_samples: int) -> Numbers:
-    """Numbers of the samples, from those that each replica has for the samples it served; ``engine``: which one it was."""
-    ids = np.concatenate([numbers[c.SLOT] for numbers in found])
-    columns = {
-        name: np.concatenate([numbers[name] for numbers in found])
-        for name, values in found[0].items()
-        if isinstance(values, np.ndarray) and name != c.SLOT
-    }
+def _by_sample(found: Sequence[dict[str, np.ndarray]], num_samples: int) -> dict[str, np.ndarray]:
+    """Put the numbers of all replicas in the order of the samples. ``engine`` is the replica that served a sample."""
+    columns = {name: np.concatenate([numbers[name] for numbers in found]) for name in found[0]}
+    ids = columns.pop(c.SLOT)
     columns[c.SERVED] = np.ones(len(ids), dtype=bool)
     columns[c.COMPLETE] = ~columns.pop(c.ABORTED)
     columns[c.ENGINE] = np.arange(len(found)).repeat([len(numbers[c.SLOT]) for numbers in found])
@@ -297,7 +284,7 @@ def _by_sample(found: Sequence[Numbers], num_samples: int) -> Numbers:
 
 
 def _deal(lengths: np.ndarray, num_ranks: int) -> list[Ids]:
-    """Samples dealt out from the longest, back and forth, so that every rank gets about as many tokens."""
+    """Deal samples out from the longest, back and forth, so that every rank gets about as many tokens."""
     order = np.argsort(-lengths, kind="stable")
     place = np.arange(len(order))
     turn, seat = np.divmod(place, num_ranks)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ from rltrain.algorithms.aggregation import loss_mask
 from rltrain.algorithms.correction import accepted, compare, importance_weights
 from rltrain.algorithms.kl import kl_per_token
 from rltrain.algorithms.losses import LossShare, actor_loss
+from rltrain.algorithms.moments import Moments
 from rltrain.algorithms.policy_losses import PolicyLossInputs, find_policy_loss
 from rltrain.batch import Batch, DictionaryColumn
 from rltrain.config.schema import Config
@@ -27,10 +30,11 @@ from rltrain.models.spec import actor_spec, reference_spec
 from rltrain.models.state import load_training_state, save_training_state
 from rltrain.ragged import Ragged
 from rltrain.workers.residency import Phase, Residency
+from rltrain.workers.results import PassNumbers, UpdateNumbers
 from rltrain.workers.roles import Actor
 from rltrain.workers.selection import noise, select
 from rltrain.workers.tasks import MiniBatch, UpdateTask
-from rltrain.workers.updater import Numbers, Updater, idle
+from rltrain.workers.updater import Updater, idle
 
 
 class ActorRefWorker(Actor):
@@ -82,30 +86,29 @@ class ActorRefWorker(Actor):
         """Optimizer steps made since the start of the process: the version of the policy."""
         return self._updater.num_steps if self._trains else 0
 
-    def sizes(self) -> Numbers:
+    def sizes(self) -> dict[str, Any]:
         """Sizes of the policy, for the log and for counting FLOPs."""
         return model_numbers(self._policy) | {"peak_flops": self._device.peak_flops()}
 
     # -- scoring -------------------------------------------------------------------------------------------------------
 
-    def log_probs(self, batch: Batch, micro_sizes: Sequence[int]) -> tuple[Batch, Numbers]:
+    def log_probs(self, batch: Batch, micro_sizes: Sequence[int]) -> tuple[Batch, PassNumbers]:
         """log pi(answer) under the actor's own weights; how far the engine's are from it, and the correction for that.
 
-        Columns: ``old_log_probs``, and where asked for ``is_weights`` and ``loss_mask``. Numbers: sums, ``loss_tokens`` [n].
+        Columns: ``old_log_probs``, and where asked for ``is_weights`` and ``loss_mask``. Numbers: moments, ``loss_tokens`` [n].
         """
         self._residency.enter("score")
         self._scored_at = self._updater.num_steps
         log_probs, entropy = self._score(self._policy, batch, micro_sizes, with_entropy=True)
         if not len(batch):
-            return Batch(), {}
-        columns, sums = self._compare(log_probs, batch)
-        numbers: Numbers = sums | {"entropy": float(entropy.values.double().sum())}
-        if self._rules:
-            numbers[c.LOSS_TOKENS] = columns[c.LOSS_MASK].sum().numpy()
-        return Batch({c.OLD_LOG_PROBS: log_probs, **columns}), numbers
+            return Batch(), PassNumbers()
+        columns, moments = self._compare(log_probs, batch)
+        per_sample = {c.LOSS_TOKENS: columns[c.LOSS_MASK].sum().numpy()} if self._rules else {}
+        moments["entropy"] = Moments.of(entropy.values)
+        return Batch({c.OLD_LOG_PROBS: log_probs, **columns}), PassNumbers(per_sample, moments)
 
     @torch.no_grad()
-    def ref_log_probs(self, batch: Batch, micro_sizes: Sequence[int]) -> tuple[Batch, Numbers]:
+    def ref_log_probs(self, batch: Batch, micro_sizes: Sequence[int]) -> tuple[Batch, PassNumbers]:
         """log pi_ref(answer) under the frozen reference; with a KL in the reward ``ref_kl`` of every token, ``kl_sum`` [n]."""
         self._residency.enter("ref")
         passes = self._passes
@@ -120,13 +123,13 @@ class ActorRefWorker(Actor):
             reshard(self._reference)
             reshard(self._policy)
         if not len(batch) or not passes.kl_in_reward:
-            return Batch(columns), {}
+            return Batch(columns), PassNumbers()
         if not passes.exact_kl_in_reward:
             ref = columns[c.REF_LOG_PROBS]
             columns[c.REF_KL] = ref.like(
                 kl_per_token(self._old(batch).values, ref.values, self._cfg.algorithm.kl_penalty)
             )
-        return Batch(columns), {c.KL_SUM: columns[c.REF_KL].sum().double().numpy()}
+        return Batch(columns), PassNumbers({c.KL_SUM: columns[c.REF_KL].sum().double().numpy()})
 
     def _exact_kl(self, micro: Batch) -> Tensor:
         inputs = pack(micro, self._device.torch_device)
@@ -176,7 +179,7 @@ class ActorRefWorker(Actor):
         whole, shared = log_probs.split([len(tokens) - 1] * 2 + [len(tokens) - half] * 2)[1::2]
         return torch.cat([whole[: half - 1], shared])
 
-    def _compare(self, log_probs: Ragged, batch: Batch) -> tuple[dict[str, Ragged], dict[str, float]]:
+    def _compare(self, log_probs: Ragged, batch: Batch) -> tuple[dict[str, Ragged], dict[str, Moments]]:
         weighs, engine = self._passes.importance_weights, batch.ragged(c.ROLLOUT_LOG_PROBS)
         return compare(log_probs, engine, self._correction, _given(batch), weighs=weighs)
 
@@ -186,7 +189,7 @@ class ActorRefWorker(Actor):
 
     # -- update --------------------------------------------------------------------------------------------------------
 
-    def update(self, batch: Batch, task: UpdateTask) -> Numbers:
+    def update(self, batch: Batch, task: UpdateTask) -> UpdateNumbers:
         """One optimizer step a mini-batch (see `Updater.run`)."""
         self._residency.enter("train_actor")
         numbers = self._updater.run(
@@ -208,7 +211,7 @@ class ActorRefWorker(Actor):
         log_probs, entropy, kl = self._policy(inputs, temperature, with_entropy or measures, reference)
         if not len(micro):
             return idle(log_probs)
-        sums = self._measure(micro, log_probs, entropy) if measures else {}
+        measured = self._measure(micro, log_probs, entropy) if measures else {}
         micro = micro.to(self._device.torch_device)
         if self._passes.sampled_kl_in_loss:
             kl = kl_per_token(log_probs, micro.ragged(c.REF_LOG_PROBS).values, self._actor_cfg.kl_loss_type)
@@ -226,18 +229,15 @@ class ActorRefWorker(Actor):
             entropy=entropy if with_entropy else None,
             kl=kl,
         )
-        share.token_sums.update(
-            {f"measured/{name}": torch.tensor(value, dtype=torch.float64) for name, value in sums.items()}
-        )
-        return share
+        return replace(share, measured=measured)
 
-    def _measure(self, micro: Batch, log_probs: Tensor, entropy: Tensor | None) -> dict[str, float]:
+    def _measure(self, micro: Batch, log_probs: Tensor, entropy: Tensor | None) -> dict[str, Moments]:
         """What the old_log_prob pass measures, from the update's own forward; and its columns where ``micro`` has none."""
         log_prob = micro.ragged(c.ROLLOUT_LOG_PROBS).like(log_probs.detach().cpu())
-        columns, sums = self._compare(log_prob, micro)
+        columns, moments = self._compare(log_prob, micro)
         if not self._passes.bypass:
             micro.update({c.OLD_LOG_PROBS: log_prob, **columns})
-        return sums if entropy is None else sums | {"entropy": float(entropy.detach().cpu().double().sum())}
+        return moments if entropy is None else moments | {"entropy": Moments.of(entropy.detach().cpu())}
 
     def _correct(self, micro: Batch, log_probs: Tensor, task: UpdateTask) -> tuple[Ragged, Tensor | None]:
         """(tokens that count, importance weights). With bypass_mode both follow from the current policy."""

@@ -18,9 +18,10 @@ from rltrain.models.shard import reshard, sharded_model
 from rltrain.models.spec import critic_spec
 from rltrain.models.state import load_training_state, save_training_state
 from rltrain.workers.residency import Residency
+from rltrain.workers.results import PassNumbers, UpdateNumbers
 from rltrain.workers.roles import Critic
 from rltrain.workers.tasks import MiniBatch
-from rltrain.workers.updater import Numbers, Updater, idle
+from rltrain.workers.updater import Updater, idle
 
 
 class CriticWorker(Critic):
@@ -37,15 +38,15 @@ class CriticWorker(Critic):
         residency.add_optimizer(self._updater.optimizer, "train_critic", "save", offload=fsdp.optimizer_offload)
 
     @torch.no_grad()
-    def values(self, batch: Batch, micro_sizes: Sequence[int]) -> tuple[Batch, Numbers]:
+    def values(self, batch: Batch, micro_sizes: Sequence[int]) -> tuple[Batch, PassNumbers]:
         """V of the state in which each answer token was chosen."""
         self._residency.enter("values")
         self._model.eval()
         found = [self._model(pack(micro, self._device.torch_device)).cpu() for micro in batch.split(micro_sizes)]
         reshard(self._model)
-        return Batch({c.VALUES: per_policy_token(torch.cat(found), batch)}), {}
+        return Batch({c.VALUES: per_policy_token(torch.cat(found), batch)}), PassNumbers()
 
-    def update(self, batch: Batch, mini_batches: Sequence[MiniBatch], learning_rate: float) -> Numbers:
+    def update(self, batch: Batch, mini_batches: Sequence[MiniBatch], learning_rate: float) -> UpdateNumbers:
         """One optimizer step a mini-batch."""
         self._residency.enter("train_critic")
         return self._updater.run(batch, mini_batches, learning_rate, self._loss)

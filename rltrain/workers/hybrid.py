@@ -1,6 +1,12 @@
-"""The hybrid worker: one process on one device that hosts all roles, which share the device in time."""
+"""The hybrid worker: one process on one device that hosts all roles, which share the device in time.
+
+Engine and training weights seldom fit on a device together, and separate devices per role would idle in turn. So all roles
+live in one process, and `Residency` moves their memory per phase. Left out: groups of workers for single roles.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 from rltrain.batch import Batch
 from rltrain.config.schema import Config
@@ -11,11 +17,11 @@ from rltrain.device import get_device
 from rltrain.workers.actor_ref import ActorRefWorker
 from rltrain.workers.critic import CriticWorker
 from rltrain.workers.residency import Residency
+from rltrain.workers.results import PassNumbers
 from rltrain.workers.reward_model import RewardModelWorker
 from rltrain.workers.roles import Advantages, Models
 from rltrain.workers.rollout_worker import RolloutWorker, log_prob_gap_limit
 from rltrain.workers.token_advantages import token_advantages
-from rltrain.workers.updater import Numbers
 
 
 class HybridWorker(Models, Advantages):
@@ -32,7 +38,7 @@ class HybridWorker(Models, Advantages):
         self._rows = rows
         self.roles: list[object] = [self]
 
-    def init_models(self, passes: StepPasses, trains: bool = True) -> Numbers:
+    def init_models(self, passes: StepPasses, trains: bool = True) -> dict[str, Any]:
         """Load every model that the passes of a step need, or without ``trains`` those of a rollout. Returns sizes."""
         device = get_device(self._cfg.trainer.device)
         device.activate()
@@ -51,6 +57,6 @@ class HybridWorker(Models, Advantages):
             self.roles.append(self.reward_model)
         return self.actor.sizes() | {"log_prob_gap_limit": log_prob_gap_limit(self._cfg, device)}
 
-    def advantages(self, batch: Batch, kl_coef: float) -> tuple[Batch, Numbers]:
+    def advantages(self, batch: Batch, kl_coef: float) -> tuple[Batch, PassNumbers]:
         """Token-level advantages and returns of this rank's samples."""
         return token_advantages(batch, self._cfg.algorithm, kl_coef)

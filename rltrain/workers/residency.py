@@ -1,4 +1,9 @@
-"""Who is on the device now. One owner moves parameters, optimizer state and engine between device and host."""
+"""Which models, optimizer states and engines are on the device in each phase.
+
+The roles of a process need more memory together than the device has. Each registers what it owns and the phases that need
+it; `enter` sends the rest to the host first, so that both never share the device. Left out: moving single layers, and
+copies that overlap with computation.
+"""
 
 from __future__ import annotations
 
@@ -22,21 +27,18 @@ class _Resident:
 
 
 class Residency:
-    """Brings to the device what a phase needs, and sends to the host what may leave. Every role registers what it has.
-
-    On the CPU every move is to where things already are.
-    """
+    """Owner of all moves between device and host. On a CPU, a move leaves everything where it is."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
         self._residents: list[_Resident] = []
 
     def add_engine(self, release: Callable[[], object]) -> None:
-        """A rollout engine: it takes its memory when weights are loaded, and gives it back outside generation."""
+        """Register a rollout engine: it takes its memory when weights are loaded, and releases it outside generation."""
         self._residents.append(_Resident(frozenset({"sync", "rollout"}), lambda: None, release))
 
     def add_model(self, model: nn.Module, *phases: Phase, offload: bool) -> None:
-        """A model that is needed in ``phases``; with ``offload`` it rests on the host in all others."""
+        """Register a model that ``phases`` need; with ``offload`` it rests on the host in all others."""
         self._residents.append(
             _Resident(
                 frozenset(phases),
@@ -46,7 +48,7 @@ class Residency:
         )
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer, *phases: Phase, offload: bool) -> None:
-        """Optimizer state, likewise."""
+        """Register the state of an optimizer, likewise."""
         self._residents.append(
             _Resident(
                 frozenset(phases),
@@ -56,7 +58,7 @@ class Residency:
         )
 
     def enter(self, phase: Phase) -> None:
-        """Make the device ready for ``phase``. What leaves goes before what comes, so that both never share the device."""
+        """Make the device ready for ``phase``."""
         for resident in self._residents:
             if phase not in resident.phases:
                 resident.to_host()
@@ -67,7 +69,7 @@ class Residency:
 
 
 def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Move the state tensors of every parameter; the step counters stay where they are."""
+    """Move the state tensors of every parameter; step counters, which are scalars, stay on the host."""
     for state in optimizer.state.values():
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.dim():

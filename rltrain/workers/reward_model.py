@@ -18,8 +18,8 @@ from rltrain.models.packing import pack_whole
 from rltrain.models.shard import reshard, sharded_model
 from rltrain.models.spec import reward_model_spec
 from rltrain.workers.residency import Residency
+from rltrain.workers.results import Array
 from rltrain.workers.roles import RewardModel
-from rltrain.workers.updater import Numbers
 
 
 class RewardModelWorker(RewardModel):
@@ -45,7 +45,7 @@ class RewardModelWorker(RewardModel):
         residency.add_model(self._model, "reward", offload=self._cfg.model.fsdp_config.param_offload)
 
     @torch.no_grad()
-    def score(self, batch: Batch, split: str) -> Numbers:
+    def score(self, batch: Batch, split: str) -> Array:
         """``model_score`` of each sample [n], from its ``text`` and ``row``."""
         self._residency.enter("reward")
         rows = self._encode(batch, split)
@@ -57,7 +57,7 @@ class RewardModelWorker(RewardModel):
         scores = torch.cat([each.cpu() for each in found]).double().numpy()
         if not np.isfinite(scores).all():
             raise NonFiniteError(f"the reward model {self._cfg.model.path} gave scores that are not finite.")
-        return {c.MODEL_SCORE: scores}
+        return scores
 
     def _encode(self, batch: Batch, split: str) -> list[list[int]]:
         if not len(batch):

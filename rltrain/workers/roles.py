@@ -1,9 +1,9 @@
 """What the driver may ask of a worker process, role by role: the signatures of all remote methods.
 
-The driver writes ``group.call(Actor.save, folder)``. mypy checks the arguments against the Protocol here, and the classes
-that implement a role against it too, because they name it as their base. A method that returns a tuple leaves all entries
-but the last in Ray's object store, where other workers fetch them; the last entry alone travels to the driver.
-A `Batch` argument is given by the driver as ``request.as_batch`` and put together in the process that receives it.
+The driver writes ``group.call(Actor.save, folder)``. mypy checks the arguments against the Protocol here, and also the
+classes that implement a role, because they name it as their base. A method that returns a tuple leaves all entries but
+the last in Ray's object store, where other workers fetch them; the last entry alone travels to the driver. For a `Batch`
+the driver passes ``request.as_batch``, and the batch is put together in the process that receives it.
 """
 
 from __future__ import annotations
@@ -13,28 +13,27 @@ from typing import Any, Protocol
 
 from rltrain.batch import Batch
 from rltrain.config.step_passes import StepPasses
+from rltrain.workers.results import Array, GenerationNumbers, PassNumbers, UpdateNumbers
 from rltrain.workers.tasks import Finished, GenerateTask, MiniBatch, UpdateTask
-
-Numbers = dict[str, Any]
 
 
 class Models(Protocol):
     """All models of a process: `HybridWorker`."""
 
-    def init_models(self, passes: StepPasses, trains: bool = True) -> Numbers:
+    def init_models(self, passes: StepPasses, trains: bool = True) -> dict[str, Any]:
         """Load every model that the passes of a step need, or without ``trains`` those of a rollout. Returns sizes."""
 
 
 class Actor(Protocol):
     """The policy that is trained, and its reference: `ActorRefWorker`."""
 
-    def log_probs(self, batch: Batch, micro_sizes: Sequence[int]) -> tuple[Batch, Numbers]:
+    def log_probs(self, batch: Batch, micro_sizes: Sequence[int]) -> tuple[Batch, PassNumbers]:
         """log pi(answer) under the actor's own weights, and the rollout correction."""
 
-    def ref_log_probs(self, batch: Batch, micro_sizes: Sequence[int]) -> tuple[Batch, Numbers]:
+    def ref_log_probs(self, batch: Batch, micro_sizes: Sequence[int]) -> tuple[Batch, PassNumbers]:
         """log pi_ref(answer) under the frozen reference, and the KL to it where the reward has one."""
 
-    def update(self, batch: Batch, task: UpdateTask) -> Numbers:
+    def update(self, batch: Batch, task: UpdateTask) -> UpdateNumbers:
         """Maximise the surrogate: one optimizer step per mini-batch."""
 
     def save(self, folder: str) -> None:
@@ -50,7 +49,7 @@ class Actor(Protocol):
 class Rollout(Protocol):
     """The rollout engine: `RolloutWorker`."""
 
-    def generate(self, task: GenerateTask, begun: Batch | None = None) -> tuple[Batch, list[str], Numbers]:
+    def generate(self, task: GenerateTask, begun: Batch | None = None) -> tuple[Batch, list[str], GenerationNumbers]:
         """Sample answers with the current weights: payload columns, the answers as text, and numbers."""
 
     def take_finished(self, wait_s: float) -> tuple[list[str], Finished]:
@@ -60,17 +59,17 @@ class Rollout(Protocol):
 class Advantages(Protocol):
     """Token-level advantages, computed where the tokens are: `HybridWorker`."""
 
-    def advantages(self, batch: Batch, kl_coef: float) -> tuple[Batch, Numbers]:
+    def advantages(self, batch: Batch, kl_coef: float) -> tuple[Batch, PassNumbers]:
         """Advantages and returns of every token."""
 
 
 class Critic(Protocol):
     """The value function: `CriticWorker`."""
 
-    def values(self, batch: Batch, micro_sizes: Sequence[int]) -> tuple[Batch, Numbers]:
+    def values(self, batch: Batch, micro_sizes: Sequence[int]) -> tuple[Batch, PassNumbers]:
         """V of the state in which each answer token was chosen."""
 
-    def update(self, batch: Batch, mini_batches: Sequence[MiniBatch], learning_rate: float) -> Numbers:
+    def update(self, batch: Batch, mini_batches: Sequence[MiniBatch], learning_rate: float) -> UpdateNumbers:
         """Fit V to the returns: one optimizer step per mini-batch."""
 
     def save(self, folder: str) -> None:
@@ -83,5 +82,5 @@ class Critic(Protocol):
 class RewardModel(Protocol):
     """The reward model: `RewardModelWorker`."""
 
-    def score(self, batch: Batch, split: str) -> Numbers:
-        """``model_score`` of each sample [n]."""
+    def score(self, batch: Batch, split: str) -> Array:
+        """Score of each sample [n]."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from queue import Empty, SimpleQueue
 
 import numpy as np
@@ -27,12 +28,12 @@ from rltrain.models.spec import actor_spec, longest_sequence
 from rltrain.ragged import Ragged
 from rltrain.seeds import sample_seeds
 from rltrain.workers.residency import Residency
+from rltrain.workers.results import GenerationNumbers, SyncReport
 from rltrain.workers.roles import Rollout
 from rltrain.workers.rollout.base import Generation, Job, RolloutEngine, check_images
 from rltrain.workers.rollout.queue import JobQueue, make_replica, samples_per_job
 from rltrain.workers.rollout.settings import EngineSettings, make_engine
 from rltrain.workers.tasks import Finished, GenerateTask
-from rltrain.workers.updater import Numbers
 from rltrain.workers.weight_sync import WeightSync
 
 # After every sync, engine and trainer are compared on this many tokens of the first training prompt.
@@ -99,13 +100,13 @@ class RolloutWorker(Rollout):
         if self._engine.sleep():
             self._sync.lost()
 
-    def generate(self, task: GenerateTask, begun: Batch | None = None) -> tuple[Batch, list[str], Numbers]:
+    def generate(self, task: GenerateTask, begun: Batch | None = None) -> tuple[Batch, list[str], GenerationNumbers]:
         """Sample answers with the current weights. Returns payload columns, the answers as text, and numbers.
 
         begun: `columns.ANSWER` of answers that have some tokens already, and their ``slot``; the returned columns include
         these tokens. Samples are ordered by slot. One rank per replica returns the replica's answers, the others none.
         """
-        numbers = self._bring_weights()
+        reshard_s, sync = self._bring_weights()
         started = time.perf_counter()
         queue = self._queue(task, _rows(begun, c.RESPONSE))
         tell = self._hand_out if task.stream and self._replica.leads else None
@@ -123,7 +124,7 @@ class RolloutWorker(Rollout):
             raise RuntimeError(
                 f"the rollout engine '{self._rollout.name}' gave up {int(generation.aborted.sum())} wanted answers"
             )
-        numbers |= {"timing/generate_sequences": time.perf_counter() - started}
+        numbers = GenerationNumbers({"reshard": reshard_s, "generate_sequences": time.perf_counter() - started}, sync)
         if not queue.taken or not self._replica.leads:
             return Batch(), [], numbers
         self._validate_answers(generation.tokens, generation.log_probs)
@@ -134,36 +135,30 @@ class RolloutWorker(Rollout):
         prompts = payload.dictionary(c.PROMPT)
         texts = self._encoder.decode_batch([row.tolist() for row in answers.rows()])
         policy_tokens = payload.ragged(c.RESPONSE_MASK).sum().numpy()
-        return (
-            payload,
-            texts,
-            numbers
-            | {
-                c.SLOT: slots[order],
-                c.PROMPT_LENGTH: np.array([len(prompts.values[row]) for row in prompts.index.tolist()]),
-                c.RESPONSE_LENGTH: answers.lengths.numpy(),
-                c.POLICY_TOKENS: policy_tokens,
-                c.LOSS_TOKENS: policy_tokens,
-                c.TRUNCATED: generation.truncated.numpy()[order],
-                c.ABORTED: generation.aborted.numpy()[order],
-                c.ENDED_S: generation.seconds.numpy()[order],
-            },
-        )
+        per_sample = {
+            c.SLOT: slots[order],
+            c.PROMPT_LENGTH: np.array([len(prompts.values[row]) for row in prompts.index.tolist()]),
+            c.RESPONSE_LENGTH: answers.lengths.numpy(),
+            c.POLICY_TOKENS: policy_tokens,
+            c.LOSS_TOKENS: policy_tokens,
+            c.TRUNCATED: generation.truncated.numpy()[order],
+            c.ABORTED: generation.aborted.numpy()[order],
+            c.ENDED_S: generation.seconds.numpy()[order],
+        }
+        return payload, texts, replace(numbers, per_sample=per_sample)
 
-    def _bring_weights(self) -> Numbers:
-        """Sync once per policy version."""
+    def _bring_weights(self) -> tuple[float, SyncReport | None]:
+        """Sync once per policy version. Returns seconds, and what the sync says of itself."""
         started = time.perf_counter()
         version = self._version()
-        numbers: Numbers = {}
+        report = None
         if self._sync.version != version:
             self._residency.enter("sync")
             report = self._sync.run(version, free_training_copy=lambda: self._residency.enter("rollout"))
-            numbers |= {"sync/gigabytes": report.gigabytes, "sync/canary_gap": report.canary_gap}
-            numbers["sync/seconds"] = report.seconds
         else:
             self._residency.enter("rollout")
         self._device.synchronize()
-        return numbers | {"timing/reshard": time.perf_counter() - started}
+        return time.perf_counter() - started, report
 
     def _queue(self, task: GenerateTask, begun: dict[int, Tensor]) -> JobQueue:
         size = samples_per_job(len(task.rows), task.num_samples, self._replica.count, self._rollout.max_num_seqs)

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from rltrain import columns as c
 from rltrain.algorithms.advantages import TokenInputs, find_estimator
+from rltrain.algorithms.moments import Moments
 from rltrain.batch import Batch
 from rltrain.config.algorithm_schema import AlgorithmConfig
 from rltrain.ragged import Ragged
-from rltrain.workers.updater import Numbers
+from rltrain.workers.results import PassNumbers
 
 
-def token_advantages(batch: Batch, cfg: AlgorithmConfig, kl_coef: float) -> tuple[Batch, Numbers]:
-    """``advantages`` (before whitening) and ``returns`` of every token, and the sums that whitening and metrics need.
+def token_advantages(batch: Batch, cfg: AlgorithmConfig, kl_coef: float) -> tuple[Batch, PassNumbers]:
+    """``advantages`` (before whitening) and ``returns`` of every token, and the moments that whitening and metrics need.
 
     The score of an answer is the reward of its last token; with a KL in the reward, every token pays ``kl_coef`` times its own.
-    Numbers: ``signal`` [n] (whether any advantage is not 0), ``advantage`` [n] (mean over the answer); moments over tokens that
-    count, extremes.
+    Numbers: ``signal`` [n] (whether any advantage is not 0), ``advantage`` [n] (mean over the answer); moments over the tokens
+    that count.
     """
     if not len(batch):
-        return Batch(), {}
+        return Batch(), PassNumbers()
     lengths = batch.dense(c.POLICY_TOKENS)
     rewards = Ragged(torch.zeros(int(lengths.sum()), dtype=torch.float64), lengths)
     last = rewards.positions == lengths[rewards.row_ids] - 1
@@ -37,21 +36,15 @@ def token_advantages(batch: Batch, cfg: AlgorithmConfig, kl_coef: float) -> tupl
     )
     found = find_estimator(cfg.adv_estimator)(inputs, cfg)
     mask = batch.ragged(c.LOSS_MASK).values if c.LOSS_MASK in batch else torch.ones_like(last)
-    numbers: Numbers = {c.SIGNAL: (found.advantages.like(found.advantages.values.abs()).sum() > 0).numpy()}
-    numbers[c.ADVANTAGE] = found.advantages.mean().nan_to_num().numpy()
-    numbers |= _sums("advantages", found.advantages.values[mask]) | _sums("returns", found.returns.values[mask])
+    quantities = {"advantages": found.advantages.values, "returns": found.returns.values}
     if values:
-        numbers |= _sums("values", values.values[mask].double())
-        numbers |= _sums("errors", (found.returns.values - values.values)[mask])
+        quantities |= {"values": values.values, "errors": found.returns.values - values.values}
+    numbers = PassNumbers(
+        {
+            c.SIGNAL: (found.advantages.like(found.advantages.values.abs()).sum() > 0).numpy(),
+            c.ADVANTAGE: found.advantages.mean().nan_to_num().numpy(),
+        },
+        {name: Moments.of(each[mask]) for name, each in quantities.items()},
+    )
     columns = {c.ADVANTAGES: found.advantages, c.RETURNS: found.returns}
     return Batch({name: each.like(each.values.float()) for name, each in columns.items()}), numbers
-
-
-def _sums(name: str, values: Tensor) -> Numbers:
-    return {
-        f"{name}/count": float(len(values)),
-        f"{name}/total": float(values.sum()),
-        f"{name}/squares": float(values.square().sum()),
-        f"{name}/max": float(values.max()) if len(values) else -np.inf,
-        f"{name}/min": float(values.min()) if len(values) else np.inf,
-    }

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,11 +19,17 @@ from rltrain.config.schema import TrainerConfig
 from rltrain.device import Device
 from rltrain.errors import NonFiniteError
 from rltrain.models.optim import clip_gradients, make_optimizer
+from rltrain.workers.results import Array, UpdateNumbers
 from rltrain.workers.tasks import MiniBatch
 
-Numbers = dict[str, Any]
 LossFunction = Callable[[Batch, MiniBatch], LossShare]
 Preparation = Callable[[Sequence[Batch], MiniBatch], None]
+
+
+class _Step(NamedTuple):
+    share: LossShare
+    grad_norm: float
+    skipped: bool
 
 
 class Updater:
@@ -44,11 +51,10 @@ class Updater:
         learning_rate: float,
         loss: LossFunction,
         prepare: Preparation | None = None,
-    ) -> Numbers:
+    ) -> UpdateNumbers:
         """One optimizer step a mini-batch. ``batch`` holds their samples in order, micro-batch after micro-batch.
 
-        ``prepare`` sees all micro-batches of a mini-batch before the first is differentiated. Returns arrays with one entry
-        an optimizer step: ``share/`` and ``token/`` sums of this rank (``/max/``: the largest), the global ``grad_norm``, ``skipped``.
+        ``prepare`` sees all micro-batches of a mini-batch before the first is differentiated.
         """
         self._model.train()
         for group in self.optimizer.param_groups:
@@ -61,41 +67,44 @@ class Updater:
                 prepare(mine, mini)
             steps.append(self._step(mine, mini, loss))
         self._device.synchronize()
-        names = dict.fromkeys(name for step in steps for name in step)
-        numbers: Numbers = {name: np.array([step.get(name, 0.0) for step in steps]) for name in names}
-        return numbers | self._device.peak_memory_gb()
+        shares = [step.share for step in steps]
+        return UpdateNumbers(
+            grad_norm=np.array([step.grad_norm for step in steps]),
+            skipped=np.array([float(step.skipped) for step in steps]),
+            shares=_stacked([_parts(share) for share in shares]),
+            token_sums=_stacked([share.token_sums for share in shares]),
+            measured=shares[0].measured if shares else {},
+            memory_gb=self._device.peak_memory_gb(),
+        )
 
-    def _step(self, micros: Sequence[Batch], mini: MiniBatch, loss: LossFunction) -> dict[str, float]:
-        sums: dict[str, Tensor] = {}
+    def _step(self, micros: Sequence[Batch], mini: MiniBatch, loss: LossFunction) -> _Step:
+        total: LossShare | None = None
         for micro in micros:
             share = loss(micro, mini)
             # FSDP averages gradients over the ranks; the denominators are global already, so undo the average. Ranks that share
             # sequences have the same loss, and each a part of its gradient.
             (share.loss * dist.get_world_size()).backward()
-            for name, value in _named(share):
-                join = torch.maximum if "/max/" in name else torch.add
-                sums[name] = join(sums[name], value) if name in sums else value
+            share = replace(share, loss=share.loss.detach())
+            total = share if total is None else total + share
+        assert total is not None  # every rank has a micro-batch, if only an idle one
         norm = clip_gradients(self._model.parameters(), self._clip_grad)
-        health = torch.stack([sums["share/loss"], norm.to(sums["share/loss"].device)])
+        health = torch.stack([total.loss, norm.to(total.loss.device)])
         dist.all_reduce(health)
         finite = bool(health.isfinite().all())
         if finite:
             self.optimizer.step()
             self.num_steps += 1
         elif self._trainer.on_nonfinite == "stop":
-            self._report_nonfinite(micros, sums)
+            self._report_nonfinite(micros, total)
         self.optimizer.zero_grad(set_to_none=True)
-        values = {name: float(value) for name, value in sums.items()}
-        return values | {"grad_norm": float(norm), "skipped": float(not finite)}
+        return _Step(total, float(norm), not finite)
 
-    def _report_nonfinite(self, micros: Sequence[Batch], sums: dict[str, Tensor]) -> None:
+    def _report_nonfinite(self, micros: Sequence[Batch], share: LossShare) -> None:
         folder = Path(self._trainer.default_local_dir) / "incidents"
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / f"nonfinite_{self._role}_{self.num_steps}_rank_{dist.get_rank()}.pt"
         torch.save([dict(micro.items()) for micro in micros], file)
-        parts = ", ".join(
-            f"{name.removeprefix('share/')}={float(value):.4g}" for name, value in sums.items() if "share/" in name
-        )
+        parts = ", ".join(f"{name}={float(value):.4g}" for name, value in _parts(share).items())
         raise NonFiniteError(
             f"{self._role}: loss or gradient is not finite on some rank (rank {dist.get_rank()} has {parts}); no optimizer step was "
             f"made. The mini-batch is in {file}. To go on past such batches set trainer.on_nonfinite=skip."
@@ -104,11 +113,14 @@ class Updater:
 
 def idle(outputs: Tensor) -> LossShare:
     """The loss of a micro-batch without samples: nothing, but every parameter takes part, so that ranks keep step."""
-    return LossShare(outputs.sum(), {}, {})
+    return LossShare(outputs.sum())
 
 
-def _named(share: LossShare) -> Iterator[tuple[str, Tensor]]:
-    yield "share/loss", share.loss.detach()
-    for kind, values in (("share", share.shares), ("token", share.token_sums)):
-        for name, value in values.items():
-            yield f"{kind}/{name}", value
+def _parts(share: LossShare) -> dict[str, Tensor]:
+    return {"loss": share.loss, **share.shares}
+
+
+def _stacked(steps: Sequence[dict[str, Tensor]]) -> dict[str, Array]:
+    """One entry per step; 0 where a step, which was idle on this rank, lacks the name."""
+    names = dict.fromkeys(name for step in steps for name in step)
+    return {name: np.array([float(step.get(name, 0.0)) for step in steps]) for name in names}

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -21,19 +20,8 @@ from rltrain.device import Device
 from rltrain.errors import SyncError
 from rltrain.models.forward import PackedModel
 from rltrain.models.weights import Weight, whole_weights
+from rltrain.workers.results import SyncReport
 from rltrain.workers.rollout.base import RolloutEngine
-
-
-@dataclass(frozen=True)
-class SyncReport:
-    """One sync: its wall clock, the bytes that the engine of this rank took over, and how far it is from the trainer.
-
-    canary_gap: mean |log pi_engine - log pi_trainer| over the tokens of a fixed text, both at temperature 1.
-    """
-
-    seconds: float
-    gigabytes: float
-    canary_gap: float
 
 
 class WeightSync:

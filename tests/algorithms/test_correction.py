@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rltrain.algorithms.correction import accepted, correction_sums, fresh_gap, importance_weights, mismatch_sums
+from rltrain.algorithms.correction import accepted, compare, correction, importance_weights, mismatch
 from rltrain.config.algorithm_schema import RolloutCorrectionConfig
 from rltrain.config.model_schema import OverlongBufferConfig
 from rltrain.ragged import Ragged
@@ -80,7 +80,7 @@ def test_a_wrong_rule_says_what_is_wrong(keys, words):
 def test_the_mismatch_by_hand():
     """Two answers: the trainer finds the first token e times as likely as the engine, the others alike."""
     train, engine = ragged([[-1.0, -1.0], [-2.0], []]), ragged([[-2.0, -1.0], [-2.0], []])
-    metrics = mismatch_metrics(mismatch_sums(train, engine))
+    metrics = mismatch_metrics(mismatch(train, engine))
     assert metrics["rollout/log_prob_gap/mean"] == pytest.approx(1 / 3)
     assert metrics["rollout/log_prob_gap/max"] == 1.0
     assert metrics["training/rollout_probs_diff_max"] == pytest.approx(math.exp(-1) - math.exp(-2))
@@ -104,8 +104,8 @@ def test_the_correction_by_hand():
     cfg = RolloutCorrectionConfig(rollout_is="token", rollout_rs="token_k1", rollout_rs_threshold="2")
     weights, mask = importance_weights(log_ratio, cfg), accepted(log_ratio, cfg.rejection_rules())
     engine = ragged([[0.0, 0.0], [0.0]])
-    sums = mismatch_sums(engine.like(log_ratio.values), engine) | correction_sums(weights, mask, log_ratio, cfg)
-    metrics = mismatch_metrics(sums)
+    moments = mismatch(engine.like(log_ratio.values), engine) | correction(weights, mask, log_ratio, cfg)
+    metrics = mismatch_metrics(moments)
     assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx((2 + 1 + 0.25) / 3)
     assert (metrics["rollout_corr/rollout_is_max"], metrics["rollout_corr/rollout_is_min"]) == (2.0, 0.25)
     assert metrics["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(3.25**2 / (3 * (4 + 1 + 0.0625)))
@@ -125,5 +125,13 @@ def test_the_gap_leaves_out_tokens_of_earlier_policies():
     lengths = torch.tensor([3, 2, 1])
     train = Ragged(torch.tensor([-1.0, -2.0, -3.0, -1.0, -1.0, -4.0]), lengths)
     engine = train.like(train.values + torch.tensor([9.0, 9.0, 0.5, 0.25, -0.25, 9.0]))
-    assert fresh_gap(train, engine, torch.tensor([2, 0, 1])) == {"gap": 1.0, "max/gap": 0.5, "gap_tokens": 3.0}
-    assert fresh_gap(train, engine, torch.tensor([3, 2, 1])) == {"gap": 0.0, "max/gap": 0.0, "gap_tokens": 0.0}
+
+    def metrics(carried):
+        carried = torch.tensor(carried) if carried else None
+        return mismatch_metrics(compare(train, engine, RolloutCorrectionConfig(), carried, weighs=False)[1])
+
+    means, largest = "rollout/log_prob_gap/mean", "rollout/log_prob_gap/max"
+    some, nothing = metrics([2, 0, 1]), metrics([3, 2, 1])
+    assert (some[means], some[largest]) == (pytest.approx(1 / 3), 0.5)
+    assert (nothing[means], nothing[largest]) == (0.0, 0.0)
+    assert some["rollout_corr/kl"] == metrics(None)["rollout_corr/kl"] == pytest.approx(27.5 / 6)

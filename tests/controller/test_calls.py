@@ -17,14 +17,16 @@ from typing_extensions import assert_type
 from rltrain.controller.calls import bind
 from rltrain.controller.group import WorkerGroup
 from rltrain.controller.samples import Request
-from rltrain.workers.roles import Actor, Numbers, Rollout
+from rltrain.workers.results import GenerationNumbers, PassNumbers
+from rltrain.workers.roles import Actor, Rollout
 from rltrain.workers.tasks import GenerateTask, UpdateTask
 
 
 def good(group: WorkerGroup, request: Request, task: UpdateTask, prompts: GenerateTask) -> None:
     assert_type(group.call(Actor.export, "folder", "card"), list[list[str]])
-    assert_type(group.submit([bind(Actor.log_probs, request.as_batch, [1, 2])]).collect(), list[tuple[Any, Numbers]])
-    assert_type(group.submit([bind(Rollout.generate, prompts)]).collect(), list[tuple[Any, Any, Numbers]])
+    log_probs = bind(Actor.log_probs, request.as_batch, [1, 2])
+    assert_type(group.submit([log_probs]).collect(), list[tuple[Any, PassNumbers]])
+    assert_type(group.submit([bind(Rollout.generate, prompts)]).collect(), list[tuple[Any, Any, GenerationNumbers]])
     bind(Actor.update, request.as_batch, task)
 """
 WRONG = {

@@ -82,7 +82,7 @@ def test_samples_of_another_step_may_stand_among_new_ones(samples):
     assert batch.dense("prompt_length").tolist() == [40, 70, 30]
 
 
-def test_one_object_is_fetched_once_however_often_it_was_taken_from(samples):
+def test_an_object_is_fetched_once_however_often_it_is_used(samples):
     new = Samples(5)
     for sample in range(5):
         new.adopt(samples, np.array([sample]), np.array([4 - sample]))

@@ -68,7 +68,7 @@ def test_answers_without_a_token_are_told_apart():
     assert (found["response_length/mean"], found["response_length_non_aborted/mean"]) == (2.0, 4.0)
 
 
-def test_memory_of_the_machine_and_of_the_process_are_two_numbers():
+def test_memory_of_machine_and_process_are_two_numbers():
     memory = get_device("cpu").peak_memory_gb()
     assert memory["perf/cpu_memory_peak_gb"] > 0
     assert memory["perf/cpu_memory_used_gb"] > 0

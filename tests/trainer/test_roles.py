@@ -7,6 +7,7 @@ from rltrain.config.step_passes import make_step_passes
 from rltrain.controller.samples import Samples, whole
 from rltrain.trainer.balance import Layout
 from rltrain.trainer.roles import Critic
+from rltrain.workers.results import PassNumbers, UpdateNumbers
 
 
 class FakeGroup:
@@ -15,7 +16,7 @@ class FakeGroup:
     world = 4
 
     def submit(self, calls):
-        self.asked = calls
+        self.asked = [each for each in calls for _ in range(self.world // len(calls))]
         return self
 
     def collect(self):
@@ -23,8 +24,9 @@ class FakeGroup:
 
     def _answer(self, rank, call):
         seen = np.full(len(call.args[0].parts[0].rows), rank)
-        numbers = {"share/loss": np.array([rank]), "perf/max_memory_gb": rank, "seen": seen}
-        return (f"made by {rank}", numbers) if call.num_objects else numbers
+        if call.num_objects:
+            return f"made by {rank}", PassNumbers({"seen": seen})
+        return UpdateNumbers(np.zeros(1), np.zeros(1), {"loss": np.array([rank])}, memory_gb={"peak": rank})
 
 
 def critic_and_samples() -> tuple[Critic, Samples, FakeGroup]:
@@ -35,7 +37,7 @@ def critic_and_samples() -> tuple[Critic, Samples, FakeGroup]:
     return Critic(group, make_step_passes(load_config([]).config)), samples, group
 
 
-def test_neighbours_get_the_same_samples_and_the_first_answers_for_all():
+def test_neighbours_share_samples_and_the_first_one_counts():
     critic, samples, group = critic_and_samples()
     layout = Layout([np.array([4, 0]), np.array([1, 2, 3])], [[(2,)], [(3,)]])
     critic.values(samples, layout)
@@ -45,13 +47,13 @@ def test_neighbours_get_the_same_samples_and_the_first_answers_for_all():
     assert samples["seen"].tolist() == [0, 2, 2, 2, 0]
 
 
-def test_an_update_counts_each_sample_once_and_the_memory_of_every_device():
+def test_an_update_counts_samples_once_and_memory_per_device():
     critic, samples, group = critic_and_samples()
     layout = Layout([np.array([4, 0]), np.array([1, 2, 3])], [[(2,)], [(3,)]])
     results = critic.update(samples, layout, [["first"], ["second"]], 0.1)
     assert [call.args[1] for call in group.asked] == [["first"], ["first"], ["second"], ["second"]]
-    assert [result["share/loss"].tolist() for result in results] == [[0], [2]]
-    assert [result["perf/max_memory_gb"] for result in results] == [1, 3]
+    assert [result.shares["loss"].tolist() for result in results] == [[0], [2]]
+    assert [result.memory_gb["peak"] for result in results] == [1, 3]
 
 
 def test_models_may_be_spread_differently():

@@ -25,6 +25,7 @@ from rltrain.trainer.mini_batches import cut_prompts
 from rltrain.trainer.progress import Progress
 from rltrain.trainer.timing import StepTimer
 from rltrain.workers import actor_ref
+from rltrain.workers.results import UpdateNumbers
 from rltrain.workers.selection import noise
 from tests.batches import prompt_lengths, rows_of
 from tests.distance import distance
@@ -453,7 +454,7 @@ def test_importance_weights_are_the_truncated_ratio_of_trainer_and_engine(make):
     batch, columns, numbers = scored(trainer)
     ratio = (columns.ragged("old_log_probs").values - batch.ragged("rollout_log_probs").values).exp()
     assert torch.allclose(columns.ragged("is_weights").values, ratio.clamp(max=1.1))
-    assert numbers["is_high"] == int((ratio > 1.1).sum()) > 0
+    assert numbers.moments["is_high"].total == int((ratio > 1.1).sum()) > 0
 
 
 def test_rejected_tokens_leave_loss_and_denominators(make):
@@ -461,7 +462,7 @@ def test_rejected_tokens_leave_loss_and_denominators(make):
     _, columns, numbers = scored(trainer)
     mask = columns.ragged("loss_mask")
     assert 0 < int(mask.values.sum()) < len(mask.values)
-    assert numbers["loss_tokens"].tolist() == mask.sum().long().tolist()
+    assert numbers.per_sample["loss_tokens"].tolist() == mask.sum().long().tolist()
     tasks, seen = [], []
     update, trainer.callbacks = (
         trainer.worker.actor.update,
@@ -543,7 +544,7 @@ def test_rows_of_answers_without_tokens_do_no_harm(make):
                    "values": Ragged(torch.zeros(2), torch.tensor([0, 2]))})  # fmt: skip
     found, numbers = trainer.worker.advantages(batch, 0.0)
     assert found.ragged("advantages").values.tolist() == [1.0, 1.0]
-    assert numbers["signal"].tolist() == [False, True]
+    assert numbers.per_sample["signal"].tolist() == [False, True]
 
 
 def test_the_rule_reward_may_be_a_weighted_sum_of_what_the_scorer_returns(make):
@@ -669,7 +670,7 @@ def test_a_critic_that_is_never_finite_stops_the_run(make):
     trainer = make(**{ESTIMATOR: "gae"}, trainer__on_nonfinite="skip")
     with torch.no_grad():
         trainer.worker.critic._model.score.weight.to_local().fill_(float("nan"))
-    trainer.actor.update = lambda *arguments, **named: [{"grad_norm": np.zeros(1), "skipped": np.zeros(1)}]
+    trainer.actor.update = lambda *arguments, **named: [UpdateNumbers(np.zeros(1), np.zeros(1))]
     trainer.step(1)
     trainer.step(2)
     with pytest.raises(NonFiniteError, match="critic: 3 steps in a row"):

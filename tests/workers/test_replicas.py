@@ -57,7 +57,7 @@ def run(folder: Path, changes: dict, bucket_bytes: int) -> list[list[tuple]]:
         rows = [row.tolist() for row in rows_of(payload)] if len(payload) else []
         found = [None] * dist.get_world_size()
         dist.all_gather_object(
-            found, (numbers.get("slot", np.zeros(0)).tolist(), rows, gap, numbers["sync/canary_gap"])
+            found, (numbers.per_sample.get("slot", np.zeros(0)).tolist(), rows, gap, numbers.sync.canary_gap)
         )
         versions.append(found)
         move(worker.actor, step)

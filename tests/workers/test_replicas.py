@@ -53,7 +53,7 @@ def run(folder: Path, changes: dict, bucket_bytes: int) -> list[list[tuple]]:
     for step in range(3):
         payload, _, numbers = worker.rollout.generate(replace(TASK, step=step, call=next(CALLS)))
         compared = worker.actor.log_probs(payload, [len(payload)])[1]
-        gap = compared["gap"] / compared["tokens"] if len(payload) else 0.0
+        gap = compared.moments["gap"].mean if len(payload) else 0.0
         rows = [row.tolist() for row in rows_of(payload)] if len(payload) else []
         found = [None] * dist.get_world_size()
         dist.all_gather_object(

@@ -4,9 +4,9 @@ The file is run as a module under a name of its own, because two files in differ
 import its neighbours. Left out: names of installed modules (``package.module:NAME``), since a file that lies beside the
 run is what users have, and its path can be checked before anything starts.
 
-An object given to `rltrain.train` becomes a file too: cloudpickle writes it into the run folder, and driver, workers and
-scorers load it from there under the same kind of name. So the rest of the program needs no other way to pass code, and the
-config.yaml of the run stays complete.
+An object given to `rltrain.train` becomes a file too: cloudpickle writes it into the run folder, and driver, workers
+and scorers load it from there under the same kind of name. So the rest of the program needs no other way to pass code,
+and the config.yaml of the run stays complete.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ def is_plugin(name: str) -> bool:
 
 
 def save_object(key: str, value: Any, folder: Path) -> str:
-    """Write a function or class of ``key`` into ``folder``; returns the name to configure. Raises ConfigError where it cannot be written.
+    """Write a function or class of ``key`` into ``folder``; returns the name to configure.
 
-    Its module's code is written with it, unless it is an installed package, which other processes can import.
+    Its module's code is written with it, unless it is an installed package, which other processes can import. Raises
+    ConfigError for an object that cannot be written.
     """
     import cloudpickle
 
@@ -51,8 +52,8 @@ def save_object(key: str, value: Any, folder: Path) -> str:
         data = cloudpickle.dumps({name: value})
     except Exception as error:  # cloudpickle raises whatever an object's own code does
         raise ConfigError(
-            f"{key}: {name} cannot be sent to other processes: {type(error).__name__}: {error}. Open files, locks, connections "
-            "and generators cannot: make them at the first call, or give FILE.py:NAME."
+            f"{key}: {name} cannot be sent to other processes: {type(error).__name__}: {error}. Open files, locks, "
+            "connections and generators cannot: make them at the first call, or give FILE.py:NAME."
         ) from error
     finally:
         if own:

@@ -17,7 +17,7 @@ from rltrain.errors import RewardError
 
 _MAX_CHARS = 256
 _MAX_DEPTH = 12
-_COMMAND = re.compile(r"\\[A-Za-z]+")
+_COMMAND = re.compile(r"\\(?:begin|end)\{p?matrix\}|\\[A-Za-z]+")
 _WORD = re.compile(r"[A-Za-z]{3}|[^\x00-\x7f]")
 _DEGREES = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s?\^\{?\\circ\}?")
 # Towers of powers, huge powers and factorials: one of them costs the whole deadline.

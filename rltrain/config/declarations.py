@@ -1,10 +1,10 @@
 """What each advantage estimator and each policy loss declares about itself.
 
 Problem: whether a run has a critic, a greedy baseline or a selection over a mini-batch must be known before anything
-starts, and the configuration must not wait the seconds that torch takes to import. Choice: the declarations of the built-in
-functions stand here, without torch, and their formulas in `rltrain.algorithms`. A function of the user's own (FILE.py:NAME)
-gets its declaration from the decorators there; its file is imported once to read it. Nothing else in the program asks for
-the name of an algorithm.
+starts, and the configuration must not wait the seconds that torch takes to import. Choice: the declarations of the
+built-in functions stand here, without torch, and their formulas in `rltrain.algorithms`. A function of the user's own
+(FILE.py:NAME) gets its declaration from the decorators there; its file is imported once to read it. Nothing else in the
+program asks for the name of an algorithm.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _ATTRIBUTE = "rltrain_declaration"
 class EstimatorTraits:
     """What an advantage estimator needs and does.
 
-    per_token: it gives one advantage per token, computed where the tokens are; otherwise one per answer, computed on the
-    driver. values: a critic gives it the value of every token. greedy_baseline: it gets the reward of a greedy answer per
-    prompt. compares: it compares the answers of a prompt group. reward_terms: it takes the numbers named by
-    ``gdpo_reward_keys`` in place of the reward. whitens: its token advantages are whitened over the batch. reads: the keys of
-    ``algorithm`` that it reads (None: unknown).
+    per_token: it gives one advantage per token, computed where the tokens are; otherwise one per answer, computed on
+    the driver. values: a critic gives it the value of every token. greedy_baseline: it gets the reward of a greedy
+    answer per prompt. compares: it compares the answers of a prompt group. reward_terms: it takes the numbers named by
+    ``gdpo_reward_keys`` in place of the reward. whitens: its token advantages are whitened over the batch. reads: the
+    keys of ``algorithm`` that it reads (None: unknown).
     """
 
     per_token: bool = False
@@ -47,8 +47,8 @@ class EstimatorTraits:
 class LossTraits:
     """What a policy loss needs and does.
 
-    selects: it treats some tokens of the global mini-batch differently. silent_at_zero: an answer without any advantage has
-    no gradient, so it may be left out of the update. reads: the keys of ``actor`` that it reads (None: unknown).
+    selects: it treats some tokens of the global mini-batch differently. silent_at_zero: an answer without any advantage
+    has no gradient, so it may be left out of the update. reads: the keys of ``actor`` that it reads (None: unknown).
     """
 
     selects: bool = False

@@ -1,8 +1,8 @@
 """What one training step computes: decided once from config and declarations, then only read.
 
 Problem: whether a step makes a pass over its samples follows from several keys together (the KL in the loss or in the
-reward, the estimator, the rollout correction), and driver and workers must agree on it. Choice: one frozen record beside the
-`Plan`, shown by ``--dry-run`` and handed to both sides. Left out: counts and budgets, which are the plan's.
+reward, the estimator, the rollout correction), and driver and workers must agree on it. Choice: one frozen record
+beside the `Plan`, shown by ``--dry-run`` and handed to both sides. Left out: counts and budgets, which are the plan's.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ OldLogProbs = Literal["all", "all but the first mini-batch", "none"]
 class StepPasses:
     """The passes of a step and what they yield.
 
-    old_log_probs: the samples that the old_log_prob pass covers. The update's own forward yields the log-probs of the first
-    mini-batch where nothing needs them earlier: no optimizer step has been made before it. With ``bypass`` the engine's
-    log-probs are the old ones and there is no pass.
+    old_log_probs: the samples that the old_log_prob pass covers. The update's own forward yields the log-probs of the
+    first mini-batch where nothing needs them earlier: no optimizer step has been made before it. With ``bypass`` the
+    engine's log-probs are the old ones and there is no pass.
     reference: the reference's weights are loaded, for its own pass (``ref``) or for the exact KL within the update.
     ref_log_probs: the ref pass yields log-probs; with ``kl_in_reward`` it also yields the KL per token.
-    importance_weights, rejects: the rollout correction weighs or rejects tokens of the loss; with ``bypass`` both follow from
-    the policy as it is updated, otherwise from the old log-probs.
+    importance_weights, rejects: the rollout correction weighs or rejects tokens of the loss; with ``bypass`` both
+    follow from the policy as it is updated, otherwise from the old log-probs.
     policy_loss: the loss that runs. selects: it treats some tokens of the mini-batch differently. skips_silent: samples
     without advantage are left out of the update. first_actor_step: until then only the critic learns.
     """
@@ -146,8 +146,8 @@ def needs_all_old_log_probs(config: Config) -> bool:
     """Whether something needs the old log-probs of every sample before the update begins.
 
     That is the KL in the reward, the denominators under rejection, the mean importance weight, a selection over the
-    mini-batch, a second epoch over the batch (in which a sample may be on another rank), or an alarm that is to stop the run
-    before it learns.
+    mini-batch, a second epoch over the batch (in which a sample may be on another rank), or an alarm that is to stop
+    the run before it learns.
     """
     actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
     return (

@@ -19,11 +19,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from rltrain.algorithms.kl import exact_kl
 from rltrain.batch import Batch, DictionaryColumn
 from rltrain.device import get_device
-from rltrain.models import forward, head, packing
+from rltrain.models import forward, packing
+from rltrain.models.head import ReferenceStates, Scaling, TokenLogProbs
 from rltrain.models.shard import sharded_model
 from rltrain.models.spec import ModelSpec
 from rltrain.ragged import Ragged
@@ -41,6 +44,25 @@ def peak_mib() -> float:
     return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) / 1024
 
 
+def plain_log_probs(
+    head: nn.Module,
+    hidden: Tensor,
+    labels: Tensor,
+    scaling: Scaling,
+    with_entropy: bool,
+    reference: ReferenceStates | None = None,
+) -> TokenLogProbs:
+    """`head.token_log_probs` by automatic differentiation of the definition, with all logits at once."""
+    log_pi = torch.log_softmax(scaling.apply(head(hidden)), -1)
+    log_probs = log_pi.gather(-1, labels[:, None]).sum(-1)
+    entropy = -(log_pi.exp() * log_pi).sum(-1) if with_entropy else None
+    if reference is None:
+        return TokenLogProbs(log_probs, entropy, None)
+    with torch.no_grad():
+        theirs = torch.log_softmax(reference.logits(reference.hidden) / scaling.temperature, -1)
+    return TokenLogProbs(log_probs, entropy, exact_kl(log_pi, theirs))
+
+
 def measure(way: str, work: str, vocabulary: int, tokens: int) -> float:
     """MiB that one pass adds to this process. tokens: answer tokens in one micro-batch."""
     torch.set_num_threads(1)
@@ -55,7 +77,7 @@ def measure(way: str, work: str, vocabulary: int, tokens: int) -> float:
     device = get_device("cpu")
     policy = sharded_model(forward.PolicyModel, ModelSpec(str(folder)), device)
     if way == "plain":
-        forward.token_scores = head.plain_scores
+        forward.token_log_probs = plain_log_probs
     rows = [torch.randint(2, vocabulary, (SAMPLE,), dtype=torch.int32) for _ in range(tokens // (SAMPLE - PROMPT))]
     prompts = DictionaryColumn(Ragged.from_rows([row[:PROMPT] for row in rows]), torch.arange(len(rows)))
     answers = Ragged.from_rows([row[PROMPT:] for row in rows])

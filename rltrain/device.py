@@ -17,11 +17,29 @@ import torch
 from rltrain.env import chosen_threads, cpu_quota
 from rltrain.errors import ConfigError
 
-# Kind of device, as torch names it -> backends of its process group (gloo takes the CPU's tensors), and Ray's name of the resource.
+
+@dataclass(frozen=True)
+class _Kind:
+    """The facts about one kind of device: a new kind is one row of `_KINDS`.
+
+    logits_elements, sampling_elements: logits that training and sampling work on at a time. Accelerators want many:
+    a launch costs, and the gradient of the head is read and written once per chunk. A CPU wants what its caches hold.
+    cache_columns: columns per block of the embedded engine's key-value cache; few on a CPU, where reading masked columns
+    costs. attention: the kernel for packed sequences (`models.attention`).
+    """
+
+    backend: str
+    ray_resource: str
+    logits_elements: int = 2**26
+    sampling_elements: int = 2**26
+    cache_columns: int = 512
+    attention: str = "products"
+
+
 _KINDS = {
-    "cpu": ("gloo", "CPU"),
-    "cuda": ("cpu:gloo,cuda:nccl", "GPU"),
-    "npu": ("cpu:gloo,npu:hccl", "NPU"),
+    "cpu": _Kind("gloo", "CPU", logits_elements=2**24, sampling_elements=2**21, cache_columns=64),
+    "cuda": _Kind("cpu:gloo,cuda:nccl", "GPU", attention="flash"),
+    "npu": _Kind("cpu:gloo,npu:hccl", "NPU", attention="npu"),
 }
 # Dense bf16 peak in FLOP/s, from the vendors' data sheets.
 _PEAK_FLOPS = {
@@ -55,11 +73,31 @@ class Device:
     @property
     def backend(self) -> str:
         """Process group backend, with gloo beside it for CPU tensors."""
-        return _KINDS[self.kind][0]
+        return _KINDS[self.kind].backend
 
     @property
     def ray_resource(self) -> str:
-        return _KINDS[self.kind][1]
+        return _KINDS[self.kind].ray_resource
+
+    @property
+    def logits_elements(self) -> int:
+        """Logits that exist at a time in training: 64 MiB on a CPU, 256 MiB elsewhere. A pass holds about three such tensors."""
+        return _KINDS[self.kind].logits_elements
+
+    @property
+    def sampling_elements(self) -> int:
+        """Logits that tokens are drawn from at a time."""
+        return _KINDS[self.kind].sampling_elements
+
+    @property
+    def cache_columns(self) -> int:
+        """Columns per block of the embedded engine's key-value cache."""
+        return _KINDS[self.kind].cache_columns
+
+    @property
+    def attention(self) -> str:
+        """The kernel for packed sequences: products, flash or npu."""
+        return _KINDS[self.kind].attention
 
     @property
     def count(self) -> int:
@@ -114,6 +152,11 @@ class Device:
             return None
         name = self._module().get_device_name(0)
         return next((flops for key, flops in sorted(_PEAK_FLOPS.items(), reverse=True) if key in name), None)
+
+
+def device_of(tensor: torch.Tensor) -> Device:
+    """The device that holds a tensor."""
+    return Device(tensor.device.type)
 
 
 def _machine_memory() -> dict[str, int]:

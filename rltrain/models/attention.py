@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 
-from rltrain.device import npu_fusion_attention
+from rltrain.device import device_of, npu_fusion_attention
 from rltrain.errors import ConfigError
 from rltrain.models.packing import AttentionPlan
 from rltrain.models.ulysses import share_of_heads, share_of_tokens
@@ -141,7 +141,7 @@ def _segment(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, w
         return _segment(query.float(), key.float(), value.float(), scaling, window).to(query.dtype)
     product = nn.functional.scaled_dot_product_attention
     if own == key.shape[2] and (window is None or own <= window):
-        if groups > 1 and query.device.type != "cpu":
+        if groups > 1 and not query.is_cpu:
             # With enable_gqa only a kernel that builds all scores at once is left where the flash kernel does not fit.
             key, value, groups = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), 1
         return product(query, key, value, is_causal=True, scale=scaling, enable_gqa=groups > 1)
@@ -194,10 +194,11 @@ Kernel = Callable[[Tensor, Tensor, Tensor, AttentionPlan, float | None, int | No
 
 def _kernel(query: Tensor) -> Kernel | None:
     """The device's own kernel for such queries, or None. Flash kernels compute in half precision alone."""
-    if query.device.type == "npu":
+    kernel = device_of(query).attention
+    if kernel == "npu":
         return _npu
     half = query.dtype in (torch.float16, torch.bfloat16)
-    return _cuda if query.device.type == "cuda" and half and query.shape[-1] <= 256 and _flash() else None
+    return _cuda if kernel == "flash" and half and query.shape[-1] <= 256 and _flash() else None
 
 
 def _rows(tensor: Tensor) -> Tensor:

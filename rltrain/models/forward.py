@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
+from rltrain.errors import ConfigError
 from rltrain.models.attention import PLAN
-from rltrain.models.head import ReferenceStates, Scaling, TokenScores, token_scores
+from rltrain.models.head import ReferenceStates, Scaling, TokenLogProbs, token_log_probs
 from rltrain.models.packing import PackedInputs
 from rltrain.models.ulysses import GROUP, share_of_row
 
@@ -34,7 +35,14 @@ class PackedModel(nn.Module):
 
 
 class PolicyModel(PackedModel):
-    """A causal language model whose forward returns log-probs, never logits."""
+    """A causal language model whose forward returns log-probs, never logits. Its head must be linear, and without adapters."""
+
+    def __init__(self, model: PreTrainedModel, group: ProcessGroup | None = None) -> None:
+        super().__init__(model, group)
+        if type(head := model.get_output_embeddings()) is not nn.Linear:
+            raise ConfigError(
+                f"{type(model).__name__} has a {type(head).__name__} as its head; rltrain computes log-probs of linear heads alone."
+            )
 
     def forward(
         self,
@@ -44,7 +52,7 @@ class PolicyModel(PackedModel):
         reference: ReferenceStates | None = None,
         *,
         states_only: bool = False,
-    ) -> TokenScores | Tensor:
+    ) -> TokenLogProbs | Tensor:
         """Scores of the labels. pi is softmax(logits / temperature): what was sampled from, before top-k and top-p.
 
         ``reference``: also the exact KL to it. ``states_only``: the hidden states at the predictors instead,
@@ -58,12 +66,12 @@ class PolicyModel(PackedModel):
             self.model.get_output_embeddings(),
             Scaling.of(self.model.config)._replace(temperature=temperature),
         )
-        scores = token_scores(head, hidden[inputs.predictors], inputs.labels, scaling, with_entropy, reference)
+        found = token_log_probs(head, hidden[inputs.predictors], inputs.labels, scaling, with_entropy, reference)
         if not inputs.labels.numel():
             # Keeps every parameter in the graph when there is no answer token at all (a rank that only keeps step).
-            scores = scores._replace(log_probs=scores.log_probs + 0.0 * hidden.float().sum())
-        rest = (each if each is None else collect(each) for each in (scores.entropy, scores.kl))
-        return TokenScores(collect(scores.log_probs), *rest)
+            found = found._replace(log_probs=found.log_probs + 0.0 * hidden.float().sum())
+        entropy, kl = (each if each is None else collect(each) for each in (found.entropy, found.kl))
+        return TokenLogProbs(collect(found.log_probs), entropy, kl)
 
 
 class ScalarModel(PackedModel):

@@ -11,19 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig
 
-from rltrain.algorithms.kl import exact_kl
-
-# Logits exist for this many elements at a time (fp32: 64 and 256 MiB); forward and backward hold about three such tensors.
-# Accelerators need the larger one: the weight's gradient is read and written once a chunk.
-LOGITS_CHUNK = {"cpu": 2**24, "cuda": 2**26, "npu": 2**26}
-# Tokens at a time of the plain way.
-PLAIN_ROWS = 256
+from rltrain.device import device_of
 
 
-class TokenScores(NamedTuple):
+class TokenLogProbs(NamedTuple):
     """log pi(label), entropy of pi, exact KL(pi || pi_ref): each [answer tokens] in fp32, or None where not asked for."""
 
     log_probs: Tensor
@@ -80,68 +73,21 @@ class Scaling(NamedTuple):
         return gradient if factor == 1 else gradient.mul_(factor)
 
 
-def token_scores(
-    head: nn.Module,
+def token_log_probs(
+    head: nn.Linear,
     hidden: Tensor,
     labels: Tensor,
     scaling: Scaling,
     with_entropy: bool,
     reference: ReferenceStates | None = None,
-) -> TokenScores:
-    """Scores of ``labels`` [n] under softmax(logits of ``hidden`` [n, size]).
-
-    A head that is more than a linear map (one with adapters) takes the plain way, chunk by chunk under checkpointing.
-    """
-    if type(head) is not nn.Linear:
-        return _chunked(head, hidden, labels, scaling, with_entropy, reference)
-    found = _Scores.apply(hidden, head.weight, head.bias, labels, scaling, with_entropy, reference)
+) -> TokenLogProbs:
+    """Of ``labels`` [n] under softmax(logits of ``hidden`` [n, size])."""
+    found = _TokenLogProbs.apply(hidden, head.weight, head.bias, labels, scaling, with_entropy, reference)
     log_probs, entropy, kl = found
-    return TokenScores(log_probs, entropy if with_entropy else None, kl if reference else None)
+    return TokenLogProbs(log_probs, entropy if with_entropy else None, kl if reference else None)
 
 
-def plain_scores(
-    head: nn.Module,
-    hidden: Tensor,
-    labels: Tensor,
-    scaling: Scaling,
-    with_entropy: bool,
-    reference: ReferenceStates | None = None,
-) -> TokenScores:
-    """`token_scores` by automatic differentiation of the definition."""
-    log_pi = torch.log_softmax(scaling.apply(head(hidden)), -1)
-    log_probs = log_pi.gather(-1, labels[:, None]).sum(-1)
-    entropy = -(log_pi.exp() * log_pi).sum(-1) if with_entropy else None
-    if reference is None:
-        return TokenScores(log_probs, entropy, None)
-    with torch.no_grad():
-        theirs = torch.log_softmax(reference.logits(reference.hidden) / scaling.temperature, -1)
-    return TokenScores(log_probs, entropy, exact_kl(log_pi, theirs))
-
-
-def _chunked(
-    head: nn.Module,
-    hidden: Tensor,
-    labels: Tensor,
-    scaling: Scaling,
-    with_entropy: bool,
-    reference: ReferenceStates | None,
-) -> TokenScores:
-    parts = []
-    for start in range(0, max(len(labels), 1), PLAIN_ROWS):
-        part = slice(start, start + PLAIN_ROWS)
-        theirs = reference._replace(hidden=reference.hidden[part]) if reference else None
-        parts.append(
-            checkpoint(
-                plain_scores, head, hidden[part], labels[part], scaling, with_entropy, theirs, use_reentrant=False
-            )
-        )
-    log_probs, entropy, kl = zip(*parts, strict=True)
-    return TokenScores(
-        torch.cat(log_probs), torch.cat(entropy) if with_entropy else None, torch.cat(kl) if reference else None
-    )
-
-
-class _Scores(torch.autograd.Function):
+class _TokenLogProbs(torch.autograd.Function):
     """With p = softmax(z): d log p(l) / dz = 1_l - p;  dH / dz = -p (log p + H);  dKL(p || q) / dz = p (log p - log q - KL)."""
 
     @staticmethod
@@ -221,6 +167,6 @@ def _theirs(reference: ReferenceStates, part: slice, scaling: Scaling) -> Tensor
 
 
 def _chunks(num_tokens: int, weight: Tensor) -> Iterator[slice]:
-    rows = max(1, LOGITS_CHUNK[weight.device.type] // len(weight))
+    rows = max(1, device_of(weight).logits_elements // len(weight))
     for start in range(0, num_tokens, rows):
         yield slice(start, start + rows)

@@ -185,8 +185,7 @@ def _target_layers(model: PreTrainedModel, lora: Lora) -> list[str]:
                 f"{lora.section}.target_modules=all-linear does not reach the experts of this model, whose weights are not linear layers. "
                 f"Name the layers that are to be trained, such as {lora.section}.target_modules=[q_proj,k_proj,v_proj,o_proj]."
             )
-        head = model.get_output_embeddings()
-        chosen = {name for name, module in linear.items() if module is not head}
+        chosen = {name for name, module in linear.items() if module is not model.get_output_embeddings()}
     else:
         chosen = _matching(f"{lora.section}.target_modules", lora.target_modules, list(linear))
     if lora.exclude_modules and not lora.path:
@@ -195,11 +194,11 @@ def _target_layers(model: PreTrainedModel, lora: Lora) -> list[str]:
         raise ConfigError(
             f"{lora.section}.exclude_modules={lora.exclude_modules} leaves no layer to put adapters into."
         )
-    embedding = model.get_input_embeddings().weight
-    if tied := [name for name in chosen if linear[name].weight is embedding]:
+    head = model.get_output_embeddings()
+    if on_head := [name for name in chosen if linear[name] is head]:
         raise ConfigError(
-            f"{lora.section}.target_modules: '{tied[0]}' shares its weight with the input embedding, so it cannot have adapters of "
-            "its own. Leave it out."
+            f"{lora.section}.target_modules: '{on_head[0]}' is the head, which cannot have adapters: log-probs are computed from its "
+            "weight, a chunk of tokens at a time. Leave it out."
         )
     return [name for name in linear if name in chosen]
 

@@ -76,7 +76,7 @@ class RolloutWorker(Rollout):
             bucket_bytes=self._rollout.update_weights_bucket_megabytes << 20,
             gap_limit=log_prob_gap_limit(cfg, self._device),
             canary=_canary(prompts),
-            score=score,
+            log_probs=score,
         )
         residency.add_engine(self._release)
 

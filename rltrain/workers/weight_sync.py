@@ -28,7 +28,7 @@ class WeightSync:
     """Knows which policy version the engine holds, and brings it the current one.
 
     The version is the number of optimizer updates since the start of the process; an engine that lost its weights has none.
-    canary: token ids of a fixed text; score: its log-probs by the trainer, at temperature 1, as `RolloutEngine.score`; gap_limit:
+    canary: token ids of a fixed text; log_probs: of a text by the trainer, at temperature 1, as `RolloutEngine.log_probs`; gap_limit:
     SyncError where engine and trainer differ by more on it.
     """
 
@@ -42,7 +42,7 @@ class WeightSync:
         bucket_bytes: int,
         gap_limit: float,
         canary: Sequence[int],
-        score: Callable[[Sequence[int]], Tensor],
+        log_probs: Callable[[Sequence[int]], Tensor],
     ) -> None:
         self.version: int | None = None
         self._policy = policy
@@ -52,7 +52,7 @@ class WeightSync:
         self._bucket_bytes = bucket_bytes
         self._gap_limit = gap_limit
         self._canary = list(canary)
-        self._score = score
+        self._log_probs = log_probs
 
     def run(self, version: int, free_training_copy: Callable[[], object]) -> SyncReport:
         """Bring the weights over and wake the engine in stages, then compare it with the trainer (a collective).
@@ -65,7 +65,7 @@ class WeightSync:
                 f"the rollout engine has the weights of update {version} already; a second sync is a mistake"
             )
         started = time.perf_counter()
-        expected = self._score(self._canary)
+        expected = self._log_probs(self._canary)
         self._engine.wake_weights()
         num_bytes = 0
 
@@ -89,7 +89,7 @@ class WeightSync:
         self.version = None
 
     def _compare(self, expected: Tensor, version: int) -> float:
-        found = self._engine.score(self._canary).float().cpu()
+        found = self._engine.log_probs(self._canary).float().cpu()
         gap = float((found - expected).abs().mean())
         if not gap <= self._gap_limit:
             raise SyncError(

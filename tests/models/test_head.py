@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from rltrain.models import head
-from rltrain.models.head import ReferenceStates, Scaling, plain_scores, token_scores
+from bench.memory import plain_log_probs
+from rltrain.device import Device
+from rltrain.models.head import ReferenceStates, Scaling, token_log_probs
 from tests.distance import distance
 
 SCALINGS = {
@@ -41,9 +42,9 @@ def gradients(function, weights, scaling, **settings):
 @pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
 @pytest.mark.parametrize("weights", ASKED.values(), ids=ASKED)
 def test_scores_and_gradients_are_those_of_the_definition(weights, scaling, chunk, monkeypatch):
-    monkeypatch.setattr(head, "LOGITS_CHUNK", {"cpu": chunk})
-    found, found_gradients = gradients(token_scores, weights, scaling, bias=True)
-    expected, expected_gradients = gradients(plain_scores, weights, scaling, bias=True)
+    monkeypatch.setattr(Device, "logits_elements", chunk)
+    found, found_gradients = gradients(token_log_probs, weights, scaling, bias=True)
+    expected, expected_gradients = gradients(plain_log_probs, weights, scaling, bias=True)
     for one, other in zip(found, expected, strict=True):
         assert (one is None) == (other is None)
         assert one is None or distance(one, other) < 2e-5
@@ -54,12 +55,12 @@ def test_scores_and_gradients_are_those_of_the_definition(weights, scaling, chun
 
 def test_half_precision_adds_up_the_heads_gradient_in_single(monkeypatch):
     """2000 equal contributions, chunk by chunk: a sum in bfloat16 would stand still at 256."""
-    monkeypatch.setattr(head, "LOGITS_CHUNK", {"cpu": 50})
+    monkeypatch.setattr(Device, "logits_elements", 50)
     linear, hidden, labels, _ = make(torch.bfloat16)
     weight_gradients = []
     for count in (1, 2000):
         linear.weight.grad = None
-        scores = token_scores(linear, hidden[:1].repeat(count, 1), labels[:1].repeat(count), Scaling(), False)
+        scores = token_log_probs(linear, hidden[:1].repeat(count, 1), labels[:1].repeat(count), Scaling(), False)
         scores.log_probs.sum().backward()
         weight_gradients.append(linear.weight.grad.float())
     assert distance(weight_gradients[1], 2000 * weight_gradients[0]) < 0.02
@@ -68,29 +69,16 @@ def test_half_precision_adds_up_the_heads_gradient_in_single(monkeypatch):
 def test_a_frozen_head_gets_no_gradient_and_hands_it_on():
     linear, hidden, labels, _ = make()
     linear.requires_grad_(False)
-    token_scores(linear, hidden, labels, Scaling(), False).log_probs.sum().backward()
+    token_log_probs(linear, hidden, labels, Scaling(), False).log_probs.sum().backward()
     assert linear.weight.grad is None
     assert hidden.grad.abs().sum() > 0
 
 
 def test_logits_never_exist_for_all_tokens(monkeypatch):
-    monkeypatch.setattr(head, "LOGITS_CHUNK", {"cpu": 170})
+    monkeypatch.setattr(Device, "logits_elements", 170)
     sizes = []
     real = nn.functional.linear
     monkeypatch.setattr(nn.functional, "linear", lambda *a: sizes.append((out := real(*a)).numel()) or out)
-    gradients(token_scores, (1, 0.3, 0), Scaling())
+    gradients(token_log_probs, (1, 0.3, 0), Scaling())
     assert max(sizes) <= 170
     assert sum(sizes) == 2 * 23 * 50
-
-
-@pytest.mark.parametrize("rows", [5, 256])
-def test_a_head_that_is_more_than_a_linear_map_takes_the_plain_way(rows, monkeypatch):
-    monkeypatch.setattr(head, "PLAIN_ROWS", rows)
-    found = []
-    for function in (token_scores, plain_scores):
-        linear, hidden, labels, reference = make()
-        scores = function(nn.Sequential(linear, nn.Tanh()), hidden, labels, Scaling(), True, reference)
-        sum(part.sum() for part in scores).backward()
-        found.append([*scores, hidden.grad, linear.weight.grad])
-    for one, other in zip(*found, strict=True):
-        assert distance(one, other) < 2e-5

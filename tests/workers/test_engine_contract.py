@@ -286,7 +286,9 @@ def test_after_the_stop_no_further_job_is_begun(ready):
 
 def test_a_text_is_scored_as_by_the_trainer(ready, plain):
     tokens = [2, 5, 6, 3, 8, 1]
-    assert distance(ready.score(tokens), log_probs_of(plain, np.array(tokens[:1], dtype=np.int32), tokens[1:])) < 1e-5
+    assert (
+        distance(ready.log_probs(tokens), log_probs_of(plain, np.array(tokens[:1], dtype=np.int32), tokens[1:])) < 1e-5
+    )
 
 
 def test_new_weights_count_from_the_next_token_on(ready, other):

@@ -293,7 +293,7 @@ def test_the_training_weights_are_used_where_they_lie(plain):
 def test_scores_are_the_trainers(plain):
     text = [3, 9, 27, 11, 5, 8]
     expected = trainer_log_probs(plain, np.array(text[:1]), torch.tensor(text[1:]))
-    assert distance(make_engine(plain).score(text), expected) < 1e-5
+    assert distance(make_engine(plain).log_probs(text), expected) < 1e-5
 
 
 def test_fewer_answers_run_at_once_where_memory_is_short(plain, monkeypatch):

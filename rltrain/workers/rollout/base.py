@@ -101,7 +101,7 @@ class RolloutEngine(Protocol):
     def generate(self, source: Source, sampling: Sampling, finished: Finished | None = None) -> Generation:
         """Answer jobs until the source has no more. ``finished`` is told of every job as soon as its last answer has ended."""
 
-    def score(self, tokens: Sequence[int]) -> Tensor:
+    def log_probs(self, tokens: Sequence[int]) -> Tensor:
         """log softmax(logits) of ``tokens[1:]`` given what stands before each: [len(tokens) - 1] in fp32."""
 
     def sleep(self) -> bool:

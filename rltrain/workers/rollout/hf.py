@@ -25,7 +25,7 @@ from rltrain.workers.rollout.base import (
     Sampling,
     Source,
 )
-from rltrain.workers.rollout.kv import ROOM, KeyValues, Piece
+from rltrain.workers.rollout.kv import ROOM, KeyValues, PromptChunk
 from rltrain.workers.rollout.sampling import choose, random_numbers
 from rltrain.workers.rollout.settings import EngineSettings
 
@@ -33,8 +33,6 @@ _ATTENTION = "rltrain_rollout"
 _CACHE = "rltrain_cache"
 # Rows that have ended stay in the batch until they are this share of it: moving the others costs more.
 _DEAD = 0.05
-# Columns of the cache that are stored together: few on a CPU, where reading what is masked costs; many where a kernel launch does.
-_BLOCK_CPU, _BLOCK_ACCELERATOR = 64, 512
 
 
 class HFRollout:
@@ -51,7 +49,7 @@ class HFRollout:
         self._memory_share = settings.rollout.gpu_memory_utilization / settings.engines_sharing_memory
         self._is_end = np.zeros(config.get_text_config().vocab_size, dtype=bool)
         self._is_end[[token for token in settings.eos_token_ids if token < len(self._is_end)]] = True
-        self._block = _BLOCK_CPU if self._device.is_cpu else _BLOCK_ACCELERATOR
+        self._block = self._device.cache_columns
         self._most_rows = 0
 
     def wake_weights(self) -> None:
@@ -84,7 +82,7 @@ class HFRollout:
         return True
 
     @torch.inference_mode()
-    def score(self, tokens: Sequence[int]) -> Tensor:
+    def log_probs(self, tokens: Sequence[int]) -> Tensor:
         ids = torch.tensor(tokens, device=self._device.torch_device)
         hidden = self._forward(ids[None], torch.arange(len(ids))[None], **{PLAN: AttentionPlan.of_lengths([len(ids)])})[
             0, :-1
@@ -153,7 +151,7 @@ class HFRollout:
         places = kv.add([len(prompt) for prompt in prompts], counts)
         last = []
         for pack in self._packs([len(prompt) for prompt in prompts]):
-            kv.begin_prefill([Piece(places[number], start, stop) for number, start, stop in pack])
+            kv.begin_prefill([PromptChunk(places[number], start, stop) for number, start, stop in pack])
             tokens = torch.cat([prompts[number][start:stop] for number, start, stop in pack])
             positions = torch.cat([torch.arange(start, stop) for _, start, stop in pack])
             lengths = [stop - start for _, start, stop in pack]

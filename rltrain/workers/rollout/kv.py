@@ -25,11 +25,11 @@ Ints = NDArray[np.int64]
 ROOM = 1.3
 # Prompts get room in steps of this many tokens.
 _PROMPT_STEP = 32
-# Queries of a piece of a long prompt are masked this many at a time.
+# Queries of a chunk of a long prompt are masked this many at a time.
 _QUERIES = 512
 
 
-class Piece(NamedTuple):
+class PromptChunk(NamedTuple):
     """Tokens ``start`` to ``stop`` of the prompt at ``place``."""
 
     place: int
@@ -72,7 +72,7 @@ class KeyValues:
         self._born: Ints = np.zeros(0, dtype=np.int64)
         self._column = -1
         self._first_column = 0
-        self._pieces: Sequence[Piece] = ()
+        self._chunks: Sequence[PromptChunk] = ()
         self._seats: _Seats | None = None
         self._masks: dict[int | None, Tensor] = {}
 
@@ -115,13 +115,13 @@ class KeyValues:
         self._seats = None
         return rows
 
-    def begin_prefill(self, pieces: Sequence[Piece]) -> None:
-        """The next forward pass computes these pieces of prompts, packed. One that does not start at 0 stands alone."""
-        self._pieces = pieces
+    def begin_prefill(self, chunks: Sequence[PromptChunk]) -> None:
+        """The next forward pass computes these chunks of prompts, packed. One that does not start at 0 stands alone."""
+        self._chunks = chunks
 
     def begin_step(self) -> None:
         """The next forward pass computes one token of each row."""
-        self._pieces = ()
+        self._chunks = ()
         self._column += 1
         self._masks = {}
         while self._first_column + self._block <= self._born.min():
@@ -133,35 +133,35 @@ class KeyValues:
 
     @property
     def is_prefill(self) -> bool:
-        return bool(self._pieces)
+        return bool(self._chunks)
 
     def store(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Keys and values [1, kv heads, tokens, d] of the pieces that were announced."""
+        """Keys and values [1, kv heads, tokens, d] of the chunks that were announced."""
         if layer not in self._layers:
             places = len(self._prompt_lengths)
             empty = (new.new_zeros(places, new.shape[1], self._width, new.shape[3]) for new in (keys, values))
             self._layers[layer] = _Layer(Pair(*empty))
         prompts = self._layers[layer].prompts
-        lengths = [piece.length for piece in self._pieces]
+        lengths = [chunk.length for chunk in self._chunks]
         for whole, new in zip(prompts, (keys, values), strict=True):
-            for piece, part in zip(self._pieces, new[0].split(lengths, 1), strict=True):
-                whole[piece.place, :, piece.start : piece.stop] = part
+            for chunk, part in zip(self._chunks, new[0].split(lengths, 1), strict=True):
+                whole[chunk.place, :, chunk.start : chunk.stop] = part
 
     @property
     def continues(self) -> bool:
-        """Whether the announced piece has a beginning that was computed before."""
-        return bool(self._pieces) and self._pieces[0].start > 0
+        """Whether the announced chunk has a beginning that was computed before."""
+        return bool(self._chunks) and self._chunks[0].start > 0
 
     def prefill_rest(self, layer: int, query: Tensor, scaling: float, window: int | None) -> Tensor:
-        """Attention of a piece of a prompt to all of the prompt up to itself. query [1, heads, n, d] -> [1, n, heads, d']."""
-        (piece,) = self._pieces
-        keys, values = (each[piece.place : piece.place + 1, :, : piece.stop] for each in self._layers[layer].prompts)
-        everywhere = torch.arange(piece.stop, device=query.device)
+        """Attention of a chunk of a prompt to all of the prompt up to itself. query [1, heads, n, d] -> [1, n, heads, d']."""
+        (chunk,) = self._chunks
+        keys, values = (each[chunk.place : chunk.place + 1, :, : chunk.stop] for each in self._layers[layer].prompts)
+        everywhere = torch.arange(chunk.stop, device=query.device)
         parts = []
-        for first in range(0, piece.length, _QUERIES):
+        for first in range(0, chunk.length, _QUERIES):
             some = query[:, :, first : first + _QUERIES]
-            places = piece.start + first + torch.arange(some.shape[2], device=query.device)[:, None]
-            mask = (everywhere <= places) & (everywhere > places - (window or piece.stop))
+            places = chunk.start + first + torch.arange(some.shape[2], device=query.device)[:, None]
+            mask = (everywhere <= places) & (everywhere > places - (window or chunk.stop))
             parts.append(
                 nn.functional.scaled_dot_product_attention(
                     some, keys, values, attn_mask=mask, scale=scaling, enable_gqa=query.shape[1] != keys.shape[1]
@@ -186,9 +186,9 @@ class KeyValues:
         queries = (query * scaling).reshape(rows, kv_heads, -1, query.shape[3])
         prompts = Pair(*(each[: len(self._prompt_lengths)] for each in held.prompts))
         blocks = [Pair(*(each[:rows] for each in block)) for block in held.blocks]
-        scores = [self._seats.to_rows(self._seats.to_prompts(queries) @ prompts.keys.mT)]
-        scores += [queries @ block.keys.mT for block in blocks]
-        weights = torch.softmax(torch.cat(scores, -1).add_(self._mask(window, key.dtype)), -1)
+        products = [self._seats.to_rows(self._seats.to_prompts(queries) @ prompts.keys.mT)]
+        products += [queries @ block.keys.mT for block in blocks]
+        weights = torch.softmax(torch.cat(products, -1).add_(self._mask(window, key.dtype)), -1)
         of_prompt, *of_blocks = weights.split([self._width] + [self._block] * len(blocks), -1)
         output = self._seats.to_rows(self._seats.to_prompts(of_prompt) @ prompts.values)
         for some, block in zip(of_blocks, blocks, strict=True):

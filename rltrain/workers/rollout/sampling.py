@@ -7,11 +7,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rltrain.device import device_of
 from rltrain.seeds import uniforms
 from rltrain.workers.rollout.base import Sampling
 
-# Logits are worked on this many at a time: on a CPU so that they stay in its cache, elsewhere so that copies take 256 MiB at most.
-_CHUNK_CPU, _CHUNK_ACCELERATOR = 2**21, 2**26
 # Tokens of one block of the two-level search.
 _BLOCK = 256
 # Top-p looks for its threshold among this many of the likeliest tokens before it sorts all of them.
@@ -33,8 +32,7 @@ def choose(logits: Tensor, noise: Tensor, sampling: Sampling) -> tuple[Tensor, T
 
     logits [n, vocabulary] in fp32, which are overwritten -> token ids [n] and their log-probs [n].
     """
-    chunk = _CHUNK_CPU if logits.device.type == "cpu" else _CHUNK_ACCELERATOR
-    rows = max(1, chunk // logits.shape[-1])
+    rows = max(1, device_of(logits).sampling_elements // logits.shape[-1])
     parts = [_choose(*part, sampling) for part in zip(logits.split(rows), noise.split(rows), strict=True)]
     return torch.cat([tokens for tokens, _ in parts]), torch.cat([log_probs for _, log_probs in parts])
 

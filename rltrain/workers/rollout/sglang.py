@@ -147,7 +147,7 @@ class SGLangRollout:
             )
         )
 
-    def score(self, tokens: Sequence[int]) -> Tensor:
+    def log_probs(self, tokens: Sequence[int]) -> Tensor:
         output = self._engine.generate(
             input_ids=list(tokens),
             sampling_params={"max_new_tokens": 0, "temperature": 0.0},

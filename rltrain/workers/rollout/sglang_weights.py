@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rltrain.device import Device
+from rltrain.device import device_of
 
 # During one sync: the weights that the model did not take, and why.
 _REFUSED: dict[str, str] = {}
@@ -29,7 +29,7 @@ def load_weights(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> Non
         except (LookupError, AttributeError, AssertionError, TypeError, ValueError, RuntimeError) as error:
             _REFUSED[name] = repr(error)
         # The sender may free them as soon as this returns.
-        Device(values.device.type).synchronize()
+        device_of(values).synchronize()
 
 
 def report_refused(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:

@@ -32,7 +32,7 @@ from rltrain.workers.rollout.base import (
 )
 from rltrain.workers.rollout.queue import Replica
 from rltrain.workers.rollout.settings import EngineSettings
-from rltrain.workers.rollout.vllm_sampler import CountedSampler, Stream
+from rltrain.workers.rollout.vllm_sampler import CountedSampler, RandomStream
 
 
 class VLLMRollout:
@@ -131,7 +131,7 @@ class VLLMRollout:
             self._llm.sleep(level=2)
         return self._sleeps
 
-    def score(self, tokens: Sequence[int]) -> Tensor:
+    def log_probs(self, tokens: Sequence[int]) -> Tensor:
         params = self._params(max_tokens=1, temperature=0.0, prompt_logprobs=0)
         self._add(tokens, params)
         outputs: list[Any] = []
@@ -181,7 +181,7 @@ class VLLMRollout:
         params = self._params(
             max_tokens=min(sampling.max_tokens, self._max_model_len - len(job.prompt)) - len(given),
             temperature=0.0 if sampling.greedy else sampling.temperature,
-            extra_args=Stream(int(job.seeds[number]), len(given)).as_arguments(),
+            extra_args=RandomStream(int(job.seeds[number]), len(given)).as_arguments(),
             logprobs=0,
             ignore_eos=sampling.ignore_eos,
             stop_token_ids=None if sampling.ignore_eos else self._eos,

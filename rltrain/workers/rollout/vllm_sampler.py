@@ -15,7 +15,7 @@ from rltrain.workers.rollout.base import Sampling
 from rltrain.workers.rollout.sampling import choose, random_numbers
 
 
-class Stream(NamedTuple):
+class RandomStream(NamedTuple):
     """The random numbers of one request: those of ``seed`` from ``start`` on. Travels in vLLM's ``extra_args``."""
 
     seed: int
@@ -25,7 +25,7 @@ class Stream(NamedTuple):
         return {"rltrain": tuple(self)}
 
     @classmethod
-    def of(cls, params: Any) -> Stream:
+    def of(cls, params: Any) -> RandomStream:
         """Of the request's SamplingParams."""
         return cls(*(params.extra_args or {}).get("rltrain", (0, 0)))
 
@@ -79,10 +79,10 @@ class CountedSampler(nn.Module):
         """
         from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 
-        scores = logits.float() / (1.0 if self._sampling.greedy else self._sampling.temperature)
+        scaled = logits.float() / (1.0 if self._sampling.greedy else self._sampling.temperature)
         counts = [drafts + 1 for drafts in metadata.num_draft_tokens]
-        log_probs = torch.log_softmax(scores, -1)
-        drawn = self._draw(scores, counts)
+        log_probs = torch.log_softmax(scaled, -1)
+        drawn = self._draw(scaled, counts)
         log_probs = log_probs.gather(-1, drawn[:, None])[:, 0]
         drafts = torch.full_like(drawn, -1)
         drafts[metadata.target_logits_indices.long()] = metadata.draft_token_ids.long()
@@ -106,12 +106,12 @@ class CountedSampler(nn.Module):
         # No names: vLLM tries itself out.
         for name, count in zip(runner.input_batch.req_ids, counts, strict=False):
             request = runner.requests[name]
-            stream = Stream.of(request.sampling_params)
+            stream = RandomStream.of(request.sampling_params)
             seeds[row : row + count] = stream.seed
             places[row : row + count] = stream.start + len(request.output_token_ids) + np.arange(count)
             row += count
         noise = torch.from_numpy(random_numbers(seeds, places)).to(logits.device)
         return choose(self._without_never(logits), noise, replace(self._sampling, temperature=1.0))[0]
 
-    def _without_never(self, scores: Tensor) -> Tensor:
-        return scores.index_fill(-1, self._never, -torch.inf) if len(self._never) else scores
+    def _without_never(self, logits: Tensor) -> Tensor:
+        return logits.index_fill(-1, self._never, -torch.inf) if len(self._never) else logits

@@ -1,7 +1,7 @@
 """The one file that knows NPU, CUDA and CPU.
 
-Everything else asks this module for a `Device` and uses its methods. The NPU branch is written against the signatures of
-torch_npu's real wheels and has not been run on Ascend hardware; the CUDA branch has not been run either.
+Everything else asks this module for a `Device` and uses its methods. The NPU branch is written against the signatures
+of torch_npu's real wheels and has not been run on Ascend hardware; the CUDA branch has not been run either.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from rltrain.errors import ConfigError
 class _Kind:
     """The facts about one kind of device: a new kind is one row of `_KINDS`.
 
-    logits_elements, sampling_elements: logits that training and sampling work on at a time. Accelerators want many:
-    a launch costs, and the gradient of the head is read and written once per chunk. A CPU wants what its caches hold.
-    cache_columns: columns per block of the embedded engine's key-value cache; few on a CPU, where reading masked columns
-    costs. attention: the kernel for packed sequences (`models.attention`).
+    logits_elements, sampling_elements: logits that training and sampling work on at a time. Accelerators want many: a
+    launch costs, and the gradient of the head is read and written once per chunk. A CPU wants what its caches hold.
+    cache_columns: columns per block of the embedded engine's key-value cache; few on a CPU, where reading masked
+    columns costs. attention: the kernel for packed sequences (`models.attention`).
     """
 
     backend: str
@@ -58,7 +58,7 @@ _PEAK_FLOPS = {
 
 @dataclass(frozen=True)
 class Device:
-    """One kind of accelerator. Each worker process sees exactly one (Ray sets the visible devices), so its index is 0."""
+    """One kind of device. A worker process sees exactly one of it (Ray sets the visible devices), so its index is 0."""
 
     kind: str
 
@@ -81,7 +81,10 @@ class Device:
 
     @property
     def logits_elements(self) -> int:
-        """Logits that exist at a time in training: 64 MiB on a CPU, 256 MiB elsewhere. A pass holds about three such tensors."""
+        """Logits that exist at a time in training: 64 MiB on a CPU, 256 MiB elsewhere.
+
+        A pass holds about three such tensors.
+        """
         return _KINDS[self.kind].logits_elements
 
     @property
@@ -137,7 +140,9 @@ class Device:
         return int(self._module().mem_get_info()[0])
 
     def peak_memory_gb(self) -> dict[str, float]:
-        """``perf/*memory*`` metrics in GiB: peaks of this process since it started, and what is used on the machine now."""
+        """``perf/*memory*`` metrics in GiB: peaks of this process since it started, and what is used on the machine
+        now.
+        """
         memory = {"perf/cpu_memory_peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
         machine = _machine_memory()
         memory["perf/cpu_memory_used_gb"] = (machine["MemTotal"] - machine["MemAvailable"]) / 2**30
@@ -216,7 +221,8 @@ def resolve_dtype(name: str, device: Device) -> torch.dtype:
 
 
 def threads_per_worker(workers_on_this_node: int) -> int:
-    """CPU threads of one worker: OMP_NUM_THREADS if the user has set it, else the cores this process may use, shared out.
+    """CPU threads of one worker: OMP_NUM_THREADS if the user has set it, else the cores this process may use, shared
+    out.
 
     Oversubscribed OpenMP threads spin and cost a factor of ten.
     """

@@ -1,4 +1,6 @@
-"""What surrounds the program: every environment variable that rltrain sets (what a user has set already is left alone), limits, files."""
+"""What surrounds the program: every environment variable that rltrain sets (what a user has set already is left alone),
+limits, files.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ _NPU = {
     "VLLM_ASCEND_ENABLE_NZ": "0",
 }
 _CUDA = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-# Big activations come and go: do not hand them back to the kernel every time. Waiting OpenMP threads must not spin.
+# Activations come and go: their memory must not go back to the kernel each time. Waiting OpenMP threads must not spin.
 _CPU = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "1073741824", "OMP_WAIT_POLICY": "PASSIVE"}
 # A user who sets one of these for the driver means the workers too, on every node,
 _PASSED_ON = (
@@ -32,7 +34,7 @@ _PASSED_ON = (
 )
 # but not those that differ from node to node or from worker to worker.
 _EACH_ITS_OWN = ("_VISIBLE_DEVICES", "_IP")
-# The variable that chooses devices, and what a device's file is called.
+# The variable that chooses devices, and the pattern of their files.
 _ACCELERATORS = {
     "npu": ("ASCEND_RT_VISIBLE_DEVICES", "/dev/davinci[0-9]*"),
     "cuda": ("CUDA_VISIBLE_DEVICES", "/dev/nvidia[0-9]*"),
@@ -43,7 +45,7 @@ _BY_DEVICE = {"npu": _NPU, "cuda": _CUDA, "cpu": _CPU}
 
 
 def shipped(name: str) -> str:
-    """Where a page or script of the project is: ``docs/rewards.md`` in a checkout, else the place where pip has put it."""
+    """The path of a page or script of the project: ``docs/rewards.md`` in a checkout, else where pip has put it."""
     if (Path(__file__).parent.parent / name).is_file():
         return name
     try:
@@ -60,7 +62,7 @@ def worker_environment(device: str, threads: int) -> dict[str, str]:
 
 
 def driver_environment() -> dict[str, str]:
-    """What workers take over from the driver (see `adopt`). There may be tokens in it: it goes into no log and no file."""
+    """The variables that workers take over from the driver (`adopt`). They may hold tokens: never log or store them."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -81,9 +83,10 @@ def chosen_threads() -> int | None:
 
 
 def use_interface(address: str) -> None:
-    """Lets gloo talk over the network card with this address, unless the user has named one.
+    """Make gloo talk over the network card with this address, unless the user has named one.
 
-    By itself it takes the address of the host's name, which many a system's /etc/hosts says is 127.0.1.1: no other node gets there.
+    By itself it takes the address of the host's name, which many a system's /etc/hosts says is 127.0.1.1: no other node
+    gets there.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as line:
         for _, name in socket.if_nameindex():
@@ -96,7 +99,8 @@ def use_interface(address: str) -> None:
 
 
 def devices_here(device: str, none: int = 1) -> int:
-    """What ``trainer.n_gpus_per_node`` is by default: the devices of this kind (auto, npu, cuda) that this machine shows, or else ``none``.
+    """What ``trainer.n_gpus_per_node`` is by default: the devices of this kind (auto, npu, cuda) that this machine
+    shows, or else ``none``.
 
     From the variable that chooses devices, SLURM's count or the device files: neither torch nor a driver is asked.
     """
@@ -128,7 +132,7 @@ def scorer_environment() -> dict[str, str]:
 
 
 def prepare_driver(**of_workers: str) -> None:
-    """Environment of the driver, before Ray starts. What the user gives workers counts here too (threads, above all)."""
+    """Environment of the driver, before Ray starts. of_workers: the user's variables for workers count here too."""
     os.environ.update(of_workers)
     # Ray warns that it will stop hiding devices from actors that ask for none; that is what we want.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -158,7 +162,9 @@ def prepare_vllm(rank: int, world: int) -> None:
 
 
 def prepare_sglang() -> None:
-    """Environment of a worker process before SGLang starts: room behind the longest sequence, which no position reaches."""
+    """Environment of a worker process before SGLang starts: room behind the longest sequence, which no position
+    reaches.
+    """
     os.environ.setdefault("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "1")
 
 
@@ -173,6 +179,6 @@ def ray_address() -> str | None:
 
 
 def volcengine_account() -> dict[str, str]:
-    """Who logs to Volcengine's machine learning platform, by the names that verl reads. KeyError names what is not set."""
+    """The account for Volcengine's machine learning platform, by verl's names. KeyError names a variable not set."""
     names = {"ak": "VOLC_ACCESS_KEY_ID", "sk": "VOLC_SECRET_ACCESS_KEY", "region": "MLP_TRACKING_REGION"}
     return {argument: os.environ[name] for argument, name in names.items()}

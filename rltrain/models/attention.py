@@ -1,11 +1,12 @@
 """Attention over packed sequences: every segment sees itself, causally, and the prefix that it continues.
 
-Registered with transformers as an attention implementation, so that any decoder that goes through its attention interface
-is trained without padding. The plan travels as a keyword argument of the forward call (host integers: no device sync, and
-gradient checkpointing replays them). No mask over all tokens is ever built.
+Padding wastes most of a batch of answers, and a mask over all packed tokens would grow with their square. So this
+registers an attention implementation with transformers that computes segment by segment; every decoder that goes
+through its attention interface is then trained without padding. The plan of segments travels as a keyword argument of
+the forward call: it holds host integers, so it costs no device sync, and gradient checkpointing replays it.
 
-The kernel follows from the device: block-wise scaled dot products on the CPU, variable-length flash attention on CUDA,
-npu_fusion_attention on Ascend. The last two are written against the real signatures and have not been run.
+The device's row in `rltrain.device` names the kernel: scaled dot products per block, variable-length flash attention
+on CUDA, npu_fusion_attention on Ascend. The last two are written against the real signatures and have not been run.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from rltrain.models.ulysses import share_of_heads, share_of_tokens
 
 NAME = "rltrain_packed"
 PLAN = "rltrain_plan"
-# Rows of a mask (a query has one for each head that shares its keys): it is never larger than this times the keys of one segment.
+# Queries are processed in blocks, so that a mask has at most this many rows (queries x heads per kv head).
 _BLOCK = 256
-# On a CPU, segments in half precision that see no more keys than this are attended to in fp32: in halves every length is a kernel to
-# prepare and short products are slow, so that the backward pass over lengths that vary takes two to three times as long.
+# On a CPU, half precision prepares a kernel per length and is slow for short products: a backward pass over varying
+# lengths takes two to three times as long. So segments that see at most this many keys are computed in fp32.
 _FEW_KEYS = 1024
-# npu_fusion_attention takes no more of them in one call.
+# npu_fusion_attention takes at most this many segments per call.
 _NPU_SEGMENTS = 1024
 
 
@@ -44,10 +45,11 @@ def attend(
     scaling: float | None = None,
     sliding_window: int | None = None,
 ) -> Tensor:
-    """Attention by ``plan``: the one entry to whatever kernel the device has.
+    """Attention by ``plan``, through the kernel of the device.
 
-    query [1, heads, tokens, d]; key, value [1, kv heads, tokens, d]; ``plan`` covers the tokens. Returns [1, tokens, heads, d].
-    ``sliding_window``: a token sees that many keys, itself among them. Causality is bottom-right: the last query sees every key.
+    query [1, heads, tokens, d]; key, value [1, kv heads, tokens, d]; ``plan`` covers the tokens. Returns
+    [1, tokens, heads, d]. ``sliding_window``: a token sees that many keys, itself among them. Causality is
+    bottom-right: the last query sees every key.
     """
     kernel = _kernel(query)
     window = None if sliding_window is None or sliding_window >= max(plan.key_lengths) else sliding_window
@@ -72,19 +74,22 @@ def packed_attention(
     rltrain_group: ProcessGroup | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """`attend`, as transformers calls it. Raises NotImplementedError for what it would compute wrongly.
+    """`attend`, as transformers calls it. Raises NotImplementedError for models that it would compute wrongly.
 
-    With ``rltrain_group`` the tensors hold this rank's slice of the tokens, and the plan covers those of all its ranks.
+    With ``rltrain_group`` the tensors hold this rank's slice of the tokens, and the plan covers the tokens of all ranks
+    of the group.
     """
     if rltrain_plan is None:
         raise NotImplementedError(
-            f"{type(module).__name__} does not hand keyword arguments on to its attention, so packed sequences cannot be trained"
+            f"{type(module).__name__} does not hand keyword arguments on to its attention, so packed sequences "
+            "cannot be trained"
         )
     if softcap is not None or unused.get("s_aux") is not None:
         raise NotImplementedError("attention with soft-capping or sinks is not supported on packed sequences")
     if dropout or attention_mask is not None:
         raise NotImplementedError(
-            f"{type(module).__name__} asks for {'dropout' if dropout else 'a mask of its own'}, which packed sequences do not get"
+            f"{type(module).__name__} asks for {'dropout' if dropout else 'a mask of its own'}, which packed "
+            "sequences do not get"
         )
     if rltrain_group is None:
         return attend(query, key, value, rltrain_plan, scaling, sliding_window), None
@@ -100,24 +105,26 @@ def register() -> None:
 
 
 def check_layers(config: PretrainedConfig, longest: int | None = None) -> None:
-    """Raises ConfigError for models whose layers would mix the samples of a packed row. longest: tokens of a sequence, at most.
+    """Raises ConfigError for models whose layers would mix the samples of a packed row. longest: most tokens per
+    sequence.
 
-    That is other kinds of layers than `attend` knows, and rotary frequencies that follow from the longest sequence of a forward.
+    These are models with kinds of layers that `attend` does not know, and models whose rotary frequencies depend on the
+    longest sequence of a forward pass.
     """
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
     limit: int = rope.get("original_max_position_embeddings") or getattr(text, "max_position_embeddings", None) or 0
     if rope.get("rope_type") in ("longrope", "dynamic") and (longest is None or longest > limit):
         raise ConfigError(
-            f"{type(config).__name__} has other rotary frequencies beyond {limit} tokens (rope_type={rope['rope_type']}), so "
-            "samples of one forward would change each other. Keep "
+            f"{type(config).__name__} has other rotary frequencies beyond {limit} tokens "
+            f"(rope_type={rope['rope_type']}), so samples of one forward would change each other. Keep "
             f"data.max_prompt_length + data.max_response_length (now {longest}) within {limit}."
         )
     kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:
         raise ConfigError(
-            f"{type(config).__name__} has layers of kind {', '.join(sorted(kinds))}, which rltrain cannot train on packed sequences. "
-            "Use a model with full or sliding-window attention."
+            f"{type(config).__name__} has layers of kind {', '.join(sorted(kinds))}, which rltrain cannot train on "
+            "packed sequences. Use a model with full or sliding-window attention."
         )
 
 
@@ -125,7 +132,10 @@ def check_layers(config: PretrainedConfig, longest: int | None = None) -> None:
 
 
 def _keys(tensor: Tensor, plan: AttentionPlan) -> list[Tensor]:
-    """What each segment sees of ``tensor`` [1, kv heads, tokens, d]. By split: the gradient of a slice is as large as the whole."""
+    """The part of ``tensor`` [1, kv heads, tokens, d] that each segment sees.
+
+    Cut by split, because the gradient of a slice is as large as the whole tensor.
+    """
     parts = tensor.split(plan.query_lengths, dim=2)
     place = {(each.start, each.stop): part for each, part in zip(plan.segments, parts, strict=True)}
     return [
@@ -142,10 +152,12 @@ def _segment(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, w
     product = nn.functional.scaled_dot_product_attention
     if own == key.shape[2] and (window is None or own <= window):
         if groups > 1 and not query.is_cpu:
-            # With enable_gqa only a kernel that builds all scores at once is left where the flash kernel does not fit.
+            # Where the flash kernel does not fit, enable_gqa leaves only a kernel that builds the whole product at
+            # once.
             key, value, groups = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), 1
         return product(query, key, value, is_causal=True, scale=scaling, enable_gqa=groups > 1)
-    # The heads that share keys are queries beside each other: a key is read, and its gradient written, once for all of them.
+    # Heads that share keys become neighbouring queries, so that a key is read and its gradient written once for them
+    # all.
     query = query.unflatten(1, (-1, groups)).transpose(2, 3)
     parts = []
     for queries, keys in _blocks(own, key.shape[2], groups, window):
@@ -168,7 +180,10 @@ def _blocks(num_queries: int, num_keys: int, groups: int, window: int | None) ->
 
 
 def _band(num_queries: int, before: int, groups: int, window: int | None, like: Tensor) -> Tensor:
-    """mask [queries * groups, before + queries], 0 or -inf: query i (``groups`` times) sees key j when 0 <= before + i - j < window."""
+    """mask [queries * groups, before + queries], 0 or -inf.
+
+    Query i, which has ``groups`` rows, sees key j when 0 <= before + i - j < window.
+    """
     middle = max(1024, 1 << (before - 1).bit_length())
     template = _template(max(1, _BLOCK // groups), middle, groups, window, like.dtype, like.device)
     mask = template[: num_queries * groups, middle - before : middle + num_queries]
@@ -180,7 +195,10 @@ def _band(num_queries: int, before: int, groups: int, window: int | None, like: 
 def _template(
     block: int, before: int, groups: int, window: int | None, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """The mask of a whole block behind ``before`` keys, of which every other is a part: who sees whom follows from the distance."""
+    """The mask of a whole block behind ``before`` keys.
+
+    Visibility depends on the distance alone, so every other mask is a part of it.
+    """
     i = torch.arange(block * groups, dtype=torch.int32, device=device)[:, None] // groups
     distance = i - torch.arange(-before, block, dtype=torch.int32, device=device)
     hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
@@ -259,7 +277,8 @@ def _npu(
         outputs.append(npu_fusion_attention()(
             _rows(query)[q_start : q_ends[-1]].contiguous(), *some, query.shape[1], "TND",
             atten_mask=_upper_triangle(query.device), scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-            actual_seq_qlen=tuple(end - q_start for end in q_ends), actual_seq_kvlen=tuple(end - kv_start for end in kv_ends), **band,
+            actual_seq_qlen=tuple(end - q_start for end in q_ends),
+            actual_seq_kvlen=tuple(end - kv_start for end in kv_ends), **band,
         )[0])  # fmt: skip
     return torch.cat(outputs)[None]
 

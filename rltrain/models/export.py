@@ -21,7 +21,7 @@ from rltrain.models.forward import PolicyModel
 from rltrain.models.load import empty_model, load_config, source_dtype
 from rltrain.models.weights import whole_weights
 
-# What tokenizers, processors, chat templates and generation configs are made of.
+# The files of tokenizers, processors, chat templates and generation configs.
 _COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
 _WRITTEN_HERE = ("config.json", "model.safetensors.index.json", "pytorch_model.bin.index.json")
 _TEMPLATE = "chat_template.jinja"
@@ -32,10 +32,11 @@ Shapes = dict[str, tuple[int, ...]]
 def export_huggingface(
     policy: PolicyModel, config: PretrainedConfig, encoder: ChatEncoder, folder: str, card: str = ""
 ) -> list[str]:
-    """Gather the weights on rank 0 and write them in the source checkpoint's dtype (a collective), with ``card`` as README.md.
+    """Gather the weights on rank 0 and write them in the source checkpoint's dtype (a collective).
 
-    encoder: of the training prompts. The small files of its model (a folder or a hub name) are copied byte for byte; a chat template that
-    replaces the model's own is written over it. Returns what `find_problems` says, on rank 0.
+    encoder: the one that wrote the training prompts. The small files of its model (a folder or a hub name) are copied
+    byte for byte; a chat template that replaces the model's own is written over it. card: the text of README.md.
+    Returns the problems that `find_problems` finds, on rank 0.
     """
     dtype = source_dtype(config)
     weights: dict[str, torch.Tensor] = {}
@@ -72,14 +73,14 @@ def _write(
 
 
 def _source_folder(path: str, config: PretrainedConfig) -> Path:
-    """The folder with the small files of a model. Those of a hub name are fetched in the revision that was loaded, unless they are here."""
+    """The folder with the small files of a model. For a hub name they are fetched in the revision that was loaded."""
     if Path(path).is_dir():
         return Path(path)
     wanted = [f"*{suffix}" for suffix in _COPIED_SUFFIXES]
     revision = getattr(config, "_commit_hash", None)
     try:
         return Path(snapshot_download(path, revision=revision, allow_patterns=wanted, ignore_patterns=["*/*"]))
-    except Exception:  # noqa: BLE001 - whatever the network does after hours of training: what the run has loaded is here
+    except Exception:  # noqa: BLE001 - a failing network must not end a run: the loaded files are in the cache
         return Path(str(cached_file(path, "config.json", revision=revision, local_files_only=True))).parent
 
 
@@ -98,9 +99,9 @@ def _write_template(text: str, folder: Path) -> None:
 
 
 def find_problems(folder: Path, encoder: ChatEncoder, shapes: Shapes) -> list[str]:
-    """Load an exported folder, all but the numbers, and compare it with the training; what is wrong, by file.
+    """Load an exported folder, all but the numbers, compare it with the training, and return the problems by file.
 
-    encoder: of the training prompts. shapes: of the weights that were handed over.
+    encoder: the one that wrote the training prompts. shapes: those of the weights that were handed over.
     """
     exported = ChatEncoder(str(folder), trust_remote_code=encoder.trust_remote_code)
     looks: dict[str, Callable[[], Iterable[str]]] = {
@@ -127,15 +128,18 @@ def _look_at_tokenizer(exported: ChatEncoder, encoder: ChatEncoder) -> Iterator[
 
 def _look_at_ends(exported: ChatEncoder, encoder: ChatEncoder) -> Iterator[str]:
     if exported.eos_token_ids != encoder.eos_token_ids:
-        yield f"{_GENERATION} ends answers at tokens {exported.eos_token_ids}; in training it was {encoder.eos_token_ids}"
+        ends = exported.eos_token_ids
+        yield f"{_GENERATION} ends answers at tokens {ends}; in training it was {encoder.eos_token_ids}"
 
 
 def _look_at_weights(folder: Path, shapes: Shapes) -> Iterator[str]:
     found: Shapes = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as weights:
-            found |= {name: tuple(weights.get_slice(name).get_shape()) for name in weights.keys()}  # noqa: SIM118 - not a dict
-    # transformers may write a model's weights under their older names, cut otherwise: then the numbers must be as many.
+            names = weights.keys()
+            found |= {name: tuple(weights.get_slice(name).get_shape()) for name in names}
+    # transformers may write weights under older names and cut otherwise; then at least the number of elements must
+    # agree.
     if found != shapes and sum(map(prod, found.values())) != sum(map(prod, shapes.values())):
         odd = next(name for name in sorted(found | shapes) if found.get(name) != shapes.get(name))
         yield f"model.safetensors: {odd} has shape {found.get(odd)} instead of {shapes.get(odd)}"

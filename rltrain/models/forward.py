@@ -1,6 +1,8 @@
-"""The packed forward pass: log-probs of the answers' tokens under the policy, their entropy and exact KL; values and scores.
+"""The packed forward pass: log-probs of the answers' tokens with their entropy and exact KL, or values and rewards.
 
-Both the log-prob passes and the update go through here, with the same packing, so an unchanged policy has ratio 1.
+Both the log-prob passes and the update go through here, with the same packing, so that an unchanged policy has an
+importance ratio of exactly 1. FSDP gathers weights when a module's forward is called; therefore the head is computed
+inside the forward of the wrapped module, and the logits never leave it.
 """
 
 from __future__ import annotations
@@ -17,7 +19,10 @@ from rltrain.models.ulysses import GROUP, share_of_row
 
 
 class PackedModel(nn.Module):
-    """A Hugging Face model over packed sequences: the unit that FSDP wraps. ``group``: ranks that hold each sequence together."""
+    """A Hugging Face model over packed sequences: the unit that FSDP wraps.
+
+    group: the ranks that hold each sequence together (`ulysses`), or None.
+    """
 
     def __init__(self, model: PreTrainedModel, group: ProcessGroup | None = None) -> None:
         super().__init__()
@@ -35,13 +40,14 @@ class PackedModel(nn.Module):
 
 
 class PolicyModel(PackedModel):
-    """A causal language model whose forward returns log-probs, never logits. Its head must be linear, and without adapters."""
+    """A causal language model whose forward returns log-probs, never logits. Its head must be a plain linear layer."""
 
     def __init__(self, model: PreTrainedModel, group: ProcessGroup | None = None) -> None:
         super().__init__(model, group)
         if type(head := model.get_output_embeddings()) is not nn.Linear:
             raise ConfigError(
-                f"{type(model).__name__} has a {type(head).__name__} as its head; rltrain computes log-probs of linear heads alone."
+                f"{type(model).__name__} has a {type(head).__name__} as its head; rltrain can compute log-probs only "
+                "for a linear head without adapters."
             )
 
     def forward(
@@ -53,10 +59,11 @@ class PolicyModel(PackedModel):
         *,
         states_only: bool = False,
     ) -> TokenLogProbs | Tensor:
-        """Scores of the labels. pi is softmax(logits / temperature): what was sampled from, before top-k and top-p.
+        """Log-probs of the labels under softmax(logits / temperature): the sampling distribution before top-k and
+        top-p.
 
-        ``reference``: also the exact KL to it. ``states_only``: the hidden states at the predictors instead,
-        which like those of ``reference`` are those of this rank's slice of the row.
+        reference: also return the exact KL to it. states_only: return the hidden states at the predictors instead.
+        Under sequence parallelism these cover this rank's slice only, as do the states in ``reference``.
         """
         inputs, collect = share_of_row(inputs, self.group)
         hidden = self.hidden(inputs)
@@ -68,14 +75,17 @@ class PolicyModel(PackedModel):
         )
         found = token_log_probs(head, hidden[inputs.predictors], inputs.labels, scaling, with_entropy, reference)
         if not inputs.labels.numel():
-            # Keeps every parameter in the graph when there is no answer token at all (a rank that only keeps step).
+            # A rank without answer tokens only keeps step: every parameter must stay in its graph.
             found = found._replace(log_probs=found.log_probs + 0.0 * hidden.float().sum())
         entropy, kl = (each if each is None else collect(each) for each in (found.entropy, found.kl))
         return TokenLogProbs(collect(found.log_probs), entropy, kl)
 
 
 class ScalarModel(PackedModel):
-    """A decoder under a linear head: one number at every place that is asked for. Critic and reward model."""
+    """A decoder under a linear head, for critic and reward model: one number per predictor.
+
+    The head is called ``score``, because Hugging Face checkpoints of classifiers call it so.
+    """
 
     def __init__(self, model: PreTrainedModel, group: ProcessGroup | None = None) -> None:
         super().__init__(model, group)
@@ -92,14 +102,17 @@ class ScalarModel(PackedModel):
 
 
 def final_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """Hidden states [n, hidden] -> logits [n, vocabulary] in fp32, with the scaling some families apply after the head."""
+    """Hidden states [n, hidden] -> logits [n, vocabulary] in fp32, with the scaling that some families apply."""
     return Scaling.of(model.config).apply(model.get_output_embeddings()(hidden))
 
 
 def model_numbers(policy: PackedModel) -> dict[str, int]:
-    """num_parameters, and trained_parameters of them; matmul_parameters that a token meets (without the input embedding,
-    with the head, of the experts those that it is sent to);
-    attention_width = layers x heads x head size."""
+    """Sizes from which FLOPs are counted.
+
+    num_parameters: all of them; trained_parameters: those with a gradient. matmul_parameters: those that a token is
+    multiplied with (the head, not the input embedding; of the experts only those it is routed to). attention_width:
+    layers x heads x head size.
+    """
     config = policy.model.config.get_text_config()
     known = config.to_dict()  # a config whose layers differ refuses to be asked for one head size
     total = sum(parameter.numel() for parameter in policy.parameters())

@@ -1,4 +1,4 @@
-"""Hugging Face models in, out of a folder or the hub."""
+"""Reading Hugging Face models, from a folder or the hub."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def load_config(
     path: str, section: str = "actor_rollout_ref.model", *, trust_remote_code: bool = False,
     override: dict[str, Any] | None = None,
 ) -> PretrainedConfig:  # fmt: skip
-    """The model's config with ``override_config`` of ``section`` applied. Raises ConfigError when the folder is not a model."""
+    """The model's config with ``override`` applied. Raises ConfigError for a folder that is not a model's."""
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
@@ -35,7 +35,7 @@ def load_config(
 
 
 def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
-    """A copy with every dropout at zero: it would make the importance ratio of an unchanged policy differ from 1."""
+    """A copy with every dropout at zero, because dropout would make the ratio of an unchanged policy differ from 1."""
     config = copy.deepcopy(config)
     for key, value in vars(config).items():
         if ("dropout" in key or key.endswith("_pdrop")) and isinstance(value, float):
@@ -57,7 +57,10 @@ def read_weights(
 
 
 def read_score_head(path: str) -> Tensor | None:
-    """The weight of a checkpoint's classification head [1, hidden], or None where it has none. Raises ConfigError for more labels."""
+    """The classification head of a checkpoint [1, hidden], or None where it has none.
+
+    Raises ConfigError for more labels.
+    """
     quiet = {"_raise_exceptions_for_missing_entries": False}
     index = cached_file(path, "model.safetensors.index.json", **quiet)
     name = json.loads(Path(index).read_text())["weight_map"].get(_HEAD) if index else "model.safetensors"

@@ -1,7 +1,9 @@
 """LoRA (Hu et al. 2021): frozen weights W plus trained adapters, W + (alpha / rank) B A. The one file that knows peft.
 
-peft replaces every target layer by one that holds the old layer (``base_layer``) and the adapters (``lora_A``, ``lora_B``). FSDP shards
-both alike. Whatever leaves the trainer leaves it merged, under the names of the model without adapters.
+peft replaces every target layer by one that holds the old layer (``base_layer``) and the adapters (``lora_A``,
+``lora_B``), and FSDP shards both alike. Whatever leaves the trainer leaves it merged (`models.weights`), so engines and
+exports know nothing of LoRA. peft may not choose the layers: for some families it also changes them, and a name that
+matches nothing would go unnoticed beside one that matches.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from rltrain.errors import ConfigError
 from rltrain.seeds import name_seed
 
 _NAME = "default"
-# How an adapter may have been started without changing the weights under it.
+# The ways to initialise adapters that leave the weights under them unchanged.
 _PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal")
 _NOT_PLAIN = (
     "use_dora",
@@ -39,7 +41,7 @@ _NOT_PLAIN = (
     "trainable_token_indices",
     "layer_replication",
 )
-# What peft puts before the names of the model in its files.
+# peft writes this before the names of the model in its files.
 _PEFT = "base_model.model."
 
 
@@ -58,7 +60,7 @@ class Lora:
 
 
 def lora_of(cfg: ModelConfig | CriticModelConfig, section: str, dtype: torch.dtype, seed: int) -> Lora | None:
-    """What ``cfg`` says about LoRA, or None where all weights are trained."""
+    """The adapters that ``cfg`` asks for, or None where all weights are trained."""
     path = cfg.lora_adapter_path if isinstance(cfg, ModelConfig) else None
     if not (cfg.lora_rank or path):
         return None
@@ -66,7 +68,10 @@ def lora_of(cfg: ModelConfig | CriticModelConfig, section: str, dtype: torch.dty
 
 
 def adapter_size(model: PreTrainedModel, lora: Lora) -> int:
-    """Parameters of the adapters (0: the rank is that of ``lora.path``). Raises ConfigError for layers that the model has not."""
+    """Parameters of the adapters (0 with ``lora.path``, whose rank is in the files).
+
+    Raises ConfigError as `add_adapters`.
+    """
     layers: list[Any] = [model.get_submodule(name) for name in _target_layers(model, lora)]
     return sum(lora.rank * sum(layer.weight.shape) for layer in layers)
 
@@ -77,7 +82,8 @@ def add_adapters(model: PreTrainedModel, lora: Lora) -> None:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise ConfigError(f"{lora.section}: LoRA needs peft: pip install 'rltrain[lora]'.") from error
-    config: Any = _stored_config(lora) if lora.path else LoraConfig(r=lora.rank, lora_alpha=_whole(lora.alpha))  # type: ignore[arg-type]
+    alpha: Any = _whole(lora.alpha)
+    config: Any = _stored_config(lora) if lora.path else LoraConfig(r=lora.rank, lora_alpha=alpha)
     config.task_type, config.inference_mode, config.exclude_modules = "CAUSAL_LM", False, None
     # Dropout would make the importance ratio of an unchanged policy differ from 1.
     config.lora_dropout = 0.0
@@ -118,7 +124,7 @@ def first_adapters(model: nn.Module, lora: Lora) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def merged(layer: Any, weight: Tensor) -> Tensor:
-    """The ``weight`` of a layer with its adapters: W + scale B A in float32, sharded as the weight is (a collective)."""
+    """The ``weight`` of a layer with its adapters, W + scale B A, in float32 and sharded as it is (a collective)."""
     first, second = _full(layer.lora_A[_NAME].weight).float(), layer.lora_B[_NAME].weight
     scale = layer.scaling[_NAME]
     if not isinstance(weight, DTensor):
@@ -135,8 +141,8 @@ def merged(layer: Any, weight: Tensor) -> Tensor:
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """Inside, the model computes as it did before it got adapters. (A plain model is left alone.)
 
-    Not through peft's ``disable_adapter``, which also turns requires_grad off and on: of the shards or of the gathered weights, whichever
-    FSDP happens to show at that moment.
+    peft's ``disable_adapter`` is not used: it also turns requires_grad off and on, on shards or on gathered weights,
+    whichever FSDP shows at that moment.
     """
     layers = [layer for _, layer in lora_layers(model)]
     for layer in layers:
@@ -176,14 +182,16 @@ def _target_layers(model: PreTrainedModel, lora: Lora) -> list[str]:
         stored = {key.removeprefix(_PEFT).rpartition(".lora_")[0] for key in _stored_weights(lora)}
         if other := sorted(stored - linear.keys()):
             raise ConfigError(
-                f"{lora.section}.lora_adapter_path={lora.path} does not fit this model, which has no linear layer {other[0]}."
+                f"{lora.section}.lora_adapter_path={lora.path} does not fit this model, which has no linear layer "
+                f"{other[0]}."
             )
         chosen = stored
     elif lora.target_modules == "all-linear":
         if any(".experts." in name and parameter.dim() > 2 for name, parameter in model.named_parameters()):
             raise ConfigError(
-                f"{lora.section}.target_modules=all-linear does not reach the experts of this model, whose weights are not linear layers. "
-                f"Name the layers that are to be trained, such as {lora.section}.target_modules=[q_proj,k_proj,v_proj,o_proj]."
+                f"{lora.section}.target_modules=all-linear does not reach the experts of this model, whose weights are "
+                "not linear layers. Name the layers that are to be trained, such as "
+                f"{lora.section}.target_modules=[q_proj,k_proj,v_proj,o_proj]."
             )
         chosen = {name for name, module in linear.items() if module is not model.get_output_embeddings()}
     else:
@@ -197,14 +205,17 @@ def _target_layers(model: PreTrainedModel, lora: Lora) -> list[str]:
     head = model.get_output_embeddings()
     if on_head := [name for name in chosen if linear[name] is head]:
         raise ConfigError(
-            f"{lora.section}.target_modules: '{on_head[0]}' is the head, which cannot have adapters: log-probs are computed from its "
-            "weight, a chunk of tokens at a time. Leave it out."
+            f"{lora.section}.target_modules: '{on_head[0]}' is the head, which cannot have adapters: log-probs are "
+            "computed from its weight, a chunk of tokens at a time. Leave it out."
         )
     return [name for name in linear if name in chosen]
 
 
 def _matching(key: str, wanted: Any, linear: list[str]) -> set[str]:
-    """Linear layers called as one of a list of names (or ends of names), or as a pattern says. Raises ConfigError for no match."""
+    """The linear layers that a list of names (or ends of them) or a pattern chooses.
+
+    Raises ConfigError for no match.
+    """
     if isinstance(wanted, str) and not re.fullmatch(r"[\w.]+", wanted):
         try:
             found = {name for name in linear if re.fullmatch(wanted, name)}
@@ -248,7 +259,8 @@ def _stored_config(lora: Lora) -> Any:
         odd = [f"init_lora_weights={config.init_lora_weights}"]
     if odd:
         raise ConfigError(
-            f"{lora.section}.lora_adapter_path={lora.path} has {', '.join(odd)}: only plain LoRA of linear layers can be trained."
+            f"{lora.section}.lora_adapter_path={lora.path} has {', '.join(odd)}: only plain LoRA of linear "
+            "layers can be trained."
         )
     return config
 
@@ -274,8 +286,8 @@ def _read_adapters(model: nn.Module, lora: Lora) -> dict[str, Tensor]:
             if weight is None or weight.shape != shapes[own]:
                 has = "no such weight" if weight is None else f"shape {list(weight.shape)}"
                 raise ConfigError(
-                    f"{lora.section}.lora_adapter_path={lora.path} does not fit this model: {own} is {list(shapes[own])} here, and the "
-                    f"adapter has {has}."
+                    f"{lora.section}.lora_adapter_path={lora.path} does not fit this model: {own} is "
+                    f"{list(shapes[own])} here, and the adapter has {has}."
                 )
             weights[own] = weight
     return weights

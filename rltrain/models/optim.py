@@ -22,7 +22,8 @@ def make_optimizer(parameters: Iterable[nn.Parameter], cfg: OptimConfig) -> torc
 def learning_rate(step: int, cfg: OptimConfig, warmup_steps: int, total_steps: int) -> float:
     """Learning rate of trainer step ``step`` (from 0): linear warm-up, then constant or cosine to ``min_lr_ratio``.
 
-    A pure function of the step, so a resumed run needs no scheduler state. All optimizer steps of a trainer step share it.
+    A pure function of the step, so a resumed run needs no scheduler state. The optimizer steps of a trainer step share
+    it.
     """
     if step < warmup_steps:
         return cfg.lr * (step + 1) / (warmup_steps + 1)
@@ -34,6 +35,6 @@ def learning_rate(step: int, cfg: OptimConfig, warmup_steps: int, total_steps: i
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-    """Scale gradients to a global norm of at most ``max_norm``; returns the norm before clipping (a plain scalar tensor)."""
+    """Scale gradients to a global norm of at most ``max_norm``. Returns the norm before clipping (a scalar tensor)."""
     norm = torch.nn.utils.clip_grad_norm_(list(parameters), max_norm)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -40,7 +40,7 @@ def make_mesh(device: Device, fsdp_size: int = -1) -> DeviceMesh:
 
 
 def sharded_model(kind: type[Model], spec: ModelSpec, device: Device) -> Model:
-    """The model, one shard on each rank. Only rank 0 reads the weights; no rank ever holds more than one layer whole."""
+    """The model, one shard per rank. Only rank 0 reads the weights; no rank ever holds more than one layer whole."""
     config = spec.load_config()
     attention.register()
     attention.check_layers(config, spec.longest)
@@ -50,7 +50,7 @@ def sharded_model(kind: type[Model], spec: ModelSpec, device: Device) -> Model:
     model = empty_model(config, attention.NAME, spec.master_dtype, **weights)
     if spec.lora:
         add_adapters(model, spec.lora)
-    # Memory that is never written costs nothing: this allocates address space, and fully_shard touches only the shard.
+    # Memory that is never written costs nothing: this reserves address space, and fully_shard touches only the shard.
     model.to_empty(device="cpu")
     model.tie_weights()
     if spec.gradient_checkpointing:
@@ -62,8 +62,8 @@ def sharded_model(kind: type[Model], spec: ModelSpec, device: Device) -> Model:
     precision = MixedPrecisionPolicy(param_dtype=spec.compute_dtype, reduce_dtype=torch.float32)
     for layer in decoder_layers(model):
         fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=spec.fsdp.reshard_after_forward)
-    # Embedding and head stay gathered from the forward to the end of the backward pass (and from one forward-only pass to the next,
-    # until `reshard`): otherwise they would be gathered twice a micro-batch.
+    # Embedding and head stay gathered from the forward to the end of the backward pass, and over forward-only passes
+    # until `reshard`; otherwise they would be gathered twice per micro-batch.
     fully_shard(packed, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
     source: dict[str, Tensor] | None = None
     if dist.get_rank() == 0:

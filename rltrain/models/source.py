@@ -1,4 +1,8 @@
-"""Whether a model can be had and is whole: seen from names, sizes and headers. No weight is read."""
+"""Checks, before anything starts, that a model exists and is whole.
+
+A run that finds a missing or truncated file after minutes of loading wastes a cluster. So names, sizes and headers are
+looked at first; weights are not read, and the hub is asked once, because transformers would ask it per file and retry.
+"""
 
 from __future__ import annotations
 
@@ -48,12 +52,18 @@ def _folder_problem(key: str, folder: Path) -> str | None:
             return f"{folder / _INDEX} cannot be read ({error!r}). Copy it again."
     if lacking := [name for name in files if not (folder / name).is_file()]:
         shown = ", ".join(lacking[:_NUM_SHOWN]) + (", …" if len(lacking) > _NUM_SHOWN else "")
-        return f"{key}={folder} lacks {len(lacking)} of the {len(files)} files with weights that {_INDEX} names: {shown}. Copy them again."
+        return (
+            f"{key}={folder} lacks {len(lacking)} of the {len(files)} files with weights that {_INDEX} names: "
+            f"{shown}. Copy them again."
+        )
     return next((said for name in files if (said := _damage(folder / name))), None)
 
 
 def _damage(file: Path) -> str | None:
-    """What is wrong with a safetensors file: eight bytes of length, a JSON header that says where data ends, the data."""
+    """The damage of a safetensors file, or None.
+
+    The file is eight bytes of length, a JSON header that says where the data ends, and the data.
+    """
     have = file.stat().st_size
     try:
         with file.open("rb") as stream:

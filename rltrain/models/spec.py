@@ -19,8 +19,9 @@ from rltrain.models.lora import Lora, lora_of
 class ModelSpec:
     """Everything that `sharded_model` needs to know of a model.
 
-    role: its config section, for messages. fsdp: how it is sharded. lora: adapters, in their own dtype, over frozen weights
-    in ``master_dtype``. sequence_parallel_size: ranks that hold each sequence together. longest: tokens of a sequence, at most.
+    role: its config section, for messages. fsdp: how it is sharded. lora: adapters, in their own dtype, over frozen
+    weights in ``master_dtype``. sequence_parallel_size: ranks that hold each sequence together. longest: tokens of a
+    sequence, at most.
     """
 
     path: str

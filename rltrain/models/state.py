@@ -1,6 +1,7 @@
 """Training state on disk: sharded, and re-shardable on load (torch.distributed.checkpoint).
 
-Only tensors go in, under Hugging Face names: trained weights (with LoRA the adapters alone), and each one's AdamW moments and step count.
+Only tensors go in, under Hugging Face names: the trained weights (with LoRA the adapters alone), and per weight the
+moments and the step count of AdamW.
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ def _state(packed: PackedModel, optimizer: torch.optim.Optimizer | None) -> dict
 
 
 def _moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-    """AdamW state of one weight; before the first step it is made here, as AdamW would."""
+    """AdamW's state of one weight.
+
+    Before the first step it is made here as AdamW would make it, so that it can be loaded.
+    """
     state = optimizer.state[parameter]
     if not state:
         state["step"] = torch.zeros((), dtype=torch.float32)

@@ -1,9 +1,10 @@
 """Sequence parallelism (Jacobs et al. 2023, DeepSpeed-Ulysses): the ranks of a group hold one packed row together.
 
-Every rank runs the layers on its slice of the tokens. Around attention, one all-to-all trades heads for tokens, so that each
-rank attends over all tokens with its share of the heads. The scores of the answers' tokens are computed where their
-predictors lie and then given to every rank of the group, which therefore all see the same loss; the gradient of each rank is
-its part of the group's, and FSDP adds the parts up.
+A sequence may be too long for the activations of one rank. So every rank runs the layers on its slice of the tokens,
+and around attention one all-to-all trades heads for tokens: each rank attends over all tokens with its share of the
+heads. The log-probs of the answers' tokens are computed where their predictors lie and then given to every rank of the
+group, so that all see the same loss; the gradient of each rank is its part of the group's, and FSDP adds the parts up.
+Ring attention was left out: it needs no divisible heads, but a kernel of its own per device.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def sequence_group(config: PretrainedConfig, size: int, key: str) -> ProcessGrou
     if heads % size:
         fits = [each for each in range(1, heads + 1) if heads % each == 0]
         raise ConfigError(
-            f"{key}={size} does not divide the {heads} attention heads of the model. Use one of {', '.join(map(str, fits))}."
+            f"{key}={size} does not divide the {heads} attention heads of the model. Use one of "
+            f"{', '.join(map(str, fits))}."
         )
     return _neighbours(dist.group.WORLD, size)
 
@@ -72,8 +74,8 @@ class _Exchange(torch.autograd.Function):
 def share_of_heads(group: ProcessGroup, *tensors: Tensor) -> list[Tensor]:
     """Some tokens of all heads -> all tokens of some heads, in one all-to-all.
 
-    tensors: query, key, value, each [1, heads, tokens / ranks, d]. Returns each as [1, heads / ranks, tokens, d]. Heads that
-    do not divide (keys and values of grouped queries) are repeated until they do.
+    tensors: query, key, value, each [1, heads, tokens / ranks, d]. Returns each as [1, heads / ranks, tokens, d]. Heads
+    that the ranks do not divide (keys and values of grouped queries) are repeated until they do.
     """
     ranks = group.size()
     parts = []
@@ -102,11 +104,12 @@ Collect = Callable[[Tensor], Tensor]
 
 
 def share_of_row(inputs: PackedInputs, group: ProcessGroup | None) -> tuple[PackedInputs, Collect]:
-    """This rank's slice of a packed row, and how to bring results together.
+    """This rank's slice of a packed row, and a function that brings results together.
 
-    The slices are equal: the row is padded by one segment that nobody asks for. In the inputs returned, tokens and positions
-    are those of the slice, predictors and labels those answer tokens whose predictors lie in it, and the plan is the whole
-    row's. The function takes one number for each of these answer tokens and returns one for each of the row's.
+    The slices are equally long: the row is padded by one segment that nobody reads. In the inputs returned, tokens and
+    positions are those of the slice, predictors and labels belong to the answer tokens whose predictors lie in it, and
+    the plan is the whole row's. The function takes one number per answer token of the slice and returns one per answer
+    token of the row.
     """
     if group is None:
         return inputs, lambda values: values
@@ -124,14 +127,17 @@ def share_of_row(inputs: PackedInputs, group: ProcessGroup | None) -> tuple[Pack
     num_answer_tokens = len(inputs.labels)
 
     def collect(values: Tensor) -> Tensor:
-        # Nothing to bring together: then on every rank of the group.
+        # A row without answer tokens has none on any rank of the group, so all ranks skip the collective.
         return _Collect.apply(values, places, num_answer_tokens, group) if num_answer_tokens else values
 
     return mine, collect
 
 
 class _Collect(torch.autograd.Function):
-    """Put values [n here] at their places among ``total``, on all ranks. Each rank then has the same loss: no sum in the backward."""
+    """Put values [n here] at their places among ``total``, on all ranks.
+
+    Each rank then computes the same loss, so the backward pass does not sum over ranks.
+    """
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, places: Tensor, total: int, group: ProcessGroup) -> Tensor:

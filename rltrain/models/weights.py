@@ -1,11 +1,12 @@
 """The weights of a training model, whole and under their Hugging Face names: what export and weight sync iterate.
 
-A rank holds a part of every weight, the names have prefixes of ours and of peft, and LoRA keeps what it learned beside the weights. One
-generator undoes all three. Small weights share an all-gather of a bucket, because one gather per weight would wait for the network
-hundreds of times; a weight larger than that has a gather to itself. Beside the model there are never more than a bucket and one weight.
+A rank holds a part of every weight, names carry a prefix of ours and one of peft, and LoRA keeps its adapters beside
+the weights. One generator undoes all three. Small weights share the all-gather of a bucket, because a gather per weight
+would wait for the network hundreds of times; a weight larger than half a bucket has a gather to itself. Beside the
+model there are at most one bucket and one weight.
 
-Left out: weights in parts. A large embedding would then need no memory of its own, but every engine loads whole weights, so each would
-have to put the parts together again.
+Left out: weights in parts. A large embedding would then need no memory of its own, but every engine loads whole
+weights, so each would have to put the parts together again.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class Weight(NamedTuple):
-    """One weight or buffer. values: whole, on the device; they may be the training weight itself, so nobody writes into them.
+    """One weight or buffer, whole and on the device.
 
-    in_checkpoint: False for a buffer that is computed from the configuration, such as rotary frequencies.
+    values: may be the training weight itself, so nobody may write into them. in_checkpoint: False for a buffer that is
+    computed from the configuration, such as rotary frequencies.
     """
 
     name: str
@@ -45,13 +47,15 @@ def huggingface_name(name: str) -> str:
 
 
 def whole_weights(packed: nn.Module, dtype: torch.dtype, bucket_bytes: int = _BUCKET_BYTES) -> Iterator[Weight]:
-    """Every parameter in ``dtype``, then every buffer as it is, in the same order on all ranks. A collective: exhaust it on every rank.
+    """Every parameter in ``dtype``, then every buffer as it is. A collective: every rank must exhaust the iterator.
 
-    Tied weights come once, under their first name; LoRA adapters come merged. A weight that this rank holds whole and in ``dtype`` is
-    not copied.
+    The order is the same on all ranks. Tied weights come once, under their first name; LoRA adapters come merged. A
+    weight that this rank holds whole and in ``dtype`` is not copied.
     """
-    # FSDP2 also frees what a forward pass has gathered when it is asked for this, so it comes first: all that follows sees shards.
+    # Asked for its state, FSDP2 frees the weights that a forward pass has gathered; the parameters are shards from here
+    # on.
     in_checkpoint = packed.state_dict().keys()
+    # Half a bucket is received; the other half is room for this rank's share of it, which is sent.
     for bucket in _buckets(packed, dtype, bucket_bytes // 2):
         yield from _gathered(bucket, dtype)
     for name, buffer in packed.named_buffers():
@@ -59,7 +63,7 @@ def whole_weights(packed: nn.Module, dtype: torch.dtype, bucket_bytes: int = _BU
 
 
 def _buckets(packed: nn.Module, dtype: torch.dtype, most_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """Weights that take at most ``most_bytes`` together, or a single one. Half a bucket, because what is sent takes up to as much."""
+    """Weights that take at most ``most_bytes`` together, or a single one."""
     layers = {f"{name}{_BASE_LAYER}weight": layer for name, layer in lora_layers(packed)}
     bucket: list[tuple[str, Tensor]] = []
     filled = 0
@@ -94,7 +98,7 @@ def _gathered(bucket: list[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[
     _ALL_GATHER(received.view(-1), send, group=first.device_mesh.get_group(_shard_dim(first)))
     del send
     for (name, weight), shards in zip(bucket, received.split(sizes, 1), strict=True):
-        # Only the last shards can be shorter, so padding is at the end. A weight with a gather to itself is not copied once more.
+        # Padding is at the end, because only the last shards can be shorter. A single weight is a view: no second copy.
         yield Weight(name, shards.reshape(-1)[: weight.numel()].view(weight.shape))
 
 
@@ -112,5 +116,5 @@ def _num_shards(weight: Tensor) -> int:
 
 
 def _shard_size(weight: Tensor) -> int:
-    """Elements of the largest shard. FSDP2 cuts rows as torch.chunk does: full shards first, then a shorter one, then empty ones."""
+    """Elements of the largest shard. FSDP2 cuts rows as torch.chunk: full shards, then a shorter one, then none."""
     return -(-weight.shape[0] // _num_shards(weight)) * math.prod(weight.shape[1:]) if weight.dim() else 1

@@ -1,10 +1,12 @@
 """Training shards -> rollout engine, and the proof that they arrived.
 
-Trainer and engine live in one process and share its memory, so a sync never holds the model twice: weights are gathered bucket by bucket
-(`models.weights`), the engine takes each over before the next bucket comes, and the training copy leaves the device before the engine
-takes memory for its cache (the allgather-swap of MindSpeed RL). The proof is the canary: right after the sync engine and trainer
-compute the log-probs of a fixed text. Checksums of the weights were left out: vLLM fuses and repacks what it takes over, so only what
-was sent could be summed, and a sum does not show whether the engine computes with it.
+Trainer and engine share a device, and a gathered copy of the model beside both would not fit. So weights are gathered
+bucket by bucket (`models.weights`), the engine takes each over before the next bucket comes, and the training copy
+leaves the device before the engine takes memory for its cache (the allgather-swap of MindSpeed RL).
+
+The proof is the canary: after the sync, engine and trainer compute the log-probs of a fixed text. Checksums of the
+weights were left out: vLLM fuses and repacks what it takes over, so only what was sent could be summed, and no sum
+shows whether the engine computes with it.
 """
 
 from __future__ import annotations
@@ -25,11 +27,11 @@ from rltrain.workers.rollout.base import RolloutEngine
 
 
 class WeightSync:
-    """Knows which policy version the engine holds, and brings it the current one.
+    """Tracks which policy version the engine holds, and brings it the current one.
 
-    The version is the number of optimizer updates since the start of the process; an engine that lost its weights has none.
-    canary: token ids of a fixed text; log_probs: of a text by the trainer, at temperature 1, as `RolloutEngine.log_probs`; gap_limit:
-    SyncError where engine and trainer differ by more on it.
+    The version is the number of optimizer updates since the start of the process; an engine that lost its weights has
+    none. canary: token ids of a fixed text. log_probs: the trainer's, of a text at temperature 1, as
+    `RolloutEngine.log_probs`. gap_limit: the largest distance between the two that is no SyncError.
     """
 
     def __init__(
@@ -57,8 +59,9 @@ class WeightSync:
     def run(self, version: int, free_training_copy: Callable[[], object]) -> SyncReport:
         """Bring the weights over and wake the engine in stages, then compare it with the trainer (a collective).
 
-        Order: the trainer's answer to the canary, memory for weights, weights, training copy off the device, all ranks, memory for
-        the cache. Raises SyncError where the engine does not hold what was sent, or answers otherwise than the trainer.
+        The order bounds memory: the trainer's log-probs of the canary, the engine's memory for weights, the weights,
+        the training copy off the device, all ranks meet, the engine's memory for its cache. Raises SyncError where the
+        engine's log-probs are not the trainer's.
         """
         if version == self.version:
             raise SyncError(
@@ -93,8 +96,9 @@ class WeightSync:
         gap = float((found - expected).abs().mean())
         if not gap <= self._gap_limit:
             raise SyncError(
-                f"after the sync of update {version} the rollout engine answers otherwise than the trainer: mean |log-prob gap| "
-                f"{gap:.3g} on a fixed text, limit {self._gap_limit:.3g} (actor_rollout_ref.rollout.log_prob_gap_limit). It does "
-                "not generate with the current weights, or computes with them in another way."
+                f"after the sync of update {version} the rollout engine answers otherwise than the trainer: mean "
+                f"|log-prob gap| {gap:.3g} on a fixed text, limit {self._gap_limit:.3g} "
+                "(actor_rollout_ref.rollout.log_prob_gap_limit). It does not generate with the current weights, or "
+                "computes with them in another way."
             )
         return gap

@@ -41,7 +41,9 @@ def test_the_floor_computes_what_transformers_does(folder):
 
 
 def test_the_weights_of_the_workload_decide_how_long_answers_get(folder):
-    """From the first half of the vocabulary 1 in 24 ends and 1 in 60 goes over; in the second half 1 in 170 ends and none goes back."""
+    """From the first half of the vocabulary 1 in 24 ends and 1 in 60 goes over; in the second half 1 in 170 ends and
+    none goes back.
+    """
     tokens = torch.randint(300, 512, (64, 6), generator=torch.Generator().manual_seed(0))
     for kind, ends in (("equal", (0.0, 0.0)), ("long_tail", (1 / 24, 1 / 170))):
         model = Qwen3ForCausalLM.from_pretrained(folder[kind] / "model").eval()
@@ -90,7 +92,7 @@ def test_the_accelerator_bench_runs_on_a_cpu(tmp_path):
         assert float(row.split("|")[3].replace(",", "")) > 0
 
 
-def test_work_of_a_decode_is_weights_every_step_and_everything_kept():
+def test_decode_work_is_the_weights_per_step_and_the_cache():
     class Options:
         shape, prompts, answers, response_tokens, device = "tiny", 2, 3, 10, "cpu"
 

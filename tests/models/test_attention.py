@@ -56,7 +56,7 @@ def test_packed_attention_is_attention_with_a_full_mask(plan, window, block, mon
 
 
 @pytest.mark.parametrize("prefix", [1023, 1100])
-def test_prefixes_of_any_length_and_a_first_call_without_gradients(prefix):
+def test_prefixes_of_any_length_after_a_call_without_gradients(prefix):
     plan = AttentionPlan((Segment(0, prefix), Segment(prefix, prefix + 4, (0, prefix))))
     inputs = tensors(plan)
     expected = with_a_full_mask(*inputs, plan, 0.3, None)
@@ -97,7 +97,7 @@ def test_long_segments_in_halves_are_the_same_attention(few, monkeypatch):
 
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-def test_what_the_accelerators_kernels_are_given_describes_the_same_attention(plan, window, monkeypatch):
+def test_accelerator_kernels_are_given_the_same_attention(plan, window, monkeypatch):
     """Kernels that follow the documented meaning of their arguments stand for those that cannot be run here."""
 
     def by_sequence(query, key, value, query_ends, key_ends, scale, left):
@@ -133,7 +133,7 @@ def test_what_the_accelerators_kernels_are_given_describes_the_same_attention(pl
         assert torch.allclose(kernel(*inputs, plan, 0.3, window), expected, atol=1e-12)
 
 
-def test_torchs_variable_length_attention_has_the_arguments_it_is_called_with(monkeypatch):
+def test_varlen_attention_of_torch_takes_our_arguments(monkeypatch):
     varlen = pytest.importorskip("torch.nn.attention.varlen")
     calls = []
 
@@ -159,7 +159,7 @@ def test_layers_that_would_mix_samples_are_refused():
 
 
 @pytest.mark.parametrize(("longest", "fits"), [(128, True), (129, False), (None, False)])
-def test_frequencies_that_follow_the_longest_sequence_are_refused_where_they_would_change(longest, fits):
+def test_frequencies_of_the_longest_sequence_are_refused(longest, fits):
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     config = Qwen2Config(num_hidden_layers=2, max_position_embeddings=128, rope_parameters=rope)
     if fits:

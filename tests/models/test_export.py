@@ -103,7 +103,7 @@ def test_the_template_that_was_used_is_exported(source, tmp_path):
         assert json.loads((out / name).read_text())["chat_template"] == MINE
 
 
-def test_without_a_generation_config_the_end_tokens_of_training_are_exported(source, tmp_path):
+def test_without_generation_config_the_end_tokens_are_exported(source, tmp_path):
     (source / "generation_config.json").unlink()
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"eos_token_id": 4}))

@@ -72,7 +72,7 @@ def by_transformers(model, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat(log_probs), torch.cat(entropies)
 
 
-def test_packed_log_probs_entropy_and_gradient_equal_transformers(model_folder):
+def test_packed_values_and_gradients_equal_transformers(model_folder):
     policy, batch = make_policy(model_folder, gradient_checkpointing=True), make_batch()
     plain = AutoModelForCausalLM.from_pretrained(model_folder)
     policy.train()
@@ -120,7 +120,7 @@ def both_ways(model, scores):
     return found
 
 
-def test_sharing_the_prompt_changes_neither_log_probs_nor_gradient(model_folder):
+def test_a_shared_prompt_changes_no_log_prob_and_no_gradient(model_folder):
     policy = make_policy(model_folder, gradient_checkpointing=True).train()
     (found, gradient), (expected, expected_gradient) = both_ways(policy, lambda each: torch.stack(each[:2]))
     assert distance(found, expected) < 5e-6
@@ -199,7 +199,7 @@ def test_weights_come_out_as_they_went_in(model_folder):
         assert torch.equal(found[name], parameter), name
 
 
-def test_values_are_the_classifiers_head_at_every_place_before_an_answer_token(model_folder):
+def test_values_are_the_head_before_every_answer_token(model_folder):
     critic = sharded_model(ScalarModel, ModelSpec(model_folder, gradient_checkpointing=True), get_device("cpu"))
     batch = make_batch()
     # A head that is not in the checkpoint starts at 0.

@@ -130,7 +130,7 @@ def test_sharing_sequences_changes_no_score_and_no_gradient(found, name, which, 
                 assert distance(one, other) < 1e-5
 
 
-def test_heads_that_do_not_divide_are_refused_before_anything_is_loaded():
+def test_heads_that_do_not_divide_are_refused_before_loading():
     message = r"actor\.size=3 does not divide the 4 attention heads of the model\. Use one of 1, 2, 4\."
     with pytest.raises(ConfigError, match=message):
         sequence_group(MODELS["llama"], 3, "actor.size")

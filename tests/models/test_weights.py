@@ -78,7 +78,7 @@ def test_a_whole_weight_in_the_right_dtype_is_not_copied():
     assert all(values.data_ptr() == getattr(layer, name).data_ptr() for name, values in found.items())
 
 
-def test_buffers_come_as_they_are_and_say_if_a_checkpoint_has_them():
+def test_buffers_say_whether_a_checkpoint_has_them():
     module = nn.Module()
     module.register_buffer("kept", torch.arange(3))
     module.register_buffer("computed", torch.ones(2), persistent=False)

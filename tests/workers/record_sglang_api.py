@@ -1,4 +1,6 @@
-"""What SGLang takes, as the installed version says: ``python -m tests.workers.record_sglang_api`` writes sglang_api.json."""
+"""What SGLang takes, as the installed version says: ``python -m tests.workers.record_sglang_api`` writes
+sglang_api.json.
+"""
 
 import inspect
 import json

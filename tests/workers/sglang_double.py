@@ -1,4 +1,6 @@
-"""A stand-in for SGLang's engine: takes what the recorded API takes, keeps weights and caches as it does, computes with transformers."""
+"""A stand-in for SGLang's engine: takes what the recorded API takes, keeps weights and caches as it does, computes with
+transformers.
+"""
 
 import asyncio
 import functools
@@ -64,7 +66,10 @@ def as_recorded(method):
 
 
 class Fused(nn.Module):
-    """The weights as SGLang keeps them: parts side by side, the embedding padded. Loads them by their checkpoint names."""
+    """The weights as SGLang keeps them: parts side by side, the embedding padded.
+
+    Loads them by their checkpoint names.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -196,7 +201,10 @@ class Engine:
         self._abort_before |= self._running
 
     async def _logits(self, ids: tuple[int, ...]):
-        """Kept until the cache is flushed, as the engine keeps what it computed of a prefix. All that wait are computed at once."""
+        """Kept until the cache is flushed, as the engine keeps what it computed of a prefix.
+
+        All that wait are computed at once.
+        """
         if ids not in self._cache:
             self._wanted.append((ids, self.loop.create_future()))
             if len(self._wanted) == 1:

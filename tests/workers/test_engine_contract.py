@@ -22,9 +22,9 @@ from tests.workers.sglang_double import sglang_engine
 
 LONGEST = 64
 PROMPTS = [np.array(ids, dtype=np.int32) for ids in ([2, 5, 6, 3], [2, 7, 3], [2, 8, 9, 10, 11, 3], [4])]
-# On accelerators vLLM's weights are written in place, on the CPU it must load them anew, unless its packed kernels are off.
-# SGLang's real engine takes a minute to start; its double takes what the real one takes, and computes with transformers.
-# "vllm drafts" decodes speculatively, and has so few tokens in a step that prompts come in pieces.
+# On accelerators vLLM's weights are written in place, on the CPU it must load them anew, unless its packed kernels are
+# off. SGLang's real engine takes a minute to start; its double takes what the real one takes, and computes with
+# transformers. "vllm drafts" decodes speculatively, and has so few tokens in a step that prompts come in pieces.
 ENGINES = [
     "hf",
     "vllm",
@@ -97,7 +97,8 @@ def engine(request, tiny_model):
     del engine
     gc.collect()  # what ends with an engine must not end the next one
     cleanup_dist_env_and_memory()  # the process group too
-    # Guessing brings numba, whose llvmlite has objects that vLLM cannot look through when a second engine starts in a process.
+    # Guessing brings numba, whose llvmlite has objects that vLLM cannot look through when a second engine starts in a
+    # process.
     for name in [name for name in sys.modules if name.partition(".")[0] in ("llvmlite", "numba")]:
         del sys.modules[name]
 
@@ -145,7 +146,7 @@ def test_greedy_answers_are_those_of_transformers(ready, plain):
     "sampling",
     [Sampling(12), Sampling(12, temperature=0.6), Sampling(12, temperature=1.7, top_k=4), Sampling(12, top_p=0.7)],
 )
-def test_log_probs_are_those_of_the_trainer_before_top_k_and_top_p(ready, plain, sampling):
+def test_log_probs_are_the_trainers_before_top_k_and_top_p(ready, plain, sampling):
     found = generate(ready, sampling, PROMPTS, 3)
     rows = zip(answers(found), found.log_probs.rows(), itertools.count())
     for answer, log_probs, number in rows:
@@ -256,7 +257,7 @@ def test_what_is_not_wanted_any_more_is_given_up(seeded, ready):
 
 
 @pytest.mark.parametrize("sampling", [Sampling(14, temperature=0.8), Sampling(14, greedy=True)])
-def test_an_answer_that_was_begun_is_continued_as_if_never_stopped(ready, sampling):
+def test_a_begun_answer_continues_as_if_never_stopped(ready, sampling):
     jobs = jobs_of(PROMPTS, 3)
     whole = ready.generate(queue_of(jobs), sampling)
     all_of_it, log_probs = whole.tokens.rows(), whole.log_probs.rows()
@@ -302,7 +303,7 @@ def test_new_weights_count_from_the_next_token_on(ready, other):
     assert distance(found.log_probs.values, log_probs_of(other, prompt, answers(found)[0])) < 1e-5
 
 
-def test_a_cached_prefix_is_shared_by_the_samples_and_never_outlives_its_weights(ready, plain, other, request):
+def test_a_cached_prefix_never_outlives_its_weights(ready, plain, other, request):
     """With the reset left out, the answers are wrong and their log-probs say so: what the alarm on the gap is for."""
     if "vllm" not in request.node.callspec.params["engine"]:
         return  # hf keeps no cache between calls

@@ -130,7 +130,7 @@ def test_an_answer_depends_on_its_seed_alone(family, limits):
     assert distance(found.log_probs.values, expected.log_probs.values) < 2e-5
 
 
-def test_an_answer_depends_neither_on_the_order_of_jobs_nor_on_neighbours(plain):
+def test_an_answer_depends_on_neither_order_nor_neighbours(plain):
     engine = make_engine(plain, max_num_seqs=8)
     expected = answers(generate(engine, 4, Sampling(40)))
     jobs = jobs_of(PROMPTS, 4)
@@ -190,7 +190,7 @@ def count_tokens(engine):
     return sizes
 
 
-def test_a_prompt_is_computed_once_for_all_its_answers_and_in_pieces(plain):
+def test_a_prompt_is_computed_once_for_all_its_answers(plain):
     engine = make_engine(plain, max_num_seqs=48, max_num_batched_tokens=10)
     sizes = count_tokens(engine)
     generate(engine, 8, Sampling(5, ignore_eos=True))

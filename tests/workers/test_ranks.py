@@ -1,4 +1,5 @@
-"""Losses, metrics and gradients are the same on 1, 2 and 4 processes, which get different samples and idle now and then.
+"""Losses, metrics and gradients are the same on 1, 2 and 4 processes, which get different samples and idle now and
+then.
 
 Or they share sequences, in groups of 2 and 4. The model has 4 heads, which share 2 of keys and values.
 """
@@ -150,7 +151,7 @@ def found(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "{}-{}-{}".format(*case))
-def test_the_number_of_processes_changes_no_loss_metric_or_gradient(found, case):
+def test_the_number_of_processes_changes_no_loss_or_gradient(found, case):
     (metrics, gradients), (other_metrics, other_gradients) = found[1, 1, case[-1]], found[case]
     assert len(gradients) == 6
     assert all(float(each.abs().max()) > 1e-4 for each in gradients)

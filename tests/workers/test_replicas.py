@@ -43,7 +43,9 @@ CUTS = {
 
 
 def run(folder: Path, changes: dict, bucket_bytes: int) -> list[list[tuple]]:
-    """For three policy versions and every rank: ids and answers of its samples, gap of engine and trainer, gap of the canary."""
+    """For three policy versions and every rank: ids and answers of its samples, gap of engine and trainer, gap of the
+    canary.
+    """
     files = (folder / "train.parquet", folder / "train.parquet")
     cfg = load_config(small_run(folder / "model", files, folder, **changes)).config
     worker = HybridWorker(cfg, {"train": encode_prompts(read_rows(str(files[0])), chat_encoder(cfg), 16, True)})

@@ -38,7 +38,7 @@ def test_top_k_and_top_p_restrict():
 
 
 @pytest.mark.parametrize("vocabulary", [3, 256, 1000, 151_936])
-def test_the_search_in_two_levels_finds_what_one_running_total_finds(vocabulary):
+def test_the_two_level_search_finds_what_one_total_finds(vocabulary):
     torch.manual_seed(0)
     rows = 64
     logits = torch.randn(rows, vocabulary) * 3
@@ -53,16 +53,16 @@ def test_the_search_in_two_levels_finds_what_one_running_total_finds(vocabulary)
     assert torch.allclose(log_probs.double(), exact, atol=3e-6)
 
 
-def test_what_is_chosen_does_not_depend_on_how_many_rows_are_worked_on_together(monkeypatch):
+def test_a_choice_does_not_depend_on_the_chunk_of_rows(monkeypatch):
     logits = torch.randn(50, 1000)
     noise = torch.rand(50)
     together = choose(logits.clone(), noise, Sampling(1, temperature=0.7, top_p=0.9))
-    monkeypatch.setattr("rltrain.workers.rollout.sampling._CHUNK_CPU", 3000)
+    monkeypatch.setattr("rltrain.device.Device.sampling_elements", 3000)
     apart = choose(logits.clone(), noise, Sampling(1, temperature=0.7, top_p=0.9))
     assert all(torch.equal(*pair) for pair in zip(together, apart, strict=True))
 
 
-def test_a_nucleus_wider_than_the_first_guess_is_found_all_the_same():
+def test_a_nucleus_wider_than_the_first_guess_is_found():
     weights = torch.rand(2, 5000) + 0.5
     weights[1, 7] = 1e6
     allowed = restrict(weights, -1, 0.9)

@@ -61,7 +61,7 @@ def test_a_skipped_sync_is_noticed_by_the_canary(make):
         trainer.step(2)
 
 
-def test_a_model_that_mixes_packed_samples_is_noticed_by_the_canary(make, monkeypatch):
+def test_mixed_packed_samples_are_noticed_by_the_canary(make, monkeypatch):
     """Every token sees all before it, whosesoever they are."""
 
     def mixed(batch, device):

@@ -1,4 +1,9 @@
-"""What a rollout engine is: token ids in, sampled token ids and their log-probs out."""
+"""The contract of every rollout engine: token ids in, sampled token ids and their log-probs out.
+
+Engines differ in process model, batching and memory, and a trainer that knew them would be written once per engine. So
+an engine pulls work from a `Source` whenever it has room, gets whole weights, and says when its memory is free; the
+worker and the trainer know nothing more. Text is left out: nothing is decoded and encoded again between the two.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +37,12 @@ class Sampling:
 class Job:
     """Samples of one prompt that are answered together.
 
-    place: of the prompt in the task; samples [k]: their numbers among the answers to the prompt; prompt: token ids;
-    seeds [k]: the same seed gives the same answer whatever else is in the batch, and whoever serves it. given: of each sample the
-    tokens it already has (None: no sample has any): they follow the prompt, count towards ``max_tokens``, and the random numbers go
-    on after theirs. images: PIL images or the bytes of image files, in the order of their places in the prompt; ``prompt`` has ONE
-    placeholder token for each of them, and the engine puts as many as the image takes in its place (which count for
-    ``max_model_len``).
+    place: of the prompt in the task. samples [k]: their numbers among the answers to the prompt. prompt: token ids.
+    seeds [k]: the same seed gives the same answer, whatever else is in the batch and whichever replica serves it.
+    given: per sample the tokens that it already has (None: no sample has any). They follow the prompt and count towards
+    ``max_tokens``, and the random numbers go on after theirs. images: PIL images or the bytes of image files, in the
+    order of their places in the prompt. ``prompt`` has ONE placeholder token per image; the engine replaces it by as
+    many as the image takes, and these count for ``max_model_len``.
     """
 
     place: int
@@ -50,12 +55,12 @@ class Job:
 
 @dataclass(frozen=True)
 class Generation:
-    """Answers: all samples of the first job that was taken, then of the second, ...
+    """Answers: all samples of the first job that was taken, then of the second, and so on.
 
-    tokens: new ids (without `Job.given`), the end token included when there is one. log_probs: log softmax(logits / temperature) of
-    each sampled id, before top-k and top-p (greedy: temperature 1), placeholder tokens of images included, although they are never
-    drawn. truncated [n]: stopped by ``max_tokens``, not by an end token. aborted [n]: given up while it was running. seconds [n]:
-    when it ended, since the call.
+    tokens: new ids (without `Job.given`), with the end token if there is one. log_probs: log softmax(logits /
+    temperature) of each sampled id, before top-k and top-p (greedy: temperature 1); the softmax has the placeholder
+    tokens of images too, although they are never drawn. truncated [n]: ended by ``max_tokens``, not by an end token.
+    aborted [n]: given up while it was running. seconds [n]: when it ended, since the call.
     """
 
     tokens: Ragged
@@ -66,10 +71,10 @@ class Generation:
 
 
 class Source(Protocol):
-    """Where an engine gets its work. The processes of a replica call every method at the same point of their work."""
+    """The work of an engine. The processes of a replica call every method at the same point of their work."""
 
     def take(self, most: int) -> list[Job]:
-        """Jobs of at most ``most`` samples in all; none when nothing is left or wanted, or the next one has more samples than that.
+        """Jobs of at most ``most`` samples together. None when no work is left or wanted, or the next job is larger.
 
         No job has more samples than the engine's ``max_num_seqs``.
         """
@@ -79,30 +84,33 @@ class Source(Protocol):
         """Whether `stopped` can ever be true."""
 
     def stopped(self) -> bool:
-        """What is running now is not wanted any more. An engine asks after every token."""
+        """Whether the answers that are running are no longer wanted. An engine asks after every token."""
 
 
-# A job has ended; the new token ids of its answers.
+# Called when a job has ended, with the new token ids of its answers.
 Finished = Callable[[Job, list[list[int]]], None]
 
 
 class RolloutEngine(Protocol):
-    """The contract of every engine. Calls come in this order: wake_weights, load_weights, wake_cache, then generate and score; sleep."""
+    """Calls come in this order: wake_weights, load_weights, wake_cache, then generate and log_probs; then sleep."""
 
     def wake_weights(self) -> None:
         """Take the device memory of the weights."""
 
     def load_weights(self, weights: Iterator[Weight]) -> None:
-        """Take over new weights: all of them, whole, on every rank. The values stay as they are, so an engine may keep them."""
+        """Take over new weights: all of them, whole, on every rank.
+
+        The values stay as they are, so an engine may keep them.
+        """
 
     def wake_cache(self) -> None:
-        """Take the device memory of the key-value cache; forget everything that was computed with other weights."""
+        """Take the device memory of the key-value cache, and forget everything computed with earlier weights."""
 
     def generate(self, source: Source, sampling: Sampling, finished: Finished | None = None) -> Generation:
-        """Answer jobs until the source has no more. ``finished`` is told of every job as soon as its last answer has ended."""
+        """Answer jobs until the source has no more. ``finished`` is called as soon as the last answer of a job ends."""
 
     def log_probs(self, tokens: Sequence[int]) -> Tensor:
-        """log softmax(logits) of ``tokens[1:]`` given what stands before each: [len(tokens) - 1] in fp32."""
+        """log softmax(logits) of each of ``tokens[1:]`` given the tokens before it: [len(tokens) - 1] in fp32."""
 
     def sleep(self) -> bool:
         """Give the device memory of weights and caches back. Returns whether the weights are gone."""
@@ -112,5 +120,6 @@ def check_images(engine: str, jobs: Sequence[Job]) -> None:
     """Raises ConfigError where jobs have images and the engine (``rollout.name``) takes text alone."""
     if not ENGINES[engine].images and any(job.images for job in jobs):
         raise ConfigError(
-            f"actor_rollout_ref.rollout.name={engine} takes text alone, and prompts have images. Use {engines_with('images')}."
+            f"actor_rollout_ref.rollout.name={engine} takes text alone, and prompts have images. "
+            f"Use {engines_with('images')}."
         )

@@ -1,4 +1,10 @@
-"""The embedded rollout engine: a decode loop over the Hugging Face model itself. It runs wherever torch runs."""
+"""The embedded rollout engine: a decode loop over the Hugging Face model itself. It runs wherever torch runs.
+
+A CPU, a new device or a first try should need no inference server. transformers' own `generate` pads, waits for the
+longest answer and computes a prompt once per answer. So this engine batches continuously over a cache of its own
+(`kv`), computes a prompt once for all its answers, and with one process and equal dtypes generates with the training
+weights themselves. Left out: CUDA graphs and paged memory; on accelerators vLLM is the engine for speed.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +37,14 @@ from rltrain.workers.rollout.settings import EngineSettings
 
 _ATTENTION = "rltrain_rollout"
 _CACHE = "rltrain_cache"
-# Rows that have ended stay in the batch until they are this share of it: moving the others costs more.
+# Ended rows stay in the batch until they are this share of it, because moving the others costs more.
 _DEAD = 0.05
 
 
 class HFRollout:
-    """Continuous batching over the model's own modules: one prefill a prompt, shared by its answers; answers leave as they end and
-    new ones enter."""
+    """Continuous batching over the model's own modules: one prefill per prompt; answers leave as they end, others
+    enter.
+    """
 
     def __init__(self, settings: EngineSettings) -> None:
         _register()
@@ -56,8 +63,9 @@ class HFRollout:
         """Memory is taken weight by weight in `load_weights`."""
 
     def wake_cache(self) -> None:
-        """Decides how many answers may be generated at once: so many that all could become as long as they may, each with a prompt
-        of its own. Keys and values themselves live as long as a `generate`."""
+        """Set how many answers run at once, so that the cache fits even if every answer reaches max_model_len and no
+        two share a prompt. Keys and values themselves live as long as a `generate`.
+        """
         budget = self._memory_share * self._device.free_memory_bytes() / ROOM
         longest = (self._max_model_len + self._block) * bytes_per_token(self._model.config, self._dtype)
         self._most_rows = min(self._rollout.max_num_seqs, int(budget / longest))
@@ -123,8 +131,9 @@ class HFRollout:
         if not num_running and most < self._rollout.max_num_seqs and (jobs := source.take(self._rollout.max_num_seqs)):
             key = "actor_rollout_ref.rollout."
             raise ConfigError(
-                f"the memory for keys and values holds {most} answers of up to {self._max_model_len} tokens at once, but "
-                f"{len(jobs[0].samples)} answers to one prompt were to be generated together. Raise {key}gpu_memory_utilization, lower "
+                f"the memory for keys and values holds {most} answers of up to {self._max_model_len} tokens at once, "
+                f"but {len(jobs[0].samples)} answers to one prompt were to be generated together. Raise "
+                f"{key}gpu_memory_utilization, lower "
                 f"{key}max_model_len"
                 + (f", or set {key}max_num_seqs={most}, which cuts them into several parts." if most else ".")
             )
@@ -141,10 +150,13 @@ class HFRollout:
         return tokens
 
     def _prefill(self, jobs: Sequence[Job], kv: KeyValues) -> Tensor:
-        """Compute the prompts, as many at once as the limits allow. Last hidden state of each answer's prompt [rows, h]."""
+        """Compute the prompts, as many at once as the settings allow.
+
+        Last hidden state per answer's prompt [rows, h].
+        """
         prompts, counts = [], []
         for job in jobs:
-            # Answers that have begun already share no text.
+            # Answers that go on from given tokens share no text.
             texts = [np.concatenate([job.prompt, part]) for part in job.given] if job.given else [job.prompt]
             prompts += [torch.from_numpy(text.astype(np.int64)) for text in texts]
             counts += [1] * len(texts) if job.given else [len(job.samples)]
@@ -168,12 +180,12 @@ class HFRollout:
         expected = self._model.config.get_text_config().num_hidden_layers
         if kv.num_layers != expected:
             raise ConfigError(
-                f"{kv.num_layers} of the {expected} layers of {type(self._model).__name__} keep keys and values through "
-                "transformers' attention interface; the engine actor_rollout_ref.rollout.name=hf needs all of them to."
+                f"{kv.num_layers} of the {expected} layers of {type(self._model).__name__} keep keys and values "
+                "through transformers' attention interface; the engine actor_rollout_ref.rollout.name=hf needs all of them to."
             )
 
     def _packs(self, lengths: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
-        """Pieces (number, start, stop) of prompts that are computed together: whole prompts, or one piece of a long one."""
+        """Chunks (number, start, stop) of prompts that are computed together: whole prompts, or a part of a long one."""
         budget = self._rollout.max_num_batched_tokens
         pack: list[tuple[int, int, int]] = []
         filled = 0
@@ -209,7 +221,7 @@ def rollout_attention(
     rltrain_cache: KeyValues | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention over what the engine has cached; without a cache, and within whole prompts, that of the trainer."""
+    """Attention over the cache; without a cache, and within whole prompts, the trainer's packed attention."""
     if rltrain_cache is not None:
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         layer = int(module.layer_idx)  # type: ignore[arg-type]

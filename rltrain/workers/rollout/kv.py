@@ -1,11 +1,13 @@
-"""Keys and values of what is being generated: those of a prompt once for all its answers, those of the answers in lockstep.
+"""The key-value cache of the embedded engine: a prompt is kept once for all its answers, and answers decode in
+lockstep.
 
-All answers decode together, and each step writes one column: a row's own columns are those since it was born, whatever its
-length. So a new token is one plain copy, and as long as all rows are of one age nothing is masked but what is not written yet.
-Columns are held in blocks of fixed width, and a product reads whole blocks: contiguous, which on a CPU is worth a factor of two to
-four against slices of a wider buffer. A block is made when its first column is written and dropped when no living row is so old.
+A cache padded per row would copy the prompt per answer; a paged one needs a kernel per device. Here every step writes
+one column for all rows, and a row's own columns are those since it was born. So a new token is one plain copy, and
+while all rows are of one age only the columns not yet written are masked. Columns are held in blocks of fixed width,
+and a product reads whole blocks: contiguous memory is worth a factor of two to four on a CPU against slices of a wider
+buffer. A block is made when its first column is written and dropped when no living row is so old.
 
-The attention itself is two groups of products under one softmax: with the prompts, where all answers to a prompt are queries of
+Attention is two groups of products under one softmax: with the prompts, where all answers to a prompt are queries of
 one product, and with the answers' own columns. Grouped-query attention and sliding windows fall out of the same form.
 """
 
@@ -21,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 Ints = NDArray[np.int64]
-# Memory of `KeyValues` over that of its rows at their longest: room to grow, and rows of answers that have ended.
+# Memory of `KeyValues` relative to its rows at their longest: room to grow, and rows of answers that have ended.
 ROOM = 1.3
 # Prompts get room in steps of this many tokens.
 _PROMPT_STEP = 32
@@ -57,9 +59,9 @@ class _Layer:
 
 
 class KeyValues:
-    """The cache of one generation, for any number of layers; what they look like is learnt from the first prompt.
+    """The cache of one generation, for any number of layers; their shapes follow from the first prompt.
 
-    Rows are numbered 0, 1, ...; `add` appends some, `keep` drops some and renumbers. block: columns that are stored together.
+    Rows are numbered 0, 1, ...; `add` appends some, `keep` drops some and renumbers. block: columns per block.
     """
 
     def __init__(self, device: torch.device, block: int) -> None:
@@ -86,7 +88,7 @@ class KeyValues:
         return len(self._layers)
 
     def add(self, prompt_lengths: Sequence[int], num_rows: Sequence[int]) -> range:
-        """Room for new prompts, and rows for the answers to each, after those that are there. Returns the prompts' places."""
+        """Make room for new prompts and for the answers to each, behind the others. Returns the prompts' places."""
         places = range(len(self._prompt_lengths), len(self._prompt_lengths) + len(prompt_lengths))
         self._prompt_lengths = np.concatenate([self._prompt_lengths, prompt_lengths])
         self._place_of_row = np.concatenate([self._place_of_row, np.repeat(np.asarray(places), num_rows)])
@@ -99,7 +101,10 @@ class KeyValues:
         return places
 
     def keep(self, alive: NDArray[np.bool_]) -> Ints:
-        """Drop the other rows, and prompts that nobody answers any more. Returns the old number of each row that is left."""
+        """Drop the rows that are not alive, and prompts without rows.
+
+        Returns the old number of each row that is left.
+        """
         rows = _without_holes(alive)
         answered = np.zeros(len(self._prompt_lengths), dtype=bool)
         answered[self._place_of_row[rows]] = True
@@ -116,11 +121,11 @@ class KeyValues:
         return rows
 
     def begin_prefill(self, chunks: Sequence[PromptChunk]) -> None:
-        """The next forward pass computes these chunks of prompts, packed. One that does not start at 0 stands alone."""
+        """Announce that the next forward pass computes these chunks, packed. One that does not start at 0 is alone."""
         self._chunks = chunks
 
     def begin_step(self) -> None:
-        """The next forward pass computes one token of each row."""
+        """Announce that the next forward pass computes one token per row."""
         self._chunks = ()
         self._column += 1
         self._masks = {}
@@ -136,7 +141,7 @@ class KeyValues:
         return bool(self._chunks)
 
     def store(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Keys and values [1, kv heads, tokens, d] of the chunks that were announced."""
+        """Keep keys and values [1, kv heads, tokens, d] of the announced chunks."""
         if layer not in self._layers:
             places = len(self._prompt_lengths)
             empty = (new.new_zeros(places, new.shape[1], self._width, new.shape[3]) for new in (keys, values))
@@ -153,7 +158,10 @@ class KeyValues:
         return bool(self._chunks) and self._chunks[0].start > 0
 
     def prefill_rest(self, layer: int, query: Tensor, scaling: float, window: int | None) -> Tensor:
-        """Attention of a chunk of a prompt to all of the prompt up to itself. query [1, heads, n, d] -> [1, n, heads, d']."""
+        """Attention of a chunk of a prompt to all of the prompt up to itself.
+
+        query [1, heads, n, d] -> [1, n, heads, d'].
+        """
         (chunk,) = self._chunks
         keys, values = (each[chunk.place : chunk.place + 1, :, : chunk.stop] for each in self._layers[layer].prompts)
         everywhere = torch.arange(chunk.stop, device=query.device)
@@ -172,7 +180,7 @@ class KeyValues:
     def decode(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
     ) -> Tensor:
-        """One token a row: query [rows, heads, 1, d]; key, value [rows, kv heads, 1, d] -> [rows, 1, heads, d']."""
+        """One token per row: query [rows, heads, 1, d]; key, value [rows, kv heads, 1, d] -> [rows, 1, heads, d']."""
         assert self._seats is not None
         rows, kv_heads = key.shape[:2]
         held = self._layers[layer]
@@ -214,9 +222,9 @@ class KeyValues:
 
 @dataclass(frozen=True)
 class _Seats:
-    """Rows sorted by prompt: every prompt has as many seats as the most answered one has rows.
+    """Rows sorted by prompt: every prompt has as many seats as the prompt with the most rows.
 
-    rows [prompts * seats]: who sits there (anyone on the empty ones); seats, prompt_lengths, born [rows].
+    rows [prompts * seats]: the row per seat (any row on an empty seat). seats, prompt_lengths, born [rows].
     """
 
     num_prompts: int
@@ -249,7 +257,7 @@ class _Seats:
 
 
 def _without_holes(alive: NDArray[np.bool_]) -> Ints:
-    """Numbers of the living, where the last ones have moved into the places of the dead."""
+    """Numbers of the living rows, of which the last have moved into the places of the dead."""
     count = int(alive.sum())
     order = np.arange(count)
     order[~alive[:count]] = count + np.flatnonzero(alive[count:])
@@ -270,7 +278,7 @@ def _enlarged(pair: Pair, count: int, width: int) -> Pair:
     have, _, columns, _ = pair.keys.shape
     if have >= count and columns >= width:
         return pair
-    # A quarter more, so that one prompt after the other does not copy everything every time.
+    # A quarter more, so that adding prompts one by one does not copy everything every time.
     count = have if have >= count else max(count, have + have // 4)
     larger = Pair(*(each.new_zeros(count, each.shape[1], max(columns, width), each.shape[3]) for each in pair))
     for new, old in zip(larger, pair, strict=True):

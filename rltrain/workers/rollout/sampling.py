@@ -1,4 +1,9 @@
-"""From logits to tokens: counted random numbers, temperature, top-k, top-p, and the log-prob of what was drawn."""
+"""From logits to tokens: counted random numbers, temperature, top-k, top-p, and the log-probs of the drawn tokens.
+
+An answer must depend on its seed alone, not on the batch it is in; torch.multinomial draws from shared state. So each
+token inverts the distribution function at a number counted from (seed, position). Running totals over the vocabulary
+cost more than everything else here, therefore the search has two levels: blocks of tokens, then one block.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +26,14 @@ _BELOW_ONE = 1 - 2.0**-23
 def random_numbers(seeds: NDArray[np.uint64], places: NDArray[np.int64]) -> NDArray[np.float32]:
     """Number ``places[i]`` of the stream of ``seeds[i]``, in [0, 1 - 2^-23].
 
-    So far below 1 that the product with a float32 total is smaller than the total: the search for it never runs past the last token
-    that has any mass. In float32, because not every accelerator computes in float64.
+    So far below 1 that the product with a float32 total is smaller than the total: the search for it never runs past
+    the last token that has any mass. In float32, because not every accelerator computes in float64.
     """
     return np.minimum(uniforms(seeds, places, 1)[:, 0], _BELOW_ONE).astype(np.float32)
 
 
 def choose(logits: Tensor, noise: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Sample one token a row by inverting the distribution function at ``noise`` (as from `random_numbers`).
+    """Sample one token per row by inverting the distribution function at ``noise`` (as from `random_numbers`).
 
     logits [n, vocabulary] in fp32, which are overwritten -> token ids [n] and their log-probs [n].
     """
@@ -55,17 +60,14 @@ def _choose(logits: Tensor, noise: Tensor, sampling: Sampling) -> tuple[Tensor, 
 
 
 def _block_sums(weights: Tensor) -> Tensor:
-    """[n, vocabulary] -> [n, blocks]; the last block is what is left over, possibly nothing."""
+    """[n, vocabulary] -> [n, blocks]; the last block is the remainder, possibly empty."""
     whole = weights.shape[-1] // _BLOCK * _BLOCK
     sums = weights[:, :whole].unflatten(-1, (-1, _BLOCK)).sum(-1)
     return torch.cat([sums, weights[:, whole:].sum(-1, keepdim=True)], -1)
 
 
 def _search(weights: Tensor, sums: Tensor, noise: Tensor) -> Tensor:
-    """The first token [n, 1] at which the running total exceeds ``noise`` times the total: first the block, then in it.
-
-    No running total over the whole vocabulary is made, which costs more than everything else here.
-    """
+    """The first token [n, 1] at which the running total exceeds ``noise`` times the total: the block, then the token."""
     totals = sums.cumsum(-1)
     target = noise * totals[:, -1:]
     block = torch.searchsorted(totals, target, right=True)
@@ -73,15 +75,16 @@ def _search(weights: Tensor, sums: Tensor, noise: Tensor) -> Tensor:
     places = block * _BLOCK + torch.arange(_BLOCK, device=weights.device)
     outside = places >= weights.shape[-1]
     inside = weights.gather(-1, places.masked_fill(outside, 0)).masked_fill_(outside, 0).cumsum(-1)
-    # The two ways of adding up round differently: what is left must stay below the block's own total.
+    # The two sums round differently, and the remainder must stay below the block's own total.
     left = torch.minimum(target - before, inside[:, -1:] * _BELOW_ONE)
     return block * _BLOCK + torch.searchsorted(inside, left, right=True)
 
 
 def restrict(weights: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Zero the tokens [n, vocabulary] outside the ``top_k`` likeliest, then outside the likeliest that hold ``top_p`` of these.
+    """Zero the tokens [n, vocabulary] outside the ``top_k`` likeliest, then outside the likeliest that hold ``top_p``
+    of these.
 
-    Tokens as likely as the last one inside are inside as well: what is allowed depends on the weights alone.
+    Tokens as likely as the last one inside are inside as well, so the choice depends on the weights alone.
     """
     vocabulary = weights.shape[-1]
     limited = 0 < top_k < vocabulary

@@ -1,7 +1,10 @@
-"""SGLang as rollout engine: one engine of one device a worker, in processes of its own that this process talks to.
+"""SGLang as rollout engine: one engine of one device per worker, in processes of its own that this process talks to.
 
-Written against sglang 0.5.23 and run with it on the CPU. Not run on CUDA or Ascend hardware: there, that the engine's memory is given
-back, that weights pass between processes without a copy, and that an answer depends on its seed alone.
+SGLang cannot run inside the worker as vLLM does, so tokens and weights are handed to its processes. Left out: engines
+of several devices, because SGLang would start processes on the devices of other workers.
+
+Written against sglang 0.5.23 and run with it on the CPU. Not run on CUDA or Ascend. Unverified there: that the engine
+gives memory back, that weights pass between processes without a copy, and that an answer depends on its seed alone.
 """
 
 from __future__ import annotations
@@ -33,19 +36,19 @@ from rltrain.workers.rollout.sglang_weights import load_weights, report_refused
 
 # The engine's own process imports the functions that take over weights by these names.
 _LOAD, _REPORT = (f"{function.__module__}.{function.__name__}" for function in (load_weights, report_refused))
-# What can be given back, by SGLang's names.
+# The two parts of its memory, by SGLang's names.
 _WEIGHTS, _CACHE = "weights", "kv_cache"
-# How often the source is asked whether the answers are still wanted: the engine does not tell of single tokens.
+# The source is asked this often whether answers are still wanted, because the engine does not report single tokens.
 _POLL_S = 0.05
-# The engine needs room behind the longest sequence, and is idle this long after its last answer at the latest.
+# The engine needs this much room behind the longest sequence, and is idle at the latest so long after its last answer.
 _SPARE_TOKENS, _IDLE_WITHIN_S = 2, 60.0
 
 
 class SGLangRollout:
     """An engine on the device of this process.
 
-    On the CPU the engine draws from a generator of its own, so that answers do not repeat (its seeded sampling needs Triton).
-    top_p is the share of all tokens, not of the ``top_k`` likeliest, where both are set.
+    On the CPU the engine draws from a generator of its own, so that answers do not repeat (its seeded sampling needs
+    Triton). Where both are set, top_p is a share of all tokens, not of the ``top_k`` likeliest.
     """
 
     def __init__(self, settings: EngineSettings) -> None:
@@ -73,7 +76,7 @@ class SGLangRollout:
             "enable_memory_saver": self._sleeps and not device.is_cpu,
             "enable_deterministic_inference": not device.is_cpu,
             "custom_weight_loader": [_LOAD, _REPORT],
-            # What ends an answer is decided by rltrain, not by the model's files.
+            # rltrain decides what ends an answer, not the model's files.
             "json_model_override_args": json.dumps(
                 dict(settings.model.override) | {"eos_token_id": list(settings.eos_token_ids)}
             ),
@@ -82,7 +85,7 @@ class SGLangRollout:
         }
         if device.is_cpu:
             arguments |= {"attention_backend": "torch_native", "sampling_backend": "pytorch"}
-            # Not a share of the machine's memory: all that can run at once.
+            # Room for all that can run at once, instead of a share of the machine's memory.
             arguments["max_total_tokens"] = rollout.max_num_seqs * length
         self._engine = _start(arguments | dict(rollout.engine_kwargs.get("sglang", {})))
         self.sleep()
@@ -133,12 +136,12 @@ class SGLangRollout:
         if report["refused"]:
             name, why = next(iter(report["refused"].items()))
             raise ConfigError(
-                f"actor_rollout_ref.rollout.name=sglang: SGLang's {report['model']} does not take {len(report['refused'])} "
-                f"of the trainer's weights, {name} among them ({why}). Use rollout.name=vllm or hf."
+                f"actor_rollout_ref.rollout.name=sglang: SGLang's {report['model']} does not take "
+                f"{len(report['refused'])} of the trainer's weights, {name} among them ({why}). Use rollout.name=vllm or hf."
             )
 
     def _send(self, name: str, values: Tensor, loader: str) -> None:
-        # A tensor on the CPU would be moved into shared memory, on an accelerator the engine reads it where it is.
+        # A tensor on the CPU would be moved into shared memory; on an accelerator the engine reads it where it is.
         values = values.clone() if self._device.is_cpu else values
         self._device.synchronize()
         _expect(
@@ -160,7 +163,7 @@ class SGLangRollout:
         return generation_of(self._engine.loop.run_until_complete(self._serve(source, sampling, finished)))
 
     async def _serve(self, source: Source, sampling: Sampling, finished: Finished | None) -> list[SampledAnswer]:
-        """Keep the engine full until the source has no more; tell of every job that has ended."""
+        """Keep the engine full until the source has no more, and report every job that has ended."""
         started = time.perf_counter()
         answers: list[SampledAnswer] = []
         running: dict[asyncio.Future[None], RunningJob] = {}
@@ -219,6 +222,6 @@ def _start(arguments: Mapping[str, Any]) -> Any:
 
 
 def _expect(answer: tuple[bool, str]) -> None:
-    """What SGLang answers to a request that changes weights."""
+    """Raises SyncError where SGLang refused a request that changes weights."""
     if not answer[0]:
         raise SyncError(f"SGLang did not take over the weights: {answer[1]}")

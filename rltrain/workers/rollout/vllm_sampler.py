@@ -1,4 +1,9 @@
-"""What takes the place of vLLM's own drawing: counted random numbers, the same as in every engine of ours."""
+"""Replaces vLLM's drawing by counted random numbers, the same as in every engine that can.
+
+vLLM seeds a generator per request, whose numbers depend on its kernels and on how often a draft was rejected. To make
+an answer depend on its seed alone, vLLM's sampler gets another drawing part, and its rejection sampler is replaced: a
+draft is accepted exactly where it is what would have been drawn. vLLM's model runner stays as it is.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +21,7 @@ from rltrain.workers.rollout.sampling import choose, random_numbers
 
 
 class RandomStream(NamedTuple):
-    """The random numbers of one request: those of ``seed`` from ``start`` on. Travels in vLLM's ``extra_args``."""
+    """The random numbers of one request: those of ``seed`` from position ``start`` on. Travels in ``extra_args``."""
 
     seed: int
     start: int
@@ -31,21 +36,20 @@ class RandomStream(NamedTuple):
 
 
 class CountedSampler(nn.Module):
-    """In the place of vLLM's top-k/top-p sampler: draws with counted random numbers, so that an answer depends on its seed alone.
+    """Replaces vLLM's top-k/top-p sampler, and draws the whole batch at once. Returns log-probs before top-k and top-p.
 
-    Gives the log-probs before top-k and top-p. vLLM draws request by request; this draws the whole batch at once.
-    never: ids that are never drawn. They keep their place in the log-probs: the trainer's softmax has them too.
+    never: ids that are never drawn. They keep their place in the log-probs, because the trainer's softmax has them too.
     """
 
     def __init__(self, runner: Any, never: Tensor) -> None:
         super().__init__()
-        self._runner = weakref.ref(runner)  # which holds this: an engine must go with its last reference
+        self._runner = weakref.ref(runner)  # it holds this, and an engine must end with its last reference
         self._never = never
         self._sampling = Sampling(1)
 
     @classmethod
     def put_into(cls, runner: Any, never: Tensor) -> CountedSampler:
-        """Replace the drawing parts of vLLM's model runner: that of its sampler, and that which judges drafts."""
+        """Replace the drawing parts of vLLM's model runner: of its sampler and of its judge of drafts."""
         sampler: Any = getattr(runner, "sampler", None)
         if not hasattr(sampler, "topk_topp_sampler") or not hasattr(sampler, "greedy_sample"):
             raise RuntimeError(
@@ -60,22 +64,22 @@ class CountedSampler(nn.Module):
         return counted
 
     def begin(self, sampling: Sampling) -> None:
-        """From now on: other answers."""
+        """Draw as ``sampling`` says from now on."""
         self._sampling = sampling
 
     def forward(
         self, logits: Tensor, generators: dict[int, torch.Generator], k: Tensor | None, p: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """logits [rows, vocabulary], divided by the temperature. Returns token ids [rows] and log-probs [rows, vocabulary]."""
+        """logits [rows, vocabulary], divided by the temperature -> token ids [rows], log-probs [rows, vocabulary]."""
         log_probs = torch.log_softmax(logits, -1, dtype=torch.float32)
         return self._draw(logits, [1] * len(logits)), log_probs
 
     def verify(self, metadata: Any, draft_probs: Any, logits: Tensor, sampling_metadata: Any) -> Any:
-        """In the place of vLLM's rejection sampler: a draft is accepted as long as it is what would have been drawn without it.
+        """Replaces vLLM's rejection sampler: a draft is accepted while it is what would have been drawn without it.
 
-        That is as often as rejection sampling accepts a draft that is sure of itself (Leviathan et al. 2023), and the answer is that
-        without drafts. logits [drafts and one more of each request, vocabulary], not divided. Returns vLLM's SamplerOutput: -1 after what
-        was accepted and the first token that was not.
+        That is as often as rejection sampling accepts a draft that is sure of itself (Leviathan et al. 2023), and the
+        answer is the one without drafts. logits [per request its drafts and one more, vocabulary], not divided by the
+        temperature. Returns vLLM's SamplerOutput: -1 behind the accepted drafts and the first token that was not.
         """
         from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 
@@ -98,12 +102,15 @@ class CountedSampler(nn.Module):
         return SamplerOutput(tokens.int(), LogprobsTensors(ids, table(log_probs, 0.0).view(-1, 1), ranks))
 
     def _draw(self, logits: Tensor, counts: Sequence[int]) -> Tensor:
-        """logits [rows, vocabulary], divided by the temperature, which are overwritten -> token ids [rows]. counts: of rows, by request."""
+        """logits [rows, vocabulary], divided by the temperature -> token ids [rows]. Overwrites the logits.
+
+        counts: rows per request.
+        """
         runner = self._runner()
         assert runner is not None
         seeds, places = np.zeros(len(logits), dtype=np.uint64), np.zeros(len(logits), dtype=np.int64)
         row = 0
-        # No names: vLLM tries itself out.
+        # There are no requests while vLLM profiles itself.
         for name, count in zip(runner.input_batch.req_ids, counts, strict=False):
             request = runner.requests[name]
             stream = RandomStream.of(request.sampling_params)

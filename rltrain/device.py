@@ -17,30 +17,6 @@ import torch
 from rltrain.env import chosen_threads, cpu_quota
 from rltrain.errors import ConfigError
 
-
-@dataclass(frozen=True)
-class _Kind:
-    """The facts about one kind of device: a new kind is one row of `_KINDS`.
-
-    logits_elements, sampling_elements: logits that training and sampling work on at a time. Accelerators want many: a
-    launch costs, and the gradient of the head is read and written once per chunk. A CPU wants what its caches hold.
-    cache_columns: columns per block of the embedded engine's key-value cache; few on a CPU, where reading masked
-    columns costs. attention: the kernel for packed sequences (`models.attention`).
-    """
-
-    backend: str
-    ray_resource: str
-    logits_elements: int = 2**26
-    sampling_elements: int = 2**26
-    cache_columns: int = 512
-    attention: str = "products"
-
-
-_KINDS = {
-    "cpu": _Kind("gloo", "CPU", logits_elements=2**24, sampling_elements=2**21, cache_columns=64),
-    "cuda": _Kind("cpu:gloo,cuda:nccl", "GPU", attention="flash"),
-    "npu": _Kind("cpu:gloo,npu:hccl", "NPU", attention="npu"),
-}
 # Dense bf16 peak in FLOP/s, from the vendors' data sheets.
 _PEAK_FLOPS = {
     "H100": 989e12,
@@ -58,9 +34,22 @@ _PEAK_FLOPS = {
 
 @dataclass(frozen=True)
 class Device:
-    """One kind of device. A worker process sees exactly one of it (Ray sets the visible devices), so its index is 0."""
+    """One kind of device: a row of `DEVICES`. A worker process sees exactly one of it (Ray sets the visible devices).
+
+    backend: of the process group, with gloo beside it for CPU tensors. logits_elements, sampling_elements: logits that
+    training and sampling work on at a time. Accelerators want many (2^26 are 256 MiB; a pass holds about three such
+    tensors): a launch costs, and the gradient of the head is read and written once per chunk. A CPU wants what its
+    caches hold. cache_columns: columns per block of the embedded engine's key-value cache; few on a CPU, where reading
+    masked columns costs. attention: the kernel for packed sequences (`models.attention`).
+    """
 
     kind: str
+    backend: str
+    ray_resource: str
+    attention: str
+    logits_elements: int = 2**26
+    sampling_elements: int = 2**26
+    cache_columns: int = 512
 
     @property
     def torch_device(self) -> torch.device:
@@ -69,38 +58,6 @@ class Device:
     @property
     def is_cpu(self) -> bool:
         return self.kind == "cpu"
-
-    @property
-    def backend(self) -> str:
-        """Process group backend, with gloo beside it for CPU tensors."""
-        return _KINDS[self.kind].backend
-
-    @property
-    def ray_resource(self) -> str:
-        return _KINDS[self.kind].ray_resource
-
-    @property
-    def logits_elements(self) -> int:
-        """Logits that exist at a time in training: 64 MiB on a CPU, 256 MiB elsewhere.
-
-        A pass holds about three such tensors.
-        """
-        return _KINDS[self.kind].logits_elements
-
-    @property
-    def sampling_elements(self) -> int:
-        """Logits that tokens are drawn from at a time."""
-        return _KINDS[self.kind].sampling_elements
-
-    @property
-    def cache_columns(self) -> int:
-        """Columns per block of the embedded engine's key-value cache."""
-        return _KINDS[self.kind].cache_columns
-
-    @property
-    def attention(self) -> str:
-        """The kernel for packed sequences: products, flash or npu."""
-        return _KINDS[self.kind].attention
 
     @property
     def count(self) -> int:
@@ -159,9 +116,16 @@ class Device:
         return next((flops for key, flops in sorted(_PEAK_FLOPS.items(), reverse=True) if key in name), None)
 
 
+DEVICES = {
+    "cpu": Device("cpu", "gloo", "CPU", "products", logits_elements=2**24, sampling_elements=2**21, cache_columns=64),
+    "cuda": Device("cuda", "cpu:gloo,cuda:nccl", "GPU", "flash"),
+    "npu": Device("npu", "cpu:gloo,npu:hccl", "NPU", "npu"),
+}
+
+
 def device_of(tensor: torch.Tensor) -> Device:
     """The device that holds a tensor."""
-    return Device(tensor.device.type)
+    return DEVICES[tensor.device.type]
 
 
 def _machine_memory() -> dict[str, int]:
@@ -198,21 +162,15 @@ def npu_fusion_attention() -> Any:
 def get_device(name: str) -> Device:
     """``trainer.device``: auto, cpu, cuda or npu."""
     kind = detect() if name == "auto" else name
-    if kind not in _KINDS:
+    if kind not in DEVICES:
         raise ConfigError(f"trainer.device={name} is not a device rltrain knows. Use auto, npu, cuda or cpu.")
-    return Device(kind)
+    return DEVICES[kind]
 
 
 def resolve_dtype(name: str, device: Device) -> torch.dtype:
     """A dtype key: auto, float32/fp32, bfloat16/bf16 or float16/fp16."""
-    names = {
-        "float32": "float32",
-        "fp32": "float32",
-        "bfloat16": "bfloat16",
-        "bf16": "bfloat16",
-        "float16": "float16",
-        "fp16": "float16",
-    }
+    short = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+    names = {name: name for name in short.values()} | short
     if name == "auto":
         return device.compute_dtype
     if name not in names:

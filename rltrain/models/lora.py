@@ -82,7 +82,7 @@ def add_adapters(model: PreTrainedModel, lora: Lora) -> None:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise ConfigError(f"{lora.section}: LoRA needs peft: pip install 'rltrain[lora]'.") from error
-    alpha: Any = _whole(lora.alpha)
+    alpha: Any = int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha
     config: Any = _stored_config(lora) if lora.path else LoraConfig(r=lora.rank, lora_alpha=alpha)
     config.task_type, config.inference_mode, config.exclude_modules = "CAUSAL_LM", False, None
     # Dropout would make the importance ratio of an unchanged policy differ from 1.
@@ -176,62 +176,53 @@ def save_adapter(model: PreTrainedModel, base: str, folder: str) -> None:
 
 
 def _target_layers(model: PreTrainedModel, lora: Lora) -> list[str]:
-    """Names of the layers that get adapters."""
-    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    """Names of the layers that get adapters: linear ones, but not the head, whose log-probs are computed from its
+    weight.
+    """
+    head = model.get_output_embeddings()
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
     if lora.path:
-        stored = {key.removeprefix(_PEFT).rpartition(".lora_")[0] for key in _stored_weights(lora)}
-        if other := sorted(stored - linear.keys()):
+        chosen = {key.removeprefix(_PEFT).rpartition(".lora_")[0] for key in _stored_weights(lora)}
+        if other := sorted(chosen - set(linear)):
             raise ConfigError(
                 f"{lora.section}.lora_adapter_path={lora.path} does not fit this model, which has no linear layer "
-                f"{other[0]}."
+                f"{other[0]} below the head."
             )
-        chosen = stored
-    elif lora.target_modules == "all-linear":
+        return [name for name in linear if name in chosen]
+    if lora.target_modules == "all-linear":
         if any(".experts." in name and parameter.dim() > 2 for name, parameter in model.named_parameters()):
             raise ConfigError(
                 f"{lora.section}.target_modules=all-linear does not reach the experts of this model, whose weights are "
                 "not linear layers. Name the layers that are to be trained, such as "
                 f"{lora.section}.target_modules=[q_proj,k_proj,v_proj,o_proj]."
             )
-        chosen = {name for name, module in linear.items() if module is not model.get_output_embeddings()}
+        chosen = set(linear)
     else:
-        chosen = _matching(f"{lora.section}.target_modules", lora.target_modules, list(linear))
-    if lora.exclude_modules and not lora.path:
-        chosen -= _matching(f"{lora.section}.exclude_modules", lora.exclude_modules, list(linear))
+        chosen = _matching(f"{lora.section}.target_modules", lora.target_modules, linear)
+    if lora.exclude_modules:
+        chosen -= _matching(f"{lora.section}.exclude_modules", lora.exclude_modules, linear)
     if not chosen:
         raise ConfigError(
             f"{lora.section}.exclude_modules={lora.exclude_modules} leaves no layer to put adapters into."
-        )
-    head = model.get_output_embeddings()
-    if on_head := [name for name in chosen if linear[name] is head]:
-        raise ConfigError(
-            f"{lora.section}.target_modules: '{on_head[0]}' is the head, which cannot have adapters: log-probs are "
-            "computed from its weight, a chunk of tokens at a time. Leave it out."
         )
     return [name for name in linear if name in chosen]
 
 
 def _matching(key: str, wanted: Any, linear: list[str]) -> set[str]:
-    """The linear layers that a list of names (or ends of them) or a pattern chooses.
-
-    Raises ConfigError for no match.
-    """
-    if isinstance(wanted, str) and not re.fullmatch(r"[\w.]+", wanted):
-        try:
-            found = {name for name in linear if re.fullmatch(wanted, name)}
-        except re.error as error:
-            raise ConfigError(f"{key}={wanted} is neither a name nor a pattern: {error}") from error
-        if not found:
-            raise ConfigError(f"{key}={wanted}: the pattern matches no linear layer. One is called {linear[0]}.")
-        return found
+    """The layers that a list of names (or ends of names) or a pattern chooses. Raises ConfigError for no match."""
     chosen = set()
     for wish in [wanted] if isinstance(wanted, str) else wanted:
         found = {name for name in linear if f".{name}".endswith(f".{wish}")}
+        if not found and isinstance(wanted, str):
+            try:
+                found = {name for name in linear if re.fullmatch(wanted, name)}
+            except re.error as error:
+                raise ConfigError(f"{key}={wanted} is neither a name nor a pattern: {error}") from error
         if not found:
             leaves = sorted({name.rpartition(".")[2] for name in linear})
             near = difflib.get_close_matches(wish, [*leaves, *linear], n=3, cutoff=0.5)
             meant = f"Did you mean {', '.join(near)}?" if near else f"There are {', '.join(leaves[:20])}."
-            raise ConfigError(f"{key}={wanted}: no linear layer is called '{wish}'. {meant}")
+            raise ConfigError(f"{key}={wanted}: no linear layer below the head matches '{wish}'. {meant}")
         chosen |= found
     return chosen
 
@@ -270,10 +261,6 @@ def _stored_weights(lora: Lora) -> dict[str, Tensor]:
 
     assert lora.path is not None
     return load_peft_weights(lora.path, device="cpu")
-
-
-def _whole(number: float) -> float:
-    return int(number) if float(number).is_integer() else number
 
 
 def _read_adapters(model: nn.Module, lora: Lora) -> dict[str, Tensor]:

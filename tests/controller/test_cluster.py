@@ -6,7 +6,7 @@ from ray.cluster_utils import Cluster
 
 from rltrain.controller import cluster as subject
 from rltrain.controller.cluster import ray_problems, reserve, start_ray
-from rltrain.device import Device
+from rltrain.device import get_device
 from rltrain.errors import ConfigError, WorkerLost
 from tests.tiny import small_config
 
@@ -30,7 +30,7 @@ def settings(nnodes: int):
 
 
 def test_each_node_gives_its_own_devices():
-    groups = reserve(settings(2), Device("npu"))
+    groups = reserve(settings(2), get_device("npu"))
     tables = [ray.util.placement_group_table(group) for group in groups]
     nodes = [set(table["bundles_to_node_id"].values()) for table in tables]
     assert [len(node) for node in nodes] == [1, 1]
@@ -43,7 +43,7 @@ def test_each_node_gives_its_own_devices():
 def test_nodes_that_do_not_come_up_are_counted(monkeypatch):
     monkeypatch.setattr(subject, "_RESERVE_TIMEOUT_S", 3)
     with pytest.raises(WorkerLost, match="1 of 3 nodes with 2 free NPU slots each did not come up in 3 s") as caught:
-        reserve(settings(3), Device("npu"))
+        reserve(settings(3), get_device("npu"))
     assert "2 nodes with 2 + 2 NPU slots; 3 x 2 on one node each are asked for, so 1 more" in str(caught.value)
 
 
@@ -51,7 +51,7 @@ def test_what_is_missing_is_said_while_it_is_waited_for(monkeypatch, caplog):
     monkeypatch.setattr(subject, "_RESERVE_TIMEOUT_S", 3)
     caplog.set_level("INFO")
     with pytest.raises(WorkerLost):
-        reserve(settings(3), Device("npu"))
+        reserve(settings(3), get_device("npu"))
     assert "waiting for devices: the cluster has 2 nodes" in caplog.text
     assert "s left)" in caplog.text
 
@@ -60,7 +60,7 @@ def test_a_local_ray_without_the_devices_is_told_at_once():
     config = settings(1)
     config.ray_kwargs.ray_init["address"] = None
     with pytest.raises(ConfigError, match="n_gpus_per_node=2, but the local Ray has 0 GPU slots"):
-        reserve(config, Device("cuda"))
+        reserve(config, get_device("cuda"))
 
 
 def test_arguments_ray_does_not_have_are_named():

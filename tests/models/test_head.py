@@ -1,11 +1,13 @@
 """Log-probs, entropy and exact KL without logits, against automatic differentiation of their definition."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 from bench.memory import plain_log_probs
-from rltrain.device import Device
+from rltrain import device
 from rltrain.models.head import ReferenceStates, Scaling, token_log_probs
 from tests.distance import distance
 
@@ -38,11 +40,15 @@ def gradients(function, weights, scaling, **settings):
     return scores, [hidden.grad, *(parameter.grad for parameter in linear.parameters())]
 
 
+def set_chunk(monkeypatch, elements: int) -> None:
+    monkeypatch.setitem(device.DEVICES, "cpu", replace(device.get_device("cpu"), logits_elements=elements))
+
+
 @pytest.mark.parametrize("chunk", [1, 170, 10**6])
 @pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
 @pytest.mark.parametrize("weights", ASKED.values(), ids=ASKED)
 def test_scores_and_gradients_are_those_of_the_definition(weights, scaling, chunk, monkeypatch):
-    monkeypatch.setattr(Device, "logits_elements", chunk)
+    set_chunk(monkeypatch, chunk)
     found, found_gradients = gradients(token_log_probs, weights, scaling, bias=True)
     expected, expected_gradients = gradients(plain_log_probs, weights, scaling, bias=True)
     for one, other in zip(found, expected, strict=True):
@@ -55,7 +61,7 @@ def test_scores_and_gradients_are_those_of_the_definition(weights, scaling, chun
 
 def test_half_precision_adds_up_the_heads_gradient_in_single(monkeypatch):
     """2000 equal contributions, chunk by chunk: a sum in bfloat16 would stand still at 256."""
-    monkeypatch.setattr(Device, "logits_elements", 50)
+    set_chunk(monkeypatch, 50)
     linear, hidden, labels, _ = make(torch.bfloat16)
     weight_gradients = []
     for count in (1, 2000):
@@ -75,7 +81,7 @@ def test_a_frozen_head_gets_no_gradient_and_hands_it_on():
 
 
 def test_logits_never_exist_for_all_tokens(monkeypatch):
-    monkeypatch.setattr(Device, "logits_elements", 170)
+    set_chunk(monkeypatch, 170)
     sizes = []
     real = nn.functional.linear
     monkeypatch.setattr(nn.functional, "linear", lambda *a: sizes.append((out := real(*a)).numel()) or out)

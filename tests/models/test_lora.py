@@ -212,7 +212,7 @@ def test_frozen_weights_may_have_another_dtype_than_adapters(qwen2):
 
 @pytest.mark.parametrize("family", ["llama", "qwen2_tied"])
 def test_the_head_cannot_have_adapters(tmp_path, family):
-    with pytest.raises(ConfigError, match="'lm_head' is the head, which cannot have adapters"):
+    with pytest.raises(ConfigError, match="no linear layer below the head matches 'lm_head'"):
         make(save(family, tmp_path / "base"), target_modules=["lm_head", "q_proj"])
 
 
@@ -232,12 +232,12 @@ def test_layers_are_chosen_by_name_or_pattern(qwen2, changes, layers):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"target_modules": ["q_porj", "v_proj"]}, r"no linear layer is called 'q_porj'. Did you mean q_proj"),
-        ({"target_modules": ["embed_tokens"]}, "no linear layer is called 'embed_tokens'"),
+        ({"target_modules": ["q_porj", "v_proj"]}, r"no linear layer below the head matches 'q_porj'. Did you mean q_proj"),
+        ({"target_modules": ["embed_tokens"]}, "no linear layer below the head matches 'embed_tokens'"),
         ({"target_modules": "zzz"}, "There are down_proj, gate_proj, k_proj"),
-        ({"target_modules": r"decoder\..*"}, "the pattern matches no linear layer. One is called model.layers.0"),
+        ({"target_modules": r"decoder\..*"}, r"no linear layer below the head matches 'decoder"),
         ({"target_modules": "*_proj"}, "neither a name nor a pattern"),
-        ({"exclude_modules": ["self_attn"]}, "exclude_modules=.*no linear layer is called 'self_attn'"),
+        ({"exclude_modules": ["self_attn"]}, "exclude_modules=.*no linear layer below the head matches 'self_attn'"),
         ({"target_modules": ["q_proj"], "exclude_modules": ["q_proj"]}, "leaves no layer"),
         ({"path": "/nowhere"}, "lora_adapter_path=/nowhere is not a peft adapter"),
     ],

@@ -1,7 +1,10 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
+from rltrain import device
 from rltrain.seeds import sample_seeds
 from rltrain.workers.rollout.base import Sampling
 from rltrain.workers.rollout.sampling import choose, random_numbers, restrict
@@ -57,7 +60,7 @@ def test_a_choice_does_not_depend_on_the_chunk_of_rows(monkeypatch):
     logits = torch.randn(50, 1000)
     noise = torch.rand(50)
     together = choose(logits.clone(), noise, Sampling(1, temperature=0.7, top_p=0.9))
-    monkeypatch.setattr("rltrain.device.Device.sampling_elements", 3000)
+    monkeypatch.setitem(device.DEVICES, "cpu", replace(device.get_device("cpu"), sampling_elements=3000))
     apart = choose(logits.clone(), noise, Sampling(1, temperature=0.7, top_p=0.9))
     assert all(torch.equal(*pair) for pair in zip(together, apart, strict=True))
 

@@ -32,12 +32,12 @@ LORA = {"actor_rollout_ref__model__lora_rank": 3, "actor_rollout_ref__model__lor
 CUTS = {
     "hf 1": (1, {}, 2**29),
     "hf 2, pulled": (2, {R + "max_num_seqs": 4}, 2**29),
-    "hf 2, a few rows a bucket": (2, {}, 3000),
+    "hf 2, a weight per bucket": (2, {}, 3000),
     "hf 4, replicas of shards": (4, {"actor_rollout_ref__actor__fsdp_config__fsdp_size": 2}, 2**14),
     "vllm 1": (1, {R + "name": "vllm"}, 2**29),
     "vllm 2": (2, {R + "name": "vllm", R + "max_num_seqs": 16}, 2**14),
     "lora, hf 1": (1, LORA, 2**29),
-    "lora, hf 2, a few rows a bucket": (2, LORA, 3000),
+    "lora, hf 2, a weight per bucket": (2, LORA, 3000),
     "vllm 2 as one replica": (2, {R + "name": "vllm", R + "tensor_model_parallel_size": 2}, 2**29),
 }
 

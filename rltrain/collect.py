@@ -1,4 +1,4 @@
-"""``python -m rltrain.collect RUN``: what a bug report needs, in one file. Secrets are masked, big files cut to their ends."""
+"""``python -m rltrain.collect RUN``: one archive for a bug report. Secrets are masked, large files are cut to their ends."""
 
 from __future__ import annotations
 

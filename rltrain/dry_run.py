@@ -66,7 +66,7 @@ def dry_run(loaded: LoadedConfig, without_effect: Sequence[str]) -> tuple[str, b
 
 
 def _read(cfg: Config, found: Findings) -> tuple[dict[str, Rows], int | None, int]:
-    """The rows, how many prompts there are to train on (None: unknown), how many were too long. What is wrong goes into ``found``."""
+    """Rows by split, number of training prompts (None: unknown), number of prompts left out. Problems go into ``found``."""
     data = cfg.data
     splits = {"train": data.train_files, "val": data.val_files}
     numbers = {split: _count(as_list(files)) for split, files in splits.items()}
@@ -145,7 +145,7 @@ def _said(score: Score) -> str:
 
 
 def _look_at(cfg: Config, rows: dict[str, Rows], found: Findings) -> list[str]:
-    """What the linter says of the first rows. It grades them by the built-in scorers alone: a function of the user's may cost money."""
+    """What the linter finds in the first rows. Only built-in scorers grade them: a user's function may cost money."""
     first = [split.select(range(min(_GRADED_ROWS, len(split)))) for split in rows.values()]
     if not first:
         return []

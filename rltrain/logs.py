@@ -1,4 +1,8 @@
-"""What a process says: lines on the console from the first second, RUN/train.log, and RUN/logs/rank_00017.log for each worker."""
+"""Log lines of all processes: the console, RUN/train.log, and RUN/logs/rank_00017.log per worker.
+
+The run folder is known only after the configuration is read, and what was logged before must not be lost. So a session keeps
+its lines in memory until `open_train_log` names the file, and an error that ends the session is written there too.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +82,7 @@ _session: _Session | None = None
 
 @contextlib.contextmanager
 def session() -> Iterator[None]:
-    """Log lines reach the console, and train.log once `open_train_log` was called. What ends the block is written there too."""
+    """Log lines reach the console, and train.log after `open_train_log`. An error that ends the block is written there too."""
     global _session
     if _session:  # the caller has opened one
         yield
@@ -109,7 +113,7 @@ def session() -> Iterator[None]:
 
 
 def open_train_log(folder: Path) -> None:
-    """From here on, and from the start of the session, all lines go to ``folder``/train.log as well; a resumed run appends."""
+    """Write all lines since the start of the session to ``folder``/train.log, and all later ones. A resumed run appends."""
     if _session is None or _session.file.target is not None:
         return
     file = folder / TRAIN_LOG
@@ -128,7 +132,7 @@ def show_steps(shown: bool) -> None:
 
 
 def open_worker_log(folder: str, rank: int) -> None:
-    """In a worker: our own lines, warnings and the stacks of a crash go to ``folder``/rank_00017.log, where this node can write it."""
+    """In a worker: write log lines, warnings and the stacks of a crash to ``folder``/rank_00017.log, if this node can."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         handler = _File(Path(folder) / f"rank_{rank:05d}.log")

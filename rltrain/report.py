@@ -40,7 +40,7 @@ def read_metrics(run: Path | str) -> list[dict[str, Any]]:
 
 
 def _summary(lines: list[dict[str, Any]]) -> tuple[str, list[tuple[str, str, float, float, int, float | None]]]:
-    """A title, and of each metric: label, unit, mean over the steps that have it, largest value and its step, share of the step."""
+    """A title, and per metric: label, unit, mean over the steps that have it, largest value, its step, share of a step."""
     steps = [line for line in lines if "timing_s/step" in line]
     counted = steps[1:] if len(steps) > 2 else steps
     title = f"Mean of {count(len(steps), 'step')}" if steps else "No training step"
@@ -88,7 +88,7 @@ def _digits(value: float) -> str:
 
 
 def learning_summary(lines: list[dict[str, Any]]) -> str:
-    """Training reward at the start and at the end (means over the first and last tenth), and validation before and after."""
+    """Mean training reward of the first and of the last tenth of the steps, and validation before and after."""
     scores = [line["critic/score/mean"] for line in lines if "critic/score/mean" in line]
     parts = []
     if scores:

@@ -1,4 +1,9 @@
-"""SIGINT and SIGTERM, from the first line of the program to its last: what is begun is finished where something would be lost."""
+"""SIGINT and SIGTERM, from the first line of the program to its last.
+
+A step that is cut short is lost, and schedulers signal minutes before they kill. So the first signal lets a step finish and be
+saved, and a second one, or the first where nothing would be lost, ends the run at once. Nothing is done in the signal handler
+itself but to note the request or to raise, because the program may be anywhere when the signal arrives.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +29,9 @@ _CLEAN_UP_S = 20.0
 class Stop:
     """What signals have asked for so far.
 
-    Where ``finishing`` says what has to be finished first, a signal sets ``requested`` and no more. A second one, or the first where there
-    is nothing to finish, raises `Interrupted` in the main thread. Ray makes other errors of it on its way: ``at_once`` says that it was
-    raised, whatever arrives.
+    While ``finishing`` names work to be finished first, a signal only sets ``requested``. A second signal, or the first one
+    without such work, raises `Interrupted` in the main thread. Ray may turn that error into another one on its way, so
+    ``at_once`` records that it was raised.
     """
 
     def __init__(self) -> None:
@@ -83,7 +88,7 @@ class Stop:
 
     @contextmanager
     def keeping_handlers(self, finishing: str) -> Iterator[None]:
-        """Inside, what is called (Ray, when it starts) cannot put handlers of its own in our place, and is not cut short."""
+        """Inside, called code (Ray, when it starts) cannot replace our signal handlers, and a signal does not interrupt it."""
         real, self.finishing = signal.signal, finishing
         signal.signal = lambda number, _handler: signal.getsignal(number)  # type: ignore[assignment]
         try:

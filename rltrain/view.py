@@ -95,7 +95,7 @@ def arrange(frame: pd.DataFrame, order: str | None, source: str | None) -> pd.Da
 
 
 def compare(run: Path, steps: Sequence[int], count: int, source: str | None, width: int) -> list[str]:
-    """The first answers to the same validation prompts at two steps (by default the first and the newest), a line each."""
+    """One line per first answer to the same validation prompts at two steps (default: the first and the newest)."""
     steps = steps or list(sample_steps(run, "val"))
     frames = [arrange(read_samples(run, step, "val"), None, source) for step in (steps[0], steps[-1])]
     before, after = [frame[frame["sample"] == 0].set_index("row") for frame in frames]

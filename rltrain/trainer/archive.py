@@ -39,7 +39,7 @@ def keeps_samples(cfg: Config) -> bool:
 
 
 class Archive:
-    """Hands answers to the writer; texts never come by here, but for those of ``log_val_generations``. What fails is told once."""
+    """Hands answers to the writer by reference; only texts of ``log_val_generations`` come here. Errors are logged once."""
 
     def __init__(self, cfg: Config, folder: Path, resumed_step: int, writer: WriterProcess, tracker: Tracker) -> None:
         self._cfg = cfg.trainer

@@ -1,8 +1,9 @@
 """The one place that puts a trainer together: the command, `rltrain.build` and the tests all come through here.
 
-`make_trainer` connects roles, rewards, sampler and algorithm over a worker group that is there already; tests bring one inside their own
-process. `build` makes what a run needs around that as well: data, run folder, Ray, workers, scorers, trackers. Whatever it starts is
-ended by the `Trainer` it returns, in the opposite order, however the run ends.
+`make_trainer` connects roles, rewards, sampler and algorithm over an existing worker group; tests give one that lives in their
+own process. `build` also makes everything around it: data, run folder, Ray, workers, scorers, trackers. An ExitStack records
+how to end each of these, and the `Trainer` unwinds it, so that the order is right however the run ends. Left out: a way to
+start only some of these parts, except that a validation alone loads no optimizer, critic or reference.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ def build(loaded: LoadedConfig, stop: Stop | None = None, callbacks: Sequence[An
     """A trainer with its data read, its workers started and its models loaded; see `Trainer`. Raises RltrainError.
 
     ``callbacks``: objects, besides those that ``trainer.callbacks`` names.
-    ``stop``: what signals ask for, where somebody listens to them already. Nothing is started where an earlier run of the folder has made
-    all steps.
+    stop: the signals heard so far, if the caller listens to them already. Nothing is started if an earlier run of the folder
+    has made all steps.
     """
     stop = stop or Stop()
     cfg = loaded.config
@@ -135,7 +136,7 @@ def _start(
         group.start(_WORKER, {"cfg": cfg, "prompts": prompts, "rows": rows})
     engine, model = cfg.actor_rollout_ref.rollout.name, cfg.actor_rollout_ref.model.path
     with logs.waiting(f"loading {model} on {workers}, with the {engine} engine"):
-        # Validation of the model as it is needs the policy's weights alone, neither a critic, a reference nor an optimizer.
+        # Validation without a checkpoint needs the policy's weights alone: no optimizer, critic or reference.
         trains = bool(start.folder) or not cfg.trainer.val_only
         ppo = make_trainer(cfg, plan, data, group, pool, callbacks, trains=trains)
     total, trained = ppo.model_sizes["num_parameters"], ppo.model_sizes["trained_parameters"]
@@ -169,8 +170,8 @@ def make_trainer(
 ) -> PPOTrainer:
     """Load the models on ``group`` and put the algorithm over it.
 
-    ``group`` has the interface of `WorkerGroup`, with a `HybridWorker` on each rank; ``pool`` that of `RewardPool` (None: a reward model
-    alone decides). Without ``trains`` the policy's weights go to the engines and nothing is trained.
+    group: has the interface of `WorkerGroup`, with a `HybridWorker` per rank. pool: has the interface of `RewardPool` (None:
+    only a reward model scores). trains: if False, the policy's weights go to the engines and nothing is trained.
     """
     sizes = group.call(Models.init_models, plan.passes, trains)[0]
     policy = Policy(group, plan.passes)
@@ -198,7 +199,7 @@ def start_pool(cfg: Config, num_workers: int, splits: dict[str, Any], folder: Pa
 
 
 def check_columns(cfg: Config, scores: Sequence[Score]) -> None:
-    """Raise ConfigError if the config names numbers that the scorers do not return (as far as one row of each source shows)."""
+    """Raise ConfigError if the config names numbers that no scorer returns, judging by one row per data source."""
     algorithm = cfg.algorithm
     wanted = [("algorithm.gdpo_reward_keys", name) for name in algorithm.gdpo_reward_keys]
     wanted += [("reward.weights", name) for name in cfg.reward.weights]
@@ -214,7 +215,7 @@ def check_columns(cfg: Config, scores: Sequence[Score]) -> None:
 
 
 def load_data(cfg: Config) -> Data:
-    """Read, check and tokenise the train and validation prompts; rows whose prompt is filtered out are gone from both."""
+    """Read, check and tokenise the prompts of both splits. Rows whose prompt is filtered out are removed from rows too."""
     data, encoder = cfg.data, chat_encoder(cfg)
     rows: dict[str, Rows] = {}
     prompts: dict[str, PromptStore] = {}

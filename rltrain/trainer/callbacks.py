@@ -1,6 +1,7 @@
-"""Code of the user's own that is told what happens: ``trainer.callbacks=[FILE.py:NAME]``. docs/plugins.md has one to start from.
+"""Callbacks: the user's code that is told of steps, validations and checkpoints. docs/plugins.md has one to start from.
 
-A callback that raises does not stop the run: the first error of every kind is logged with its traceback, all are counted.
+A callback must not end a night's run. So everything that can be checked (names of methods, signatures, imports) is checked before
+the run starts, and an error during the run is logged once per kind with its traceback and only counted afterwards.
 """
 
 from __future__ import annotations

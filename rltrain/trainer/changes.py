@@ -1,4 +1,8 @@
-"""A run that goes on with other settings: what changed is told, what it ran with before is kept, another experiment needs a name."""
+"""A resumed run with other settings: the changes are logged and the old settings kept.
+
+Most keys may change between two starts. A few make the steps that follow another experiment; such a run is refused if neither
+experiment has a name, because then it continues only by accident.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +40,10 @@ _MISSING = object()
 
 
 def tell_changes(loaded: LoadedConfig, start: Start) -> None:
-    """Say in which settings a resumed run differs from the one before. Raises ConfigError where it would go on as another experiment
-    only because nobody has named either of them."""
+    """Log the settings in which a resumed run differs from the run before.
+
+    Raises ConfigError if it is another experiment and neither of them has a name.
+    """
     if start.folder is None or loaded.config.trainer.resume_weights_only:
         return
     changes = {key: f"{key}: {then} -> {now}" for key, then, now in _changes(start.folder.parent, loaded)}
@@ -75,7 +81,7 @@ def write_config(run: RunFolder, loaded: LoadedConfig) -> None:
 
 
 def _changes(run: Path, loaded: LoadedConfig) -> list[tuple[str, Any, Any]]:
-    """(key, value then, value now) of what differs from the config.yaml of ``run``. A key it does not know counts where it is set now."""
+    """(key, value then, value now) per difference to the config.yaml of ``run``; keys unknown to it only if set now."""
     try:
         before = OmegaConf.load(run / "config.yaml")
     except (OSError, YAMLError, OmegaConfBaseException):

@@ -1,8 +1,8 @@
 """The run folder: one owner at a time, checkpoints that exist whole or not at all, and the newest whole one to resume from.
 
-A checkpoint is written into a temporary folder, flushed to disk, and then renamed, which file systems do at once. Its manifest lists the
-size of every file: this finds what an interrupted copy or a full disk leaves behind. Digests of the contents are left out on purpose:
-to make them, every save would read back all it has written, which takes minutes for a large model, and only a resume could use them.
+A checkpoint is written into a temporary folder, flushed to disk and then renamed, which is atomic. Its manifest lists the size
+of every file, which reveals an interrupted copy or a full disk. Digests of the contents are left out: to make them, every save
+would read back all it has written, which takes minutes for a large model.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class RunFolder:
         return self.path / f"global_step_{step}"
 
     def begin_save(self, step: int) -> Path:
-        """An empty temporary folder for the checkpoint of ``step``. A whole checkpoint is never replaced, a damaged one is put aside."""
+        """An empty temporary folder for the checkpoint of ``step``. A whole one is never replaced, a damaged one is set aside."""
         existing = self.step_folder(step)
         if existing.exists():
             if not find_damage(existing):
@@ -96,7 +96,7 @@ class RunFolder:
         return final
 
     def prune(self, keep: int | None, spare: str | None = None) -> None:
-        """Remove all but the newest ``keep`` checkpoints (None or less than 1: keep all), and never the folder ``spare``."""
+        """Remove all but the newest ``keep`` checkpoints (None or less than 1: keep all), but never the folder ``spare``."""
         if keep is None or keep < 1:
             return
         for step in self.steps()[:-keep]:

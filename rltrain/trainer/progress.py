@@ -1,4 +1,8 @@
-"""How far a run is: what a checkpoint says beside the weights, and where a run starts. Checked before any worker is there."""
+"""Progress of a run: the driver's part of a checkpoint, and the choice of the checkpoint that a run starts from.
+
+A resumed run must continue as if it had never stopped. So a checkpoint records the values that this depends on, and a run with
+other values, or with other training data, is refused before any worker starts.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +40,7 @@ FROZEN_KEYS = (
 class Progress:
     """The driver's own state.
 
-    batches_drawn: rounds of prompts taken so far. kl_coef: weight of the KL in the reward. sampler: what the sampler keeps.
+    batches_drawn: rounds of prompts drawn so far. kl_coef: weight of the KL in the reward. sampler: the sampler's state.
     in_flight: row, draw and age of the prompts that were drawn and not yet learnt from (`PromptLine.state`).
     """
 
@@ -46,7 +50,7 @@ class Progress:
     in_flight: list[list[int]] = field(default_factory=list)
 
     def write(self, folder: Path, step: int, cfg: Config, dataset: str) -> None:
-        """Into the checkpoint of ``step``, with what `find_start` compares. dataset: `Rows.identity` of the training data."""
+        """Write into the checkpoint of ``step``, with the values that `find_start` compares. dataset: `Rows.identity`."""
         record = {"global_step": step, "dataset": dataset, "frozen": frozen_values(cfg)}
         record |= {"batches_drawn": self.batches_drawn, "kl_coef": self.kl_coef, "in_flight": self.in_flight}
         np.savez(folder / "sampler.npz", **self.sampler)  # type: ignore[arg-type]
@@ -55,7 +59,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins: after ``step`` steps, with the weights of the checkpoint ``folder`` (None: those of the model)."""
+    """Where a run begins: after ``step`` steps, with the weights of checkpoint ``folder`` (None: the model's weights)."""
 
     step: int = 0
     progress: Progress = field(default_factory=Progress)

@@ -21,9 +21,9 @@ from rltrain.trainer.tracking import Tracker
 class Trainer:
     """A run that `rltrain.build` has started: make single steps, or `fit` all of them.
 
-    Use it as a context (or call `close`): leaving it finishes trackers and ends scorers, workers, and Ray if `build` has started it.
-    ``config``, ``plan``: what was asked for and what follows from it. ``ppo``: the algorithm with its roles. ``num_steps``: steps made so
-    far, those of the run that it continues included.
+    Use it as a context or call `close`: this finishes the trackers and ends scorers, workers, and Ray if `build` has started
+    it. config: the settings. plan: what follows from them. ppo: the algorithm with its roles. num_steps: steps made so far,
+    including those before a resume.
     """
 
     def __init__(
@@ -57,13 +57,13 @@ class Trainer:
     def _started(self) -> tuple[PPOTrainer, Tracker, Saver]:
         if not self._ppo or not self._tracker or not self._saver:
             raise ConfigError(
-                f"the run in {self.folder} has its {self.num_steps} steps. Raise trainer.total_training_steps to go on, or choose another "
-                "trainer.experiment_name."
+                f"the run in {self.folder} has its {self.num_steps} steps. Raise trainer.total_training_steps to go on, or "
+                "choose another trainer.experiment_name."
             )
         return self._ppo, self._tracker, self._saver
 
     def step(self) -> Metrics:
-        """Make the next step of the plan; returns its metrics, which go to the trackers as well."""
+        """Make the next step of the plan; returns its metrics, which the trackers get as well."""
         ppo, tracker, _ = self._started
         if self.config.trainer.val_only:
             raise ConfigError("trainer.val_only=True has loaded what a validation needs alone. Leave it out to train.")
@@ -73,7 +73,7 @@ class Trainer:
         return metrics
 
     def validate(self) -> Metrics:
-        """Answer the validation prompts with the current policy; returns the metrics, which go to the trackers as well."""
+        """Answer the validation prompts with the current policy; returns the metrics, which the trackers get as well."""
         ppo, tracker, _ = self._started
         metrics = ppo.validate(self.num_steps, self._stop)
         tracker.log(self.num_steps, metrics)
@@ -86,7 +86,7 @@ class Trainer:
         return self.folder / f"global_step_{self.num_steps}"
 
     def fit(self) -> bool:
-        """Make all steps that are left, with validation and saving. Returns False where a signal has stopped it before the end."""
+        """Make all remaining steps, with validation and saving. Returns False if a signal has stopped the run before the end."""
         if self.num_steps >= self.plan.total_steps and not self.config.trainer.val_only:
             return True
         with listen(self._stop):

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 def checkpoint_bytes(cfg: Config, num_parameters: int, num_trained: int) -> int:
-    """About how large a checkpoint is: trained weights and two moments in float32, of policy and critic, and the exported model."""
+    """Estimated size of a checkpoint: float32 weights and two moments per trained weight, and the exported model."""
     critic = 12 * num_parameters if cfg.algorithm.needs_critic else 0
     exports = "hf_model" in cfg.actor_rollout_ref.actor.checkpoint.save_contents
     return 12 * num_trained + critic + (4 * num_parameters if exports else 0)
@@ -34,9 +34,9 @@ def steps_saved(cfg: TrainerConfig, first_step: int, total_steps: int) -> list[i
 
 
 def missing_room(cfg: TrainerConfig, folder: Path, size: int, first_step: int, total_steps: int) -> tuple[str, str]:
-    """A problem, or else a note, if ``folder`` has no room for the checkpoints of ``size`` bytes that this run will write.
+    """(problem, note), empty if ``folder`` has room for the checkpoints of ``size`` bytes that this run will write.
 
-    Without ``max_actor_ckpt_to_keep`` none is ever removed: then only the first one must fit.
+    Without ``max_actor_ckpt_to_keep`` no checkpoint is ever removed. Then only the first one must fit, and the rest is a note.
     """
     steps = steps_saved(cfg, first_step, total_steps)
     existing, keep = len(list(folder.glob("global_step_*"))), cfg.max_actor_ckpt_to_keep or 0

@@ -1,4 +1,4 @@
-"""The trackers of ``trainer.logger``: a few lines between each package and `Tracker`, which calls them in a thread of their own.
+"""The trackers of ``trainer.logger``: a few lines between each package and `Tracker`, which calls them in threads.
 
 One class over accelerate.tracking would need its global state, and would still leave tables and resumed runs to us.
 """
@@ -21,7 +21,7 @@ Rows = Sequence[Sequence[Any]]
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a tracker is told. first_step: how far the run is. run_id: the tracker's own run that goes on (None: a new one)."""
+    """What a tracker is told of a run. run_id: the tracker's own id of a run to continue (None: a new run)."""
 
     project: str
     name: str
@@ -100,7 +100,7 @@ class WandB(Sink):
 
 
 class VemlpWandB(Sink):
-    """Volcengine's machine learning platform, whose module has the interface of wandb. By its documentation: not tried."""
+    """Volcengine's machine learning platform. Its module has the interface of wandb. Written from its documentation only."""
 
     def __init__(self, run: RunInfo) -> None:
         import volcengine_ml_platform

@@ -1,4 +1,8 @@
-"""Where metrics go: metrics.jsonl always; the console and the trackers of ``trainer.logger``, none of which can stop or slow a run."""
+"""Metrics go to metrics.jsonl always, and to the console and the trackers of ``trainer.logger``.
+
+A tracker may be down, slow or hang, and none of this may stop or slow a run. So each tracker is made and fed in a thread of its
+own, failed entries are retried with growing pauses, and the end of the run waits a bounded time. metrics.jsonl has all metrics.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +54,7 @@ class JsonLines:
 
 
 class Sender(threading.Thread):
-    """Makes one tracker and feeds it, in a thread of its own. What fails is told once and tried again, later and later."""
+    """Makes and feeds one tracker in a thread of its own. Errors are logged once; entries are retried with growing pauses."""
 
     def __init__(self, name: str, make: Callable[[], Sink], pauses_s: tuple[float, float] = _PAUSES_S) -> None:
         super().__init__(name=f"tracker {name}", daemon=True)
@@ -110,7 +114,7 @@ class Sender(threading.Thread):
             pause = self._pauses_s[0] if done or finish else min(2 * pause, longest)
 
     def _send(self, entries: list[Callable[[Sink], None]], sink: Sink) -> bool:
-        """Try all in order, also those behind one that fails. Returns whether nothing is left. Raises where the tracker is down."""
+        """Try all entries in order, past failures. Returns whether nothing is left. Raises if the tracker is down."""
         failed: list[Callable[[Sink], None]] = []
         in_a_row = 0
         for send in entries:  # (a full queue may lose some of them meanwhile)
@@ -143,7 +147,7 @@ class Sender(threading.Thread):
 
 
 class Tracker:
-    """Sends metrics and tables to everything that ``trainer.logger`` names. Use it as a context: leaving it finishes all."""
+    """Sends metrics and tables to everything that ``trainer.logger`` names. Leaving its context finishes all of them."""
 
     def __init__(self, loggers: Sequence[str], run: RunInfo, total_steps: int) -> None:
         self._console = Console(run.first_step, total_steps, shown="console" in loggers)
@@ -182,7 +186,7 @@ class Tracker:
             sender.put(lambda sink: sink.log(step, metrics))
 
     def log_table(self, step: int, name: str, columns: Sequence[str], rows: Rows) -> None:
-        """Send a table (text, numbers; such as sampled answers) to every tracker that has them. name: "samples/train" or the like."""
+        """Send a table of texts and numbers, such as sampled answers, to every tracker. name: such as "val/generations"."""
         for sender in self._senders:
             sender.put(lambda sink: sink.log_table(step, name, list(columns), [list(row) for row in rows]))
 

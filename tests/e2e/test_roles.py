@@ -1,4 +1,4 @@
-"""Actor, reference, critic and reward model together, through the real command: real Ray, two processes, stop and resume."""
+"""Actor, reference, critic and reward model through the command: Ray, two processes, stop and resume."""
 
 import shutil
 

@@ -63,7 +63,7 @@ def moved(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> dict[
 
 @pytest.fixture(scope="module")
 def reference_run(tiny_model, arithmetic_files, tmp_path_factory):
-    """One process, token budget 64, with validation and a save after step 1, and a callback that is told of everything; from Python."""
+    """From Python: one process, token budget 64, validation and a save after step 1, a callback with all methods."""
     folder = tmp_path_factory.mktemp("reference")
     (folder / "callback.py").write_text(CALLBACK)
     changes = {

@@ -1,4 +1,4 @@
-"""What is kept of the answers: which, where, and what happens when that fails. Without Ray: a writer in this process."""
+"""Which answers are kept, where, and what happens if that fails. The writer lives in this process, without Ray."""
 
 import json
 import logging

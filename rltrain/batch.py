@@ -1,9 +1,9 @@
 """Batch: the one data structure between phases.
 
-Several answers to one prompt share it, and prompts (later their images too) can be larger than answers. So a batch stores
-prompts in a *dictionary-encoded column*, as Arrow's DictionaryArray does: every value once, and an index per sample. The index
-also says which samples share a prompt, so nobody compares tokens to find out. Left out: dictionaries that several batches
-share; a part of a batch gets the values that its samples use.
+Several answers to one prompt share it, and prompts (later their images too) can be larger than answers. So a batch
+stores prompts in a *dictionary-encoded column*, as Arrow's DictionaryArray does: every value once, and an index per
+sample. The index also says which samples share a prompt, so nobody compares tokens to find out. Left out:
+dictionaries that several batches share; a part of a batch gets the values that its samples use.
 """
 
 from __future__ import annotations
@@ -51,13 +51,15 @@ class DictionaryColumn:
 
 
 Column: TypeAlias = Values | DictionaryColumn
+_Kind = TypeVar("_Kind")
 
 
 class Batch:
     """n samples, column by column.
 
-    A column is a `Ragged` (answers, log-probs: one row per sample), a `Tensor` of shape [n, ...] (lengths, scores), a list of
-    n Python objects (texts) or a `DictionaryColumn` (prompts). A missing column is a KeyError that lists the present ones.
+    A column is a `Ragged` (answers, log-probs: one row per sample), a `Tensor` of shape [n, ...] (lengths, scores), a
+    list of n Python objects (texts) or a `DictionaryColumn` (prompts). A missing column is a KeyError that lists the
+    present ones.
     """
 
     def __init__(self, columns: Mapping[str, Column] | Batch | None = None) -> None:
@@ -97,23 +99,20 @@ class Batch:
 
     def ragged(self, name: str) -> Ragged:
         """The column ``name``, which must be ragged."""
-        column = self[name]
-        if not isinstance(column, Ragged):
-            raise TypeError(f"column '{name}' is a {type(column).__name__}, not a Ragged")
-        return column
+        return self._of_kind(name, Ragged)
 
     def dense(self, name: str) -> Tensor:
         """The column ``name``, which must be a tensor."""
-        column = self[name]
-        if not isinstance(column, Tensor):
-            raise TypeError(f"column '{name}' is a {type(column).__name__}, not a Tensor")
-        return column
+        return self._of_kind(name, Tensor)
 
     def dictionary(self, name: str) -> DictionaryColumn:
         """The column ``name``, which must be dictionary-encoded."""
+        return self._of_kind(name, DictionaryColumn)
+
+    def _of_kind(self, name: str, kind: type[_Kind]) -> _Kind:
         column = self[name]
-        if not isinstance(column, DictionaryColumn):
-            raise TypeError(f"column '{name}' is a {type(column).__name__}, not a DictionaryColumn")
+        if not isinstance(column, kind):
+            raise TypeError(f"column '{name}' is a {type(column).__name__}, not a {kind.__name__}")
         return column
 
     def select(self, rows: RowNumbers) -> Batch:

@@ -1,15 +1,16 @@
 """Every column of a batch and every number of a sample: name, shape, dtype, maker, readers.
 
-Phases hand data to each other under these names. They are listed here, and code asks for them by these constants, so that a
-reader finds maker and readers of a column with one search, and a misspelt name is an error.
+Phases hand data to each other under these names. They are listed here, and code asks for them by these constants, so
+that a reader finds maker and readers of a column with one search, and a misspelt name is an error.
 
-An answer may hold tokens that the policy did not choose, such as a tool's text between two turns: `RESPONSE_MASK` is 0 there.
-Every other column of tokens has an entry per token of the policy alone, in order. So losses, denominators, advantages, the KL,
-correction and metrics cannot take a tool's tokens for the policy's, and no pass computes logits for them.
+An answer may hold tokens that the policy did not choose, such as a tool's text between two turns: `RESPONSE_MASK` is
+0 there. Every other column of tokens has an entry per token of the policy alone, in order. So losses, denominators,
+advantages, the KL, correction and metrics cannot take a tool's tokens for the policy's, and no pass computes logits
+for them.
 
-Columns of tokens stay in the object store; numbers [n] also live on the driver (`Samples.numbers`) and become columns of a
-batch where a pass requests them. Left out: the scorers' own numbers, whose names users choose (`SCORER`), and the sums that a
-pass returns per rank.
+Columns of tokens stay in the object store; numbers [n] also live on the driver (`Samples.numbers`) and become columns
+of a batch where a pass requests them. Left out: the scorers' own numbers, whose names users choose (`SCORER`), and
+the sums that a pass returns per rank.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ OLDEST = _add("oldest", PER_SAMPLE, "int64", "prompt line", "metrics")
 
 # -- rewards -----------------------------------------------------------------------------------------------------------
 
-# score: the worth of an answer, put together from rule_score, model_score and overlong. reward: score less the KL penalty.
+# score: the worth of an answer, from rule_score, model_score and overlong. reward: score less the KL penalty.
 SCORE = _add("score", PER_SAMPLE, "float64", "rewards", "advantages, metrics, files")
 REWARD = _add("reward", PER_SAMPLE, "float64", "rewards; less KL: advantages", "estimators, metrics")
 RULE_SCORE = _add("rule_score", PER_SAMPLE, "float64", "scorers", "accuracy, metrics, files")

@@ -1,8 +1,9 @@
 """Random streams: pure functions of the run's seed, a purpose and ordered numbers such as step and epoch.
 
-Problem: a resumed run, another number of ranks or another engine must draw the same numbers. Choice: nothing is drawn from
-shared state. Bulk draws of the driver come from Philox; numbers per sample and token are counted, SplitMix64 at a position.
-No two purposes share a stream. Left out: streams that libraries own, such as torch's initialisation of a new head.
+Problem: a resumed run, another number of ranks or another engine must draw the same numbers. Choice: nothing is drawn
+from shared state. Bulk draws of the driver come from Philox; numbers per sample and token are counted, SplitMix64 at
+a position. No two purposes share a stream. Left out: streams that libraries own, such as torch's initialisation of a
+new head.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How token losses become one number, with denominators of the whole global mini-batch.
 
-Problem: a mean per micro-batch depends on how the batch is cut. Choice: every mode is a weighted sum over tokens, and its
-denominators are counted before the batch is cut, so any cut into micro-batches and ranks gives the same sum.
+Problem: a mean per micro-batch depends on how the batch is cut. Choice: every mode is a weighted sum over tokens, and
+its denominators are counted before the batch is cut, so any cut into micro-batches and ranks gives the same sum.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def token_weights(mode: str, mask: Ragged, denominators: Denominators) -> Tensor
 
 
 def loss_mask(batch: Batch, tokens: Ragged) -> Ragged:
-    """1 where a token of the policy counts, 0 where the rollout correction rejected it; shaped and placed like ``tokens``."""
+    """1 per token that counts, 0 per token that the rollout correction rejected; shaped and placed like ``tokens``."""
     return tokens.like(
         batch.ragged(c.LOSS_MASK).values.float() if c.LOSS_MASK in batch else torch.ones_like(tokens.values)
     )

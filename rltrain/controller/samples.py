@@ -1,8 +1,9 @@
 """Samples: what the driver knows of a batch. Numbers it owns; payload it only points at.
 
-Problem: tokens and log-probs of a step are gigabytes, and every pass spreads the samples over the ranks anew. Choice: payload
-stays in Ray's object store where a worker produced it. The driver hands out a `Request` per rank: which objects to fetch and
-which rows of them, resolved inside the worker that needs them. Left out: moving payload to the rank that will read it next.
+Problem: tokens and log-probs of a step are gigabytes, and every pass spreads the samples over the ranks anew. Choice:
+payload stays in Ray's object store where a worker produced it. The driver hands out a `Request` per rank: which
+objects to fetch and which rows of them, resolved inside the worker that needs them. Left out: moving payload to the
+rank that will read it next.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class Samples:
             self._parts[name] = part
 
     def adopt(self, other: Samples, ids: Array, places: Array, numbers: Sequence[str] = ()) -> None:
-        """Take over payload and given numbers of the samples ``ids`` of ``other``; here they are the samples ``places``."""
+        """Take over payload and given numbers of the samples ``ids`` of ``other``, here the samples ``places``."""
         new_id = np.full(len(other), -1)
         new_id[ids] = places
         for part in other._parts.values():

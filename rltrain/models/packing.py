@@ -1,8 +1,8 @@
-"""Samples one behind the other in one row: who sees whom, where each answer is predicted, and which answers share a prompt.
+"""Samples one behind the other in one row: who sees whom, where answers are predicted, which answers share a prompt.
 
-Problem: padding wastes compute, and a prompt's tokens are the same for all its answers. Choice: a micro-batch is one row
-without padding. A prompt stands in it once, followed by its answers, which attend to it and to themselves. The batch's
-dictionary-encoded prompt column says who shares. Left out: trees of prompts that share only their beginning.
+Problem: padding wastes compute, and a prompt's tokens are the same for all its answers. Choice: a micro-batch is one
+row without padding. A prompt stands in it once, followed by its answers, which attend to it and to themselves. The
+batch's dictionary-encoded prompt column says who shares. Left out: trees of prompts that share only their beginning.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ class _OnDevice:
 class PackedInputs:
     """One micro-batch as the model sees it.
 
-    tokens, positions: [total]; plan: who sees whom (host integers). predictors, labels: [policy tokens], the place of the
-    hidden state that predicts each token of the policy, and that token.
+    tokens, positions: [total]; plan: who sees whom (host integers). predictors, labels: [policy tokens], the place of
+    the hidden state that predicts each token of the policy, and that token.
     """
 
     tokens: Tensor
@@ -125,9 +125,9 @@ def pays_to_share(prompt_length: Any, answer_length: Any) -> Any:
 def pack(batch: Batch, device: torch.device, *, share: bool = True) -> PackedInputs:
     """``prompt``, ``response``, ``response_mask`` -> packed inputs. An empty batch packs to one dummy token.
 
-    With ``share``, samples of one prompt share its tokens: the prompt once, then the answers that see it, positions going on
-    from its end; the prompt's last state predicts the first token of each. The last token of an answer predicts nothing and is
-    left out. Only tokens of the policy (``response_mask``) have predictors and labels.
+    With ``share``, samples of one prompt share its tokens: the prompt once, then the answers that see it, positions
+    going on from its end; the prompt's last state predicts the first token of each. The last token of an answer
+    predicts nothing and is left out. Only tokens of the policy (``response_mask``) have predictors and labels.
     """
     if not len(batch):
         one = torch.zeros(1, dtype=torch.long, device=device)

@@ -148,7 +148,7 @@ class Experience:
             samples.update({c.BASELINE: self._rewards.score("train", greedy)[c.SCORE].repeat(n)})
 
     def validation(self, step: int, stop: Stop) -> tuple[Samples, dict[str, np.ndarray], int] | None:
-        """Answers to every validation prompt, scores, and answers per prompt; None if ``stop`` is requested meanwhile."""
+        """Answers to all validation prompts, scores, answers per prompt; None if ``stop`` is requested meanwhile."""
         val = self._rollout.val_kwargs
         greedy = not val.do_sample or val.temperature == 0
         num_samples = 1 if greedy else val.n

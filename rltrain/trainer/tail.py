@@ -1,9 +1,9 @@
 """Which prompts a step starts, and what happens to unfinished ones when it has enough (`rollout.tail`).
 
-Problem: the longest answers keep all engines waiting. Choice: a step starts more prompts than it needs and stops when enough
-are complete. Unfinished prompts wait in a line, in front of new ones: ``oversample`` answers them anew, ``carry_over`` continues
-their answers. An age limit forces completion, so that long answers are not lost from the data. Left out: keeping begun answers
-in a checkpoint; they start anew.
+Problem: the longest answers keep all engines waiting. Choice: a step starts more prompts than it needs and stops when
+enough are complete. Unfinished prompts wait in a line, in front of new ones: ``oversample`` answers them anew,
+``carry_over`` continues their answers. An age limit forces completion, so that long answers are not lost from the
+data. Left out: keeping begun answers in a checkpoint; they start anew.
 """
 
 from __future__ import annotations
@@ -23,16 +23,9 @@ from rltrain.trainer.plan import Plan
 
 # Numbers of an answer that no engine has worked on in this step: it was complete before, or it waits.
 _KEPT = (
-    c.PROMPT_LENGTH,
-    c.RESPONSE_LENGTH,
-    c.POLICY_TOKENS,
-    c.LOSS_TOKENS,
-    c.TRUNCATED,
-    c.COMPLETE,
-    c.ENGINE,
-    c.TOKEN_AGES,
-    c.OLDEST,
-)
+    c.PROMPT_LENGTH, c.RESPONSE_LENGTH, c.POLICY_TOKENS, c.LOSS_TOKENS, c.TRUNCATED, c.COMPLETE, c.ENGINE,
+    c.TOKEN_AGES, c.OLDEST,
+)  # fmt: skip
 State = list[list[int]]
 
 
@@ -40,8 +33,9 @@ State = list[list[int]]
 class Prompt:
     """A prompt that was drawn and not yet learnt from.
 
-    row: its place in the data. draw: its draw (from 1), which decides its random numbers in every attempt. age: the number of
-    steps that have ended without it. answers: complete and begun ones, with the numbers of `_KEPT` (carry_over).
+    row: its place in the data. draw: its draw (from 1), which decides its random numbers in every attempt. age: the
+    number of steps that have ended without it. answers: complete and begun ones, with the numbers of `_KEPT`
+    (carry_over).
     """
 
     row: int
@@ -84,8 +78,8 @@ class PromptLine:
     def _num_waited_for(self, started: Sequence[Prompt]) -> int:
         """How many (of the first) prompts the step must wait for.
 
-        carry_over: the prompts over the age limit. oversample: if any prompt is over it, all prompts thrown away before, since
-        a step that lasts long anyway may as well complete them.
+        carry_over: the prompts over the age limit. oversample: if any prompt is over it, all prompts thrown away
+        before, since a step that lasts long anyway may as well complete them.
         """
         old = [prompt for prompt in started if prompt.age >= self._max_age]
         if old and not self._carries:

@@ -18,8 +18,8 @@ _DRAWS, _SEED = 1000, 42
 def validation_metrics(sources: Sequence[str], columns: dict[str, Column], num_samples: int) -> dict[str, float]:
     """sources: data source per prompt [p]. columns[name]: number (NaN: none) or text per answer, [p * num_samples].
 
-    The core variable of a source is ``acc`` where its scorer gives it, else ``reward``; its mean@N, best@N/mean and maj@N/mean
-    go under val-core/, everything else under val-aux/. ``pred``: the text that answers vote with.
+    The core variable of a source is ``acc`` where its scorer gives it, else ``reward``; its mean@N, best@N/mean and
+    maj@N/mean go under val-core/, everything else under val-aux/. ``pred``: the text that answers vote with.
     """
     metrics: dict[str, float] = {}
     for source in dict.fromkeys(sources):
@@ -43,8 +43,8 @@ def validation_metrics(sources: Sequence[str], columns: dict[str, Column], num_s
 def _statistics(values: Floats, votes: dict[int, Floats]) -> Iterator[tuple[str, float]]:
     """Statistics of N answers to a prompt [p, N], mean over prompts. votes[k] [p, N]: `_vote_shares`.
 
-    best@k, worst@k, maj@k: mean and standard deviation over k answers drawn with replacement out of the N, as verl bootstraps
-    them; those of best and worst are what a bootstrap tends to. pass@k: of k drawn without replacement.
+    best@k, worst@k, maj@k: mean and standard deviation over k answers drawn with replacement out of the N, as verl
+    bootstraps them; those of best and worst are what a bootstrap tends to. pass@k: of k drawn without replacement.
     """
     n = values.shape[1]
     yield f"mean@{n}", float(np.nanmean(values, 1).mean())

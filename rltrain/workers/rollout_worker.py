@@ -1,7 +1,7 @@
 """The rollout role of a worker process: brings the current weights to its engine replica, and generates.
 
-What it returns per answer stays in the object store; prompts stand there once per prompt. `response_mask` marks the tokens that
-the policy chose, today all of them: an agent that mixes in a tool's text will only make another mask.
+What it returns per answer stays in the object store; prompts stand there once per prompt. `response_mask` marks the
+tokens that the policy chose, today all of them: an agent that mixes in a tool's text will only make another mask.
 """
 
 from __future__ import annotations
@@ -103,8 +103,9 @@ class RolloutWorker(Rollout):
     def generate(self, task: GenerateTask, begun: Batch | None = None) -> tuple[Batch, list[str], GenerationNumbers]:
         """Sample answers with the current weights. Returns payload columns, the answers as text, and numbers.
 
-        begun: `columns.ANSWER` of answers that have some tokens already, and their ``slot``; the returned columns include
-        these tokens. Samples are ordered by slot. One rank per replica returns the replica's answers, the others none.
+        begun: `columns.ANSWER` of answers that have some tokens already, and their ``slot``; the returned columns
+        include these tokens. Samples are ordered by slot. One rank per replica returns the replica's answers, the
+        others none.
         """
         reshard_s, sync = self._bring_weights()
         started = time.perf_counter()
@@ -133,11 +134,12 @@ class RolloutWorker(Rollout):
         payload = _payload(queue.taken, slots, generation, begun).select(order)
         answers = payload.ragged(c.RESPONSE)
         prompts = payload.dictionary(c.PROMPT)
+        assert isinstance(prompts.values, Ragged)
         texts = self._encoder.decode_batch([row.tolist() for row in answers.rows()])
         policy_tokens = payload.ragged(c.RESPONSE_MASK).sum().numpy()
         per_sample = {
             c.SLOT: slots[order],
-            c.PROMPT_LENGTH: np.array([len(prompts.values[row]) for row in prompts.index.tolist()]),
+            c.PROMPT_LENGTH: prompts.values.lengths[prompts.index].numpy(),
             c.RESPONSE_LENGTH: answers.lengths.numpy(),
             c.POLICY_TOKENS: policy_tokens,
             c.LOSS_TOKENS: policy_tokens,
@@ -170,9 +172,9 @@ class RolloutWorker(Rollout):
             todo = np.arange(task.num_samples) if task.todo is None else np.flatnonzero(task.todo[place])
             for first in range(0, len(todo), size):
                 samples = todo[first : first + size]
-                parts = [begun.get(slot) for slot in (place * task.num_samples + samples).tolist()]
-                some = any(part is not None for part in parts)
-                given = tuple(_NOTHING if part is None else part.numpy() for part in parts) if some else None
+                slots = (place * task.num_samples + samples).tolist()
+                some = any(slot in begun for slot in slots)
+                given = tuple(begun[slot].numpy() if slot in begun else _NOTHING for slot in slots) if some else None
                 jobs.append(Job(place, samples, prompt, seeds[place, samples], given))
         check_images(self._rollout.name, jobs)
         num_dealt = min(len(jobs), self._replica.count * (self._rollout.max_num_seqs // size))
@@ -208,8 +210,8 @@ class RolloutWorker(Rollout):
         outside = (tokens.values < 0) | (tokens.values >= self._vocabulary)
         if bool(outside.any()) or not bool(log_probs.values.isfinite().all()):
             raise NonFiniteError(
-                f"the rollout engine '{self._rollout.name}' returned token ids outside the vocabulary of {self._vocabulary}"
-                " or log-probs that are not finite; the weights it generates with are probably damaged."
+                f"the rollout engine '{self._rollout.name}' returned token ids outside the vocabulary of "
+                f"{self._vocabulary} or log-probs that are not finite; its weights are probably damaged."
             )
 
 

@@ -64,8 +64,9 @@ def generation_of(answers: Sequence[SampledAnswer]) -> Generation:
 class RunningAnswers:
     """All answers of a call, numbered in the order in which their jobs were taken.
 
-    Per answer: seeds, prompt_lengths (given tokens included), given (tokens it began with), lengths (new tokens), ended.
-    max_model_len: most tokens of prompt and answer together. finished: called per job when its last answer has ended.
+    Per answer: seeds, prompt_lengths (given tokens included), given (tokens it began with), lengths (new tokens),
+    ended. max_model_len: most tokens of prompt and answer together. finished: called per job when its last answer has
+    ended.
     """
 
     def __init__(self, max_tokens: int, max_model_len: int, finished: Finished | None) -> None:
@@ -89,8 +90,9 @@ class RunningAnswers:
         limits = np.minimum(self._max_tokens, self._max_model_len - prompt_lengths) - given
         if limits.min(initial=1) < 1:
             raise DataError(
-                f"a prompt of {prompt_lengths.max()} tokens leaves no room for an answer within actor_rollout_ref.rollout."
-                f"max_model_len={self._max_model_len}. Raise it, or lower data.max_prompt_length."
+                f"a prompt of {prompt_lengths.max()} tokens leaves no room for an answer within "
+                f"actor_rollout_ref.rollout.max_model_len={self._max_model_len}. "
+                "Raise it, or lower data.max_prompt_length."
             )
         self.seeds = np.concatenate([self.seeds, *(job.seeds for job in jobs)])
         self.prompt_lengths = np.concatenate([self.prompt_lengths, prompt_lengths + given])

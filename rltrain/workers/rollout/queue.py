@@ -1,8 +1,8 @@
 """The jobs of one task, shared by the engine replicas.
 
-Problem: answers differ in length, so equal shares leave replicas idle. Choice: as many jobs as fill all replicas are dealt out
-in advance; a replica with room pulls further ones by a counter in the process group's store. Left out: taking a running job
-from another replica.
+Problem: answers differ in length, so equal shares leave replicas idle. Choice: as many jobs as fill all replicas are
+dealt out in advance; a replica with room pulls further ones by a counter in the process group's store. Left out:
+taking a running job from another replica.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def make_replica(size: int) -> Replica:
 def samples_per_job(num_prompts: int, num_samples: int, num_replicas: int, max_num_seqs: int) -> int:
     """Answers per job: all of a prompt, or fewer where replicas would otherwise get unequal shares.
 
-    An engine computes a prompt once per job, so prompts are cut only while there are fewer than four jobs per replica and
-    the replicas cannot get equally many.
+    An engine computes a prompt once per job, so prompts are cut only while there are fewer than four jobs per replica
+    and the replicas cannot get equally many.
     """
     for cut in range(1, num_samples + 1):
         size = -(-num_samples // cut)
@@ -67,9 +67,9 @@ def samples_per_job(num_prompts: int, num_samples: int, num_replicas: int, max_n
 class JobQueue:
     """`Source` of one replica: first its dealt jobs, then jobs from the common rest, one by one.
 
-    jobs: those of the whole task, in starting order. The first ``num_dealt`` are dealt to the replicas back and forth; if that
-    is all of them, the assignment of jobs to replicas is deterministic. enough: stop when this many prompts have all their
-    answers, over all replicas, including the first ``must`` prompts.
+    jobs: those of the whole task, in starting order. The first ``num_dealt`` are dealt to the replicas back and
+    forth; if that is all of them, the assignment of jobs to replicas is deterministic. enough: stop when this many
+    prompts have all their answers, over all replicas, including the first ``must`` prompts.
     """
 
     def __init__(

@@ -61,8 +61,8 @@ def test_a_step_makes_the_columns_that_are_listed(tiny_model, arithmetic_files, 
 
     def spied_run(self, call):
         result = run(self, call)
-        if isinstance(result, tuple) and isinstance(result[-1], dict):
-            seen({name: values for name, values in result[-1].items() if isinstance(values, np.ndarray)})
+        if isinstance(result, tuple) and hasattr(result[-1], "per_sample"):
+            seen(result[-1].per_sample)
             seen({c.TEXT: result[1]} if len(result) == 3 else {})
         return result
 

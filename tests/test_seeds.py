@@ -28,7 +28,7 @@ def test_runs_over_seeds_share_no_answer():
     assert np.abs(np.corrcoef(first.T) - np.eye(9)).max() < 0.25, "336 numbers of 9 samples: a deviation of 0.055"
 
 
-def test_prompt_and_sample_and_step_are_no_exchange_of_each_other():
+def test_prompt_sample_and_step_are_not_interchangeable():
     found = {
         int(sample_seeds(0, step, [row], 8)[sample])
         for step, row, sample in itertools.product(range(8), range(8), range(8))

@@ -51,7 +51,7 @@ def test_every_sample_once_equal_counts_and_no_budget_broken(answers, prompt, nu
         assert work.tokens(micro) - len(micro) <= computed <= max(work.tokens(micro), 1)
 
 
-def test_a_mini_batch_keeps_its_samples_whatever_the_number_of_ranks():
+def test_a_mini_batch_keeps_its_samples_on_any_number_of_ranks():
     lengths = np.arange(1, 17)
     minis = [np.arange(8), np.arange(8, 16)]
     for num_ranks in (1, 2, 3):
@@ -91,13 +91,13 @@ def test_answers_to_a_long_prompt_stay_together():
     assert [len(rank) for rank in ranks] == [1] * 4
 
 
-def test_a_group_is_cut_where_keeping_it_together_leaves_ranks_idle():
+def test_a_group_is_cut_where_ranks_would_otherwise_idle():
     work = groups_of(100, [[400] * 8])
     ranks = spread(np.arange(8), work, 4, PassBudget(max_tokens=5000, max_samples=None))
     assert [len(rank[0]) for rank in ranks] == [2] * 4
 
 
-def test_a_group_that_is_over_the_budget_is_cut_as_little_as_possible():
+def test_a_group_over_the_budget_is_cut_as_little_as_possible():
     work = groups_of(512, [[128] * 8])
     (rank,) = spread(np.arange(8), work, 1, PassBudget(max_tokens=512 + 4 * 128, max_samples=None))
     assert [len(micro) for micro in rank] == [4, 4]

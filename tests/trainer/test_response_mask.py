@@ -1,5 +1,7 @@
 """Tokens of an answer that the policy did not choose, such as a tool's text between two turns, are context alone."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -43,7 +45,8 @@ def make(tiny_model, arithmetic_files, tmp_path):
             mask = mask.like(~(((position > 0) & (position < 3)) | (ends & (length > 3))))
             batch.update({"response_mask": mask, "rollout_log_probs": Ragged(engine.values[mask.values], mask.sum())})
             counts = mask.sum().numpy()
-            return batch, texts, numbers | {"policy_tokens": counts, "loss_tokens": counts}
+            per_sample = numbers.per_sample | {"policy_tokens": counts, "loss_tokens": counts}
+            return batch, texts, replace(numbers, per_sample=per_sample)
 
         rollout.generate = with_tools
         return made
@@ -69,15 +72,19 @@ def test_loss_and_gradient_leave_tool_text_out(make, tiny_model):
     batch, _, numbers = trainer.worker.rollout.generate(trainer.experience_task())
     mask = batch.ragged("response_mask")
     assert 0 < mask.values.sum() < len(mask.values)
-    columns, sums = actor.log_probs(batch, [5, 6, 5])
+    columns, found = actor.log_probs(batch, [5, 6, 5])
     expected, entropy, plain = by_transformers(tiny_model, batch)
-    assert columns.ragged("old_log_probs").lengths.tolist() == mask.sum().tolist() == numbers["policy_tokens"].tolist()
+    assert (
+        columns.ragged("old_log_probs").lengths.tolist()
+        == mask.sum().tolist()
+        == numbers.per_sample["policy_tokens"].tolist()
+    )
     assert distance(columns.ragged("old_log_probs").values, expected.detach()) < 1e-5
-    assert sums["tokens"] == len(expected)
-    assert sums["entropy"] == pytest.approx(float(entropy.sum().detach()), rel=1e-5)
+    assert found.moments["k1"].count == len(expected)
+    assert found.moments["entropy"].total == pytest.approx(float(entropy.sum().detach()), rel=1e-5)
     batch.update(columns)
     batch.update({"advantage": torch.linspace(-1, 1, len(batch)), "sample_id": torch.arange(len(batch))})
-    task = UpdateTask((MiniBatch((16,), denominators(numbers["loss_tokens"], 8)),), 0.0)
+    task = UpdateTask((MiniBatch((16,), denominators(numbers.per_sample["loss_tokens"], 8)),), 0.0)
     share = actor._loss(batch, task.mini_batches[0], task)
     share.loss.backward()
     per_token = torch.linspace(-1, 1, len(batch)).repeat_interleave(mask.sum())

@@ -90,7 +90,7 @@ def columns(samples, ids, names):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_every_prompt_that_was_drawn_is_in_one_batch_or_in_the_line(make, mode, monkeypatch):
+def test_every_drawn_prompt_is_in_one_batch_or_in_the_line(make, mode, monkeypatch):
     trainer = make(**MODES[mode])
     if "jobs" in mode:
         monkeypatch.setattr(rollout_worker, "samples_per_job", lambda *_: 2)
@@ -123,7 +123,7 @@ def test_every_prompt_that_was_drawn_is_in_one_batch_or_in_the_line(make, mode, 
             assert score == (verdict["score"] if isinstance(verdict, dict) else verdict)
 
 
-def test_carried_tokens_are_weighed_by_how_far_the_policy_has_moved(make):
+def test_carried_tokens_are_weighed_by_the_policy_s_move(make):
     threshold = "algorithm__rollout_correction__rollout_is_threshold"
     trainer = make(**CARRY, **{threshold: "1.05", "actor_rollout_ref__actor__optim__lr": 0.003,
                                "actor_rollout_ref__actor__recompute_old_log_prob": "always"})  # fmt: skip
@@ -172,7 +172,7 @@ def test_a_ratio_of_one_changes_nothing(make, tail):
 
 
 @pytest.mark.parametrize("mode", ["oversample", "carry_over"])
-def test_a_prompt_keeps_its_random_numbers_however_often_it_is_begun(make, mode):
+def test_a_prompt_keeps_its_random_numbers_in_every_attempt(make, mode):
     """So that a long answer is not replaced by a luckier, shorter one: with a policy that stands still, all are those of a plain run."""
     still = {"actor_rollout_ref__actor__optim__lr": 0.0}
     watch, plain = Watch(trainer := make(**MODES[mode], **still)), Watch(other := make(**still))
@@ -241,7 +241,7 @@ def test_the_batch_is_the_oldest_prompts_that_are_complete(make):
     assert line.terms(started)["must"] == 1
 
 
-def test_once_one_is_too_old_all_that_were_thrown_away_are_waited_for(make):
+def test_one_too_old_prompt_makes_all_thrown_away_ones_awaited(make):
     started = [Prompt(1, 1, age=4), Prompt(2, 1, age=2), Prompt(3, 2, age=0)]
     assert line_of(make, **OVERSAMPLE).terms(started)["must"] == 2
     assert line_of(make, **OVERSAMPLE).terms(started[1:])["must"] == 0
@@ -249,7 +249,7 @@ def test_once_one_is_too_old_all_that_were_thrown_away_are_waited_for(make):
     assert line_of(make).terms(started) == {}
 
 
-def test_answers_are_carried_where_they_are_and_only_the_missing_ones_are_asked_for(make):
+def test_carried_answers_stay_and_only_missing_ones_are_asked_for(make):
     line = line_of(make, **CARRY)
     started = line.take(lambda: [Prompt(5, 1), Prompt(6, 1), Prompt(7, 1)])
     assert line.begun(started) is None

@@ -79,7 +79,7 @@ def test_pass_at_k_is_unbiased_and_only_of_right_or_wrong():
     assert "val-aux/s/reward/pass@1" not in metrics
 
 
-def test_numbers_that_some_rows_lack_are_averaged_over_the_others():
+def test_numbers_that_some_rows_lack_are_averaged_over_others():
     columns = {"reward": np.array([1.0, 0, 1, 1]), "acc_algebra": np.array([1.0, 0, NAN, NAN])}
     metrics = validation_metrics(["math", "math"], columns, 2)
     assert metrics["val-aux/math/acc_algebra/mean@2"] == 0.5

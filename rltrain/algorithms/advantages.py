@@ -1,8 +1,8 @@
 """Advantage estimators: how much better an answer, or a token of it, was than expected.
 
-There are two kinds. An *outcome* estimator gives one number per answer and runs on the driver, which knows all answers to a
-prompt. A *token* estimator gives one number per token and runs where the tokens are; whitening, which needs the whole batch,
-is applied later from its moments.
+There are two kinds. An *outcome* estimator gives one number per answer and runs on the driver, which knows all
+answers to a prompt. A *token* estimator gives one number per token and runs where the tokens are; whitening, which
+needs the whole batch, is applied later from its moments.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ STD_EPSILON = 1e-6
 class OutcomeInputs:
     """One number per answer, all [n].
 
-    scores: reward of the whole answer. groups: the same number for all answers to a prompt. lengths: tokens of the answer.
-    terms: the parts that a reward is made of, by name. baselines: reward of a greedy answer to the same prompt, where declared.
+    scores: reward of the whole answer. groups: the same number for all answers to a prompt. lengths: tokens of the
+    answer. terms: the parts that a reward is made of, by name. baselines: reward of a greedy answer to the same
+    prompt, where declared.
     """
 
     scores: Tensor
@@ -77,8 +78,8 @@ def outcome_estimator(
 ) -> Callable[[OutcomeEstimator], OutcomeEstimator]:
     """Declare a function of your own as ``(OutcomeInputs, AlgorithmConfig) -> [n]``: one advantage per answer.
 
-    compares: it compares the answers of a prompt group, so a run with one answer per prompt is refused. greedy_baseline: it
-    gets ``baselines``, for which every prompt is also answered greedily.
+    compares: it compares the answers of a prompt group, so a run with one answer per prompt is refused.
+    greedy_baseline: it gets ``baselines``, for which every prompt is also answered greedily.
     """
     return partial(declared, traits=EstimatorTraits(compares=compares, greedy_baseline=greedy_baseline))
 
@@ -88,8 +89,8 @@ def token_estimator(
 ) -> Callable[[TokenEstimator], TokenEstimator]:
     """Declare a function of your own as ``(TokenInputs, AlgorithmConfig) -> TokenAdvantages``: one advantage per token.
 
-    values: it gets ``values`` of a critic, which learns its ``returns``. greedy_baseline: it gets ``baselines``, for which
-    every prompt is also answered greedily. whitens: its advantages are whitened over the batch.
+    values: it gets ``values`` of a critic, which learns its ``returns``. greedy_baseline: it gets ``baselines``, for
+    which every prompt is also answered greedily. whitens: its advantages are whitened over the batch.
     """
     traits = EstimatorTraits(per_token=True, values=values, greedy_baseline=greedy_baseline, whitens=whitens)
     return partial(declared, traits=traits)
@@ -152,8 +153,8 @@ def suffix_sums(rewards: Ragged, decay: float) -> Ragged:
 def grpo(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
     """A_i = (r_i - mean of group) / (std of group + 1e-6)   (Shao et al. 2024, DeepSeekMath, section 4.1).
 
-    The standard deviation is the unbiased one. With ``norm_adv_by_std_in_grpo=False`` A_i = r_i - mean of group (Liu et al.
-    2025, Dr. GRPO).
+    The standard deviation is the unbiased one. With ``norm_adv_by_std_in_grpo=False`` A_i = r_i - mean of group (Liu
+    et al. 2025, Dr. GRPO).
     """
     groups = _Groups(inputs.groups)
     centred = groups.centred(inputs.scores)
@@ -194,8 +195,8 @@ def grpo_passk(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
 def gpg(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
     """A_i = alpha (r_i - mean of group), alpha = answers / answers in groups with a spread   (Chu et al. 2025, GPG).
 
-    The paper counts groups without a gradient. verl counts scores that are not 0, which differs where wrong answers score other
-    than 0 or a whole group is right.
+    The paper counts groups without a gradient. verl counts scores that are not 0, which differs where wrong answers
+    score other than 0 or a whole group is right.
     """
     groups = _Groups(inputs.groups)
     useful = int((~groups.flat(inputs.scores)).sum())

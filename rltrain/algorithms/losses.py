@@ -17,8 +17,9 @@ from rltrain.ragged import Ragged
 class LossShare:
     """loss: this micro-batch's share of the mini-batch loss (scalar, differentiable).
 
-    shares: parts of the loss that add up over micro-batches and ranks. token_sums: sums over tokens, to be divided by the
-    token count of the mini-batch. measured: moments of the difference between engine and trainer, where the update measures it.
+    shares: parts of the loss that add up over micro-batches and ranks. token_sums: sums over tokens, to be divided by
+    the token count of the mini-batch. measured: moments of the difference between engine and trainer, where the
+    update measures it.
     """
 
     loss: Tensor

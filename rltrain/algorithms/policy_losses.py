@@ -23,8 +23,8 @@ _LOG_RATIO_BOUND = 20.0
 class PolicyLossInputs:
     """One micro-batch of whole answers, laid end to end; all [tokens], only ``log_probs`` carries gradient.
 
-    mask: 1 where a token counts, with the length of every answer. selected: tokens chosen over the whole mini-batch, for losses
-    that ask for a selection.
+    mask: 1 where a token counts, with the length of every answer. selected: tokens chosen over the whole mini-batch,
+    for losses that ask for a selection.
     """
 
     log_probs: Tensor
@@ -67,8 +67,8 @@ PolicyLossFunction = Callable[[PolicyLossInputs, ActorConfig], PolicyLoss]
 class Selection:
     """Which tokens of the global mini-batch a loss treats differently: those with the smallest keys.
 
-    keys(inputs, noise, means, cfg) -> [tokens], infinite for tokens that are no candidates; noise [tokens] is uniform in [0, 1)
-    and depends on the token alone. share(cfg): the share of all tokens to select (at least one token).
+    keys(inputs, noise, means, cfg) -> [tokens], infinite for tokens that are no candidates; noise [tokens] is uniform
+    in [0, 1) and depends on the token alone. share(cfg): the share of all tokens to select (at least one token).
     """
 
     keys: Callable[[PolicyLossInputs, Tensor, BatchMeans, ActorConfig], Tensor]
@@ -102,7 +102,8 @@ def policy_loss(
 ) -> Callable[[PolicyLossFunction], PolicyLossFunction]:
     """Declare a function of your own.
 
-    selection: tokens of the mini-batch that it gets as ``selected``. silent_at_zero: an answer without advantage has no gradient.
+    selection: tokens of the mini-batch that it gets as ``selected``. silent_at_zero: an answer without advantage has
+    no gradient.
     """
 
     def declare(function: PolicyLossFunction) -> PolicyLossFunction:
@@ -220,8 +221,8 @@ def _clip_cov_keys(inputs: PolicyLossInputs, noise: Tensor, means: BatchMeans, c
 def clip_cov(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
     """PPO without gradient on a few random tokens whose log-prob and advantage covary   (Cui et al. 2025, Clip-Cov).
 
-    clip_cov_ratio of the mini-batch's tokens are selected, among those with a covariance within (clip_cov_lb, clip_cov_ub) that
-    PPO would not clip.
+    clip_cov_ratio of the mini-batch's tokens are selected, among those with a covariance within (clip_cov_lb,
+    clip_cov_ub) that PPO would not clip.
     """
     assert inputs.selected is not None
     unclipped, clipped = _ppo(inputs.log_ratio.exp(), inputs.advantages, cfg)

@@ -1,4 +1,4 @@
-"""From scores to advantages: the KL in the reward, the estimator, whitening; and who has nothing to learn from."""
+"""From scores to advantages: the KL in the reward, the estimator, whitening; and which samples have no gradient."""
 
 from __future__ import annotations
 
@@ -41,8 +41,11 @@ class Advantages:
         self._passes = passes
 
     def estimate(self, samples: Samples, policy: Policy, layout: Layout) -> tuple[Whitening, Metrics]:
-        """A(x, y) of every sample: ``advantage`` [n], or (then it is the mean) the columns ``advantages`` and ``returns`` and how to whiten
-        them."""
+        """A(x, y) of every sample, as ``advantage`` [n].
+
+        A token estimator also leaves the columns ``advantages`` and ``returns``; ``advantage`` is then the mean over
+        the answer, and the whitening returned is applied where the advantages enter the loss.
+        """
         coef = self.kl_coef
         metrics = self._kl_penalty(samples) if self._passes.kl_in_reward else {}
         if self._passes.token_advantages:
@@ -80,7 +83,7 @@ class Advantages:
 
 
 def check_plugins(cfg: Config) -> Sequence[str]:
-    """Try estimators and losses of the user's own on a small batch, look at callbacks. Returns what is wrong with them."""
+    """Try estimators and losses of the user's own on a small batch, and look at callbacks. Returns the problems."""
     from rltrain.algorithms.trial import try_estimator, try_policy_loss
 
     trials = [*try_estimator(cfg.algorithm), *try_policy_loss(cfg.actor_rollout_ref.actor)]

@@ -1,11 +1,11 @@
 """How a mini-batch is spread over ranks and cut into micro-batches.
 
-The driver decides for all ranks at once, from lengths alone: every rank gets the same number of micro-batches, because a
-collective in one of them would otherwise wait for ever. Which samples share an optimizer step is settled before and does not
-change here.
+The driver decides for all ranks at once, from lengths alone: every rank gets the same number of micro-batches,
+because a collective in one of them would otherwise wait for ever. Which samples share an optimizer step is settled
+before and does not change here.
 
-Answers to one prompt that meet in a micro-batch share its tokens (`models.packing.pack`). Keeping them together saves work but
-leaves coarser chunks to spread evenly; the cost model weighs one against the other.
+Answers to one prompt that meet in a micro-batch share its tokens (`models.packing.pack`). Keeping them together saves
+work but leaves coarser chunks to spread evenly; the cost model weighs one against the other.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _TRIES = 8
 class Workload:
     """Tokens and cost of n samples. owners [n]: samples of one owner share their prompt within a micro-batch.
 
-    A token costs 1 and a (query, key) pair costs ``pair_cost``: the FLOPs of the pair relative to those of a token's matrix
-    products.
+    A token costs 1 and a (query, key) pair costs ``pair_cost``: the FLOPs of the pair relative to those of a token's
+    matrix products.
     """
 
     prompts: Ids
@@ -174,7 +174,7 @@ def _spread(chunks: list[_Chunk], work: Workload, num_ranks: int, budget: PassBu
 
 
 def _fewest(chunks: list[_Chunk], count: int, num_ranks: int, budget: PassBudget) -> list[Ids]:
-    """The fewest bins per rank, at least ``count``, that hold all chunks: found by doubling strides, then by bisection."""
+    """The fewest bins per rank, at least ``count``, that hold all chunks: by doubling strides, then by bisection."""
     too_few, stride = count - 1, 1
     while (found := _fill(chunks, num_ranks * count, budget)) is None:
         too_few, count, stride = count, count + stride, 2 * stride
@@ -239,9 +239,9 @@ def rank_tokens(layout: Layout, lengths: NDArray[np.int64]) -> list[int]:
 class LayoutCost:
     """What a layout computes and how evenly.
 
-    cost, tokens: of all micro-batches, where a shared prompt counts once. tokens_share: tokens per token of the samples.
-    ranks: work of the busiest rank relative to the mean (1: even). micro_batches: the same with the ranks in step at every
-    micro-batch.
+    cost, tokens: of all micro-batches, where a shared prompt counts once. tokens_share: tokens per token of the
+    samples. ranks: work of the busiest rank relative to the mean (1: even). micro_batches: the same with the ranks in
+    step at every micro-batch.
     """
 
     cost: float

@@ -60,9 +60,9 @@ class Plan:
 def make_plan(config: Config, num_prompts: int | None = None, num_too_long: int = 0) -> Plan:
     """Count everything. Raises ConfigError where something does not divide.
 
-    num_prompts: rows left after filtering (None: not known yet); num_too_long: rows that the filter took out. Samples need not
-    divide: passes are balanced over ranks sample by sample, and engines are given whole prompts. Where neither num_prompts nor
-    ``trainer.total_training_steps`` is known, total_steps is 0.
+    num_prompts: rows left after filtering (None: not known yet); num_too_long: rows that the filter took out. Samples
+    need not divide: passes are balanced over ranks sample by sample, and engines are given whole prompts. Where
+    neither num_prompts nor ``trainer.total_training_steps`` is known, total_steps is 0.
     """
     if problems := list(uneven(config)):
         raise ConfigError("\n".join(problems))

@@ -1,4 +1,8 @@
-"""The algorithm: `PPOTrainer.step` is one iteration. The loop around it, with saving and trackers, is `Trainer.fit` in run.py."""
+"""The algorithm: `PPOTrainer.step` is one iteration.
+
+It asks `StepPasses` which passes to make, lays the samples out over the ranks, and hands the work to the roles. The
+loop around it, with saving and trackers, is `Trainer.fit` in run.py.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +41,8 @@ from rltrain.workers.tasks import UpdateTask
 class StepRecord:
     """What the phases of a step leave behind for its report.
 
-    measured: moments of entropy, mismatch and correction, over samples whose log-probs the unchanged policy has computed.
-    layouts: by phase. bytes_before: those that had gone through the driver when the step began.
+    measured: moments of entropy, mismatch and correction, over the samples whose log-probs the unchanged policy has
+    computed. layouts: by phase. bytes_before: bytes that had gone through the driver when the step began.
     """
 
     step: int
@@ -79,7 +83,10 @@ class PPOTrainer:
     # -- the algorithm -------------------------------------------------------------------------------------------------
 
     def step(self, step: int) -> Metrics:
-        """One PPO iteration (Schulman et al. 2017, algorithm 1). GRPO (Shao et al. 2024, algorithm 1): the same, without a critic."""
+        """One PPO iteration (Schulman et al. 2017, algorithm 1).
+
+        GRPO (Shao et al. 2024, algorithm 1) is the same without a critic.
+        """
         plan, passes, timer = self.plan, self.plan.passes, StepTimer(self.on_phase)
         bytes_before = self._bytes_through_driver()
         with timer("step"):
@@ -112,7 +119,7 @@ class PPOTrainer:
         return self._report(samples, timer, record)
 
     def _old_log_probs(self, samples: Samples, record: StepRecord) -> None:
-        """The pass over all samples, or all but those whose old log-probs the update's own forward will yield."""
+        """Old log-probs of all samples, without those of the first mini-batch where the update's forward yields them."""
         covered = np.ones(len(samples), dtype=bool)
         if self.plan.passes.waits_for_update(record.step):
             covered[self._actor_mini_batches(record.step)[0]] = False
@@ -122,14 +129,14 @@ class PPOTrainer:
             layout = self._lay_out(samples, self.plan.log_prob_budget, ids=np.flatnonzero(covered))
             record.layouts["old_log_prob"] = layout
             record.measured = self.actor.log_probs(samples, layout)
-            if self._alarms.stops_on_gap:  # then the pass covers every sample, so that nothing is learnt from them
+            if self._alarms.stops_on_gap:  # the pass then covers every sample, and the run ends before it learns
                 self._alarms.gap(m.policy_metrics(record.measured))
 
     def _update_actor(self, samples: Samples, whitening: Whitening, record: StepRecord) -> None:
         plan, cfg, step = self.plan, self.cfg.actor_rollout_ref.actor, record.step
         mini_batches = self._actor_mini_batches(step)
         counts = [self._denominators(samples, ids) for ids in mini_batches]
-        # Samples without any gradient are left out after everything was counted: the loss is the same, the work is not.
+        # Samples without gradient are left out only after everything was counted, so the loss stays the same.
         silent = self.advantages.silent(samples)
         mini_batches = [ids[~silent[ids]] for ids in mini_batches]
         layout = lay_out(mini_batches, self._workload(samples), plan.data_parallel_size, plan.update_budget)
@@ -192,7 +199,7 @@ class PPOTrainer:
     def _lay_out(
         self, samples: Samples, budget: PassBudget, num_ranks: int | None = None, ids: Ids | None = None
     ) -> Layout:
-        """Every sample (or those of ``ids``) once, spread over ``num_ranks`` data-parallel ranks (None: the actor's)."""
+        """Every sample (or those of ``ids``) once, over ``num_ranks`` data-parallel ranks (None: the actor's)."""
         ids = np.arange(len(samples)) if ids is None else ids
         return lay_out([ids], self._workload(samples), num_ranks or self.plan.data_parallel_size, budget)
 
@@ -231,7 +238,10 @@ class PPOTrainer:
             self.advantages.kl_coef = progress.kl_coef
 
     def validate(self, step: int, stop: Stop) -> Metrics:
-        """Answer every validation prompt ``val_kwargs.n`` times and score it. Nothing where ``stop`` is requested meanwhile."""
+        """Answer every validation prompt ``val_kwargs.n`` times and score the answers.
+
+        Returns nothing where ``stop`` is requested meanwhile.
+        """
         timer = StepTimer(self.on_phase)
         with timer("testing"):
             found = self.experience.validation(step, stop)

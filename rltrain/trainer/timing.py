@@ -11,7 +11,7 @@ STEP_PHASES = ("gen", "reward", "gen_max", "old_log_prob", "ref", "values", "adv
 
 
 class StepTimer:
-    """``with timer("gen"): ...`` adds the block's seconds to ``timing_s/gen``. begins(name) is called when a block begins."""
+    """``with timer("gen"): ...`` adds the block's seconds to ``timing_s/gen``. begins(name) is called at its start."""
 
     def __init__(self, begins: Callable[[str], None] = lambda name: None) -> None:
         self.seconds: dict[str, float] = {}

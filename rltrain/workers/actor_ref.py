@@ -1,4 +1,7 @@
-"""Actor and reference: the training side of the policy in a worker process."""
+"""Actor and reference: the training side of the policy in a worker process.
+
+Which passes there are and what they yield is decided in `StepPasses`; nothing here reads the keys behind it.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ from rltrain.workers.updater import Updater, idle
 
 
 class ActorRefWorker(Actor):
-    """Every method is called on all ranks at once; each gets its own samples and returns its own share."""
+    """Every method is called on all ranks at once; each rank gets its own samples and returns its own share."""
 
     def __init__(self, cfg: Config, passes: StepPasses, residency: Residency, *, trains: bool = True) -> None:
         self._cfg = cfg
@@ -93,9 +96,10 @@ class ActorRefWorker(Actor):
     # -- scoring -------------------------------------------------------------------------------------------------------
 
     def log_probs(self, batch: Batch, micro_sizes: Sequence[int]) -> tuple[Batch, PassNumbers]:
-        """log pi(answer) under the actor's own weights; how far the engine's are from it, and the correction for that.
+        """log pi(answer) under the actor's own weights, its difference from the engine's, and the correction for that.
 
-        Columns: ``old_log_probs``, and where asked for ``is_weights`` and ``loss_mask``. Numbers: moments, ``loss_tokens`` [n].
+        Columns: ``old_log_probs``, and where the correction has them ``is_weights`` and ``loss_mask``. Numbers:
+        moments, and ``loss_tokens`` [n].
         """
         self._residency.enter("score")
         self._scored_at = self._updater.num_steps
@@ -109,7 +113,7 @@ class ActorRefWorker(Actor):
 
     @torch.no_grad()
     def ref_log_probs(self, batch: Batch, micro_sizes: Sequence[int]) -> tuple[Batch, PassNumbers]:
-        """log pi_ref(answer) under the frozen reference; with a KL in the reward ``ref_kl`` of every token, ``kl_sum`` [n]."""
+        """log pi_ref(answer) under the frozen reference; with a KL in the reward ``ref_kl`` per token and ``kl_sum`` [n]."""
         self._residency.enter("ref")
         passes = self._passes
         columns: dict[str, Ragged] = {}
@@ -138,7 +142,7 @@ class ActorRefWorker(Actor):
     def _reference_states(self, inputs: PackedInputs) -> ReferenceStates:
         with torch.no_grad(), adapters_off(self._reference):
             hidden = self._reference(inputs, states_only=True)
-        # The head is needed outside the reference's own forward, and again when logits are recomputed in the backward pass.
+        # The head is needed outside the reference's own forward, and again when the backward pass recomputes logits.
         self._reference.unshard()  # type: ignore[operator]
         return ReferenceStates(hidden, self._reference_logits)
 
@@ -165,8 +169,9 @@ class ActorRefWorker(Actor):
     def score_text(self, tokens: Sequence[int]) -> Tensor:
         """log pi(token) of ``tokens[1:]`` at temperature 1: [len(tokens) - 1].
 
-        Computed as the update computes: behind another text, and the second half as an answer that shares its prompt. So whoever compares
-        these with an engine's finds out a model that mixes the samples of a packed row.
+        They are computed as the update computes: behind another text, and the second half as an answer that shares
+        its prompt. Comparing them with an engine's therefore also finds a model that mixes the samples of a packed
+        row.
         """
         self._policy.eval()
         text, half = torch.tensor(tokens, dtype=torch.int32), max(len(tokens) // 2, 1)
@@ -184,13 +189,13 @@ class ActorRefWorker(Actor):
         return compare(log_probs, engine, self._correction, _given(batch), weighs=weighs)
 
     def _old(self, batch: Batch) -> Ragged:
-        """log pi_old: the trainer's own, or with bypass_mode the engine's."""
+        """log pi_old: the trainer's own, or with ``bypass`` the engine's."""
         return batch.ragged(c.ROLLOUT_LOG_PROBS if self._passes.bypass else c.OLD_LOG_PROBS)
 
     # -- update --------------------------------------------------------------------------------------------------------
 
     def update(self, batch: Batch, task: UpdateTask) -> UpdateNumbers:
-        """One optimizer step a mini-batch (see `Updater.run`)."""
+        """One optimizer step per mini-batch (see `Updater.run`)."""
         self._residency.enter("train_actor")
         numbers = self._updater.run(
             batch,
@@ -232,7 +237,7 @@ class ActorRefWorker(Actor):
         return replace(share, measured=measured)
 
     def _measure(self, micro: Batch, log_probs: Tensor, entropy: Tensor | None) -> dict[str, Moments]:
-        """What the old_log_prob pass measures, from the update's own forward; and its columns where ``micro`` has none."""
+        """What the old_log_prob pass measures, from the update's forward; adds its columns where ``micro`` has none."""
         log_prob = micro.ragged(c.ROLLOUT_LOG_PROBS).like(log_probs.detach().cpu())
         columns, moments = self._compare(log_prob, micro)
         if not self._passes.bypass:
@@ -240,7 +245,7 @@ class ActorRefWorker(Actor):
         return moments if entropy is None else moments | {"entropy": Moments.of(entropy.detach().cpu())}
 
     def _correct(self, micro: Batch, log_probs: Tensor, task: UpdateTask) -> tuple[Ragged, Tensor | None]:
-        """(tokens that count, importance weights). With bypass_mode both follow from the current policy."""
+        """(tokens that count, importance weights). With ``bypass`` both follow from the current policy."""
         old = self._old(micro)
         if not self._passes.bypass:
             weights = micro.ragged(c.IS_WEIGHTS).values * task.weight_scale if c.IS_WEIGHTS in micro else None
@@ -270,10 +275,12 @@ class ActorRefWorker(Actor):
             torch.cat([empty, *(_advantages(micro, each, task) for micro, each in zip(having, masks, strict=True))]),
             mask,
         )
-        number = [each is mini for each in task.mini_batches].index(True)  # equal ones come again in every epoch
+        number = [each is mini for each in task.mini_batches].index(
+            True
+        )  # by identity: equal mini-batches return in every epoch
         numbers = torch.cat([empty.double(), *(noise(micro, task.noise_seed, number) for micro in having)])
         assert self._entry.selection is not None
-        # On the CPU, where everything is: a few numbers a token, in a precision that not every accelerator has.
+        # On the CPU: a few numbers per token, in a precision that not every accelerator has.
         chosen = select(inputs, numbers, self._entry.selection, mini.denominators.tokens, self._actor_cfg)
         for micro, part in zip(having, mask.like(chosen).split([len(micro) for micro in having]), strict=True):
             micro.update({c.SELECTED: part})
@@ -293,7 +300,7 @@ class ActorRefWorker(Actor):
         load_training_state(self._policy, None if weights_only else self._updater.optimizer, folder)
 
     def export(self, folder: str, card: str) -> list[str]:
-        """Write a Hugging Face folder with ``card`` as README.md (a collective; rank 0 writes). Returns what is wrong with it."""
+        """Write a Hugging Face folder with ``card`` as README.md (a collective). Returns its problems."""
         self._residency.enter("score")
         return export_huggingface(self._policy, self._spec.load_config(), chat_encoder(self._cfg), folder, card)
 

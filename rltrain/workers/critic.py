@@ -37,6 +37,11 @@ class CriticWorker(Critic):
         residency.add_model(self._model, "values", "train_critic", "save", offload=fsdp.param_offload)
         residency.add_optimizer(self._updater.optimizer, "train_critic", "save", offload=fsdp.optimizer_offload)
 
+    @property
+    def model(self) -> ScalarModel:
+        """The value function's weights."""
+        return self._model
+
     @torch.no_grad()
     def values(self, batch: Batch, micro_sizes: Sequence[int]) -> tuple[Batch, PassNumbers]:
         """V of the state in which each answer token was chosen."""
@@ -47,7 +52,7 @@ class CriticWorker(Critic):
         return Batch({c.VALUES: per_policy_token(torch.cat(found), batch)}), PassNumbers()
 
     def update(self, batch: Batch, mini_batches: Sequence[MiniBatch], learning_rate: float) -> UpdateNumbers:
-        """One optimizer step a mini-batch."""
+        """One optimizer step per mini-batch."""
         self._residency.enter("train_critic")
         return self._updater.run(batch, mini_batches, learning_rate, self._loss)
 

@@ -32,12 +32,12 @@ class RewardModelWorker(RewardModel):
         spec = reward_model_spec(cfg, residency.device)
         if read_score_head(spec.path) is None:
             raise ConfigError(
-                f"reward_model.model.path={spec.path} has no classification head (score.weight). Give a sequence classifier with "
-                "one label."
+                f"reward_model.model.path={spec.path} has no classification head (score.weight). Give a sequence "
+                "classifier with one label."
             )
         self._encoder = ChatEncoder(spec.path, trust_remote_code=spec.trust_remote_code)
         try:
-            _ = self._encoder.tokenizer  # a missing chat template is better found now than after the first generation
+            _ = self._encoder.tokenizer  # loading it now finds a missing chat template before the first generation
         except DataError as error:
             raise ConfigError(f"reward_model.model.path={spec.path}: {error}") from error
         self._model = sharded_model(ScalarModel, spec, residency.device)
@@ -71,7 +71,7 @@ class RewardModelWorker(RewardModel):
         return self._encoder.encode_batch(conversations, answered=True)
 
     def _cut(self, lengths: list[int]) -> list[list[int]]:
-        """Micro-batches within the budget, in order; equally many on every rank (the rest idle), as the collectives need."""
+        """Micro-batches within the budget, in order; idle ones are added so that every rank has as many."""
         micros: list[list[int]] = []
         room = 0
         for place, length in enumerate(lengths):

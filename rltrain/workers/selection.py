@@ -1,6 +1,7 @@
 """The tokens that a loss treats differently.
 
-They are chosen over the whole global mini-batch: a choice per micro-batch or rank would depend on how the batch was cut.
+They are chosen over the whole global mini-batch: a choice per micro-batch or rank would depend on how the batch was
+cut.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def select(inputs: PolicyLossInputs, noise: Tensor, selection: Selection, num_to
 
 
 def noise(micro: Batch, seed: int, mini_batch: int) -> Tensor:
-    """A uniform number per token, which depends only on the seed, the mini-batch, the sample and the token's place in it."""
+    """A uniform number per token, which depends only on the seed, the mini-batch, the sample and the token's place."""
     lengths = micro.ragged(c.RESPONSE_MASK).sum().tolist()
     drawn = uniforms(sample_seeds(seed, mini_batch, micro.dense(c.SAMPLE_ID).tolist(), 1, "selection"), 0, max(lengths))
     return torch.from_numpy(np.concatenate([row[:length] for row, length in zip(drawn, lengths, strict=True)]))

@@ -15,8 +15,8 @@ from rltrain.workers.rollout.base import Sampling
 class MiniBatch:
     """One optimizer step: the sizes of this rank's micro-batches, and the counts of the whole global mini-batch.
 
-    has_old_log_probs: the old_log_prob pass covered the samples. Otherwise the update takes the old log-probs from its own
-    forward. That is valid only for the first mini-batch of a step: no optimizer step has been made before it.
+    has_old_log_probs: the old_log_prob pass covered the samples. Otherwise the update takes the old log-probs from
+    its own forward. That is valid only for the first mini-batch of a step: no optimizer step has been made before it.
     """
 
     micro_sizes: tuple[int, ...]
@@ -28,11 +28,11 @@ class MiniBatch:
 class GenerateTask:
     """Answer these prompts, ``num_samples`` times each. rows [p]: places in the prompt store.
 
-    (seed, split, step, row, sample) decides every random number; step is one number, or one per prompt [p]. order [p]:
-    prompt indices, the first to start in front (None: as they are). call: unique within the run, the prefix of the replicas'
-    shared counters. stream: texts are handed out as soon as all answers to a prompt have ended (`take_finished`). enough:
-    generation stops when this many prompts are complete, including the first ``must``. todo [p, num_samples]: the answers that
-    are asked for (None: all).
+    (seed, split, step, row, sample) decides every random number; step is one number, or one per prompt [p]. order
+    [p]: prompt indices, the first to start in front (None: as they are). call: unique within the run, the prefix of
+    the replicas' shared counters. stream: texts are handed out as soon as all answers to a prompt have ended
+    (`take_finished`). enough: generation stops when this many prompts are complete, including the first ``must``.
+    todo [p, num_samples]: the answers that are asked for (None: all).
     """
 
     split: str
@@ -62,8 +62,8 @@ class Finished:
 class UpdateTask:
     """The actor's update in one step.
 
-    Token advantages are whitened by (A - shift) * scale; importance weights are multiplied by weight_scale. noise_seed decides
-    the random part of a selection over tokens.
+    Token advantages are whitened by (A - shift) * scale; importance weights are multiplied by weight_scale.
+    noise_seed decides the random part of a selection over tokens.
     """
 
     mini_batches: tuple[MiniBatch, ...]

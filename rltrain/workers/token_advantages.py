@@ -14,11 +14,11 @@ from rltrain.workers.results import PassNumbers
 
 
 def token_advantages(batch: Batch, cfg: AlgorithmConfig, kl_coef: float) -> tuple[Batch, PassNumbers]:
-    """``advantages`` (before whitening) and ``returns`` of every token, and the moments that whitening and metrics need.
+    """``advantages`` (before whitening) and ``returns`` per token, and the moments that whitening and metrics need.
 
-    The score of an answer is the reward of its last token; with a KL in the reward, every token pays ``kl_coef`` times its own.
-    Numbers: ``signal`` [n] (whether any advantage is not 0), ``advantage`` [n] (mean over the answer); moments over the tokens
-    that count.
+    The score of an answer is the reward of its last token; with a KL in the reward, every token pays ``kl_coef``
+    times its own. Numbers: ``signal`` [n] (whether any advantage is not 0), ``advantage`` [n] (mean over the answer),
+    and moments over the tokens that count.
     """
     if not len(batch):
         return Batch(), PassNumbers()

@@ -1,4 +1,4 @@
-"""Optimizer steps of one model: add up micro-batches, look whether the numbers are finite, clip, step."""
+"""Optimizer steps of one model: accumulate gradients over micro-batches, clip, check that all is finite, step."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Updater:
         loss: LossFunction,
         prepare: Preparation | None = None,
     ) -> UpdateNumbers:
-        """One optimizer step a mini-batch. ``batch`` holds their samples in order, micro-batch after micro-batch.
+        """One optimizer step per mini-batch. ``batch`` holds their samples in order, micro-batch after micro-batch.
 
         ``prepare`` sees all micro-batches of a mini-batch before the first is differentiated.
         """
@@ -81,8 +81,8 @@ class Updater:
         total: LossShare | None = None
         for micro in micros:
             share = loss(micro, mini)
-            # FSDP averages gradients over the ranks; the denominators are global already, so undo the average. Ranks that share
-            # sequences have the same loss, and each a part of its gradient.
+            # FSDP averages gradients over the ranks, but the denominators are global already: undo the average. Ranks
+            # that share sequences have the same loss, and each holds a part of its gradient.
             (share.loss * dist.get_world_size()).backward()
             share = replace(share, loss=share.loss.detach())
             total = share if total is None else total + share
@@ -106,13 +106,13 @@ class Updater:
         torch.save([dict(micro.items()) for micro in micros], file)
         parts = ", ".join(f"{name}={float(value):.4g}" for name, value in _parts(share).items())
         raise NonFiniteError(
-            f"{self._role}: loss or gradient is not finite on some rank (rank {dist.get_rank()} has {parts}); no optimizer step was "
-            f"made. The mini-batch is in {file}. To go on past such batches set trainer.on_nonfinite=skip."
+            f"{self._role}: loss or gradient is not finite on some rank (rank {dist.get_rank()} has {parts}); no "
+            f"optimizer step was made. The mini-batch is in {file}. To go on past such batches set trainer.on_nonfinite=skip."
         )
 
 
 def idle(outputs: Tensor) -> LossShare:
-    """The loss of a micro-batch without samples: nothing, but every parameter takes part, so that ranks keep step."""
+    """The loss of a micro-batch without samples: 0, with a gradient to every parameter, so that ranks stay in step."""
     return LossShare(outputs.sum())
 
 

@@ -13,7 +13,7 @@ from rltrain.errors import ConfigError
 from rltrain.models import shard
 from tests.local import local_trainer
 from tests.tiny import small_run
-from tests.trainer.test_step import actor_weights, engine_is_off, numbers_of
+from tests.trainer.steps import actor_weights, engine_is_off, numbers_of
 
 pytestmark = pytest.mark.usefixtures("process_group")
 

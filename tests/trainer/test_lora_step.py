@@ -14,7 +14,7 @@ from rltrain.trainer.progress import Progress, frozen_values
 from tests import local
 from tests.distance import distance
 from tests.tiny import save_tiny_tokenizer
-from tests.trainer.test_step import (
+from tests.trainer.steps import (
     ACTOR,
     CORRECTION,
     GAE,

@@ -18,7 +18,7 @@ from rltrain.trainer.timing import StepTimer
 from rltrain.workers import rollout_worker
 from tests.batches import prompt_lengths, rows_of
 from tests.distance import distance
-from tests.trainer.test_step import actor_weights, numbers_of
+from tests.trainer.steps import actor_weights, numbers_of
 
 pytestmark = pytest.mark.usefixtures("process_group")
 

@@ -1,0 +1,124 @@
+"""What tests of whole steps share: variants of the algorithm, an engine that is a little off, what a step moved."""
+
+import numpy as np
+import torch
+
+from rltrain.algorithms import policy_losses
+from rltrain.batch import Batch
+
+ESTIMATOR, LOSS = "algorithm__adv_estimator", "actor_rollout_ref__actor__policy_loss__loss_mode"
+
+
+ACTOR, CORRECTION = "actor_rollout_ref__actor__", "algorithm__rollout_correction__"
+
+
+NO_KL = {ACTOR + "use_kl_loss": False, ACTOR + "entropy_coeff": 0}
+
+
+COV = {
+    ACTOR + "policy_loss__clip_cov_lb": -100, ACTOR + "policy_loss__clip_cov_ub": 100,
+    ACTOR + "policy_loss__clip_cov_ratio": 0.1,
+    ACTOR + "policy_loss__kl_cov_ratio": 0.1, ACTOR + "ppo_epochs": 2,
+}  # fmt: skip
+
+
+# As in `small_run`.
+GAE = {ESTIMATOR: "gae", "critic__optim__lr": 5e-3, "critic__optim__eps": 1e-2}
+
+
+VARIANTS = {
+    **{name: {ESTIMATOR: name} for name in (
+        "grpo", "rloo", "opo", "grpo_passk", "gpg", "reinforce_plus_plus_baseline", "reinforce_plus_plus", "remax",
+    )},
+    "gae": GAE,
+    "gdpo": {ESTIMATOR: "gdpo", "algorithm__gdpo_reward_keys": "[acc,rule_score]"},
+    **{f"loss {name}": {LOSS: name, **COV} for name in policy_losses.POLICY_LOSSES},
+    # Against the engine: |log ratio| has a kink where a policy has not moved, and rounding would decide on its side.
+    "loss kl_cov": {LOSS: "kl_cov", **COV, CORRECTION + "bypass_mode": True},
+    **{f"agg {name}": {ACTOR + "loss_agg_mode": name} for name in (
+        "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm",
+    )},
+    "exact kl": {ACTOR + "kl_loss_type": "full"},
+    "k3+": {ACTOR + "kl_loss_type": "k3+"},
+    "kl in reward": {"algorithm__use_kl_in_reward": True, "algorithm__kl_ctrl__type": "adaptive"},
+    "exact kl in reward, gae": {"algorithm__use_kl_in_reward": True, "algorithm__kl_penalty": "full", **GAE},
+    "tis": {CORRECTION + "rollout_is": "token", CORRECTION + "rollout_is_threshold": "1.1"},
+    "sequence is": {CORRECTION + "rollout_is": "sequence", CORRECTION + "rollout_is_batch_normalize": True},
+    "rejection": {
+        **GAE, CORRECTION + "rollout_rs": "token_k1,seq_mean_k2", CORRECTION + "rollout_rs_threshold": "1.2,0.01",
+    },
+    "bypass": {
+        CORRECTION + "bypass_mode": True, CORRECTION + "rollout_rs": "seq_max_k3",
+        CORRECTION + "rollout_rs_threshold": "0.02",
+    },
+    "bypass reinforce": {
+        CORRECTION + "bypass_mode": True, CORRECTION + "loss_type": "reinforce", CORRECTION + "rollout_is": "token",
+    },
+    "filter": {"algorithm__filter_groups__enable": True},
+    "shuffle": {ACTOR + "shuffle": True, ACTOR + "ppo_epochs": 2},
+}  # fmt: skip
+
+
+def engine_is_off(trainer) -> None:
+    """The engine reports log-probs that are not the trainer's, a different amount for every token."""
+    rollout = trainer.worker.rollout
+    generate = rollout.generate
+
+    def off(task):
+        batch, texts, numbers = generate(task)
+        exact = batch.ragged("rollout_log_probs")
+        batch.update({"rollout_log_probs": exact.like(exact.values + 0.2 * torch.sin(7 * exact.values))})
+        return batch, texts, numbers
+
+    rollout.generate = off
+
+
+def weights(model) -> torch.Tensor:
+    return torch.cat([parameter.full_tensor().flatten() for parameter in model.parameters()]).detach().clone()
+
+
+def actor_weights(trainer) -> torch.Tensor:
+    return weights(trainer.worker.actor.policy)
+
+
+class Moved:
+    """How far the weights of actor and critic have moved since this was made."""
+
+    def __init__(self, trainer) -> None:
+        self._models = [trainer.worker.actor.policy] + ([trainer.worker.critic.model] if trainer.critic else [])
+        self._before = [weights(model) for model in self._models]
+
+    def by_role(self) -> list[torch.Tensor]:
+        return [weights(model) - before for model, before in zip(self._models, self._before, strict=True)]
+
+
+def numbers_of(metrics: dict[str, float]) -> dict[str, float]:
+    """What must not depend on how the batch was cut."""
+    return {
+        name: value for name, value in metrics.items() if not name.startswith(("timing", "perf/", "global_seqlen/"))
+    }
+
+
+ONE_STEP = {ACTOR + "ppo_mini_batch_size": 4}
+
+
+def scored(trainer) -> tuple[Batch, Batch, dict]:
+    """A generated batch, what the old_log_prob pass makes of it, and its numbers."""
+    actor = trainer.worker.actor
+    batch, *_ = trainer.worker.rollout.generate(trainer.experience_task())
+    columns, numbers = actor.log_probs(batch, [len(batch)])
+    return batch, columns, numbers
+
+
+def with_failures(trainer, *samples: int, acc: float | None = None) -> None:
+    """The given answers of every generation get no score; acc: the accuracy of all others."""
+    score = trainer.rewards._pool.score
+
+    def failing(split, jobs):
+        columns = score(split, jobs)
+        columns["scorer/acc"][:] = columns["scorer/acc"] if acc is None else acc
+        for sample in samples:
+            columns["scorer/acc"][sample], columns["score"][sample], columns["reward_failed"][sample] = np.nan, 0.0, 1.0
+        return columns
+
+    trainer.rewards._pool.score = failing

@@ -1,0 +1,80 @@
+"""The rollout correction in whole steps: weights, rejection, bypass."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.trainer.steps import (
+    ACTOR,
+    CORRECTION,
+    NO_KL,
+    scored,
+)
+
+
+def test_importance_weights_are_truncated_ratios_to_the_engine(make):
+    trainer = make(**{CORRECTION + "rollout_is": "token", CORRECTION + "rollout_is_threshold": "1.1"})
+    batch, columns, numbers = scored(trainer)
+    ratio = (columns.ragged("old_log_probs").values - batch.ragged("rollout_log_probs").values).exp()
+    assert torch.allclose(columns.ragged("is_weights").values, ratio.clamp(max=1.1))
+    assert numbers.moments["is_high"].total == int((ratio > 1.1).sum()) > 0
+
+
+def test_rejected_tokens_leave_loss_and_denominators(make):
+    trainer = make(**NO_KL, **{CORRECTION + "rollout_rs": "token_k1", CORRECTION + "rollout_rs_threshold": "1.1"})
+    _, columns, numbers = scored(trainer)
+    mask = columns.ragged("loss_mask")
+    assert 0 < int(mask.values.sum()) < len(mask.values)
+    assert numbers.per_sample["loss_tokens"].tolist() == mask.sum().long().tolist()
+    tasks, seen = [], []
+    update, trainer.callbacks = (
+        trainer.worker.actor.update,
+        SimpleNamespace(on_step=lambda step, metrics, numbers: seen.append(numbers) or {}),
+    )
+    trainer.worker.actor.update = lambda batch, task: tasks.append(task) or update(batch, task)
+    metrics, (samples,) = trainer.step(1), seen
+    counted = sum(mini.denominators.tokens for mini in tasks[0].mini_batches)
+    assert counted == samples["loss_tokens"].sum() < samples["response_length"].sum()
+    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(
+        1 - samples["loss_tokens"].sum() / samples["response_length"].sum()
+    )
+
+
+def test_bypass_takes_the_ratio_to_the_engine_without_a_pass(make):
+    trainer = make(**{CORRECTION + "bypass_mode": True})
+    metrics = trainer.step(1)
+    assert "Actor.log_probs" not in trainer.group.calls
+    assert "timing_s/old_log_prob" not in metrics
+    # log r is what the engine is off, which is anything but 0.
+    assert metrics["actor/pg_clipfrac"] > 0
+    assert metrics["rollout/log_prob_gap/mean"] > 0.05
+
+
+def test_without_correction_the_mismatch_is_only_measured(make):
+    trainer = make()
+    metrics = trainer.step(1)
+    assert metrics["rollout/log_prob_gap/mean"] > 0.05
+    assert metrics["rollout_corr/k3_kl"] > 0
+    # Both ratios of the first mini-batch are 1 whatever the engine said; only the second moves.
+    assert "rollout_corr/rollout_is_mean" not in metrics
+
+
+def test_importance_weights_may_be_divided_by_their_mean(make):
+    one_step = {ACTOR + "ppo_mini_batch_size": 4, CORRECTION + "rollout_is": "token", **NO_KL}
+    plain = make(**one_step).step(1)
+    divided = make(**one_step, **{CORRECTION + "rollout_is_batch_normalize": True}).step(1)
+    mean = plain["rollout_corr/rollout_is_mean"]
+    assert abs(mean - 1) > 1e-3
+    assert divided["actor/pg_loss"] == pytest.approx(plain["actor/pg_loss"] / mean, rel=1e-4)
+
+
+def test_rejection_under_bypass_is_seen(make):
+    metrics = make(
+        **{
+            CORRECTION + "bypass_mode": True,
+            CORRECTION + "rollout_rs": "token_k1",
+            CORRECTION + "rollout_rs_threshold": "1.1",
+        }
+    ).step(1)
+    assert 0 < metrics["rollout_corr/rollout_rs_masked_fraction"] < 1

@@ -1,0 +1,73 @@
+"""The critic in whole steps."""
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rltrain.errors import NonFiniteError
+from rltrain.trainer.progress import Progress
+from rltrain.workers.results import UpdateNumbers
+from tests.trainer.steps import (
+    ESTIMATOR,
+    actor_weights,
+    numbers_of,
+    weights,
+)
+
+
+def test_before_critic_warmup_only_the_critic_learns(make):
+    trainer = make(**{ESTIMATOR: "gae"}, trainer__critic_warmup=2, critic__optim__lr=1e-3)
+    actor, critic = actor_weights(trainer), weights(trainer.worker.critic.model)
+    metrics = trainer.step(1)
+    assert torch.equal(actor, actor_weights(trainer))
+    assert not torch.equal(critic, weights(trainer.worker.critic.model))
+    assert "timing_s/update_actor" not in metrics
+    assert "actor/pg_loss" in trainer.step(2)
+    assert not torch.equal(actor, actor_weights(trainer))
+
+
+def test_the_critic_learns_to_explain_the_returns(make):
+    trainer = make(**{ESTIMATOR: "gae"}, trainer__critic_warmup=1000, trainer__total_training_steps=1000,
+                   critic__optim__lr=3e-3, critic__ppo_epochs=4, twist=lambda row, score: float(row % 2))  # fmt: skip
+    explained = [trainer.step(step)["critic/vf_explained_var"] for step in range(1, 21)]
+    assert explained[0] == pytest.approx(0.0, abs=0.05)
+    # The median: a batch whose returns are all alike has next to no variance to explain.
+    assert np.median(explained[-5:]) > 0.9
+
+
+def test_actor_and_critic_go_on_from_a_checkpoint_bit_for_bit(make, tmp_path):
+    whole = make(**{ESTIMATOR: "gae"})
+    for step in (1, 2):
+        whole.step(step)
+    for name in ("actor", "critic"):
+        getattr(whole, name).save(str(tmp_path / name))
+    expected = whole.step(3)
+    resumed = make(**{ESTIMATOR: "gae"})
+    for name in ("actor", "critic"):
+        getattr(resumed, name).load(str(tmp_path / name), False)
+    resumed.restore(Progress(2, None))
+    # The twist counts answers, so it is brought to where the first trainer was.
+    for _ in range(32):
+        resumed.rewards._pool.twist(0, 0.0)
+    found = resumed.step(3)
+    assert numbers_of(found) == numbers_of(expected)
+    assert torch.equal(weights(whole.worker.critic.model), weights(resumed.worker.critic.model))
+    assert torch.equal(actor_weights(whole), actor_weights(resumed))
+
+
+def test_a_critic_may_start_from_a_reward_model(make, reward_model):
+    trainer = make(**{ESTIMATOR: "gae"}, critic__model__path=reward_model)
+    found = weights(trainer.worker.critic.model)
+    assert torch.equal(found[-16:], load_file(reward_model / "model.safetensors")["score.weight"].flatten())
+
+
+def test_a_critic_that_is_never_finite_stops_the_run(make):
+    trainer = make(**{ESTIMATOR: "gae"}, trainer__on_nonfinite="skip")
+    with torch.no_grad():
+        trainer.worker.critic.model.score.weight.to_local().fill_(float("nan"))
+    trainer.actor.update = lambda *arguments, **named: [UpdateNumbers(np.zeros(1), np.zeros(1))]
+    trainer.step(1)
+    trainer.step(2)
+    with pytest.raises(NonFiniteError, match="critic: 3 steps in a row"):
+        trainer.step(3)

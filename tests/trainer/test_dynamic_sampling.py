@@ -1,0 +1,52 @@
+"""Dynamic sampling in whole steps: groups whose answers differ."""
+
+import numpy as np
+import pytest
+
+from tests.trainer.steps import (
+    with_failures,
+)
+
+
+def test_dynamic_sampling_fills_the_batch_with_mixed_groups(make):
+    trainer = make(algorithm__filter_groups__enable=True, algorithm__filter_groups__metric="score",
+                   twist=lambda row, score: score if row % 2 else 1.0)  # fmt: skip
+    kept = []
+    collect = trainer.experience.collect
+    trainer.experience.collect = lambda timer: kept.append(collect(timer)) or kept[-1]
+    metrics = trainer.step(1)
+    samples = kept[0][0]
+    assert metrics["filter_groups/rounds"] >= 2
+    assert metrics["filter_groups/prompts_filled_up"] == 0
+    assert set(samples["row"] % 2) == {1}
+    assert all(np.ptp(group) > 0 for group in samples["score"].reshape(-1, 4))
+    assert metrics["filter_groups/prompts_generated"] - metrics["filter_groups/prompts_thrown_away"] == 4
+    assert trainer.progress.batches_drawn == metrics["filter_groups/rounds"]
+
+
+def test_dynamic_sampling_is_bounded_and_fills_up(make):
+    trainer = make(algorithm__filter_groups__enable=True, algorithm__filter_groups__max_num_gen_batches=2,
+                   algorithm__filter_groups__metric="score", twist=lambda row, score: 1.0)  # fmt: skip
+    metrics = trainer.step(1)
+    assert (metrics["filter_groups/rounds"], metrics["filter_groups/prompts_filled_up"]) == (2, 4)
+    assert metrics["actor/pg_loss"] == pytest.approx(0.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("metric", ["acc", "score"])
+def test_dynamic_sampling_may_compare_reward_model_scores(make, reward_model, metric):
+    trainer = make(reward_model__enable=True, reward_model__model__path=reward_model, reward_model__rule_weight=0,
+                   algorithm__filter_groups__enable=True, algorithm__filter_groups__metric=metric)  # fmt: skip
+    trainer.rewards._pool = None  # as the real run has it
+    metrics = trainer.step(1)
+    assert metrics["filter_groups/rounds"] == 1
+    assert "reward/rule/mean" not in metrics
+
+
+def test_a_failed_answer_does_not_make_a_group_useful(make):
+    trainer = make(
+        algorithm__filter_groups__enable=True,
+        algorithm__filter_groups__max_num_gen_batches=1,
+        twist=lambda row, score: 0.0,
+    )
+    with_failures(trainer, 0, 5, acc=0.0)
+    assert trainer.step(1)["filter_groups/prompts_filled_up"] == 4

@@ -1,0 +1,122 @@
+"""Rewards in whole steps: reward model, penalties, weighted sums, scores that fail."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from rltrain.columns import COLUMNS, SCORER
+from rltrain.controller.samples import Samples
+from rltrain.errors import ConfigError, RewardError
+from rltrain.stop import Stop
+from rltrain.trainer.timing import StepTimer
+from tests.trainer.steps import (
+    VARIANTS,
+    actor_weights,
+    numbers_of,
+    with_failures,
+)
+
+
+@pytest.mark.parametrize(
+    "budget", [{"forward_max_token_len_per_gpu": 24}, {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 5}]
+)
+def test_a_reward_model_has_its_own_template_and_a_weight(make, reward_model, budget):
+    keys = {f"reward_model__{name}": value for name, value in budget.items()}
+    trainer = make(reward_model__enable=True, reward_model__model__path=reward_model, reward_model__weight=0.5,
+                   reward_model__rule_weight=2.0, **keys)  # fmt: skip
+    seen = []
+    estimate = trainer.advantages.estimate
+    trainer.advantages.estimate = lambda samples, *rest: seen.append(samples) or estimate(samples, *rest)
+    metrics = trainer.step(1)
+    samples = seen[0]
+    plain, tokenizer = (
+        AutoModelForSequenceClassification.from_pretrained(reward_model),
+        AutoTokenizer.from_pretrained(reward_model),
+    )
+    (part,) = samples.parts_with("text")
+    for sample in range(0, 16, 5):
+        prompt = trainer.rewards._rows["train"][int(samples["row"][sample])].prompt[0]["content"]
+        ids = tokenizer(f"={prompt}={part.ref[sample]}", return_tensors="pt").input_ids
+        with torch.no_grad():
+            assert samples["model_score"][sample] == pytest.approx(float(plain(ids).logits), abs=1e-5)
+    assert np.allclose(samples["score"], 0.5 * samples["model_score"] + 2.0 * samples["rule_score"])
+    assert metrics["reward/model/mean"] == pytest.approx(samples["model_score"].mean())
+
+
+def test_only_a_classifier_with_one_label_is_a_reward_model(make, reward_model, tiny_model):
+    with pytest.raises(ConfigError, match="has no classification head"):
+        make(reward_model__enable=True, reward_model__model__path=tiny_model)
+    weights_file = reward_model / "model.safetensors"
+    state = load_file(weights_file)
+    save_file(state | {"score.weight": state["score.weight"].repeat(2, 1)}, weights_file, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match="2 labels"):
+        make(reward_model__enable=True, reward_model__model__path=reward_model)
+
+
+def test_long_answers_pay_the_overlong_penalty(make):
+    trainer = make(reward_model__reward_manager="dapo", reward_model__overlong_buffer__enable=True, reward_model__overlong_buffer__len=4,
+                   reward_model__overlong_buffer__penalty_factor=2.0)  # fmt: skip
+    samples = trainer.experience.collect(StepTimer())[0]
+    at_limit = samples["response_length"] == 8
+    assert at_limit.any()
+    assert (samples["overlong"][at_limit] == -2.0).all()
+    assert (samples["overlong"][samples["response_length"] <= 4] == 0.0).all()
+    assert np.allclose(samples["score"], samples["rule_score"] + samples["overlong"])
+
+
+def test_the_rule_reward_may_be_a_weighted_sum_of_numbers(make):
+    trainer = make(reward__weights="{acc: 2.0, score: 0.5}")
+    samples = trainer.experience.collect(StepTimer())[0]
+    metrics = trainer.step(2)
+    assert set(samples["rule_score"] - 2.0 * samples["scorer/acc"]) != {0.0}
+    assert metrics["reward/acc/mean"] >= 0
+    scores = np.array([1.0, 0.25])
+    failed = {
+        "score": np.array([0.25, -7.0]),
+        "scorer/acc": np.array([1.0, np.nan]),
+        "reward_failed": np.array([0.0, 1.0]),
+    }
+    assert trainer.rewards._weigh(failed).tolist() == [2.0 + 0.125, -7.0]
+    with pytest.raises(RewardError, match=r"reward.weights.acc: the scorer returned no number"):
+        trainer.rewards._weigh({"score": scores, "reward_failed": np.zeros(2)})
+
+
+def test_numbers_of_the_scorer_never_replace_the_trainer_s(make):
+    plain, named = make(), make()
+    own = plain.experience.collect(StepTimer())[0].numbers.keys()
+    score = named.rewards._pool.score
+    names = {*own, *COLUMNS}
+
+    def more(split, jobs):
+        columns = score(split, jobs)
+        return columns | {SCORER + name: np.full(len(columns["score"]), 3.0) for name in names if SCORER not in name}
+
+    named.rewards._pool.score = more
+    named.experience._round(StepTimer())
+    shown = {f"reward/{name}/mean" for name in names}
+    found = {name: value for name, value in numbers_of(named.step(1)).items() if name not in shown}
+    assert found == numbers_of(plain.step(1))
+    assert torch.equal(actor_weights(named), actor_weights(plain))
+    assert named.validate(1, Stop())["val-core/rltrain/arithmetic/acc/mean@1"] <= 1
+
+
+def test_one_failed_score_costs_gdpo_one_answer_only(make):
+    trainer = make(**VARIANTS["gdpo"])
+    with_failures(trainer, 0)
+    metrics = trainer.step(1)
+    assert math.isfinite(metrics["actor/pg_loss"])
+    assert metrics["reward/error_rate"] == 1 / 16
+
+
+def test_a_number_that_some_rounds_lack_is_kept_for_the_others():
+    one, other = Samples(2), Samples(2)
+    one.update({"score": np.array([1.0, 2.0]), "scorer/acc": np.array([0.0, 1.0])})
+    other.update({"score": np.array([3.0, 4.0])})
+    for pair in ([(one, np.array([1])), (other, np.array([0, 1]))], [(other, np.array([0, 1])), (one, np.array([1]))]):
+        joined = Samples.join(pair)
+        assert sorted(joined["score"]) == [2.0, 3.0, 4.0]
+        assert np.isnan(joined["scorer/acc"]).sum() == 2

@@ -1,0 +1,51 @@
+"""Samples without advantage are left out of the update where that changes nothing."""
+
+import pytest
+
+from rltrain.config import declarations
+from rltrain.config.declarations import LossTraits
+from tests.distance import distance
+from tests.trainer.steps import (
+    ACTOR,
+    LOSS,
+    NO_KL,
+    ONE_STEP,
+    Moved,
+)
+
+
+def test_silent_samples_are_neither_updated_nor_measured(make):
+    trainer = make(**ONE_STEP, **NO_KL, twist=lambda row, score: 1.0 if row < 6 else score)
+    metrics = [trainer.step(step) for step in (1, 2, 3)]
+    assert any(each["perf/update_tokens_skipped"] for each in metrics)
+    assert all(("actor/entropy" in each) == (each["actor/grad_norm"] > 0) for each in metrics)
+
+
+def test_leaving_silent_samples_out_changes_no_weight(make, monkeypatch):
+    """Rows below 3 score alike: whole groups, and whole mini-batches, have no advantage."""
+
+    def run(**extra):
+        trainer = make(**NO_KL, **extra, twist=lambda row, score: 1.0 if row < 6 else score)
+        computed = []
+        update = trainer.worker.actor.update
+        trainer.worker.actor.update = lambda batch, task: computed.append(len(batch)) or update(batch, task)
+        moved = Moved(trainer)
+        metrics = [trainer.step(step) for step in (1, 2, 3)]
+        return *moved.by_role(), metrics, sum(computed)
+
+    skipping, metrics, few = run()
+    monkeypatch.setitem(declarations.POLICY_LOSSES, "vanilla", LossTraits(silent_at_zero=False))
+    complete, all_metrics, many = run()
+    assert few < many == 48
+    assert sum(each["perf/update_tokens_skipped"] for each in metrics) > 0
+    assert all(each["perf/update_tokens_skipped"] == 0 for each in all_metrics)
+    assert distance(skipping, complete) < 1e-4
+    for one, other in zip(metrics, all_metrics, strict=True):
+        assert one["actor/pg_loss"] == pytest.approx(other["actor/pg_loss"], abs=1e-6)
+        assert one["actor/grad_norm"] == pytest.approx(other["actor/grad_norm"], abs=1e-5)
+
+
+@pytest.mark.parametrize("needs", [{ACTOR + "use_kl_loss": True}, {ACTOR + "entropy_coeff": 0.01}, {LOSS: "kl_cov"}])
+def test_samples_without_advantage_stay_for_a_kl_or_an_entropy(make, needs):
+    trainer = make(**(NO_KL | needs), twist=lambda row, score: 1.0)
+    assert trainer.step(1)["perf/update_tokens_skipped"] == 0

@@ -54,8 +54,8 @@ def test_a_column_that_is_not_there_for_all_is_named(samples):
 
 
 def test_optional_columns_bring_the_rows_that_there_are(samples):
-    samples.attach([whole(Batch({"old_log_probs": Ragged.from_rows([torch.ones(2), torch.ones(1)])}), ("old_log_probs",),
-                          np.array([2, 0]))])  # fmt: skip
+    some = Batch({"old_log_probs": Ragged.from_rows([torch.ones(2), torch.ones(1)])})
+    samples.attach([whole(some, ("old_log_probs",), np.array([2, 0]))])
     batch = resolve(samples.request(np.array([1, 0, 2]), ["tokens"], optional=["old_log_probs"]))
     assert [row.tolist() for row in batch.ragged("old_log_probs").rows()] == [[], [1.0], [1.0, 1.0]]
     assert [len(row) for row in batch.ragged("tokens").rows()] == [2, 1, 3]

@@ -21,7 +21,8 @@ pytestmark = pytest.mark.usefixtures("process_group")
 
 A = "actor_rollout_ref__actor__"
 GAE = {
-    "algorithm__adv_estimator": "gae", "algorithm__use_kl_in_reward": True, "algorithm__gamma": 0.9, "algorithm__lam": 0.8,
+    "algorithm__adv_estimator": "gae", "algorithm__use_kl_in_reward": True, "algorithm__gamma": 0.9,
+    "algorithm__lam": 0.8,
     "algorithm__rollout_correction__rollout_is": "token", A + "entropy_coeff": 0.1, A + "ppo_mini_batch_size": 4,
 }  # fmt: skip
 

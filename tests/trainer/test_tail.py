@@ -23,8 +23,9 @@ from tests.trainer.steps import actor_weights, numbers_of
 pytestmark = pytest.mark.usefixtures("process_group")
 
 ROLLOUT = "actor_rollout_ref__rollout__"
-IS = "algorithm__rollout_correction__rollout_is"
-BYPASS = "algorithm__rollout_correction__bypass_mode"
+CORRECTION = "algorithm__rollout_correction__"
+IS = CORRECTION + "rollout_is"
+BYPASS = CORRECTION + "bypass_mode"
 OVERSAMPLE = {ROLLOUT + "tail": "oversample", ROLLOUT + "oversample_ratio": 1.5}
 CARRY = {ROLLOUT + "tail": "carry_over", ROLLOUT + "oversample_ratio": 1.5, IS: "token"}
 MODES = {
@@ -173,7 +174,7 @@ def test_a_ratio_of_one_changes_nothing(make, tail):
 
 @pytest.mark.parametrize("mode", ["oversample", "carry_over"])
 def test_a_prompt_keeps_its_random_numbers_in_every_attempt(make, mode):
-    """So that a long answer is not replaced by a luckier, shorter one: with a policy that stands still, all are those of a plain run."""
+    """A long answer is not replaced by a shorter one: a policy that stands still gives the answers of a plain run."""
     still = {"actor_rollout_ref__actor__optim__lr": 0.0}
     watch, plain = Watch(trainer := make(**MODES[mode], **still)), Watch(other := make(**still))
     for step in range(1, 6):
@@ -199,13 +200,14 @@ def test_no_prompt_is_older_than_the_cap(make, mode):
 
 
 def samples_of(complete: list[list[bool]], length: int = 3, unserved: tuple[int, ...] = ()) -> Samples:
-    """Answers of which those that are not complete were given up after ``length`` tokens; ``unserved``: nobody worked on them."""
+    """Answers; incomplete ones were given up after ``length`` tokens. unserved: those that no engine worked on."""
     flat = np.array(complete).ravel()
     served = ~np.isin(np.arange(len(flat)), unserved)
     samples = Samples(len(flat))
     samples.update({"complete": flat, "served": served, "response_length": length * served,
                     "policy_tokens": length * served, "loss_tokens": length * served, "group": np.zeros(len(flat), int),
-                    "truncated": ~flat & False, "prompt_length": np.full(len(flat), 2), "engine": np.zeros(len(flat), int),
+                    "truncated": ~flat & False, "prompt_length": np.full(len(flat), 2),
+                    "engine": np.zeros(len(flat), int),
                     "row": np.arange(len(flat))})  # fmt: skip
     ids = np.flatnonzero(served)
     samples.attach([whole([f"{length}:{i}" for i in ids], ("response", "text"), ids)])
@@ -347,7 +349,7 @@ def test_validation_and_the_greedy_baseline_are_never_cut_short(make):
     [
         ({ROLLOUT + "tail": "carry_over"}, "algorithm.rollout_correction.rollout_is=token .got null."),
         (CARRY | {IS: "sequence"}, "rollout_is=token .got sequence."),
-        (CARRY | {IS: "null", BYPASS: True, "algorithm__rollout_correction__loss_type": "reinforce"}, "rollout_is=token"),
+        (CARRY | {IS: "null", BYPASS: True, CORRECTION + "loss_type": "reinforce"}, "rollout_is=token"),
         (OVERSAMPLE | {"algorithm__filter_groups__enable": True}, "both choose the prompts"),
         ({ROLLOUT + "tail": "exact"}, "rollout.name=vllm"),
         (OVERSAMPLE | {ROLLOUT + "oversample_ratio": 2.5}, "between 1 and 2"),

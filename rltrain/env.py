@@ -1,5 +1,7 @@
-"""What surrounds the program: every environment variable that rltrain sets (what a user has set already is left alone),
-limits, files.
+"""The surroundings of the program: environment variables, CPU limits, device files, shipped files.
+
+Every variable that rltrain sets is set here, so that a user finds them all in one place; one that the user has set is
+left alone.
 """
 
 from __future__ import annotations

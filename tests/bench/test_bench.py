@@ -83,7 +83,8 @@ def test_passes_over_unequal_lengths_compare_per_token():
 
 
 def test_the_accelerator_bench_runs_on_a_cpu(tmp_path):
-    options = {"shape": "tiny", "device": "cpu", "prompts": 2, "answers": 2, "prompt-tokens": 40, "response-tokens": 6, "steps": 1,
+    options = {"shape": "tiny", "device": "cpu", "prompts": 2, "answers": 2, "prompt-tokens": 40, "response-tokens": 6,
+               "steps": 1,
                "work": tmp_path, "out": tmp_path / "gpu.md"}  # fmt: skip
     gpu.main([word for name, value in options.items() for word in (f"--{name}", str(value))])
     text = (tmp_path / "gpu.md").read_text()

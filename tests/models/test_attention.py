@@ -15,7 +15,8 @@ from rltrain.models.packing import AttentionPlan, Segment
 
 # A prompt of 5 with answers of 3 and 1; a segment of its own; a prompt of 2 with an answer of 6.
 PLAN = AttentionPlan(
-    (Segment(0, 5), Segment(5, 8, (0, 5)), Segment(8, 9, (0, 5)), Segment(9, 13), Segment(13, 15), Segment(15, 21, (13, 15)))
+    (Segment(0, 5), Segment(5, 8, (0, 5)), Segment(8, 9, (0, 5)),
+     Segment(9, 13), Segment(13, 15), Segment(15, 21, (13, 15)))
 )  # fmt: skip
 PLANS = {"prefixes": PLAN, "alone": AttentionPlan.of_lengths([4, 4, 1, 7, 7])}
 
@@ -50,7 +51,9 @@ def test_packed_attention_is_attention_with_a_full_mask(plan, window, block, mon
     assert torch.allclose(found, expected, atol=1e-12)
     weights = torch.randn_like(found)
     for one, other in zip(
-        torch.autograd.grad((found * weights).sum(), inputs), torch.autograd.grad((expected * weights).sum(), inputs), strict=True
+        torch.autograd.grad((found * weights).sum(), inputs),
+        torch.autograd.grad((expected * weights).sum(), inputs),
+        strict=True
     ):  # fmt: skip
         assert torch.allclose(one, other, atol=1e-12)
 

@@ -28,7 +28,8 @@ from tests.distance import distance
 pytestmark = pytest.mark.usefixtures("process_group")
 
 SIZES = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
     "vocab_size": 128, "max_position_embeddings": 256, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1,
 }  # fmt: skip
 FAMILIES = {

@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 
 
 def shared_prompt() -> PackedInputs:
-    """A prompt of 5 tokens once, then answers of 4, 1 and 3; the prompt's last place predicts the first token of each."""
+    """A prompt of 5 tokens once, then answers of 4, 1 and 3, whose first tokens the prompt's last place predicts."""
     torch.manual_seed(2)
     tokens = torch.randint(2, 128, (13,))
     starts, lengths = [5, 9, 10], [4, 1, 3]
@@ -43,7 +43,8 @@ def shared_prompt() -> PackedInputs:
     predictors = [[4, *range(start, start + n - 1)] for start, n in zip(starts, lengths, strict=True)]
     return PackedInputs(
         tokens, torch.cat([torch.arange(5), *(torch.arange(5, 5 + n) for n in lengths)]),
-        AttentionPlan((Segment(0, 5), *answers)), torch.tensor([each for row in predictors for each in row]), tokens[5:],
+        AttentionPlan((Segment(0, 5), *answers)), torch.tensor([each for row in predictors for each in row]),
+        tokens[5:],
     )  # fmt: skip
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 FILE = Path(__file__).with_name("sglang_api.json")
 # What the adapter calls.
 METHODS = (
-    "async_generate", "generate", "begin_weight_update", "update_weights_from_tensor", "end_weight_update", "flush_cache",
+    "async_generate", "generate", "begin_weight_update", "update_weights_from_tensor", "end_weight_update",
+    "flush_cache",
     "release_memory_occupation", "resume_memory_occupation", "shutdown",
 )  # fmt: skip
 

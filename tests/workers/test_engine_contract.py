@@ -6,6 +6,7 @@ import importlib.util
 import itertools
 import sys
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from rltrain.config import engines
 from rltrain.config.rollout_schema import RolloutConfig
 from rltrain.models.weights import Weight
-from rltrain.workers.rollout.base import Job, Sampling
+from rltrain.workers.rollout.base import Sampling
 from tests.distance import distance
 from tests.workers.engines import EOS, engine_of, generate, jobs_of, queue_of, rollout_of
 from tests.workers.sglang_double import sglang_engine
@@ -266,8 +267,8 @@ def test_a_begun_answer_continues_as_if_never_stopped(ready, sampling):
     begun[3] = 0  # a sample that has no token yet, beside others of its prompt that have some
     given = [answer[:count].numpy() for answer, count in zip(all_of_it, begun, strict=True)]
     told = {}
-    queue = queue_of([Job(job.place, job.samples, job.prompt, job.seeds, tuple(given[3 * job.place : 3 * job.place + 3]))
-                      for job in jobs[:3]] + jobs[3:])  # fmt: skip
+    parts = [tuple(given[3 * place : 3 * place + 3]) for place in range(3)]
+    queue = queue_of([replace(job, given=part) for job, part in zip(jobs, parts, strict=False)] + jobs[3:])
     rest = ready.generate(queue, sampling, lambda job, found: told.update({job.place: found}))
     begun[9:] = [0, 0, 0]
     assert [row.tolist() for row in rest.tokens.rows()] == [

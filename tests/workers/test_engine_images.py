@@ -231,6 +231,8 @@ def test_an_engine_for_text_refuses_images():
 
 def test_letting_torchvision_in_costs_other_programs_nothing():
     """The hook of scripts/torchvision_cpu.py imports PyTorch with torchvision, not before."""
-    code = "import sys, importlib.util, torchvision_cpu; assert importlib.util.find_spec('torchvision'); assert 'torch' not in sys.modules"
+    code = """import sys, importlib.util, torchvision_cpu
+assert importlib.util.find_spec('torchvision')
+assert 'torch' not in sys.modules"""
     scripts = Path(__file__).parents[2] / "scripts"
     subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(scripts)}, check=True, timeout=60)

@@ -16,8 +16,9 @@ from tests.workers.engines import generate as serve
 
 VOCABULARY = 40
 SIZES = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 256, "eos_token_id": EOS, "pad_token_id": 0, "bos_token_id": None,
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "eos_token_id": EOS,
+    "pad_token_id": 0, "bos_token_id": None,
     "initializer_range": 0.3,
 }  # fmt: skip
 FAMILIES = {

@@ -76,7 +76,9 @@ def sample_batch() -> Batch:
     batch.update({
         "old_log_probs": old,
         "ref_log_probs": old.like(old.values + 0.1 * torch.randn(len(old.values))), "loss_mask": old.like(mask.bool()),
-        "is_weights": old.like(torch.rand(len(old.values)) + 0.5), "advantage": torch.randn(7), "sample_id": torch.arange(7), **columns,
+        "is_weights": old.like(torch.rand(len(old.values)) + 0.5), "advantage": torch.randn(7),
+        "sample_id": torch.arange(7),
+        **columns,
     })  # fmt: skip
     return batch
 

@@ -181,11 +181,12 @@ class HFRollout:
         if kv.num_layers != expected:
             raise ConfigError(
                 f"{kv.num_layers} of the {expected} layers of {type(self._model).__name__} keep keys and values "
-                "through transformers' attention interface; the engine actor_rollout_ref.rollout.name=hf needs all of them to."
+                "through transformers' attention interface; the engine "
+                "actor_rollout_ref.rollout.name=hf needs all of them to."
             )
 
     def _packs(self, lengths: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
-        """Chunks (number, start, stop) of prompts that are computed together: whole prompts, or a part of a long one."""
+        """Chunks (number, start, stop) of prompts that are computed together: whole prompts, or part of a long one."""
         budget = self._rollout.max_num_batched_tokens
         pack: list[tuple[int, int, int]] = []
         filled = 0

@@ -67,7 +67,7 @@ def _block_sums(weights: Tensor) -> Tensor:
 
 
 def _search(weights: Tensor, sums: Tensor, noise: Tensor) -> Tensor:
-    """The first token [n, 1] at which the running total exceeds ``noise`` times the total: the block, then the token."""
+    """The first token [n, 1] at which the running total exceeds ``noise`` times the total: block first, then token."""
     totals = sums.cumsum(-1)
     target = noise * totals[:, -1:]
     block = torch.searchsorted(totals, target, right=True)

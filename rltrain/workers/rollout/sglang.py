@@ -137,7 +137,8 @@ class SGLangRollout:
             name, why = next(iter(report["refused"].items()))
             raise ConfigError(
                 f"actor_rollout_ref.rollout.name=sglang: SGLang's {report['model']} does not take "
-                f"{len(report['refused'])} of the trainer's weights, {name} among them ({why}). Use rollout.name=vllm or hf."
+                f"{len(report['refused'])} of the trainer's weights, {name} among them ({why}). "
+                "Use rollout.name=vllm or hf."
             )
 
     def _send(self, name: str, values: Tensor, loader: str) -> None:

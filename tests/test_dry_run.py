@@ -62,7 +62,7 @@ def test_a_command_that_would_run_ends_with_zero(dry, tmp_path):
         ({"trainer__device": "npu"}, "this machine has 0 NPU devices (torch "),
         ({"ray_kwargs__ray_init__num_cpus": 1, "trainer__n_gpus_per_node": 2}, "num_cpus=1 is too few"),
         ({"ray_kwargs__ray_init__num_cpu": 1}, "ray.init has no such argument"),
-        ({M + "lora_rank": 4, M + "target_modules": "[q_prj]"}, "no linear layer is called 'q_prj'. Did you mean q_proj"),
+        ({M + "lora_rank": 4, M + "target_modules": "[q_prj]"}, "no linear layer below the head matches 'q_prj'. Did you mean q_proj"),
         ({"algorithm__gdpo_reward_keys": "[style]", "algorithm__adv_estimator": "gdpo"}, "returns no number of that name"),
     ],
 )  # fmt: skip
@@ -94,7 +94,7 @@ def test_a_plugin_without_the_name_is_seen(dry, tmp_path, key):
     )
 
 
-def test_more_tokens_than_positions_is_advice_and_for_vllm_a_refusal(dry):
+def test_too_many_tokens_are_a_note_and_for_vllm_a_refusal(dry):
     code, text = dry(data__max_response_length=200, actor_rollout_ref__actor__ppo_max_token_len_per_gpu=512)
     assert code == 0
     assert "the model knows 128 positions" in text
@@ -135,7 +135,7 @@ def test_what_is_wrong_with_a_reward_is_shown(dry, tmp_path, body, words):
     assert "-inf" not in text
 
 
-def test_a_reward_that_cannot_be_called_is_not_called_a_missing_scorer(dry, tmp_path):
+def test_a_reward_that_cannot_be_called_is_named_as_such(dry, tmp_path):
     (tmp_path / "reward.py").write_text("def compute_score(answer):\n    return 1\n")
     assert "cannot be called with data_source" in refused(dry, custom_reward_function__path=tmp_path / "reward.py")
 
@@ -195,7 +195,7 @@ def test_a_model_that_is_not_whole_is_named_by_file(dry, made, tmp_path, change,
     assert ".parquet" not in found
 
 
-def test_a_model_folder_that_is_not_there_is_answered_with_the_nearest(dry, made):
+def test_for_a_missing_model_folder_the_nearest_is_named(dry, made):
     model, _ = made
     assert f"there is no such folder. Did you mean {model}?" in refused(dry, **{M + "path": f"{model}l"})
 

@@ -20,7 +20,7 @@ def test_what_the_user_has_set_is_left_alone(device, monkeypatch):
     assert found["TOKENIZERS_PARALLELISM"] == "false"
 
 
-def test_a_workers_threads_are_the_users_choice_or_its_share_of_the_cores(monkeypatch):
+def test_threads_are_the_users_choice_or_a_share_of_the_cores(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert threads_per_worker(2) == 3
     monkeypatch.delenv("OMP_NUM_THREADS")

@@ -31,6 +31,6 @@ def test_the_report_names_versions_and_devices(capsys, monkeypatch):
     assert found["driver"] is None or found["devices"]
 
 
-def test_a_checkout_names_its_commit_and_an_installed_package_none(monkeypatch, tmp_path):
+def test_a_checkout_names_its_commit_an_installed_package_none(monkeypatch, tmp_path):
     monkeypatch.setattr(env_report, "_HERE", tmp_path / "site-packages" / "rltrain")
     assert env_report.facts()["git"] is None

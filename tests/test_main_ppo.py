@@ -53,7 +53,7 @@ def test_the_published_command_is_planned(capsys):
         assert words in refused
 
 
-def test_a_run_that_does_not_fit_is_refused_before_anything_starts(capsys):
+def test_a_run_that_does_not_fit_is_refused_at_the_start(capsys):
     assert main(BOBA) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")

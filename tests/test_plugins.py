@@ -65,7 +65,7 @@ def test_the_files_of_the_page_train_together(page, tiny_model, arithmetic_files
     assert json.loads((tmp_path / "saved.jsonl").read_text())["step"] == 1
 
 
-def test_the_estimator_of_the_page_compares_answers_to_one_prompt(page):
+def test_the_estimator_of_the_page_compares_within_a_prompt(page):
     estimator = find_estimator(f"{page}/estimator.py:centered")
     inputs = OutcomeInputs(torch.tensor([1.0, 0.0, 0.5, 0.5]), torch.tensor([0, 0, 2, 2]), torch.tensor([3, 1, 0, 2]))
     assert estimator(inputs, None).tolist() == [0.5, -0.5, 0, 0]
@@ -121,7 +121,7 @@ def test_what_is_no_metric_is_not_logged(tmp_path, caplog, returned, said):
         ("import no_such_module", "No module named 'no_such_module'"),
     ],
 )  # fmt: skip
-def test_a_callback_that_does_not_fit_is_refused_before_anything_starts(tmp_path, text, said):
+def test_a_callback_that_does_not_fit_is_refused_at_the_start(tmp_path, text, said):
     with pytest.raises(ConfigError) as caught:
         callbacks(tmp_path, text)
     assert said in str(caught.value)

@@ -27,7 +27,7 @@ def test_where_nothing_is_begun_the_first_signal_ends_the_run(stop):
     assert stop.at_once
 
 
-def test_what_is_begun_is_finished_first_and_the_second_signal_ends_it(stop, monkeypatch):
+def test_one_signal_finishes_the_step_and_a_second_ends_it(stop, monkeypatch):
     monkeypatch.setattr(module, "_ONE_REQUEST_S", 0.1)
     stop.reached(2, 6, 2)
     stop.finishing = "finishing this step, saving"
@@ -79,7 +79,7 @@ def test_handlers_are_given_back_and_other_threads_have_none():
     assert found == [False]
 
 
-def test_whatever_becomes_of_a_signal_on_its_way_the_exit_code_is_of_the_table(monkeypatch, capsys):
+def test_the_exit_code_is_right_whatever_ray_makes_of_a_signal(monkeypatch, capsys):
     def torn(arguments, stop: Stop) -> int:
         try:
             os.kill(os.getpid(), signal.SIGINT)

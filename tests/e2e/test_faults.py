@@ -75,7 +75,7 @@ def worker_pids(driver: int) -> list[int]:
 
 
 @pytest.mark.usefixtures("own_ray")
-def test_a_killed_worker_ends_the_run_and_the_same_command_goes_on(start, tiny_model, arithmetic_files, tmp_path):
+def test_after_a_killed_worker_the_same_command_goes_on(start, tiny_model, arithmetic_files, tmp_path):
     args = small_run(tiny_model, arithmetic_files, tmp_path, trainer__total_training_steps=100000, trainer__save_freq=2)
     process = start(args)
     wait_for_step(tmp_path, 3, process)
@@ -156,9 +156,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info, folder, s
 
 @pytest.mark.usefixtures("joined")
 @pytest.mark.parametrize("when", ["in_a_step", "in_the_first_validation"])
-def test_ctrl_c_loses_no_time_where_nothing_is_learnt_and_twice_stops_at_once(
-    start, tiny_model, arithmetic_files, tmp_path, when
-):
+def test_ctrl_c_stops_at_once_outside_steps_or_when_repeated(start, tiny_model, arithmetic_files, tmp_path, when):
     (tmp_path / "reward.py").write_text(SLOW_REWARD)
     process = start(
         small_run(

@@ -22,9 +22,7 @@ CARRY = {
 }
 
 
-def test_two_workers_carry_answers_over_and_a_resumed_run_goes_on_with_their_prompts(
-    tiny_model, arithmetic_files, tmp_path
-):
+def test_carried_over_prompts_of_two_workers_survive_a_resume(tiny_model, arithmetic_files, tmp_path):
     assert main(small_run(tiny_model, arithmetic_files, tmp_path, **CARRY, trainer__total_training_steps=3)) == 0
     progress = json.loads((tmp_path / "global_step_3" / "progress.json").read_text())
     # Three steps have learnt from four prompts each; what else was drawn waits.

@@ -275,9 +275,7 @@ def test_another_run_in_the_same_folder_is_refused(reference_run, tiny_model, ar
 
 
 @pytest.mark.usefixtures("no_workers")
-def test_a_checkpoint_without_a_critic_is_refused_by_a_run_with_one(
-    reference_run, tiny_model, arithmetic_files, capsys
-):
+def test_a_run_with_a_critic_refuses_a_checkpoint_without_one(reference_run, tiny_model, arithmetic_files, capsys):
     args = small_run(tiny_model, arithmetic_files, reference_run, algorithm__adv_estimator="gae")
     assert main(args) == 2
     assert "holds no critic" in capsys.readouterr().err
@@ -289,9 +287,7 @@ def test_a_checkpoint_without_a_critic_is_refused_by_a_run_with_one(
     [{"trainer__resume_mode": "disable"}, {"trainer__resume_weights_only": True}],
     ids=["fresh", "weights_only"],
 )
-def test_a_run_that_would_meet_its_old_checkpoints_is_refused_at_the_start(
-    reference_run, tiny_model, arithmetic_files, capsys, changes
-):
+def test_a_run_that_would_meet_old_checkpoints_is_refused(reference_run, tiny_model, arithmetic_files, capsys, changes):
     assert main(small_run(tiny_model, arithmetic_files, reference_run, **changes)) == 2
     assert "already holds a checkpoint of step 2" in capsys.readouterr().err
 
@@ -306,9 +302,7 @@ def test_weights_alone_start_a_new_run(reference_run, tiny_model, arithmetic_fil
     assert largest_difference(weights(reference_run, 1), weights(tmp_path, 1)) > 0
 
 
-def test_a_disk_that_fills_up_meanwhile_is_noticed_before_a_byte_is_written(
-    tiny_model, arithmetic_files, tmp_path, capsys, monkeypatch
-):
+def test_a_disk_that_fills_up_is_noticed_before_writing(tiny_model, arithmetic_files, tmp_path, capsys, monkeypatch):
     frees = iter([10**9, 10**9])  # looked at twice before the first step
     monkeypatch.setattr(
         saving.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9 - 1000, next(frees, 1000))
@@ -322,7 +316,7 @@ def test_a_disk_that_fills_up_meanwhile_is_noticed_before_a_byte_is_written(
 
 
 @pytest.mark.usefixtures("no_workers")
-def test_a_run_that_has_all_its_steps_says_so_before_anything_starts(
+def test_a_run_with_all_its_steps_says_so_and_starts_nothing(
     reference_run, tiny_model, arithmetic_files, caplog, capsys
 ):
     caplog.set_level(logging.INFO)
@@ -333,7 +327,7 @@ def test_a_run_that_has_all_its_steps_says_so_before_anything_starts(
     assert (reference_run / "metrics.jsonl").read_text() == before
 
 
-def test_a_reward_outage_after_the_first_step_saves_what_was_learned(tiny_model, arithmetic_files, tmp_path):
+def test_a_reward_outage_saves_what_was_learned_before(tiny_model, arithmetic_files, tmp_path):
     scorer = tmp_path / "reward.py"
     scorer.write_text(
         "import pathlib\n"
@@ -374,9 +368,7 @@ def test_a_custom_reward_function_is_used(tiny_model, arithmetic_files, tmp_path
     assert " worker 0: an answer of " in (tmp_path / "run/reward.log").read_text()
 
 
-def test_a_reward_function_that_always_fails_stops_the_run_with_its_traceback(
-    tiny_model, arithmetic_files, tmp_path, capsys
-):
+def test_a_reward_that_always_fails_stops_with_its_traceback(tiny_model, arithmetic_files, tmp_path, capsys):
     scorer = tmp_path / "reward.py"
     scorer.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 1 / 0\n")
     assert main(small_run(tiny_model, arithmetic_files, tmp_path / "run", custom_reward_function__path=scorer)) == 2

@@ -76,7 +76,7 @@ def ray(tmp_path):
     return start
 
 
-def test_a_head_that_never_saw_ray_makes_a_token_for_its_user_alone(ray, tmp_path):
+def test_a_new_head_makes_a_token_for_its_user_alone(ray, tmp_path):
     done = ray("one", "head", "--num-cpus=2")
     assert done.returncode == 0, done.stderr
     assert "ray start --head" in done.stdout
@@ -88,7 +88,7 @@ def test_a_head_that_never_saw_ray_makes_a_token_for_its_user_alone(ray, tmp_pat
     assert len(token.read_text().strip()) == 64
 
 
-def test_workers_find_head_and_token_and_pass_over_what_an_earlier_head_left(ray, tmp_path):
+def test_workers_find_the_head_and_ignore_an_earlier_one(ray, tmp_path):
     shared = tmp_path / "head"
     shared.write_text("127.0.0.1:1\n")  # nobody answers there
     done = ray("two", "worker", HEAD_FILE=str(shared), WAIT_S="1")
@@ -134,7 +134,7 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize("first", ["exec ", ""], ids=["with_exec", "without_exec"])
-def test_slurm_hands_sigterm_to_the_run_waits_for_it_and_queues_again(tmp_path, first):
+def test_slurm_hands_on_sigterm_waits_and_queues_again(tmp_path, first):
     (tmp_path / "recorder.py").write_text(RECORDER)
     (tmp_path / "launch.sh").write_text(f'set -e\n{first}{sys.executable} recorder.py {tmp_path} "$@"\n')
     for name, body in (

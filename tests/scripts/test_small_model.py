@@ -44,7 +44,7 @@ def folder(script, tmp_path_factory):
     return folder / "model"
 
 
-def test_it_is_a_model_of_a_few_million_parameters_that_transformers_loads(folder):
+def test_transformers_loads_a_model_of_a_few_million_weights(folder):
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert 2e6 < sum(parameter.numel() for parameter in model.parameters()) < 5e6
     assert model.lm_head.weight is model.model.embed_tokens.weight

@@ -98,7 +98,7 @@ def test_a_step_is_one_table_with_all_that_is_known_of_an_answer(make, tmp_path)
     assert table["scorer/answer"].tolist() == table["score"].tolist(), "a name that is taken keeps its prefix"
 
 
-def test_some_prompts_are_kept_with_all_their_answers_and_some_steps(make, tmp_path):
+def test_prompts_are_kept_with_all_their_answers_on_some_steps(make, tmp_path):
     archive = make("samples_max_prompts=3", "samples_freq=2")
     for step in (1, 2, 3, 4):
         archive.keep("train", step, batch(), N)

@@ -73,7 +73,7 @@ def test_a_checkpoint_is_never_overwritten(folder):
         folder.begin_save(1)
 
 
-def test_a_damaged_checkpoint_makes_way_for_a_new_one_of_its_step(folder):
+def test_a_damaged_checkpoint_makes_way_for_a_new_one(folder):
     save(folder, 1)
     (folder.step_folder(1) / "actor" / "shard.bin").unlink()
     save(folder, 1)
@@ -170,7 +170,7 @@ def test_room_is_asked_for_before_the_first_step(folder, monkeypatch, caplog):
     limited.check_room(2, 6)
 
 
-def test_a_disk_that_somebody_else_fills_is_no_error_of_the_worker(folder, monkeypatch):
+def test_a_full_disk_is_no_error_of_the_worker(folder, monkeypatch):
     def fails(message: str) -> None:
         raise WorkerError(message)
 
@@ -191,7 +191,7 @@ def started(folder: RunFolder, *settings: str) -> None:
     write_config(folder, load_config(settings))
 
 
-def test_a_resumed_run_says_which_settings_changed_and_keeps_the_old_ones(folder, caplog):
+def test_a_resumed_run_logs_changes_and_keeps_old_settings(folder, caplog):
     caplog.set_level(logging.INFO)
     name = "trainer.experiment_name=mine"
     started(folder, name, "algorithm.adv_estimator=grpo")
@@ -208,7 +208,7 @@ def test_a_resumed_run_says_which_settings_changed_and_keeps_the_old_ones(folder
     assert not (folder.path / "config.3.yaml").exists()
 
 
-def test_another_experiment_does_not_go_on_in_a_folder_that_nobody_named(folder):
+def test_another_experiment_needs_a_name_to_resume(folder):
     started(folder, "algorithm.adv_estimator=grpo")
     start = Start(2, folder=folder.path / "global_step_2")
     with pytest.raises(ConfigError, match=r"algorithm.adv_estimator: grpo -> rloo.*trainer.experiment_name="):

@@ -62,7 +62,7 @@ def until(holds, limit_s=10):
     assert holds()
 
 
-def test_after_a_failure_everything_still_arrives_and_one_line_told(caplog):
+def test_after_a_failure_all_arrives_and_one_line_told(caplog):
     down = [True]
     sink = Recorder(lambda what: down[0])
     sender = Sender("far", lambda: sink, pauses_s=(0.01, 0.02))

@@ -48,7 +48,7 @@ def test_a_report_of_validation_alone_speaks_of_no_steps(tmp_path):
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
-def test_the_table_on_a_terminal_fits_and_tells_share_and_slowest(width, monkeypatch, tmp_path):
+def test_the_screen_table_fits_and_tells_share_and_slowest(width, monkeypatch, tmp_path):
     many = [line | {"perf/throughput": 1234.5, "timing_s/generate_sequences": 0.002604} for line in lines(3)]
     many[1]["timing_s/gen"] = 3.0
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in many))

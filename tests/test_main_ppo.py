@@ -31,21 +31,22 @@ algorithm.use_kl_in_reward=False trainer.critic_warmup=0 trainer.logger='[consol
 trainer.experiment_name=ds_7b_fsdp_sglang trainer.n_gpus_per_node=8 trainer.nnodes=8 trainer.val_before_train=False trainer.save_freq=50
 trainer.test_freq=-1 trainer.total_epochs=15000
 """)
+# SGLang runs on one device here.
+BOBA_VLLM = [*BOBA, "actor_rollout_ref.rollout.name=vllm"]
 
 
 def test_the_published_command_is_planned(capsys):
-    assert main([*BOBA, "--dry-run"]) == 2
+    assert main([*BOBA_VLLM, "--dry-run"]) == 2
     text = capsys.readouterr().out
     for words in (
         "8 x 8 = 64", "data-parallel              16", "at most 128 samples each", "2,048 (16 answers",
-        "32 (sglang, 2 devices each, about 64 samples each", "4 (mini-batches of 32 prompts", "at most 120,000 tokens", "28,672 tokens",
+        "32 (vllm, 2 devices each, about 64 samples each", "4 (mini-batches of 32 prompts", "at most 120,000 tokens", "28,672 tokens",
     ):  # fmt: skip
         assert words in text
     no_effect, refused = text[text.index("no effect\n") :].split("a run would refuse: ")
     for key in ("actor.ppo", "ref.log_prob", "rollout.log_prob"):
         assert f"actor_rollout_ref.{key}_micro_batch_size_per_gpu: no effect" in no_effect
     for words in (
-        "rollout.name=sglang",
         "/data/train.parquet does not exist",
         "needs a running Ray cluster",
         "model.path=/models",
@@ -55,16 +56,17 @@ def test_the_published_command_is_planned(capsys):
 
 def test_a_run_that_does_not_fit_is_refused_at_the_start(capsys):
     assert main(BOBA) == 2
+    assert "runs on one device. Use 1, or rollout.name=vllm" in capsys.readouterr().err
+    assert main(BOBA_VLLM) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")
-    assert "rollout.name=sglang" in error
     assert "/data/train.parquet does not exist" in error
 
 
 def test_a_dry_run_counts_the_rows_that_a_run_would_take(tmp_path, capsys):
     file = tmp_path / "train.parquet"
     pq.write_table(pa.table({"prompt": [str(row) for row in range(700)]}), file)
-    here = [*BOBA, f"data.train_files=['{file}','{file}']", "--dry-run"]
+    here = [*BOBA_VLLM, f"data.train_files=['{file}','{file}']", "--dry-run"]
     assert main(here) == 2
     text = capsys.readouterr().out
     assert "10 per epoch of 1,400 prompts, 120 prompts of each left out" in text

@@ -1,8 +1,9 @@
 """The Ray cluster: start or join it, and reserve the devices of a run.
 
-Ray waits long and silently for what does not come: an address where nobody listens, a node that is down, devices in use.
-So everything that can be known beforehand is checked first, and while devices are awaited the log says which are missing.
-Left out: starting Ray on other nodes (scripts/ray_start.sh does it), and growing or shrinking the reservation of a run.
+Ray waits long and silently for what does not come: an address where nobody listens, a node that is down, devices in
+use. So everything that can be known beforehand is checked first, and while devices are awaited the log says which are
+missing. Left out: starting Ray on other nodes (scripts/ray_start.sh does it), and growing or shrinking the reservation
+of a run.
 """
 
 from __future__ import annotations
@@ -70,7 +71,9 @@ def ray_problems(cfg: Config) -> Iterator[str]:
 
 
 def start_ray(cfg: Config) -> bool:
-    """Join the cluster at `cluster_address`, else start a local one. Returns False, and changes nothing, where Ray runs in this process.
+    """Join the cluster at `cluster_address`, else start a local one.
+
+    Returns False, and changes nothing, where Ray runs in this process already.
 
     A worker takes one CPU slot. A local Ray gets as many slots as there are workers, however few cores the machine has.
     """

@@ -1,7 +1,7 @@
 """From the errors of several ranks to the one that the user should read.
 
-When a rank fails, all others fail soon after, because the collectives they wait in lose their partner. Ray reports errors
-in any order. So an error is ranked by its kind, and the worst one of the lowest rank is told, with the way out.
+When a rank fails, all others fail soon after, because the collectives they wait in lose their partner. Ray reports
+errors in any order. So an error is ranked by its kind, and the worst one of the lowest rank is told, with the way out.
 """
 
 from __future__ import annotations

@@ -61,8 +61,8 @@ class Handle(Generic[_Result]):
     def collect(self, deadline_s: float | None = None, stream: Stream[Any] | None = None) -> list[_Result]:
         """Wait for the results of all ranks. Objects stay in the store, as references.
 
-        An error of any rank ends all workers and is raised as one RltrainError. So does a call that has not ended within
-        ``deadline_s`` from now (None: within what `Deadlines` allows a call of this kind).
+        An error of any rank ends all workers and is raised as one RltrainError. So does a call that has not ended
+        within ``deadline_s`` from now (None: within what `Deadlines` allows a call of this kind).
         """
         group, deadlines = self._group, self._group.deadlines
         limit_s = deadlines.limit_s(self._phase) if deadline_s is None else deadline_s
@@ -210,8 +210,8 @@ class WorkerGroup:
     def submit(self, calls: Sequence[Call[Any]]) -> Handle[Any]:
         """Send calls of one method to the workers.
 
-        There is one call per worker, or one per group of neighbouring workers (all groups have the same size), so a single
-        call goes to all.
+        There is one call per worker, or one per group of neighbouring workers (all groups have the same size), so a
+        single call goes to all.
         """
         copies, num_returns = self.world // len(calls), calls[0].num_objects + 1
         self.bytes_through_driver += copies * sum(driver_bytes([each.args, each.kwargs]) for each in calls)

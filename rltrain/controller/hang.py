@@ -1,8 +1,8 @@
 """How long a call to the workers may take before it counts as hung, and what is written down then.
 
 A worker that hangs neither answers nor dies, and collectives make all others wait for it: without a deadline, a run
-would stand still until somebody looks. No fixed limit fits, as one call takes a second and another an hour. So each kind
-of call has a limit of its own, a multiple of the longest so far. Left out: progress within a call is not watched.
+would stand still until somebody looks. No fixed limit fits, as one call takes a second and another an hour. So each
+kind of call has a limit of its own, a multiple of the longest so far. Left out: progress within a call is not watched.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pathlib import Path
 class Deadlines:
     """A call may take ``factor`` times as long as the longest of its kind so far, and never less than ``floor_s``.
 
-    The first call of a kind may take ``factor`` times ``floor_s``. floor_s None: there is no limit. incidents: folder of
-    the stacks.
+    The first call of a kind may take ``factor`` times ``floor_s``. floor_s None: there is no limit. incidents: folder
+    of the stacks.
     """
 
     floor_s: float | None = None

@@ -1,7 +1,8 @@
 """The process of one rank, as Ray sees it.
 
-Workers know nothing of Ray: here a call finds its role, a `Request` becomes the batch that it stands for, and the process
-joins the others. A control thread answers while a call runs, for texts that are ready early and for stacks of a hang.
+Workers know nothing of Ray: here a call finds its role, a `Request` becomes the batch that it stands for, and the
+process joins the others. A control thread answers while a call runs, for texts that are ready early and for stacks of a
+hang.
 """
 
 from __future__ import annotations

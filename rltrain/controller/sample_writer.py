@@ -1,8 +1,8 @@
 """Answers on disk: a process of its own fetches the texts and writes them.
 
-Texts of a step can be many megabytes, and Parquet takes seconds, so neither goes through the driver: it hands out references
-and numbers, and never waits. Where the writer cannot keep up, all but the newest job are dropped, and the log says so.
-Left out: torch and all that takes long to import, because the process would pay for it at its start.
+Texts of a step can be many megabytes, and Parquet takes seconds, so neither goes through the driver: it hands out
+references and numbers, and never waits. Where the writer cannot keep up, all but the newest job are dropped, and the
+log says so. Left out: torch and all that takes long to import, because the process would pay for it at its start.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ _WIDE = {"f": np.float64, "u": np.int64}
 
 @dataclass(frozen=True)
 class SampleJob:
-    """Answers to p prompts, ``each`` to every one. rows [p]: of the data. texts: lists of texts by reference (in a list, so that Ray does
-    not fetch them), their rows, and places among the answers. numbers: scores, lengths and whatever else is known of each answer (or,
-    of length 1, of all).
+    """Answers to p prompts, ``each`` answers per prompt.
 
-    parquet: a file with the prompts that are ``kept`` [p]; json_lines: one of all, as verl writes it.
+    rows [p]: of the data. texts: lists of texts by reference (in a list, so that Ray does not fetch them), their rows,
+    and places among the answers. numbers: scores, lengths and whatever else is known per answer; one of length 1 is
+    that of all. parquet: the file for the prompts that are ``kept`` [p]. json_lines: the file for all, in verl's
+    format.
     """
 
     split: str
@@ -72,7 +73,8 @@ class Written:
 class SampleWriter:
     """Writes the files of jobs.
 
-    rows, prompts: by split. tokenizer: of the tokenizers package, turns prompts back into text (None: messages are shown).
+    rows, prompts: by split. tokenizer: of the tokenizers package, turns prompts back into text (None: messages are
+    shown).
     """
 
     def __init__(
@@ -191,7 +193,7 @@ class WriterProcess:
         self._waiting: list[SampleJob] = []
 
     def submit(self, job: SampleJob) -> list[Written]:
-        """Start writing ``job``, or let it wait in place of an earlier one. Returns the outcomes of earlier jobs so far."""
+        """Start writing ``job``, or let it wait in place of an earlier one. Returns outcomes of earlier jobs so far."""
         found = self._take(0)
         dropped, self._waiting = self._waiting, [job]
         self._start()
@@ -228,7 +230,7 @@ class WriterProcess:
             return None
 
     def close(self, wait_s: float) -> list[Written]:
-        """Wait up to ``wait_s`` for jobs under way, and end the process. Returns all outcomes that `submit` has not returned."""
+        """Wait up to ``wait_s`` for jobs under way, and end the process. Returns the outcomes that are still open."""
         import ray
 
         found, deadline = [], time.monotonic() + wait_s

@@ -1,7 +1,8 @@
 """Metrics of a step under verl's names.
 
-They come from three sources: numbers per sample, which the driver has; moments per quantity, which passes return; sums per
-optimizer step, which updates return. All reductions over ranks happen here or in `moments.join`; no name decides how.
+They come from three sources: numbers per sample, which the driver has; moments per quantity, which passes return; sums
+per optimizer step, which updates return. All reductions over ranks happen here or in `moments.join`; no name decides
+how.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def token_advantage_metrics(moments: dict[str, Moments], shift: float, scale: fl
 
 
 def reward_metrics(samples: Samples, right: NDArray[np.float64], *, weighted: bool = False) -> Metrics:
-    """Rates of failed scoring (not of wrong answers), the parts of the score, and how many groups an estimator learns from.
+    """Rates of failed scoring (not of wrong answers), parts of the score, and shares of groups to learn from.
 
     right [n]: accuracy of each answer. weighted: the rule reward is a sum of the scorer's numbers.
     """
@@ -276,9 +277,9 @@ def generation_metrics(results: Sequence[GenerationNumbers]) -> Metrics:
 def rollout_metrics(rounds: Sequence[Samples], num_replicas: int) -> Metrics:
     """Lengths of the answers, and how long replicas waited for the last of them, over one or more rounds of generation.
 
-    rollout/response_length/p*: percentiles over answers that ended. perf/rollout_tail_s: time from the end of 90 % of the
-    answers to the end of the last, summed over rounds. perf/rollout_idle_share: share of the replicas' time, from the start
-    of a round to the end of its last answer, in which a replica had nothing left to do.
+    rollout/response_length/p*: percentiles over answers that ended. perf/rollout_tail_s: time from the end of 90 % of
+    the answers to the end of the last, summed over rounds. perf/rollout_idle_share: share of the replicas' time, from
+    the start of a round to the end of its last answer, in which a replica had nothing left to do.
     """
     tail = busy = total = 0.0
     lengths = []

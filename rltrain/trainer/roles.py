@@ -1,8 +1,9 @@
 """The models of a step on the driver's side: which columns a call needs, and what becomes of its results.
 
-The trainer thinks in samples of a whole step, workers in batches per rank. Between them stand requests per data-parallel
-rank, references of new columns, and numbers that must find their samples. Here is no computation: a reader who looks for
-an equation goes from ``roles.Actor.update`` to the class that implements it (`workers.actor_ref.ActorRefWorker.update`).
+The trainer thinks in samples of a whole step, workers in batches per rank. Between them stand requests per
+data-parallel rank, references of new columns, and numbers that must find their samples. Here is no computation: a
+reader who looks for an equation goes from ``roles.Actor.update`` to the class that implements it
+(`workers.actor_ref.ActorRefWorker.update`).
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ class Listener(Protocol):
 class _Remote:
     """Calls methods of a role on all ranks, with samples by reference.
 
-    A data-parallel rank is a group of neighbouring workers that share sequences. A layout has one entry per data-parallel
-    rank. All workers of a rank get the same samples and return the same numbers, so the numbers of the first are taken.
+    A data-parallel rank is a group of neighbouring workers that share sequences. A layout has one entry per
+    data-parallel rank. All workers of a rank get the same samples and return the same numbers, so the numbers of the
+    first are taken.
     """
 
     def __init__(self, group: WorkerGroup) -> None:
@@ -64,7 +66,7 @@ class _Remote:
         made: Sequence[str],
         numbers: Sequence[str] = (),
     ) -> dict[str, Moments]:
-        """Run ``method``; the samples get its numbers and the columns ``made``. arguments: one per data-parallel rank."""
+        """Run ``method``. The samples get its numbers and the columns ``made``. arguments: per data-parallel rank."""
         calls = [
             bind(method, samples.request(ids, columns, numbers).as_batch, argument)
             for ids, argument in zip(layout.ids, arguments, strict=True)
@@ -80,7 +82,7 @@ class _Remote:
         return join(found.moments for _, _, found in having)
 
     def _update(self, calls: Sequence[Call[UpdateNumbers]]) -> list[UpdateNumbers]:
-        """Run the optimizer steps. Returns the numbers per data-parallel rank, with the memory peaks of all its workers."""
+        """Run the optimizer steps. Returns numbers per data-parallel rank, with the memory peaks of all its workers."""
         results, size = self._group.submit(calls).collect(), self._group.world // len(calls)
         groups = [results[first : first + size] for first in range(0, len(results), size)]
         return [replace(group[0], memory_gb=largest([each.memory_gb for each in group])) for group in groups]
@@ -99,10 +101,10 @@ class Policy(_Remote):
     def generate(
         self, task: GenerateTask, listener: Listener | None = None, begun: Request | None = None
     ) -> tuple[Samples, Metrics]:
-        """Have the engine replicas answer the prompts. Returns samples with payload by reference and numbers, and metrics.
+        """Have the engine replicas answer the prompts. Returns samples, their payload by reference, and metrics.
 
-        listener: is told of answers while others are still generated (with ``task.stream``). begun: the payload of answers
-        that have some tokens already.
+        listener: is told of answers while others are still generated (with ``task.stream``). begun: the payload of
+        answers that have some tokens already.
         """
         n = task.num_samples
         self._calls += 1

@@ -66,7 +66,7 @@ class ActorRefWorker(Actor):
             self._residency.add_model(self._policy.requires_grad_(False).eval(), "sync", offload=True)
             return
         self._updater = Updater("actor", self._policy, self._actor_cfg.optim, self._cfg.trainer, self._device)
-        phases: tuple[Phase, ...] = ("sync", "score", "train_actor", "save")
+        phases: tuple[Phase, ...] = ("sync", "log_prob", "train_actor", "save")
         phases += ("ref",) if self._passes.exact_kl_in_reward or model_cfg.uses_lora else ()
         self._residency.add_model(self._policy, *phases, offload=fsdp.param_offload)
         self._residency.add_optimizer(self._updater.optimizer, "train_actor", "save", offload=fsdp.optimizer_offload)
@@ -101,7 +101,7 @@ class ActorRefWorker(Actor):
         Columns: ``old_log_probs``, and where the correction has them ``is_weights`` and ``loss_mask``. Numbers:
         moments, and ``loss_tokens`` [n].
         """
-        self._residency.enter("score")
+        self._residency.enter("log_prob")
         self._scored_at = self._updater.num_steps
         log_probs, entropy = self._score(self._policy, batch, micro_sizes, with_entropy=True)
         if not len(batch):
@@ -301,7 +301,7 @@ class ActorRefWorker(Actor):
 
     def export(self, folder: str, card: str) -> list[str]:
         """Write a Hugging Face folder with ``card`` as README.md (a collective). Returns its problems."""
-        self._residency.enter("score")
+        self._residency.enter("log_prob")
         return export_huggingface(self._policy, self._spec.load_config(), chat_encoder(self._cfg), folder, card)
 
 

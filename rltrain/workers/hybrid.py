@@ -1,7 +1,7 @@
 """The hybrid worker: one process on one device that hosts all roles, which share the device in time.
 
-Engine and training weights seldom fit on a device together, and separate devices per role would idle in turn. So all roles
-live in one process, and `Residency` moves their memory per phase. Left out: groups of workers for single roles.
+Engine and training weights seldom fit on a device together, and separate devices per role would idle in turn. So all
+roles live in one process, and `Residency` moves their memory per phase. Left out: groups of workers for single roles.
 """
 
 from __future__ import annotations

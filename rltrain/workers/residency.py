@@ -1,8 +1,8 @@
 """Which models, optimizer states and engines are on the device in each phase.
 
-The roles of a process need more memory together than the device has. Each registers what it owns and the phases that need
-it; `enter` sends the rest to the host first, so that both never share the device. Left out: moving single layers, and
-copies that overlap with computation.
+The roles of a process need more memory together than the device has. Each registers what it owns and the phases that
+need it; `enter` sends the rest to the host first, so that both never share the device. Left out: moving single layers,
+and copies that overlap with computation.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 
 from rltrain.device import Device
 
-Phase = Literal["sync", "rollout", "score", "ref", "values", "reward", "train_actor", "train_critic", "save"]
+Phase = Literal["sync", "rollout", "log_prob", "ref", "values", "reward", "train_actor", "train_critic", "save"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Residency:
         self._residents: list[_Resident] = []
 
     def add_engine(self, release: Callable[[], object]) -> None:
-        """Register a rollout engine: it takes its memory when weights are loaded, and releases it outside generation."""
+        """Register a rollout engine: it takes memory when weights are loaded, and releases it outside generation."""
         self._residents.append(_Resident(frozenset({"sync", "rollout"}), lambda: None, release))
 
     def add_model(self, model: nn.Module, *phases: Phase, offload: bool) -> None:

@@ -15,7 +15,7 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class PassNumbers:
-    """Of a pass over samples. per_sample: numbers [n] of its samples. moments: per quantity, of tokens or of answers."""
+    """Of a pass over samples. per_sample: numbers [n]. moments: per quantity, of tokens or of answers."""
 
     per_sample: dict[str, Array] = field(default_factory=dict)
     moments: dict[str, Moments] = field(default_factory=dict)

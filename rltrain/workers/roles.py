@@ -2,8 +2,8 @@
 
 The driver writes ``group.call(Actor.save, folder)``. mypy checks the arguments against the Protocol here, and also the
 classes that implement a role, because they name it as their base. A method that returns a tuple leaves all entries but
-the last in Ray's object store, where other workers fetch them; the last entry alone travels to the driver. For a `Batch`
-the driver passes ``request.as_batch``, and the batch is put together in the process that receives it.
+the last in Ray's object store, where other workers fetch them; the last entry alone travels to the driver. For a
+`Batch` the driver passes ``request.as_batch``, and the batch is put together in the process that receives it.
 """
 
 from __future__ import annotations

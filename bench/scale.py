@@ -67,7 +67,7 @@ def make_trainer(group: WorkerGroup, workers: int, samples: int, tokens: int) ->
         ]
     ).config  # fmt: skip
     plan = make_plan(cfg, prompts * 4)
-    policy = Policy(group, cfg)
+    policy = Policy(group, plan.passes)
     sampler = make_sampler("shuffle", BatchOrder(prompts * 4, prompts, 0, True), [], 0.1)
     rewards = Rewards(cfg, {"train": []}, FreeScores(), None)  # type: ignore[arg-type]
     return PPOTrainer(

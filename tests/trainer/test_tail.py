@@ -73,7 +73,7 @@ class Watch:
             answer, before = row[head:].tolist(), self.tokens.get(key, [])
             assert answer[: len(before)] == before
             self.tokens[key] = answer
-            self.log_probs[key] += self.engine.score(row.tolist())[head - 1 :][len(before) :].tolist()
+            self.log_probs[key] += self.engine.log_probs(row.tolist())[head - 1 :][len(before) :].tolist()
             self.born[key] += [self.step] * (len(answer) - len(before))
         return samples, metrics
 

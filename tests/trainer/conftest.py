@@ -5,13 +5,11 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, Qwen3Config
 
 from tests.tiny import save_tiny_tokenizer
-from tests.trainer.steps import (
-    engine_is_off,
-)
+from tests.trainer.steps import engine_is_off
 
 
 @pytest.fixture
-def make(twisted_trainer):
+def make(process_group, twisted_trainer):
     """make(**changes): a trainer whose scores differ from answer to answer, and whose engine is a little off."""
 
     def trainer(**changes):

@@ -54,7 +54,7 @@ class ActorRefWorker(Actor):
         self._residency = residency
         self._device = residency.device
         self._entry = find_policy_loss(passes.policy_loss)
-        self._scored_at: int | None = None
+        self._log_probs_at: int | None = None
         self._load_models(trains)
 
     def _load_models(self, trains: bool) -> None:
@@ -102,8 +102,8 @@ class ActorRefWorker(Actor):
         moments, and ``loss_tokens`` [n].
         """
         self._residency.enter("log_prob")
-        self._scored_at = self._updater.num_steps
-        log_probs, entropy = self._score(self._policy, batch, micro_sizes, with_entropy=True)
+        self._log_probs_at = self._updater.num_steps
+        log_probs, entropy = self._run_pass(self._policy, batch, micro_sizes, with_entropy=True)
         if not len(batch):
             return Batch(), PassNumbers()
         columns, moments = self._compare(log_probs, batch)
@@ -119,7 +119,7 @@ class ActorRefWorker(Actor):
         columns: dict[str, Ragged] = {}
         if passes.ref_log_probs:
             with adapters_off(self._reference):
-                columns[c.REF_LOG_PROBS], _ = self._score(self._reference, batch, micro_sizes, with_entropy=False)
+                columns[c.REF_LOG_PROBS], _ = self._run_pass(self._reference, batch, micro_sizes, with_entropy=False)
         if passes.exact_kl_in_reward:
             self._policy.eval()
             found = [self._exact_kl(micro) for micro in batch.split(micro_sizes)]
@@ -151,7 +151,7 @@ class ActorRefWorker(Actor):
             return final_logits(self._reference.model, states)
 
     @torch.no_grad()
-    def _score(
+    def _run_pass(
         self, model: PolicyModel, batch: Batch, micro_sizes: Sequence[int], with_entropy: bool
     ) -> tuple[Ragged, Ragged]:
         model.eval()
@@ -166,7 +166,7 @@ class ActorRefWorker(Actor):
         return log_prob, log_prob.like(torch.cat(all_entropy)) if with_entropy else log_prob
 
     @torch.no_grad()
-    def score_text(self, tokens: Sequence[int]) -> Tensor:
+    def text_log_probs(self, tokens: Sequence[int]) -> Tensor:
         """log pi(token) of ``tokens[1:]`` at temperature 1: [len(tokens) - 1].
 
         They are computed as the update computes: behind another text, and the second half as an answer that shares
@@ -260,11 +260,11 @@ class ActorRefWorker(Actor):
     def _select(self, micros: Sequence[Batch], mini: MiniBatch, task: UpdateTask) -> None:
         """Add the column ``selected`` to the micro-batches of one mini-batch."""
         having = [micro for micro in micros if len(micro)]
-        if self._scored_at == self._updater.num_steps:
+        if self._log_probs_at == self._updater.num_steps:
             current = [micro.ragged(c.OLD_LOG_PROBS).values for micro in having]
         else:
-            scored = [self._score(self._policy, micro, [len(micro)], False)[0].values for micro in micros]
-            current = [each for each, micro in zip(scored, micros, strict=True) if len(micro)]
+            passes = [self._run_pass(self._policy, micro, [len(micro)], False)[0].values for micro in micros]
+            current = [each for each, micro in zip(passes, micros, strict=True) if len(micro)]
             self._policy.train()
         empty = torch.zeros(0)
         masks = [self._correct(micro, each, task)[0].to("cpu") for micro, each in zip(having, current, strict=True)]

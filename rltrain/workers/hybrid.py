@@ -45,7 +45,7 @@ class HybridWorker(Models, Advantages):
         residency = Residency(device)
         self.actor = actor = ActorRefWorker(self._cfg, passes, residency, trains=trains)
         self.rollout = RolloutWorker(
-            self._cfg, residency, self._prompts, actor.policy, lambda: actor.num_updates, actor.score_text
+            self._cfg, residency, self._prompts, actor.policy, lambda: actor.num_updates, actor.text_log_probs
         )
         self.roles += [self.actor, self.rollout]
         if passes.values and trains:

@@ -44,7 +44,7 @@ _NOTHING = np.zeros(0, dtype=np.int32)
 class RolloutWorker(Rollout):
     """Every method but `take_finished` is called on all ranks at once.
 
-    policy: the training weights. version: counts the optimizer steps made on them. score: log-probs of a text by the
+    policy: the training weights. version: counts the optimizer steps made on them. text_log_probs: log-probs of a text by the
     trainer.
     """
 
@@ -55,7 +55,7 @@ class RolloutWorker(Rollout):
         prompts: dict[str, PromptStore],
         policy: PackedModel,
         version: Callable[[], int],
-        score: Callable[[Sequence[int]], Tensor],
+        text_log_probs: Callable[[Sequence[int]], Tensor],
     ) -> None:
         self._rollout = cfg.actor_rollout_ref.rollout
         self._residency = residency
@@ -76,7 +76,7 @@ class RolloutWorker(Rollout):
             bucket_bytes=self._rollout.update_weights_bucket_megabytes << 20,
             gap_limit=log_prob_gap_limit(cfg, self._device),
             canary=_canary(prompts),
-            log_probs=score,
+            log_probs=text_log_probs,
         )
         residency.add_engine(self._release)
 

@@ -148,7 +148,7 @@ def test_files_sockets_and_processes_are_out_of_reach(allowed, tmp_path, attempt
 def test_a_program_that_misbehaves_leaves_nothing_running(brief, program):
     start = time.monotonic()
     assert run(brief, program) == 0.0
-    assert time.monotonic() - start < 3.0
+    assert time.monotonic() - start < 30  # one of them would sleep 60 s; a busy machine may take its time
     assert [pid for pid in descendants(brief.pid) if alive(pid)] == []
     assert run(brief, SUM) == 1.0
 

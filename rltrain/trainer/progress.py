@@ -76,6 +76,7 @@ def find_start(cfg: Config, run: RunFolder, dataset: str) -> Start:
     if folder is not None:
         record = read_record(folder)
         if not trainer.resume_weights_only:
+            _refuse_other_version(folder, record)
             with np.load(folder / "sampler.npz", allow_pickle=False) as arrays:
                 progress = Progress(record["batches_drawn"], record["kl_coef"], dict(arrays), record["in_flight"])
             start = Start(int(record["global_step"]), progress, folder)
@@ -100,6 +101,16 @@ def _refuse_later_checkpoints(run: RunFolder, step: int) -> None:
             f"{run.path} already holds a checkpoint of step {later[-1]}, and this run would start after step {step}. "
             "Choose another trainer.experiment_name (or trainer.default_local_dir), remove the folder, or go on from the newest "
             "with trainer.resume_mode=auto trainer.resume_weights_only=False."
+        )
+
+
+def _refuse_other_version(folder: Path, record: dict[str, Any]) -> None:
+    lacking = [name for name in ("batches_drawn", "kl_coef", "in_flight", "frozen", "dataset") if name not in record]
+    if lacking:
+        raise CheckpointError(
+            f"{folder} was saved by another version of rltrain: its progress.json lacks {', '.join(lacking)}. Start from its "
+            f"weights with trainer.resume_mode=resume_path trainer.resume_from_path={folder} trainer.resume_weights_only=True, "
+            "under another trainer.experiment_name."
         )
 
 

@@ -7,7 +7,7 @@ import pytest
 from rltrain.config.load import load_config
 from rltrain.config.schema import Config
 from rltrain.errors import CheckpointError, ConfigError, DiskError, WorkerError
-from rltrain.trainer import saving
+from rltrain.trainer import progress, saving
 from rltrain.trainer.changes import tell_changes, write_config
 from rltrain.trainer.checkpoint import RunFolder, read_record
 from rltrain.trainer.progress import Progress, Start, find_start
@@ -115,6 +115,15 @@ def saver_of(folder: RunFolder, *settings: str, dataset: str = "rows:1 5 rows of
     saver._roles = {}
     cfg.actor_rollout_ref.actor.checkpoint.save_contents = []
     return saver, cfg
+
+
+def test_a_checkpoint_of_another_version_is_refused(folder, monkeypatch):
+    saver, cfg = saver_of(folder, "algorithm.adv_estimator=grpo")
+    saver.save(1, Progress())
+    record = progress.read_record(folder.step_folder(1))
+    monkeypatch.setattr(progress, "read_record", lambda _: {k: v for k, v in record.items() if k != "in_flight"})
+    with pytest.raises(CheckpointError, match=r"another version of rltrain.*lacks in_flight.*resume_weights_only=True"):
+        find_start(cfg, folder, "rows:1 5 rows of a.parquet")
 
 
 def test_other_training_data_is_refused_by_name(folder):

@@ -102,7 +102,7 @@ def run_variant(folder: Path, changes: dict, group: int) -> tuple[dict, list[tor
     mine = batch.select(ids) if len(ids) else Batch()
     gradients: list[torch.Tensor] = []
     found = {}
-    worker.actor._scored_at = -1  # the old log-probs are made up, so selections must look at the current ones
+    worker.actor._log_probs_at = -1  # the old log-probs are made up, so selections must look at the current ones
     for name, role, arguments in (
         ("actor", worker.actor, [UpdateTask(mini_batches, 0.01)]),
         ("critic", worker.critic, [mini_batches, 0.01]),

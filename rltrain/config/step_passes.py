@@ -21,9 +21,9 @@ OldLogProbs = Literal["all", "all but the first mini-batch", "none"]
 class StepPasses:
     """The passes of a step and what they yield.
 
-    old_log_probs: the samples that the old_log_prob pass covers. The update's own forward yields the log-probs of the
-    first mini-batch where nothing needs them earlier: no optimizer step has been made before it. With ``bypass`` the
-    engine's log-probs are the old ones and there is no pass.
+    old_log_probs: the samples that the old_log_prob pass covers. Unless something needs them earlier, it leaves out the
+    first mini-batch: the update's own forward supplies its log-probs, because no optimizer step comes before it. With
+    ``bypass`` the engine's log-probs are the old ones and there is no pass.
     reference: the reference's weights are loaded, for its own pass (``ref``) or for the exact KL within the update.
     ref_log_probs: the ref pass yields log-probs; with ``kl_in_reward`` it also yields the KL per token.
     importance_weights, rejects: the rollout correction weighs or rejects tokens of the loss; with ``bypass`` both

@@ -15,19 +15,21 @@ from rltrain.controller.cluster import ray_logs
 from rltrain.errors import RltrainError, WorkerError, WorkerLost
 
 _DEATH, _CAUSE, _SYMPTOM = 0, 1, 2
+_LOST = (ray.exceptions.ActorDiedError, ray.exceptions.ActorUnavailableError)
 _SYMPTOMS = ("gloo", "nccl", "hccl", "connection closed", "connection reset", "broken pipe")
 _COLOUR = re.compile(r"\x1b\[\d*m")
 AGAIN = "Run the same command again: it continues from the newest checkpoint."
 
 
 def explain(errors: Mapping[int, Exception], place: Callable[[Sequence[int]], str]) -> RltrainError:
-    """The error that most likely caused the others: a death before an exception before a broken connection.
+    """The error that most likely caused the others: a death, else an exception, else a broken connection; of several,
+    that of the lowest rank.
 
     errors: by rank. place(ranks): who they are and what they were doing.
     """
     rank = min(errors, key=lambda each: (_severity(errors[each]), each))
     error, where = errors[rank], place([rank])
-    if isinstance(error, ray.exceptions.ActorDiedError | ray.exceptions.ActorUnavailableError):
+    if isinstance(error, _LOST):
         logs = f"Ray's logs: {ray_logs()} on every node."
         return WorkerLost(f"{where}: the process died ({_first_line(error)}). {AGAIN} {logs}")
     cause = getattr(error, "cause", None) or error
@@ -46,7 +48,7 @@ def explain(errors: Mapping[int, Exception], place: Callable[[Sequence[int]], st
 
 
 def _severity(error: Exception) -> int:
-    if isinstance(error, ray.exceptions.ActorDiedError):
+    if isinstance(error, _LOST):
         return _DEATH
     text = str(getattr(error, "cause", None) or error).lower()
     return _SYMPTOM if any(symptom in text for symptom in _SYMPTOMS) else _CAUSE

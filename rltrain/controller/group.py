@@ -255,7 +255,7 @@ class WorkerGroup:
         return f"{self._role} worker, {', '.join(names)}{more}, in {phase}"
 
     def hung(self, phase: str, late: list[int], seconds: float) -> WorkerLost:
-        """Write down all stacks, end all workers, and name the late ones; where some do not even answer, only those."""
+        """Write all stacks, end all workers, and name the silent ranks, or else the late ones."""
         asked = {host.stacks.remote(): rank for rank, host in enumerate(self.workers)}
         answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_STACKS_S)
         found = {asked[reference]: _get(reference)[0] for reference in answered}

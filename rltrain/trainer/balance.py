@@ -74,7 +74,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Layout:
-    """Who computes what. ids[rank]: samples in order; micro_sizes[rank][mini]: their micro-batches (0: an idle one)."""
+    """Who computes what. ids[rank]: samples in order. micro_sizes[rank][mini]: samples per micro-batch (0: idle)."""
 
     ids: list[Ids]
     micro_sizes: list[list[tuple[int, ...]]]

@@ -129,9 +129,7 @@ class PPOTrainer:
             layout = self._lay_out(samples, self.plan.log_prob_budget, ids=np.flatnonzero(covered))
             record.layouts["old_log_prob"] = layout
             record.measured = self.actor.log_probs(samples, layout)
-            if (
-                self._alarms.stops_on_gap
-            ):  # which makes the pass a full one, so that a gap ends the run before it learns
+            if self._alarms.stops_on_gap:  # then the pass is a full one: a gap ends the run before it learns
                 self._alarms.gap(m.policy_metrics(record.measured))
 
     def _update_actor(self, samples: Samples, whitening: Whitening, record: StepRecord) -> None:

@@ -237,7 +237,7 @@ class ActorRefWorker(Actor):
         return replace(share, measured=measured)
 
     def _measure(self, micro: Batch, log_probs: Tensor, entropy: Tensor | None) -> dict[str, Moments]:
-        """What the old_log_prob pass would measure, from the update's forward. Without bypass, ``micro`` gets its columns."""
+        """What the old_log_prob pass would measure, from the update's forward; without bypass also its columns."""
         log_prob = micro.ragged(c.ROLLOUT_LOG_PROBS).like(log_probs.detach().cpu())
         columns, moments = self._compare(log_prob, micro)
         if not self._passes.bypass:

@@ -34,7 +34,7 @@ def test_the_example_script_runs_as_it_stands(tiny_model, arithmetic_files, tmp_
 def test_evaluation_gives_the_numbers_of_a_trainer(tiny_model, arithmetic_files, tmp_path):
     """Of the model as it is, by rollout workers alone; in the caller's own Ray, which goes on."""
     ray = pytest.importorskip("ray")
-    ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR")
+    ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level="ERROR")
     try:
         run = small_run(tiny_model, arithmetic_files, tmp_path / "whole", data__max_response_length=12)
         with rltrain.build(run) as trainer:

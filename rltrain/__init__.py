@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "LoadedConfig", "RltrainError", "RunResult", "Trainer", "__version__", "build", "evaluate", "load_config", "read_metrics",
-    "read_samples", "train",
+    "LoadedConfig", "RltrainError", "RunResult", "Trainer", "__version__", "build", "evaluate", "load_config",
+    "read_metrics", "read_samples", "train",
 ]  # fmt: skip
 # Imported when asked for: a worker, or --help, needs none of it.
 _HOMES = dict.fromkeys(("RunResult", "build", "evaluate", "train"), "rltrain.api") | {

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from rltrain.trainer.run import Trainer
 
 log = logging.getLogger(__name__)
-# A run is described by a loaded configuration, a mapping (nested, or with dotted keys), key=value words, or a YAML file.
+# The forms of a run's settings: a loaded configuration, a mapping (nested, or with dotted keys), key=value words, or a
+# YAML file.
 Settings = LoadedConfig | Mapping[str, Any] | Sequence[str] | str | Path
 # Code of the user's own: a function or class, or FILE.py:NAME; and the keys that the arguments stand for.
 Code = Callable[..., Any] | str
@@ -34,7 +35,10 @@ _CODE = {
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a run ended. folder: the run folder. exit_code: 0, or where a signal stopped the run 75 (SIGTERM) or 130 (Ctrl-C)."""
+    """The end of a run.
+
+    folder: the run folder. exit_code: 0, or if a signal stopped the run 75 (SIGTERM) or 130 (Ctrl-C).
+    """
 
     folder: Path
     exit_code: int
@@ -52,8 +56,8 @@ def train(
     """Train as the command does: ``rltrain.train({"algorithm.adv_estimator": "grpo", ...}, reward=my_reward)``.
 
     The settings are checked, keys without effect are named, and an earlier run of the same folder is continued. Code of
-    your own is a Python object or ``"FILE.py:NAME"``; see docs/api.md. Raises RltrainError for errors that a user can mend,
-    with the text that the command prints.
+    your own is a Python object or ``"FILE.py:NAME"``; see docs/api.md. Raises RltrainError for errors that a user can
+    mend, with the text that the command prints.
     """
     loaded = with_code(read(config), reward=reward, advantage=advantage, policy_loss=policy_loss, sampler=sampler)
     loaded, objects = _split_callbacks(loaded, callbacks)
@@ -77,7 +81,10 @@ def build(
     sampler: Code | None = None,
     callbacks: Sequence[Any] = (),
 ) -> Trainer:
-    """A trainer whose workers are started and whose models are loaded. Use it as a context; arguments as for `train`."""
+    """A trainer with its workers started and its models loaded. Use it as a context.
+
+    The arguments are those of `train`.
+    """
     from rltrain.trainer.build import build as put_together  # torch and Ray take seconds
 
     loaded = with_code(read(config), reward=reward, advantage=advantage, policy_loss=policy_loss, sampler=sampler)
@@ -91,8 +98,8 @@ def build(
 def evaluate(config: Settings, *, reward: Code | None = None, callbacks: Sequence[Any] = ()) -> dict[str, float]:
     """The validation metrics of the newest checkpoint of the run folder, else of ``actor_rollout_ref.model.path``.
 
-    Without a checkpoint only rollout workers are built: no optimizer, no critic, no reference. ``data.train_files`` may be
-    left out.
+    Without a checkpoint only rollout workers are built: no optimizer, no critic, no reference. ``data.train_files`` may
+    be left out.
     """
     loaded = read(config)
     changes: dict[str, Any] = {"trainer.val_only": True}
@@ -114,7 +121,10 @@ def read(config: Settings) -> LoadedConfig:
 
 
 def with_code(loaded: LoadedConfig, **code: Code | None) -> LoadedConfig:
-    """The configuration that names the user's code. An object is written into the run folder, where all processes find it."""
+    """The configuration with the names of the user's code.
+
+    An object is written into the run folder, because all processes can read it there.
+    """
     changes: dict[str, Any] = {}
     for argument, value in code.items():
         if value is None:

@@ -1,4 +1,7 @@
-"""``python -m rltrain.collect RUN``: one archive for a bug report. Secrets are masked, large files are cut to their ends."""
+"""``python -m rltrain.collect RUN``: one archive for a bug report.
+
+Secrets are masked, and large files are cut to their ends.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,8 @@ from rltrain.logs import TRAIN_LOG
 
 # Patterns in the run folder, the most telling first: the archive ends where it is full. Of samples only the newest.
 _WANTED = (
-    "config*.yaml", "plan.json", "env.json", "tracking.json", TRAIN_LOG, "metrics.jsonl", "reward.log", "logs/*", "incidents/**/*",
-    "global_step_*/manifest.json", "global_step_*/progress.json",
+    "config*.yaml", "plan.json", "env.json", "tracking.json", TRAIN_LOG, "metrics.jsonl", "reward.log", "logs/*",
+    "incidents/**/*", "global_step_*/manifest.json", "global_step_*/progress.json",
 )  # fmt: skip
 _NEWEST_SAMPLES = 3
 _MOST_BYTES = 200 * 2**20
@@ -80,7 +83,8 @@ def main(argv: list[str] | None = None) -> int:
     names = collect(run, archive)
     size = archive.stat().st_size / 2**20
     sys.stdout.write(
-        f"{archive}: {len(names)} files, {size:.1f} MiB. Look through it before you give it away: {', '.join(names[:8])} …\n"
+        f"{archive}: {len(names)} files, {size:.1f} MiB. Look through it before you give it away: "
+        f"{', '.join(names[:8])} …\n"
     )
     return 0
 

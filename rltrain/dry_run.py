@@ -66,7 +66,10 @@ def dry_run(loaded: LoadedConfig, without_effect: Sequence[str]) -> tuple[str, b
 
 
 def _read(cfg: Config, found: Findings) -> tuple[dict[str, Rows], int | None, int]:
-    """Rows by split, number of training prompts (None: unknown), number of prompts left out. Problems go into ``found``."""
+    """Rows by split, number of training prompts (None: unknown), number of prompts left out.
+
+    Problems are added to ``found``.
+    """
     data = cfg.data
     splits = {"train": data.train_files, "val": data.val_files}
     numbers = {split: _count(as_list(files)) for split, files in splits.items()}

@@ -1,4 +1,7 @@
-"""``python -m rltrain.env_report``: facts about the machine for a bug report. Every run writes them into its env.json."""
+"""``python -m rltrain.env_report``: facts about the machine for a bug report.
+
+Every run writes these facts into its env.json.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +93,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _git_state() -> str | None:
-    """Commit of the checkout that holds this package, with a + if its files have changed; None for an installed package."""
+    """Commit of the checkout that holds this package, with a + if its files have changed.
+
+    None for an installed package.
+    """
     root = _HERE.parent
     commit = _output("git", "-C", str(root), "rev-parse", "--short=12", "HEAD") if (root / ".git").exists() else ""
     changed = commit and _output("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no", "rltrain")

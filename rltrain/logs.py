@@ -1,7 +1,7 @@
 """Log lines of all processes: the console, RUN/train.log, and RUN/logs/rank_00017.log per worker.
 
-The run folder is known only after the configuration is read, and what was logged before must not be lost. So a session keeps
-its lines in memory until `open_train_log` names the file, and an error that ends the session is written there too.
+The run folder is known only after the configuration is read, and earlier lines must not be lost. So a session keeps its
+lines in memory until `open_train_log` names the file, and an error that ends the session is written to the file too.
 """
 
 from __future__ import annotations
@@ -82,7 +82,10 @@ _session: _Session | None = None
 
 @contextlib.contextmanager
 def session() -> Iterator[None]:
-    """Log lines reach the console, and train.log after `open_train_log`. An error that ends the block is written there too."""
+    """Inside, log lines reach the console, and after `open_train_log` also train.log.
+
+    An error that ends the block is written to train.log too.
+    """
     global _session
     if _session:  # the caller has opened one
         yield
@@ -113,7 +116,10 @@ def session() -> Iterator[None]:
 
 
 def open_train_log(folder: Path) -> None:
-    """Write all lines since the start of the session to ``folder``/train.log, and all later ones. A resumed run appends."""
+    """Write all lines since the start of the session, and all later lines, to ``folder``/train.log.
+
+    A resumed run appends to the file.
+    """
     if _session is None or _session.file.target is not None:
         return
     file = folder / TRAIN_LOG
@@ -132,7 +138,10 @@ def show_steps(shown: bool) -> None:
 
 
 def open_worker_log(folder: str, rank: int) -> None:
-    """In a worker: write log lines, warnings and the stacks of a crash to ``folder``/rank_00017.log, if this node can."""
+    """In a worker: write log lines, warnings and the stacks of a crash to ``folder``/rank_00017.log.
+
+    Nothing is written if this node cannot write to ``folder``.
+    """
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         handler = _File(Path(folder) / f"rank_{rank:05d}.log")

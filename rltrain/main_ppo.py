@@ -91,11 +91,13 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     for word in words:
         if word.startswith(("--config-path", "--config-name", "--config-dir", "--cfg", "--multirun")):
             raise ConfigError(
-                f"{word} is Hydra's, which is not used here. Put settings in a YAML file and give --config FILE (repeatable)."
+                f"{word} is Hydra's, which is not used here. Put settings in a YAML file and give --config FILE "
+                "(repeatable)."
             )
         if word.startswith("-"):
             raise ConfigError(
-                f"unknown flag {word}. Flags: --help, --version, --print-config, --dry-run, --config FILE; settings are key=value."
+                f"unknown flag {word}. Flags: --help, --version, --print-config, --dry-run, --config FILE; "
+                "settings are key=value."
             )
     arguments.overrides = words
     return arguments

@@ -15,8 +15,8 @@ from rltrain.errors import DataError, command
 from rltrain.logs import console, count
 
 PHASES = (
-    "generate_sequences", "reshard", "gen", "gen_max", "reward", "old_log_prob", "ref", "values", "adv", "update_critic",
-    "update_actor", "step",
+    "generate_sequences", "reshard", "gen", "gen_max", "reward", "old_log_prob", "ref", "values", "adv",
+    "update_critic", "update_actor", "step",
 )  # fmt: skip
 ROWS = [
     *((name, f"timing_s/{name}", "seconds") for name in PHASES),
@@ -40,7 +40,10 @@ def read_metrics(run: Path | str) -> list[dict[str, Any]]:
 
 
 def _summary(lines: list[dict[str, Any]]) -> tuple[str, list[tuple[str, str, float, float, int, float | None]]]:
-    """A title, and per metric: label, unit, mean over the steps that have it, largest value, its step, share of a step."""
+    """A title, and one row per metric.
+
+    A row holds label, unit, mean over the steps that have the metric, largest value, its step, share of a step.
+    """
     steps = [line for line in lines if "timing_s/step" in line]
     counted = steps[1:] if len(steps) > 2 else steps
     title = f"Mean of {count(len(steps), 'step')}" if steps else "No training step"

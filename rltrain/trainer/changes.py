@@ -1,7 +1,7 @@
 """A resumed run with other settings: the changes are logged and the old settings kept.
 
-Most keys may change between two starts. A few make the steps that follow another experiment; such a run is refused if neither
-experiment has a name, because then it continues only by accident.
+Most keys may change between two starts. A few keys make the later steps another experiment. Such a run is refused if
+neither experiment has a name, because then it continues only by accident.
 """
 
 from __future__ import annotations
@@ -52,9 +52,10 @@ def tell_changes(loaded: LoadedConfig, start: Start) -> None:
     other = [text for key, text in changes.items() if key.startswith(_EXPERIMENT)]
     if other and loaded.config.trainer.resume_mode == "auto" and not loaded.explicit & set(_NAMES):
         raise ConfigError(
-            f"{start.folder.parent} holds {start.step} steps of another experiment ({'; '.join(other)}), and this run would go on from "
-            "there, as neither has a name. Name the new one with trainer.experiment_name=…; to go on all the same, name this one: "
-            f"trainer.experiment_name={loaded.config.trainer.experiment_name}."
+            f"{start.folder.parent} holds {start.step} steps of another experiment ({'; '.join(other)}), "
+            "and this run would go on from there, as neither has a name. "
+            "Name the new one with trainer.experiment_name=…; "
+            f"to go on all the same, name this one: trainer.experiment_name={loaded.config.trainer.experiment_name}."
         )
     log.info(
         "settings that changed since this run was last started:\n%s",

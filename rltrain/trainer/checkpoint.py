@@ -1,8 +1,9 @@
-"""The run folder: one owner at a time, checkpoints that exist whole or not at all, and the newest whole one to resume from.
+"""The run folder: one owner at a time, and checkpoints that exist whole or not at all.
 
-A checkpoint is written into a temporary folder, flushed to disk and then renamed, which is atomic. Its manifest lists the size
-of every file, which reveals an interrupted copy or a full disk. Digests of the contents are left out: to make them, every save
-would read back all it has written, which takes minutes for a large model.
+A run resumes from the newest whole checkpoint. A checkpoint is written into a temporary folder, flushed to disk and
+then renamed, because a rename is atomic. Its manifest lists the size of every file, which reveals an interrupted copy
+or a full disk. Digests of the contents are left out: to make them, every save would read back everything it has
+written, which takes minutes for a large model.
 """
 
 from __future__ import annotations
@@ -72,7 +73,10 @@ class RunFolder:
         return self.path / f"global_step_{step}"
 
     def begin_save(self, step: int) -> Path:
-        """An empty temporary folder for the checkpoint of ``step``. A whole one is never replaced, a damaged one is set aside."""
+        """An empty temporary folder for the checkpoint of ``step``.
+
+        A whole checkpoint of the step is never replaced (CheckpointError); a damaged one is set aside.
+        """
         existing = self.step_folder(step)
         if existing.exists():
             if not find_damage(existing):
@@ -96,7 +100,10 @@ class RunFolder:
         return final
 
     def prune(self, keep: int | None, spare: str | None = None) -> None:
-        """Remove all but the newest ``keep`` checkpoints (None or less than 1: keep all), but never the folder ``spare``."""
+        """Remove all but the newest ``keep`` checkpoints (None or less than 1: keep all).
+
+        The folder ``spare`` is never removed.
+        """
         if keep is None or keep < 1:
             return
         for step in self.steps()[:-keep]:

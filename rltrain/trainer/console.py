@@ -20,9 +20,10 @@ log = logging.getLogger(__name__)
 
 # What a step shows, in this order; a narrow terminal leaves out the last ones.
 SHOWN = {
-    "critic/score/mean": "score", "reward/error_rate": "reward_errors", "actor/kl_loss": "kl", "actor/reward_kl_penalty": "kl_in_reward",
-    "response_length/mean": "length", "actor/entropy": "entropy", "perf/throughput": "tok/s/device", "actor/grad_norm": "grad_norm",
-    "actor/pg_loss": "pg_loss", "actor/lr": "lr", "timing_s/step": "step_s",
+    "critic/score/mean": "score", "reward/error_rate": "reward_errors", "actor/kl_loss": "kl",
+    "actor/reward_kl_penalty": "kl_in_reward", "response_length/mean": "length", "actor/entropy": "entropy",
+    "perf/throughput": "tok/s/device", "actor/grad_norm": "grad_norm", "actor/pg_loss": "pg_loss", "actor/lr": "lr",
+    "timing_s/step": "step_s",
 }  # fmt: skip
 _ONLY_IF_NOT_ZERO = {"reward/error_rate"}
 # The time left is reckoned from so many steps.

@@ -119,7 +119,10 @@ class PPOTrainer:
         return self._report(samples, timer, record)
 
     def _old_log_probs(self, samples: Samples, record: StepRecord) -> None:
-        """Old log-probs of all samples, without those of the first mini-batch where the update's forward yields them."""
+        """Old log-probs of all samples.
+
+        The first mini-batch is left out if the update's forward pass yields its old log-probs.
+        """
         covered = np.ones(len(samples), dtype=bool)
         if self.plan.passes.waits_for_update(record.step):
             covered[self._actor_mini_batches(record.step)[0]] = False

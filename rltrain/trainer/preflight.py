@@ -45,7 +45,8 @@ def preflight(loaded: LoadedConfig) -> Findings:
     found = Findings([*missing_files(cfg), *_packages(loaded), *_devices(loaded), *ray_problems(cfg)])
     if cfg.algorithm.needs_critic and "algorithm.adv_estimator" not in loaded.explicit:
         found.notes.append(
-            "a critic is trained beside the actor, as algorithm.adv_estimator is gae unless set (as in verl); grpo needs none"
+            "a critic is trained beside the actor, as algorithm.adv_estimator is gae unless set (as in verl); "
+            "grpo needs none"
         )
     for check in (_plugins, _models):
         try:
@@ -76,8 +77,9 @@ def _models(cfg: Config, found: Findings) -> None:
     found.tokenizer_works = bool(encoder.tokenizer)  # or it raises
     if encoder.ignores_generation_prompt:
         found.notes.append(
-            f"the chat template of {roles.model.path} writes the same with and without add_generation_prompt, so the model is not told "
-            "that it is its turn. If rewards stay low, see actor_rollout_ref.model.custom_chat_template."
+            f"the chat template of {roles.model.path} writes the same with and without add_generation_prompt, "
+            "so the model is not told that it is its turn. "
+            "If rewards stay low, see actor_rollout_ref.model.custom_chat_template."
         )
     config = load_config(
         roles.model.path, trust_remote_code=roles.model.trust_remote_code, override=dict(roles.model.override_config)
@@ -95,9 +97,15 @@ def _positions(cfg: Config, config: Any, found: Findings) -> Iterator[str]:
     rollout, data = cfg.actor_rollout_ref.rollout, cfg.data
     longest = rollout.max_model_len or data.max_prompt_length + data.max_response_length
     if limit and longest > limit:
-        said = f"data.max_prompt_length + data.max_response_length = {longest:,} tokens, and the model knows {limit:,} positions"
+        said = (
+            f"data.max_prompt_length + data.max_response_length = {longest:,} tokens, "
+            f"and the model knows {limit:,} positions"
+        )
         if not ENGINES[rollout.name].beyond_positions:
-            yield f"{said}, which {rollout.name} refuses. Shorten one, or raise model.override_config.max_position_embeddings."
+            yield (
+                f"{said}, which {rollout.name} refuses. "
+                "Shorten one, or raise model.override_config.max_position_embeddings."
+            )
         else:
             found.notes.append(f"{said}: longer ones are beyond what it was trained for")
 
@@ -126,13 +134,14 @@ def _devices(loaded: LoadedConfig) -> Iterator[str]:
         slots = loaded.config.ray_kwargs.ray_init.get("num_cpus")
         if trainer.device == "auto" and devices_here("auto", none=0):
             yield (
-                f"trainer.device=auto: torch {torch.__version__} sees none of the {devices_here('auto', none=0)} accelerators that this "
-                "machine shows. Install a torch (and driver) for them, or set trainer.device=cpu to train on the CPU."
+                f"trainer.device=auto: torch {torch.__version__} sees none of the {devices_here('auto', none=0)} "
+                "accelerators that this machine shows. Install a torch (and driver) for them, "
+                "or set trainer.device=cpu to train on the CPU."
             )
         if not address and slots is not None and slots < trainer.n_gpus_per_node:
             yield (
-                f"ray_kwargs.ray_init.num_cpus={slots} is too few for trainer.n_gpus_per_node={trainer.n_gpus_per_node} workers. "
-                "Leave it out."
+                f"ray_kwargs.ray_init.num_cpus={slots} is too few for "
+                f"trainer.n_gpus_per_node={trainer.n_gpus_per_node} workers. Leave it out."
             )
         return
     here = f"this machine has {device.count} {_NAMES[device.kind]} devices (torch {torch.__version__})"
@@ -140,6 +149,8 @@ def _devices(loaded: LoadedConfig) -> Iterator[str]:
         if not device.count and "trainer.n_gpus_per_node" not in loaded.explicit:
             yield f"trainer.n_gpus_per_node is not set, and {here} to count. Say how many each node has."
     elif not device.count:
-        yield f"trainer.device={trainer.device}: {here}. Use trainer.device=cpu, or a machine and a torch that have them."
+        yield (
+            f"trainer.device={trainer.device}: {here}. Use trainer.device=cpu, or a machine and a torch that have them."
+        )
     elif device.count < trainer.n_gpus_per_node:
         yield f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}: {here}. Set trainer.n_gpus_per_node={device.count}."

@@ -1,7 +1,7 @@
 """Progress of a run: the driver's part of a checkpoint, and the choice of the checkpoint that a run starts from.
 
-A resumed run must continue as if it had never stopped. So a checkpoint records the values that this depends on, and a run with
-other values, or with other training data, is refused before any worker starts.
+A resumed run must continue as if it had never stopped. So a checkpoint records the values that this depends on, and a
+run with other values, or with other training data, is refused before any worker starts.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ FROZEN_KEYS = (
 class Progress:
     """The driver's own state.
 
-    batches_drawn: rounds of prompts drawn so far. kl_coef: weight of the KL in the reward. sampler: the sampler's state.
-    in_flight: row, draw and age of the prompts that were drawn and not yet learnt from (`PromptLine.state`).
+    batches_drawn: rounds of prompts drawn so far. kl_coef: weight of the KL in the reward. sampler: the sampler's
+    state. in_flight: row, draw and age of the prompts that were drawn and not yet learnt from (`PromptLine.state`).
     """
 
     batches_drawn: int = 0
@@ -50,7 +50,10 @@ class Progress:
     in_flight: list[list[int]] = field(default_factory=list)
 
     def write(self, folder: Path, step: int, cfg: Config, dataset: str) -> None:
-        """Write into the checkpoint of ``step``, with the values that `find_start` compares. dataset: `Rows.identity`."""
+        """Write the state into ``folder``, the checkpoint of ``step``, with the values that `find_start` compares.
+
+        dataset: `Rows.identity`.
+        """
         record = {"global_step": step, "dataset": dataset, "frozen": frozen_values(cfg)}
         record |= {"batches_drawn": self.batches_drawn, "kl_coef": self.kl_coef, "in_flight": self.in_flight}
         np.savez(folder / "sampler.npz", **self.sampler)  # type: ignore[arg-type]
@@ -59,7 +62,10 @@ class Progress:
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins: after ``step`` steps, with the weights of checkpoint ``folder`` (None: the model's weights)."""
+    """The start of a run: after ``step`` steps, with the weights of checkpoint ``folder``.
+
+    ``folder`` None: the run starts with the model's weights.
+    """
 
     step: int = 0
     progress: Progress = field(default_factory=Progress)
@@ -83,8 +89,8 @@ def find_start(cfg: Config, run: RunFolder, dataset: str) -> Start:
             _refuse_other_run(cfg, folder, record, dataset)
         if cfg.algorithm.needs_critic and not (folder / "critic").is_dir():
             raise CheckpointError(
-                f"{folder} holds no critic: it was saved by a run without one. Set algorithm.adv_estimator as it was, or choose "
-                "another trainer.experiment_name."
+                f"{folder} holds no critic: it was saved by a run without one. Set algorithm.adv_estimator as it was, "
+                "or choose another trainer.experiment_name."
             )
     _refuse_later_checkpoints(run, start.step)
     if folder is not None:
@@ -99,8 +105,8 @@ def _refuse_later_checkpoints(run: RunFolder, step: int) -> None:
     if later:
         raise CheckpointError(
             f"{run.path} already holds a checkpoint of step {later[-1]}, and this run would start after step {step}. "
-            "Choose another trainer.experiment_name (or trainer.default_local_dir), remove the folder, or go on from the newest "
-            "with trainer.resume_mode=auto trainer.resume_weights_only=False."
+            "Choose another trainer.experiment_name (or trainer.default_local_dir), remove the folder, "
+            "or go on from the newest with trainer.resume_mode=auto trainer.resume_weights_only=False."
         )
 
 
@@ -108,9 +114,9 @@ def _refuse_other_version(folder: Path, record: dict[str, Any]) -> None:
     lacking = [name for name in ("batches_drawn", "kl_coef", "in_flight", "frozen", "dataset") if name not in record]
     if lacking:
         raise CheckpointError(
-            f"{folder} was saved by another version of rltrain: its progress.json lacks {', '.join(lacking)}. Start from its "
-            f"weights with trainer.resume_mode=resume_path trainer.resume_from_path={folder} trainer.resume_weights_only=True, "
-            "under another trainer.experiment_name."
+            f"{folder} was saved by another version of rltrain: its progress.json lacks {', '.join(lacking)}. "
+            f"Start from its weights with trainer.resume_mode=resume_path trainer.resume_from_path={folder} "
+            "trainer.resume_weights_only=True, under another trainer.experiment_name."
         )
 
 

@@ -21,9 +21,9 @@ from rltrain.trainer.tracking import Tracker
 class Trainer:
     """A run that `rltrain.build` has started: make single steps, or `fit` all of them.
 
-    Use it as a context or call `close`: this finishes the trackers and ends scorers, workers, and Ray if `build` has started
-    it. config: the settings. plan: what follows from them. ppo: the algorithm with its roles. num_steps: steps made so far,
-    including those before a resume.
+    Use it as a context or call `close`: this finishes the trackers and ends scorers, workers, and Ray if `build` has
+    started Ray. config: the settings. plan: the numbers that follow from the settings. ppo: the algorithm with its
+    roles. num_steps: steps made so far, including those before a resume.
     """
 
     def __init__(
@@ -57,8 +57,8 @@ class Trainer:
     def _started(self) -> tuple[PPOTrainer, Tracker, Saver]:
         if not self._ppo or not self._tracker or not self._saver:
             raise ConfigError(
-                f"the run in {self.folder} has its {self.num_steps} steps. Raise trainer.total_training_steps to go on, or "
-                "choose another trainer.experiment_name."
+                f"the run in {self.folder} has its {self.num_steps} steps. "
+                "Raise trainer.total_training_steps to go on, or choose another trainer.experiment_name."
             )
         return self._ppo, self._tracker, self._saver
 
@@ -73,7 +73,7 @@ class Trainer:
         return metrics
 
     def validate(self) -> Metrics:
-        """Answer the validation prompts with the current policy; returns the metrics, which the trackers get as well."""
+        """Answer the validation prompts with the current policy. Returns the metrics; the trackers get them too."""
         ppo, tracker, _ = self._started
         metrics = ppo.validate(self.num_steps, self._stop)
         tracker.log(self.num_steps, metrics)
@@ -86,7 +86,10 @@ class Trainer:
         return self.folder / f"global_step_{self.num_steps}"
 
     def fit(self) -> bool:
-        """Make all remaining steps, with validation and saving. Returns False if a signal has stopped the run before the end."""
+        """Make all remaining steps, with validation and saving.
+
+        Returns False if a signal has stopped the run before the end.
+        """
         if self.num_steps >= self.plan.total_steps and not self.config.trainer.val_only:
             return True
         with listen(self._stop):

@@ -36,7 +36,8 @@ def steps_saved(cfg: TrainerConfig, first_step: int, total_steps: int) -> list[i
 def missing_room(cfg: TrainerConfig, folder: Path, size: int, first_step: int, total_steps: int) -> tuple[str, str]:
     """(problem, note), empty if ``folder`` has room for the checkpoints of ``size`` bytes that this run will write.
 
-    Without ``max_actor_ckpt_to_keep`` no checkpoint is ever removed. Then only the first one must fit, and the rest is a note.
+    Without ``max_actor_ckpt_to_keep`` no checkpoint is ever removed. Then it is a problem only if the first checkpoint
+    does not fit; missing room for the others is a note.
     """
     steps = steps_saved(cfg, first_step, total_steps)
     existing, keep = len(list(folder.glob("global_step_*"))), cfg.max_actor_ckpt_to_keep or 0
@@ -52,7 +53,8 @@ def missing_room(cfg: TrainerConfig, folder: Path, size: int, first_step: int, t
         kept = f"(trainer.save_freq={cfg.save_freq}, and all of them unless trainer.max_actor_ckpt_to_keep is set)"
         return (
             "",
-            f"there is no room for the {len(steps)} checkpoints that this run keeps {kept}. {describe_room(folder, size)}",
+            f"there is no room for the {len(steps)} checkpoints that this run keeps {kept}. "
+            f"{describe_room(folder, size)}",
         )
     return "", ""
 
@@ -65,8 +67,9 @@ def free_bytes(folder: Path) -> int:
 def describe_room(folder: Path, size: int) -> str:
     """How much there is and how much a checkpoint of ``size`` bytes takes."""
     return (
-        f"{folder} has {free_bytes(folder) / 2**30:.2f} GiB free and a checkpoint takes about {size / 2**30:.2f} GiB. Older "
-        "checkpoints are intact. Free space, or lower trainer.max_actor_ckpt_to_keep, and run the same command again."
+        f"{folder} has {free_bytes(folder) / 2**30:.2f} GiB free and a checkpoint takes about {size / 2**30:.2f} GiB. "
+        "Older checkpoints are intact. "
+        "Free space, or lower trainer.max_actor_ckpt_to_keep, and run the same command again."
     )
 
 

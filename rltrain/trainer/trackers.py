@@ -100,7 +100,10 @@ class WandB(Sink):
 
 
 class VemlpWandB(Sink):
-    """Volcengine's machine learning platform. Its module has the interface of wandb. Written from its documentation only."""
+    """Volcengine's machine learning platform. Its module has the interface of wandb.
+
+    This class is written from the documentation of the platform only.
+    """
 
     def __init__(self, run: RunInfo) -> None:
         import volcengine_ml_platform
@@ -211,8 +214,8 @@ class Trackio(Sink):
 
 
 TRACKERS: dict[str, type[Sink]] = {
-    "tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow, "swanlab": SwanLab, "clearml": ClearML, "trackio": Trackio,
-    "vemlp_wandb": VemlpWandB,
+    "tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow, "swanlab": SwanLab, "clearml": ClearML,
+    "trackio": Trackio, "vemlp_wandb": VemlpWandB,
 }  # fmt: skip
 
 

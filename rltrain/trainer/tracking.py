@@ -1,7 +1,8 @@
 """Metrics go to metrics.jsonl always, and to the console and the trackers of ``trainer.logger``.
 
-A tracker may be down, slow or hang, and none of this may stop or slow a run. So each tracker is made and fed in a thread of its
-own, failed entries are retried with growing pauses, and the end of the run waits a bounded time. metrics.jsonl has all metrics.
+A tracker may be down, slow or hang, and none of this may stop or slow a run. So each tracker is made and fed in a
+thread of its own, failed entries are retried with growing pauses, and the end of the run waits a bounded time.
+metrics.jsonl has all metrics.
 """
 
 from __future__ import annotations
@@ -54,7 +55,10 @@ class JsonLines:
 
 
 class Sender(threading.Thread):
-    """Makes and feeds one tracker in a thread of its own. Errors are logged once; entries are retried with growing pauses."""
+    """Makes and feeds one tracker in a thread of its own.
+
+    Errors are logged once, and failed entries are retried with growing pauses.
+    """
 
     def __init__(self, name: str, make: Callable[[], Sink], pauses_s: tuple[float, float] = _PAUSES_S) -> None:
         super().__init__(name=f"tracker {name}", daemon=True)
@@ -142,12 +146,18 @@ class Sender(threading.Thread):
     def _tell(self, error: Exception) -> None:
         if not self._told:
             self._told = True
-            text = "tracker '%s' failed (%s: %s). Training goes on; what is not sent is kept and tried again in the background"
+            text = (
+                "tracker '%s' failed (%s: %s). Training goes on; "
+                "what is not sent is kept and tried again in the background"
+            )
             log.warning(text, self._tracker, type(error).__name__, error)
 
 
 class Tracker:
-    """Sends metrics and tables to everything that ``trainer.logger`` names. Leaving its context finishes all of them."""
+    """Sends metrics and tables to all outputs that ``trainer.logger`` names.
+
+    The end of its context finishes all of these outputs.
+    """
 
     def __init__(self, loggers: Sequence[str], run: RunInfo, total_steps: int) -> None:
         self._console = Console(run.first_step, total_steps, shown="console" in loggers)
@@ -186,7 +196,10 @@ class Tracker:
             sender.put(lambda sink: sink.log(step, metrics))
 
     def log_table(self, step: int, name: str, columns: Sequence[str], rows: Rows) -> None:
-        """Send a table of texts and numbers, such as sampled answers, to every tracker. name: such as "val/generations"."""
+        """Send a table of texts and numbers, such as sampled answers, to every tracker.
+
+        name: such as "val/generations".
+        """
         for sender in self._senders:
             sender.put(lambda sink: sink.log_table(step, name, list(columns), [list(row) for row in rows]))
 

@@ -113,7 +113,10 @@ class ActorRefWorker(Actor):
 
     @torch.no_grad()
     def ref_log_probs(self, batch: Batch, micro_sizes: Sequence[int]) -> tuple[Batch, PassNumbers]:
-        """log pi_ref(answer) under the frozen reference; with a KL in the reward ``ref_kl`` per token and ``kl_sum`` [n]."""
+        """log pi_ref(answer) under the frozen reference.
+
+        With a KL in the reward there are also ``ref_kl`` per token and ``kl_sum`` [n].
+        """
         self._residency.enter("ref")
         passes = self._passes
         columns: dict[str, Ragged] = {}

@@ -44,8 +44,8 @@ _NOTHING = np.zeros(0, dtype=np.int32)
 class RolloutWorker(Rollout):
     """Every method but `take_finished` is called on all ranks at once.
 
-    policy: the training weights. version: counts the optimizer steps made on them. text_log_probs: log-probs of a text by the
-    trainer.
+    policy: the training weights. version: counts the optimizer steps made on the weights. text_log_probs: log-probs of
+    a text by the trainer.
     """
 
     def __init__(

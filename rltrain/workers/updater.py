@@ -107,7 +107,8 @@ class Updater:
         parts = ", ".join(f"{name}={float(value):.4g}" for name, value in _parts(share).items())
         raise NonFiniteError(
             f"{self._role}: loss or gradient is not finite on some rank (rank {dist.get_rank()} has {parts}); no "
-            f"optimizer step was made. The mini-batch is in {file}. To go on past such batches set trainer.on_nonfinite=skip."
+            f"optimizer step was made. The mini-batch is in {file}. "
+            "To go on past such batches set trainer.on_nonfinite=skip."
         )
 
 

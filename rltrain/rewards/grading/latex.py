@@ -51,8 +51,9 @@ _PLUS = re.compile(r"(^|[(,\[])\+")
 
 _UNIT_NAMES = {
     "mm": "millimeter millimetre 毫米", "cm": "centimeter centimetre 厘米", "m": "meter metre 米",
-    "km": "kilometer kilometre 千米 公里", "in": "inch inches", "ft": "foot feet", "g": "gram 克", "kg": "kilogram 千克 公斤",
-    "s": "second sec 秒", "min": "minute 分钟", "h": "hour hr 小时", "L": "liter litre 升", "mL": "ml milliliter 毫升",
+    "km": "kilometer kilometre 千米 公里", "in": "inch inches", "ft": "foot feet", "g": "gram 克",
+    "kg": "kilogram 千克 公斤", "s": "second sec 秒", "min": "minute 分钟", "h": "hour hr 小时",
+    "L": "liter litre 升", "mL": "ml milliliter 毫升",
     "N": "newton", "J": "joule", "W": "watt", "V": "volt", "A": "ampere", "Pa": "pascal", "Hz": "hertz",
 }  # fmt: skip
 _UNITS = {alias + s: unit for unit, names in _UNIT_NAMES.items() for alias in (unit, *names.split()) for s in ("", "s")}

@@ -1,6 +1,7 @@
-"""What a step costs without a trainer: the same decoder in plain torch, packed, or with every prompt computed once for its answers.
+"""What a step costs without a trainer: the same decoder in plain torch, packed, or with shared prompts.
 
-Written for speed on one process and nothing else: Qwen3 only, prompts of one length, answers of one length.
+Written for speed on one process and nothing else: Qwen3 only, prompts of one length, answers of one length. With shared
+prompts, every prompt is computed once for all its answers.
 """
 
 from __future__ import annotations
@@ -80,7 +81,10 @@ class Floor:
         return x * cos + torch.cat((-right, left), -1) * sin
 
     def _attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [n, t, heads, d] over the last t of k, v [n, s, kv, d], causal. The query heads of a key head are stacked as queries."""
+        """q [n, t, heads, d] over the last t of k, v [n, s, kv, d], causal.
+
+        The query heads of a key head are stacked as queries.
+        """
         n, t, _, _ = q.shape
         share = self.heads // self.kv
         stacked = q.unflatten(2, (self.kv, share)).permute(0, 2, 3, 1, 4).reshape(n, self.kv, share * t, self.size)
@@ -137,7 +141,7 @@ class Floor:
 
     @torch.no_grad()
     def generate(self, prompts: Tensor, n: int, length: int) -> tuple[Tensor, Tensor]:
-        """Answers and their log-probs [groups, n, length]: prompts read once, their keys shared, weights in the compute dtype."""
+        """Answers and their log-probs [groups, n, length]: prompts read once, keys shared, weights in compute dtype."""
         weights = self.cast()
         groups, start = prompts.shape
         rows, share = groups * n, self.heads // self.kv

@@ -1,11 +1,12 @@
-"""What one accelerator reaches: tokens a second, share of its peak (MFU) in log-probs and update, share of its bandwidth in decode.
+"""What one accelerator reaches: tokens a second, share of peak (MFU) in log-probs and update, of bandwidth in decode.
 
-    python -m bench.gpu [--shape 0.5b] [--prompts 16] [--answers 8] [--prompt-tokens 512] [--response-tokens 1024] [--set KEY=VALUE ...]
+    python -m bench.gpu [--shape 0.5b] [--prompts 16] [--answers 8] [--prompt-tokens 512]
+                        [--response-tokens 1024] [--set KEY=VALUE ...]
     python -m bench.gpu --shape tiny          the same on a CPU in seconds, to see that it runs
 
-Real steps of the real trainer in this process (one device, no Ray cluster), over a Qwen2.5 of the given shape with random weights and
-answers of fixed length. FLOPs are those of the model without recompute and with every prompt computed for each answer, so shared
-prompts show as a higher share. Writes bench/results/gpu.md.
+Real steps of the real trainer in this process (one device, no Ray cluster), over a Qwen2.5 of the given shape with
+random weights and answers of fixed length. FLOPs are those of the model without recompute and with every prompt
+computed for each answer, so shared prompts show as a higher share. Writes bench/results/gpu.md.
 """
 
 from __future__ import annotations
@@ -52,9 +53,10 @@ def make_model(folder: Path, shape: str, dtype: torch.dtype) -> None:
     hidden, layers, heads, key_heads, intermediate, vocabulary, tied = SHAPES[shape]
     tokenizer = build_tokenizer()
     config = Qwen2Config(
-        vocab_size=vocabulary, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=key_heads,
-        intermediate_size=intermediate, max_position_embeddings=32_768, tie_word_embeddings=tied,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
+        vocab_size=vocabulary, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=key_heads, intermediate_size=intermediate, max_position_embeddings=32_768,
+        tie_word_embeddings=tied, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
     )  # fmt: skip
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder)
@@ -72,13 +74,15 @@ def measure(options: argparse.Namespace) -> tuple[list[Metrics], Any]:
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     trainer: Any = local_trainer(
         [
-            "algorithm.adv_estimator=grpo", f"data.train_files={folder}/train.parquet", f"data.train_batch_size={options.prompts}",
-            f"data.max_prompt_length={options.prompt_tokens + 32}", f"data.max_response_length={options.response_tokens}",
-            f"actor_rollout_ref.model.path={folder}", f"{actor}.ppo_mini_batch_size={options.prompts}", f"{actor}.use_kl_loss=True",
+            "algorithm.adv_estimator=grpo", f"data.train_files={folder}/train.parquet",
+            f"data.train_batch_size={options.prompts}", f"data.max_prompt_length={options.prompt_tokens + 32}",
+            f"data.max_response_length={options.response_tokens}", f"actor_rollout_ref.model.path={folder}",
+            f"{actor}.ppo_mini_batch_size={options.prompts}", f"{actor}.use_kl_loss=True",
             f"{actor}.recompute_old_log_prob=always", f"{actor}.optim.lr=1e-6", f"{rollout}.n={options.answers}",
             f"{rollout}.ignore_eos=True", f"{rollout}.max_num_seqs={options.prompts * options.answers}",
-            f"trainer.device={options.device}", "trainer.n_gpus_per_node=1", f"trainer.total_training_steps={options.steps + 1}",
-            f"trainer.default_local_dir={folder}/run", *options.set,
+            f"trainer.device={options.device}", "trainer.n_gpus_per_node=1",
+            f"trainer.total_training_steps={options.steps + 1}", f"trainer.default_local_dir={folder}/run",
+            *options.set,
         ]
     )  # fmt: skip
     trainer.rewards._pool = FreeScores()
@@ -86,7 +90,7 @@ def measure(options: argparse.Namespace) -> tuple[list[Metrics], Any]:
 
 
 def work(options: argparse.Namespace, sizes: Metrics, prompt: float) -> dict[str, float]:
-    """FLOPs of a forward over all samples; bytes that decoding must read: weights every step, and every sample's keys and values."""
+    """FLOPs of a forward over all samples; bytes that decoding must read: weights every step, all keys and values."""
     _, layers, heads, key_heads, *_ = SHAPES[options.shape]
     samples, answer = options.prompts * options.answers, options.response_tokens
     forward = samples * (
@@ -157,9 +161,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     write(
         options.out,
         f"python -m bench.gpu --shape {options.shape}{extra}",
-        f"{name}, {os.cpu_count()} host cores. Qwen2.5 of shape {options.shape}, random weights; {options.prompts} prompts of "
-        f"{statistics.median(step['prompt_length/mean'] for step in steps):.0f} tokens x {options.answers} answers "
-        f"of {options.response_tokens}; tokens: response tokens when generating, else prompt and response.",
+        f"{name}, {os.cpu_count()} host cores. Qwen2.5 of shape {options.shape}, random weights; {options.prompts} "
+        f"prompts of {statistics.median(step['prompt_length/mean'] for step in steps):.0f} tokens x {options.answers} "
+        f"answers of {options.response_tokens}; tokens: response tokens when generating, else prompt and response.",
         ["phase", "seconds", "tokens/s", "share of peak"],
         table(options, steps, trainer.model_sizes),
     )

@@ -1,4 +1,4 @@
-"""A worker that computes nothing and returns columns and numbers of the right length: what is left of a step is the driver.
+"""A worker that computes nothing and returns columns of the right length: what is left of a step is the driver.
 
 Tokens and log-probs are one byte each, so that many workers fit on one machine.
 """

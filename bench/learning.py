@@ -2,7 +2,8 @@
 
     python -m bench.learning [--out outputs/learning] [--steps 100] [--seeds 3] [--jobs 2] [--only grpo,gae]
 
-A run that is complete is not made again. The plot needs the extra `plot`. Writes bench/results/learning_cpu.md and learning_cpu.png.
+A run that is complete is not made again. The plot needs the extra `plot`. Writes bench/results/learning_cpu.md and
+learning_cpu.png.
 """
 
 from __future__ import annotations
@@ -144,11 +145,13 @@ def main() -> None:
     lines = [
         "# Learning, CPU",
         "",
-        f"`python -m bench.learning --steps {options.steps} --seeds {options.seeds} --jobs {options.jobs}`, {datetime.date.today()}, "
-        f"{platform.machine()}, {os.cpu_count()} cores. Task, model and step of scripts/quickstart.sh; held-out accuracy (128 prompts, 4",
+        f"`python -m bench.learning --steps {options.steps} --seeds {options.seeds} --jobs {options.jobs}`, "
+        f"{datetime.date.today()}, {platform.machine()}, {os.cpu_count()} cores. Task, model and step of "
+        "scripts/quickstart.sh; held-out accuracy (128 prompts, 4",
         f"sampled answers each) every {EVERY} steps. Seconds a step with other jobs on the same cores: an upper bound.",
         "",
-        f"| algorithm | before | after {options.steps} steps (each seed) | first step at {GOAL} or more (each seed) | s/step |",
+        f"| algorithm | before | after {options.steps} steps (each seed) | first step at {GOAL} or more (each seed) "
+        "| s/step |",
         "|---|---|---|---|---|",
     ]
     for name in names:

@@ -2,8 +2,8 @@
 
     python -m bench.memory                   prints the table and writes it to bench/results/
 
-Every figure is a child process of its own: its peak resident memory (VmHWM) less what it had before the pass. The model is one layer
-of 128, so that what remains is the vocabulary's.
+Every figure is a child process of its own: its peak resident memory (VmHWM) less what it had before the pass. The model
+is one layer of 128, so that what remains is the vocabulary's.
 """
 
 import os
@@ -71,7 +71,8 @@ def measure(way: str, work: str, vocabulary: int, tokens: int) -> float:
     if not (folder / "config.json").exists():
         config = Qwen3Config(
             vocab_size=vocabulary, hidden_size=128, intermediate_size=256, num_hidden_layers=1, num_attention_heads=2,
-            num_key_value_heads=1, head_dim=64, tie_word_embeddings=True, eos_token_id=1, bos_token_id=0, pad_token_id=0,
+            num_key_value_heads=1, head_dim=64, tie_word_embeddings=True, eos_token_id=1, bos_token_id=0,
+            pad_token_id=0,
         )  # fmt: skip
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     device = get_device("cpu")
@@ -115,12 +116,14 @@ def main() -> None:
             )
             sys.stderr.write(found[-1] + "\n")
     lines = [
-        f"`python -m bench.memory`, {date.today()}, {platform.processor() or platform.machine()}, one thread, torch {torch.__version__}",
+        f"`python -m bench.memory`, {date.today()}, {platform.processor() or platform.machine()}, one thread, "
+        f"torch {torch.__version__}",
         "",
-        "MiB that a pass adds to the process (peak), fp32, with entropy; `-`: not run, all logits would not fit. One layer of 128; the "
-        "update holds the gradient of the embedding (vocabulary x 128 x 4 bytes) as well.",
+        "MiB that a pass adds to the process (peak), fp32, with entropy; `-`: not run, all logits would not fit. One "
+        "layer of 128; the update holds the gradient of the embedding (vocabulary x 128 x 4 bytes) as well.",
         "",
-        "| vocabulary | answer tokens | all logits once | log-prob, all at once | log-prob, ours | update, all at once | update, ours |",
+        "| vocabulary | answer tokens | all logits once | log-prob, all at once | log-prob, ours | update, all at once "
+        "| update, ours |",
         "|---|---|---|---|---|---|---|",
         *found,
     ]

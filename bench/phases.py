@@ -1,11 +1,12 @@
-"""Each phase of a step against a bare floor: the same work in plain torch (bench/floor.py), packed and with shared prompts.
-And the passes of the trainer over long-tailed lengths against equal ones, per token: against the equal lengths of the floor, and
-against as many equally long answers of as many tokens, where nothing but the lengths differs.
+"""Each phase of a step against a bare floor: the same in plain torch (bench/floor.py), packed and with shared prompts.
+And the passes of the trainer over long-tailed lengths against equal ones, per token: against the equal lengths of the
+floor, and against as many equally long answers of as many tokens, where nothing but the lengths differs.
 
     python -m bench.phases [--dtype bfloat16] [--shape tiny] [--steps 3] [--rounds 2]
 
-Ours is a real run (`python -m rltrain.main_ppo`, phases as in its metrics); the floor is a process with the same environment and one
-thread. 32 prompts x 8 answers x 128 tokens, two optimizer steps, KL in the loss. Writes bench/results/phases_cpu.md.
+Ours is a real run (`python -m rltrain.main_ppo`, phases as in its metrics); the floor is a process with the same
+environment and one thread. 32 prompts x 8 answers x 128 tokens, two optimizer steps, KL in the loss. Writes
+bench/results/phases_cpu.md.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def run_floors(folder: Path, options: argparse.Namespace, limit: int) -> dict[st
 
 
 def lengths_table(equal: dict[int, Steps], long_tail: Steps) -> list[str]:
-    """Microseconds per computed token of each pass over answers of each of the equal lengths, and long_tail's as ratios of them."""
+    """Microseconds per computed token of each pass over answers of each equal length; long_tail's as ratios of them."""
     mean = statistics.mean(one["response_length"] for one in long_tail)
     titles = [title for length in equal for title in (f"all of {length} tokens, us/token", "ratio")]
     lines = [
@@ -160,9 +161,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     titles = [title for name in bare for title in (f"floor, {name}, s", "ours is times that")]
     write(
         options.out,
-        f"python -m bench.phases --shape {options.shape} --dtype {options.dtype} --steps {options.steps} --rounds {options.rounds}",
-        f"{PROMPTS} prompts x {ANSWERS} answers x {options.limit} tokens, Qwen3 of shape {options.shape}, {options.dtype}, one thread; "
-        "medians. The floor shares prompts when generating in both columns; "
+        f"python -m bench.phases --shape {options.shape} --dtype {options.dtype} --steps {options.steps} "
+        f"--rounds {options.rounds}",
+        f"{PROMPTS} prompts x {ANSWERS} answers x {options.limit} tokens, Qwen3 of shape {options.shape}, "
+        f"{options.dtype}, one thread; medians. The floor shares prompts when generating in both columns; "
         "update: forward, backward, clip and AdamW of two optimizer steps.",
         ["phase", "rltrain, s", *titles],
         rows,

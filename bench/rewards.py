@@ -2,8 +2,8 @@
 
     python -m bench.rewards            prints the table and writes it to bench/results/
 
-2,048 answers on two workers, scored by the MATH scorer inside a custom reward function; a hostile answer (every hundredth)
-never comes back and is killed at its deadline.
+2,048 answers on two workers, scored by the MATH scorer inside a custom reward function; a hostile answer (every
+hundredth) never comes back and is killed at its deadline.
 """
 
 import os
@@ -44,7 +44,10 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 def easy(number: int) -> str:
     """An answer of a few thousand characters whose box is right."""
-    return f"{'We add the two numbers and check the sum once more. ' * 40}The answer is \\boxed{{\\dfrac{{{number}}}{{7}}}}."
+    return (
+        f"{'We add the two numbers and check the sum once more. ' * 40}"
+        f"The answer is \\boxed{{\\dfrac{{{number}}}{{7}}}}."
+    )
 
 
 def wall_clock(pool: RewardPool, texts: list[str]) -> float:
@@ -123,7 +126,8 @@ def main() -> None:
         ("deadline passed until the next answer is scored: s", back),
     ]  # fmt: skip
     lines = [
-        f"`python -m bench.rewards`, {date.today()}, {platform.processor() or platform.machine()}, {os.cpu_count()} cores, shared",
+        f"`python -m bench.rewards`, {date.today()}, {platform.processor() or platform.machine()}, {os.cpu_count()} "
+        "cores, shared",
         "",
         f"{ANSWERS} answers of {len(easies[0])} characters, {WORKERS} workers, reward.timeout_s={TIMEOUT_S:g}; "
         f"median of {REPEATS}, the hostile batch once.",

@@ -1,11 +1,12 @@
 """Rollout engines on the same model, prompts and answer lengths, in one process with one thread: a row an engine.
 
-    python -m bench.rollout [--dtype bfloat16] [--repeats 3]      prints the tables and writes bench/results/rollout_cpu.md
+    python -m bench.rollout [--dtype bfloat16] [--repeats 3]      prints the tables, writes bench/results/rollout_cpu.md
 
-The model is random and its end token is never sampled; every answer has the length the workload says. The floor is the same decoder
-written out in bare torch for answers of one length: fused projections, keys and values in place, prompts shared, no scheduling.
-vLLM runs in the same process through rollout.name=vllm. Seconds are processor time of the process, the least of all runs, with
-the engines taking turns: other work on the machine counts less than in wall clock. Ratios are what counts.
+The model is random and its end token is never sampled; every answer has the length the workload says. The floor is the
+same decoder written out in bare torch for answers of one length: fused projections, keys and values in place, prompts
+shared, no scheduling. vLLM runs in the same process through rollout.name=vllm. Seconds are processor time of the
+process, the least of all runs, with the engines taking turns: other work on the machine counts less than in wall clock.
+Ratios are what counts.
 """
 
 import os
@@ -76,8 +77,8 @@ def transformers_generate(model: PreTrainedModel, work: Workload, rows: int) -> 
     prompts = work.prompts.repeat_interleave(work.lengths.shape[1], 0)
     for ids, lengths in zip(prompts.split(rows), work.lengths.flatten().split(rows), strict=True):
         model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=int(lengths.max()), do_sample=True, top_k=0, pad_token_id=0,
-            output_logits=False,
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=int(lengths.max()), do_sample=True, top_k=0,
+            pad_token_id=0, output_logits=False,
         )  # fmt: skip
 
 
@@ -226,8 +227,9 @@ def make_model(dtype: torch.dtype) -> PreTrainedModel:
     """Three million parameters; nothing ends an answer."""
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=1024, hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=64, max_position_embeddings=1024, tie_word_embeddings=True, eos_token_id=None, bos_token_id=None, pad_token_id=0,
+        vocab_size=1024, hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, max_position_embeddings=1024, tie_word_embeddings=True, eos_token_id=None,
+        bos_token_id=None, pad_token_id=0,
     )  # fmt: skip
     return AutoModelForCausalLM.from_config(config).to(dtype).eval()
 
@@ -323,11 +325,12 @@ def main() -> None:
     load = os.getloadavg()[1]
     machine = platform.processor() or platform.machine()
     lines = [
-        f"`python -m bench.rollout`, {date.today()}, {machine}, one thread, torch {torch.__version__}; processor time, least of "
-        f"{options.repeats} runs in turns; load of the machine when it began: {load:.0f} on {os.cpu_count()} cores.",
+        f"`python -m bench.rollout`, {date.today()}, {machine}, one thread, torch {torch.__version__}; processor time, "
+        f"least of {options.repeats} runs in turns; load of the machine when it began: {load:.0f} on {os.cpu_count()} "
+        "cores.",
         "",
-        f"Qwen3 of 3 million parameters, prompts of {PROMPT_TOKENS} tokens, sampling at temperature 1. tokens/s counts the tokens "
-        "that were asked for.",
+        f"Qwen3 of 3 million parameters, prompts of {PROMPT_TOKENS} tokens, sampling at temperature 1. tokens/s counts "
+        "the tokens that were asked for.",
         "",
     ]
     for name in options.dtype:

@@ -2,9 +2,10 @@
 
     python -m bench.scale [--workers 1,8,32,64] [--samples 512,2048,4096] [--tokens 100,10000]
 
-Controller, requests, references and metrics are those of a run; the workers put together what they are asked for and return empty
-columns of the right size, and answers are scored by nobody. So the whole step is overhead: the driver's own CPU time, and (on
-this machine, where they share the cores) the workers' unpacking. Writes bench/results/scale_cpu.md.
+Controller, requests, references and metrics are those of a run; the workers put together what they are asked for and
+return empty columns of the right size, and answers are scored by nobody. So the whole step is overhead: the driver's
+own CPU time, and (on this machine, where they share the cores) the workers' unpacking. Writes
+bench/results/scale_cpu.md.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from rltrain.trainer.rewards import Rewards
 from rltrain.trainer.roles import Policy
 
 ANSWERS, PROMPT_TOKENS, STEPS = 8, 100, 3
-# The table of a published run (DeepSeek-R1-Distill-Qwen-7B, 64 devices, 2048 samples of 10,426 tokens): seconds of a step.
+# The table of a published run (DeepSeek-R1-Distill-Qwen-7B, 64 devices, 2048 samples of 10,426 tokens): seconds a step.
 PUBLISHED_STEP_S = 447.4
 
 
@@ -121,8 +122,9 @@ def main(argv: list[str] | None = None) -> None:
                 for tokens in options.tokens:
                     one = measure(make_trainer(group, workers, samples, tokens))
                     line = (
-                        f"| {workers} | {samples} | {tokens} | {one['driver']:.3f} | {one['wall']:.2f} | {one['timing_s/other']:.4f} "
-                        f"| {one['perf/driver_bytes_per_sample']:.0f} | {100 * one['driver'] / PUBLISHED_STEP_S:.3f} % |"
+                        f"| {workers} | {samples} | {tokens} | {one['driver']:.3f} | {one['wall']:.2f} "
+                        f"| {one['timing_s/other']:.4f} | {one['perf/driver_bytes_per_sample']:.0f} "
+                        f"| {100 * one['driver'] / PUBLISHED_STEP_S:.3f} % |"
                     )
                     rows.append(line)
                     sys.stderr.write(line + "\n")
@@ -132,10 +134,10 @@ def main(argv: list[str] | None = None) -> None:
     write(
         options.out,
         "python -m bench.scale",
-        f"GRPO with a reference, two optimizer steps, {ANSWERS} answers a prompt; workers compute nothing; median of {STEPS} steps. "
-        "`driver CPU`: processor seconds of the driver process a step, all threads. `step`: wall clock with all workers on this machine's "
-        f"cores. The last column compares with a published step of {PUBLISHED_STEP_S} s (7B model, 64 devices, 2048 samples of "
-        "10,426 tokens).",
+        f"GRPO with a reference, two optimizer steps, {ANSWERS} answers a prompt; workers compute nothing; median of "
+        f"{STEPS} steps. `driver CPU`: processor seconds of the driver process a step, all threads. `step`: wall clock "
+        "with all workers on this machine's cores. The last column compares with a published step of "
+        f"{PUBLISHED_STEP_S} s (7B model, 64 devices, 2048 samples of 10,426 tokens).",
         [
             "workers",
             "samples",

@@ -1,9 +1,9 @@
-"""Answers that share their prompt against answers that bring it along: same model, same samples, same process, one thread.
+"""Answers that share their prompt against answers that bring it along: same model, samples, process, one thread.
 
     python -m bench.shared_prompt            prints the table and writes it to bench/results/
 
-Both ways are packed and run in turns. The seconds are CPU seconds of the process, which other work on the machine disturbs less than
-the wall clock; the least of the repeats counts.
+Both ways are packed and run in turns. The seconds are CPU seconds of the process, which other work on the machine
+disturbs less than the wall clock; the least of the repeats counts.
 """
 
 import os
@@ -40,9 +40,9 @@ MODELS = {"3 M parameters": (256, 4, 4, 1024), "29 M parameters": (512, 8, 8, 40
 def make_policy(hidden: int, layers: int, heads: int, vocabulary: int) -> PolicyModel:
     """A random Qwen3."""
     config = Qwen3Config(
-        hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers, num_attention_heads=heads, vocab_size=vocabulary,
-        num_key_value_heads=2, head_dim=64, max_position_embeddings=2048, tie_word_embeddings=True,
-        eos_token_id=1, bos_token_id=0, pad_token_id=0,
+        hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers, num_attention_heads=heads,
+        vocab_size=vocabulary, num_key_value_heads=2, head_dim=64, max_position_embeddings=2048,
+        tie_word_embeddings=True, eos_token_id=1, bos_token_id=0, pad_token_id=0,
     )  # fmt: skip
     folder = Path("outputs/bench_shared_prompt")
     torch.manual_seed(0)
@@ -97,8 +97,8 @@ def main() -> None:
     found = [row for name, sizes in MODELS.items() for row in rows_of(name, make_policy(*sizes))]
     load = os.getloadavg()[0]
     lines = [
-        f"`python -m bench.shared_prompt`, {date.today()}, {platform.processor() or platform.machine()}, {os.cpu_count()} cores "
-        f"(load {load:.0f}), one thread, torch {torch.__version__}",
+        f"`python -m bench.shared_prompt`, {date.today()}, {platform.processor() or platform.machine()}, "
+        f"{os.cpu_count()} cores (load {load:.0f}), one thread, torch {torch.__version__}",
         "",
         f"Qwen3 with random weights, fp32, entropy too; CPU seconds, least of {REPEATS}, both ways in turns.",
         "",

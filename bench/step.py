@@ -1,11 +1,13 @@
 """A whole training step against TRL's GRPOTrainer: same files, lengths, precision, threads; ratios from one run.
 
-    python -m bench.step [--peer-env .bench-env] [--kinds equal,long_tail] [--peers hf,vllm] [--dtype bfloat16] [--steps 3] [--rounds 1]
+    python -m bench.step [--peer-env .bench-env] [--kinds equal,long_tail] [--peers hf,vllm]
+                         [--dtype bfloat16] [--steps 3] [--rounds 1]
 
-TRL runs in an environment of its own that is made in --peer-env when it is not there (downloads a few GB). Systems take turns within a
-round, each as its own process with one torch thread: ours is `python -m rltrain.main_ppo`, with the driver and one scoring process beside
-it. GRPO, 32 prompts x 8 answers, two optimizer steps, KL to a reference in the loss, bench/workload.py's model. The first step of a
-process warms up and is not counted. Writes bench/results/step_cpu.md.
+TRL runs in an environment of its own that is made in --peer-env when it is not there (downloads a few GB). Systems take
+turns within a round, each as its own process with one torch thread: ours is `python -m rltrain.main_ppo`, with the
+driver and one scoring process beside it. GRPO, 32 prompts x 8 answers, two optimizer steps, KL to a reference in the
+loss, bench/workload.py's model. The first step of a process warms up and is not counted. Writes
+bench/results/step_cpu.md.
 """
 
 from __future__ import annotations
@@ -61,8 +63,10 @@ def peer_python(folder: Path, with_vllm: bool) -> Path:
 
 def run_peer(python: Path, engine: str, folder: Path, limit: int, options: argparse.Namespace) -> Steps:
     """Phases of each step of TRL."""
-    task = {"folder": str(folder), "limit": limit, "dtype": options.dtype, "prompts": PROMPTS, "answers": ANSWERS, "engine": engine,
-            "micro_batch": MICRO_BATCH, "steps": options.steps + 1}  # fmt: skip
+    task = {
+        "folder": str(folder), "limit": limit, "dtype": options.dtype, "prompts": PROMPTS, "answers": ANSWERS,
+        "engine": engine, "micro_batch": MICRO_BATCH, "steps": options.steps + 1,
+    }  # fmt: skip
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
         [python, ROOT / "bench" / "step_peer.py", json.dumps(task)], env=environment, capture_output=True, text=True
@@ -83,13 +87,13 @@ def run_ours(folder: Path, limit: int, options: argparse.Namespace) -> Steps:
         "algorithm.adv_estimator=grpo", f"data.train_files={folder}/train.parquet", f"data.train_batch_size={PROMPTS}",
         "data.max_prompt_length=128", f"data.max_response_length={limit}", "data.shuffle=False",
         f"actor_rollout_ref.model.path={folder}/model", "actor_rollout_ref.model.enable_gradient_checkpointing=False",
-        f"{actor}.ppo_mini_batch_size={PROMPTS // 2}", f"{actor}.optim.lr=1e-6", f"{actor}.use_kl_loss=True", f"{actor}.kl_loss_coef=0.001",
-        f"{actor}.fsdp_config.compute_dtype={options.dtype}", f"{actor}.ppo_max_token_len_per_gpu={MICRO_BATCH * 140}",
-        f"{rollout}.n={ANSWERS}", f"{rollout}.dtype={options.dtype}",
-        f"custom_reward_function.path={folder}/reward.py", "custom_reward_function.name=reward", "reward.num_workers=1",
-        "trainer.device=cpu", "trainer.n_gpus_per_node=1", f"trainer.total_training_steps={options.steps + 1}", "trainer.logger=[]",
-        "trainer.val_before_train=False", "trainer.save_at_end=False", "trainer.resume_mode=disable", f"trainer.default_local_dir={run}",
-        *options.set,
+        f"{actor}.ppo_mini_batch_size={PROMPTS // 2}", f"{actor}.optim.lr=1e-6", f"{actor}.use_kl_loss=True",
+        f"{actor}.kl_loss_coef=0.001", f"{actor}.fsdp_config.compute_dtype={options.dtype}",
+        f"{actor}.ppo_max_token_len_per_gpu={MICRO_BATCH * 140}", f"{rollout}.n={ANSWERS}",
+        f"{rollout}.dtype={options.dtype}", f"custom_reward_function.path={folder}/reward.py",
+        "custom_reward_function.name=reward", "reward.num_workers=1", "trainer.device=cpu", "trainer.n_gpus_per_node=1",
+        f"trainer.total_training_steps={options.steps + 1}", "trainer.logger=[]", "trainer.val_before_train=False",
+        "trainer.save_at_end=False", "trainer.resume_mode=disable", f"trainer.default_local_dir={run}", *options.set,
     ]  # fmt: skip
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     (run / "metrics.jsonl").unlink(missing_ok=True)
@@ -126,7 +130,8 @@ def rows_of(kind: str, measured: dict[str, Steps]) -> list[str]:
         cells = [f"{one[phase]:.2f}" for phase in PHASES]
         ratio = found[OURS]["tokens_per_s"] / one["tokens_per_s"] if OURS in found else float("nan")
         rows.append(
-            f"| {kind} | {name} | {' | '.join(cells)} | {one['response_length']:.1f} | {one['tokens_per_s']:.0f} | {ratio:.2f} |"
+            f"| {kind} | {name} | {' | '.join(cells)} | {one['response_length']:.1f} | {one['tokens_per_s']:.0f} "
+            f"| {ratio:.2f} |"
         )
     return rows
 
@@ -168,10 +173,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = [row for kind in options.kinds for row in rows_of(kind, measure(kind, options))]
     write(
         options.out,
-        f"python -m bench.step --shape {options.shape} --dtype {options.dtype} --steps {options.steps} --rounds {options.rounds}",
-        f"GRPO, {PROMPTS} prompts x {ANSWERS} answers, two optimizer steps, KL in the loss; seconds, medians over steps. TRL 1.16. "
-        "`gen` holds everything up to the answers (ours: also the weight sync and scoring), `update_actor` all of the two optimizer steps. "
-        "The last column: tokens a second of ours over those of the row. Lengths differ by chance in `long_tail`: compare by tokens.",
+        f"python -m bench.step --shape {options.shape} --dtype {options.dtype} --steps {options.steps} "
+        f"--rounds {options.rounds}",
+        f"GRPO, {PROMPTS} prompts x {ANSWERS} answers, two optimizer steps, KL in the loss; seconds, medians over "
+        "steps. TRL 1.16. `gen` holds everything up to the answers (ours: also the weight sync and scoring), "
+        "`update_actor` all of the two optimizer steps. The last column: tokens a second of ours over those of the "
+        "row. Lengths differ by chance in `long_tail`: compare by tokens.",
         ["lengths", "system", *PHASES, "mean answer", "tokens/s", "ours is times as fast"],
         rows,
         options.note,

@@ -1,10 +1,11 @@
-"""One side of bench.step: TRL's GRPOTrainer on the same files. Runs in the peer's own environment and knows nothing of rltrain.
+"""One side of bench.step: TRL's GRPOTrainer on the same files, in the peer's own environment.
 
     PEER_PYTHON bench/step_peer.py '{"folder": ..., "limit": 128, ...}'      prints one line of JSON at the end
 
-Phases are timed around the trainer's own methods: generation (with tokenising and, for vLLM, the weight sync), the two log-prob
-passes without gradient, and what is left of the two training steps (the update).
-TRL's way of loading weights into vLLM does not work on a CPU, where vLLM has packed them; vLLM's own `reload_weights` is called instead.
+Phases are timed around the trainer's own methods: generation (with tokenising and, for vLLM, the weight sync), the two
+log-prob passes without gradient, and what is left of the two training steps (the update). TRL's way of loading weights
+into vLLM does not work on a CPU, where vLLM has packed them; vLLM's own `reload_weights` is called instead.
+Nothing here knows of rltrain.
 """
 
 import json
@@ -25,8 +26,14 @@ def reload(trainer) -> None:
 
 def main() -> None:  # noqa: C901 - one script
     task = json.loads(sys.argv[1])
-    for name, value in {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-                        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TOKENIZERS_PARALLELISM": "false"}.items():  # fmt: skip
+    for name, value in {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "TOKENIZERS_PARALLELISM": "false",
+    }.items():
         os.environ[name] = value
     import torch
 
@@ -45,12 +52,13 @@ def main() -> None:  # noqa: C901 - one script
         else {}
     )
     config = GRPOConfig(
-        output_dir=os.path.join(task["folder"], "peer"), use_cpu=True, bf16=bf16, seed=0, report_to=[], save_strategy="no",
-        logging_steps=1, disable_tqdm=True, learning_rate=1e-6, lr_scheduler_type="constant", max_grad_norm=1.0, weight_decay=0.01,
-        per_device_train_batch_size=task["micro_batch"], gradient_accumulation_steps=per_step // 2 // task["micro_batch"],
+        output_dir=os.path.join(task["folder"], "peer"), use_cpu=True, bf16=bf16, seed=0, report_to=[],
+        save_strategy="no", logging_steps=1, disable_tqdm=True, learning_rate=1e-6, lr_scheduler_type="constant",
+        max_grad_norm=1.0, weight_decay=0.01, per_device_train_batch_size=task["micro_batch"],
+        gradient_accumulation_steps=per_step // 2 // task["micro_batch"],
         steps_per_generation=per_step // task["micro_batch"], num_generations=task["answers"], num_iterations=1,
-        max_completion_length=task["limit"], max_steps=2 * task["steps"], beta=0.001, temperature=1.0, gradient_checkpointing=False,
-        shuffle_dataset=False, loss_type="dapo", **engine,
+        max_completion_length=task["limit"], max_steps=2 * task["steps"], beta=0.001, temperature=1.0,
+        gradient_checkpointing=False, shuffle_dataset=False, loss_type="dapo", **engine,
     )  # fmt: skip
     seconds: dict = defaultdict(float)
     steps: list = []
@@ -91,8 +99,8 @@ def main() -> None:  # noqa: C901 - one script
         return [float(len(ids) % 3 + number % 5) for number, ids in enumerate(completion_ids)]
 
     trainer = Timed(
-        model=os.path.join(task["folder"], "model"), reward_funcs=reward, args=config, train_dataset=Dataset.from_list(rows),
-        callbacks=[Clock()],
+        model=os.path.join(task["folder"], "model"), reward_funcs=reward, args=config,
+        train_dataset=Dataset.from_list(rows), callbacks=[Clock()],
     )  # fmt: skip
     if task["engine"] == "vllm":
         trainer.vllm_generation.sync_weights = lambda: reload(trainer)

@@ -21,7 +21,10 @@ def processor() -> str:
 
 
 def write(file: str, command: str, what: str, titles: Sequence[str], rows: Sequence[str], notes: str = "") -> None:
-    """Print the table and write it into bench/results (an absolute ``file``: there). The load says how quiet the machine was."""
+    """Print the table and write it into bench/results (an absolute ``file``: there).
+
+    The load says how quiet the machine was.
+    """
     load = os.getloadavg()[1]
     lines = [
         f"`{command}`, {date.today()}, {processor()}, load average {load:.1f}, torch {version('torch')}",

@@ -2,8 +2,8 @@
 
     python -m bench.weight_sync [--ranks 2] [--syncs 50]
 
-Every way runs in fresh processes on the same shards and fills the same engine. Peak: resident memory over that before the sync, beyond the
-engine's own weights. Writes bench/results/weight_sync_cpu.md.
+Every way runs in fresh processes on the same shards and fills the same engine. Peak: resident memory over that before
+the sync, beyond the engine's own weights. Writes bench/results/weight_sync_cpu.md.
 """
 
 import argparse
@@ -132,11 +132,12 @@ def main() -> None:
     lines = [
         "# Weight sync",
         "",
-        f"`{' '.join(['python -m bench.weight_sync', *sys.argv[1:]])}`, {date.today()}, {platform.processor() or platform.machine()}, "
-        f"{os.cpu_count()} cores, {arguments.ranks} ranks over gloo, fp32 shards to bf16 engine weights ({rows[0][3]:.0f} MiB), "
-        f"{arguments.syncs} syncs. {arguments.note}",
+        f"`{' '.join(['python -m bench.weight_sync', *sys.argv[1:]])}`, {date.today()}, "
+        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {arguments.ranks} ranks over gloo, "
+        f"fp32 shards to bf16 engine weights ({rows[0][3]:.0f} MiB), {arguments.syncs} syncs. {arguments.note}",
         "",
-        "| way | seconds (median) | GB/s | against weight by weight | peak beyond engine and shards, MiB (median, worst) |",
+        "| way | seconds (median) | GB/s | against weight by weight | peak beyond engine and shards, "
+        "MiB (median, worst) |",
         "|---|---|---|---|---|",
     ]
     for way, _, seconds, size, peaks in rows:

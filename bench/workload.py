@@ -1,12 +1,13 @@
-"""The work that whole trainers are compared on: prompts, and a random model whose weights alone decide how long answers get.
+"""The work that whole trainers are compared on: prompts, and a random model whose weights decide how long answers get.
 
-No sampling rule and no code of ours is needed for that, so any trainer does the same work with the same files. Two directions of
-the residual stream are left alone by every layer: one is constant, the other says whether the last token belongs to the first or the
-second half of the vocabulary. The head reads them, so that a Markov chain over {first half, second half, end} comes out:
+No sampling rule and no code of ours is needed for that, so any trainer does the same work with the same files. Two
+directions of the residual stream are left alone by every layer: one is constant, the other says whether the last token
+belongs to the first or the second half of the vocabulary. The head reads them, so that a Markov chain over {first half,
+second half, end} comes out:
 
 * ``equal``: the end token is never reached; every answer has the length of the limit.
-* ``long_tail``: most answers end soon (1 in 24 tokens ends), a quarter goes over to the second half and stays there (1 in 170 ends):
-  lengths of about 64 on average, with a tail to the limit of 512.
+* ``long_tail``: most answers end soon (1 in 24 tokens ends), a quarter goes over to the second half and stays there
+  (1 in 170 ends): lengths of about 64 on average, with a tail to the limit of 512.
 """
 
 from __future__ import annotations
@@ -50,9 +51,10 @@ def make(folder: Path, kind: str, shape: str, steps: int) -> None:
     size = SHAPES[shape]
     model = Qwen3ForCausalLM(
         Qwen3Config(
-            vocab_size=VOCABULARY, hidden_size=size.hidden, intermediate_size=size.intermediate, num_hidden_layers=size.layers,
-            num_attention_heads=size.heads, num_key_value_heads=max(size.heads // 2, 1), head_dim=64, max_position_embeddings=2048,
-            tie_word_embeddings=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
+            vocab_size=VOCABULARY, hidden_size=size.hidden, intermediate_size=size.intermediate,
+            num_hidden_layers=size.layers, num_attention_heads=size.heads, num_key_value_heads=max(size.heads // 2, 1),
+            head_dim=64, max_position_embeddings=2048, tie_word_embeddings=False, eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
         )
     )  # fmt: skip
     steer(model, tokenizer.convert_tokens_to_ids(END), tokenizer.convert_tokens_to_ids(ASSISTANT), kind)

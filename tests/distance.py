@@ -9,8 +9,8 @@ from torch import Tensor
 def distance(found, expected) -> float:
     """||found - expected|| / ||expected||, over all numbers of tensors, or of lists or dicts of tensors.
 
-    A single number next to 0 may be rounding and nothing else. Beside the norm of all numbers rounding stays near 1e-6 on every
-    processor, and what is wrong does not: a denominator, a sample left out, a mask.
+    A single number next to 0 may be rounding and nothing else. Beside the norm of all numbers rounding stays near 1e-6
+    on every processor, and what is wrong does not: a denominator, a sample left out, a mask.
     """
     if isinstance(expected, Mapping):
         assert found.keys() == expected.keys()

@@ -108,7 +108,7 @@ class LocalScoring:
 
 
 def local_trainer(arguments: list[str], twist=None) -> PPOTrainer:
-    """A trainer over one worker in this process; needs a process group of one rank. ``trainer.group``, ``trainer.worker``."""
+    """A trainer over one worker in this process (``trainer.group``, ``trainer.worker``); needs a group of one rank."""
     loaded = load_config(arguments)
     check(loaded)
     cfg = loaded.config

@@ -24,8 +24,10 @@ GOOD = [
 def test_the_package_shows_its_entry_and_imports_nothing_heavy():
     code = (
         "import sys, rltrain; names = set(rltrain.__all__); "
-        "assert names == set(dir(rltrain)) and len(names) > 8; assert not {'torch', 'ray', 'omegaconf'} & set(sys.modules); "
-        "[getattr(rltrain, name) for name in names - {'Trainer', 'read_metrics'}]; assert not {'torch', 'ray', 'pandas'} & set(sys.modules)"
+        "assert names == set(dir(rltrain)) and len(names) > 8; "
+        "assert not {'torch', 'ray', 'omegaconf'} & set(sys.modules); "
+        "[getattr(rltrain, name) for name in names - {'Trainer', 'read_metrics'}]; "
+        "assert not {'torch', 'ray', 'pandas'} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""docs/architecture.md is true: its files exist, and its additions, applied to a copy of the package, are used by a run."""
+"""docs/architecture.md is true: its files exist, and a run uses its additions, applied to a copy of the package."""
 
 import json
 import os

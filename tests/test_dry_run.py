@@ -62,10 +62,16 @@ def test_a_command_that_would_run_ends_with_zero(dry, tmp_path):
         ({"trainer__device": "npu"}, "this machine has 0 NPU devices (torch "),
         ({"ray_kwargs__ray_init__num_cpus": 1, "trainer__n_gpus_per_node": 2}, "num_cpus=1 is too few"),
         ({"ray_kwargs__ray_init__num_cpu": 1}, "ray.init has no such argument"),
-        ({M + "lora_rank": 4, M + "target_modules": "[q_prj]"}, "no linear layer below the head matches 'q_prj'. Did you mean q_proj"),
-        ({"algorithm__gdpo_reward_keys": "[style]", "algorithm__adv_estimator": "gdpo"}, "returns no number of that name"),
+        (
+            {M + "lora_rank": 4, M + "target_modules": "[q_prj]"},
+            "no linear layer below the head matches 'q_prj'. Did you mean q_proj",
+        ),
+        (
+            {"algorithm__gdpo_reward_keys": "[style]", "algorithm__adv_estimator": "gdpo"},
+            "returns no number of that name",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_a_run_refuses_ends_with_two(dry, changes, words, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     assert words in refused(dry, **changes)

@@ -10,8 +10,9 @@ from rltrain.config.load import masked_command
 
 def test_the_command_line_is_told_without_its_secrets():
     words = [
-        "python", "a.wandb_api_key=abc", "reward.url=http://me:pass@host/x", "custom_reward_function.reward_kwargs={password: abc}",
-        "rollout.max_num_batched_tokens=8192", "data.train_files=['a b.parquet']", "x={", "--dry-run",
+        "python", "a.wandb_api_key=abc", "reward.url=http://me:pass@host/x",
+        "custom_reward_function.reward_kwargs={password: abc}", "rollout.max_num_batched_tokens=8192",
+        "data.train_files=['a b.parquet']", "x={", "--dry-run",
     ]  # fmt: skip
     told = masked_command(words)
     assert "abc" not in told

@@ -121,7 +121,7 @@ def test_the_library_stays_small():
     assert sum(lines_of_code(file.read_text()) for file in library) < 13_500
 
 
-def test_the_top_level_shows_the_rooms_and_nobody_imports_through_them():
+def test_the_top_level_shows_rooms_nobody_imports_through():
     for name in ("trainer", "workers", "data_preprocess"):
         assert (ROOT / name).resolve() == PACKAGE / name
     for file in [*FILES, *sorted((ROOT / "tests").rglob("*.py")), *sorted((ROOT / "scripts").glob("*.py"))]:

@@ -12,7 +12,8 @@ from rltrain.main_ppo import main
 
 # The published 64-device command, entry point and paths changed.
 BOBA = shlex.split("""
-algorithm.adv_estimator=grpo data.train_files=/data/train.parquet data.val_files=/data/val.parquet data.train_batch_size=128
+algorithm.adv_estimator=grpo data.train_files=/data/train.parquet data.val_files=/data/val.parquet \
+data.train_batch_size=128
 data.max_prompt_length=1024 data.max_response_length=27648 data.filter_overlong_prompts=True data.truncation=error
 actor_rollout_ref.model.path=/models/DeepSeek-R1-Distill-Qwen-7B actor_rollout_ref.actor.optim.lr=1e-6
 actor_rollout_ref.actor.ppo_mini_batch_size=32 actor_rollout_ref.ref.fsdp_config.param_offload=True
@@ -23,12 +24,16 @@ actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1 actor_rollout_ref.
 actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=30000 actor_rollout_ref.actor.use_dynamic_bsz=True
 actor_rollout_ref.actor.ppo_max_token_len_per_gpu=30000 actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True
 actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=30000 actor_rollout_ref.actor.use_kl_loss=True
-actor_rollout_ref.actor.kl_loss_coef=0.001 actor_rollout_ref.actor.kl_loss_type=low_var_kl actor_rollout_ref.actor.entropy_coeff=0
+actor_rollout_ref.actor.kl_loss_coef=0.001 actor_rollout_ref.actor.kl_loss_type=low_var_kl \
+actor_rollout_ref.actor.entropy_coeff=0
 actor_rollout_ref.model.enable_gradient_checkpointing=True actor_rollout_ref.rollout.tensor_model_parallel_size=2
-actor_rollout_ref.rollout.name=sglang actor_rollout_ref.rollout.gpu_memory_utilization=0.4 actor_rollout_ref.rollout.n=16
+actor_rollout_ref.rollout.name=sglang actor_rollout_ref.rollout.gpu_memory_utilization=0.4 \
+actor_rollout_ref.rollout.n=16
 actor_rollout_ref.rollout.temperature=0.6 actor_rollout_ref.rollout.top_k=1000000 actor_rollout_ref.rollout.top_p=1.0
-algorithm.use_kl_in_reward=False trainer.critic_warmup=0 trainer.logger='[console,tensorboard]' trainer.project_name=verl_grpo_boba
-trainer.experiment_name=ds_7b_fsdp_sglang trainer.n_gpus_per_node=8 trainer.nnodes=8 trainer.val_before_train=False trainer.save_freq=50
+algorithm.use_kl_in_reward=False trainer.critic_warmup=0 trainer.logger='[console,tensorboard]' \
+trainer.project_name=verl_grpo_boba
+trainer.experiment_name=ds_7b_fsdp_sglang trainer.n_gpus_per_node=8 trainer.nnodes=8 trainer.val_before_train=False \
+trainer.save_freq=50
 trainer.test_freq=-1 trainer.total_epochs=15000
 """)
 # SGLang runs on one device here.
@@ -40,7 +45,8 @@ def test_the_published_command_is_planned(capsys):
     text = capsys.readouterr().out
     for words in (
         "8 x 8 = 64", "data-parallel              16", "at most 128 samples each", "2,048 (16 answers",
-        "32 (vllm, 2 devices each, about 64 samples each", "4 (mini-batches of 32 prompts", "at most 120,000 tokens", "28,672 tokens",
+        "32 (vllm, 2 devices each, about 64 samples each", "4 (mini-batches of 32 prompts", "at most 120,000 tokens",
+        "28,672 tokens",
     ):  # fmt: skip
         assert words in text
     no_effect, refused = text[text.index("no effect\n") :].split("a run would refuse: ")

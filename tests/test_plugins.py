@@ -86,7 +86,10 @@ def test_a_function_is_told_of_steps_with_or_without_samples(tmp_path):
 
 
 def test_a_callback_that_raises_is_told_once_and_the_run_goes_on(tmp_path, caplog):
-    text = "class Mine:\n    def on_step(self, step, metrics):\n        metrics.clear()\n        raise ValueError(f'at {step}')\n"
+    text = (
+        "class Mine:\n    def on_step(self, step, metrics):\n"
+        "        metrics.clear()\n        raise ValueError(f'at {step}')\n"
+    )
     found = callbacks(tmp_path, text)
     metrics = {"a": 1.0}
     with caplog.at_level(logging.WARNING):
@@ -100,8 +103,13 @@ def test_a_callback_that_raises_is_told_once_and_the_run_goes_on(tmp_path, caplo
 
 @pytest.mark.parametrize(
     ("returned", "said"),
-    [("3", "not 3"), ("{'a': 2}", "a is a metric already"), ("{'mine': 'x'}", "could not convert"), ("{'mine': None}", "float")],
-)  # fmt: skip
+    [
+        ("3", "not 3"),
+        ("{'a': 2}", "a is a metric already"),
+        ("{'mine': 'x'}", "could not convert"),
+        ("{'mine': None}", "float"),
+    ],
+)
 def test_what_is_no_metric_is_not_logged(tmp_path, caplog, returned, said):
     found = callbacks(tmp_path, f"def Mine(step, metrics): return {returned}")
     assert found.on_step(1, {"a": 1.0}, SAMPLES) == {"callbacks/errors": 1.0}
@@ -113,14 +121,20 @@ def test_what_is_no_metric_is_not_logged(tmp_path, caplog, returned, said):
     [
         ("class Mine: pass", "it has none of the methods on_step, on_validation, on_save"),
         ("class Mine:\n    def on_steps(self, step, metrics): pass", "Did you mean on_step?"),
-        ("class Mine:\n    def on_step(self, step): pass", "on_step must take (step, metrics, samples); it takes (self, step)"),
-        ("class Mine:\n    def __init__(self, x): pass\n    def on_save(self, step, folder): pass", "made without arguments; it takes (x)"),
+        (
+            "class Mine:\n    def on_step(self, step): pass",
+            "on_step must take (step, metrics, samples); it takes (self, step)",
+        ),
+        (
+            "class Mine:\n    def __init__(self, x): pass\n    def on_save(self, step, folder): pass",
+            "made without arguments; it takes (x)",
+        ),
         ("class Mine:\n    def __init__(self): 1 / 0\n    def on_save(self, step, folder): pass", "ZeroDivisionError"),
         ("def other(step, metrics): pass", "the file has no function 'Mine'; it defines other"),
         ("def Mine(step): pass", "on_step must take (step, metrics, samples)"),
         ("import no_such_module", "No module named 'no_such_module'"),
     ],
-)  # fmt: skip
+)
 def test_a_callback_that_does_not_fit_is_refused_at_the_start(tmp_path, text, said):
     with pytest.raises(ConfigError) as caught:
         callbacks(tmp_path, text)

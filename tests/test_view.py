@@ -17,8 +17,8 @@ def frame(step: int, scores: list[float], **columns) -> pd.DataFrame:
             "data_source": ["one" if row < 2 else "two" for row in rows], "index": [str(row) for row in rows],
             "question": [f"{row}+{row}=?" for row in rows], "prompt": [f"<user>{row}+{row}=?" for row in rows],
             "answer": [f"s{step} says {place}" for place in range(n)], "ground_truth": [str(2 * row) for row in rows],
-            "score": scores, "reward": scores, "reward_failed": 0.0, "response_length": range(n), "finish_reason": "stop",
-            **columns,
+            "score": scores, "reward": scores, "reward_failed": 0.0, "response_length": range(n),
+            "finish_reason": "stop", **columns,
         }
     )  # fmt: skip
 

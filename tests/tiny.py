@@ -34,9 +34,9 @@ def save_tiny_model(folder: Path, seed: int = 0, heads: int = 2, kv_heads: int =
     """A random two-layer Qwen3 over the tiny tokenizer."""
     save_tiny_tokenizer(folder)
     config = Qwen3Config(
-        vocab_size=len(CHARACTERS) + len(SPECIALS), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=heads,
-        num_key_value_heads=kv_heads, head_dim=32, max_position_embeddings=128, tie_word_embeddings=True, eos_token_id=1, pad_token_id=0,
-        bos_token_id=None, initializer_range=0.2,
+        vocab_size=len(CHARACTERS) + len(SPECIALS), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=32, max_position_embeddings=128,
+        tie_word_embeddings=True, eos_token_id=1, pad_token_id=0, bos_token_id=None, initializer_range=0.2,
     )  # fmt: skip
     torch.manual_seed(seed)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
@@ -62,9 +62,9 @@ def write_arithmetic(file: Path, rows: Iterable[int], data_source: str = "rltrai
 
 
 def small_run(model: Path, files: tuple[Path, Path], folder: Path, **changes: object) -> list[str]:
-    """Arguments of a run of a few seconds: 4 prompts x 4 answers a step, two optimizer steps, 2 trainer steps on one CPU process.
+    """Arguments of a run of a few seconds: 4 prompts x 4 answers and two optimizer steps a step, 2 steps.
 
-    ``changes``: dotted keys with ``__`` for the dots.
+    On one CPU process. ``changes``: dotted keys with ``__`` for the dots.
     """
     keys = {
         "algorithm.adv_estimator": "grpo",
@@ -76,7 +76,8 @@ def small_run(model: Path, files: tuple[Path, Path], folder: Path, **changes: ob
         "actor_rollout_ref.model.path": model,
         "actor_rollout_ref.actor.ppo_mini_batch_size": 2,
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 64,
-        # AdamW divides a gradient by its own size: with the usual eps, rounding of one next to 0 would be a part of a step.
+        # AdamW divides a gradient by its own size: with the usual eps, rounding of one next to 0 would be a part of
+        # a step.
         "actor_rollout_ref.actor.optim.lr": 5e-3,
         "actor_rollout_ref.actor.optim.eps": 1e-2,
         "actor_rollout_ref.actor.use_kl_loss": True,

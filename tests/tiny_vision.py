@@ -18,8 +18,9 @@ TOKENS = ["<pad>", "<eos>", *VISION_TOKENS, *"0123456789+-=? "]
 START, END, IMAGE, VIDEO = (TOKENS.index(token) for token in VISION_TOKENS)
 _IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
 _TEXT = {
-    "vocab_size": len(TOKENS), "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 512, "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None,
+    "vocab_size": len(TOKENS), "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 512,
+    "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None,
 }  # fmt: skip
 _VISION = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "out_hidden_size": 64}
 # The three parts of a head's rotation that follow time, height and width.

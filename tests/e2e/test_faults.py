@@ -160,8 +160,8 @@ def test_ctrl_c_stops_at_once_outside_steps_or_when_repeated(start, tiny_model, 
     (tmp_path / "reward.py").write_text(SLOW_REWARD)
     process = start(
         small_run(
-            tiny_model, arithmetic_files, tmp_path / "run", trainer__total_training_steps=6, trainer__val_before_train=True,
-            custom_reward_function__path=tmp_path / "reward.py", reward__timeout_s=100,
+            tiny_model, arithmetic_files, tmp_path / "run", trainer__total_training_steps=6,
+            trainer__val_before_train=True, custom_reward_function__path=tmp_path / "reward.py", reward__timeout_s=100,
             custom_reward_function__reward_kwargs__folder=tmp_path,
             custom_reward_function__reward_kwargs__slow=[*range(24)] if when == "in_a_step" else [*range(24, 30)],
         )

@@ -16,10 +16,11 @@ from tests.tiny import CHARACTERS, SPECIALS, save_tiny_tokenizer, small_run
 pytestmark = pytest.mark.usefixtures("joined")
 
 CHANGES = {
-    "algorithm__adv_estimator": "gae", "algorithm__lam": 0.95, "algorithm__use_kl_in_reward": True, "algorithm__kl_ctrl__type": "adaptive",
-    "algorithm__filter_groups__enable": True, "algorithm__filter_groups__metric": "score",
-    "algorithm__rollout_correction__rollout_is": "token", "critic__optim__lr": 1e-3, "critic__ppo_epochs": 2,
-    "reward_model__enable": True, "trainer__n_gpus_per_node": 2, "trainer__total_training_steps": 3, "trainer__save_freq": 2,
+    "algorithm__adv_estimator": "gae", "algorithm__lam": 0.95, "algorithm__use_kl_in_reward": True,
+    "algorithm__kl_ctrl__type": "adaptive", "algorithm__filter_groups__enable": True,
+    "algorithm__filter_groups__metric": "score", "algorithm__rollout_correction__rollout_is": "token",
+    "critic__optim__lr": 1e-3, "critic__ppo_epochs": 2, "reward_model__enable": True, "trainer__n_gpus_per_node": 2,
+    "trainer__total_training_steps": 3, "trainer__save_freq": 2,
 }  # fmt: skip
 
 
@@ -28,8 +29,9 @@ def reward_model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("reward_model")
     save_tiny_tokenizer(folder)
     config = Qwen3Config(
-        vocab_size=len(CHARACTERS) + len(SPECIALS), hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=8, pad_token_id=0, eos_token_id=1, bos_token_id=None, num_labels=1, initializer_range=0.5,
+        vocab_size=len(CHARACTERS) + len(SPECIALS), hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=8, pad_token_id=0, eos_token_id=1, bos_token_id=None,
+        num_labels=1, initializer_range=0.5,
     )  # fmt: skip
     torch.manual_seed(1)
     AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
@@ -48,8 +50,10 @@ def test_every_role_has_its_timer_and_its_metrics(straight_run):
     assert len(lines) == 3
     for name in ("values", "update_critic", "ref", "adv", "update_actor"):
         assert all(line[f"timing_s/{name}"] > 0 for line in lines)
-    for name in ("critic/vf_loss", "critic/vf_explained_var", "critic/values/mean", "actor/reward_kl_penalty", "reward/model/mean",
-                 "reward/rule/mean", "filter_groups/rounds", "rollout_corr/rollout_is_mean"):  # fmt: skip
+    for name in (
+        "critic/vf_loss", "critic/vf_explained_var", "critic/values/mean", "actor/reward_kl_penalty",
+        "reward/model/mean", "reward/rule/mean", "filter_groups/rounds", "rollout_corr/rollout_is_mean",
+    ):  # fmt: skip
         assert all(name in line for line in lines)
     assert (straight_run / "global_step_3" / "critic").is_dir()
 

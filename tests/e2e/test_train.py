@@ -358,8 +358,9 @@ def test_a_custom_reward_function_is_used(tiny_model, arithmetic_files, tmp_path
         "    return {'score': scale * is_short(solution_str), 'length': len(solution_str)}\n"
     )
     args = small_run(
-        tiny_model, arithmetic_files, tmp_path / "run", custom_reward_function__path=scorer, custom_reward_function__name="short",
-        custom_reward_function__reward_kwargs__scale=2.0, trainer__total_training_steps=1,
+        tiny_model, arithmetic_files, tmp_path / "run", custom_reward_function__path=scorer,
+        custom_reward_function__name="short", custom_reward_function__reward_kwargs__scale=2.0,
+        trainer__total_training_steps=1,
     )  # fmt: skip
     assert main(args) == 0
     line = read_metrics(tmp_path / "run")[-1]
@@ -398,9 +399,10 @@ def test_grpo_learns_what_is_rewarded(tiny_model, arithmetic_files, tmp_path):
         "    return float(solution_str[:1] in {'0', '2', '4', '6', '8'})\n"
     )
     args = small_run(
-        tiny_model, arithmetic_files, tmp_path / "run", custom_reward_function__path=scorer, trainer__total_training_steps=30,
-        data__train_batch_size=8, actor_rollout_ref__actor__ppo_mini_batch_size=8, actor_rollout_ref__rollout__n=8,
-        actor_rollout_ref__actor__entropy_coeff=0, actor_rollout_ref__actor__optim__lr=5e-3, actor_rollout_ref__actor__kl_loss_coef=0,
+        tiny_model, arithmetic_files, tmp_path / "run", custom_reward_function__path=scorer,
+        trainer__total_training_steps=30, data__train_batch_size=8, actor_rollout_ref__actor__ppo_mini_batch_size=8,
+        actor_rollout_ref__rollout__n=8, actor_rollout_ref__actor__entropy_coeff=0,
+        actor_rollout_ref__actor__optim__lr=5e-3, actor_rollout_ref__actor__kl_loss_coef=0,
         actor_rollout_ref__actor__optim__eps=1e-8,
     )  # fmt: skip
     assert main(args) == 0

@@ -29,7 +29,8 @@ def reward_model(tmp_path):
     tokenizer.save_pretrained(folder)
     config = Qwen3Config(
         vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=8, pad_token_id=0, eos_token_id=1, bos_token_id=None, num_labels=1, initializer_range=0.5,
+        num_key_value_heads=1, head_dim=8, pad_token_id=0, eos_token_id=1, bos_token_id=None, num_labels=1,
+        initializer_range=0.5,
     )  # fmt: skip
     torch.manual_seed(1)
     AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)

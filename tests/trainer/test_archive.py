@@ -74,9 +74,10 @@ def batch(num_prompts=5) -> Samples:
         samples.attach([whole([texts[i] for i in ids], ("text",), ids)])
     scores = np.arange(n) % 2.0
     samples.update({
-        "row": 9 - np.arange(n, dtype=np.int32) // N, "score": scores, "reward": scores - 0.5, "advantage": scores * 2 - 1,
-        "reward_failed": np.eye(n)[3], "reward_timeout": np.zeros(n), "scorer/acc": scores, "scorer/answer": scores,
-        "scorer/pred": np.array([f"p{i}" for i in range(n)], dtype=object), "prompt_length": np.full(n, 6),
+        "row": 9 - np.arange(n, dtype=np.int32) // N, "score": scores, "reward": scores - 0.5,
+        "advantage": scores * 2 - 1, "reward_failed": np.eye(n)[3], "reward_timeout": np.zeros(n), "scorer/acc": scores,
+        "scorer/answer": scores, "scorer/pred": np.array([f"p{i}" for i in range(n)], dtype=object),
+        "prompt_length": np.full(n, 6),
         "reward_error": np.array(["boom" if i == 3 else "" for i in range(n)], dtype=object),
         "response_length": np.arange(n), "truncated": np.arange(n) == 1, "complete": np.ones(n, dtype=bool),
     })  # fmt: skip
@@ -90,9 +91,9 @@ def test_a_step_is_one_table_with_all_that_is_known_of_an_answer(make, tmp_path)
     assert table["answer"].tolist() == [f"answer {i}" for i in range(10)]
     assert table.iloc[3].drop(["scorer/answer"]).to_dict() == {
         "step": 3, "data_source": "rltrain/arithmetic", "row": 8, "sample": 1, "index": "8", "question": "1+0=?",
-        "prompt": "<user>1+0=?", "answer": "answer 3", "ground_truth": "1", "score": 1.0, "reward": 0.5, "advantage": 1.0,
-        "reward_failed": 1.0, "reward_timeout": 0.0, "reward_error": "boom", "prompt_length": 6, "response_length": 3,
-        "finish_reason": "stop", "acc": 1.0, "pred": "p3",
+        "prompt": "<user>1+0=?", "answer": "answer 3", "ground_truth": "1", "score": 1.0, "reward": 0.5,
+        "advantage": 1.0, "reward_failed": 1.0, "reward_timeout": 0.0, "reward_error": "boom", "prompt_length": 6,
+        "response_length": 3, "finish_reason": "stop", "acc": 1.0, "pred": "p3",
     }  # fmt: skip
     assert table["finish_reason"].tolist()[:2] == ["stop", "length"]
     assert table["scorer/answer"].tolist() == table["score"].tolist(), "a name that is taken keeps its prefix"

@@ -76,7 +76,8 @@ def test_elsewhere_a_step_is_one_line_with_its_time(capsys):
     *validation, step = capsys.readouterr().out.splitlines()
     assert len(validation) == 2
     assert re.fullmatch(
-        r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d step 3/6  score=0.5547  reward_errors=0.02  kl=0.00123 .*step_s=61  left=0:05:00",
+        r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d step 3/6  score=0.5547  reward_errors=0.02  kl=0.00123 "
+        r".*step_s=61  left=0:05:00",
         step,
     )
 

@@ -1,4 +1,4 @@
-"""Whole training steps with LoRA: the same numbers for every cut, one copy of the weights, checkpoints of adapters alone."""
+"""Whole training steps with LoRA: the same numbers for every cut, one copy of the weights, checkpoints of adapters."""
 
 import json
 
@@ -33,7 +33,9 @@ LORA = {MODEL + "lora_rank": 4, MODEL + "lora_alpha": 8, ACTOR + "optim__lr": 0.
 VARIANTS = {
     "kl loss": {},
     "exact kl": {ACTOR + "kl_loss_type": "full"},
-    "exact kl, gathered weights kept": {ACTOR + "kl_loss_type": "full", ACTOR + "fsdp_config__reshard_after_forward": False},
+    "exact kl, gathered weights kept": {
+        ACTOR + "kl_loss_type": "full", ACTOR + "fsdp_config__reshard_after_forward": False,
+    },
     "exact kl in reward, gae": {"algorithm__use_kl_in_reward": True, "algorithm__kl_penalty": "full", **GAE},
     "gae, a critic with adapters": {**GAE, "critic__model__lora_rank": 2, "critic__optim__lr": 0.01},
     "bypass": {CORRECTION + "bypass_mode": True},
@@ -92,13 +94,16 @@ def test_the_reference_is_the_actor_without_its_adapters(make):
     assert torch.equal(full.ref_log_probs(batch, sizes)[0].ragged("ref_log_probs").values, first)
 
 
-def test_the_exact_kl_is_to_the_model_without_adapters_even_in_the_head(make, tmp_path):
-    """Against a trainer that holds a reference of its own. The head has adapters, so its weights are not the embedding's."""
+def test_the_exact_kl_leaves_out_adapters_even_of_the_head(make, tmp_path):
+    """Against a trainer with a reference of its own. The head has adapters, so its weights are not the embedding's."""
     folder = tmp_path / "untied"
     save_tiny_tokenizer(folder)
     AutoModelForCausalLM.from_config(
-        Qwen3Config(vocab_size=20, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, head_dim=16,
-                    num_key_value_heads=1, eos_token_id=1, pad_token_id=0, bos_token_id=None, tie_word_embeddings=False)
+        Qwen3Config(
+            vocab_size=20, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+            head_dim=16, num_key_value_heads=1, eos_token_id=1, pad_token_id=0, bos_token_id=None,
+            tie_word_embeddings=False,
+        )
     ).save_pretrained(folder)  # fmt: skip
     keys = {MODEL + "path": folder, ACTOR + "kl_loss_type": "full", "actor_rollout_ref__rollout__temperature": 0.8}
     trainer = make(**keys, **{MODEL + "target_modules": "[lm_head,q_proj]"})
@@ -125,7 +130,7 @@ def test_the_engine_samples_from_the_merged_weights(make):
     assert distance(batch.ragged("rollout_log_probs").values, trained) < 1e-5
 
 
-def test_training_goes_on_from_a_checkpoint_of_adapters_bit_for_bit(make, tmp_path):
+def test_training_resumes_from_adapters_bit_for_bit(make, tmp_path):
     changes = VARIANTS["gae, a critic with adapters"]
     whole = make(**changes)
     for step in (1, 2):
@@ -144,7 +149,7 @@ def test_training_goes_on_from_a_checkpoint_of_adapters_bit_for_bit(make, tmp_pa
     assert torch.equal(weights(whole.worker.critic._model), weights(resumed.worker.critic._model))
 
 
-def test_a_checkpoint_holds_the_adapters_and_nothing_that_is_elsewhere(make, tiny_model, tmp_path):
+def test_a_checkpoint_holds_adapters_and_nothing_kept_elsewhere(make, tiny_model, tmp_path):
     trainer = make()
     trainer.step(1)
     trainer.actor.save(str(tmp_path / "actor"))

@@ -58,8 +58,12 @@ def test_only_a_classifier_with_one_label_is_a_reward_model(make, reward_model, 
 
 
 def test_long_answers_pay_the_overlong_penalty(make):
-    trainer = make(reward_model__reward_manager="dapo", reward_model__overlong_buffer__enable=True, reward_model__overlong_buffer__len=4,
-                   reward_model__overlong_buffer__penalty_factor=2.0)  # fmt: skip
+    trainer = make(
+        reward_model__reward_manager="dapo",
+        reward_model__overlong_buffer__enable=True,
+        reward_model__overlong_buffer__len=4,
+        reward_model__overlong_buffer__penalty_factor=2.0,
+    )
     samples = trainer.experience.collect(StepTimer())[0]
     at_limit = samples["response_length"] == 8
     assert at_limit.any()

@@ -94,8 +94,10 @@ def test_remax_compares_with_the_greedy_answer_to_the_prompt(make):
 
 
 def test_the_kl_is_taken_out_of_the_reward_and_its_weight_adapts(make):
-    trainer = make(**NO_KL, algorithm__use_kl_in_reward=True, algorithm__kl_penalty="abs", algorithm__kl_ctrl__type="adaptive",
-                   algorithm__kl_ctrl__kl_coef=0.5, algorithm__kl_ctrl__target_kl=1e-9, algorithm__kl_ctrl__horizon=160)  # fmt: skip
+    trainer = make(
+        **NO_KL, algorithm__use_kl_in_reward=True, algorithm__kl_penalty="abs", algorithm__kl_ctrl__type="adaptive",
+        algorithm__kl_ctrl__kl_coef=0.5, algorithm__kl_ctrl__target_kl=1e-9, algorithm__kl_ctrl__horizon=160,
+    )  # fmt: skip
     first, second = trainer.step(1), trainer.step(2)
     assert first["critic/rewards/mean"] == first["critic/score/mean"]  # the policy is still the reference
     assert second["critic/rewards/mean"] < second["critic/score/mean"]

@@ -251,7 +251,7 @@ def test_one_too_old_prompt_makes_all_thrown_away_ones_awaited(make):
     assert line_of(make).terms(started) == {}
 
 
-def test_carried_answers_stay_and_only_missing_ones_are_asked_for(make):
+def test_carried_answers_stay_and_only_missing_are_asked_for(make):
     line = line_of(make, **CARRY)
     started = line.take(lambda: [Prompt(5, 1), Prompt(6, 1), Prompt(7, 1)])
     assert line.begun(started) is None

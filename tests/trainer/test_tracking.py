@@ -221,7 +221,7 @@ def test_volcengine_is_called_as_its_documentation_says(tmp_path, monkeypatch):
     ]
 
 
-# -- the real packages, in their offline or local modes -------------------------------------------------------------------
+# -- the real packages, in their offline or local modes ----------------------------------------------------------------
 
 # Two steps of a run: in a process of its own, as these packages leave threads and hooks behind.
 RUN = """
@@ -230,9 +230,11 @@ from pathlib import Path
 from rltrain.trainer.trackers import RunInfo
 from rltrain.trainer.tracking import Tracker
 name, folder, first = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
-with Tracker([name], RunInfo("project", "run", {"a": {"b": 1}, "files": ["x"], "long": "y" * 900}, folder, first), 4) as track:
+with Tracker([name], RunInfo("project", "run", {"a": {"b": 1}, "files": ["x"], "long": "y" * 900}, folder, \
+first), 4) as track:
     for step in (first + 1, first + 2):
-        track.log(step, {"critic/score/mean": step / 10, "val-core/openai/gsm8k/acc/mean@1": 0.25, "odd: name": float("nan")})
+        track.log(step, {"critic/score/mean": step / 10, "val-core/openai/gsm8k/acc/mean@1": 0.25, \
+"odd: name": float("nan")})
     track.log_table(step, "samples/train", ["prompt", "answer", "score"], [["1+1=?", "2 | ü\\n", 1.0], ["", "x", 0.0]])
 """
 

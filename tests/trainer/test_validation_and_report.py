@@ -26,7 +26,7 @@ def test_the_table_leaves_out_the_first_step_of_several():
     assert any(row.split()[:2] == ["step", "4.500000"] for row in table.splitlines())
 
 
-def test_the_old_log_prob_row_says_which_share_of_samples_it_covers():
+def test_the_old_log_prob_row_says_what_share_it_covers():
     partly = {"timing_s/old_log_prob": 0.5, "perf/old_log_prob_share": 0.75}
     rows = phase_table([line | partly for line in lines(3)]).splitlines()
     assert any(row.startswith("old_log_prob ") and row.endswith("seconds (75% of the samples)") for row in rows)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import difflib
-import importlib.util
+import importlib
+import pkgutil
 import sys
+
+from rltrain import data_preprocess
 
 _COMMANDS = {
     "train": ("rltrain.main_ppo", "train a model (rltrain train --help: its keys)"),
@@ -15,7 +18,6 @@ _COMMANDS = {
     "collect": ("rltrain.collect", "what a bug report needs of a run, in one file"),
     "env": ("rltrain.env_report", "versions, machine and devices, for a bug report"),
 }
-_DATA = "rltrain.data_preprocess."
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -28,8 +30,11 @@ def main(argv: list[str] | None = None) -> int:
         words = ["train", "--version"]
     two = " ".join(words[:2])
     command, rest = (two, words[2:]) if two in _COMMANDS else (words[0], words[1:])
-    if command == "data" and rest and importlib.util.find_spec(_DATA + rest[0]):
-        module = _DATA + rest.pop(0)
+    if command == "data" and rest and rest[0] in _converters():
+        module = f"{data_preprocess.__name__}.{rest.pop(0)}"
+    elif command == "data":
+        sys.stderr.write(f"error: rltrain data needs the name of a converter: {', '.join(_converters())}.\n")
+        return 2
     elif command in _COMMANDS:
         module = _COMMANDS[command][0]
     else:
@@ -40,6 +45,11 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     sys.argv = [f"rltrain {command}", *rest]
     return importlib.import_module(module).main(rest)
+
+
+def _converters() -> list[str]:
+    helpers = {"common", "sources", "lint"}
+    return [each.name for each in pkgutil.iter_modules(data_preprocess.__path__) if each.name not in helpers]
 
 
 def _usage() -> str:

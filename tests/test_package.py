@@ -108,6 +108,9 @@ def test_the_console_command_opens_every_program(capsys):
     assert "Did you mean rltrain report?" in capsys.readouterr().err
     assert cli.main(["trainer.device=cpu"]) == 2
     assert "Did you mean rltrain train trainer.device=cpu" in capsys.readouterr().err
+    for words in (["data"], ["data", "gsm8k.x"], ["data", "common"]):
+        assert cli.main(words) == 2
+        assert "needs the name of a converter: aime, " in capsys.readouterr().err
     for words in (["data", "gsm8k", "--help"], ["rewards", "try", "--help"]):
         with pytest.raises(SystemExit) as ended:
             cli.main(words)

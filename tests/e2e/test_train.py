@@ -158,7 +158,7 @@ def test_the_engine_agrees_with_the_trainer_after_every_sync(reference_run):
 
 
 def test_bytes_through_the_driver_are_few(reference_run):
-    """What grows with the samples, and per rank and step the moments of some thirty quantities, however many samples."""
+    """Bytes that grow with the samples, and per rank and step the moments of some thirty quantities."""
     most = 160 + 2000 / 16
     assert all(line["perf/driver_bytes_per_sample"] < most for line in read_metrics(reference_run) if line["step"])
 

@@ -2,6 +2,8 @@
 
 import json
 import socket
+import subprocess
+import sys
 import time
 from contextlib import suppress
 
@@ -151,6 +153,20 @@ def test_a_program_that_misbehaves_leaves_nothing_running(brief, program):
     assert time.monotonic() - start < 30  # one of them would sleep 60 s; a busy machine may take its time
     assert [pid for pid in descendants(brief.pid) if alive(pid)] == []
     assert run(brief, SUM) == 1.0
+
+
+def test_the_limit_of_threads_is_above_what_the_user_runs():
+    """The kernel counts all tasks of a user: a limit below them would let no program start, and score each 0."""
+    others = [subprocess.Popen(["sleep", "60"]) for _ in range(70)]
+    try:
+        script = "from rltrain.rewards.processes import jail; import resource\njail._limit(5, 4096)\n"
+        script += "print(resource.getrlimit(resource.RLIMIT_NPROC)[0])"
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+    assert int(done.stdout) > 70 + 64
 
 
 def alive(pid):

@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 MAX_FILE_BYTES = 8 << 20
-_MAX_PROCESSES = 64  # a program may use threads
+_MAX_THREADS = 64  # of a program
 _NAMESPACES = 0x10000000 | 0x20000000 | 0x40000000 | 0x08000000  # user, process ids, network, IPC
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
 
@@ -52,13 +52,24 @@ def _limit(seconds: int, memory_mb: int) -> None:
         resource.RLIMIT_CPU: seconds,
         resource.RLIMIT_AS: memory_mb << 20,
         resource.RLIMIT_FSIZE: MAX_FILE_BYTES,
-        resource.RLIMIT_NPROC: _MAX_PROCESSES,
+        resource.RLIMIT_NPROC: _tasks_of_user() + _MAX_THREADS,
         resource.RLIMIT_NOFILE: 64,
         resource.RLIMIT_CORE: 0,
     }
     for kind, size in sizes.items():
         with suppress(OSError, ValueError):
             resource.setrlimit(kind, (size, size))
+
+
+def _tasks_of_user() -> int:
+    """Processes and threads that this user has now: the kernel's limit is on all of them, not on those of the program."""
+    tasks = 0
+    with suppress(OSError):  # systems without /proc
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            with suppress(OSError):  # it has ended meanwhile
+                if os.stat(f"/proc/{name}").st_uid == os.getuid():
+                    tasks += len(os.listdir(f"/proc/{name}/task"))
+    return tasks
 
 
 def _separate() -> None:

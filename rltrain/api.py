@@ -1,4 +1,9 @@
-"""Training from Python, and what the command does once its settings are read."""
+"""Training from Python, and what the command does once its settings are read.
+
+Problem: workers and scorers are other processes, which cannot see the objects of a script. Choice: code that is given
+as an object is written into the run folder and named in the configuration (`with_code`), so a run from Python and one
+from the command are the same from there on. Left out: callbacks, which run in the caller's process and stay objects.
+"""
 
 from __future__ import annotations
 
@@ -61,11 +66,13 @@ def train(
     """
     loaded = with_code(read(config), reward=reward, advantage=advantage, policy_loss=policy_loss, sampler=sampler)
     loaded, objects = _split_callbacks(loaded, callbacks)
+    # Outside of the main thread this changes no handlers, so that a run may be started from a thread too.
     with listen() as stop:
         try:
             run(loaded, look_over(loaded), stop, objects)
         except BaseException as error:
             # Ray makes errors of its own of what a signal handler raises.
+            # A run that was stopped is no error for a script: it gets the exit code to end with.
             if not (stop.at_once or isinstance(error, Interrupted)):
                 raise
             return RunResult(_folder(loaded), stop.exit_code)
@@ -131,6 +138,8 @@ def with_code(loaded: LoadedConfig, **code: Code | None) -> LoadedConfig:
             continue
         name = value if isinstance(value, str) else save_object(argument, value, _folder(loaded) / "objects")
         if argument == "reward":
+            # A reward function has two keys, as in verl. Split from the right, because a path may have a colon and a
+            # name cannot.
             path, _, function = name.rpartition(":")
             changes |= {_CODE[argument]: path, "custom_reward_function.name": function}
         else:
@@ -167,6 +176,8 @@ def run(loaded: LoadedConfig, notes: Sequence[str], stop: Stop, callbacks: Seque
 
         with put_together(loaded, stop, callbacks) as made:
             finished = made.fit()
+        # Raised behind the `with`, after all has ended the orderly way: inside, workers would be killed as after an
+        # error.
         if not finished:
             raise stop.interrupted()
         show_report(made.folder)

@@ -1,4 +1,9 @@
-"""``--dry-run``: what a run would do and whether it would start, within seconds and without Ray or a worker."""
+"""``--dry-run``: what a run would do and whether it would start, within seconds and without Ray or a worker.
+
+Choice: it calls the functions that a run calls at its start (`preflight`, `load_data`, `make_plan`, `missing_room`,
+`check_columns`), so that the two do not drift apart; every problem is collected instead of ending at the first. Left
+out: what only a start can show, such as memory, other nodes and the checkpoint to go on from.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +46,10 @@ def dry_run(loaded: LoadedConfig, without_effect: Sequence[str]) -> tuple[str, b
     try:
         plan = make_plan(cfg, num_prompts, num_too_long)
         parts.append(describe(plan, cfg))
+        # Not a `RunFolder`, which would create the folder and take its lock.
         folder = Path(cfg.trainer.default_local_dir).expanduser().absolute()
         size = checkpoint_bytes(cfg, found.num_parameters, found.num_trained)
+        # From step 0, because a dry run looks for no checkpoint to go on from: it asks for the room of a whole run.
         problem, note = missing_room(cfg.trainer, folder, size, 0, plan.total_steps)
         found.problems += [problem] if problem else []
         found.notes += [note] if note else []
@@ -81,6 +88,7 @@ def _read(cfg: Config, found: Findings) -> tuple[dict[str, Rows], int | None, in
     }
     if data.filter_overlong_prompts and not (found.tokenizer_works and wanted.get("train", 0) <= _MOST_ROWS):
         found.notes.append("prompts are counted before filter_overlong_prompts: a run may have fewer")
+    # A file that cannot be read; `preflight` has named it.
     if len(wanted) < len(splits):
         return {}, wanted.get("train"), 0
     looked_at = {split: min(number, _MOST_ROWS) for split, number in wanted.items()}
@@ -89,6 +97,7 @@ def _read(cfg: Config, found: Findings) -> tuple[dict[str, Rows], int | None, in
         if found.tokenizer_works:
             read = load_data(replace(cfg, data=short))
             rows, prompts = read.rows, read.prompts["train"]
+            # Only then the count after the filter is that of the run.
             if looked_at["train"] == wanted["train"]:
                 return rows, len(prompts), prompts.num_dropped
         else:
@@ -116,8 +125,10 @@ def _try_reward(cfg: Config, rows: dict[str, Rows], found: Findings) -> list[str
         return []
     custom, lines = custom_reward(cfg), []
     scores: list[Score] = []
+    # Reversed, so that a source of both splits is tried with its row of the training data, which comes last.
     firsts = {source: split[at] for split in reversed(rows.values()) for source, at in split.data_sources().items()}
     try:
+        # What each worker of the pool has, in this process: the pool itself would need Ray.
         scorer = make_scorer(cfg)
         try:
             for source, row in firsts.items():

@@ -20,6 +20,7 @@ _NPU = {
     "HCCL_CONNECT_TIMEOUT": "1500",
     # Longer than the driver's own deadline, whose message names who is late (trainer.hang_floor_s).
     "HCCL_EXEC_TIMEOUT": "17340",
+    # Without ranges of ports the many processes of a node collide.
     "HCCL_HOST_SOCKET_PORT_RANGE": "60000-60050",
     "HCCL_NPU_SOCKET_PORT_RANGE": "61000-61050",
     "TASK_QUEUE_ENABLE": "2",
@@ -60,6 +61,8 @@ def shipped(name: str) -> str:
 def worker_environment(device: str, threads: int) -> dict[str, str]:
     """Environment of a worker process on ``device`` (npu, cuda, cpu) with ``threads`` CPU threads."""
     wanted = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", **_BY_DEVICE[device]}
+    # This becomes Ray's runtime environment, which overrides what is set elsewhere, so the user's own value has to be
+    # in it.
     return {name: os.environ.get(name, value) for name, value in wanted.items()}
 
 
@@ -93,6 +96,8 @@ def use_interface(address: str) -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as line:
         for _, name in socket.if_nameindex():
             try:
+                # The answer is Linux's `struct ifreq`: 16 bytes of name, family and port of two bytes each, then the
+                # address.
                 found = fcntl.ioctl(line, _SIOCGIFADDR, struct.pack("256s", name.encode()))
             except OSError:  # a card without an address
                 continue
@@ -110,6 +115,7 @@ def devices_here(device: str, none: int = 1) -> int:
         if device not in (kind, "auto"):
             continue
         if variable in os.environ:
+            # An empty list or -1 hides all devices.
             count = len([entry for entry in os.environ[variable].split(",") if entry.strip() not in ("", "-1")])
         else:
             slurm = os.environ.get("SLURM_GPUS_ON_NODE", "")
@@ -130,6 +136,7 @@ def cpu_quota(file: Path = Path("/sys/fs/cgroup/cpu.max")) -> float:
 
 def scorer_environment() -> dict[str, str]:
     """Environment of a process that scores one answer at a time: a pool of threads would only eat its address space."""
+    # What the user has set stands last and wins.
     return {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"} | os.environ
 
 
@@ -164,14 +171,16 @@ def prepare_vllm(rank: int, world: int) -> None:
 
 
 def prepare_sglang() -> None:
-    """Environment of a worker process before SGLang starts: room behind the longest sequence, which no position
-    reaches.
+    """Environment of a worker process before SGLang starts.
+
+    Its context may be a few tokens longer than the positions that the model knows; no sequence gets there.
     """
     os.environ.setdefault("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "1")
 
 
 def work_offline() -> None:
     """The hub cannot be reached: neither this process nor the workers need try it again."""
+    # Set for the driver and with it for the workers, since HF_ is passed on.
     os.environ["HF_HUB_OFFLINE"] = "1"
 
 

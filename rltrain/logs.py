@@ -45,6 +45,7 @@ class _ConsoleLines(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if self.shows_steps or record.name != STEPS.name:
+            # Anew for each line: a program may send standard output somewhere else in the middle, as tests do.
             self.setFormatter(_Stamped(datefmt="%H:%M:%S" if console.is_terminal else "%Y-%m-%d %H:%M:%S"))
             console.print(self.format(record), style=_STYLES.get(record.levelno), markup=False, soft_wrap=True)
 
@@ -67,6 +68,8 @@ class _TrainLog(MemoryHandler):
         super().__init__(capacity=10_000)
 
     def shouldFlush(self, record: logging.LogRecord) -> bool:
+        # The capacity is not asked: without a file there is nowhere to flush to, and with one every line is written at
+        # once.
         return self.target is not None
 
 
@@ -92,6 +95,7 @@ def session() -> Iterator[None]:
         return
     _session = found = _Session()
     root, own = logging.getLogger(), logging.getLogger("rltrain")
+    # Only our own loggers tell of more than warnings; those of other packages keep their level.
     level = own.level
     own.setLevel(logging.INFO)
     logging.captureWarnings(True)
@@ -102,6 +106,8 @@ def session() -> Iterator[None]:
     except BaseException as error:
         trace = None if isinstance(error, Interrupted) else sys.exc_info()
         text = str(error) or type(error).__name__
+        # To the file alone, because whoever ends the program shows the error on the terminal. A stop by signal needs no
+        # traceback.
         found.file.handle(logging.LogRecord("rltrain", logging.ERROR, "", 0, text, None, trace))
         raise
     finally:
@@ -110,6 +116,7 @@ def session() -> Iterator[None]:
         own.setLevel(level)
         for handler in (found.lines, found.file):
             root.removeHandler(handler)
+        # Closing the handler flushes it into its target but leaves that open.
         if target := found.file.target:
             found.file.close()
             target.close()
@@ -126,6 +133,8 @@ def open_train_log(folder: Path) -> None:
     again = file.exists() and file.stat().st_size > 0
     _session.file.setTarget(_File(file))
     if again:
+        # Written past the handler, because it is no line with a time, and before the flush, so that it stands above all
+        # lines of this start.
         with open(file, "a") as log:
             log.write(f"\n{'=' * 20} started again on {time.strftime('%Y-%m-%d %H:%M:%S')} {'=' * 20}\n")
     _session.file.flush()
@@ -151,6 +160,7 @@ def open_worker_log(folder: str, rank: int) -> None:
     logging.getLogger("rltrain").setLevel(logging.INFO)
     logging.captureWarnings(True)
     assert handler.stream
+    # It writes to the file's descriptor below Python, so the handler is never closed while the worker lives.
     faulthandler.enable(file=handler.stream)
     logging.getLogger(__name__).info("rank %d: pid %d on %s", rank, os.getpid(), socket.gethostname())
 

@@ -14,6 +14,7 @@ from rltrain.stop import Stop, listen
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code; see errors.py for what each means."""
     code = _main(argv)
+    # Looked up and not imported: where nothing has imported it there is no tracker, and --help need not load it.
     tracking = sys.modules.get("rltrain.trainer.tracking")
     if tracking and tracking.hanging():  # its package would wait for it when Python ends, maybe for ever
         sys.stdout.flush()
@@ -31,6 +32,7 @@ def _main(argv: list[str] | None) -> int:
             ours = stop.interrupted() if stop.at_once else error
             if not isinstance(ours, RltrainError):
                 raise
+        # What the run has printed stands above the error, also where both go to one file.
         sys.stdout.flush()
         sys.stderr.write(_message(ours))
         return ours.exit_code
@@ -51,6 +53,7 @@ def _run(arguments: argparse.Namespace, stop: Stop) -> int:
 
         _write(short_facts() + "\n")
         return 0
+    # Imported here, so that --help and --version need not wait for it.
     from rltrain.api import look_over, run
     from rltrain.config.load import load_config, to_yaml
 
@@ -79,6 +82,7 @@ def _write(text: str) -> None:
 
 def _parse(argv: list[str]) -> argparse.Namespace:
     """The flags; what is left are ``overrides``."""
+    # Help is ours, because it takes a section. Abbreviations would make a mistyped flag do something else.
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("-h", "--help", nargs="?", const="", metavar="SECTION")
     parser.add_argument("--config", action="append", default=[], metavar="FILE")
@@ -89,6 +93,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     except argparse.ArgumentError as error:
         raise ConfigError(f"{error}. See --help.") from None
     for word in words:
+        # Users of verl know these flags, and a config that is not read would be found out late.
         if word.startswith(("--config-path", "--config-name", "--config-dir", "--cfg", "--multirun")):
             raise ConfigError(
                 f"{word} is Hydra's, which is not used here. Put settings in a YAML file and give --config FILE "

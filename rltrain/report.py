@@ -45,6 +45,7 @@ def _summary(lines: list[dict[str, Any]]) -> tuple[str, list[tuple[str, str, flo
     A row holds label, unit, mean over the steps that have the metric, largest value, its step, share of a step.
     """
     steps = [line for line in lines if "timing_s/step" in line]
+    # The first step compiles, allocates and fills caches. Of two steps one alone would be no mean.
     counted = steps[1:] if len(steps) > 2 else steps
     title = f"Mean of {count(len(steps), 'step')}" if steps else "No training step"
     if len(steps) > len(counted):
@@ -57,6 +58,7 @@ def _summary(lines: list[dict[str, Any]]) -> tuple[str, list[tuple[str, str, flo
         frame = pd.DataFrame(lines if outside else counted)
         if key in frame and frame[key].notna().any():
             at, mean = frame[key].idxmax(), frame[key].mean()
+            # Saving and testing lie outside of the step, so they have no share in it.
             share = mean / whole if unit == "seconds" and not outside else None
             if label == "old_log_prob" and "perf/old_log_prob_share" in frame:
                 unit += f" ({frame['perf/old_log_prob_share'].mean():.0%} of the samples)"
@@ -95,6 +97,7 @@ def learning_summary(lines: list[dict[str, Any]]) -> str:
     scores = [line["critic/score/mean"] for line in lines if "critic/score/mean" in line]
     parts = []
     if scores:
+        # Single steps are too noisy to show whether a run has learnt.
         tenth = max(1, len(scores) // 10)
         first, last = sum(scores[:tenth]) / tenth, sum(scores[-tenth:]) / tenth
         steps = "step" if tenth == 1 else f"{tenth} steps"
@@ -114,6 +117,7 @@ def report(run: Path) -> str:
 
 
 def _rest(run: Path, lines: list[dict[str, Any]]) -> list[str]:
+    # By number, since as text step 100 stands before step 20.
     exports = sorted(run.glob("global_step_*/huggingface"), key=lambda path: int(path.parent.name.rpartition("_")[2]))
     exported = [f"exported model: {exports[-1]}"] if exports else []
     return [text for text in (learning_summary(lines), *exported) if text]
@@ -121,6 +125,7 @@ def _rest(run: Path, lines: list[dict[str, Any]]) -> list[str]:
 
 def show_report(run: Path) -> None:
     """Print it: for the eye on a terminal, for scripts elsewhere."""
+    # Scripts parse this layout, so it must not depend on a width or on rich.
     if not console.is_terminal:
         sys.stdout.write(report(run) + "\n")
         return

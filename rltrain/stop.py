@@ -50,6 +50,7 @@ class Stop:
     @property
     def exit_code(self) -> int:
         """130 after Ctrl-C, 75 after SIGTERM: whoever sent that may start the run again."""
+        # 130 is what a shell reports for Ctrl-C (128 + SIGINT), 75 is EX_TEMPFAIL of sysexits.h: try again later.
         return 130 if signal.SIGINT in self._received else 75
 
     def reached(self, step: int, total: int, saved: int) -> None:
@@ -70,6 +71,7 @@ class Stop:
         """The signal handler."""
         now = time.monotonic()
         self._received.add(number)
+        # Once the run is on its way out, a further signal must not tear the clean-up that the first has begun.
         if self.at_once or (self.requested and now - self._requested_at < _ONE_REQUEST_S):
             return
         if self.finishing and not self.requested:
@@ -77,12 +79,14 @@ class Stop:
             log.warning("%s: %s, then stopping (again: stop at once)", signal.Signals(number).name, self.finishing)
             return
         self.requested = self.at_once = True
+        # The clean-up may hang in a call below Python, where no exception arrives; a thread can still end the process.
         self._timer = threading.Timer(_CLEAN_UP_S, self._give_up)
         self._timer.daemon = True
         self._timer.start()
         raise self.interrupted()
 
     def _give_up(self) -> None:
+        # Neither logging nor print: the main thread may hold their locks.
         os.write(2, f"{self.interrupted()}\n".encode())
         os._exit(self.exit_code)
 
@@ -92,6 +96,8 @@ class Stop:
 
         A signal does not interrupt the called code.
         """
+        # While this names work, a signal only sets `requested`: an exception in the middle of Ray's start would leave
+        # half of it running.
         real, self.finishing = signal.signal, finishing
         signal.signal = lambda number, _handler: signal.getsignal(number)  # type: ignore[assignment]
         try:
@@ -117,6 +123,8 @@ def listen(stop: Stop | None = None) -> Iterator[Stop]:
     Nothing changes where ``stop`` listens already, or outside the main thread, where Python allows no handlers.
     """
     stop = stop or Stop()
+    # A caller further out may listen with this `Stop` already; its handlers must not be taken away at the end of the
+    # inner block.
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) == stop.handle:
         yield stop
         return

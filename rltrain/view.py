@@ -29,6 +29,7 @@ _HEAD = ("step", "data_source", "row", "index", "sample")
 def is_right(sample: Mapping[str, Any]) -> bool:
     """By ``acc``, where the scorer gives it, else by the score."""
     acc = sample.get("acc")
+    # In a table, a number that some rows lack is NaN for them, and NaN differs from itself.
     return float(sample["score"] if acc is None or acc != acc else acc) > 0
 
 
@@ -83,6 +84,7 @@ def arrange(frame: pd.DataFrame, order: str | None, source: str | None) -> pd.Da
         if not len(frame):
             raise DataError(f"--source {source}: there is none of it. Sources: {', '.join(known)}.")
     if order in ("worst", "best"):
+        # Stable, so that answers of equal score keep the order of the data and two calls show the same.
         return frame.sort_values("score", ascending=order == "worst", kind="stable")
     if order == "longest":
         return frame.sort_values("response_length", ascending=False, kind="stable")
@@ -90,6 +92,7 @@ def arrange(frame: pd.DataFrame, order: str | None, source: str | None) -> pd.Da
         return frame[frame["reward_failed"] > 0]
     if order == "mixed":
         right = frame.apply(is_right, axis=1)
+        # Of an empty table pandas' `apply` returns a table and not a column.
         return frame[right.groupby(frame["row"]).transform("nunique") > 1] if len(frame) else frame
     return frame
 
@@ -98,6 +101,7 @@ def compare(run: Path, steps: Sequence[int], count: int, source: str | None, wid
     """One line per first answer to the same validation prompts at two steps (default: the first and the newest)."""
     steps = steps or list(sample_steps(run, "val"))
     frames = [arrange(read_samples(run, step, "val"), None, source) for step in (steps[0], steps[-1])]
+    # The first answer to each prompt: which prompts are kept does not change from one validation to the next.
     before, after = [frame[frame["sample"] == 0].set_index("row") for frame in frames]
     lines = []
     for row in [row for row in before.index if row in after.index][:count]:
@@ -151,6 +155,7 @@ def main(argv: list[str] | None = None) -> int:
     from rich.console import Console
 
     if hasattr(sys.stdout, "reconfigure"):
+        # A terminal or pipe whose encoding lacks ✓ or a letter of an answer must not end the command.
         sys.stdout.reconfigure(errors="replace")
     console = Console(width=arguments.width, markup=False, highlight=False, soft_wrap=not sys.stdout.isatty())
     try:
@@ -167,6 +172,7 @@ def main(argv: list[str] | None = None) -> int:
                 show(sample, console, arguments.chars)
         console.print(f"{min(len(found), arguments.n)} of {len(found)} answers, step {frame['step'].iloc[0]}")
     except BrokenPipeError:  # head has seen enough
+        # Else Python reports the broken pipe there, when it flushes standard output at its end.
         sys.stderr.close()
     return 0
 

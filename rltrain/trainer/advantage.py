@@ -1,4 +1,8 @@
-"""From scores to advantages: the KL in the reward, the estimator, whitening; and which samples have no gradient."""
+"""From scores to advantages: the KL in the reward, the estimator, whitening; and which samples have no gradient.
+
+Choice: an estimator of whole answers needs a few numbers per sample, which the driver has, so it runs here. One of
+tokens runs where the tokens are, and only moments come back.
+"""
 
 from __future__ import annotations
 
@@ -46,6 +50,7 @@ class Advantages:
         A token estimator also leaves the columns ``advantages`` and ``returns``; ``advantage`` is then the mean over
         the answer, and the whitening returned is applied where the advantages enter the loss.
         """
+        # Kept here, because `_kl_penalty` below sets the weight of the next step.
         coef = self.kl_coef
         metrics = self._kl_penalty(samples) if self._passes.kl_in_reward else {}
         if self._passes.token_advantages:
@@ -53,7 +58,10 @@ class Advantages:
             whitening = Whitening()
             if self._passes.estimator.whitens:
                 whitening = Whitening(*moments["advantages"].whitening())
+            # Whitening is affine, so the mean over an answer's tokens may be whitened as the tokens are.
             samples.update({c.ADVANTAGE: (samples[c.ADVANTAGE] - whitening.shift) * whitening.scale})
+            # Tokens stay as they are in the store: two numbers travel with the update instead of a second copy of the
+            # column.
             return whitening, metrics | m.token_advantage_metrics(moments, whitening.shift, whitening.scale)
         terms = {
             name: torch.from_numpy(known_number(samples, name, self._cfg.reward.on_error))
@@ -71,6 +79,7 @@ class Advantages:
         """reward = score - coef * KL; then the controller sets the weight of the next step."""
         coef = self.kl_coef
         samples.update({c.REWARD: samples[c.SCORE] - coef * samples[c.KL_SUM]})
+        # Mean over answers of the mean over tokens, so that long answers do not steer the controller alone.
         kl = float((samples[c.KL_SUM] / np.maximum(samples[c.POLICY_TOKENS], 1)).mean())
         self.kl_coef = adapted_kl_coef(coef, kl, len(samples), self._cfg.algorithm.kl_ctrl)
         return {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": coef}
@@ -79,6 +88,7 @@ class Advantages:
         """Samples [n] without any gradient, which the update may leave out."""
         if not self._passes.skips_silent:
             return np.zeros(len(samples), dtype=bool)
+        # Exactly 0 and not nearly: a group that scores alike gets 0, and any other advantage has a gradient.
         return ~samples[c.SIGNAL] if self._passes.token_advantages else samples[c.ADVANTAGE] == 0
 
 

@@ -11,6 +11,7 @@ from rltrain.trainer.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
+# One bad batch may pass; a model that has diverged gives a loss that is not finite in every step from then on.
 _MOST_SKIPPED_STEPS = 3
 
 
@@ -18,6 +19,7 @@ class Alarms:
     """Warns or raises. gap_limit: largest mean difference of a sampled token's log-prob between engine and trainer."""
 
     def __init__(self, cfg: RolloutConfig, gap_limit: float) -> None:
+        # Read by the step too, which then asks before the update and not only in its report.
         self.stops_on_gap = cfg.on_log_prob_gap == "stop"
         self._gap_limit = gap_limit
         self._skipped_in_a_row: Counter[str] = Counter()
@@ -39,6 +41,7 @@ class Alarms:
 
     def skipped(self, role: str, metrics: Metrics) -> None:
         """Stop when ``role`` had to skip an optimizer step in three steps in a row."""
+        # Per role, because a critic that never learns would hide behind an actor that does.
         self._skipped_in_a_row[role] = self._skipped_in_a_row[role] + 1 if metrics[f"{role}/steps_skipped"] else 0
         if self._skipped_in_a_row[role] >= _MOST_SKIPPED_STEPS:
             raise NonFiniteError(

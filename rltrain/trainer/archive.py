@@ -56,6 +56,7 @@ class Archive:
         """Remove the files of steps that will be made again, as is done with the lines of metrics.jsonl."""
         for file in self._folder.glob("*.parquet") if self._folder.is_dir() else ():
             found = _FILE.fullmatch(file.name)
+            # A run that starts at step 0 is a new one: also the validation before the first step is its own to write.
             if found and (int(found[1]) > step or not step):
                 file.unlink()
 
@@ -66,6 +67,7 @@ class Archive:
         wanted = cfg.samples_freq > 0 and (split == "val" or step % cfg.samples_freq == 0)
         num_prompts = len(samples) // answers_per_prompt
         chosen = _spread(num_prompts, cfg.samples_max_prompts if wanted else 0)
+        # verl's format has all answers, so all texts are fetched then; `kept` says which of them the table takes.
         prompts = np.arange(num_prompts) if data_dir else chosen
         if not len(prompts):
             return
@@ -121,6 +123,7 @@ def _job(
             names.remove(name)
     names += [name for name in samples.numbers if name.startswith(c.SCORER)]
     numbers = {name: _narrow(samples[name][ids], exact=name != c.ADVANTAGE) for name in names}
+    # A column of one value, such as failures of scoring, travels as that value; `SampleJob.column` spreads it again.
     numbers = {name: values[:1] if (values == values[0]).all() else values for name, values in numbers.items()}
     parts = samples.request(ids, [c.TEXT]).parts
     texts = [([part.ref], _narrow(part.rows), _narrow(part.ids)) for part in parts]
@@ -130,8 +133,10 @@ def _job(
 def _narrow(values: NDArray[Any], *, exact: bool = True) -> NDArray[Any]:
     """The same numbers in fewer bytes: counts as unsigned integers, others as float32 where that is enough."""
     if values.dtype.kind == "i":
+        # Counts, lengths and ids are never negative.
         return values.astype(np.min_scalar_type(int(values.max())))
     if values.dtype == np.float64:
+        # A score beyond float32 becomes infinite, is then not equal, and is kept as float64.
         with np.errstate(over="ignore"):
             small = values.astype(np.float32)
         return small if not exact or np.array_equal(small, values, equal_nan=True) else values

@@ -48,6 +48,7 @@ class Workload:
     @classmethod
     def of_groups(cls, prompts: Ids, answers: Ids, groups: Ids, pair_cost: float = 0.0) -> Workload:
         """groups [n]: the prompt of each sample. An answer shares it where `pays_to_share` says so."""
+        # Owners of their own, below 0 so that none of them is a group.
         alone = -1 - np.arange(len(groups))
         return cls(prompts, answers, np.where(pays_to_share(prompts, answers), groups, alone), pair_cost)
 
@@ -76,6 +77,7 @@ class Workload:
 class Layout:
     """Who computes what. ids[rank]: samples in order. micro_sizes[rank][mini]: samples per micro-batch (0: idle)."""
 
+    # A sample stands here once per epoch over the batch, so ids may repeat.
     ids: list[Ids]
     micro_sizes: list[list[tuple[int, ...]]]
 
@@ -108,6 +110,8 @@ def spread(ids: Ids, work: Workload, num_ranks: int, budget: PassBudget) -> list
     Whole prompt groups are tried first, then ever smaller chunks of them; the cheapest result is taken.
     """
     size = int(np.unique(work.owners[ids], return_counts=True)[1].max(initial=1))
+    # A lower bound: every prompt is computed once and all ranks are equally busy. Smaller chunks compute prompts more
+    # often, so the search stops where they cannot win much.
     ideal = work.cost(ids) / num_ranks
     best: list[list[Ids]] = []
     least = math.inf
@@ -116,6 +120,7 @@ def spread(ids: Ids, work: Workload, num_ranks: int, budget: PassBudget) -> list
         cost = _time(ranks, work)
         if cost < least:
             best, least = ranks, cost
+        # The fixed cost is left out of the comparison, because no split avoids it.
         if size == 1 or least - _MICRO_BATCH * len(best[0]) <= _GOOD_ENOUGH * ideal:
             return best
         size = (size + 1) // 2
@@ -140,6 +145,7 @@ class _Chunk(NamedTuple):
 def _chunks(ids: Ids, work: Workload, size: int, budget: PassBudget) -> list[_Chunk]:
     """Chunks of up to ``size`` samples, each within the budget; the costliest first."""
     size = min(size, budget.max_samples or size)
+    # Neighbours of one owner become a chunk. The sort is stable, so a layout is a function of its inputs alone.
     ids = ids[np.argsort(work.owners[ids], kind="stable")]
     columns = (work.owners, work.answers, work.prompts, work.answer_cost, work.prompt_cost)
     chunks: list[_Chunk] = []
@@ -156,18 +162,23 @@ def _chunks(ids: Ids, work: Workload, size: int, budget: PassBudget) -> list[_Ch
         else:
             last.ids.append(sample)
             chunks[-1] = last._replace(tokens=last.tokens + answer, cost=last.cost + answer_cost)
+    # The greedy rule of `_fill` is good only if the costliest come first: small ones then even out what is left.
     return sorted(chunks, key=lambda chunk: -chunk.cost)
 
 
 def _spread(chunks: list[_Chunk], work: Workload, num_ranks: int, budget: PassBudget) -> list[list[Ids]]:
     together = np.array([sample for chunk in chunks for sample in chunk.ids], dtype=np.int64)
+    # No fewer bins can hold the tokens (shared prompts counted once), so the search starts there.
     least = math.ceil(work.tokens(together) / (num_ranks * budget.max_tokens)) if budget.max_tokens else 1
     least = max(least, math.ceil(len(together) / (num_ranks * budget.max_samples))) if budget.max_samples else least
     bins = _fewest(chunks, max(1, least), num_ranks, budget)
+    # Bins of about the same cost get the same turn, because ranks wait for each other at every micro-batch. The first
+    # id decides between equal costs, so that the order is never accidental.
     bins.sort(key=lambda one: (-work.cost(one), one[0] if len(one) else -1))
     ranks: list[list[Ids]] = [[] for _ in range(num_ranks)]
     for turn in range(len(bins) // num_ranks):
         row = bins[turn * num_ranks : (turn + 1) * num_ranks]
+        # Back and forth, so that no rank gets the costliest bin of every turn.
         for rank, one in enumerate(row if turn % 2 == 0 else reversed(row)):
             ranks[rank].append(one)
     return ranks
@@ -176,6 +187,7 @@ def _spread(chunks: list[_Chunk], work: Workload, num_ranks: int, budget: PassBu
 def _fewest(chunks: list[_Chunk], count: int, num_ranks: int, budget: PassBudget) -> list[Ids]:
     """The fewest bins per rank, at least ``count``, that hold all chunks: by doubling strides, then by bisection."""
     too_few, stride = count - 1, 1
+    # This ends: with as many bins as chunks, every chunk finds an empty one, which takes anything.
     while (found := _fill(chunks, num_ranks * count, budget)) is None:
         too_few, count, stride = count, count + stride, 2 * stride
     while count - too_few > 1:
@@ -200,6 +212,7 @@ class _Bin:
         tokens = chunk.tokens - known * chunk.prompt_tokens
         crowded = budget.max_samples is not None and len(self.ids) + len(chunk.ids) > budget.max_samples
         heavy = budget.max_tokens is not None and self._tokens + tokens > budget.max_tokens
+        # An empty bin never refuses: a sample over the budget must be computed somewhere.
         if self.ids and (crowded or heavy):
             return False
         self.ids += chunk.ids
@@ -219,6 +232,7 @@ def _fill(chunks: list[_Chunk], num_bins: int, budget: PassBudget) -> list[Ids] 
             entry = heapq.heappop(heap)
             chosen = bins[entry[1]]
             if chosen.take(chunk, budget):
+                # A bin that has all its samples is not offered again; it would only use up tries.
                 if budget.max_samples is None or len(chosen.ids) < budget.max_samples:
                     heapq.heappush(heap, (chosen.cost, entry[1]))
                 break
@@ -261,6 +275,7 @@ def cost_of(layout: Layout, work: Workload) -> LayoutCost:
     costs = np.array([[work.cost(micro) for micro in micros] for micros in ranks])
     computed = sum(work.tokens(micro) for micros in ranks for micro in micros)
     total = sum(int((work.prompts + work.answers)[ids].sum()) for ids in layout.ids)
+    # All samples may be silent, so that nothing is computed at all.
     mean = max(float(costs.sum(1).mean()), 1e-9)
     return LayoutCost(
         cost=float(costs.sum()),

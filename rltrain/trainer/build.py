@@ -73,8 +73,10 @@ def build(loaded: LoadedConfig, stop: Stop | None = None, callbacks: Sequence[An
     stop = stop or Stop()
     cfg = loaded.config
     with ExitStack() as closing:
+        # Entered first, so that it ends last and train.log has what the other ends say.
         closing.enter_context(logs.session())
         found = preflight(loaded)
+        # All problems at once, before anything that takes long or changes the disk.
         if found.problems:
             raise ConfigError("\n".join(found.problems))
         for note in found.notes:
@@ -86,6 +88,8 @@ def build(loaded: LoadedConfig, stop: Stop | None = None, callbacks: Sequence[An
         folder = RunFolder(cfg.trainer.default_local_dir)
         closing.callback(folder.release)
         logs.open_train_log(folder.path)
+        # Before Ray: a checkpoint that does not fit this run is refused within seconds, not after the models are
+        # loaded.
         start = find_start(cfg, folder, data.rows["train"].identity())
         tell_changes(loaded, start)
         if start.step >= plan.total_steps and not cfg.trainer.val_only:
@@ -96,6 +100,7 @@ def build(loaded: LoadedConfig, stop: Stop | None = None, callbacks: Sequence[An
                 closing.callback(stop_ray)
         log.info("Ray's logs: %s", ray_logs())
         trainer = _start(loaded, plan, data, folder, start, stop, told, closing)
+        # From here on the trainer owns what was started. An error before this line unwinds it in the `with` above.
         trainer.closing = closing.pop_all()
     return trainer
 
@@ -113,11 +118,14 @@ def _start(
     """Workers, models, scorers and trackers of a run that has steps to make."""
     cfg = loaded.config
     device = get_device(cfg.trainer.device)
+    # Rows and prompts go into the object store once. As plain arguments they would be copied per process.
     splits = {name: share(each) for name, each in data.rows.items()}
     prompts = share(data.prompts)
     devices = logs.count(plan.num_devices, f"{device.kind.upper()} device")
     with logs.waiting(f"waiting for {devices} on {logs.count(cfg.trainer.nnodes, 'node')}"):
         placement = reserve(cfg, device)
+    # The stack unwinds in reverse order: trackers, writer, scorers and workers end before their devices are given back,
+    # and these before Ray stops.
     closing.callback(free, placement)
     threads = threads_per_worker(cfg.trainer.n_gpus_per_node)
     deadlines = Deadlines(cfg.trainer.hang_floor_s, cfg.trainer.hang_factor, folder.path / "incidents")
@@ -143,10 +151,12 @@ def _start(
     log.info("%s, %s parameters, %s of them trained", workers, f"{total:,}", f"{trained:,}")
     identity = data.rows["train"].identity()
     saver = Saver(cfg, folder, ppo.actor, ppo.critic, identity, int(total), int(trained), callbacks)
+    # The size of a checkpoint follows from the weights, so it is known only now, and still before the first step.
     saver.check_room(start.step, plan.total_steps)
     with logs.waiting(f"loading {start.folder} on {workers}") if start.folder else nullcontext():
         saver.load(start)
     ppo.restore(start.progress)
+    # Written only once the run can start: a start that is refused leaves the files of the run before as they are.
     write_run_files(folder, loaded, plan, group.hosts)
     names = (cfg.trainer.project_name, cfg.trainer.experiment_name)
     tracker = Tracker(cfg.trainer.logger, RunInfo(*names, to_dict(cfg), folder.path, start.step), plan.total_steps)
@@ -154,6 +164,7 @@ def _start(
         writer = WriterProcess(splits, prompts, data.encoder.backend)
         archive = ppo.archive = Archive(cfg, folder.path, start.step, writer, tracker)
         closing.callback(lambda: archive.close(wait=not stop.at_once))
+    # As a context and not as a callback, because a tracker must learn whether the run failed.
     closing.enter_context(tracker)
     return Trainer(cfg, plan, folder, stop, start.step, ExitStack(), ppo, tracker, saver)
 
@@ -176,6 +187,8 @@ def make_trainer(
     sizes = group.call(Models.init_models, plan.passes, trains)[0]
     policy = Policy(group, plan.passes)
     rewards = Rewards(cfg, data.rows, pool, RewardModel(group) if cfg.reward_model.enable else None)
+    # The order draws a round of generation, which under dynamic sampling is another number of prompts than a step
+    # learns from.
     order = BatchOrder(len(data.prompts["train"]), plan.prompts_per_round, cfg.data.seed, cfg.data.shuffle)
     sampler = make_sampler(cfg.data.sampler.name, order, data.rows["train"], cfg.data.sampler.revisit)
     experience = Experience(cfg, plan, policy, rewards, sampler)
@@ -206,6 +219,7 @@ def check_columns(cfg: Config, scores: Sequence[Score]) -> None:
     if algorithm.filter_groups.enable and algorithm.filter_groups.metric not in ("acc", "seq_reward"):
         wanted.append(("algorithm.filter_groups.metric", algorithm.filter_groups.metric))
     for key, name in wanted:
+        # A score that failed tells nothing about its names, as the ground truth need not look like an answer.
         missing = [score for score in scores if score.status == "ok" and name not in (*score.extras, "score")]
         if missing:
             have = ", ".join(["score", *sorted(missing[0].extras)])
@@ -235,6 +249,8 @@ def load_data(cfg: Config) -> Data:
             raise DataError(
                 f"data.{split}_files={files}: no prompt is left. Raise data.max_prompt_length={data.max_prompt_length}."
             )
+        # Rows and prompts must be numbered alike: a batch carries one row number, which finds the tokens and the ground
+        # truth.
         rows[split], prompts[split] = found.select(store.row_index), store
         sources = ", ".join(rows[split].data_sources())
         prompts_left = logs.count(len(store), "prompt")

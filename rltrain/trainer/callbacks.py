@@ -56,6 +56,7 @@ class Callbacks:
             try:
                 callback = callback() if isinstance(callback, type) else callback
             except Exception as error:  # user code; whatever it raises is reported with its traceback
+                # The last frames are the user's; those above are ours and would hide them.
                 trace = traceback.format_exc(limit=-2)
                 raise ConfigError(f"trainer.callbacks={name} cannot be made:\n{trace}") from error
             self._hooks += [(name, hook, function) for hook, function in _hooks_of(callback).items()]
@@ -79,6 +80,7 @@ class Callbacks:
             # Copies: a callback looks, it does not change what others see.
             given = [dict(each) if isinstance(each, Mapping) else each for each in arguments]
             try:
+                # Names that are taken are refused, also between callbacks: none may replace a number of the run's.
                 found |= _numbers(function(*(given if _takes(function, len(given)) else given[:-1])), taken | found)
             except Exception as error:  # noqa: BLE001 - user code must not end a night's run
                 self._num_errors += 1
@@ -95,6 +97,7 @@ class Callbacks:
 
 def _hooks_of(callback: Any) -> dict[str, Callable[..., Any]]:
     """The methods of an object or a class; a function is an on_step."""
+    # Not `callable`: an object with `__call__` and hooks is known by its hooks.
     if inspect.isfunction(callback):
         return {"on_step": callback}
     return {name: getattr(callback, name) for name in dir(callback) if name.startswith("on_")}
@@ -122,6 +125,7 @@ def _misfits(callback: Any) -> Iterator[str]:
 
 def _takes(function: Callable[..., Any], num_arguments: int) -> bool:
     try:
+        # `bind` knows defaults, `*args` and keyword-only arguments; counting parameters would not.
         inspect.signature(function).bind(*range(num_arguments))
     except (TypeError, ValueError):
         return False

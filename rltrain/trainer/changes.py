@@ -44,12 +44,14 @@ def tell_changes(loaded: LoadedConfig, start: Start) -> None:
 
     Raises ConfigError if it is another experiment and neither of them has a name.
     """
+    # Weights alone start a new run, which has nothing to agree with.
     if start.folder is None or loaded.config.trainer.resume_weights_only:
         return
     changes = {key: f"{key}: {then} -> {now}" for key, then, now in _changes(start.folder.parent, loaded)}
     if not changes:
         return
     other = [text for key, text in changes.items() if key.startswith(_EXPERIMENT)]
+    # Whoever names a run or a path means it. Without a name, two unrelated runs share the default folder.
     if other and loaded.config.trainer.resume_mode == "auto" and not loaded.explicit & set(_NAMES):
         raise ConfigError(
             f"{start.folder.parent} holds {start.step} steps of another experiment ({'; '.join(other)}), "
@@ -75,6 +77,7 @@ def write_config(run: RunFolder, loaded: LoadedConfig) -> None:
     file, text = run.path / "config.yaml", to_yaml(loaded.config)
     if file.exists() and file.read_text() != text:
         number = 1
+        # Renamed and never overwritten: the settings of earlier steps must be found later.
         while (kept := run.path / f"config.{number}.yaml").exists():
             number += 1
         os.rename(file, kept)
@@ -85,12 +88,14 @@ def _changes(run: Path, loaded: LoadedConfig) -> list[tuple[str, Any, Any]]:
     """(key, value then, value now) per difference to the config.yaml of ``run``; keys unknown to it only if set now."""
     try:
         before = OmegaConf.load(run / "config.yaml")
+    # A record that is gone or damaged is no reason to refuse the run that it describes.
     except (OSError, YAMLError, OmegaConfBaseException):
         return []
     now = OmegaConf.create(to_dict(loaded.config))
     found = []
     for key in all_keys():
         one, other = (OmegaConf.select(each, key, default=_MISSING) for each in (before, now))
+        # A key that a newer version has brought has its default in both runs, unless it is set now.
         if one != other and (one is not _MISSING or key in loaded.explicit):
             found.append((key, "(not known)" if one is _MISSING else one, other))
     return found

@@ -36,11 +36,13 @@ class RunFolder:
         except OSError as error:
             raise DiskError(f"trainer.default_local_dir={path} cannot be created: {error}") from error
         self._lock = self._take_lock()
+        # Only under the lock: before, the folder might be a save of a run that is alive.
         for leftover in self.path.glob(".tmp_*"):
             log.warning("removing %s, left by a save that was interrupted", leftover)
             shutil.rmtree(leftover)
 
     def _take_lock(self) -> IO[str]:
+        # Not "w", which would wipe out the owner's name before the lock says that there is one.
         file = open(self.path / "run.lock", "a+")  # noqa: SIM115 - held for the life of the run
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -81,6 +83,8 @@ class RunFolder:
         if existing.exists():
             if not find_damage(existing):
                 raise CheckpointError(f"{existing} exists already; a checkpoint is never overwritten.")
+            # Set aside and not removed: damaged may mean that a copy was interrupted, and its weights may still be of
+            # use.
             os.rename(existing, existing.with_name(f"damaged_{existing.name}_{int(time.time())}"))
         folder = self.path / f".tmp_global_step_{step}_{os.getpid()}"
         folder.mkdir()
@@ -89,13 +93,16 @@ class RunFolder:
     def commit(self, folder: Path, step: int) -> Path:
         """Manifest, fsync, one rename: from here on the checkpoint exists."""
         found = sorted(folder.rglob("*"))
+        # Taken before the manifest is written, so it does not list itself.
         sizes = {str(each.relative_to(folder)): {"bytes": each.stat().st_size} for each in found if each.is_file()}
         (folder / _MANIFEST).write_text(json.dumps({"step": step, "files": sizes}, indent=1))
+        # Contents before the rename: else a power failure could leave the final name with empty files behind it.
         for each in folder.rglob("*"):
             _sync(each)
         _sync(folder)
         final = self.step_folder(step)
         os.rename(folder, final)
+        # The rename is an entry of the parent folder, which must reach the disk as well.
         _sync(self.path)
         return final
 
@@ -117,6 +124,7 @@ class RunFolder:
 
     def newest(self) -> Path | None:
         """The newest checkpoint that agrees with its manifest; those that do not are named and passed over."""
+        # The folder itself is looked at. A file that points at the newest checkpoint could disagree with it.
         for step in reversed(self.steps()):
             if not (problem := find_damage(self.step_folder(step))):
                 return self.step_folder(step)
@@ -147,6 +155,7 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def _sync(path: Path) -> None:
+    # A folder can be opened for reading only, and that is enough for fsync.
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

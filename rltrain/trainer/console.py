@@ -34,6 +34,7 @@ _VALIDATION = re.compile(r"(val-core/.*)/((?:mean|best|maj|worst|std|pass)@.*)")
 class _Phase(ProgressColumn):
     """The phase that runs, and for how long."""
 
+    # Drawn at every refresh: the seconds of a phase run on while the bar stands still.
     max_refresh = None
 
     def render(self, task: Task) -> Text:
@@ -80,9 +81,11 @@ class Console:
                 for name, label in SHOWN.items()
                 if name in metrics and (metrics[name] or name not in _ONLY_IF_NOT_ZERO)
             )
+            # Validation and saving are part of the time that is left, too.
             self._seconds.append(metrics.get("timing_s/wall", metrics["timing_s/step"]))
             seconds = sum(self._seconds) / len(self._seconds) * (self._total - step)
             left = timedelta(seconds=round(seconds))
+            # Told even where a bar shows it, because train.log has every step; `show_steps` decides about the terminal.
             logs.STEPS.info("step %s  %s", place, "  ".join((*shown, f"left={left}")))
             if self._bar:
                 self._bar.numbers = shown

@@ -1,4 +1,9 @@
-"""Prompts, answers and scores of a step; with dynamic sampling, further rounds until enough groups are informative."""
+"""Prompts, answers and scores of a step; with dynamic sampling, further rounds until enough groups are informative.
+
+Problem: dynamic sampling may never find enough groups whose answers differ, once the policy solves nearly all prompts.
+Choice: the number of rounds is bounded and rejected groups fill the batch up, so a step always ends with a batch of
+the planned size. Left out: keeping surplus groups for the next step, whose policy would be another.
+"""
 
 from __future__ import annotations
 
@@ -74,8 +79,11 @@ class Experience:
         started = self.line.take(self._draw)
         n = self._rollout.n
         sampling = self._sampling(self._rollout, greedy=not self._rollout.do_sample)
+        # Begun before generation, so that the first answers can be scored while the last are still generated.
         arrivals = self._rewards.begin("train", len(started) * n)
         rows = np.array([prompt.row for prompt in started], dtype=np.int32)
+        # The number of a prompt's own draw and not of this round: a prompt that is tried again in a later step gets the
+        # same random numbers.
         draws = np.array([prompt.draw for prompt in started])
         terms = self.line.terms(started) | {"stream": arrivals is not None}
         task = GenerateTask("train", rows, n, sampling, self._seed, draws, **terms)
@@ -89,7 +97,9 @@ class Experience:
                 arrivals.keep(ids)
         with timer("reward"):
             samples.update(self._rewards.score("train", samples, arrivals))
+        # A reward model's score has no fixed scale, so it is no solve rate.
         if c.RULE_SCORE in samples.numbers:
+            # A scorer without `acc` may give any number, and a sampler is promised a rate from 0 to 1.
             solved = accuracy(samples).clip(0, 1).reshape(-1, n).mean(1)
             self.sampler.observe(samples[c.ROW][::n].tolist(), solved)
         return _Round(samples, generated, metrics | {"reward/compute_s": self._rewards.seconds})
@@ -97,6 +107,7 @@ class Experience:
     def _draw(self) -> list[Prompt]:
         rows = self.sampler.rows(self.batches_drawn)
         self.batches_drawn += 1
+        # Counted from 1, after the increment: the number is part of the seeds of all answers, and must stay what it is.
         return [Prompt(row, self.batches_drawn) for row in rows]
 
     def _sampling(self, cfg: RolloutConfig | ValKwargs, *, greedy: bool) -> Sampling:
@@ -111,6 +122,7 @@ class Experience:
         else:
             values = known_number(samples, c.SCORE if metric == "seq_reward" else metric, self._cfg.reward.on_error)
         values = values.reshape(-1, self._rollout.n)
+        # Exact comparison: a difference is something to learn from, however small.
         return np.flatnonzero(values.max(1) != values.min(1))
 
     def _choose(self, rounds: list[Samples], useful: list[Ids]) -> tuple[Samples, Metrics]:
@@ -120,11 +132,14 @@ class Experience:
         for each in useful:
             taken.append(each[: wanted - sum(map(len, taken))])
         num_useful = sum(map(len, taken))
+        # A batch of fixed size keeps mini-batches and ranks as planned. Most rejected groups have no advantage and so
+        # change little but the denominators.
         for number, samples in enumerate(rounds):
             others = np.setdiff1d(np.arange(len(samples) // n), useful[number])
             taken[number] = np.sort(np.concatenate([taken[number], others[: wanted - sum(map(len, taken))]]))
         ids = [(prompts[:, None] * n + np.arange(n)).ravel() for prompts in taken]
         samples = Samples.join(list(zip(rounds, ids, strict=True)))
+        # Each round has numbered its groups from 0; in one batch they must differ.
         samples.update({c.GROUP: np.arange(wanted).repeat(n)})
         generated = sum(map(len, rounds))
         tokens = sum(int(each[c.RESPONSE_LENGTH].sum()) for each in rounds)
@@ -139,6 +154,7 @@ class Experience:
     def add_greedy_baseline(self, samples: Samples, timer: StepTimer) -> None:
         """``baseline`` [n]: the score of the greedy answer to the same prompt (ReMax)."""
         n = self._rollout.n
+        # One greedy answer per prompt: a second one would be the same.
         rows = samples[c.ROW][::n]
         with timer("gen_max"):
             task = GenerateTask(
@@ -164,6 +180,7 @@ class Experience:
             if stop.requested:
                 return None
         samples = Samples.join([(part, np.arange(len(part))) for part in parts])
+        # Each part has numbered its groups from 0; together they must differ.
         samples.update({c.GROUP: np.arange(len(rows)).repeat(num_samples)})
         scores = self._rewards.score("val", samples)
         return samples, scores, num_samples

@@ -42,6 +42,7 @@ def sample_metrics(samples: Samples, max_prompt_length: int) -> Metrics:
 
 def _spread(name: str, values: NDArray[Any], weights: NDArray[Any] | None = None) -> Metrics:
     if weights is not None and not weights.sum():
+        # Without a single token there is nothing to weigh by, and a mean over answers is shown instead of an error.
         weights = None
     return {
         f"{name}/mean": float(np.average(values, weights=weights)),
@@ -63,8 +64,10 @@ def token_advantage_metrics(moments: dict[str, Moments], shift: float, scale: fl
         found = moments.get(name, Moments())
         if found.count:
             for kind, value in (("mean", found.mean), ("max", found.largest), ("min", found.smallest)):
+                # Mean and extremes move with an affine change of the numbers, so raw moments suffice.
                 metrics[f"critic/{name}/{kind}"] = (value - offset) * factor
     if "errors" in moments and moments["errors"].count:
+        # 1e-5 is verl's: returns that are all equal have no variance to explain.
         metrics["critic/vf_explained_var"] = 1.0 - moments["errors"].variance / (moments["returns"].variance + 1e-5)
     return metrics
 
@@ -97,6 +100,8 @@ def group_metrics(groups: NDArray[np.int64], rewards: NDArray[np.float64], right
     _, place, sizes = np.unique(groups, return_inverse=True, return_counts=True)
     if sizes.max() < 2:
         return {}
+    # Means first and squares of deviations then: a difference of sums of squares would lose small spreads of large
+    # rewards.
     means = np.bincount(place, rewards) / sizes
     spread = np.sqrt(np.bincount(place, (rewards - means[place]) ** 2) / sizes)
     high, low = np.full(len(sizes), -np.inf), np.full(len(sizes), np.inf)
@@ -119,6 +124,7 @@ def update_metrics(results: Sequence[UpdateNumbers], tokens: NDArray[np.int64], 
     if having.any():
         for name, total in _over_ranks([each.token_sums for each in results]).items():
             metrics[f"{prefix}/{name}"] = float(np.mean(total[having] / tokens[having]))
+    # The norm is over all ranks' shards already, and every rank has the same one; likewise whether a step was skipped.
     metrics[f"{prefix}/grad_norm"] = float(np.mean(results[0].grad_norm))
     metrics[f"{prefix}/steps_skipped"] = float(np.sum(results[0].skipped))
     return metrics | largest([each.memory_gb for each in results])
@@ -126,6 +132,7 @@ def update_metrics(results: Sequence[UpdateNumbers], tokens: NDArray[np.int64], 
 
 def _over_ranks(parts: Sequence[dict[str, NDArray[Any]]]) -> dict[str, NDArray[Any]]:
     names = dict.fromkeys(name for part in parts for name in part)
+    # A rank that was idle in every step names nothing but the loss.
     return {name: np.sum([part[name] for part in parts if name in part], axis=0) for name in names}
 
 
@@ -170,6 +177,7 @@ def mismatch_metrics(moments: dict[str, Moments]) -> Metrics:
         "training/rollout_probs_diff_std": math.sqrt(moments["prob_gap"].variance),
         "training/rollout_actor_probs_pearson_corr": _correlation(moments),
         "rollout_corr/log_ppl_diff": (engine_log_ppl.total - train_log_ppl.total) / max(train_log_ppl.count, 1),
+        # For tokens drawn by the engine E[w] is 1, so E[w^2] - 1 is the variance of w, the chi-square divergence.
         "rollout_corr/chi2_token": moments["w_squared"].mean - 1,
         "rollout_corr/chi2_seq": moments["w_product_squared"].mean - 1,
     }
@@ -188,6 +196,7 @@ def _correlation(moments: dict[str, Moments]) -> float:
     train, engine = moments["train_prob"], moments["engine_prob"]
     stds = [math.sqrt(each.variance) for each in (train, engine)]
     covariance = moments["prob_product"].mean - train.total * engine.total / train.count**2
+    # A policy that is sure of every token leaves nothing to correlate, which is no sign of a mismatch.
     return covariance / (stds[0] * stds[1]) if min(stds) > 1e-6 else 1.0
 
 
@@ -214,6 +223,8 @@ def throughput_metrics(samples: Samples, timing: Metrics, num_devices: int) -> M
     total = response + int(samples[c.PROMPT_LENGTH].sum())
     step = timing["timing_s/step"]
     thrown_away = timing.get("filter_groups/tokens_thrown_away", 0.0)
+    # With a tail the batch has tokens of earlier steps and lacks some of this one, so its own length says nothing about
+    # the engines.
     generated = timing.get("rollout/tail/tokens_generated", response + thrown_away)
     metrics = {
         "perf/total_num_tokens": float(total),
@@ -267,6 +278,7 @@ def generation_metrics(results: Sequence[GenerationNumbers]) -> Metrics:
     metrics["timing_s/update_weights"] = metrics["timing_s/reshard"]  # newer verl's name of it
     syncs = [result.sync for result in results if result.sync]
     if syncs:
+        # Every engine takes over the same weights, and the sync lasts as long as its slowest rank.
         gigabytes = syncs[0].gigabytes
         metrics["perf/weight_sync_gb"] = gigabytes
         metrics["perf/weight_sync_gb_per_s"] = gigabytes / max(*(sync.seconds for sync in syncs), 1e-9)
@@ -284,6 +296,7 @@ def rollout_metrics(rounds: Sequence[Samples], num_replicas: int) -> Metrics:
     tail = busy = total = 0.0
     lengths = []
     for samples in rounds:
+        # Answers kept from earlier steps have no end time in this one.
         served = samples[c.SERVED]
         ended = samples[c.ENDED_S][served]
         last = np.zeros(num_replicas)

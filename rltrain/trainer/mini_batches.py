@@ -1,4 +1,9 @@
-"""The mini-batches of a step: which samples share an optimizer step, and what their loss divides by."""
+"""The mini-batches of a step: which samples share an optimizer step, and what their loss divides by.
+
+Problem: if every rank cut its own samples, the number of devices would decide which samples meet in an optimizer step.
+Choice: the driver cuts the whole batch by prompts, before it is spread over ranks, and counts the denominators over
+the whole mini-batch. Left out: micro-batches, which change no number (`balance`).
+"""
 
 from __future__ import annotations
 
@@ -25,9 +30,12 @@ def cut_prompts(plan: Plan, prompts_per_mini_batch: int, epochs: int, step: int,
     for epoch in range(epochs):
         prompts = np.arange(plan.prompts_per_step)
         if seed is not None:
+            # Raw numbers are sorted instead of calling `permutation`, because NumPy guarantees only the raw stream
+            # across versions. The sort is stable, so equal keys have one order too.
             keys = stream(seed, "mini_batches", step, epoch)
             prompts = np.argsort(keys.random_raw(len(prompts)), kind="stable")
         chunks = prompts.reshape(-1, prompts_per_mini_batch)
+        # Samples are prompt-major, so the answers to prompt p are p * n to p * n + n - 1.
         found += [(chunk[:, None] * n + np.arange(n)).ravel() for chunk in chunks]
     return found
 
@@ -44,5 +52,6 @@ def num_tokens(samples: Samples) -> Ids:
 
 def per_rank(layout: Layout, counts: Sequence[Denominators], first_waits: bool = False) -> list[list[MiniBatch]]:
     """The mini-batches of every rank. first_waits: the first of them has no old log-probs yet."""
+    # Only the first: every later mini-batch comes after an optimizer step, whose policy is no longer the old one.
     have = [not first_waits] + [True] * (len(counts) - 1)
     return [[MiniBatch(*each) for each in zip(mine, counts, have, strict=True)] for mine in layout.micro_sizes]

@@ -77,6 +77,7 @@ def make_plan(config: Config, num_prompts: int | None = None, num_too_long: int 
     # A float is not exact: 1.1 x 10 is a little over 11.
     started = math.ceil(round(prompts * rollout.oversample_ratio, 6)) if rollout.stops_early else drawn
     steps_per_epoch = _steps_per_epoch(num_prompts, drawn, prompts, num_too_long)
+    # The key wins over epochs, as in verl.
     total = config.trainer.total_training_steps or (steps_per_epoch or 0) * config.trainer.total_epochs
     budget = budgets(config)
     return Plan(
@@ -91,6 +92,7 @@ def make_plan(config: Config, num_prompts: int | None = None, num_too_long: int 
         prompts_per_step=prompts,
         answers_per_prompt=rollout.n,
         samples_per_step=prompts * rollout.n,
+        # Rounded up: samples need not divide by the ranks, so some ranks get one more.
         most_samples_per_rank=-(-prompts * rollout.n // ranks),
         num_mini_batches=prompts // mini,
         prompts_per_mini_batch=mini,
@@ -102,6 +104,7 @@ def make_plan(config: Config, num_prompts: int | None = None, num_too_long: int 
         critic_prompts_per_mini_batch=critic.ppo_mini_batch_size,
         num_reward_workers=_reward_workers(config),
         num_engine_replicas=replicas,
+        # Engines are given whole prompts, so the prompts are rounded up and not the samples.
         samples_per_replica=-(-started // replicas) * rollout.n,
         update_budget=budget["update"],
         log_prob_budget=budget["log_prob"],
@@ -119,6 +122,8 @@ def make_plan(config: Config, num_prompts: int | None = None, num_too_long: int 
 def _reward_workers(config: Config) -> int:
     """Scoring processes; every node is taken to have the cores of this one. Waiting for a server takes none."""
     nodes, reward = config.trainer.nnodes, config.reward
+    # Affinity and quota instead of `os.cpu_count`, which in a container counts the cores of the whole machine. One core
+    # is left to every device's worker.
     spare = int(min(len(os.sched_getaffinity(0)), cpu_quota())) - config.trainer.n_gpus_per_node
     in_each_node = 1 if reward.url else max(1, min(_MOST_REWARD_WORKERS_PER_NODE, spare))
     return reward.num_workers or min(_MOST_REWARD_WORKERS, nodes * in_each_node)
@@ -136,6 +141,7 @@ def _steps_per_epoch(num_prompts: int | None, drawn: int, prompts: int, num_too_
 
 
 def _warmup_steps(optim: OptimConfig, total: int) -> int:
+    # Less than 0 means that the ratio decides, as in verl.
     return optim.lr_warmup_steps if optim.lr_warmup_steps >= 0 else round(optim.lr_warmup_steps_ratio * total)
 
 

@@ -1,7 +1,9 @@
 """The algorithm: `PPOTrainer.step` is one iteration.
 
-It asks `StepPasses` which passes to make, lays the samples out over the ranks, and hands the work to the roles. The
-loop around it, with saving and trackers, is `Trainer.fit` in run.py.
+Problem: the text of the algorithm gets lost between passes that some runs skip, layouts and metrics. Choice: `step`
+asks `StepPasses` which passes to make and reads like the paper; what its phases leave for the report is a `StepRecord`.
+Left out: the loop with saving and trackers, which is `Trainer.fit` in run.py, and every computation on tokens, which is
+the workers'.
 """
 
 from __future__ import annotations
@@ -107,6 +109,8 @@ class PPOTrainer:
                     ranks = plan.critic_data_parallel_size
                     self.critic.values(samples, self._lay_out(samples, plan.values_budget, ranks))
             with timer("adv"):  # A(x, y)
+                # Estimators have no micro-batches. The layout says on which rank an answer's tokens are put together,
+                # and the report measures on it how evenly tokens are spread.
                 record.layouts["adv"] = self._lay_out(samples, plan.log_prob_budget)
                 whitening, found = self.advantages.estimate(samples, self.actor, record.layouts["adv"])
                 record.metrics |= found
@@ -125,6 +129,7 @@ class PPOTrainer:
         """
         covered = np.ones(len(samples), dtype=bool)
         if self.plan.passes.waits_for_update(record.step):
+            # The mini-batches are a function of the step, so those of the update will be the same ones.
             covered[self._actor_mini_batches(record.step)[0]] = False
         samples.update({c.HAS_OLD_LOG_PROBS: covered})
         record.metrics["perf/old_log_prob_share"] = float(covered.mean())
@@ -143,10 +148,16 @@ class PPOTrainer:
         silent = self.advantages.silent(samples)
         mini_batches = [ids[~silent[ids]] for ids in mini_batches]
         layout = lay_out(mini_batches, self._workload(samples), plan.data_parallel_size, plan.update_budget)
+        # Steps are counted from 1 and the schedule from 0. All optimizer steps of a step share one rate, so
+        # `ppo_epochs` and the mini-batch size do not stretch the schedule.
         rate = learning_rate(step - 1, cfg.optim, plan.lr_warmup_steps, plan.total_steps)
         weight_scale = 1.0
         if self.cfg.algorithm.rollout_correction.rollout_is_batch_normalize:
+            # The mean is over the whole batch and not over a mini-batch, so that the scale is the same for every
+            # optimizer step. It is known here because this key makes the old_log_prob pass cover every sample.
             weight_scale = 1.0 / max(m.mismatch_metrics(record.measured).get("rollout_corr/rollout_is_mean", 1.0), 1e-8)
+        # A selection draws its random numbers by the sample's id, not by its place on a rank, so the layout changes no
+        # choice.
         samples.update({c.SAMPLE_ID: np.arange(len(samples)), c.SILENT: silent})
         seed = int(stream(self.cfg.data.seed, "selection", step).random_raw())
         tasks = [
@@ -154,12 +165,15 @@ class PPOTrainer:
             for each in per_rank(layout, counts, plan.passes.waits_for_update(step))
         ]
         results = self.actor.update(samples, layout, tasks)
+        # Statistics per token are means over the tokens that were computed: silent samples have none to add.
         computed = np.array([samples[c.LOSS_TOKENS][ids].sum() for ids in mini_batches])
         record.metrics |= m.update_metrics(results, computed, "actor") | {"actor/lr": rate}
+        # Every epoch over the batch would have computed them once more.
         record.metrics["perf/update_tokens_skipped"] = float(num_tokens(samples)[silent].sum() * cfg.ppo_epochs)
         if cfg.use_kl_loss:
             record.metrics["actor/kl_coef"] = cfg.kl_loss_coef
         record.layouts["update_actor"] = layout
+        # What the update's own forward has measured joins what the old_log_prob pass did; no sample is in both.
         record.measured = join([record.measured, join(each.measured for each in results)])
         self._alarms.skipped("actor", record.metrics)
 
@@ -168,6 +182,7 @@ class PPOTrainer:
         size = plan.critic_prompts_per_mini_batch
         mini_batches = cut_prompts(plan, size, cfg.ppo_epochs, step, self.cfg.data.seed if cfg.shuffle else None)
         counts = [self._denominators(samples, ids) for ids in mini_batches]
+        # Silent samples stay in: an answer without advantage has returns all the same, and the critic learns from them.
         layout = lay_out(mini_batches, self._workload(samples), plan.critic_data_parallel_size, plan.critic_budget)
         rate = learning_rate(step - 1, cfg.optim, plan.critic_lr_warmup_steps, plan.total_steps)
         results = critic.update(samples, layout, per_rank(layout, counts), rate)
@@ -179,7 +194,10 @@ class PPOTrainer:
         """The metrics of the step, to the archive and the callbacks too."""
         cfg, plan, work = self.cfg, self.plan, self._workload(samples)
         metrics = timer.metrics() | record.metrics | m.policy_metrics(record.measured)
+        # With a gap that only warns, or under `bypass`, this is the first time that all of it is known. An error here
+        # comes before the step is saved.
         metrics |= self._alarms.gap(metrics)
+        # No model runs in the phase adv, so it has no FLOPs to count.
         costs = {phase: cost_of(layout, work) for phase, layout in record.layouts.items() if phase != "adv"}
         metrics |= costs["update_actor"].metrics() if "update_actor" in costs else {}
         metrics |= m.throughput_metrics(samples, metrics, plan.num_devices)
@@ -213,6 +231,8 @@ class PPOTrainer:
 
     def _workload(self, samples: Samples) -> Workload:
         """A token costs 2 FLOPs per matmul weight; a (query, key) pair costs 4 x heads x head size FLOPs per layer."""
+        # The ratio of the two costs above. It is the actor's for every pass: for a critic of another model the ranks
+        # are balanced by an estimate, which costs time and changes no number.
         pair_cost = 2 * self.model_sizes["attention_width"] / self.model_sizes["matmul_parameters"]
         return Workload.of_groups(samples[c.PROMPT_LENGTH], samples[c.RESPONSE_LENGTH], samples[c.GROUP], pair_cost)
 
@@ -221,6 +241,7 @@ class PPOTrainer:
         return denominators(samples[c.LOSS_TOKENS][ids], horizon)
 
     def _bytes_through_driver(self) -> int:
+        # One worker group serves all roles, so the actor's count has the critic's calls in it.
         return self.actor.bytes_through_driver + (self.archive.bytes_through_driver if self.archive else 0)
 
     # -- bookkeeping ---------------------------------------------------------------------------------------------------
@@ -237,6 +258,7 @@ class PPOTrainer:
         self.experience.line.restore(progress.in_flight)
         if progress.sampler:
             self.experience.sampler.restore(progress.sampler)
+        # A fixed weight follows the config, which may have changed between the two starts.
         if progress.kl_coef is not None and self.cfg.algorithm.kl_ctrl.type == "adaptive":
             self.advantages.kl_coef = progress.kl_coef
 
@@ -255,6 +277,8 @@ class PPOTrainer:
             samples.update(scores)
             self.archive.keep("val", step, samples, num_samples)
             self.archive.show_validation(step, samples, num_samples)
+        # In a validation nothing is taken off the score, so `score` and `reward` are one number, and verl calls it
+        # reward.
         hidden = {c.SCORE, c.REWARD_FAILED, c.REWARD_TIMEOUT, c.REWARD_ERROR}
         hidden |= (
             set() if {c.MODEL_SCORE, c.OVERLONG} & scores.keys() else {c.RULE_SCORE}

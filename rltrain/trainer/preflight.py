@@ -48,6 +48,7 @@ def preflight(loaded: LoadedConfig) -> Findings:
             "a critic is trained beside the actor, as algorithm.adv_estimator is gae unless set (as in verl); "
             "grpo needs none"
         )
+    # One check's error does not hide what the other finds.
     for check in (_plugins, _models):
         try:
             check(cfg, found)
@@ -74,6 +75,7 @@ def _models(cfg: Config, found: Findings) -> None:
     if "actor_rollout_ref.model.path" in wrong:
         return
     encoder = chat_encoder(cfg)
+    # The dry run asks this before it reads and tokenises rows.
     found.tokenizer_works = bool(encoder.tokenizer)  # or it raises
     if encoder.ignores_generation_prompt:
         found.notes.append(
@@ -85,6 +87,8 @@ def _models(cfg: Config, found: Findings) -> None:
         roles.model.path, trust_remote_code=roles.model.trust_remote_code, override=dict(roles.model.override_config)
     )
     found.problems += _positions(cfg, config, found)
+    # A model without memory behind its weights: parameters can be counted and LoRA's names matched before anything is
+    # loaded.
     model = empty_model(config, "eager", torch.float32, trust_remote_code=roles.model.trust_remote_code)
     found.num_parameters = sum(weight.numel() for weight in model.parameters())
     lora = lora_of(roles.model, "actor_rollout_ref.model", torch.float32, seed=0)
@@ -131,7 +135,10 @@ def _devices(loaded: LoadedConfig) -> Iterator[str]:
     trainer, address = loaded.config.trainer, cluster_address(loaded.config)
     device = get_device(trainer.device)
     if device.is_cpu:
+        # A worker takes one CPU slot; rltrain chooses enough of them unless the user has set a number.
         slots = loaded.config.ray_kwargs.ray_init.get("num_cpus")
+        # The machine shows accelerators that torch cannot use. To train on the CPU without a word would be the worst
+        # answer.
         if trainer.device == "auto" and devices_here("auto", none=0):
             yield (
                 f"trainer.device=auto: torch {torch.__version__} sees none of the {devices_here('auto', none=0)} "
@@ -145,6 +152,7 @@ def _devices(loaded: LoadedConfig) -> Iterator[str]:
             )
         return
     here = f"this machine has {device.count} {_NAMES[device.kind]} devices (torch {torch.__version__})"
+    # This machine may be a login node, so its devices say nothing about the cluster's.
     if address:
         if not device.count and "trainer.n_gpus_per_node" not in loaded.explicit:
             yield f"trainer.n_gpus_per_node is not set, and {here} to count. Say how many each node has."

@@ -81,12 +81,15 @@ def find_start(cfg: Config, run: RunFolder, dataset: str) -> Start:
     start = Start(folder=folder)
     if folder is not None:
         record = read_record(folder)
+        # Weights alone may go into any other run: nothing of the old run has to agree.
         if not trainer.resume_weights_only:
             _refuse_other_version(folder, record)
+            # A pickle could run code of whoever made the checkpoint, and arrays need none.
             with np.load(folder / "sampler.npz", allow_pickle=False) as arrays:
                 progress = Progress(record["batches_drawn"], record["kl_coef"], dict(arrays), record["in_flight"])
             start = Start(int(record["global_step"]), progress, folder)
             _refuse_other_run(cfg, folder, record, dataset)
+        # Asked here, because the workers would find it out only after the models are loaded.
         if cfg.algorithm.needs_critic and not (folder / "critic").is_dir():
             raise CheckpointError(
                 f"{folder} holds no critic: it was saved by a run without one. Set algorithm.adv_estimator as it was, "
@@ -122,9 +125,11 @@ def _refuse_other_version(folder: Path, record: dict[str, Any]) -> None:
 
 def _refuse_other_run(cfg: Config, folder: Path, record: dict[str, Any], dataset: str) -> None:
     now, then = frozen_values(cfg), record["frozen"]
+    # Both sides: LoRA keys are there only in a run with adapters.
     keys = sorted(now.keys() | then.keys())
     changed = [f"{key}: {then.get(key)} then, {now.get(key)} now" for key in keys if then.get(key) != now.get(key)]
     digest, _, described = record["dataset"].partition(" ")
+    # What stands behind the digest is for the message alone and may be worded anew.
     if digest != dataset.partition(" ")[0]:
         changed.append(
             f"training data: {described} then, {dataset.partition(' ')[2]} now, and the rows are not the same"

@@ -1,4 +1,10 @@
-"""What an answer is worth: rule rewards, a reward model, and penalties, put together by stated weights."""
+"""What an answer is worth: rule rewards, a reward model, and penalties, put together by stated weights.
+
+Problem: rule rewards are computed while other answers are still generated, so they come in the order of arrival, and
+some belong to answers that the step does not use. Choice: scorers count answers as they get them, and
+`AnswersInScoring` remembers which sample each of them is. Left out: overlapping the reward model, which shares the
+devices with the engine.
+"""
 
 from __future__ import annotations
 
@@ -66,6 +72,7 @@ class Rewards:
             found[c.SCORE] = self._weigh(found)
         total = found[c.SCORE]
         if self._pool:
+            # Kept although it may be the score itself: accuracy and the sampler ask for the rule's part.
             found[c.RULE_SCORE] = total
         if self._model:
             found[c.MODEL_SCORE] = self._model.score(split, samples)
@@ -75,6 +82,7 @@ class Rewards:
                 samples[c.RESPONSE_LENGTH], self._max_length, self._cfg.overlong_buffer
             )
             total = total + found[c.OVERLONG]
+        # Two columns, because a KL penalty is later taken off the reward and not off the score.
         return found | {c.SCORE: total, c.REWARD: total}
 
     def _weigh(self, found: dict[str, Column]) -> Floats:
@@ -87,6 +95,7 @@ class Rewards:
                 raise RewardError(
                     f"reward.weights.{name}: the scorer returned no number '{name}' for some answers. Leave it out."
                 )
+            # Only failed answers have no number here, and the last line replaces their sum.
             total = total + weight * np.nan_to_num(term)
         return np.where(failed, found[c.SCORE], total)
 
@@ -94,7 +103,7 @@ class Rewards:
 class AnswersInScoring:
     """Answers on their way through the scorers, which know them by the order in which they finished, not by sample.
 
-    ``ids`` has, per list of texts, which samples its answers are (-1: of no sample).
+    ``_ids[i][j]`` is the sample of answer j in the i-th list that was added (-1: none that the step uses).
     """
 
     def __init__(self, scoring: Scoring) -> None:
@@ -111,6 +120,7 @@ class AnswersInScoring:
 
     def keep(self, ids: Ids) -> None:
         """Only the samples ``ids`` stay, as 0, 1, and so on. Scores of the others are dropped."""
+        # Called once, while no id is -1 yet: a second call would read -1 as the last sample.
         new_id = np.full(1 + max(int(each.max()) for each in (ids, *self._ids)), -1)
         new_id[ids] = np.arange(len(ids))
         self._ids = [new_id[each] for each in self._ids]
@@ -130,6 +140,7 @@ class AnswersInScoring:
         """Wait for the scores and return their columns, by sample."""
         columns, ids = self._scoring.finish(), np.concatenate(self._ids)
         wanted = ids >= 0
+        # The ids are 0 to n - 1, each once, so sorting by them puts every score at its sample.
         by_sample = np.argsort(ids[wanted])
         return {name: values[wanted][by_sample] for name, values in columns.items()}
 
@@ -150,6 +161,7 @@ def column_of(name: str, columns: Mapping[str, Any]) -> str:
 
 def accuracy(samples: Samples) -> Floats:
     """``acc`` per answer; the score where the scorer returns a bare number, or where a reward model alone decides."""
+    # A penalty for length or a reward model's opinion says nothing about right or wrong.
     score = samples.numbers.get(c.RULE_SCORE, samples[c.SCORE])
     acc = _floats(samples.numbers.get(c.SCORER + "acc"), len(samples))
     return np.where(np.isnan(acc), score, acc)

@@ -71,7 +71,11 @@ class _Remote:
             bind(method, samples.request(ids, columns, numbers).as_batch, argument)
             for ids, argument in zip(layout.ids, arguments, strict=True)
         ]
+        # Neighbours that share sequences return the same numbers, so the first of each data-parallel rank speaks for
+        # it.
         results = self._group.submit(calls).collect()[:: self._group.world // len(calls)]
+        # A rank without samples has taken part in the collectives and returns a batch without columns, which nobody
+        # could ask for rows.
         having = [(ids, ref, found) for ids, (ref, found) in zip(layout.ids, results, strict=True) if len(ids)]
         samples.attach([whole(ref, tuple(made), ids) for ids, ref, _ in having])
         placed: dict[str, np.ndarray] = {}
@@ -96,6 +100,7 @@ class Policy(_Remote):
         self._calls = 0
         self._lengths = ResponseLengths()
         self._passes = passes
+        # Under bypass the engine is the old policy, and there is no other column of old log-probs.
         self._old = c.ROLLOUT_LOG_PROBS if passes.bypass else c.OLD_LOG_PROBS
 
     def generate(
@@ -128,6 +133,7 @@ class Policy(_Remote):
         samples.update({c.GROUP: places, c.ROW: task.rows[places]})
         # An answer that was given up counts as one of maximum length, so that it starts first the next time.
         lengths = np.where(samples[c.COMPLETE], samples[c.RESPONSE_LENGTH], task.sampling.max_tokens)
+        # Answers that were complete before this step are not served in it, and would count as given up.
         asked = np.ones(len(samples), dtype=bool) if task.todo is None else task.todo.ravel()
         self._lengths.observe(task.split, samples[c.ROW][asked], lengths[asked])
         return samples, m.generation_metrics([found for *_, found in results])
@@ -137,6 +143,7 @@ class Policy(_Remote):
         made = [c.OLD_LOG_PROBS]
         made += [c.IS_WEIGHTS] if self._passes.importance_weights else []
         made += [c.LOSS_MASK] if self._passes.rejects else []
+        # Tokens of earlier policies must not count as a gap between engine and trainer.
         numbers = [c.CARRIED_LENGTH] if c.CARRIED_LENGTH in samples.numbers else []
         return self._run_pass(roles.Actor.log_probs, layout.all_sizes(), samples, layout, c.GENERATED, made, numbers)
 
@@ -167,8 +174,13 @@ class Policy(_Remote):
         columns += [c.LOSS_MASK] if passes.rejects_early else []
         optional: tuple[str, ...] = ()
         if not all(mini.has_old_log_probs for task in tasks for mini in task.mini_batches):
+            # As required columns the request would refuse them, since the samples of the first mini-batch have none
+            # yet. The worker makes them from its own forward and compares them with the engine's, which it therefore
+            # needs.
             optional = (c.OLD_LOG_PROBS, c.IS_WEIGHTS)  # the first mini-batch has none
             columns = [*(name for name in columns if name not in optional), c.ROLLOUT_LOG_PROBS]
+        # An advantage per answer is a number of the driver's and travels with the call; per token it is a column that
+        # stays in the store.
         numbers = [c.SAMPLE_ID] if passes.token_advantages else [c.SAMPLE_ID, c.ADVANTAGE]
         compares = passes.bypass or bool(optional)
         numbers += [c.CARRIED_LENGTH] if compares and c.CARRIED_LENGTH in samples.numbers else []
@@ -201,6 +213,8 @@ class ResponseLengths:
     """Remembers how long the answers per prompt were, because the longest should start first."""
 
     def __init__(self) -> None:
+        # This is no part of a checkpoint: the order in which prompts start decides how long generation takes, and no
+        # token of an answer.
         self._seen: dict[tuple[str, int], float] = {}
 
     def order(self, split: str, rows: NDArray[np.int32]) -> NDArray[np.int32] | None:
@@ -262,6 +276,8 @@ class RewardModel(_Remote):
 
     def score(self, split: str, samples: Samples) -> np.ndarray:
         """Score per answer [n]. Texts are spread over the ranks by length."""
+        # The reward model has a tokenizer of its own, so the policy's lengths only estimate the work, and its workers
+        # cut their micro-batches themselves.
         shares = _deal(samples[c.PROMPT_LENGTH] + samples[c.RESPONSE_LENGTH], self._group.world)
         calls = [
             bind(roles.RewardModel.score, samples.request(ids, [c.TEXT], [c.ROW]).as_batch, split) for ids in shares
@@ -279,6 +295,7 @@ def _by_sample(found: Sequence[dict[str, np.ndarray]], num_samples: int) -> dict
     columns[c.SERVED] = np.ones(len(ids), dtype=bool)
     columns[c.COMPLETE] = ~columns.pop(c.ABORTED)
     columns[c.ENGINE] = np.arange(len(found)).repeat([len(numbers[c.SLOT]) for numbers in found])
+    # A sample that no replica has served keeps zeros: it is neither served nor complete, and has no tokens.
     placed = {name: np.zeros(num_samples, values.dtype) for name, values in columns.items()}
     for name, values in columns.items():
         placed[name][ids] = values

@@ -1,4 +1,9 @@
-"""A run: the steps of the algorithm, with validation, saving and trackers between them. `build` puts it together."""
+"""A run: the steps of the algorithm, with validation, saving and trackers between them. `build` puts it together.
+
+Problem: a signal or an error may come at any point, and as little as possible shall be lost. Choice: per step the order
+is update, save, validate, log; `Stop.finishing` is set exactly while something unsaved exists, and metrics are logged
+even if saving fails. Left out: going on after an error within the same process; the same command resumes.
+"""
 
 from __future__ import annotations
 
@@ -105,12 +110,18 @@ class Trainer:
             return True
         done, untested = first_step, False
         for step in range(first_step + 1, total + 1):
+            # Asked between steps: a step that has begun is worth finishing, one that has not costs nothing to leave
+            # out.
             if stop.requested:
                 break
             stop.finishing = "finishing this step, saving"
+            # The progress before the step, because a step draws prompts and adapts the KL weight before a reward can
+            # fail.
             started, before = time.perf_counter(), ppo.progress
             try:
                 metrics = ppo.step(step)
+            # A reward fails before any update of the step, so the weights are still those of the step before and worth
+            # saving. After an error of the workers they may be half updated.
             except RewardError:
                 saver.rescue(step - 1, before)
                 raise
@@ -124,16 +135,21 @@ class Trainer:
                     metrics |= saver.save(step, ppo.progress)
                 stop.reached(step, total, saver.last_step)
                 if saver.last_step == step:
+                    # Everything is saved, so from here on a signal may end the run at once, in the middle of a
+                    # validation.
                     stop.finishing = ""
                 if untested and not stop.requested:
                     found = ppo.validate(step, stop)
+                    # A validation that a signal has cut short returns nothing.
                     metrics, untested = metrics | found, not found
                 metrics["timing_s/wall"] = time.perf_counter() - started
             finally:  # what was measured is not lost with a save that fails
                 tracker.log(step, metrics)
+        # The signal may have come after the question above whether a save is due.
         if stop.requested and trainer.save_at_end and saver.last_step < done:
             saver.save(done, ppo.progress)
             stop.reached(done, total, done)
+        # A run that lacks its last validation has not got to its end, though all steps are made.
         return done == total and not untested
 
     def close(self) -> None:
@@ -144,4 +160,5 @@ class Trainer:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, where: Any) -> None:
+        # `pop_all` leaves an empty stack behind, so a second call finds nothing to end.
         self.closing.pop_all().__exit__(kind, error, where)

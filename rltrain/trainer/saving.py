@@ -1,4 +1,9 @@
-"""When to save and what a checkpoint holds."""
+"""When to save and what a checkpoint holds.
+
+Problem: a full disk is mostly found out hours after the start, while a checkpoint is written. Choice: its size is
+estimated from the weights before the first step, and measured after the first save. Left out: saving while training
+goes on, which would need a second copy of weights and optimizer state on the host.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +31,7 @@ def checkpoint_bytes(cfg: Config, num_parameters: int, num_trained: int) -> int:
 
 
 def steps_saved(cfg: TrainerConfig, first_step: int, total_steps: int) -> list[int]:
-    """The steps that a run saves which has done ``first_step`` of ``total_steps``."""
+    """The steps at which a run saves that starts after ``first_step`` and ends after ``total_steps``."""
     regular = range(first_step + 1, total_steps + 1) if cfg.save_freq > 0 else range(0)
     steps = [step for step in regular if step % cfg.save_freq == 0]
     at_end = cfg.save_at_end and total_steps > first_step and total_steps not in steps
@@ -42,6 +47,7 @@ def missing_room(cfg: TrainerConfig, folder: Path, size: int, first_step: int, t
     steps = steps_saved(cfg, first_step, total_steps)
     existing, keep = len(list(folder.glob("global_step_*"))), cfg.max_actor_ckpt_to_keep or 0
     # The newest is written before the oldest is removed.
+    # Room for what exists is taken already; what is asked for is the growth up to the limit.
     needed = max(min(existing + len(steps), keep + 1) - existing, 1) if keep >= 1 else 1
     free = free_bytes(folder)
     if steps and free < size:
@@ -61,6 +67,7 @@ def missing_room(cfg: TrainerConfig, folder: Path, size: int, first_step: int, t
 
 def free_bytes(folder: Path) -> int:
     """Free space where ``folder`` is or will be."""
+    # A dry run asks before the run folder exists, so the nearest folder above it answers.
     return shutil.disk_usage(next(each for each in (folder, *folder.parents) if each.is_dir())).free
 
 
@@ -115,13 +122,17 @@ class Saver:
             except (OSError, WorkerError) as error:
                 # torch does not say that a disk is full.
                 written = sum(file.stat().st_size for file in temporary.rglob("*") if file.is_file())
+                # What was written counts as free, because it is removed below.
                 full = free_bytes(self._folder.path) + written < self._bytes_needed
                 shutil.rmtree(temporary, ignore_errors=True)
                 if isinstance(error, WorkerError) and not full:
                     raise
                 raise DiskError(f"checkpoint of step {step} could not be written: {error}. {room}") from error
             self.last_step = step
+            # From the second save on, the size is known and no longer estimated.
             self._bytes_needed = sum(file.stat().st_size for file in final.rglob("*") if file.is_file())
+            # After the new one is in place. The one that trainer.resume_from_path names stays, as the same command
+            # starts from it again.
             self._folder.prune(self._cfg.trainer.max_actor_ckpt_to_keep, spare=self._cfg.trainer.resume_from_path)
         return timer.metrics() | self._callbacks.on_save(step, final)
 
@@ -151,4 +162,5 @@ class Saver:
         if start.folder:
             for name, role in self._roles.items():
                 role.load(str(start.folder / name), self._cfg.trainer.resume_weights_only)
+        # The step that the run starts from is saved already, also for `rescue`.
         self.last_step = start.step

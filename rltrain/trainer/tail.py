@@ -59,6 +59,7 @@ class PromptLine:
 
     def take(self, draw: Callable[[], list[Prompt]]) -> list[Prompt]:
         """The prompts of a step: waiting ones, then new ones."""
+        # Whole draws are added, because a sampler is asked once per draw; what is too much waits for the next step.
         while len(self._waiting) < self._num_started:
             self._waiting += draw()
         started, self._waiting = self._waiting[: self._num_started], self._waiting[self._num_started :]
@@ -72,6 +73,7 @@ class PromptLine:
         for place, prompt in enumerate(started):
             if prompt.answers:
                 todo[place] = ~prompt.answers[c.COMPLETE]
+        # With 0 no replica would begin a job, and the step would have no answer to place or to measure.
         enough = max(1, self._wanted - int((~todo.any(1)).sum()))
         return {"enough": enough, "must": self._num_waited_for(started), "todo": todo if self._carries else None}
 
@@ -81,6 +83,7 @@ class PromptLine:
         carry_over: the prompts over the age limit. oversample: if any prompt is over it, all prompts thrown away
         before, since a step that lasts long anyway may as well complete them.
         """
+        # The line is oldest first, so these are the first prompts and their number says which they are.
         old = [prompt for prompt in started if prompt.age >= self._max_age]
         if old and not self._carries:
             old = [prompt for prompt in started if prompt.age]
@@ -88,6 +91,8 @@ class PromptLine:
 
     def begun(self, started: Sequence[Prompt]) -> Request | None:
         """Payload and ``slot`` (place * n + sample) of the answers to continue."""
+        # Only answers that have tokens and lack some: complete ones need no engine, and those without a token start as
+        # if new.
         pieces, ids = [], []
         for place, prompt in enumerate(started):
             if prompt.answers:
@@ -109,6 +114,7 @@ class PromptLine:
         if self._carries:
             self._add_earlier(started, samples)
         complete = np.flatnonzero(samples[c.COMPLETE].reshape(-1, n).all(1))
+        # First in line and not first to end, so that among complete prompts the oldest are learnt from first.
         chosen = complete[: self._wanted]
         left = np.setdiff1d(np.arange(len(started)), chosen)
         ids, left_ids = ((places[:, None] * n + np.arange(n)).ravel() for places in (chosen, left))
@@ -129,12 +135,14 @@ class PromptLine:
         for place in left.tolist():
             answers = self._aged(samples, place) if self._carries else None
             back.append(replace(started[place], age=started[place].age + 1, answers=answers))
+        # In front, and in their order, so that the line stays oldest first.
         self._waiting = back + self._waiting
         return batch, ids, metrics
 
     def _add_earlier(self, started: Sequence[Prompt], samples: Samples) -> None:
         """Add the answers of earlier steps to those of this one."""
         nothing = np.zeros(len(samples), dtype=np.int64)
+        # A copy for each: they are written to below, one by one.
         samples.update({name: nothing.copy() for name in (c.CARRIED_LENGTH, c.TOKEN_AGES, c.OLDEST)})
         for place, prompt in enumerate(started):
             if prompt.answers:
@@ -155,6 +163,8 @@ class PromptLine:
 
     def state(self) -> State:
         """Row, draw and age of every waiting prompt, for a checkpoint."""
+        # Age and draw are kept although the answers are not: the age limit holds across a resume, and the draw gives
+        # the same random numbers again.
         return [[prompt.row, prompt.draw, prompt.age] for prompt in self._waiting]
 
     def restore(self, state: State) -> None:

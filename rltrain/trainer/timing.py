@@ -23,6 +23,7 @@ class StepTimer:
         started = time.perf_counter()
         try:
             yield
+        # Also after an error, and added up: dynamic sampling has several rounds of one phase.
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
 

@@ -56,6 +56,8 @@ class TensorBoard(Sink):
     """Scalars and texts; on resume the events after the resumed step are purged."""
 
     def __init__(self, run: RunInfo) -> None:
+        # Each package is imported where it is used: it takes long, and only those of the trackers that are named need
+        # be there.
         from torch.utils.tensorboard import SummaryWriter
 
         purge = run.first_step + 1 if run.first_step else None
@@ -91,6 +93,7 @@ class WandB(Sink):
         self._table = lambda columns, rows: wandb.Table(columns=[*columns], data=rows)
         named: dict[str, Any] = {"project": run.project, "name": run.name, "config": run.config, "dir": str(run.folder)}
         named |= {"id": run.run_id, "resume": "allow" if run.run_id else None}
+        # wandb would otherwise capture the terminal, where the bar redraws itself.
         self._run = wandb.init(**named, settings=wandb.Settings(console="off"))
         self.run_id = self._run.id
 
@@ -123,15 +126,19 @@ class MLflow(Sink):
     def __init__(self, run: RunInfo) -> None:
         from mlflow import MlflowClient
 
+        # The client takes the run's id with every call; the functions of `mlflow` itself depend on an active run, which
+        # is global state.
         self._client = MlflowClient()
         if run.run_id:
             self.run_id = run.run_id
+            # An earlier start has set it to finished or failed.
             self._client.update_run(run.run_id, status="RUNNING")
             return
         found = self._client.get_experiment_by_name(run.project)
         experiment = found.experiment_id if found else self._client.create_experiment(run.project)
         self.run_id = self._client.create_run(experiment, run_name=run.name).info.run_id
         for name, value in _flat(run.config):
+            # Servers of older MLflow refuse values of more than 500 characters.
             self._client.log_param(self.run_id, _plain(name), str(value)[:500])
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -158,6 +165,7 @@ class SwanLab(Sink):
         self._table = lambda columns, rows: swanlab.echarts.Table().add(columns, rows)
         named = {"project": run.project, "name": run.name, "config": run.config, "log_dir": str(run.folder / "swanlog")}
         resume = "allow" if run.run_id else "never"
+        # It must neither ask on the terminal nor record what is shown there.
         quiet = swanlab.Settings(interactive=False, terminal={"proxy_type": "none"})
         self._run = swanlab.init(**named, id=run.run_id, resume=resume, settings=quiet)
         self.run_id = self._run.id
@@ -173,6 +181,8 @@ class ClearML(Sink):
     def __init__(self, run: RunInfo) -> None:
         from clearml import Task
 
+        # By itself ClearML patches argparse, frameworks and output streams of the whole process, and reuses the task of
+        # the last run.
         hooks = ("auto_connect_arg_parser", "auto_connect_frameworks", "auto_connect_streams", "reuse_last_task_id")
         # An offline task was packed when it ended; to go on with it hangs.
         goes_on = None if (run.run_id or "").startswith("offline-") else run.run_id

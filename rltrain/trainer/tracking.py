@@ -42,6 +42,7 @@ class JsonLines:
     def __init__(self, file: Path, resumed_step: int) -> None:
         kept = []
         if file.exists():
+            # A line that a kill has cut off has no step and is dropped with the later ones.
             kept = [line for line in file.read_text().splitlines() if _step_of(line) <= resumed_step]
         file.write_text("".join(f"{line}\n" for line in kept) if resumed_step else "")
         self._file = open(file, "a")  # noqa: SIM115 - open for the run
@@ -65,6 +66,8 @@ class Sender(threading.Thread):
         self._tracker, self._make, self._pauses_s = name, make, pauses_s
         self._sink: Sink | None = None
         self._changed = threading.Condition()
+        # A dict and not a queue: it keeps the order, and one entry can leave from the middle. Every call of `put` makes
+        # a function of its own, so the keys differ.
         self._waiting: dict[Callable[[Sink], None], int] = {}  # what to send, and how often that failed
         self._finish: Callable[[Sink], None] | None = None
         self._lost = 0
@@ -101,6 +104,8 @@ class Sender(threading.Thread):
         pause, longest = self._pauses_s
         while True:
             with self._changed:
+                # Without a sink nothing is waited for: the tracker is made at once, so that a missing login is told
+                # before the first step has ended.
                 self._changed.wait_for(lambda: self._waiting or self._finish or not self._sink)
                 entries, finish = list(self._waiting), self._finish
             try:
@@ -114,6 +119,7 @@ class Sender(threading.Thread):
                 done = False
             if not done:
                 with self._changed:
+                    # The pause ends early when the run does.
                     self._changed.wait_for(lambda was=finish: self._finish is not was, timeout=pause)  # type: ignore[misc]
             pause = self._pauses_s[0] if done or finish else min(2 * pause, longest)
 
@@ -127,6 +133,7 @@ class Sender(threading.Thread):
             except Exception as error:
                 failed.append(send)
                 in_a_row += 1
+                # Raised before attempts are counted: entries are not to blame for a tracker that is down.
                 if in_a_row == _DOWN_AFTER:
                     raise
                 self._tell(error)
@@ -135,6 +142,7 @@ class Sender(threading.Thread):
                 with self._changed:
                     self._waiting.pop(send, None)
         with self._changed:
+            # Attempts count only where something else went through, because then the entry itself is refused.
             for send in failed if len(failed) < len(entries) else []:
                 if send in self._waiting:
                     self._waiting[send] += 1
@@ -164,6 +172,7 @@ class Tracker:
         self._always = JsonLines(run.folder / "metrics.jsonl", run.first_step)
         # Each tracker's own name of this run. A resumed run goes on under it, a new one starts anew.
         self._ids_file = run.folder / "tracking.json"
+        # A run from step 0 is a new one: under the old name its steps would mix with those of the run before.
         known = run.first_step and self._ids_file.exists()
         self._ids: dict[str, str] = json.loads(self._ids_file.read_text()) if known else {}
         self._senders: list[Sender] = []
@@ -179,6 +188,7 @@ class Tracker:
         sink = TRACKERS[name](run)
         if sink.run_id:
             self._ids |= {name: sink.run_id}
+            # The threads of several trackers may write at the same time, so each has a temporary file of its own.
             temporary = self._ids_file.with_name(f".tracking.{name}.json")
             temporary.write_text(json.dumps(self._ids, indent=1))
             temporary.replace(self._ids_file)
@@ -188,6 +198,7 @@ class Tracker:
         """Metrics of ``step``."""
         self._always.log(step, metrics)
         self._console.log(step, metrics)
+        # The summary is kept here: a tracker gets it whole at the end, whatever of the steps has arrived there.
         for key, value in metrics.items():
             if key == "critic/score/mean" or key.startswith("val-core/"):
                 best = max(value, self._summary.get(f"summary/best/{key}", value))
@@ -211,6 +222,7 @@ class Tracker:
         """Finish all, waiting a minute at most for trackers that do not answer."""
         self._console.close()
         self._always.close()
+        # All are asked before one is waited for: they finish side by side, within one deadline.
         senders, self._senders = self._senders, []
         for sender in senders:
             sender.ask_to_finish(lambda sink: sink.finish(self._summary, failed))
@@ -240,4 +252,5 @@ def _step_of(line: str) -> int:
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
+        # After every step, so that such a line is never kept.
         return sys.maxsize

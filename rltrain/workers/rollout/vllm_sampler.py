@@ -115,6 +115,7 @@ class CountedSampler(nn.Module):
             request = runner.requests[name]
             stream = RandomStream.of(request.sampling_params)
             seeds[row : row + count] = stream.seed
+            # Counted from the tokens that the request has, so a rejected draft uses up no number.
             places[row : row + count] = stream.start + len(request.output_token_ids) + np.arange(count)
             row += count
         noise = torch.from_numpy(random_numbers(seeds, places)).to(logits.device)

@@ -119,6 +119,7 @@ def reserve(cfg: Config, device: Device) -> list[PlacementGroup]:
     """
     trainer = cfg.trainer
     name, per_node = device.ray_resource, trainer.n_gpus_per_node
+    # No node can join a local Ray, so waiting would not help.
     if not cluster_address(cfg) and (have := int(ray.cluster_resources().get(name, 0))) < per_node:
         raise ConfigError(f"trainer.n_gpus_per_node={per_node}, but the local Ray has {have} {name} slots.")
     bundle = {"CPU": 1.0} if device.is_cpu else {"CPU": 1.0, name: 1.0}

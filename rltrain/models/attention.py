@@ -139,6 +139,7 @@ def _keys(tensor: Tensor, plan: AttentionPlan) -> list[Tensor]:
     Cut by split, because the gradient of a slice is as large as the whole tensor.
     """
     parts = tensor.split(plan.query_lengths, dim=2)
+    # A prefix is always a whole earlier segment, so its keys are one of the parts.
     place = {(each.start, each.stop): part for each, part in zip(plan.segments, parts, strict=True)}
     return [
         torch.cat([place[each.prefix], part], 2) if each.prefix_length else part

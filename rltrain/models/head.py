@@ -150,6 +150,7 @@ class _TokenLogProbs(torch.autograd.Function):
             # The derivative of tanh needs the logits, which the next line overwrites.
             capped = logits.clone() if scaling.cap else None
             log_pi = logits.sub_(normaliser[part, None])
+            # The usual case needs no second tensor as large as the logits.
             if of_log_probs is not None and of_entropy is None and of_kl is None:
                 gradient = log_pi.exp_().mul_(-of_log_probs[part, None])
             else:

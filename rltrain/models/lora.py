@@ -129,6 +129,7 @@ def first_adapters(model: nn.Module, lora: Lora) -> dict[str, Tensor]:
 @torch.no_grad()
 def merged(layer: Any, weight: Tensor) -> Tensor:
     """The ``weight`` of a layer with its adapters, W + scale B A, in float32 and sharded as it is (a collective)."""
+    # A is gathered whole, which is small; B stays sharded, so that each rank makes the rows of W that it holds.
     first, second = _full(layer.lora_A[_NAME].weight).float(), layer.lora_B[_NAME].weight
     scale = layer.scaling[_NAME]
     if not isinstance(weight, DTensor):

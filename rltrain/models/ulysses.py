@@ -121,6 +121,7 @@ def share_of_row(inputs: PackedInputs, group: ProcessGroup | None) -> tuple[Pack
     tokens, positions = (
         pad(each, (0, length * ranks - total))[start : start + length] for each in (inputs.tokens, inputs.positions)
     )
+    # Places within the slice; predictors of other ranks fall outside of it.
     predictors = inputs.predictors - start
     places = ((predictors >= 0) & (predictors < length)).nonzero()[:, 0]
     mine = replace(inputs, tokens=tokens, positions=positions, plan=plan)

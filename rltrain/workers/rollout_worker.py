@@ -124,7 +124,7 @@ class RolloutWorker(Rollout):
         if task.stream:
             self._finished.put(None)
         self._device.synchronize()
-        # Only a stop allows an engine to give answers up; otherwise the driver would wait for them in vain.
+        # Without a stop every answer is wanted, so one that was given up is a fault of the engine.
         if generation.aborted.any() and not queue.stopped():
             raise RuntimeError(
                 f"the rollout engine '{self._rollout.name}' gave up {int(generation.aborted.sum())} wanted answers"

@@ -92,6 +92,7 @@ class KeyValues:
         places = range(len(self._prompt_lengths), len(self._prompt_lengths) + len(prompt_lengths))
         self._prompt_lengths = np.concatenate([self._prompt_lengths, prompt_lengths])
         self._place_of_row = np.concatenate([self._place_of_row, np.repeat(np.asarray(places), num_rows)])
+        # The first column of a new row is the next that is written, whatever the others have behind them.
         self._born = np.concatenate([self._born, np.full(sum(num_rows), self._column + 1)])
         self._width = max(self._width, -(-max(prompt_lengths) // _PROMPT_STEP) * _PROMPT_STEP)
         for layer in self._layers.values():
@@ -197,6 +198,7 @@ class KeyValues:
         queries = (query * scaling).reshape(rows, kv_heads, -1, query.shape[3])
         prompts = Pair(*(each[: len(self._prompt_lengths)] for each in held.prompts))
         blocks = [Pair(*(each[:rows] for each in block)) for block in held.blocks]
+        # Products with prompt and own columns stand side by side, because they share one softmax.
         products = [self._seats.to_rows(self._seats.to_prompts(queries) @ prompts.keys.mT)]
         products += [queries @ block.keys.mT for block in blocks]
         weights = torch.softmax(torch.cat(products, -1).add_(self._mask(window, key.dtype)), -1)

@@ -177,6 +177,7 @@ class VLLMRollout:
                     del running[output.request_id]
                     answer.reason, answer.seconds = output.outputs[0].finish_reason, time.perf_counter() - started
                     taken.end()
+            # All ranks of the replica ask here, after the same step, so they agree to stop at the same token.
             if running and source.stopped():
                 engine.abort_request(list(running))
                 for answer, _ in running.values():

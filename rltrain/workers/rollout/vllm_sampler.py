@@ -45,6 +45,7 @@ class CountedSampler(nn.Module):
         super().__init__()
         self._runner = weakref.ref(runner)  # it holds this, and an engine must end with its last reference
         self._never = never
+        # One for all requests of a call: vLLM's own top_k and top_p per request are not used.
         self._sampling = Sampling(1)
 
     @classmethod

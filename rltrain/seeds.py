@@ -62,7 +62,8 @@ def sample_seeds(
 def uniforms(seeds: NDArray[np.uint64], start: int | NDArray[np.int64], count: int) -> NDArray[np.float64]:
     """Numbers ``start`` (one, or one per seed) to ``start + count`` of each stream, in [0, 1): [len(seeds), count].
 
-    Counted, not drawn from shared state: SplitMix64 (Steele et al. 2014) at position ``start + i``.
+    Counted, not drawn from shared state: SplitMix64 (Steele et al. 2014) at position ``start + i``, but for the
+    addition in `_mix`.
     """
     with np.errstate(over="ignore"):
         # SplitMix64 adds its increment before it mixes, so the number at position 0 is that of place 1.

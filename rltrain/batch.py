@@ -36,6 +36,7 @@ class DictionaryColumn:
 
     def select(self, rows: RowNumbers) -> DictionaryColumn:
         """The given samples, in the given order, with the values that they use."""
+        # `unique` also numbers the values anew, so a part of a batch carries no prompt that none of its samples has.
         used, index = self.index[torch.as_tensor(rows, device=self.index.device).long()].unique(return_inverse=True)
         return DictionaryColumn(_select(self.values, used.tolist()), index)
 
@@ -124,6 +125,8 @@ class Batch:
         parts = [Batch() for _ in counts]
         for name, column in self._columns.items():
             for part, piece in zip(parts, _split(column, counts), strict=True):
+                # `update` would check every piece again, and pieces that were cut by the same counts have equal
+                # lengths.
                 part._columns[name] = piece
         return parts
 
@@ -173,7 +176,9 @@ def _concat(columns: Sequence[Any]) -> Column:
     if isinstance(first, Tensor):
         return torch.cat(list(columns))
     if isinstance(first, DictionaryColumn):
+        # Values are put side by side and not compared, so a prompt that two parts have is there twice until `by_group`.
         starts = np.cumsum([0, *(len(column.values) for column in columns)]).tolist()
+        # The last start is the end of all values and belongs to no column, so the zip is not strict.
         index = torch.cat([column.index + start for column, start in zip(columns, starts, strict=False)])
         return DictionaryColumn(_concat([column.values for column in columns]), index)  # type: ignore[arg-type]
     return [item for column in columns for item in column]

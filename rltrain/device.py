@@ -61,9 +61,10 @@ class Device:
 
     @property
     def count(self) -> int:
-        """How many of them torch sees on this machine: 0 where it was built without them. (Of a CPU: 1.)"""
+        """How many devices of this kind torch sees on this machine: 0 where it was built without them, 1 for a CPU."""
         if self.is_cpu:
             return 1
+        # Without torch_npu, torch has no module named npu that could be asked.
         return int(self._module().device_count()) if self.kind == "cuda" or _npu_available() else 0
 
     @property
@@ -93,6 +94,7 @@ class Device:
         """Memory that is free now: of the device, or what the operating system says programs can still have."""
         if self.is_cpu:
             return _machine_memory()["MemAvailable"]
+        # The device counts blocks that torch only caches as used.
         self.empty_cache()
         return int(self._module().mem_get_info()[0])
 
@@ -100,6 +102,7 @@ class Device:
         """``perf/*memory*`` metrics in GiB: peaks of this process since it started, and what is used on the machine
         now.
         """
+        # Linux gives ru_maxrss in KiB.
         memory = {"perf/cpu_memory_peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
         machine = _machine_memory()
         memory["perf/cpu_memory_used_gb"] = (machine["MemTotal"] - machine["MemAvailable"]) / 2**30
@@ -113,6 +116,7 @@ class Device:
         if self.is_cpu:
             return None
         name = self._module().get_device_name(0)
+        # Reversed, so that a longer name comes before its own beginning: "H20" is also a part of "H200".
         return next((flops for key, flops in sorted(_PEAK_FLOPS.items(), reverse=True) if key in name), None)
 
 
@@ -129,7 +133,7 @@ def device_of(tensor: torch.Tensor) -> Device:
 
 
 def _machine_memory() -> dict[str, int]:
-    """Bytes, by the names of Linux; what a container may not have counts too."""
+    """Bytes under Linux's names. They are the machine's: the memory limit of a container is not looked at."""
     with open("/proc/meminfo") as file:
         fields = dict(line.split(":") for line in file)
     return {name: int(fields[name].split()[0]) << 10 for name in ("MemTotal", "MemAvailable")}
@@ -179,8 +183,7 @@ def resolve_dtype(name: str, device: Device) -> torch.dtype:
 
 
 def threads_per_worker(workers_on_this_node: int) -> int:
-    """CPU threads of one worker: OMP_NUM_THREADS if the user has set it, else the cores this process may use, shared
-    out.
+    """CPU threads of one worker: OMP_NUM_THREADS if the user has set it, else its share of the cores of this process.
 
     Oversubscribed OpenMP threads spin and cost a factor of ten.
     """

@@ -1,4 +1,8 @@
-"""Ragged: n rows of different length, stored end to end. There is no padding and therefore no padding mask."""
+"""Ragged: n rows of different length, stored end to end.
+
+Answers differ widely in length, so a padded tensor would be padding for a large part, and every sum would need a mask.
+Here there is neither. Left out: arithmetic, which is done on ``values``; `Ragged.like` gives the result its rows back.
+"""
 
 from __future__ import annotations
 
@@ -44,6 +48,7 @@ class Ragged:
     def row_ids(self) -> Tensor:
         """The row that each value belongs to: shape [total]."""
         rows = torch.arange(len(self), device=self.lengths.device)
+        # Without output_size, repeat_interleave waits for the device to learn how long its result is.
         return rows.repeat_interleave(self.lengths, output_size=self.values.shape[0])
 
     @property
@@ -55,6 +60,7 @@ class Ragged:
         return self.lengths.shape[0]
 
     def __getitem__(self, row: int) -> Tensor:
+        # A range resolves negative numbers, and raises IndexError where a slice would silently be empty.
         row = range(len(self))[row]
         start = int(self.lengths[:row].sum())
         return self.values[start : start + int(self.lengths[row])]
@@ -68,6 +74,7 @@ class Ragged:
         index = torch.as_tensor(rows, dtype=torch.long, device=self.lengths.device)
         lengths = self.lengths[index]
         total = int(lengths.sum())
+        # All values of a row move by the same distance, so one index for all rows takes the place of a loop over them.
         shift = self.offsets[:-1][index] - torch.nn.functional.pad(lengths.cumsum(0), (1, 0))[:-1]
         where = shift.repeat_interleave(lengths, output_size=total) + torch.arange(total, device=lengths.device)
         return Ragged(self.values[where], lengths)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 # A purpose is its place in this tuple: append, never reorder.
 _PURPOSES = ("train", "val", "mini_batches", "revisit", "selection")
+# 2^64 divided by the golden ratio: SplitMix64's increment.
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -34,6 +35,7 @@ def order_stream(seed: int, epoch: int) -> np.random.Philox:
 
 def name_seed(seed: int, *names: str) -> int:
     """A seed below 2^64 per name, for what is drawn by another library's generator (new adapters)."""
+    # Python's hash() of a string differs from process to process.
     digest = hashlib.sha256(" ".join((str(seed), *names)).encode()).digest()
     return int.from_bytes(digest[:8], "little")
 
@@ -46,11 +48,13 @@ def sample_seeds(
     step: one for all rows, or one per row.
     """
     parts = np.full((len(rows), num_samples), _sequence(seed, purpose).generate_state(1, np.uint64)[0])
+    # The order of these numbers is part of every run's results: another one gives other answers.
     for number in (
         np.asarray(step, dtype=np.uint64).reshape(-1, 1),
         np.asarray(rows, dtype=np.uint64)[:, None],
         np.arange(num_samples, dtype=np.uint64),
     ):
+        # Each number is mixed in before the next, so that (row 1, sample 2) and (row 2, sample 1) get different seeds.
         parts = _mix(parts ^ _mix(number))
     return parts.ravel()
 
@@ -58,21 +62,26 @@ def sample_seeds(
 def uniforms(seeds: NDArray[np.uint64], start: int | NDArray[np.int64], count: int) -> NDArray[np.float64]:
     """Numbers ``start`` (one, or one per seed) to ``start + count`` of each stream, in [0, 1): [len(seeds), count].
 
-    Counted, not drawn from shared state: SplitMix64 (Steele et al. 2014) at position ``start + i``.
+    Counted, not drawn from shared state: SplitMix64 (Steele et al. 2014) at position ``start + i``, but for the
+    addition in `_mix`.
     """
     with np.errstate(over="ignore"):
+        # SplitMix64 adds its increment before it mixes, so the number at position 0 is that of place 1.
         places = np.asarray(start, dtype=np.uint64).reshape(-1, 1) + np.arange(1, count + 1, dtype=np.uint64)
         states = seeds[:, None] + places * _GOLDEN
+    # A float64 holds 53 bits exactly. With more of them the largest numbers would be rounded up to 1.
     return (_mix(states) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def _sequence(seed: int, purpose: str, *numbers: int) -> np.random.SeedSequence:
     # Numbers go into the spawn key because SeedSequence([1, 2]) equals SeedSequence([1, 2, 0]).
+    # The modulus makes a seed of a negative number, which SeedSequence refuses.
     return np.random.SeedSequence(seed % 2**64, spawn_key=(_PURPOSES.index(purpose), *numbers))
 
 
 def _mix(state: NDArray[np.uint64] | np.uint64) -> NDArray[np.uint64]:
     with np.errstate(over="ignore"):
+        # SplitMix64's mix without the addition maps 0 to 0, and rows and samples are counted from 0.
         state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9) + _GOLDEN
         state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return np.asarray(state ^ (state >> np.uint64(31)), dtype=np.uint64)

@@ -37,6 +37,7 @@ class Call(Generic[_Result]):
     @property
     def num_objects(self) -> int:
         """Entries of the result that stay in the object store: of a tuple all but the last."""
+        # Modules of roles postpone annotations, so `__annotations__` holds strings and not types.
         returned = get_type_hints(self.method)["return"]
         return len(get_args(returned)) - 1 if get_origin(returned) is tuple else 0
 

@@ -54,6 +54,7 @@ def ray_problems(cfg: Config) -> Iterator[str]:
                 f" Did you mean {_KEY}.{near[0]}?" if near else ""
             )
     address = cluster_address(cfg)
+    # Only host:port can be tried by a connection; auto and ray://... are left to Ray.
     if address and (found := re.fullmatch(r"([\w.-]+):(\d+)", address)):
         try:
             # Ray itself would try for many minutes, without a word.
@@ -86,8 +87,10 @@ def start_ray(cfg: Config) -> bool:
     runtime = dict(given.get("runtime_env", {}))
     variables = {name: _as_text(value) for name, value in runtime.pop("env_vars", {}).items()}
     prepare_driver(**variables)
+    # Each worker has a log file of its own; Ray would print the output of all of them on the driver's terminal.
     arguments: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address:
+        # ray.init refuses a number of slots where it joins a cluster.
         given.pop("num_cpus", None)
     else:
         arguments |= {"num_cpus": max(os.cpu_count() or 1, cfg.trainer.n_gpus_per_node), "include_dashboard": False}
@@ -116,9 +119,12 @@ def reserve(cfg: Config, device: Device) -> list[PlacementGroup]:
     """
     trainer = cfg.trainer
     name, per_node = device.ray_resource, trainer.n_gpus_per_node
+    # No node can join a local Ray, so waiting would not help.
     if not cluster_address(cfg) and (have := int(ray.cluster_resources().get(name, 0))) < per_node:
         raise ConfigError(f"trainer.n_gpus_per_node={per_node}, but the local Ray has {have} {name} slots.")
     bundle = {"CPU": 1.0} if device.is_cpu else {"CPU": 1.0, name: 1.0}
+    # A group per node keeps ranks that are numbered one after the other on one node. The ranks of an engine replica and
+    # of a sequence-parallel group are such neighbours, and they exchange the most.
     groups = [placement_group([dict(bundle)] * per_node, strategy="STRICT_PACK") for _ in range(trainer.nnodes)]
     waiting, started, say_at = [group.ready() for group in groups], time.monotonic(), _FIRST_WORD_S
     while waiting and (waited := time.monotonic() - started) < _RESERVE_TIMEOUT_S:

@@ -32,8 +32,10 @@ def explain(errors: Mapping[int, Exception], place: Callable[[Sequence[int]], st
     if isinstance(error, _LOST):
         logs = f"Ray's logs: {ray_logs()} on every node."
         return WorkerLost(f"{where}: the process died ({_first_line(error)}). {AGAIN} {logs}")
+    # Ray wraps what a worker raises in a RayTaskError, which keeps the original as its cause.
     cause = getattr(error, "cause", None) or error
     if isinstance(cause, RltrainError):
+        # The program's exit code follows from the type, and the message already says what to do.
         return cause
     if "out of memory" in str(cause).lower() or isinstance(cause, MemoryError):
         return WorkerLost(

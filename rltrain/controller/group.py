@@ -43,7 +43,9 @@ _ROOT_CAUSE_S = 3.0
 _POLL_S = 0.5
 # How long workers may take to show their stacks; one that does not is stopped, or its node is gone.
 _STACKS_S = 5.0
+# How long workers may take to leave the process group in order; one that is still busy is killed.
 _LEAVE_S = 10.0
+# A message names this many ranks at most: in a hang, all ranks of a cluster may be late.
 _NAMED_RANKS = 4
 
 
@@ -73,6 +75,7 @@ class Handle(Generic[_Result]):
         while waiting or polls.open:
             group.check()
             seconds = time.monotonic() - started
+            # Once all results are there, the ranks whose stream is still open are the late ones.
             late = sorted(set(waiting.values()) or polls.ranks)
             if seconds > limit_s:
                 raise group.hung(self._phase, late, seconds)
@@ -80,6 +83,8 @@ class Handle(Generic[_Result]):
                 place = group.place(late, self._phase)
                 log.warning("%s: not done after %.0f s; the run ends after %.0f s", place, seconds, limit_s)
                 warned = True
+            # One reference is enough to go on, so a chunk or an error is seen at once. The timeout lets `check` and the
+            # deadline have their turn while nothing comes.
             ready, _ = ray.wait([*waiting, *polls.open], num_returns=1, timeout=_POLL_S)
             for reference in ready:
                 found, error = _get(reference)
@@ -173,11 +178,13 @@ class WorkerGroup:
     def _spawn(self, rank: int, group: PlacementGroup, index: int, threads: int) -> Any:
         resource = self._device.ray_resource
         demand: dict[str, Any] = {"num_cpus": 1}
+        # Ray has an argument of its own for GPUs alone; an NPU is one of its named resources.
         if resource == "GPU":
             demand["num_gpus"] = 1
         elif resource != "CPU":
             demand["resources"] = {resource: 1}
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+        # Ray sets OMP_NUM_THREADS to the CPU slots of an actor, here 1, unless its environment has it already.
         environment = {"env_vars": worker_environment(self._device.kind, threads)}
         return HOST.options(scheduling_strategy=strategy, runtime_env=environment, **demand).remote(
             rank, self.world, threads, str(self._logs) if self._logs else None, driver_environment()
@@ -186,6 +193,7 @@ class WorkerGroup:
     def start(self, worker: str, kwargs: dict[str, Any]) -> None:
         """Connect the ranks and build ``worker`` ("module:Class") on each."""
         backend, workers = self._device.backend, self.workers
+        # This comes first, so that a failure of any later phase can be told with process and node.
         self._who = self._wait("start", [each.who.remote() for each in workers])
         ((host, port),) = self._wait("start", [workers[0].open_store.remote()])
         self._wait("connect", [each.join.remote(host, port, backend, self._num_nodes) for each in workers])
@@ -219,6 +227,7 @@ class WorkerGroup:
             worker.run.options(num_returns=num_returns).remote(calls[rank // copies])
             for rank, worker in enumerate(self.workers)
         ]
+        # Ray returns a list only where there are several return values.
         return Handle(self, calls[0].name, [each if isinstance(each, list) else [each] for each in sent])
 
     def call(
@@ -261,6 +270,7 @@ class WorkerGroup:
         found = {asked[reference]: _get(reference)[0] for reference in answered}
         stacks = {rank: stack for rank, stack in sorted(found.items()) if stack}  # a process that is gone has none
         self.kill()
+        # A process that does not even show its stack is stopped or lost, so it is the one to name.
         silent = [rank for rank in late if rank not in stacks]
         for who in (self._who[rank] for rank in silent if rank < len(self._who)):
             # Ray asks a process to end itself, and one that is stopped does not hear.

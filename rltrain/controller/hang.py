@@ -31,6 +31,7 @@ class Deadlines:
         """Seconds after which ``phase`` counts as hung."""
         if self.floor_s is None:
             return math.inf
+        # A factor of 0 therefore makes the floor the limit of every call.
         return max(self.floor_s, self.factor * self._longest.get(phase, self.floor_s))
 
     def took(self, phase: str, seconds: float) -> None:

@@ -44,6 +44,7 @@ class _Host:
     def open_store(self) -> tuple[str, int]:
         """Rank 0: listen on a port the system picks, so that no other process can take it in between."""
         host = ray.util.get_node_ip_address()
+        # The others learn the port only from this call's result, so waiting for them here would never end.
         self._store = dist.TCPStore(host, 0, self._world, True, _COLLECTIVE_TIMEOUT, wait_for_workers=False)
         return host, self._store.port
 
@@ -62,6 +63,7 @@ class _Host:
     def build(self, worker: str, kwargs: dict[str, Any]) -> None:
         """Make the worker: ``module:Class``, with references in ``kwargs`` fetched."""
         module, _, name = worker.partition(":")
+        # Ray resolves references that are arguments themselves, but not those inside a dictionary.
         fetched = {key: _fetch(value) for key, value in kwargs.items()}
         # Imported modules are never freed; gc.freeze() keeps about 500k objects out of every later collection.
         gc.disable()
@@ -73,12 +75,15 @@ class _Host:
     def run(self, call: Call[Any]) -> Any:
         """Run the call on the role that it is for; a Request among its arguments arrives as a Batch."""
         protocol = getattr(sys.modules[call.method.__module__], call.role)
+        # The base class decides, not isinstance: for a Protocol that compares names of methods, and actor and critic
+        # share several.
         role = next(each for each in self._worker.roles if protocol in type(each).__mro__)
         try:
             return getattr(role, call.method.__name__)(
                 *map(_assembled, call.args), **{key: _assembled(value) for key, value in call.kwargs.items()}
             )
         except Exception:
+            # The driver tells only the error that caused the others; this one stays in the rank's own log.
             log.exception("%s failed", call.name)
             raise
 
@@ -102,6 +107,7 @@ class _Host:
 
 
 # No restarts and no retries: a repeated optimizer step would be applied twice.
+# The control group has one thread for polls and stacks, so a poll must be short: the stacks of a hang wait behind it.
 _OPTIONS: Any = {"max_restarts": 0, "max_task_retries": 0, "concurrency_groups": {"control": 1}}
 HOST: Any = ray.remote(**_OPTIONS)(_Host)
 

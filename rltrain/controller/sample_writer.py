@@ -26,7 +26,7 @@ from rltrain.data.rows import Rows
 from rltrain.view import one_line
 
 Array = NDArray[Any]
-# Jobs that run at the same time at most. Of those that wait, only the newest is kept.
+# Jobs that the process is given at most; it writes them one by one. Of those that wait here, only the newest is kept.
 _MOST_AT_ONCE = 4
 _EXAMPLES_WAIT_S = 60.0
 _POLL_S = 0.2
@@ -54,7 +54,7 @@ class SampleJob:
     json_lines: Path | None = None
 
     def column(self, name: str) -> Array:
-        """A number of every answer; rewards that are not there are the score itself."""
+        """One number per answer. Where there are no rewards, the scores stand for them."""
         values = self.numbers[name if name in self.numbers else c.SCORE]
         values = values.astype(_WIDE.get(values.dtype.kind, values.dtype))
         return np.broadcast_to(values, len(self.rows) * self.each)
@@ -115,6 +115,7 @@ class SampleWriter:
         for name, values in numbers.items():
             short = name.removeprefix(c.SCORER)
             if name != short:
+                # A scorer's number keeps its prefix where its short name is already that of another column.
                 columns[name if short in columns else short] = values
         return columns
 
@@ -180,13 +181,14 @@ class _WriterProcess(SampleWriter):
 
 
 class WriterProcess:
-    """A `SampleWriter` in another process on this node. Only `examples` and `close` wait for it, and not for ever."""
+    """A `SampleWriter` in another process on this node. Only `examples` and `close` wait for it, with a limit."""
 
     def __init__(self, rows: dict[str, Any], prompts: Any, tokenizer: Any) -> None:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        # Workers may hold every CPU slot of a local Ray, and an actor that asks for one would wait for ever.
         actor = ray.remote(num_cpus=0, max_restarts=0)(_WriterProcess).options(scheduling_strategy=here)
         self._actor: Any = actor.remote(rows, [prompts], tokenizer)
         self._running: dict[Any, SampleJob] = {}

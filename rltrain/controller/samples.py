@@ -83,6 +83,8 @@ class Samples:
     def attach(self, parts: Sequence[StoredRows]) -> None:
         """Add payload columns that now exist in the object store."""
         for part in parts:
+            # The id is safe because the part that is kept holds the reference: no other object can get the same id
+            # meanwhile.
             name = (id(part.ref), part.columns)
             if known := self._parts.get(name):  # so that one object is fetched once
                 ids, rows = (np.concatenate(pair) for pair in ((known.ids, part.ids), (known.rows, part.rows)))
@@ -91,6 +93,7 @@ class Samples:
 
     def adopt(self, other: Samples, ids: Array, places: Array, numbers: Sequence[str] = ()) -> None:
         """Take over payload and given numbers of the samples ``ids`` of ``other``, here the samples ``places``."""
+        # -1 marks samples that are not taken over; their rows are no longer asked for.
         new_id = np.full(len(other), -1)
         new_id[ids] = places
         for part in other._parts.values():
@@ -131,6 +134,7 @@ class Samples:
         parts = []
         for part in self._parts.values():
             wanted = tuple(name for name in part.columns if name in columns)
+            # Row numbers and places go through the driver with every request, so they are as narrow as they may be.
             row_of = np.full(self.num_samples, -1, dtype=np.int32)
             row_of[part.ids] = part.rows
             places = np.flatnonzero(row_of[ids] >= 0).astype(np.int32)
@@ -156,8 +160,10 @@ def assemble(request: Request, objects: Sequence[Batch | list[Any]]) -> Batch:
         having = [(part, found) for part, found in zip(request.parts, objects, strict=True) if name in part.columns]
         joined = Batch.concat([Batch({name: _column(found, name)}).select(part.rows) for part, found in having])
         places = np.concatenate([part.ids for part, _ in having])
+        # Rows were joined object by object; sorted by place they are in the order of the request.
         column = joined.select(np.argsort(places, kind="stable"))[name]
         if isinstance(column, Ragged) and len(column) < request.num_samples:
+            # A sample without a value gets length 0, so the values can stay as they are.
             lengths = torch.zeros(request.num_samples, dtype=torch.long)
             lengths[torch.from_numpy(np.sort(places)).long()] = column.lengths
             column = Ragged(column.values, lengths)
@@ -172,6 +178,7 @@ def _column(found: Batch | list[Any], name: str) -> Column:
     return found if isinstance(found, list) else found[name]
 
 
+# The length of Ray's object id.
 _REFERENCE_BYTES = 28
 
 

@@ -27,6 +27,7 @@ from rltrain.models.packing import AttentionPlan
 from rltrain.models.ulysses import share_of_heads, share_of_tokens
 
 NAME = "rltrain_packed"
+# transformers hands unknown keywords of a forward call on to the attention function, whose parameter has this name.
 PLAN = "rltrain_plan"
 # Queries are processed in blocks, so that a mask has at most this many rows (queries x heads per kv head).
 _BLOCK = 256
@@ -52,6 +53,7 @@ def attend(
     bottom-right: the last query sees every key.
     """
     kernel = _kernel(query)
+    # A window that hides nothing is dropped, so that kernels take the plain causal way.
     window = None if sliding_window is None or sliding_window >= max(plan.key_lengths) else sliding_window
     if kernel is not None:
         return kernel(query, key, value, plan, scaling, window)
@@ -137,6 +139,7 @@ def _keys(tensor: Tensor, plan: AttentionPlan) -> list[Tensor]:
     Cut by split, because the gradient of a slice is as large as the whole tensor.
     """
     parts = tensor.split(plan.query_lengths, dim=2)
+    # A prefix is always a whole earlier segment, so its keys are one of the parts.
     place = {(each.start, each.stop): part for each, part in zip(plan.segments, parts, strict=True)}
     return [
         torch.cat([place[each.prefix], part], 2) if each.prefix_length else part
@@ -150,6 +153,8 @@ def _segment(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, w
     if query.is_cpu and query.dtype.itemsize < 4 and key.shape[2] <= _FEW_KEYS:
         return _segment(query.float(), key.float(), value.float(), scaling, window).to(query.dtype)
     product = nn.functional.scaled_dot_product_attention
+    # is_causal counts from the top left corner, which is the bottom right one only where there are as many queries as
+    # keys.
     if own == key.shape[2] and (window is None or own <= window):
         if groups > 1 and not query.is_cpu:
             # Where the flash kernel does not fit, enable_gqa leaves only a kernel that builds the whole product at
@@ -184,6 +189,7 @@ def _band(num_queries: int, before: int, groups: int, window: int | None, like: 
 
     Query i, which has ``groups`` rows, sees key j when 0 <= before + i - j < window.
     """
+    # Rounded up to a power of two, so that a few templates serve all lengths.
     middle = max(1024, 1 << (before - 1).bit_length())
     template = _template(max(1, _BLOCK // groups), middle, groups, window, like.dtype, like.device)
     mask = template[: num_queries * groups, middle - before : middle + num_queries]
@@ -191,7 +197,8 @@ def _band(num_queries: int, before: int, groups: int, window: int | None, like: 
 
 
 @lru_cache(8)
-@torch.inference_mode(False)  # the first to ask may be a forward pass without gradients
+# The first to ask may be in inference mode, and autograd refuses to save a tensor that was made there.
+@torch.inference_mode(False)
 def _template(
     block: int, before: int, groups: int, window: int | None, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
@@ -235,6 +242,7 @@ def _cuda(
     rows[1] = nn.functional.pad(rows[1], (0, query.shape[-1] - width))
     return flash(
         _rows(query).contiguous(), *rows, query_starts, key_starts, max(plan.query_lengths), max(plan.key_lengths),
+        # The kernel counts the keys to the left of a token; our window counts the token itself too.
         scale=scaling, left=-1 if window is None else window - 1, grouped=query.shape[1] != key.shape[1],
     )[None, ..., :width]  # fmt: skip
 
@@ -272,6 +280,7 @@ def _npu(
     outputs = []
     for first in range(0, len(plan.segments), _NPU_SEGMENTS):
         q_ends, kv_ends = (ends[first : first + _NPU_SEGMENTS] for ends in (plan.query_ends, plan.key_ends))
+        # The kernel takes cumulative lengths, which start anew with each call.
         q_start, kv_start = (ends[first - 1] if first else 0 for ends in (plan.query_ends, plan.key_ends))
         some = (each[kv_start : kv_ends[-1]].contiguous() for each in rows)
         outputs.append(npu_fusion_attention()(

@@ -1,4 +1,9 @@
-"""Sharded policy -> a Hugging Face folder that transformers and vLLM load, and a look at what was written."""
+"""Sharded policy -> a Hugging Face folder that transformers and vLLM load, and a look at what was written.
+
+A folder that loads may still be served otherwise than it was trained: under another chat template, or with other end
+tokens. So the small files are copied from the source, and the finished folder is read again and compared with the
+training. Left out: comparing the numbers of the weights, whose shapes alone are looked at.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +28,7 @@ from rltrain.models.weights import whole_weights
 
 # The files of tokenizers, processors, chat templates and generation configs.
 _COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
+# These describe the weights as they are written here; the source's would describe its own.
 _WRITTEN_HERE = ("config.json", "model.safetensors.index.json", "pytorch_model.bin.index.json")
 _TEMPLATE = "chat_template.jinja"
 _GENERATION = "generation_config.json"
@@ -40,6 +46,7 @@ def export_huggingface(
     """
     dtype = source_dtype(config)
     weights: dict[str, torch.Tensor] = {}
+    # All ranks iterate, because every weight is a collective; only rank 0 keeps what it is given.
     for name, values, in_checkpoint in whole_weights(policy, dtype):
         if in_checkpoint and dist.get_rank() == 0:
             weights[name] = values.to("cpu", dtype)
@@ -104,6 +111,7 @@ def find_problems(folder: Path, encoder: ChatEncoder, shapes: Shapes) -> list[st
     encoder: the one that wrote the training prompts. shapes: those of the weights that were handed over.
     """
     exported = ChatEncoder(str(folder), trust_remote_code=encoder.trust_remote_code)
+    # Each file is looked at by itself, so that one that does not load hides none of the others.
     looks: dict[str, Callable[[], Iterable[str]]] = {
         "config.json": lambda: load_config(str(folder), trust_remote_code=encoder.trust_remote_code) and (),
         "tokenizer_config.json": lambda: _look_at_tokenizer(exported, encoder),

@@ -34,6 +34,7 @@ class PackedModel(nn.Module):
         return self.model.base_model(
             input_ids=inputs.tokens[None],
             position_ids=inputs.positions[None],
+            # By default, transformers would fill a cache with keys and values that nobody reads.
             use_cache=False,
             **{PLAN: inputs.plan, GROUP: self.group},
         ).last_hidden_state[0]
@@ -44,6 +45,8 @@ class PolicyModel(PackedModel):
 
     def __init__(self, model: PreTrainedModel, group: ProcessGroup | None = None) -> None:
         super().__init__(model, group)
+        # A subclass, such as a linear layer under adapters, computes more than its weight says, and we use the weight
+        # alone.
         if type(head := model.get_output_embeddings()) is not nn.Linear:
             raise ConfigError(
                 f"{type(model).__name__} has a {type(head).__name__} as its head; rltrain can compute log-probs only "
@@ -91,12 +94,14 @@ class ScalarModel(PackedModel):
         super().__init__(model, group)
         parameter = next(model.parameters())
         size = model.config.get_text_config().hidden_size
+        # Without a bias, as the heads of transformers' sequence classifiers.
         self.score = nn.Linear(size, 1, bias=False, device=parameter.device, dtype=parameter.dtype)
 
     def forward(self, inputs: PackedInputs) -> Tensor:
         """The head's output at the predictors [answer tokens], in fp32."""
         inputs, collect = share_of_row(inputs, self.group)
         hidden = self.hidden(inputs)
+        # Calling the head would multiply in the compute dtype, to which FSDP casts the gathered weight.
         values = hidden[inputs.predictors].float() @ self.score.weight[0].float()
         return collect(values if inputs.labels.numel() else values + 0.0 * hidden.float().sum())
 

@@ -112,13 +112,16 @@ class _TokenLogProbs(torch.autograd.Function):
         with_entropy: bool,
         reference: ReferenceStates | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        # An output that no loss uses then has the gradient None, and backward can leave its terms out.
         ctx.set_materialize_grads(False)
         ctx.scaling, ctx.reference = scaling, reference
         log_probs, normaliser = (hidden.new_empty(len(labels), dtype=torch.float32) for _ in range(2))
+        # Every output must be a tensor, so an empty one stands for what was not asked for.
         entropy = torch.empty_like(log_probs) if with_entropy else log_probs[:0].clone()
         kl = torch.empty_like(log_probs) if reference else log_probs[:0].clone()
         for part in _chunks(len(labels), weight):
             logits = scaling.apply_(nn.functional.linear(hidden[part], weight, bias))
+            # The normaliser is kept for backward, which otherwise would reduce over the vocabulary a second time.
             normaliser[part] = logits.logsumexp(-1)
             log_pi = logits.sub_(normaliser[part, None])
             log_probs[part] = log_pi.gather(-1, labels[part, None])[:, 0]
@@ -139,12 +142,15 @@ class _TokenLogProbs(torch.autograd.Function):
         scaling: Scaling = ctx.scaling
         to_hidden, to_weight, to_bias = ctx.needs_input_grad[:3]
         d_hidden = torch.empty_like(hidden) if to_hidden else None
+        # In fp32, because the chunks are added up here: in half precision, small contributions would be rounded away.
         d_weight = weight.new_zeros(weight.shape, dtype=torch.float32) if to_weight else None
         d_bias = bias.new_zeros(bias.shape, dtype=torch.float32) if to_bias else None
         for part in _chunks(len(labels), weight):
             logits = scaling.apply_(nn.functional.linear(hidden[part], weight, bias))
+            # The derivative of tanh needs the logits, which the next line overwrites.
             capped = logits.clone() if scaling.cap else None
             log_pi = logits.sub_(normaliser[part, None])
+            # The usual case needs no second tensor as large as the logits.
             if of_log_probs is not None and of_entropy is None and of_kl is None:
                 gradient = log_pi.exp_().mul_(-of_log_probs[part, None])
             else:
@@ -165,6 +171,7 @@ class _TokenLogProbs(torch.autograd.Function):
             gradient = gradient.to(hidden.dtype)
             if d_hidden is not None:
                 torch.mm(gradient, weight, out=d_hidden[part])
+            # addmm_ wants all tensors in one dtype, and the sum is in fp32.
             if d_weight is not None and hidden.dtype == torch.float32:
                 d_weight.addmm_(gradient.T, hidden[part])
             elif d_weight is not None:

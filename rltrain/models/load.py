@@ -96,6 +96,8 @@ def empty_model(
 def recompute_activations(model: PreTrainedModel) -> None:
     """Gradient checkpointing of every decoder layer (transformers renamed the method on its way from 5.5 to 5.23)."""
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    # The reentrant kind needs an input with a gradient; under LoRA the embeddings are frozen, and the first hidden
+    # states have none.
     enable({"use_reentrant": False})
 
 

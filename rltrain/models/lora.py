@@ -32,6 +32,7 @@ from rltrain.seeds import name_seed
 _NAME = "default"
 # The ways to initialise adapters that leave the weights under them unchanged.
 _PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal")
+# With any of these, layers compute something else than W + scale B A, which is all that `merged` knows.
 _NOT_PLAIN = (
     "use_dora",
     "bias",
@@ -90,10 +91,12 @@ def add_adapters(model: PreTrainedModel, lora: Lora) -> None:
     names = _target_layers(model, lora)
     # A model that peft does not know by its config gets exactly these layers, and no changes for its family.
     config.target_modules = {f"held.{name}" for name in names}
+    # low_cpu_mem_usage leaves the new adapters on the meta device, where the model is.
     inject_adapter_in_model(config, nn.ModuleDict({"held": model}), low_cpu_mem_usage=True)
     for _, layer in lora_layers(model):
         layer.lora_A.to(lora.dtype)
         layer.lora_B.to(lora.dtype)
+    # peft must find the layers of the saved adapter in a model that is not under our "held".
     config.target_modules = _in_short(names, model)
     model.peft_config = {_NAME: config}
 
@@ -115,6 +118,7 @@ def first_adapters(model: nn.Module, lora: Lora) -> dict[str, Tensor]:
     weights = {}
     for name, layer in lora_layers(model):
         first, second = layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight
+        # A generator per weight: the draw does not depend on which other layers have adapters.
         generator = torch.Generator().manual_seed(name_seed(lora.seed, lora.section, name))
         drawn = torch.empty(first.shape)
         weights[_weight_name(name, "A")] = nn.init.kaiming_uniform_(drawn, math.sqrt(5), generator=generator)
@@ -125,6 +129,7 @@ def first_adapters(model: nn.Module, lora: Lora) -> dict[str, Tensor]:
 @torch.no_grad()
 def merged(layer: Any, weight: Tensor) -> Tensor:
     """The ``weight`` of a layer with its adapters, W + scale B A, in float32 and sharded as it is (a collective)."""
+    # A is gathered whole, which is small; B stays sharded, so that each rank makes the rows of W that it holds.
     first, second = _full(layer.lora_A[_NAME].weight).float(), layer.lora_B[_NAME].weight
     scale = layer.scaling[_NAME]
     if not isinstance(weight, DTensor):

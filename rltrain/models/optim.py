@@ -1,4 +1,4 @@
-"""AdamW, the learning-rate schedule, and the check that stands before every optimizer step."""
+"""AdamW, the learning-rate schedule, and the clipping of gradients that are sharded."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ def learning_rate(step: int, cfg: OptimConfig, warmup_steps: int, total_steps: i
     it.
     """
     if step < warmup_steps:
+        # The first step already learns, and the full rate comes with the first step after the warm-up.
         return cfg.lr * (step + 1) / (warmup_steps + 1)
     if cfg.lr_scheduler_type == "constant":
         return cfg.lr
@@ -37,4 +38,5 @@ def learning_rate(step: int, cfg: OptimConfig, warmup_steps: int, total_steps: i
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
     """Scale gradients to a global norm of at most ``max_norm``. Returns the norm before clipping (a scalar tensor)."""
     norm = torch.nn.utils.clip_grad_norm_(list(parameters), max_norm)
+    # The norm of shards is a DTensor, whose local value is only this rank's part.
     return norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -130,6 +130,7 @@ def pack(batch: Batch, device: torch.device, *, share: bool = True) -> PackedInp
     predicts nothing and is left out. Only tokens of the policy (``response_mask``) have predictors and labels.
     """
     if not len(batch):
+        # A rank without samples computes one token, because FSDP's gathers in the forward need every rank.
         one = torch.zeros(1, dtype=torch.long, device=device)
         return PackedInputs(one, one, AttentionPlan.of_lengths([1]), one[:0], one[:0])
     prompts, answers = batch.dictionary(c.PROMPT), batch.ragged(c.RESPONSE)
@@ -145,7 +146,9 @@ def pack(batch: Batch, device: torch.device, *, share: bool = True) -> PackedInp
     predictors = []
     for prompt, answer_start, length in samples:
         question, own = (prompt_starts[prompt], prompt_lengths[prompt]), (answer_start, max(length - 1, 0))
+        # Where nobody shares it, prompt and answer are one segment, and no keys have to be gathered for a prefix.
         if sharing[prompt] < 2 or not pays_to_share(question[1], length):
+            # The prompt's last place, as the segment ends behind the answer's last token but one.
             first = laid.add(question, own) - own[1] - 1
             predictors.append(torch.arange(first, first + length))
         else:
@@ -155,6 +158,7 @@ def pack(batch: Batch, device: torch.device, *, share: bool = True) -> PackedInp
             prefix = shared[prompt]
             end = laid.add(own, prefix=prefix) if own[1] else 0
             predictors += [torch.tensor([prefix[1] - 1] * (length > 0)), torch.arange(end - own[1], end)]
+    # As one tensor, so that a single gather lays out the whole row.
     source, kept = torch.cat([prompts.values.values, answers.values]), batch.ragged(c.RESPONSE_MASK).values
     return PackedInputs(
         tokens=source[torch.cat(laid.rows)].long().to(device),

@@ -40,7 +40,7 @@ def make_mesh(device: Device, fsdp_size: int = -1) -> DeviceMesh:
 
 
 def sharded_model(kind: type[Model], spec: ModelSpec, device: Device) -> Model:
-    """The model, one shard per rank. Only rank 0 reads the weights; no rank ever holds more than one layer whole."""
+    """The model, one shard per rank. Only rank 0 reads the weights, on the host; devices get them one by one."""
     config = spec.load_config()
     attention.register()
     attention.check_layers(config, spec.longest)
@@ -52,6 +52,7 @@ def sharded_model(kind: type[Model], spec: ModelSpec, device: Device) -> Model:
         add_adapters(model, spec.lora)
     # Memory that is never written costs nothing: this reserves address space, and fully_shard touches only the shard.
     model.to_empty(device="cpu")
+    # to_empty gives tied weights a memory each.
     model.tie_weights()
     if spec.gradient_checkpointing:
         recompute_activations(model)
@@ -60,6 +61,7 @@ def sharded_model(kind: type[Model], spec: ModelSpec, device: Device) -> Model:
         packed.score.to(spec.lora.dtype)
     mesh = make_mesh(device, spec.fsdp.fsdp_size)
     precision = MixedPrecisionPolicy(param_dtype=spec.compute_dtype, reduce_dtype=torch.float32)
+    # Layers first: the root then takes the parameters that no layer holds.
     for layer in decoder_layers(model):
         fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=spec.fsdp.reshard_after_forward)
     # Embedding and head stay gathered from the forward to the end of the backward pass, and over forward-only passes
@@ -68,11 +70,13 @@ def sharded_model(kind: type[Model], spec: ModelSpec, device: Device) -> Model:
     source: dict[str, Tensor] | None = None
     if dist.get_rank() == 0:
         plain: PreTrainedModel = read_weights(spec.path, config, spec.master_dtype, **weights)
+        # Buffers too: those that are in no checkpoint, such as rotary frequencies, were emptied with the model.
         source = dict([*plain.named_parameters(), *plain.named_buffers()])
         if spec.lora:
             source |= first_adapters(model, spec.lora)
         if isinstance(packed, ScalarModel):
             head = read_score_head(spec.path)
+            # A new critic says 0 of every state; random weights would make advantages of noise.
             source["score.weight"] = torch.zeros(packed.score.weight.shape) if head is None else head
     _fill(packed, source, device)
     return packed
@@ -90,6 +94,7 @@ def _fill(packed: PackedModel, source: dict[str, Tensor] | None, device: Device)
     with torch.no_grad():
         for name, parameter in packed.named_parameters():
             assert isinstance(parameter, DTensor)
+            # distribute_tensor sends what rank 0 has; on the others only the shape counts.
             full = source[huggingface_name(name)] if source else torch.empty(parameter.shape)
             full = full.detach().to(device.torch_device, parameter.dtype)
             shard = distribute_tensor(full, parameter.device_mesh, parameter.placements)

@@ -31,6 +31,7 @@ def model_problem(key: str, path: str) -> str | None:
         return _folder_problem(key, folder)
     if folder.is_file():
         return f"{key}={path} is a file. Give the folder that holds it."
+    # A name on the hub has one slash at most.
     if path.startswith(("/", ".", "~")) or path.count("/") > 1:
         there = f" Write {folder.expanduser()}: '~' is not expanded here." if folder.expanduser().is_dir() else ""
         return f"{key}={path}: there is no such folder.{there or nearest_file(folder.expanduser())}"
@@ -67,6 +68,7 @@ def _damage(file: Path) -> str | None:
     have = file.stat().st_size
     try:
         with file.open("rb") as stream:
+            # Eight damaged bytes can name any length, so no more is read than there is.
             length = int.from_bytes(stream.read(8), "little")
             header = json.loads(stream.read(min(length, have)))
         needed = (

@@ -68,6 +68,7 @@ def reward_model_spec(cfg: Config, device: Device) -> ModelSpec:
     model = cfg.reward_model.model
     dtype = resolve_dtype(model.fsdp_config.compute_dtype, device)
     spec = ModelSpec(model.path or "", "reward_model", model.trust_remote_code, fsdp=model.fsdp_config)
+    # It is never trained, so it rests in the dtype in which it computes.
     return replace(spec, master_dtype=dtype, compute_dtype=dtype, longest=longest_sequence(cfg))
 
 

@@ -47,6 +47,7 @@ def _moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[
     Before the first step it is made here as AdamW would make it, so that it can be loaded.
     """
     state = optimizer.state[parameter]
+    # DCP loads into tensors that are there, and AdamW makes its state only in its first step.
     if not state:
         state["step"] = torch.zeros((), dtype=torch.float32)
         state["exp_avg"] = torch.zeros_like(parameter)

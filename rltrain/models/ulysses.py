@@ -81,6 +81,7 @@ def share_of_heads(group: ProcessGroup, *tensors: Tensor) -> list[Tensor]:
     parts = []
     for tensor in tensors:
         times = math.lcm(tensor.shape[1], ranks) // tensor.shape[1]
+        # Copies of a head are neighbours, so each rank gets the keys that its share of the queries attends to.
         tensor = tensor.repeat_interleave(times, 1) if times > 1 else tensor
         parts.append(tensor[0].unflatten(0, (ranks, -1)))
     received = _Exchange.apply(torch.cat([part.flatten(1) for part in parts], 1), group)
@@ -120,6 +121,7 @@ def share_of_row(inputs: PackedInputs, group: ProcessGroup | None) -> tuple[Pack
     tokens, positions = (
         pad(each, (0, length * ranks - total))[start : start + length] for each in (inputs.tokens, inputs.positions)
     )
+    # Places within the slice; predictors of other ranks fall outside of it.
     predictors = inputs.predictors - start
     places = ((predictors >= 0) & (predictors < length)).nonzero()[:, 0]
     mine = replace(inputs, tokens=tokens, positions=positions, plan=plan)

@@ -24,6 +24,7 @@ from rltrain.models.lora import lora_layers, merged
 
 _PREFIX = "model."  # of `PackedModel`, which holds the Hugging Face model under this name
 _BASE_LAYER = ".base_layer."  # peft puts it before the parameters of a layer that has adapters
+# For an export; a sync has rollout.update_weights_bucket_megabytes.
 _BUCKET_BYTES = 512 << 20
 # Its name since torch 2.13.
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -74,6 +75,7 @@ def _buckets(packed: nn.Module, dtype: torch.dtype, most_bytes: int) -> Iterator
         if bucket and filled + size > most_bytes:
             yield bucket
             bucket, filled = [], 0
+        # Merged while its bucket is filled, so that merged copies never take more than a bucket.
         weight = merged(layers[name], parameter) if name in layers else parameter
         bucket.append((huggingface_name(name), weight.detach()))
         filled += size
@@ -82,6 +84,7 @@ def _buckets(packed: nn.Module, dtype: torch.dtype, most_bytes: int) -> Iterator
 
 
 def _gathered(bucket: list[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[Weight]:
+    # All weights of a model are sharded over one mesh, so the first speaks for its bucket.
     first, ranks = bucket[0][1], _num_shards(bucket[0][1])
     if ranks == 1:
         yield from (Weight(name, _local(weight).to(dtype)) for name, weight in bucket)

@@ -54,6 +54,8 @@ class ActorRefWorker(Actor):
         self._residency = residency
         self._device = residency.device
         self._entry = find_policy_loss(passes.policy_loss)
+        # The policy's version at the last old_log_prob pass: while it stands, a selection need not compute log-probs
+        # again.
         self._log_probs_at: int | None = None
         self._load_models(trains)
 
@@ -67,6 +69,7 @@ class ActorRefWorker(Actor):
             return
         self._updater = Updater("actor", self._policy, self._actor_cfg.optim, self._cfg.trainer, self._device)
         phases: tuple[Phase, ...] = ("sync", "log_prob", "train_actor", "save")
+        # Under LoRA the policy without its adapters is the reference; an exact KL needs the policy's own distribution.
         phases += ("ref",) if self._passes.exact_kl_in_reward or model_cfg.uses_lora else ()
         self._residency.add_model(self._policy, *phases, offload=fsdp.param_offload)
         self._residency.add_optimizer(self._updater.optimizer, "train_actor", "save", offload=fsdp.optimizer_offload)
@@ -178,12 +181,16 @@ class ActorRefWorker(Actor):
         """
         self._policy.eval()
         text, half = torch.tensor(tokens, dtype=torch.int32), max(len(tokens) // 2, 1)
+        # Sample 0 is the text backwards, a stranger in front of sample 1, the text itself. Samples 2 and 3 share its
+        # first half as their prompt.
         prompts = Ragged.from_rows([text[-1:], text[:1], text[:half]])
         answers = Ragged.from_rows([text.flip(0)[1:], text[1:], text[half:], text[half:]])
         rows = Batch({c.PROMPT: DictionaryColumn(prompts, torch.tensor([0, 1, 2, 2])), c.RESPONSE: answers})
         rows.update({c.RESPONSE_MASK: answers.like(torch.ones_like(answers.values, dtype=torch.bool))})
         log_probs: Tensor = self._policy(pack(rows, self._device.torch_device), 1.0).log_probs.cpu()
         reshard(self._policy)
+        # Samples 1 and 3 are read: the text behind the stranger, and an answer whose prompt is not directly in front of
+        # it.
         whole, shared = log_probs.split([len(tokens) - 1] * 2 + [len(tokens) - half] * 2)[1::2]
         return torch.cat([whole[: half - 1], shared])
 
@@ -208,6 +215,7 @@ class ActorRefWorker(Actor):
             (lambda micros, mini: self._select(micros, mini, task)) if self._passes.selects else None,
         )
         if self._passes.exact_kl_in_loss:
+            # `_reference_states` has gathered the reference's head, and nothing else frees it.
             reshard(self._reference)
         return numbers
 
@@ -215,11 +223,13 @@ class ActorRefWorker(Actor):
         inputs = pack(micro, self._device.torch_device)
         reference = self._reference_states(inputs) if self._passes.exact_kl_in_loss else None
         temperature, with_entropy = self._rollout_cfg.temperature, self._actor_cfg.entropy_coeff != 0
+        # Where no pass has compared actor and engine, the update's own forward does.
         measures = not mini.has_old_log_probs or self._passes.bypass
         log_probs, entropy, kl = self._policy(inputs, temperature, with_entropy or measures, reference)
         if not len(micro):
             return idle(log_probs)
         measured = self._measure(micro, log_probs, entropy) if measures else {}
+        # Only now: rows are laid out and moments are taken on the host.
         micro = micro.to(self._device.torch_device)
         if self._passes.sampled_kl_in_loss:
             kl = kl_per_token(log_probs, micro.ragged(c.REF_LOG_PROBS).values, self._actor_cfg.kl_loss_type)
@@ -266,11 +276,14 @@ class ActorRefWorker(Actor):
         if self._log_probs_at == self._updater.num_steps:
             current = [micro.ragged(c.OLD_LOG_PROBS).values for micro in having]
         else:
+            # Idle micro-batches run too, because the forward is a collective.
             passes = [self._run_pass(self._policy, micro, [len(micro)], False)[0].values for micro in micros]
             current = [each for each, micro in zip(passes, micros, strict=True) if len(micro)]
+            # `_run_pass` has left the model in eval mode, in which transformers does not recompute activations.
             self._policy.train()
         empty = torch.zeros(0)
         masks = [self._correct(micro, each, task)[0].to("cpu") for micro, each in zip(having, current, strict=True)]
+        # The empty part lets a rank without samples take part in `select`, which is a collective.
         mask = Ragged.concat([Ragged(empty, empty.long()), *masks])
         inputs = PolicyLossInputs(
             torch.cat([empty, *current]),
@@ -304,6 +317,7 @@ class ActorRefWorker(Actor):
 
     def export(self, folder: str, card: str) -> list[str]:
         """Write a Hugging Face folder with ``card`` as README.md (a collective). Returns its problems."""
+        # The phase of a pass: the weights are on the device, while the engine and offloaded optimizer state are not.
         self._residency.enter("log_prob")
         return export_huggingface(self._policy, self._spec.load_config(), chat_encoder(self._cfg), folder, card)
 

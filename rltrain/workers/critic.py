@@ -62,6 +62,7 @@ class CriticWorker(Critic):
         if not len(micro):
             return idle(values)
         micro = micro.to(device)
+        # The values of the pass, not of the current weights: the clip holds the critic close to what it said then.
         old, returns = micro.ragged(c.VALUES), micro.ragged(c.RETURNS).values
         mask = loss_mask(micro, old)
         losses, statistics = value_loss(values, old.values, returns, self._cfg.cliprange_value)

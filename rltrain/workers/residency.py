@@ -1,8 +1,8 @@
 """Which models, optimizer states and engines are on the device in each phase.
 
 The roles of a process need more memory together than the device has. Each registers what it owns and the phases that
-need it; `enter` sends the rest to the host first, so that both never share the device. Left out: moving single layers,
-and copies that overlap with computation.
+need it; `enter` first sends everything else to the host, so that the two are never on the device together. Left out:
+moving single layers, and copies that overlap with computation.
 """
 
 from __future__ import annotations

@@ -76,6 +76,7 @@ class RewardModelWorker(RewardModel):
         room = 0
         for place, length in enumerate(lengths):
             cost = length if self._cfg.use_dynamic_bsz else 1
+            # A conversation longer than the budget gets a micro-batch to itself.
             if not micros or cost > room:
                 micros.append([])
                 room = (

@@ -64,6 +64,7 @@ class RolloutWorker(Rollout):
         self._version = version
         self._encoder = chat_encoder(cfg)
         self._replica = make_replica(self._rollout.tensor_model_parallel_size)
+        # The process group's own store serves as the replicas' shared counter, so there is no other server to start.
         self._store = dist.distributed_c10d._get_default_store()
         self._finished: SimpleQueue[tuple[Job, list[str]] | None] = SimpleQueue()
         dtype = resolve_dtype(self._rollout.dtype, self._device)
@@ -98,6 +99,7 @@ class RolloutWorker(Rollout):
 
     def _release(self) -> None:
         if self._engine.sleep():
+            # An engine without weights has no version, so the next generation syncs even where no update came between.
             self._sync.lost()
 
     def generate(self, task: GenerateTask, begun: Batch | None = None) -> tuple[Batch, list[str], GenerationNumbers]:
@@ -118,9 +120,11 @@ class RolloutWorker(Rollout):
                 tell(job, answers)
 
         generation = self._engine.generate(queue, task.sampling, finished)
+        # Also on ranks that hand nothing out: the driver polls every rank until it says that it is done.
         if task.stream:
             self._finished.put(None)
         self._device.synchronize()
+        # Without a stop every answer is wanted, so one that was given up is a fault of the engine.
         if generation.aborted.any() and not queue.stopped():
             raise RuntimeError(
                 f"the rollout engine '{self._rollout.name}' gave up {int(generation.aborted.sum())} wanted answers"
@@ -130,6 +134,7 @@ class RolloutWorker(Rollout):
             return Batch(), [], numbers
         self._validate_answers(generation.tokens, generation.log_probs)
         slots = np.concatenate([job.place * task.num_samples + job.samples for job in queue.taken])
+        # Which replica took a job, and when, depends on time; the order of slots does not.
         order = np.argsort(slots)
         payload = _payload(queue.taken, slots, generation, begun).select(order)
         answers = payload.ragged(c.RESPONSE)
@@ -166,6 +171,7 @@ class RolloutWorker(Rollout):
         size = samples_per_job(len(task.rows), task.num_samples, self._replica.count, self._rollout.max_num_seqs)
         seeds = sample_seeds(task.seed, task.step, task.rows.tolist(), task.num_samples, task.split)
         seeds = seeds.reshape(-1, task.num_samples)
+        # All ranks make the same list, because replicas agree on jobs by their numbers in it.
         jobs = []
         for place in range(len(task.rows)) if task.order is None else task.order.tolist():
             prompt = self._prompts[task.split].prompt(int(task.rows[place]))
@@ -220,6 +226,7 @@ def log_prob_gap_limit(cfg: Config, device: Device) -> float:
     rollout, fsdp = cfg.actor_rollout_ref.rollout, cfg.actor_rollout_ref.actor.fsdp_config
     if rollout.log_prob_gap_limit is not None:
         return rollout.log_prob_gap_limit
+    # Two sound implementations differ by rounding alone, and half precision rounds far more coarsely than float32.
     exact = all(resolve_dtype(name, device) == torch.float32 for name in (rollout.dtype, fsdp.compute_dtype))
     return 1e-3 if exact else 0.1
 
@@ -227,6 +234,7 @@ def log_prob_gap_limit(cfg: Config, device: Device) -> float:
 def _canary(prompts: dict[str, PromptStore]) -> list[int]:
     """The start of the first prompt; at least two tokens."""
     first = next((store.prompt(0).tolist() for store in prompts.values() if len(store)), [0])
+    # The first token of a text has no log-prob, so a single one would leave nothing to compare.
     return (first if len(first) > 1 else first * 2)[:_CANARY_TOKENS]
 
 
@@ -246,6 +254,7 @@ def _payload(jobs: Sequence[Job], slots: NDArray[np.int64], generation: Generati
         made[name] = Ragged.from_rows([torch.cat([earlier.get(slot, nothing), row]) for slot, row in rows])
     prompts = {job.place: torch.from_numpy(np.asarray(job.prompt, dtype=np.int32)) for job in jobs}
     places = np.repeat([job.place for job in jobs], [len(job.samples) for job in jobs])
+    # Values stand in the order of their places, so a search in the sorted places gives each answer's prompt.
     index = torch.from_numpy(np.searchsorted(sorted(prompts), places))
     values = Ragged.from_rows([prompts[place] for place in sorted(prompts)])
     return Batch({c.PROMPT: DictionaryColumn(values, index), **made})

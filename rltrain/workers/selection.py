@@ -31,12 +31,16 @@ def select(inputs: PolicyLossInputs, noise: Tensor, selection: Selection, num_to
     advantage, log_prob = (sums / max(num_tokens * copies, 1)).tolist()
     keys = selection.keys(inputs, noise, BatchMeans(advantage, log_prob), cfg).double()
     count = max(1, int(selection.share(cfg) * num_tokens))
+    # The border is among the ``count`` smallest keys of some rank, so no more of them are gathered. Ranks with fewer
+    # fill up with inf, because all gather tensors of one size.
     best = torch.full((count,), torch.inf, dtype=torch.float64, device=keys.device)
     mine = keys.topk(min(count, len(keys)), largest=False).values
     best[: len(mine)] = mine
     everyone = [torch.empty_like(best) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, best)
+    # Every key comes once from each rank of its sequence-parallel group.
     border = torch.cat(everyone).kthvalue(count * copies).values
+    # With fewer candidates than ``count`` the border is inf, which is also the key of tokens that are no candidates.
     return (keys <= border) & keys.isfinite()
 
 

@@ -28,11 +28,11 @@ class MiniBatch:
 class GenerateTask:
     """Answer these prompts, ``num_samples`` times each. rows [p]: places in the prompt store.
 
-    (seed, split, step, row, sample) decides every random number; step is one number, or one per prompt [p]. order
-    [p]: prompt indices, the first to start in front (None: as they are). call: unique within the run, the prefix of
-    the replicas' shared counters. stream: texts are handed out as soon as all answers to a prompt have ended
-    (`take_finished`). enough: generation stops when this many prompts are complete, including the first ``must``.
-    todo [p, num_samples]: the answers that are asked for (None: all).
+    (seed, split, step, row, sample) decides every random number; step is one number, or one per prompt [p]. order [p]:
+    prompt indices, the first to start in front (None: as they are). call: unique within the run, the prefix of the
+    replicas' shared counters. stream: texts are handed out as soon as all answers to a prompt have ended
+    (`take_finished`). enough: generation stops when this many prompts are complete and the first ``must`` are among
+    them. todo [p, num_samples]: the answers that are asked for (None: all).
     """
 
     split: str

@@ -25,6 +25,7 @@ def token_advantages(batch: Batch, cfg: AlgorithmConfig, kl_coef: float) -> tupl
     lengths = batch.dense(c.POLICY_TOKENS)
     rewards = Ragged(torch.zeros(int(lengths.sum()), dtype=torch.float64), lengths)
     last = rewards.positions == lengths[rewards.row_ids] - 1
+    # An answer without a token of the policy has none that could be paid the score.
     rewards.values[last] = batch.dense(c.SCORE)[lengths > 0].double()
     if cfg.use_kl_in_reward:
         rewards.values.sub_(kl_coef * batch.ragged(c.REF_KL).values)

@@ -1,4 +1,9 @@
-"""Optimizer steps of one model: accumulate gradients over micro-batches, clip, check that all is finite, step."""
+"""Optimizer steps of one model: accumulate gradients over micro-batches, clip, check that all is finite, step.
+
+A step with a NaN spoils every weight for good, and a rank that skips a step alone no longer has the weights of the
+others. So loss and gradient norm are looked at before each step, and all ranks take it or none does. Left out: scaling
+of the loss, which training in float16 would need.
+"""
 
 from __future__ import annotations
 
@@ -89,6 +94,7 @@ class Updater:
         assert total is not None  # every rank has a micro-batch, if only an idle one
         norm = clip_gradients(self._model.parameters(), self._clip_grad)
         health = torch.stack([total.loss, norm.to(total.loss.device)])
+        # One number that is not finite spoils the sum on every rank, so all ranks take the same branch below.
         dist.all_reduce(health)
         finite = bool(health.isfinite().all())
         if finite:

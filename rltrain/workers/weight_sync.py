@@ -94,6 +94,7 @@ class WeightSync:
     def _compare(self, expected: Tensor, version: int) -> float:
         found = self._engine.log_probs(self._canary).float().cpu()
         gap = float((found - expected).abs().mean())
+        # Not `gap > limit`: that is False for NaN, and a damaged engine would pass.
         if not gap <= self._gap_limit:
             raise SyncError(
                 f"after the sync of update {version} the rollout engine answers otherwise than the trainer: mean "

@@ -44,6 +44,7 @@ class RunningJob:
     def end(self) -> None:
         """One more answer has ended."""
         self._num_running -= 1
+        # A job with an answer that was given up is not reported: its answers are begun anew or go on in a later step.
         if not self._num_running and self._finished and all(answer.whole for answer in self.answers):
             self._finished(self._job, [answer.tokens for answer in self.answers])
 
@@ -87,6 +88,7 @@ class RunningAnswers:
         total, before = sum(counts), len(self._answers)
         prompt_lengths = np.repeat([len(job.prompt) for job in jobs], counts)
         given = np.array([len(part) for job in jobs for part in job.given or [()] * len(job.samples)], dtype=np.int64)
+        # Both limits count given tokens: they are part of the answer, and the model sees them.
         limits = np.minimum(self._max_tokens, self._max_model_len - prompt_lengths) - given
         if limits.min(initial=1) < 1:
             raise DataError(
@@ -123,6 +125,7 @@ class RunningAnswers:
         self.ended[numbers] = over
         for number, end in zip(numbers[over].tolist(), ends[over].tolist(), strict=True):
             self.num_running -= 1
+            # An end token at the last possible place still ends the answer: it is whole, not cut.
             self._answers[number].reason = "stop" if end else "length"
             self._answers[number].seconds = time.perf_counter() - self._started
             self._owners[number].end()

@@ -55,6 +55,7 @@ class HFRollout:
         self._max_model_len = settings.max_model_len
         self._memory_share = settings.rollout.gpu_memory_utilization / settings.engines_sharing_memory
         self._is_end = np.zeros(config.get_text_config().vocab_size, dtype=bool)
+        # A tokenizer may have end tokens beyond the model's vocabulary; they cannot be drawn.
         self._is_end[[token for token in settings.eos_token_ids if token < len(self._is_end)]] = True
         self._block = self._device.cache_columns
         self._most_rows = 0
@@ -67,6 +68,7 @@ class HFRollout:
         two share a prompt. Keys and values themselves live as long as a `generate`.
         """
         budget = self._memory_share * self._device.free_memory_bytes() / ROOM
+        # An answer may begin in the middle of a block, and then takes part of one block more.
         longest = (self._max_model_len + self._block) * bytes_per_token(self._model.config, self._dtype)
         self._most_rows = min(self._rollout.max_num_seqs, int(budget / longest))
 
@@ -75,10 +77,12 @@ class HFRollout:
         for name, values, _ in weights:
             path, _, leaf = name.rpartition(".")
             module, values = self._model.get_submodule(path), values.to(self._device.torch_device)
+            # The module gets the tensors themselves; a copy into tensors of its own would need room for a second model.
             if leaf in module._parameters:
                 module._parameters[leaf] = nn.Parameter(values, requires_grad=False)
             else:
                 module._buffers[leaf] = values
+        # Tied weights come once, under their first name.
         self._model.tie_weights()
         if missing := [name for name, parameter in self._model.named_parameters() if parameter.is_meta]:
             raise RuntimeError(
@@ -119,6 +123,7 @@ class HFRollout:
                 rows, tokens = rows[order], tokens[torch.from_numpy(order).to(tokens.device)]
             if len(rows):
                 kv.begin_step()
+                # Minus one, because the token that was just drawn is counted already and is the one to be computed.
                 positions = torch.from_numpy((answers.prompt_lengths + answers.lengths)[rows] - 1)
                 hidden = self._forward(tokens[:, None], positions[:, None], **{_CACHE: kv})[:, 0]
             else:
@@ -128,6 +133,8 @@ class HFRollout:
         most = self._most_rows
         if jobs := source.take(most - num_running) if num_running < most else []:
             return jobs
+        # Nothing runs and nothing was given: either there is no more work, or the next job does not fit. Asking with
+        # the limit of the settings tells which.
         if not num_running and most < self._rollout.max_num_seqs and (jobs := source.take(self._rollout.max_num_seqs)):
             key = "actor_rollout_ref.rollout."
             raise ConfigError(
@@ -170,6 +177,7 @@ class HFRollout:
             plan = AttentionPlan.of_lengths(lengths)
             hidden = self._forward(tokens[None], positions[None], **{_CACHE: kv, PLAN: plan})[0]
             ends = np.cumsum(lengths) - 1
+            # Chunks keep the order of the prompts, so their last states come in that order as well.
             last += [
                 hidden[end] for end, (number, _, stop) in zip(ends, pack, strict=True) if stop == len(prompts[number])
             ]

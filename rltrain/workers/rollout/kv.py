@@ -25,7 +25,7 @@ from torch import Tensor, nn
 Ints = NDArray[np.int64]
 # Memory of `KeyValues` relative to its rows at their longest: room to grow, and rows of answers that have ended.
 ROOM = 1.3
-# Prompts get room in steps of this many tokens.
+# Prompts get room in steps of this many tokens, because each new width copies the prompts that are there.
 _PROMPT_STEP = 32
 # Queries of a chunk of a long prompt are masked this many at a time.
 _QUERIES = 512
@@ -92,6 +92,7 @@ class KeyValues:
         places = range(len(self._prompt_lengths), len(self._prompt_lengths) + len(prompt_lengths))
         self._prompt_lengths = np.concatenate([self._prompt_lengths, prompt_lengths])
         self._place_of_row = np.concatenate([self._place_of_row, np.repeat(np.asarray(places), num_rows)])
+        # The first column of a new row is the next that is written, whatever the others have behind them.
         self._born = np.concatenate([self._born, np.full(sum(num_rows), self._column + 1)])
         self._width = max(self._width, -(-max(prompt_lengths) // _PROMPT_STEP) * _PROMPT_STEP)
         for layer in self._layers.values():
@@ -129,6 +130,7 @@ class KeyValues:
         self._chunks = ()
         self._column += 1
         self._masks = {}
+        # A row sees no column from before its birth, so nobody reads such a block any more.
         while self._first_column + self._block <= self._born.min():
             self._first_column += self._block
             for layer in self._layers.values():
@@ -187,6 +189,8 @@ class KeyValues:
         number, column = divmod(self._column - self._first_column, self._block)
         if number == len(held.blocks):
             held.blocks.append(
+                # Zeros, because a masked column enters the product with weight 0, and 0 times a NaN in unwritten memory
+                # is NaN.
                 Pair(*(new.new_zeros(rows, kv_heads, self._block, new.shape[3]) for new in (key, value)))
             )
         for whole, new in zip(held.blocks[-1], (key, value), strict=True):
@@ -194,6 +198,7 @@ class KeyValues:
         queries = (query * scaling).reshape(rows, kv_heads, -1, query.shape[3])
         prompts = Pair(*(each[: len(self._prompt_lengths)] for each in held.prompts))
         blocks = [Pair(*(each[:rows] for each in block)) for block in held.blocks]
+        # Products with prompt and own columns stand side by side, because they share one softmax.
         products = [self._seats.to_rows(self._seats.to_prompts(queries) @ prompts.keys.mT)]
         products += [queries @ block.keys.mT for block in blocks]
         weights = torch.softmax(torch.cat(products, -1).add_(self._mask(window, key.dtype)), -1)
@@ -205,6 +210,7 @@ class KeyValues:
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
         """0 where a row sees a column (first those of its prompt), else -inf: [rows, 1, 1, columns]."""
+        # Made once per step, as all layers with the same window use it.
         if window not in self._masks:
             assert self._seats is not None
             lengths, born = self._seats.prompt_lengths[:, None], self._seats.born[:, None]

@@ -43,6 +43,8 @@ class Replica:
 def make_replica(size: int) -> Replica:
     """The replica of this rank (a collective over all ranks)."""
     rank, world = dist.get_rank(), dist.get_world_size()
+    # torch wants every rank to make every group, also those that it is not in. gloo, because small Python objects
+    # travel.
     groups = [
         dist.new_group(list(range(first, first + size)), backend="gloo") if size > 1 else None
         for first in range(0, world, size)
@@ -69,7 +71,7 @@ class JobQueue:
 
     jobs: those of the whole task, in starting order. The first ``num_dealt`` are dealt to the replicas back and
     forth; if that is all of them, the assignment of jobs to replicas is deterministic. enough: stop when this many
-    prompts have all their answers, over all replicas, including the first ``must`` prompts.
+    prompts have all their answers, over all replicas, and the first ``must`` prompts are among them.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class JobQueue:
         self._enough = enough
         self._must = must
         self._jobs_of = Counter(job.place for job in jobs)
+        # A prompt whose answers are all there already has no job, so it never ends here and is not waited for.
         self._num_must = sum(place < must for place in self._jobs_of)
         self._mine = [place for place in range(num_dealt) if _dealt_to(place, replica.count) == replica.number]
         self._largest = max((len(job.samples) for job in jobs), default=0)
@@ -108,6 +111,7 @@ class JobQueue:
     def _draw(self, most: int) -> tuple[list[int], bool]:
         """Numbers of jobs, and whether no more follow."""
         numbers: list[int] = []
+        # A number drawn from the counter cannot be put back, so none is drawn unless any job would fit.
         while most >= self._largest:
             number = self._mine.pop(0) if self._mine else self._num_dealt + self._store.add(self._key + "/next", 1) - 1
             if number >= len(self._jobs):
@@ -124,6 +128,7 @@ class JobQueue:
         if needed > 1:
             if self._store.add(own, 1) < needed:
                 return
+            # Otherwise the store would keep such a key for every prompt of the run.
             self._store.delete_key(own)
         # Prompts that must complete are counted first, so that no replica sees the total without them.
         if job.place < self._must:
@@ -142,11 +147,14 @@ class JobQueue:
         return bool(self._replica.agree(self._have_enough(self._enough) if self._replica.leads else None))
 
     def _have_enough(self, enough: int) -> bool:
+        # Adding 0 reads a counter; `get` would wait for one that nobody has begun.
         return self._store.add(self._key + "/ended", 0) >= enough and (
             not self._num_must or self._store.add(self._key + "/must", 0) >= self._num_must
         )
 
 
 def _dealt_to(place: int, num_replicas: int) -> int:
+    # Every second turn goes backwards, because the longest answers stand in front: otherwise the first replica would
+    # get the longest of every turn.
     turn, seat = divmod(place, num_replicas)
     return seat if turn % 2 == 0 else num_replicas - 1 - seat

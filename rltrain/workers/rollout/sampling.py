@@ -49,6 +49,7 @@ def _choose(logits: Tensor, noise: Tensor, sampling: Sampling) -> tuple[Tensor, 
     if sampling.temperature != 1:
         logits.div_(sampling.temperature)
     weights = logits.sub_(logits.amax(-1, keepdim=True)).exp_()
+    # Taken before top_k and top_p, because the log-probs are those of the softmax over all tokens.
     sums = _block_sums(weights)
     total = sums.sum(-1, keepdim=True)
     if 0 < sampling.top_k < weights.shape[-1] or sampling.top_p < 1:
@@ -70,6 +71,7 @@ def _search(weights: Tensor, sums: Tensor, noise: Tensor) -> Tensor:
     """The first token [n, 1] at which the running total exceeds ``noise`` times the total: block first, then token."""
     totals = sums.cumsum(-1)
     target = noise * totals[:, -1:]
+    # right=True finds the first total that is greater, so a block or token without mass is never chosen.
     block = torch.searchsorted(totals, target, right=True)
     before = torch.cat([torch.zeros_like(target), totals], -1).gather(-1, block)
     places = block * _BLOCK + torch.arange(_BLOCK, device=weights.device)

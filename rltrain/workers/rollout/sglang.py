@@ -62,9 +62,11 @@ class SGLangRollout:
         arguments = {
             "model_path": settings.model.path,
             "skip_tokenizer_init": True,
+            # Random weights suffice, because the first sync comes before the first answer.
             "load_format": "dummy",
             "dtype": str(settings.dtype).removeprefix("torch."),
             "device": device.kind,
+            # Where requests have no seeds of their own (on the CPU), replicas must not draw the same numbers.
             "random_seed": settings.replica.number,
             "context_length": length,
             "max_running_requests": rollout.max_num_seqs,
@@ -144,6 +146,7 @@ class SGLangRollout:
     def _send(self, name: str, values: Tensor, loader: str) -> None:
         # A tensor on the CPU would be moved into shared memory; on an accelerator the engine reads it where it is.
         values = values.clone() if self._device.is_cpu else values
+        # The engine reads from another process, which does not wait for the kernels of this one.
         self._device.synchronize()
         _expect(
             self._engine.update_weights_from_tensor(

@@ -25,6 +25,7 @@ def load_weights(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> Non
     """Hand weights to the model's loader, one by one."""
     for name, values in named_tensors:
         try:
+            # One weight per call, so that a refusal can be told by name and keeps no other weight out.
             model.load_weights([(name, values)])
         except (LookupError, AttributeError, AssertionError, TypeError, ValueError, RuntimeError) as error:
             _REFUSED[name] = repr(error)

@@ -56,6 +56,7 @@ class VLLMRollout:
         # vLLM's CPU kernels repack their weights, which only its own reload undoes. On accelerators the weights are
         # written in place.
         self._reload = device.is_cpu
+        # vLLM refuses its sleep mode on a CPU.
         self._sleeps = rollout.free_cache_engine and not device.is_cpu
         prepare_vllm(replica.number * replica.size + replica.member, replica.count * replica.size)
         self._takes_images = takes_images(config)
@@ -68,6 +69,7 @@ class VLLMRollout:
             # those.
             "load_format": "auto" if self._takes_images else "dummy",
             "dtype": str(settings.dtype).removeprefix("torch."),
+            # Nothing is drawn with it: `CountedSampler` counts its own numbers.
             "seed": 0,
             "distributed_executor_backend": "external_launcher",
             "tensor_parallel_size": replica.size,
@@ -75,6 +77,7 @@ class VLLMRollout:
             "disable_custom_all_reduce": True,
             "max_model_len": settings.max_model_len,
             "max_num_seqs": rollout.max_num_seqs,
+            # vLLM refuses a budget of less than a token per sequence.
             "max_num_batched_tokens": max(rollout.max_num_batched_tokens, rollout.max_num_seqs),
             "enable_chunked_prefill": rollout.enable_chunked_prefill,
             "enable_prefix_caching": rollout.enable_prefix_caching,
@@ -82,6 +85,7 @@ class VLLMRollout:
             "gpu_memory_utilization": rollout.gpu_memory_utilization,
             "disable_log_stats": rollout.disable_log_stats,
             "enable_sleep_mode": self._sleeps,
+            # By default vLLM returns log-probs before the temperature; these are those of `CountedSampler`, after it.
             "logprobs_mode": "processed_logprobs",
             "speculative_config": rollout.prompt_lookup,
             "hf_overrides": dict(settings.model.override),
@@ -129,16 +133,19 @@ class VLLMRollout:
             self._llm.wake_up(tags=["kv_cache"])
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
+        # Features of images were computed with earlier weights as well.
         for name in ("reset_mm_cache", "reset_encoder_cache"):
             if hasattr(self._llm.llm_engine, name):
                 getattr(self._llm.llm_engine, name)()
 
     def sleep(self) -> bool:
         if self._sleeps:
+            # Level 2 drops the weights; level 1 would copy them to the host, and the trainer has them anyway.
             self._llm.sleep(level=2)
         return self._sleeps
 
     def log_probs(self, tokens: Sequence[int]) -> Tensor:
+        # vLLM generates one token at least; only the log-probs of the text are read.
         params = self._params(max_tokens=1, temperature=0.0, prompt_logprobs=0)
         self._add(tokens, params)
         outputs: list[Any] = []
@@ -170,6 +177,7 @@ class VLLMRollout:
                     del running[output.request_id]
                     answer.reason, answer.seconds = output.outputs[0].finish_reason, time.perf_counter() - started
                     taken.end()
+            # All ranks of the replica ask here, after the same step, so they agree to stop at the same token.
             if running and source.stopped():
                 engine.abort_request(list(running))
                 for answer, _ in running.values():
@@ -185,6 +193,8 @@ class VLLMRollout:
     def _ask(self, job: Job, number: int, images: list[Any], sampling: Sampling, *, deltas: bool) -> str:
         """Start one answer of a job, or go on with it. Where images lengthen the prompt, vLLM cuts at max_model_len."""
         given = job.given[number].tolist() if job.given else []
+        # top_k and top_p are not handed on: `CountedSampler` applies them itself, after the log-probs are taken.
+        # logprobs=0 asks for the log-prob of the sampled token alone.
         params = self._params(
             max_tokens=min(sampling.max_tokens, self._max_model_len - len(job.prompt)) - len(given),
             temperature=0.0 if sampling.greedy else sampling.temperature,
@@ -200,6 +210,7 @@ class VLLMRollout:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
+        # Output per token is needed only where a stop may cut answers short; otherwise once, at the end, is cheaper.
         kind = RequestOutputKind.DELTA if deltas else RequestOutputKind.FINAL_ONLY
         return SamplingParams(detokenize=False, flat_logprobs=True, output_kind=kind, **settings)
 

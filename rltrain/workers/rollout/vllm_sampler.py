@@ -45,6 +45,7 @@ class CountedSampler(nn.Module):
         super().__init__()
         self._runner = weakref.ref(runner)  # it holds this, and an engine must end with its last reference
         self._never = never
+        # One for all requests of a call: vLLM's own top_k and top_p per request are not used.
         self._sampling = Sampling(1)
 
     @classmethod
@@ -115,6 +116,7 @@ class CountedSampler(nn.Module):
             request = runner.requests[name]
             stream = RandomStream.of(request.sampling_params)
             seeds[row : row + count] = stream.seed
+            # Counted from the tokens that the request has, so a rejected draft uses up no number.
             places[row : row + count] = stream.start + len(request.output_token_ids) + np.arange(count)
             row += count
         noise = torch.from_numpy(random_numbers(seeds, places)).to(logits.device)

@@ -16,6 +16,7 @@ from rltrain.algorithms.moments import Moments
 from rltrain.config.algorithm_schema import RejectionRule, RolloutCorrectionConfig
 from rltrain.ragged import Ragged
 
+# verl's bound on log w. exp(20) is far beyond any useful threshold, and its square is still finite in float32.
 _LOG_BOUND = 20.0
 
 
@@ -82,9 +83,11 @@ def mismatch(train: Ragged, engine: Ragged) -> dict[str, Moments]:
 
     ``*ppl*`` and ``w_product*`` are of answers, all others of tokens.
     """
+    # In float64, because k3 of a small gap is the difference of nearly equal numbers.
     log_ratio = train.like((train.values - engine.values).double())
     bounded = log_ratio.values.clamp(-_LOG_BOUND, _LOG_BOUND)
     train_prob, engine_prob = (each.values.double().exp() for each in (train, engine))
+    # An answer without tokens has no perplexity; its mean of 0 would count as one of 1.
     having = train.lengths > 0
     train_log_ppl, engine_log_ppl = (-each.mean()[having].double() for each in (train, engine))
     products = log_ratio.sum()[having].clamp(-_LOG_BOUND, _LOG_BOUND)

@@ -53,6 +53,7 @@ def key(default: Any, *, only_with: str | Mapping[str, str] = "", **rules: Any) 
     """A field with rules. ``only_with`` may be a single condition."""
     conditions = only_with if isinstance(only_with, Mapping) else dict.fromkeys([only_with] if only_with else [], "")
     metadata = {"rules": Rules(only_with=conditions, **rules)}
+    # dataclasses refuse such a default, because all instances would share it.
     if isinstance(default, list | dict):
         return field(default_factory=lambda: copy.copy(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -60,4 +61,5 @@ def key(default: Any, *, only_with: str | Mapping[str, str] = "", **rules: Any) 
 
 def section(kind: type, *, only_with: str | Mapping[str, str] = "") -> Any:
     """A field that is a section; every key in it counts only under ``only_with`` too."""
+    # The default given here is not used: only the rules of the section are.
     return field(default_factory=kind, metadata=key(None, only_with=only_with).metadata)

@@ -68,6 +68,7 @@ class SamplerConfig:
 class DataConfig:
     """Prompts: files, columns, lengths, order."""
 
+    # Any, because OmegaConf has no union of a text and a list; see `check.as_list`.
     train_files: Any = None
     """Parquet file or list of files to train on (required)."""
     val_files: Any = None

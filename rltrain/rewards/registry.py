@@ -54,6 +54,7 @@ def known_sources() -> list[str]:
 
 def find_scorer(data_source: str) -> Scorer:
     """The scorer of a data source, prepared. Raises RewardError for an unknown data source or a missing package."""
+    # `prepare` gets the full data source, of which the name may be a beginning (reasoning_gym/*).
     name = _match(data_source)
     if name in _preparations:
         _preparations[name](data_source)

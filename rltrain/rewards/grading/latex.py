@@ -72,7 +72,9 @@ def last_boxed(solution: str) -> str | None:
     start = max(solution.rfind("\\boxed"), solution.rfind("\\fbox"))
     if start < 0:
         return None
+    # Either command has one x: \boxed goes on with "ed" after it, \fbox ends there.
     opening = solution.find("x", start + 3) + (len("ed") if solution[start + 1] == "b" else 0) + 1
+    # Bounded, so that a box that never closes costs a bounded search.
     content = solution[opening : opening + _MAX_BOX_CHARS + 2]
     if content.startswith(" ") and not content.lstrip().startswith("{"):  # "\boxed 5$": up to the end of the formula
         return re.split(r"[$\n]", content)[0].strip() or None

@@ -51,12 +51,14 @@ def read_returned(returned: Any) -> tuple[float, dict[str, float | str]]:
     if "score" not in returned:
         raise ValueError(f"the reward function returned a dict without 'score': {sorted(map(str, returned))}")
     extras: dict[str, float | str] = {}
+    # Bounded, because every name becomes a column of all samples and a metric.
     for name, extra in list(returned.items())[:_MAX_EXTRAS]:
         if name == "score":
             continue
         if isinstance(extra, str):
             extras[str(name)] = extra[:_MAX_TEXT_CHARS]
         else:
+            # An extra is only shown. One that is no number must not cost the answer its score.
             with suppress(ValueError, TypeError):
                 extras[str(name)] = _finite(extra, str(name))
     return _finite(returned["score"], "the reward function returned score"), extras

@@ -45,6 +45,8 @@ def save_object(key: str, value: Any, folder: Path) -> str:
 
     name = getattr(value, "__name__", type(value).__name__)
     module = sys.modules.get(getattr(value, "__module__", None) or type(value).__module__)
+    # cloudpickle writes a function of an imported module as a mere name, which other machines could not import. What
+    # was defined in __main__ it always writes whole.
     own = module is not None and module.__name__ != "__main__" and not _is_installed(module)
     try:
         if own:
@@ -91,6 +93,7 @@ def load_plugin(key: str, name: str) -> Callable[..., Any]:
 
 
 def _import_file(path: Path) -> ModuleType:
+    # The name depends on the path alone, so that every process knows the module by the same one.
     name = f"rltrain_plugin_{path.stem}_{zlib.crc32(bytes(path.absolute()))}"
     if path.suffix == ".pkl":  # of `save_object`
         module = ModuleType(name)
@@ -112,6 +115,7 @@ def _import_file(path: Path) -> ModuleType:
 def user_traceback(error: BaseException) -> str:
     """The traceback from the first frame of the user's code on, bounded; a syntax error names its place without one."""
     first = error.__traceback__
+    # Frames are told by their package, since the user's file has none: its module is not part of any package.
     while first and first.tb_frame.f_globals.get("__package__") in _MACHINERY:
         first = first.tb_next
     return "".join(traceback.format_exception(type(error), error, first))[-_MAX_TRACEBACK_CHARS:].rstrip()

@@ -68,10 +68,12 @@ def save_object(key: str, value: Any, folder: Path) -> str:
 
 
 def _is_installed(module: ModuleType) -> bool:
+    # A built-in module has no file and counts as installed.
     places = [str(Path(__file__).parent), *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))]
     return (getattr(module, "__file__", None) or places[0]).startswith(tuple(places))
 
 
+# One import per process: a second would run the file again and make other classes of the same names.
 @functools.cache
 def load_plugin(key: str, name: str) -> Callable[..., Any]:
     """The function that ``key=FILE.py:NAME`` names. Raises ConfigError, with the traceback where the import fails."""
@@ -97,6 +99,7 @@ def _import_file(path: Path) -> ModuleType:
     name = f"rltrain_plugin_{path.stem}_{zlib.crc32(bytes(path.absolute()))}"
     if path.suffix == ".pkl":  # of `save_object`
         module = ModuleType(name)
+        # A pickle runs code when it is read, but so does the .py file that a user may name instead.
         vars(module).update(pickle.loads(path.read_bytes()))
         return module
     spec = importlib.util.spec_from_file_location(name, path)

@@ -21,8 +21,8 @@ from rltrain.config.declarations import ESTIMATOR_KEY, EstimatorTraits, declared
 from rltrain.plugin import is_plugin, load_plugin
 from rltrain.ragged import Ragged
 
-# verl's value, so that the same command learns from the same numbers. It guards no division by 0: a group that scores
-# alike is exactly 0 above it (`_Groups.centred`).
+# verl's value, so that the same command learns from the same numbers. A group that scores alike has exactly 0 above it
+# (`_Groups.centred`), and so an advantage of 0.
 STD_EPSILON = 1e-6
 
 
@@ -120,6 +120,7 @@ def gae(inputs: TokenInputs, cfg: AlgorithmConfig) -> TokenAdvantages:
     following = torch.where(last, torch.zeros_like(values), values.roll(-1))
     deltas = inputs.rewards.values + cfg.gamma * following - values
     advantages = suffix_sums(inputs.rewards.like(deltas), cfg.gamma * cfg.lam)
+    # The critic learns the returns, so they keep the scale of the rewards: whitening comes later, to advantages alone.
     return TokenAdvantages(advantages, advantages.like(advantages.values + values))
 
 

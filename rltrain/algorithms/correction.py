@@ -75,6 +75,7 @@ def compare(
         columns[c.LOSS_MASK] = accepted(log_ratio, cfg.rejection_rules())
     moments = mismatch(train, engine)
     moments |= correction(columns.get(c.IS_WEIGHTS), columns.get(c.LOSS_MASK), log_ratio, cfg)
+    # Carried tokens differ by what the policy has learnt since, which must not set off the alarm on the engine's gap.
     return columns, moments if carried is None else moments | {"gap": fresh_gap(train, engine, carried)}
 
 
@@ -119,13 +120,14 @@ def fresh_gap(train: Ragged, engine: Ragged, carried: Tensor) -> Moments:
 def correction(
     weights: Ragged | None, mask: Ragged | None, log_ratio: Ragged, cfg: RolloutCorrectionConfig
 ) -> dict[str, Moments]:
-    """Likewise of the importance weights, and the shares of tokens and answers with something rejected."""
+    """Moments of the importance weights, and of what was rejected: shares of tokens and of answers."""
     quantities: dict[str, Tensor] = {}
     if weights is not None:
         low, high = cfg.importance_bounds()
         logs = log_ratio if cfg.rollout_is == "token" else log_ratio.broadcast(log_ratio.sum())
         quantities["is"] = weights.values
         quantities["is_high"] = logs.values > math.log(high)
+        # A plain truncation leaves low weights alone; they are counted beyond its mirror image.
         quantities["is_low"] = logs.values < math.log(low or 1 / high)
         if cfg.rollout_is == "sequence":
             # All tokens of an answer have its weight, so a mean over tokens would count long answers more.

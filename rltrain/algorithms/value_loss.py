@@ -1,4 +1,4 @@
-"""The critic's loss, and how well it explains the returns."""
+"""The critic's loss, per token and before aggregation."""
 
 from __future__ import annotations
 

@@ -32,7 +32,8 @@ class PassBudget:
 class _Pass:
     """The keys of one pass.
 
-    sharing: the section whose number of ranks shares a sequence. like: the pass whose number of samples is the default.
+    sharing: the section that says how many ranks share a sequence. like: the pass whose number of samples is the
+    default.
     """
 
     switch: str

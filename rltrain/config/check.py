@@ -42,6 +42,7 @@ def missing_files(config: Config) -> list[str]:
     named += [("custom_reward_function.path", path) for path in as_list(config.custom_reward_function.path)]
     named += [(key, get(config, key).rpartition(":")[0]) for key in plugin_keys() if ":" in get(config, key)]
     named += [("trainer.callbacks", name.rpartition(":")[0]) for name in config.trainer.callbacks]
+    # Anything else may be a name on the hub.
     if (adapter := config.actor_rollout_ref.model.lora_adapter_path or "").startswith(("/", ".", "~")):
         named.append((_A + "model.lora_adapter_path", adapter))
     if config.trainer.resume_mode == "resume_path":

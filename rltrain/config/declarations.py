@@ -61,6 +61,8 @@ ESTIMATORS = {
     "gae": EstimatorTraits(per_token=True, values=True, whitens=True, reads=("gamma", "lam")),
     "grpo": EstimatorTraits(compares=True, reads=_BY_STD),
     "reinforce_plus_plus": EstimatorTraits(per_token=True, whitens=True, reads=("gamma",)),
+    # Whitened on the driver by its formula, as gdpo is; `whitens` is about advantages per token, which the driver
+    # lacks.
     "reinforce_plus_plus_baseline": EstimatorTraits(compares=True, reads=()),
     "rloo": EstimatorTraits(compares=True, reads=()),
     "remax": EstimatorTraits(per_token=True, greedy_baseline=True, reads=()),

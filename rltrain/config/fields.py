@@ -1,8 +1,8 @@
 """How a key is declared: its default, and every rule about its value, at the field.
 
 A rule about one key stands where the key does, as metadata of the field: the bounds, the names that are allowed, and
-the settings under which the key counts at all. The type is the annotation (a `Literal` where the choice is the schema's
-own); the help text is the string under the field. `check` reads the bounds, `effects` the conditions, `help` all of
+the settings under which the key counts at all. The type is the annotation (a `Literal` where no other table has the
+choices); the help text is the string under the field. `check` reads the bounds, `effects` the conditions, `help` all of
 them. Rules that compare several values are functions in `check`: a language for those would be harder to read than
 Python.
 """

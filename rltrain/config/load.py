@@ -84,6 +84,7 @@ class _Reader:
         if known and known.type_name.startswith("list") and isinstance(value, str):
             value = [value]
         try:
+            # A structured tree refuses keys that the schema lacks; only free-form dictionaries may get them.
             OmegaConf.update(self.tree, key, value, force_add=free_form_parent(key) is not None)
         except OmegaConfBaseException:
             expected = known.type_name.replace("None", "null") if known else "a plain value"

@@ -195,7 +195,7 @@ def _open(path: str, keys: _Keys, max_rows: int | None) -> _File:
         with pq.ParquetFile(local, page_checksum_verification=True) as source:
             schema = source.schema_arrow
             _check_schema(path, schema, keys)
-            # Columns that nobody reads would be carried through Ray's object store by every process.
+            # Columns that nobody reads would only fill Ray's object store.
             wanted = {*keys.required(), *keys.optional(), *MEDIA_COLUMNS}
             table = source.read(columns=[name for name in schema.names if name in wanted])
     except (OSError, pa.ArrowException, UnicodeDecodeError) as error:

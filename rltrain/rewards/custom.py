@@ -42,7 +42,7 @@ def custom_reward(cfg: Config) -> CustomReward | None:
 
 
 def load_custom(custom: CustomReward) -> Callable[..., Any]:
-    """The function as one of four positional arguments. An ``async`` function is awaited.
+    """The function, to be called with four positional arguments. An ``async`` function is awaited.
 
     Raises ConfigError with the traceback where the file cannot be imported or the function cannot be called so.
     """

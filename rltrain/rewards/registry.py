@@ -48,6 +48,7 @@ def scorer(*data_sources: str, prepare: Callable[[str], None] | None = None) -> 
 def known_sources() -> list[str]:
     """Every data source that has a scorer."""
     for module in pkgutil.iter_modules(scorers.__path__, f"{scorers.__name__}."):
+        # The import alone registers: each file decorates its scorer.
         importlib.import_module(module.name)
     return sorted(_scorers)
 

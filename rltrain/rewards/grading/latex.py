@@ -144,7 +144,7 @@ def _may_be_unit(name: str, spaced: bool) -> bool:
 
 
 def _number(text: str) -> str:
-    """``1,000`` to ``1000``, ``0.50`` to ``.5``'s spelling ``0.5``, and ``1/2`` to ``\\frac{1}{2}``."""
+    """One spelling for numbers: 1000 for 1,000, 0.5 for .5 and 0.50, ``\\frac{1}{2}`` for 1/2."""
     upper, slash, lower = text.partition("/")
     sign = "-" if upper.startswith("-") else ""
     if slash and upper.removeprefix("-").isdigit() and lower.isdigit():

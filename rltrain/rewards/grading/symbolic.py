@@ -54,6 +54,7 @@ def symbolically_equal(answer: str, truth: str) -> bool:
     for text in (answer, truth):
         if not text or len(text) > _MAX_CHARS or _WORD.search(_COMMAND.sub(" ", text)):
             return False
+    # The truth is not searched: no model wrote it.
     if _BOMB.search(answer) or max(answer.count(bracket) for bracket in "({[") > _MAX_DEPTH:
         return False
     return _math_verify()(answer, truth)

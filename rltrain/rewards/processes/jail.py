@@ -111,6 +111,7 @@ def _doorkeeper(folder: str, library: str) -> Any:
 
 
 def _inside(folder: str, roots: tuple[str, ...]) -> Any:
+    # By text alone, without os.path, which the program may have replaced. It cannot make links, so text is enough.
     kind, text, number, raw, prefixes = type, str, int, bytes, tuple(root + "/" for root in roots)
 
     def inside(path: Any) -> bool:

@@ -56,6 +56,7 @@ class RewardWorker:
 
         adopt(environment)
         self._name = name
+        # The tables stay in the node's object store; `Rows` builds a row when it is asked for.
         self._rows: dict[str, Rows] = {split: ray.get(reference) for split, reference in splits.items()}
         self._scorer = make_scorer(cfg)
 

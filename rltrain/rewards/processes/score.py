@@ -66,6 +66,7 @@ def read_returned(returned: Any) -> tuple[float, dict[str, float | str]]:
 
 def _finite(value: Any, what: str) -> float:
     number = value
+    # Asked for its ndim, because the process that scores imports neither NumPy nor torch of itself.
     if not isinstance(value, (bool, int, float)) and getattr(value, "ndim", None) == 0:  # NumPy and torch scalars
         number = value.item()
     if not isinstance(number, (bool, int, float)):

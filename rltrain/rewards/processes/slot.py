@@ -92,6 +92,7 @@ class Slot:
         """
         score = self.score(*call)
         for form in FORMS[1:]:
+            # After a timeout no other form is tried: each could cost another deadline.
             if score.status not in ("crashed", "rejected"):
                 break
             other = self.score(call[0], form.format(call[1]), *call[2:])

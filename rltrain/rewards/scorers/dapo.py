@@ -6,6 +6,7 @@ from rltrain.rewards.grading.ladder import equal
 from rltrain.rewards.grading.latex import last_boxed, tidy
 from rltrain.rewards.registry import scorer
 
+# As in verl, so that scores compare.
 _TAIL_CHARS = 300
 _MARK = "answer"
 _COLONS = (":", "：")

@@ -110,6 +110,7 @@ def policy_loss(
 
     def declare(function: PolicyLossFunction) -> PolicyLossFunction:
         function.selection = selection  # type: ignore[attr-defined]
+        # Not silent unless it says so: what is left out of the update must be a sample that could not have moved it.
         return declared(function, LossTraits(selects=selection is not None, silent_at_zero=silent_at_zero))
 
     return declare

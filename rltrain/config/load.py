@@ -70,6 +70,7 @@ class _Reader:
         elif advice := refused_because(key, value):
             self.problems.append(f"'{written}' is not a key of this trainer; {advice}.")
         elif (why := ignored_because(key, value)) is not None:
+            # By key, so that a later setting takes the note on an earlier one back.
             self.ignored[key] = why and f"{written}: no effect: {why}"
         elif key in sections():
             self.problems.append(f"'{written}' is a section, not a value. Its keys: --help {key}.")
@@ -126,6 +127,7 @@ def load_config(overrides: Sequence[str], files: Sequence[str | Mapping[str, Any
     except OmegaConfBaseException as error:
         where = f"{error.full_key}: " if error.full_key else ""
         reader.problems.append(f"{where}{str(error).splitlines()[0]}")
+    # As in a file of verl's, null means that the size is not given.
     totals = {key: total for key, total in reader.totals.items() if total is not None}
     if problems := [*reader.problems, *(total_problem(config, key, total) for key, total in totals.items())]:
         raise ConfigError("\n".join(problems))
@@ -156,6 +158,7 @@ def to_yaml(config: Config) -> str:
 
 def _masked(value: Any, name: str = "") -> Any:
     if isinstance(value, dict):
+        # Any header may carry a token, whatever its name.
         return {key: _masked(item, "secret" if name == "url_headers" else str(key)) for key, item in value.items()}
     if isinstance(value, str):
         return "***" if value and SECRET.search(name) else _CREDENTIALS.sub("***@", value)

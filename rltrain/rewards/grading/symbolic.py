@@ -32,6 +32,8 @@ def _math_verify() -> Callable[[str, str], bool]:
     config = [LatexExtractionConfig()]
 
     def compare(answer: str, truth: str) -> bool:
+        # A degree is a factor of pi / 180, so that 180^\circ equals \pi. The truth comes first, as verify is not
+        # symmetric.
         radians = [_DEGREES.sub(r"(\\frac{\1\\pi}{180})", text) for text in (truth, answer)]
         parsed = [parse(f"${text}$", config, parsing_timeout=None) for text in radians]
         return bool(verify(*parsed, timeout_seconds=None))

@@ -98,6 +98,7 @@ class RemoteScorer:
                 if response.status_code not in _TRY_AGAIN:
                     return self._read(response.status_code, reply)
                 trouble.append(f"HTTP {response.status_code} {reply[:200]!r}")
+                # However long a server asks for: the answer's deadline ends the wait.
                 pause_s = max(pause_s, _retry_after_s(response.headers.get("Retry-After", "")))
             except httpx.TransportError as error:  # refused, reset, cut short
                 trouble.append(f"{type(error).__name__}: {error}")

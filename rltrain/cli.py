@@ -28,6 +28,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if words[0] == "--version":
         words = ["train", "--version"]
+    # Two words first, so that `rewards try` is not taken for a command `rewards`.
     two = " ".join(words[:2])
     command, rest = (two, words[2:]) if two in _COMMANDS else (words[0], words[1:])
     if command == "data" and rest and rest[0] in _converters():
@@ -43,6 +44,7 @@ def main(argv: list[str] | None = None) -> int:
         hint = f" Did you mean rltrain train {command} …?" if "=" in command else hint
         sys.stderr.write(f"error: there is no command '{two}'.{hint} See rltrain --help.\n")
         return 2
+    # argparse takes the name in its usage from here.
     sys.argv = [f"rltrain {command}", *rest]
     return importlib.import_module(module).main(rest)
 

@@ -37,9 +37,11 @@ def collect(run: Path, archive: Path) -> list[str]:
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:
         for name, path in _files(run):
             data = _end_of(path)
+            # Passed over and not the end: smaller files after it may still fit.
             if len(data) > room:
                 continue
             room -= len(data)
+            # Only these have keys by which a secret can be told from other text.
             if path.suffix in (".yaml", ".json"):
                 data = _masked(data.decode(errors="replace")).encode()
             file.writestr(name, data)
@@ -58,6 +60,7 @@ def _files(run: Path) -> Iterator[tuple[str, Path]]:
 
 def _end_of(path: Path) -> bytes:
     with open(path, "rb") as file:
+        # A parquet file cannot be read in part; of logs the end is what matters, where the error is.
         left_out = max(0, path.stat().st_size - _MOST_OF_A_FILE) if path.suffix != ".parquet" else 0
         file.seek(left_out)
         return (f"[{left_out} bytes left out]\n".encode() if left_out else b"") + file.read()

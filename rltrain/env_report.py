@@ -62,6 +62,7 @@ def device_facts() -> dict[str, Any]:
 
 def command_line() -> str:
     """What was typed to start this process, secrets masked."""
+    # Not sys.argv, which `rltrain COMMAND` has rewritten and which lacks -m MODULE.
     program, *rest = sys.orig_argv
     if rest and Path(rest[0]).name == "rltrain":  # the console command
         return masked_command(["rltrain", *rest[1:]])
@@ -99,6 +100,7 @@ def _git_state() -> str | None:
     """
     root = _HERE.parent
     commit = _output("git", "-C", str(root), "rev-parse", "--short=12", "HEAD") if (root / ".git").exists() else ""
+    # Untracked files are left out: runs and checkpoints usually lie in the checkout.
     changed = commit and _output("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no", "rltrain")
     return f"{commit}{'+' if changed else ''}" or None
 

@@ -47,6 +47,7 @@ def help_text(topic: str = "") -> str:
     topic = rename(topic)
     names = [*sections(), *all_keys()]
     found = [topic] if topic in names else [name for name in names if name.endswith(f".{topic}")]
+    # `...` is no value that any row needs no note for, so the reason always comes.
     if not found and (why := ignored_because(topic, ...)):
         return f"{topic}: accepted, and has no effect: {why}\n"
     if not found:
@@ -77,6 +78,7 @@ def _entry(key: Key, name: str = "") -> str:
 
 def _rules(key: Key) -> Iterator[str]:
     """The values a key may have, as sentences beside its help text."""
+    # Most help texts explain their values one by one, and a second list would only repeat them.
     if any(shown(choice) not in key.help for choice in key.choices):
         yield f"One of {', '.join(map(shown, key.choices))}."
     if bounds := key.rules.bounds():
@@ -100,6 +102,7 @@ def _keys_of(section: str) -> list[Key]:
 
 
 def _wrapped(line: str, indent: int) -> str:
+    # A narrower terminal would get a word or two per line.
     width = max(shutil.get_terminal_size().columns, 40)
     if len(line) <= width:
         return line

@@ -45,6 +45,8 @@ def save_object(key: str, value: Any, folder: Path) -> str:
 
     name = getattr(value, "__name__", type(value).__name__)
     module = sys.modules.get(getattr(value, "__module__", None) or type(value).__module__)
+    # cloudpickle writes a function of an imported module as a mere name, which other machines could not import. What
+    # was defined in __main__ it always writes whole.
     own = module is not None and module.__name__ != "__main__" and not _is_installed(module)
     try:
         if own:
@@ -66,10 +68,12 @@ def save_object(key: str, value: Any, folder: Path) -> str:
 
 
 def _is_installed(module: ModuleType) -> bool:
+    # A built-in module has no file and counts as installed.
     places = [str(Path(__file__).parent), *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))]
     return (getattr(module, "__file__", None) or places[0]).startswith(tuple(places))
 
 
+# One import per process: a second would run the file again and make other classes of the same names.
 @functools.cache
 def load_plugin(key: str, name: str) -> Callable[..., Any]:
     """The function that ``key=FILE.py:NAME`` names. Raises ConfigError, with the traceback where the import fails."""
@@ -91,9 +95,11 @@ def load_plugin(key: str, name: str) -> Callable[..., Any]:
 
 
 def _import_file(path: Path) -> ModuleType:
+    # The name depends on the path alone, so that every process knows the module by the same one.
     name = f"rltrain_plugin_{path.stem}_{zlib.crc32(bytes(path.absolute()))}"
     if path.suffix == ".pkl":  # of `save_object`
         module = ModuleType(name)
+        # A pickle runs code when it is read, but so does the .py file that a user may name instead.
         vars(module).update(pickle.loads(path.read_bytes()))
         return module
     spec = importlib.util.spec_from_file_location(name, path)
@@ -112,6 +118,7 @@ def _import_file(path: Path) -> ModuleType:
 def user_traceback(error: BaseException) -> str:
     """The traceback from the first frame of the user's code on, bounded; a syntax error names its place without one."""
     first = error.__traceback__
+    # Frames are told by their package, since the user's file has none: its module is not part of any package.
     while first and first.tb_frame.f_globals.get("__package__") in _MACHINERY:
         first = first.tb_next
     return "".join(traceback.format_exception(type(error), error, first))[-_MAX_TRACEBACK_CHARS:].rstrip()

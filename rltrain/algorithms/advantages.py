@@ -21,6 +21,8 @@ from rltrain.config.declarations import ESTIMATOR_KEY, EstimatorTraits, declared
 from rltrain.plugin import is_plugin, load_plugin
 from rltrain.ragged import Ragged
 
+# verl's value, so that the same command learns from the same numbers. A group that scores alike has exactly 0 above it
+# (`_Groups.centred`), and so an advantage of 0.
 STD_EPSILON = 1e-6
 
 
@@ -112,10 +114,13 @@ def gae(inputs: TokenInputs, cfg: AlgorithmConfig) -> TokenAdvantages:
     """
     assert inputs.values is not None
     values = inputs.values.values
+    # Rows hold the policy's tokens alone, so text that others wrote between them is skipped and not discounted. The
+    # roll brings the first value of the next row to the last token of a row, where V is 0.
     last = inputs.values.positions == inputs.values.lengths[inputs.values.row_ids] - 1
     following = torch.where(last, torch.zeros_like(values), values.roll(-1))
     deltas = inputs.rewards.values + cfg.gamma * following - values
     advantages = suffix_sums(inputs.rewards.like(deltas), cfg.gamma * cfg.lam)
+    # The critic learns the returns, so they keep the scale of the rewards: whitening comes later, to advantages alone.
     return TokenAdvantages(advantages, advantages.like(advantages.values + values))
 
 
@@ -138,6 +143,8 @@ def remax(inputs: TokenInputs, cfg: AlgorithmConfig) -> TokenAdvantages:
 def suffix_sums(rewards: Ragged, decay: float) -> Ragged:
     """S_t = x_t + decay S_{t+1} in every row."""
     lengths, longest = rewards.lengths, int(rewards.lengths.max()) if len(rewards) else 0
+    # Rows are aligned at their ends, so one step of the loop serves all of them. The closed form, a cumulative sum of
+    # x_t decay^-t, would overflow on long answers.
     from_end = lengths[rewards.row_ids] - 1 - rewards.positions
     grid = rewards.values.new_zeros(longest, len(rewards))
     grid[from_end, rewards.row_ids] = rewards.values
@@ -174,6 +181,7 @@ def opo(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
     groups = _Groups(inputs.groups)
     lengths = inputs.lengths.to(inputs.scores.dtype)
     baseline = groups.sum(lengths * inputs.scores) / groups.sum(lengths).clamp(min=1)
+    # As in `_Groups.centred`: a weighted mean of equal scores may be off by a rounding error.
     return torch.where(groups.flat(inputs.scores), torch.zeros_like(baseline), inputs.scores - baseline)
 
 
@@ -187,6 +195,7 @@ def grpo_passk(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
     best = groups.largest(inputs.scores)
     is_best = inputs.scores == best
     second = groups.largest(inputs.scores.masked_fill(is_best, -torch.inf))
+    # With a tie of all answers r_second is -inf and the lead infinite: it must be replaced, as a product with 0 is NaN.
     lead = torch.where(is_best & (groups.sum(is_best.to(best.dtype)) == 1), best - second, torch.zeros_like(best))
     return lead / (groups.std(inputs.scores) + STD_EPSILON) if cfg.norm_adv_by_std_in_grpo else lead
 
@@ -229,9 +238,11 @@ class _Groups:
     """Statistics over the answers to one prompt. Results are [n]: each answer has the value of its group."""
 
     def __init__(self, groups: Tensor) -> None:
+        # Group numbers need not be consecutive, so they are not used as an index themselves.
         self._index = groups.unique(return_inverse=True)[1]
         self._count = int(self._index.max()) + 1
         self.size = self.sum(torch.ones(len(groups), dtype=torch.float64))
+        # verl lets such an answer keep its raw score as advantage, which is a comparison with nothing.
         if bool((self.size < 2).any()):
             raise ValueError("a prompt has one answer, and this advantage estimator compares answers to one prompt")
 
@@ -248,6 +259,8 @@ class _Groups:
 
     def centred(self, values: Tensor) -> Tensor:
         difference = values - self.sum(values) / self.size
+        # The mean of equal numbers may be off by a rounding error. A division by std + 1e-6 would make it a gradient,
+        # and the update leaves out only samples whose advantage is exactly 0.
         return torch.where(self.flat(values), torch.zeros_like(difference), difference)
 
     def std(self, values: Tensor) -> Tensor:
@@ -256,6 +269,7 @@ class _Groups:
 
 def _whiten(advantages: Tensor, lengths: Tensor) -> Tensor:
     """Mean 0 and unbiased variance 1 over tokens, of which every token of answer i has ``advantages[i]``."""
+    # Weighted by lengths, the moments over answers are those over tokens, which the driver never holds.
     weights = lengths.to(advantages.dtype)
     moments = Moments(
         float(weights.sum()), float((weights * advantages).sum()), float((weights * advantages.square()).sum())

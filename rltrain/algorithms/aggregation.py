@@ -24,6 +24,7 @@ class Denominators:
 
     tokens: int
     sequences: int
+    # A constant of the run. The padded width, verl's default, would change the loss from batch to batch.
     horizon: int
 
 
@@ -37,12 +38,14 @@ def token_weights(mode: str, mask: Ragged, denominators: Denominators) -> Tensor
     - seq-mean-token-mean: 1 / (sequences * loss tokens of the sequence) (GRPO paper)
     - seq-mean-token-sum-norm: 1 / (sequences * horizon) (Dr. GRPO)
     """
+    # A mini-batch of which every token was rejected has a loss of 0, not NaN.
     sequences = max(denominators.sequences, 1)
     if mode == "token-mean":
         return mask.values / max(denominators.tokens, 1)
     if mode == "seq-mean-token-sum":
         return mask.values / sequences
     if mode == "seq-mean-token-mean":
+        # The only mode with a count per sequence. It may be taken here because a micro-batch holds whole answers.
         return mask.values * mask.broadcast(1.0 / (sequences * mask.sum().clamp(min=1))).values
     if mode == "seq-mean-token-sum-norm":
         return mask.values / (sequences * denominators.horizon)

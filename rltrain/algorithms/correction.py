@@ -16,6 +16,7 @@ from rltrain.algorithms.moments import Moments
 from rltrain.config.algorithm_schema import RejectionRule, RolloutCorrectionConfig
 from rltrain.ragged import Ragged
 
+# verl's bound on log w. exp(20) is far beyond any useful threshold, and its square is still finite in float32.
 _LOG_BOUND = 20.0
 
 
@@ -74,6 +75,7 @@ def compare(
         columns[c.LOSS_MASK] = accepted(log_ratio, cfg.rejection_rules())
     moments = mismatch(train, engine)
     moments |= correction(columns.get(c.IS_WEIGHTS), columns.get(c.LOSS_MASK), log_ratio, cfg)
+    # Carried tokens differ by what the policy has learnt since, which must not set off the alarm on the engine's gap.
     return columns, moments if carried is None else moments | {"gap": fresh_gap(train, engine, carried)}
 
 
@@ -82,9 +84,11 @@ def mismatch(train: Ragged, engine: Ragged) -> dict[str, Moments]:
 
     ``*ppl*`` and ``w_product*`` are of answers, all others of tokens.
     """
+    # In float64, because k3 of a small gap is the difference of nearly equal numbers.
     log_ratio = train.like((train.values - engine.values).double())
     bounded = log_ratio.values.clamp(-_LOG_BOUND, _LOG_BOUND)
     train_prob, engine_prob = (each.values.double().exp() for each in (train, engine))
+    # An answer without tokens has no perplexity; its mean of 0 would count as one of 1.
     having = train.lengths > 0
     train_log_ppl, engine_log_ppl = (-each.mean()[having].double() for each in (train, engine))
     products = log_ratio.sum()[having].clamp(-_LOG_BOUND, _LOG_BOUND)
@@ -116,13 +120,14 @@ def fresh_gap(train: Ragged, engine: Ragged, carried: Tensor) -> Moments:
 def correction(
     weights: Ragged | None, mask: Ragged | None, log_ratio: Ragged, cfg: RolloutCorrectionConfig
 ) -> dict[str, Moments]:
-    """Likewise of the importance weights, and the shares of tokens and answers with something rejected."""
+    """Moments of the importance weights, and of what was rejected: shares of tokens and of answers."""
     quantities: dict[str, Tensor] = {}
     if weights is not None:
         low, high = cfg.importance_bounds()
         logs = log_ratio if cfg.rollout_is == "token" else log_ratio.broadcast(log_ratio.sum())
         quantities["is"] = weights.values
         quantities["is_high"] = logs.values > math.log(high)
+        # A plain truncation leaves low weights alone; they are counted beyond its mirror image.
         quantities["is_low"] = logs.values < math.log(low or 1 / high)
         if cfg.rollout_is == "sequence":
             # All tokens of an answer have its weight, so a mean over tokens would count long answers more.

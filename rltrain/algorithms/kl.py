@@ -53,6 +53,7 @@ def kl_per_token(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
     log_ratio = log_probs - ref_log_probs
     if not kind.endswith("+"):
         return KL_ESTIMATORS[kind](log_ratio)
+    # The carrier cancels out of the value and keeps its gradient: a straight-through estimator.
     carrier = k2(log_ratio)
     return carrier + (KL_ESTIMATORS[kind[:-1]](log_ratio) - carrier).detach()
 
@@ -66,5 +67,6 @@ def adapted_kl_coef(coef: float, kl: float, num_samples: int, cfg: KLControlConf
     """Weight of the KL in the next reward: proportional control to ``target_kl`` (Ziegler et al. 2019, section 2.2)."""
     if cfg.type == "fixed":
         return coef
+    # The weight goes on from step to step and into checkpoints, so one KL that is NaN must not reach it.
     error = min(max(kl / cfg.target_kl - 1, -0.2), 0.2)
     return coef * (1 + error * num_samples / cfg.horizon) if math.isfinite(error) else coef

@@ -38,6 +38,7 @@ class LossShare:
 
 
 def _add(one: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, Tensor]:
+    # An idle micro-batch, which keeps ranks in step, has a loss and no parts.
     return one | {name: one[name] + value if name in one else value for name, value in other.items()}
 
 
@@ -57,6 +58,7 @@ def actor_loss(
     """
     per_token = token_weights(cfg.loss_agg_mode, inputs.mask, denominators)
     policy = policy_loss(inputs, cfg)
+    # As in verl the weights are those of the policy loss alone, not of entropy and KL.
     losses = policy.token_losses if weights is None else policy.token_losses * weights
     shares = {"pg_loss": aggregate(losses, per_token)}
     loss = shares["pg_loss"]

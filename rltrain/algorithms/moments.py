@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+# verl's, for whitening. It keeps the scale finite where all advantages are equal.
 _VARIANCE_EPSILON = 1e-8
 
 
@@ -50,10 +51,12 @@ class Moments:
 
     @property
     def variance(self) -> float:
+        # Rounding may bring the difference below 0 where all numbers are equal.
         return max(self.squares / max(self.count, 1) - self.mean * self.mean, 0.0)
 
     def whitening(self) -> tuple[float, float]:
         """(shift, scale) so that (x - shift) * scale has mean 0 and unbiased variance 1 (up to 1e-8 under the root)."""
+        # One number has no unbiased variance, so it stays as it is.
         if self.count < 2:
             return 0.0, 1.0
         variance = self.variance * self.count / (self.count - 1)

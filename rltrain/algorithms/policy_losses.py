@@ -16,6 +16,8 @@ from rltrain.config.schema import ActorConfig
 from rltrain.plugin import is_plugin, load_plugin
 from rltrain.ragged import Ragged
 
+# verl's bound: exp(20) is finite in float32, and so are its products with advantages. Beyond it a token has no
+# gradient.
 _LOG_RATIO_BOUND = 20.0
 
 
@@ -108,6 +110,7 @@ def policy_loss(
 
     def declare(function: PolicyLossFunction) -> PolicyLossFunction:
         function.selection = selection  # type: ignore[attr-defined]
+        # Not silent unless it says so: what is left out of the update must be a sample that could not have moved it.
         return declared(function, LossTraits(selects=selection is not None, silent_at_zero=silent_at_zero))
 
     return declare
@@ -145,7 +148,9 @@ def vanilla(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
     With A < 0 the loss is bounded by -A * clip_ratio_c (Ye et al. 2020, dual-clip PPO, eq. 5).
     """
     unclipped, clipped = _ppo(inputs.log_ratio.exp(), inputs.advantages, cfg)
+    # Within the clip range both are equal, and torch gives half of the gradient to each; the halves add up to it.
     pessimistic = torch.maximum(unclipped, clipped)
+    # With A < 0 the clip does not hold a ratio that grows, and a single token could dominate the gradient.
     bound = -inputs.advantages * cfg.clip_ratio_c
     losses = torch.where(inputs.advantages < 0, torch.minimum(pessimistic, bound), pessimistic)
     held = (pessimistic > bound) & (inputs.advantages < 0)
@@ -159,6 +164,8 @@ def gspo(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
     The token form of the ratio is s pi / sg[pi].
     """
     sequence = inputs.sequence_mean(inputs.log_ratio).detach()
+    # The first two terms are 0 and carry the gradient of the token. 10 is verl's bound on log s; with A < 0 the clip
+    # alone would set none.
     ratio = (inputs.log_probs - inputs.log_probs.detach() + sequence).clamp(max=10.0).exp()
     unclipped, clipped = _ppo(ratio, inputs.advantages, cfg)
     return PolicyLoss(torch.maximum(unclipped, clipped), _statistics(inputs, pg_clipfrac=clipped > unclipped))
@@ -201,6 +208,7 @@ def geo_mean(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
     log_ratio, sign = inputs.log_ratio, inputs.advantages.sign()
     bounded = log_ratio.clamp(-low, high)
     pessimistic = sign * torch.minimum(sign * log_ratio, sign * bounded)
+    # With A = 0 the sign would make the ratio 1 without a gradient; such a token counts with its own.
     ratio = inputs.sequence_mean(torch.where(sign == 0, log_ratio, pessimistic)).exp()
     losses = -inputs.sequence_mean(inputs.advantages) * ratio
     return PolicyLoss(losses, _statistics(inputs, pg_clipfrac=(pessimistic != log_ratio) & (sign != 0)))
@@ -214,6 +222,8 @@ def _clip_cov_keys(inputs: PolicyLossInputs, noise: Tensor, means: BatchMeans, c
     unclipped, clipped = _ppo(inputs.log_ratio.exp(), inputs.advantages, cfg)
     covariance = _covariance(inputs, means)
     within = (covariance > cfg.policy_loss.clip_cov_lb) & (covariance < cfg.policy_loss.clip_cov_ub)
+    # The smallest keys are selected, so noise draws uniformly among the candidates, the same ones for any cut of the
+    # mini-batch.
     return noise.masked_fill(~(within & (clipped <= unclipped) & (inputs.mask.values > 0)), torch.inf)
 
 
@@ -248,6 +258,7 @@ def _dppo(inputs: PolicyLossInputs, divergence: Tensor, cfg: ActorConfig) -> Pol
     """-sg[min(r, clip_ratio_c)] A log pi, without tokens that moved beyond the clip range in the direction of A."""
     low, high = clip_range(cfg)
     ratio = inputs.log_ratio.exp().detach()
+    # A token that moved against its advantage keeps its gradient, which brings it back.
     up = (inputs.advantages > 0) & (ratio > 1) & (divergence > high)
     down = (inputs.advantages < 0) & (ratio < 1) & (divergence > low)
     weight = ratio.clamp(max=cfg.clip_ratio_c).masked_fill(up | down, 0.0)
@@ -265,6 +276,7 @@ def dppo_tv(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
 def dppo_kl(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
     """As dppo_tv, with the KL of the two-way choice "this token or another"   (Qi et al. 2026, DPPO)."""
     old, new = inputs.old_log_probs.exp(), inputs.log_probs.detach().exp()
+    # verl's. A token of probability 1 leaves 0 for all others.
     tiny = 1e-8
     this = old * ((old + tiny) / (new + tiny)).log()
     other = (1 - old) * ((1 - old + tiny) / (1 - new + tiny)).log()

@@ -1,4 +1,9 @@
-"""Tries estimators and losses of the user's own on a few numbers, before anything is started."""
+"""Tries estimators and losses of the user's own on a few numbers, before anything is started.
+
+Problem: a function that raises or returns a wrong shape would fail after models are loaded and the first batch is
+generated. Choice: a batch of four answers on the CPU. Left out: whether the formula is right, which only its author
+knows.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +19,7 @@ from rltrain.config.schema import ActorConfig
 from rltrain.plugin import is_plugin
 from rltrain.ragged import Ragged
 
+# An empty answer and one of a single token are what a function of the user's own most easily forgets.
 _LENGTHS = torch.tensor([3, 1, 0, 2])
 
 
@@ -23,6 +29,7 @@ def try_estimator(cfg: AlgorithmConfig) -> Iterator[str]:
         return
     key = f"algorithm.adv_estimator={cfg.adv_estimator}"
     function, traits = find_estimator(cfg.adv_estimator), cfg.estimator
+    # float64, as the driver and the workers hand them over. The second group scores alike: its standard deviation is 0.
     scores, tokens = (
         torch.tensor([1.0, 0.0, 0.5, 0.5], dtype=torch.float64),
         Ragged(torch.ones(6, dtype=torch.float64), _LENGTHS),
@@ -51,6 +58,7 @@ def try_policy_loss(cfg: ActorConfig) -> Iterator[str]:
     if not is_plugin(name):
         return
     key = f"actor_rollout_ref.actor.policy_loss.loss_mode={name}"
+    # Apart from the old log-probs, so that the ratio is not 1 and a formula that needs it is really tried.
     log_probs = torch.full((6,), -0.5, requires_grad=True)
     mask = Ragged(torch.ones(6), _LENGTHS)
     selected = torch.zeros(6, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""The critic's loss, and how well it explains the returns."""
+"""The critic's loss, per token and before aggregation."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float)
 
     All [tokens]; only ``values`` carries gradient. Returns token losses and per-token statistics.
     """
+    # The larger of both losses: a value gains nothing by moving further than `clip` in one update, and one that moved
+    # too far the wrong way still has its gradient.
     clipped = torch.maximum(torch.minimum(values, old_values + clip), old_values - clip)
     plain_loss, clipped_loss = (values - returns).square(), (clipped - returns).square()
     statistics = {"vf_clipfrac": (clipped_loss > plain_loss).float(), "vpred_mean": values.detach()}

@@ -13,6 +13,7 @@ KLKind = Literal[
     "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "low_var_kl+", "k3+", "full"
 ]  # fmt: skip
 # Rounds of dynamic sampling in a step, unless filter_groups.max_num_gen_batches says.
+# Without a bound, a policy that solves everything or nothing would generate for ever.
 _DEFAULT_ROUNDS = 10
 _ADAPTIVE = "type=adaptive"
 _WEIGHS = {
@@ -109,9 +110,11 @@ class RolloutCorrectionConfig:
             over, _, measure = name.rpartition("_")
             if over not in ("token", "seq_sum", "seq_mean", "seq_max") or measure not in ("k1", "k2", "k3"):
                 raise ValueError(f"'{name}' is not a rule")
+            # k1 has a sign, and its largest value says nothing about tokens that differ in the other direction.
             if (over, measure) == ("seq_max", "k1"):
                 raise ValueError("seq_max goes with k2 or k3")
             low, high = _bounds(limit)
+            # k1 is measured as log(pi_engine / pi_trainer), so bounds on the ratio become bounds on its logarithm.
             if measure == "k1":
                 if low is None and high <= 1:
                     raise ValueError(f"{name}={limit}: one bound x means 1/x to x, so it must be over 1")

@@ -32,7 +32,8 @@ class PassBudget:
 class _Pass:
     """The keys of one pass.
 
-    sharing: the section whose number of ranks shares a sequence. like: the pass whose number of samples is the default.
+    sharing: the section that says how many ranks share a sequence. like: the pass whose number of samples is the
+    default.
     """
 
     switch: str
@@ -71,6 +72,8 @@ _PASSES = {
 def budgets(config: Config) -> dict[str, PassBudget]:
     """The budget of each pass, by the pass's name."""
     return {
+        # A group that shares sequences has the room of all its devices. A size that is missing here is that of a pass
+        # the run does not make; for the others `budget_problems` refuses it.
         name: PassBudget(get(config, one.tokens) * one.ranks_per_sequence(config), None)
         if get(config, one.switch)
         else PassBudget(None, one.num_samples(config) or 1)
@@ -89,6 +92,7 @@ def budget_problems(config: Config) -> Iterator[str]:
         group, tokens = one.ranks_per_sequence(config), get(config, one.tokens)
         if get(config, one.switch):
             # The reward model's own chat template makes sequences of other lengths.
+            # A group of 0 is refused elsewhere; here it would only end the list of problems in a division by 0.
             if group > 0 and tokens * group < longest and name != "reward_model":
                 over = f" over {group} devices" if group > 1 else ""
                 yield (

@@ -27,6 +27,7 @@ _LEAST_SCORER_MEMORY_MB = 256
 
 def check(loaded: LoadedConfig) -> None:
     """Raise ConfigError with every rule that the config breaks."""
+    # Every rule must bear values that another one refuses, since all of them run before anything is raised.
     models = (_lora, _shared_sequences, budget_problems)
     rewards = (_reward_terms, _reward_model, _scorers)
     rules = (_each_key, _lists, uneven, _comparison, _correction, *models, *rewards, _tail, _engine, _run)
@@ -41,6 +42,7 @@ def missing_files(config: Config) -> list[str]:
     named += [("custom_reward_function.path", path) for path in as_list(config.custom_reward_function.path)]
     named += [(key, get(config, key).rpartition(":")[0]) for key in plugin_keys() if ":" in get(config, key)]
     named += [("trainer.callbacks", name.rpartition(":")[0]) for name in config.trainer.callbacks]
+    # Anything else may be a name on the hub.
     if (adapter := config.actor_rollout_ref.model.lora_adapter_path or "").startswith(("/", ".", "~")):
         named.append((_A + "model.lora_adapter_path", adapter))
     if config.trainer.resume_mode == "resume_path":
@@ -102,6 +104,7 @@ def uneven(config: Config) -> Iterator[str]:
         key = f"{section}.ppo_mini_batch_size"
         mini = get(config, key)
         if used and min(prompts, mini) > 0 and prompts % mini:
+            # The largest divisor up to what was asked: it never makes a mini-batch larger than the user wanted.
             fitting = next(size for size in range(min(mini, prompts), 0, -1) if prompts % size == 0)
             yield (
                 f"data.train_batch_size={prompts} is not a multiple of {key}={mini}, so some prompts would be left out "
@@ -244,6 +247,7 @@ def _scorers(config: Config) -> Iterator[str]:
         yield "reward.url and custom_reward_function.path both say how to score; give one of them."
     try:
         address = urlsplit(reward.url)
+        # Reading `port` raises ValueError too, where it is no number.
         usable = address.scheme in ("http", "https") and bool(address.hostname) and address.port != 0
     except ValueError:
         usable = False
@@ -286,6 +290,7 @@ def _engine(config: Config) -> Iterator[str]:
         )
     for key in (_R + "temperature", _R + "val_kwargs.temperature"):
         value = get(config, key)
+        # 0 is greedy, which every engine has.
         if value > 0 and not least <= value <= most:
             yield f"{key}={value}: {rollout.name} takes {least:g} to {most:g}. Use such a value, or rollout.name=hf."
     taking = [f"engine_kwargs.{name}" for name, one in ENGINES.items() if "engine_kwargs" not in one.unused_keys]

@@ -61,6 +61,8 @@ ESTIMATORS = {
     "gae": EstimatorTraits(per_token=True, values=True, whitens=True, reads=("gamma", "lam")),
     "grpo": EstimatorTraits(compares=True, reads=_BY_STD),
     "reinforce_plus_plus": EstimatorTraits(per_token=True, whitens=True, reads=("gamma",)),
+    # Whitened on the driver by its formula, as gdpo is; `whitens` is about advantages per token, which the driver
+    # lacks.
     "reinforce_plus_plus_baseline": EstimatorTraits(compares=True, reads=()),
     "rloo": EstimatorTraits(compares=True, reads=()),
     "remax": EstimatorTraits(per_token=True, greedy_baseline=True, reads=()),
@@ -81,6 +83,7 @@ POLICY_LOSSES = {
     "cispo": LossTraits(silent_at_zero=True, reads=_CLIP),
     "sapo": LossTraits(silent_at_zero=True, reads=("tau_pos", "tau_neg")),
     "geo_mean": LossTraits(silent_at_zero=True, reads=_CLIP),
+    # Not silent: a token without advantage may be among the selected, and without it another would be in its place.
     "clip_cov": LossTraits(selects=True, reads=(*_CLIP, *_CLIP_COV)),
     "kl_cov": LossTraits(selects=True, reads=("policy_loss.kl_cov_ratio", "policy_loss.ppo_kl_coef")),
     "dppo_tv": LossTraits(silent_at_zero=True, reads=(*_CLIP, "clip_ratio_c")),
@@ -108,6 +111,7 @@ def loss_traits(name: str) -> LossTraits:
 def _of_plugin(key: str, name: str) -> Any:
     nothing = EstimatorTraits() if key == ESTIMATOR_KEY else LossTraits()
     try:
+        # A file without a decorator is fine: it gets the least that a function can need.
         return getattr(load_plugin(key, name), _ATTRIBUTE, nothing)
     except ConfigError:  # `preflight` reports it, beside everything else that is wrong
         return nothing

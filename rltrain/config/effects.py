@@ -34,6 +34,7 @@ def without_effect(loaded: LoadedConfig) -> list[str]:
         _whole_checkpoints,
         _conditions,
     ):
+        # The first reason wins, so the general conditions come last.
         for key, why in source(loaded):
             if key in loaded.explicit:
                 notes.setdefault(key, f"{key}: no effect: {why}")
@@ -68,6 +69,7 @@ def _parts(atom: str) -> tuple[str, str, str]:
 def _full(config: Config, scope: str, path: str) -> str:
     """The whole name of the key that ``path`` means in a section."""
     section = scope
+    # Outwards, so that a condition reads as in its own section and may still name a key anywhere.
     while not hasattr(get(config, section), path.partition(".")[0]):
         assert section, f"{path} is not known in {scope}"
         section = section.rpartition(".")[0]
@@ -100,6 +102,7 @@ def _not_read(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
         ("algorithm.", ESTIMATORS, estimator_traits(estimator), f"adv_estimator={estimator}"),
         (_A + "actor.", POLICY_LOSSES, loss_traits(loss), f"loss_mode={loss}"),
     ):
+        # A function of the user's own may read any key, so nothing is said of it.
         every = {key for traits in table.values() for key in traits.reads or ()}
         for key in every - set(every if chosen.reads is None else chosen.reads):
             readers = " or ".join(each for each, traits in table.items() if key in (traits.reads or ()))

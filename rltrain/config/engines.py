@@ -55,6 +55,8 @@ ENGINES = {
         images=True,
         speculation=True,
         counted_seeds=True,
+        # vLLM refuses more than 2. Less than 0.01 it raises to 0.01 with a warning, so that the trainer would compute
+        # log-probs of another temperature than the engine's.
         temperatures=(0.01, 2.0),
         beyond_positions=False,
     ),

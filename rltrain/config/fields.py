@@ -1,8 +1,8 @@
 """How a key is declared: its default, and every rule about its value, at the field.
 
 A rule about one key stands where the key does, as metadata of the field: the bounds, the names that are allowed, and
-the settings under which the key counts at all. The type is the annotation (a `Literal` where the choice is the schema's
-own); the help text is the string under the field. `check` reads the bounds, `effects` the conditions, `help` all of
+the settings under which the key counts at all. The type is the annotation (a `Literal` where no other table has the
+choices); the help text is the string under the field. `check` reads the bounds, `effects` the conditions, `help` all of
 them. Rules that compare several values are functions in `check`: a language for those would be harder to read than
 Python.
 """
@@ -53,6 +53,7 @@ def key(default: Any, *, only_with: str | Mapping[str, str] = "", **rules: Any) 
     """A field with rules. ``only_with`` may be a single condition."""
     conditions = only_with if isinstance(only_with, Mapping) else dict.fromkeys([only_with] if only_with else [], "")
     metadata = {"rules": Rules(only_with=conditions, **rules)}
+    # dataclasses refuse such a default, because all instances would share it.
     if isinstance(default, list | dict):
         return field(default_factory=lambda: copy.copy(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -60,4 +61,5 @@ def key(default: Any, *, only_with: str | Mapping[str, str] = "", **rules: Any) 
 
 def section(kind: type, *, only_with: str | Mapping[str, str] = "") -> Any:
     """A field that is a section; every key in it counts only under ``only_with`` too."""
+    # The default given here is not used: only the rules of the section are.
     return field(default_factory=kind, metadata=key(None, only_with=only_with).metadata)

@@ -1,4 +1,8 @@
-"""The keys of the schema, with type, default, rules and help text. Needs nothing but the schema's source."""
+"""The keys of the schema, with type, default, rules and help text. Needs nothing but the schema's source.
+
+Help, checks, notes and the reader of overrides all walk this one list. The help texts are read from the source, because
+the string under a field is the only place where text and field cannot drift apart.
+"""
 
 from __future__ import annotations
 
@@ -78,6 +82,7 @@ def nearest(name: str) -> list[str]:
     names = list(all_keys())
     leaf = name.rpartition(".")[2]
     alike = difflib.get_close_matches(name, names, n=2, cutoff=0.8)
+    # Reversed, so that of several keys with one last part the first in the schema is offered.
     by_leaf = {known.rpartition(".")[2]: known for known in reversed(names)}
     same = [known for known in names if known.rpartition(".")[2] == leaf]
     leaves = [by_leaf[match] for match in difflib.get_close_matches(leaf, by_leaf, n=2, cutoff=0.8)]
@@ -85,6 +90,7 @@ def nearest(name: str) -> list[str]:
 
 
 def _walk(owner: type, prefix: str, around: tuple[tuple[str, str, str], ...]) -> Iterator[Key]:
+    # Annotations are texts under `from __future__ import annotations`; only the resolved ones can be told apart.
     hints, texts = typing.get_type_hints(owner), _texts(owner)
     for field in dataclasses.fields(owner):
         name, kind = prefix + field.name, hints[field.name]
@@ -96,6 +102,7 @@ def _walk(owner: type, prefix: str, around: tuple[tuple[str, str, str], ...]) ->
         factory = field.default_factory
         default = field.default if factory is dataclasses.MISSING else factory()
         choices = rules.among or _literals(kind)
+        # The text of a `Literal` would repeat its values, which `choices` has.
         type_name = "str" if choices and not str(field.type).startswith("list") else str(field.type)
         yield Key(name, type_name, default, texts[field.name], type_name.startswith("dict"), choices, rules, only_with)
 

@@ -1,4 +1,10 @@
-"""Files and dotted overrides -> one typed `Config`. All mistakes are reported together."""
+"""Files and dotted overrides -> one typed `Config`. All mistakes are reported together.
+
+Problem: commands come from verl and Hydra, with keys that have another name, no meaning or no counterpart here, and a
+key that is silently dropped costs a run. Choice: every key that was written is taken over, renamed with a warning,
+noted as without effect, or refused with what to type instead. OmegaConf gives types and ``${other.key}``. Left out:
+Hydra, of which we would use its syntax alone.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +27,8 @@ from rltrain.env import devices_here
 from rltrain.errors import ConfigError
 
 OmegaConf.register_resolver("devices_here", devices_here, replace=True)
-# Names of keys whose values nobody else should see.
+# Names of keys whose values nobody else should see. "token" counts only as the last word, because max_token_len and
+# the like are lengths.
 SECRET = re.compile(r"password|secret|api[-_]?key|access_key|(^|[-_])tokens?$|authorization|cookie", re.IGNORECASE)
 # What stands before the host in an address: user:password@
 _CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
@@ -58,10 +65,12 @@ class _Reader:
         if is_known(key):
             self._assign(key, value)
         elif is_known(f"{key}_per_gpu"):
+            # Told later: what to type instead depends on the number of devices, which may come after this key.
             self.totals[key] = value
         elif advice := refused_because(key, value):
             self.problems.append(f"'{written}' is not a key of this trainer; {advice}.")
         elif (why := ignored_because(key, value)) is not None:
+            # By key, so that a later setting takes the note on an earlier one back.
             self.ignored[key] = why and f"{written}: no effect: {why}"
         elif key in sections():
             self.problems.append(f"'{written}' is a section, not a value. Its keys: --help {key}.")
@@ -72,9 +81,11 @@ class _Reader:
 
     def _assign(self, key: str, value: Any) -> None:
         known = all_keys().get(key)
+        # A list of one is often typed without brackets.
         if known and known.type_name.startswith("list") and isinstance(value, str):
             value = [value]
         try:
+            # A structured tree refuses keys that the schema lacks; only free-form dictionaries may get them.
             OmegaConf.update(self.tree, key, value, force_add=free_form_parent(key) is not None)
         except OmegaConfBaseException:
             expected = known.type_name.replace("None", "null") if known else "a plain value"
@@ -95,6 +106,7 @@ def load_config(overrides: Sequence[str], files: Sequence[str | Mapping[str, Any
             reader.set(key, value)
     for override in overrides:
         key, equals, text = override.partition("=")
+        # Hydra's mark of a new key. Here it is never needed and always allowed, so that verl's commands run.
         key = key.lstrip("+").strip()
         if not equals or not key:
             reader.problems.append(
@@ -109,10 +121,13 @@ def load_config(overrides: Sequence[str], files: Sequence[str | Mapping[str, Any
             )
     config: Any = None
     try:
+        # Only now do defaults that follow other keys get their values, and a value of the wrong type may show only
+        # here.
         config = OmegaConf.to_object(reader.tree)
     except OmegaConfBaseException as error:
         where = f"{error.full_key}: " if error.full_key else ""
         reader.problems.append(f"{where}{str(error).splitlines()[0]}")
+    # As in a file of verl's, null means that the size is not given.
     totals = {key: total for key, total in reader.totals.items() if total is not None}
     if problems := [*reader.problems, *(total_problem(config, key, total) for key, total in totals.items())]:
         raise ConfigError("\n".join(problems))
@@ -143,6 +158,7 @@ def to_yaml(config: Config) -> str:
 
 def _masked(value: Any, name: str = "") -> Any:
     if isinstance(value, dict):
+        # Any header may carry a token, whatever its name.
         return {key: _masked(item, "secret" if name == "url_headers" else str(key)) for key, item in value.items()}
     if isinstance(value, str):
         return "***" if value and SECRET.search(name) else _CREDENTIALS.sub("***@", value)
@@ -155,6 +171,7 @@ def masked_command(words: Sequence[str]) -> str:
     for word in words:
         key, _, text = word.partition("=")
         try:
+            # A mapping in flow syntax may hold secrets beside plain values, and only its parsed form has names.
             value = safe_load(text)
         except YAMLError:
             value = text

@@ -91,6 +91,7 @@ class TrainedModelConfig:
     3e-5."""
     lora_alpha: float = key(16.0, over=0, only_with=_ADAPTERS)
     """Adapters are scaled by lora_alpha / lora_rank."""
+    # Any, because OmegaConf has no union of a text and a list; `check._lora` looks at the type.
     target_modules: Any = key("all-linear", only_with=_ADAPTERS)
     """Layers that get adapters: all-linear (all but the head), a list of names such as [q_proj,v_proj], or a pattern of
     full names."""
@@ -128,6 +129,7 @@ class CriticModelConfig(TrainedModelConfig):
     path: str | None = None
     """Hugging Face folder or hub name; null: the actor's. A classification head of one label is kept, else the head
     starts at 0."""
+    # Follows the actor's, because the critic usually is the actor's model, with the same code.
     trust_remote_code: bool = key("${actor_rollout_ref.model.trust_remote_code}")
     """Run Python code that comes with the model."""
     fsdp_config: FSDPConfig = section(FSDPConfig)

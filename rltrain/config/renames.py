@@ -1,4 +1,8 @@
-"""Keys that users bring along: other spellings of ours, keys without a meaning here, keys of other backends."""
+"""Keys that users bring along: other spellings of ours, keys without a meaning here, keys of other backends.
+
+They stand in tables and not in the schema, so that help, defaults and a printed configuration show only what has an
+effect.
+"""
 
 from __future__ import annotations
 
@@ -163,6 +167,7 @@ def rename(key: str) -> str:
 def ignored_because(key: str, value: Any) -> str | None:
     """Why an accepted key has no effect ("" where ``value`` is what happens anyway), or None for keys that are not in
     the table."""
+    # The first row that fits decides, so a special row must stand above its general one.
     for row, why in IGNORED.items():
         pattern, equals, anyway = row.partition("=")
         if fnmatchcase(key, pattern):
@@ -174,6 +179,7 @@ def ignored_because(key: str, value: Any) -> str | None:
 def refused_because(key: str, value: Any) -> str | None:
     """What to use instead of a key of a backend that is not here, or None."""
     text = f"{key}={shown(value)}"
+    # A row with "=" is about a value: strategy=fsdp2 is fine, strategy=megatron is not.
     return next((advice for part, advice in REFUSED.items() if part in (text if "=" in part else key)), None)
 
 

@@ -44,6 +44,7 @@ class ValKwargs:
 class RolloutConfig:
     """Generation, and the pass that recomputes the log-probs of what was generated."""
 
+    # The default needs no package beside rltrain's own, so that a first run works anywhere.
     name: str = key("hf", among=tuple(ENGINES))
     """Engine: hf (embedded decode loop), vllm (and vllm-ascend) or sglang."""
     n: int = key(1, least=1)
@@ -58,6 +59,7 @@ class RolloutConfig:
     """Sample; False: greedy."""
     ignore_eos: bool = False
     """Go on to max_response_length past the end token."""
+    # A key of its own, so that answers can be drawn anew to the same prompts in the same order.
     seed: int | None = None
     """Decides all sampling; null: data.seed."""
     val_kwargs: ValKwargs = section(ValKwargs)

@@ -68,6 +68,7 @@ class SamplerConfig:
 class DataConfig:
     """Prompts: files, columns, lengths, order."""
 
+    # Any, because OmegaConf has no union of a text and a list; see `check.as_list`.
     train_files: Any = None
     """Parquet file or list of files to train on (required)."""
     val_files: Any = None
@@ -144,6 +145,7 @@ class ActorConfig:
     """Policy loss."""
     checkpoint: CheckpointConfig = section(CheckpointConfig)
     """Checkpoint contents."""
+    # fsdp is accepted because verl's commands name it; it never means FSDP1.
     strategy: Literal["fsdp2", "fsdp"] = key("fsdp2", only_with={"strategy=fsdp2": "fsdp and fsdp2 both mean FSDP2"})
     """Training backend of every model: FSDP2."""
     ppo_mini_batch_size: int = key(256, least=1)

@@ -118,6 +118,7 @@ def make_step_passes(config: Config) -> StepPasses:
     old_log_probs: OldLogProbs = "all"
     if correction.bypass_mode:
         old_log_probs = "none"
+    # bypass_mode comes first: it needs no pass, whatever else asks for one early.
     elif actor.recompute_old_log_prob == "auto" and not needs_all_old_log_probs(config):
         old_log_probs = "all but the first mini-batch"
     return StepPasses(
@@ -132,12 +133,15 @@ def make_step_passes(config: Config) -> StepPasses:
         exact_kl_in_reward=exact_kl_in_reward,
         sampled_kl_in_loss=sampled_kl_in_loss,
         exact_kl_in_loss=exact_kl_in_loss,
+        # With bypass_mode and ppo_clip the loss's own ratio is taken against the engine; weights on top would count the
+        # difference twice.
         importance_weights=bool(correction.rollout_is) and (reinforce or not correction.bypass_mode),
         rejects=bool(correction.rollout_rs),
         policy_loss=policy_loss,
         selects=loss.selects,
         # A KL or an entropy bonus has a gradient in every sample; whitening makes an advantage of 0 something else.
         skips_silent=loss.silent_at_zero and not (actor.use_kl_loss or actor.entropy_coeff != 0 or estimator.whitens),
+        # Without a critic nothing would learn in the steps of a warm-up.
         first_actor_step=config.trainer.critic_warmup if estimator.values else 0,
     )
 

@@ -18,6 +18,7 @@ from rltrain.config.schema import Config
 from rltrain.data.rows import PromptRow, Rows, first_of
 from rltrain.errors import DataError
 
+# Enough for the tokenizer to work on in parallel, without the texts of all rows in memory at once.
 _ENCODE_CHUNK_ROWS = 512
 
 Message = dict[str, Any]
@@ -59,6 +60,8 @@ class ChatEncoder:
                 return_dict=False,  # transformers 5 returns a BatchEncoding by default
                 **self.template_kwargs,
             )
+        # Templates are programs: what they raise of themselves is the data's fault, anything else is ours and keeps its
+        # traceback.
         except Exception as error:
             if not _is_template_error(error):
                 raise
@@ -104,6 +107,7 @@ class ChatEncoder:
     @cached_property
     def eos_token_ids(self) -> list[int]:
         """Every token that ends an answer: the tokenizer's and those of generation_config.json; ascending."""
+        # The two often differ: a chat model ends its turn with a token that is not the tokenizer's eos.
         found = {self.tokenizer.eos_token_id, *_generation_eos(self.path)} - {None}
         if not found:
             raise DataError(f"neither the tokenizer nor generation_config.json in {self.path!r} names an eos token.")
@@ -170,11 +174,14 @@ def encode_prompts(
     _ = encoder.tokenizer  # where there is none, no row is to blame
     for position, ids in enumerate(_encode_rows(rows, encoder)):
         if len(ids) > max_prompt_length:
+            # Collected even where they are an error, so that one message names how many there are and the length that
+            # would do.
             if filter_overlong or truncation == "error":
                 overlong.append((position, len(ids)))
                 continue
             ids = truncate(ids, max_prompt_length, truncation)
         row_index.append(position)
+        # int32 holds every vocabulary and is half of what every process maps.
         kept.append(np.asarray(ids, dtype=np.int32))
     if overlong and not filter_overlong:
         raise DataError(_overlong_report(rows, overlong, max_prompt_length))
@@ -247,10 +254,12 @@ def _refuse_media(messages: Sequence[Message]) -> None:
 def _is_template_error(error: Exception) -> bool:
     from jinja2.exceptions import TemplateError
 
+    # A template that adds None to a text raises Python's own TypeError.
     return isinstance(error, (TemplateError, TypeError))
 
 
 def _template_text(template: str) -> str:
+    # Every Jinja template that writes a message has a brace, and hardly any path has.
     if "{" in template:
         return template
     try:

@@ -24,6 +24,7 @@ from rltrain.errors import DataError
 MEDIA_COLUMNS = ("images", "videos")
 
 _NUM_SHOWN = 5
+# Rows become Python objects to be checked, which take many times the memory of the table; a chunk at a time is enough.
 _READ_CHUNK_ROWS = 1024
 _DIGEST_BYTES = 16
 
@@ -78,6 +79,7 @@ class Rows:
 
     def __getitem__(self, position: int) -> PromptRow:
         file, row = self._locate(position)
+        # Pictures are large and not part of a row; `media` fetches them.
         names = [name for name in file.table.column_names if name not in MEDIA_COLUMNS]
         return _build({name: file.table.column(name)[row].as_py() for name in names}, self._keys)
 
@@ -121,6 +123,7 @@ class Rows:
     def fingerprint(self) -> str:
         """A digest of the rows' content and order. How they are spread over files, and other columns, do not matter."""
         digest = hashlib.sha256(f"{self._keys}\n".encode())
+        # Digests per row, so that the order and a selection can change without reading the files again.
         digest.update(np.ascontiguousarray(self._digests[self._index]).tobytes())
         return f"rows:{digest.hexdigest()}"
 
@@ -188,9 +191,11 @@ def _open(path: str, keys: _Keys, max_rows: int | None) -> _File:
     if local.stat().st_size == 0:
         raise DataError(f"data file {path!r} is empty (0 bytes); write it again.")
     try:
+        # A flipped bit in a page with a checksum is then an error and not another number.
         with pq.ParquetFile(local, page_checksum_verification=True) as source:
             schema = source.schema_arrow
             _check_schema(path, schema, keys)
+            # Columns that nobody reads would only fill Ray's object store.
             wanted = {*keys.required(), *keys.optional(), *MEDIA_COLUMNS}
             table = source.read(columns=[name for name in schema.names if name in wanted])
     except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
@@ -232,6 +237,7 @@ def _check_table(file: _File, keys: _Keys) -> tuple[dict[int, str], np.ndarray]:
             raise DataError(f"{file.path!r} rows {start} and after hold text that is not UTF-8 ({error}).") from error
         seen = file.table.select(media).slice(start, _READ_CHUNK_ROWS).to_pylist() if media else [{}] * len(records)
         for record, more in zip(records, seen, strict=True):
+            # As JSON with sorted keys: the order of a struct's fields is the writing program's affair.
             content = json.dumps(_plain(record | more), sort_keys=True, default=_digest_of_bytes)
             digests += hashlib.blake2b(content.encode(), digest_size=_DIGEST_BYTES).digest()
         for row, record in enumerate(records, start):

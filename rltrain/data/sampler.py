@@ -59,9 +59,14 @@ class SolveRateSampler:
         """The next rows that are worth an attempt."""
         chosen: dict[int, None] = {}
         skipped: dict[int, None] = {}
+        # From any cursor so many places hold one whole epoch, so every row has been looked at before skipped ones fill
+        # up.
         for _ in range(2 * self._order.num_rows):
+            # A cursor over single rows, not draws: how many rows a draw passes over is not known beforehand. So the
+            # tail of an epoch is used too.
             epoch, place = divmod(self._cursor, self._order.num_rows)
             self._cursor += 1
+            # A row may come twice where a draw crosses into the next epoch; dictionaries keep it once, in order.
             row = int(self._order.permutation(epoch)[place])
             (chosen if self._worth(row, epoch) else skipped)[row] = None
             if len(chosen) == self._order.batch_size:
@@ -80,6 +85,7 @@ class SolveRateSampler:
 
     def observe(self, rows: Sequence[int], solved: Sequence[float]) -> None:
         """Remember the newest solve rates."""
+        # Only the newest answers count, because the policy that gave older ones is gone.
         self._rates[np.asarray(rows)] = solved
 
     def state(self) -> State:

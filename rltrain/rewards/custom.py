@@ -42,7 +42,7 @@ def custom_reward(cfg: Config) -> CustomReward | None:
 
 
 def load_custom(custom: CustomReward) -> Callable[..., Any]:
-    """The function as one of four positional arguments. An ``async`` function is awaited.
+    """The function, to be called with four positional arguments. An ``async`` function is awaited.
 
     Raises ConfigError with the traceback where the file cannot be imported or the function cannot be called so.
     """
@@ -50,6 +50,7 @@ def load_custom(custom: CustomReward) -> Callable[..., Any]:
     _check_signature(function, custom)
 
     def call(*values: Any) -> Any:
+        # By keyword, as verl calls it: the order of a function's arguments is its own.
         value = function(**dict(zip(custom.arguments, values, strict=True)), **custom.kwargs)
         return _event_loop().run_until_complete(value) if inspect.isawaitable(value) else value
 
@@ -71,6 +72,7 @@ def _check_signature(function: Callable[..., Any], custom: CustomReward) -> None
         return
     arguments = dict.fromkeys(custom.arguments)
     try:
+        # Looked at here, so that a wrong signature is one error before training and not a failure per answer.
         signature.bind(**arguments, **custom.kwargs)
     except TypeError as error:
         names = ", ".join([*arguments, *custom.kwargs])

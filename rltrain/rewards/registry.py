@@ -48,12 +48,14 @@ def scorer(*data_sources: str, prepare: Callable[[str], None] | None = None) -> 
 def known_sources() -> list[str]:
     """Every data source that has a scorer."""
     for module in pkgutil.iter_modules(scorers.__path__, f"{scorers.__name__}."):
+        # The import alone registers: each file decorates its scorer.
         importlib.import_module(module.name)
     return sorted(_scorers)
 
 
 def find_scorer(data_source: str) -> Scorer:
     """The scorer of a data source, prepared. Raises RewardError for an unknown data source or a missing package."""
+    # `prepare` gets the full data source, of which the name may be a beginning (reasoning_gym/*).
     name = _match(data_source)
     if name in _preparations:
         _preparations[name](data_source)

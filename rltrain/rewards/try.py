@@ -52,6 +52,7 @@ def main(argv: list[str] | None = None) -> int:
         except (Exception, SystemExit) as error:  # noqa: BLE001 - user code: what it raises is shown with its traceback
             where = traceback.extract_tb(error.__traceback__)[-1]
             what = f"row {position}, answer {answer[:_SHOWN_CHARS]!r}:\n{user_traceback(error)}"
+            # One per place in the user's code: the same failure on every row is read once.
             failures.setdefault((type(error), where.filename, where.lineno), what)
             said = [type(error).__name__, ""]
         cells = [str(position), row.data_source, _short(answer), _short(str(row.ground_truth)), *said]

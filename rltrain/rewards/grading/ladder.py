@@ -12,6 +12,7 @@ from fractions import Fraction
 from rltrain.rewards.grading.latex import normalise, split_unit, tidy
 from rltrain.rewards.grading.symbolic import symbolically_equal
 
+# Longer answers are no answers to these questions; the bound keeps every step below cheap.
 MAX_CHARS = 512
 _MAX_NUMBER_CHARS = 64
 _MAX_PARTS = 32
@@ -23,6 +24,7 @@ _CHOICE = re.compile(
 )
 _DECIMAL = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")
 _FRACTION = re.compile(r"(-?)([0-9]*)\\frac\{(-?[0-9]+)\}\{([0-9]+)\}")
+# Three figures of exponent at most, because the power is computed exactly.
 _SCIENTIFIC = re.compile(r"(-?[0-9]+(?:\.[0-9]+)?)(?:\\times10\^|\\cdot10\^|[eE])\{?([+-]?[0-9]{1,3})\}?")
 _BRACKETS = (("(", ")"), ("(", "]"), ("[", ")"), ("[", "]"), ("\\{", "\\}"))
 
@@ -48,6 +50,7 @@ def number(text: str) -> Fraction | None:
 
 def _equal(answer: str, truth: str, tolerance: Fraction, symbolic: bool, depth: int) -> bool:
     (answer_value, answer_unit), (truth_value, truth_unit) = split_unit(answer), split_unit(truth)
+    # Only where both are known: an answer without the unit, or with an odd one, may still be right.
     if answer_unit and truth_unit and answer_unit != truth_unit:
         return False
     ours, theirs = normalise(answer_value), normalise(truth_value)

@@ -72,7 +72,9 @@ def last_boxed(solution: str) -> str | None:
     start = max(solution.rfind("\\boxed"), solution.rfind("\\fbox"))
     if start < 0:
         return None
+    # Either command has one x: \boxed goes on with "ed" after it, \fbox ends there.
     opening = solution.find("x", start + 3) + (len("ed") if solution[start + 1] == "b" else 0) + 1
+    # Bounded, so that a box that never closes costs a bounded search.
     content = solution[opening : opening + _MAX_BOX_CHARS + 2]
     if content.startswith(" ") and not content.lstrip().startswith("{"):  # "\boxed 5$": up to the end of the formula
         return re.split(r"[$\n]", content)[0].strip() or None
@@ -142,7 +144,7 @@ def _may_be_unit(name: str, spaced: bool) -> bool:
 
 
 def _number(text: str) -> str:
-    """``1,000`` to ``1000``, ``0.50`` to ``.5``'s spelling ``0.5``, and ``1/2`` to ``\\frac{1}{2}``."""
+    """One spelling for numbers: 1000 for 1,000, 0.5 for .5 and 0.50, ``\\frac{1}{2}`` for 1/2."""
     upper, slash, lower = text.partition("/")
     sign = "-" if upper.startswith("-") else ""
     if slash and upper.removeprefix("-").isdigit() and lower.isdigit():

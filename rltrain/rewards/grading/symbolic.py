@@ -32,6 +32,8 @@ def _math_verify() -> Callable[[str, str], bool]:
     config = [LatexExtractionConfig()]
 
     def compare(answer: str, truth: str) -> bool:
+        # A degree is a factor of pi / 180, so that 180^\circ equals \pi. The truth comes first, as verify is not
+        # symmetric.
         radians = [_DEGREES.sub(r"(\\frac{\1\\pi}{180})", text) for text in (truth, answer)]
         parsed = [parse(f"${text}$", config, parsing_timeout=None) for text in radians]
         return bool(verify(*parsed, timeout_seconds=None))
@@ -54,6 +56,7 @@ def symbolically_equal(answer: str, truth: str) -> bool:
     for text in (answer, truth):
         if not text or len(text) > _MAX_CHARS or _WORD.search(_COMMAND.sub(" ", text)):
             return False
+    # The truth is not searched: no model wrote it.
     if _BOMB.search(answer) or max(answer.count(bracket) for bracket in "({[") > _MAX_DEPTH:
         return False
     return _math_verify()(answer, truth)

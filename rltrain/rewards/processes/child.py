@@ -35,11 +35,13 @@ def main(descriptor: int, parent: int) -> None:
     A request is a data source and the calls to score, or None to import what scores the data source.
     """
     _die_with(parent)
+    # A copy of the stderr that the slot keeps apart, made before prints are turned to the pipe.
     faulthandler.enable(file=os.dup(2))
     _print_by_lines()
     channel = socket.socket(fileno=descriptor)
     requests = channel.makefile("rb")
     custom, limits = pickle.load(requests)
+    # Before any code of the user's runs: memory that an import takes counts too.
     impose(limits)
     own = os.getpid()
     functions: Functions = {}
@@ -115,6 +117,7 @@ def _die_with(parent: int) -> None:
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    # The parent may have ended before prctl took effect, and then no signal comes.
     if os.getppid() != parent:
         os._exit(1)
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as stream:

@@ -35,12 +35,14 @@ def main() -> None:
         job = json.load(stream)
     _limit(job["seconds"], job["memory_mb"])
     _separate()
+    # A module that is imported already raises no audit event when it is imported again.
     sys.modules.pop("ctypes", None)
     sys.modules.pop("_ctypes", None)
     for name in _REMOVED:
         sys.modules["posix"].__dict__.pop(name, None)
         os.__dict__.pop(name, None)
     sys.argv = ["answer.py"]
+    # Opened now, because afterwards the hook lets nothing be written outside of the folder.
     nowhere = os.open(os.devnull, os.O_WRONLY)
     library = os.path.dirname(os.path.realpath(os.__file__))
     sys.addaudithook(_doorkeeper(os.path.realpath(os.getcwd()), library))
@@ -79,6 +81,7 @@ def _separate() -> None:
     import ctypes
 
     libc = ctypes.CDLL(None)
+    # Without it a set-uid program could give back what is taken away here.
     libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     user, group = os.getuid(), os.getgid()
     if libc.unshare(_NAMESPACES) != 0:
@@ -86,6 +89,7 @@ def _separate() -> None:
     for name, line in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
         with suppress(OSError), open(f"/proc/self/{name}", "w") as stream:
             stream.write(line)
+    # A new process-id namespace holds only children, so a child goes on and this process hands its exit code up.
     child = os.fork()
     if child:
         os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 0xFF)
@@ -118,6 +122,7 @@ def _doorkeeper(folder: str, library: str) -> Any:
 
 
 def _inside(folder: str, roots: tuple[str, ...]) -> Any:
+    # By text alone, without os.path, which the program may have replaced. It cannot make links, so text is enough.
     kind, text, number, raw, prefixes = type, str, int, bytes, tuple(root + "/" for root in roots)
 
     def inside(path: Any) -> bool:
@@ -140,11 +145,13 @@ def _inside(folder: str, roots: tuple[str, ...]) -> Any:
 
 def _run(code: str, function: str | None, arguments: list, nowhere: int) -> None:
     names: dict[str, Any] = {"__name__": "__main__" if function is None else "answer"}
+    # Tests by function name come from sites that import these names for the solver, and answers annotate with List.
     exec("from typing import *", names)
     program = compile(code, "answer.py", "exec")
     if function is None:
         exec(program, names)
         return
+    # The result has stdout to itself: what the function prints must not be read as part of it.
     result = os.dup(1)
     os.dup2(nowhere, 1)
     exec(program, names)

@@ -6,6 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+# A fork bomb may start processes faster than they are found, and the sweep must end all the same.
 _MAX_SWEEPS = 20
 
 
@@ -35,6 +36,8 @@ def impose(limits: ScoringLimits) -> None:
     if limits.memory_mb:
         size = limits.memory_mb << 20
         with suppress(OSError, ValueError):
+            # Address space, because Linux ignores RLIMIT_RSS. Hard as well as soft, so that a scorer cannot raise it
+            # again (root can).
             resource.setrlimit(resource.RLIMIT_AS, (size, size))
 
 

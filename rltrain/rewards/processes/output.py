@@ -24,6 +24,7 @@ class Printed:
     """
 
     def __init__(self) -> None:
+        # The writer stays open here for the next process of the slot, so a read never ends in EOF.
         self.reader, self.writer = os.pipe()
         os.set_blocking(self.reader, False)
         self._kept = bytearray()
@@ -39,6 +40,7 @@ class Printed:
 
     def add(self, data: bytes) -> None:
         """Keep ``data`` as if it had been printed."""
+        # The first bytes are kept, not the last: of a loop that prints, the beginning says what it is.
         room = _MAX_KEPT_BYTES - len(self._kept)
         self._kept += data[:room]
         self._num_left_out += len(data[room:])

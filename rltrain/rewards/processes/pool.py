@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 Columns = dict[str, np.ndarray]
 
+# Small calls let a worker that is done take over from a slow one; each costs a round through Ray.
 _CALLS_PER_WORKER = 4
 _TIMEOUT_ALARM = 0.1
 # Python handles a signal only when a wait for the workers returns, because Ray waits below Python.
@@ -55,6 +56,7 @@ class RewardWorker:
 
         adopt(environment)
         self._name = name
+        # The tables stay in the node's object store; `Rows` builds a row when it is asked for.
         self._rows: dict[str, Rows] = {split: ray.get(reference) for split, reference in splits.items()}
         self._scorer = make_scorer(cfg)
 
@@ -101,6 +103,8 @@ class RewardPool:
 
         self._cfg = cfg
         self._log = RewardLog(log_file)
+        # Ray's slots are for the workers of the devices; reward.num_workers says how many score. No restarts: a worker
+        # that is gone ends the run with its cause, and the run goes on from a checkpoint.
         actor = ray.remote(num_cpus=0, max_restarts=0, scheduling_strategy="SPREAD")(RewardWorker)
         names = [f"worker {number}" for number in range(num_workers)]
         self._workers: list[Any] = [actor.remote(cfg, name, splits, driver_environment()) for name in names]
@@ -113,10 +117,12 @@ class RewardPool:
         that gives no number for any of the rows. Other failures are only logged: a bare ground truth need not look like
         an answer.
         """
+        # On every worker, since a package or the reward file may be missing on a single node.
         calls = [worker.check.remote(split, rows if rows is None else list(rows)) for worker in self._workers]
         results = [_get(call) for call in calls]
         for _, (worker, printed) in results:
             self._log.printed(worker, printed)
+        # All workers score the same rows; the scores of one are enough.
         scores, custom = results[0][0], custom_reward(self._cfg)
         if custom and scores and all(score.status in ("crashed", "rejected") for score in scores):
             raise RewardError(
@@ -138,6 +144,8 @@ class RewardPool:
 
         closing = [worker.close.remote() for worker in self._workers]
         if closing:
+            # Killed at once, a worker could not end what its scorers have started; one that hangs is killed all the
+            # same.
             ray.wait(closing, num_returns=len(closing), timeout=5)
         for worker in self._workers:
             ray.kill(worker)
@@ -194,6 +202,8 @@ class Scoring:
         RewardError if more than half of the answers fail.
         """
         heard = time.monotonic()
+        # A worker that is alive keeps its deadlines, so silence for longer than a whole call may take is not a slow
+        # answer.
         limit_s = _LATE_S + self._answers_per_call * (self._timeout_s + _RESTART_S)
         while self._workers.has_next():
             if self._take(_POLL_S):
@@ -220,6 +230,7 @@ class Scoring:
         self._log.printed(worker, printed)
         self._log.failures(scores)
         self._failures += [score for score in scores if score.status != "ok"]
+        # Counted against all answers of the batch, not those scored so far, so that a few early failures stop nothing.
         if 2 * len(self._failures) > self._total:
             raise RewardError(_failure_report(self._failures, self._total))
         return True
@@ -234,6 +245,8 @@ def columns_of(scores: Sequence[Score], on_error: float) -> Columns:
     }
     for name in sorted({name for score in scores for name in score.extras}):
         values = [score.extras.get(name) for score in scores]
+        # An extra may be a number for one answer and a text for another; then it is a metric, and texts are missing
+        # values.
         if any(isinstance(value, float) for value in values):
             numbers = [value if isinstance(value, float) else np.nan for value in values]
             columns[c.SCORER + name] = np.array(numbers, np.float64)
@@ -250,6 +263,7 @@ def columns_of(scores: Sequence[Score], on_error: float) -> Columns:
 def _get(call: Any) -> Any:
     import ray
 
+    # Not `ray.get` alone, which would keep a signal from Python until the call ends.
     while not ray.wait([call], timeout=_POLL_S)[0]:
         pass
     with _worker_errors():

@@ -36,14 +36,17 @@ class RemoteScorer:
     def __init__(self, url: str, timeout_s: float, concurrency: int, headers: Mapping[str, Any] | None = None):
         self._url = url
         self._timeout_s = timeout_s
+        # One loop for the life of the scorer, because connections belong to the loop that opened them.
         self._loop = asyncio.new_event_loop()
         # Outside the deadline: an answer's time starts when its request does.
         self._free = asyncio.Semaphore(concurrency)
+        # Without compression the size of a reply is bounded by counting the bytes that come.
         sent = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         self._client = httpx.AsyncClient(
             headers=sent | {name: str(value) for name, value in (headers or {}).items()},
             verify=ssl.create_default_context(),
             trust_env=False,
+            # `_score` has the one deadline; httpx would start its own anew for every read.
             timeout=None,
             limits=httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency),
         )
@@ -95,6 +98,7 @@ class RemoteScorer:
                 if response.status_code not in _TRY_AGAIN:
                     return self._read(response.status_code, reply)
                 trouble.append(f"HTTP {response.status_code} {reply[:200]!r}")
+                # However long a server asks for: the answer's deadline ends the wait.
                 pause_s = max(pause_s, _retry_after_s(response.headers.get("Retry-After", "")))
             except httpx.TransportError as error:  # refused, reset, cut short
                 trouble.append(f"{type(error).__name__}: {error}")

@@ -51,12 +51,14 @@ def read_returned(returned: Any) -> tuple[float, dict[str, float | str]]:
     if "score" not in returned:
         raise ValueError(f"the reward function returned a dict without 'score': {sorted(map(str, returned))}")
     extras: dict[str, float | str] = {}
+    # Bounded, because every name becomes a column of all samples and a metric.
     for name, extra in list(returned.items())[:_MAX_EXTRAS]:
         if name == "score":
             continue
         if isinstance(extra, str):
             extras[str(name)] = extra[:_MAX_TEXT_CHARS]
         else:
+            # An extra is only shown. One that is no number must not cost the answer its score.
             with suppress(ValueError, TypeError):
                 extras[str(name)] = _finite(extra, str(name))
     return _finite(returned["score"], "the reward function returned score"), extras
@@ -64,6 +66,7 @@ def read_returned(returned: Any) -> tuple[float, dict[str, float | str]]:
 
 def _finite(value: Any, what: str) -> float:
     number = value
+    # Asked for its ndim, because the process that scores imports neither NumPy nor torch of itself.
     if not isinstance(value, (bool, int, float)) and getattr(value, "ndim", None) == 0:  # NumPy and torch scalars
         number = value.item()
     if not isinstance(number, (bool, int, float)):

@@ -31,6 +31,8 @@ from rltrain.rewards.registry import FORMS
 START_TIMEOUT_S = 120.0
 _MAX_REPLY_BYTES = 1 << 20
 _CRASH_CHARS = 2000
+# The parent's own sys.path, since it may have been changed by the command or a plugin; -c and not -m, so that it is set
+# before anything of rltrain is imported.
 _COMMAND = "import sys; sys.path[:] = {path!r}; from rltrain.rewards.processes.child import main; main({fd}, {parent})"
 
 
@@ -90,6 +92,7 @@ class Slot:
         """
         score = self.score(*call)
         for form in FORMS[1:]:
+            # After a timeout no other form is tried: each could cost another deadline.
             if score.status not in ("crashed", "rejected"):
                 break
             other = self.score(call[0], form.format(call[1]), *call[2:])
@@ -129,6 +132,7 @@ class Slot:
 
     def _score(self, calls: Sequence[ScorerCall]) -> list[Score]:
         self.prepare(calls[0][0])
+        # More than one call only where the function takes lists; they share one deadline.
         timeout_s = self._limits.timeout_s * len(calls)
         try:
             reply = self._exchange((calls[0][0], list(calls)), timeout_s)
@@ -146,6 +150,8 @@ class Slot:
 
     def _start(self) -> None:
         self._channel, far_end = socket.socketpair()
+        # Gets the interpreter's first words and faulthandler's last ones. The child soon turns its stderr to the pipe,
+        # so that prints do not bury them.
         self._crash_log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         self._prepared: set[str] = set()
         with far_end:
@@ -156,15 +162,18 @@ class Slot:
                 stdout=self._printed.writer,
                 stderr=self._crash_log,
                 pass_fds=[far_end.fileno()],
+                # A process group of its own, which `kill_tree` can end as one.
                 start_new_session=True,
                 env=scorer_environment(),
             )
+        # Large reward_kwargs may fill the socket, and an interpreter that fails to start never reads them.
         self._channel.settimeout(START_TIMEOUT_S)
         self._channel.sendall(pickle.dumps((self._custom, self._limits)))
 
     def _stop(self) -> None:
         assert self._process is not None
         self._channel.close()
+        # Before `wait`: once it is waited for, its id may belong to another process.
         kill_tree(self._process.pid)
         self._process.wait()
         self._printed.drain()  # its last words
@@ -181,6 +190,7 @@ class Slot:
         try:
             self._channel.settimeout(timeout_s)
             self._channel.sendall(pickle.dumps(request))
+            # The deadline is over all parts of a reply: one timeout per read would begin anew with every byte.
             while not line.endswith(b"\n"):
                 remaining = deadline - time.monotonic()
                 if remaining <= 0:
@@ -197,6 +207,7 @@ class Slot:
             raise _Expired from None
         except (OSError, ValueError):
             raise _Died from None
+        # The reward function can write into this connection too, so a reply is checked like any other input.
         if not isinstance(reply, dict) or reply.get("status") not in ("refused", "ok", "crashed", "rejected"):
             raise _Died
         return reply

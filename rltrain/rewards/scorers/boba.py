@@ -26,6 +26,7 @@ def extract_answer(solution: str) -> str | None:
         return _phrase(tail[start + len(_MINERVA[0]) : hope])
     if "\\boxed" in tail or "\\fbox" in tail:
         return last_boxed(tail)
+    # The last phrase of any kind: a model may name an answer and then correct itself.
     start, phrase = max((tail.rfind(phrase), phrase) for phrase in _PHRASES)
     return _phrase(tail[start + len(phrase) :]) if start >= 0 else None
 
@@ -49,6 +50,7 @@ def _phrase(text: str) -> str:
 
 
 def _solutions(truth: Any) -> list[str]:
+    # Several solutions may come as JSON text; a text that only begins like it is a single solution.
     if isinstance(truth, str) and truth.lstrip().startswith('["'):
         with suppress(ValueError):
             truth = json.loads(truth)

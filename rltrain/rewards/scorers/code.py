@@ -26,7 +26,10 @@ _MAX_CODE_CHARS = 65_536
 _MAX_TOKEN_CHARS = 64
 _MEMORY_MB = 1024
 _TEST_S = 4.0
+# The rest of the deadline is for ending processes and replying: at its end the slot is killed, and the tests that
+# passed would not count.
 _SHARE_OF_DEADLINE = 0.8
+# About what an interpreter needs to start; with less left a test cannot pass.
 _LEAST_S = 0.05
 
 
@@ -78,7 +81,10 @@ def _output(program: str, given: Any, function: str | None, seconds: float) -> s
     """What the program prints (or its function returns, as JSON), "" if it fails, None if its time is over."""
     arguments = _arguments(given) if function else []
     job: dict[str, Any] = {"code": program, "function": function, "arguments": arguments}
+    # RLIMIT_CPU counts whole seconds, so it is set beyond the wall clock, which decides.
     job |= {"seconds": math.ceil(seconds) + 1, "memory_mb": _MEMORY_MB}
+    # Files and no pipes: a program that prints without end is stopped by the limit on file sizes, and nobody must read
+    # meanwhile.
     with (
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
         tempfile.TemporaryFile() as stdin,
@@ -127,10 +133,12 @@ def _same_result(output: str, expected: Any) -> bool:
         theirs = json.loads(expected) if isinstance(expected, str) else expected
     except (ValueError, RecursionError):
         return output.strip() == json.dumps(expected)
+    # Some data sets wrap the result of a function in a list of one.
     return ours == theirs or (isinstance(theirs, list) and len(theirs) == 1 and ours == theirs[0])
 
 
 def _close(ours: str, theirs: str) -> bool:
+    # Whole numbers were compared as text already: a rounded one is wrong.
     if "." not in theirs or max(len(ours), len(theirs)) > _MAX_TOKEN_CHARS:
         return False
     try:

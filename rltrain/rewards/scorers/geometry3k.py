@@ -6,6 +6,7 @@ from rltrain.rewards.grading.symbolic import prepare
 from rltrain.rewards.registry import scorer
 from rltrain.rewards.scorers.math_boxed import is_right
 
+# verl's weights.
 _ANSWER_WEIGHT, _FORMAT_WEIGHT = 0.9, 0.1
 
 
@@ -13,6 +14,7 @@ def has_format(solution: str) -> bool:
     """Whether a solution begins with its thinking and has a box after it; nothing may stand before ``<think>``."""
     if not solution.startswith("<think>"):
         return False
+    # `find` and no regular expression, which would backtrack over a long answer without its end.
     thought = solution.find("</think>")
     box = solution.find("\\boxed{", thought) if thought >= 0 else -1
     return box >= 0 and solution.find("}", box) >= 0

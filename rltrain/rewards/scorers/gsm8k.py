@@ -5,6 +5,7 @@ from typing import Any
 
 from rltrain.rewards.registry import scorer
 
+# As in verl, so that scores compare.
 _TAIL_CHARS = 300
 _MARK = "#### "
 # One pass each: a single class of characters repeated, nothing to go back to.

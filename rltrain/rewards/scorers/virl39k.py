@@ -7,6 +7,7 @@ from rltrain.rewards.grading.symbolic import prepare
 from rltrain.rewards.registry import scorer
 from rltrain.rewards.scorers.geometry3k import graded
 
+# A category becomes part of a metric's name.
 _MAX_NAME_CHARS = 40
 _OTHER = re.compile(r"[^a-z0-9]+")
 

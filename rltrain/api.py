@@ -96,10 +96,8 @@ def build(
 
     loaded = with_code(read(config), reward=reward, advantage=advantage, policy_loss=policy_loss, sampler=sampler)
     loaded, objects = _split_callbacks(loaded, callbacks)
-    with logs.session():
-        for note in look_over(loaded):
-            log.warning("note: %s", note)
-        return put_together(loaded, callbacks=objects)
+    # The log is the trainer's: it ends with the trainer, not with this call.
+    return put_together(loaded, callbacks=objects, notes=look_over(loaded))
 
 
 def evaluate(config: Settings, *, reward: Code | None = None, callbacks: Sequence[Any] = ()) -> dict[str, float]:

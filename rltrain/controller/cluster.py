@@ -126,6 +126,16 @@ def reserve(cfg: Config, device: Device) -> list[PlacementGroup]:
     # A group per node keeps ranks that are numbered one after the other on one node. The ranks of an engine replica and
     # of a sequence-parallel group are such neighbours, and they exchange the most.
     groups = [placement_group([dict(bundle)] * per_node, strategy="STRICT_PACK") for _ in range(trainer.nnodes)]
+    try:
+        _wait_for(groups, cfg, name)
+    except BaseException:  # a Ray of the caller's goes on, and would hold or still look for these devices
+        free(groups)
+        raise
+    return groups
+
+
+def _wait_for(groups: list[PlacementGroup], cfg: Config, name: str) -> None:
+    nnodes, per_node = cfg.trainer.nnodes, cfg.trainer.n_gpus_per_node
     waiting, started, say_at = [group.ready() for group in groups], time.monotonic(), _FIRST_WORD_S
     while waiting and (waited := time.monotonic() - started) < _RESERVE_TIMEOUT_S:
         if waited > say_at:
@@ -136,11 +146,10 @@ def reserve(cfg: Config, device: Device) -> list[PlacementGroup]:
         _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=_POLL_S)
     if waiting:
         raise WorkerLost(
-            f"{len(waiting)} of {count(trainer.nnodes, 'node')} with {per_node} free {name} slots each did not come up "
+            f"{len(waiting)} of {count(nnodes, 'node')} with {per_node} free {name} slots each did not come up "
             f"in {_RESERVE_TIMEOUT_S} s: {_lacking(len(waiting), cfg, name)}. "
             "Check trainer.nnodes and trainer.n_gpus_per_node, or start the missing nodes."
         )
-    return groups
 
 
 def ray_logs() -> str:

@@ -64,11 +64,14 @@ class Data:
     encoder: ChatEncoder
 
 
-def build(loaded: LoadedConfig, stop: Stop | None = None, callbacks: Sequence[Any] = ()) -> Trainer:
+def build(
+    loaded: LoadedConfig, stop: Stop | None = None, callbacks: Sequence[Any] = (), notes: Sequence[str] = ()
+) -> Trainer:
     """A trainer with its data read, its workers started and its models loaded; see `Trainer`. Raises RltrainError.
 
     callbacks: objects, besides those that ``trainer.callbacks`` names. stop: the signals received so far, if the caller
-    listens to signals already. Nothing is started if an earlier run of the folder has made all steps.
+    listens to signals already. notes: what is said of the settings. Nothing is started if an earlier run of the folder
+    has made all steps.
     """
     stop = stop or Stop()
     cfg = loaded.config
@@ -79,7 +82,7 @@ def build(loaded: LoadedConfig, stop: Stop | None = None, callbacks: Sequence[An
         # All problems at once, before anything that takes long or changes the disk.
         if found.problems:
             raise ConfigError("\n".join(found.problems))
-        for note in found.notes:
+        for note in [*notes, *found.notes]:
             log.warning("note: %s", note)
         told = Callbacks(cfg.trainer.callbacks, callbacks)
         data = load_data(cfg)

@@ -1,5 +1,6 @@
 """Training from Python, with Ray."""
 
+import logging
 import subprocess
 import sys
 import time
@@ -39,6 +40,8 @@ def test_evaluation_gives_the_numbers_of_a_trainer(tiny_model, arithmetic_files,
         run = small_run(tiny_model, arithmetic_files, tmp_path / "whole", data__max_response_length=12)
         with rltrain.build(run) as trainer:
             wanted = trainer.validate()
+            logging.getLogger("rltrain").info("a line while the trainer lives")
+        assert "a line while the trainer lives" in (tmp_path / "whole" / "train.log").read_text()
         found = rltrain.evaluate([*run, f"trainer.default_local_dir={tmp_path / 'alone'}"])
         assert ray.is_initialized()
         deadline = time.monotonic() + 20

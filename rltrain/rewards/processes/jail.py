@@ -64,7 +64,7 @@ def _limit(seconds: int, memory_mb: int) -> None:
 
 
 def _tasks_of_user() -> int:
-    """Processes and threads that this user has now: the kernel's limit is on all of them, not on those of the program."""
+    """Processes and threads of this user: the kernel's limit is on all of them, not on those of the program."""
     tasks = 0
     with suppress(OSError):  # systems without /proc
         for name in filter(str.isdigit, os.listdir("/proc")):

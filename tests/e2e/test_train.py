@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import rltrain
 from rltrain.main_ppo import main
 from rltrain.report import read_metrics
-from rltrain.trainer import run, saving
+from rltrain.trainer import build, saving
 from rltrain.view import read_samples
 from tests.distance import distance
 from tests.tiny import small_run
@@ -264,7 +264,7 @@ def test_a_checkpoint_of_one_process_resumes_on_two(straight_run, tiny_model, ar
 @pytest.fixture
 def no_workers(monkeypatch):
     """What is refused is refused before anything is started."""
-    monkeypatch.setattr(run, "start_ray", lambda *arguments: pytest.fail("the run went on"))
+    monkeypatch.setattr(build, "start_ray", lambda *arguments: pytest.fail("the run went on"))
 
 
 @pytest.mark.usefixtures("no_workers")

@@ -64,8 +64,8 @@ def train(
     your own is a Python object or ``"FILE.py:NAME"``; see docs/api.md. Raises RltrainError for errors that a user can
     mend, with the text that the command prints.
     """
-    loaded = with_code(read(config), reward=reward, advantage=advantage, policy_loss=policy_loss, sampler=sampler)
-    loaded, objects = _split_callbacks(loaded, callbacks)
+    code = {"reward": reward, "advantage": advantage, "policy_loss": policy_loss, "sampler": sampler}
+    loaded, objects = _split_callbacks(with_code(read(config), **code), callbacks)
     # Outside of the main thread this changes no handlers, so that a run may be started from a thread too.
     with listen() as stop:
         try:
@@ -94,8 +94,8 @@ def build(
     """
     from rltrain.trainer.build import build as put_together  # torch and Ray take seconds
 
-    loaded = with_code(read(config), reward=reward, advantage=advantage, policy_loss=policy_loss, sampler=sampler)
-    loaded, objects = _split_callbacks(loaded, callbacks)
+    code = {"reward": reward, "advantage": advantage, "policy_loss": policy_loss, "sampler": sampler}
+    loaded, objects = _split_callbacks(with_code(read(config), **code), callbacks)
     # The log is the trainer's: it ends with the trainer, not with this call.
     return put_together(loaded, callbacks=objects, notes=look_over(loaded))
 

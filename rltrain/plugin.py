@@ -69,8 +69,9 @@ def save_object(key: str, value: Any, folder: Path) -> str:
 
 def _is_installed(module: ModuleType) -> bool:
     # A built-in module has no file and counts as installed.
-    places = [str(Path(__file__).parent), *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))]
-    return (getattr(module, "__file__", None) or places[0]).startswith(tuple(places))
+    file = getattr(module, "__file__", None)
+    places = [Path(__file__).parent, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))]
+    return file is None or any(Path(file).is_relative_to(place) for place in places)
 
 
 # One import per process: a second would run the file again and make other classes of the same names.

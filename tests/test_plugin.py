@@ -1,7 +1,10 @@
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from rltrain import plugin
 from rltrain.plugin import load_plugin
 
 
@@ -28,3 +31,20 @@ def test_a_plugin_imports_its_neighbours(tmp_path):
     (tmp_path / "mine.py").write_text("from neighbour_of_a_plugin import x\ndef f():\n    return x")
     assert load_plugin("key", f"{tmp_path}/mine.py:f")() == 7
     assert sys.path[-1] == str(tmp_path)
+
+
+@pytest.mark.parametrize("place", ["beside", "with_the_package_as_prefix"])
+def test_an_object_travels_with_the_code_of_its_module(place, tmp_path, monkeypatch):
+    """Other processes cannot import the module, unless it is installed; a like-named folder is no installation."""
+    (tmp_path / "mine_alone.py").write_text("OFFSET = 2\ndef shifted(x):\n    return x + OFFSET\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "mine_alone", raising=False)
+    import mine_alone  # type: ignore[import-not-found]
+
+    if place == "with_the_package_as_prefix":
+        monkeypatch.setattr(mine_alone, "__file__", f"{Path(plugin.__file__).parent}_mine/mine_alone.py")
+    name = plugin.save_object("reward", mine_alone.shifted, tmp_path / "objects")
+    script = f"from rltrain.plugin import load_plugin; print(load_plugin('reward', {name!r})(40))"
+    root = Path(__file__).parent.parent
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=root)
+    assert done.stdout == "42\n", done.stderr

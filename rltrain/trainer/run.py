@@ -102,7 +102,8 @@ class Trainer:
 
     def _fit(self, ppo: PPOTrainer, tracker: Tracker, saver: Saver) -> bool:
         trainer, total, stop, first_step = self.config.trainer, self.plan.total_steps, self._stop, self.num_steps
-        stop.reached(first_step, total, first_step)
+        # Steps that the caller made with `step` are in no checkpoint yet.
+        stop.reached(first_step, total, saver.last_step)
         # Nothing is learnt here, so a signal ends it at once.
         if ppo.rewards.has_validation and (trainer.val_only or (trainer.val_before_train and not first_step)):
             tracker.log(first_step, ppo.validate(first_step, stop))

@@ -70,7 +70,7 @@ def save_object(key: str, value: Any, folder: Path) -> str:
 def _is_installed(module: ModuleType) -> bool:
     # A built-in module has no file and counts as installed.
     file = getattr(module, "__file__", None)
-    places = [Path(__file__).parent, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))]
+    places = [str(Path(__file__).parent), *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))]
     return file is None or any(Path(file).is_relative_to(place) for place in places)
 
 

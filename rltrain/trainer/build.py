@@ -48,7 +48,7 @@ from rltrain.trainer.roles import Critic, Policy, RewardModel
 from rltrain.trainer.run import Trainer
 from rltrain.trainer.saving import Saver
 from rltrain.trainer.trackers import RunInfo
-from rltrain.trainer.tracking import Tracker
+from rltrain.trainer.tracking import Tracker, lacks_validation
 from rltrain.workers.roles import Models
 
 log = logging.getLogger(__name__)
@@ -95,17 +95,26 @@ def build(
         # loaded.
         start = find_start(cfg, folder, data.rows["train"].identity())
         tell_changes(loaded, start)
-        if start.step >= plan.total_steps and not cfg.trainer.val_only:
+        owes_validation = _owes_validation(cfg, plan, folder, start)
+        if start.step >= plan.total_steps and not (cfg.trainer.val_only or owes_validation):
             log.info("nothing left to do: the run has its %d steps (trainer.total_training_steps)", plan.total_steps)
             return Trainer(cfg, plan, folder, stop, start.step, closing.pop_all())
         with logs.waiting("starting Ray"), stop.keeping_handlers("starting Ray"):
             if start_ray(cfg):  # not where the caller has started one
                 closing.callback(stop_ray)
         log.info("Ray's logs: %s", ray_logs())
-        trainer = _start(loaded, plan, data, folder, start, stop, told, closing)
+        trainer = _start(loaded, plan, data, folder, start, owes_validation, stop, told, closing)
         # From here on the trainer owns what was started. An error before this line unwinds it in the `with` above.
         trainer.closing = closing.pop_all()
     return trainer
+
+
+def _owes_validation(cfg: Config, plan: Plan, folder: RunFolder, start: Start) -> bool:
+    """Whether a signal has cut short the validation of the step that this run resumes from."""
+    freq, step = cfg.trainer.test_freq, start.step
+    due = bool(cfg.data.val_files) and freq > 0 and step > 0 and (step == plan.total_steps or step % freq == 0)
+    # Asked before the tracker is made, which drops later lines; a checkpoint of another run has no line here.
+    return due and lacks_validation(folder.path / "metrics.jsonl", step)
 
 
 def _start(
@@ -114,6 +123,7 @@ def _start(
     data: Data,
     folder: RunFolder,
     start: Start,
+    owes_validation: bool,
     stop: Stop,
     callbacks: Callbacks,
     closing: ExitStack,
@@ -169,7 +179,7 @@ def _start(
         closing.callback(lambda: archive.close(wait=not stop.at_once))
     # As a context and not as a callback, because a tracker must learn whether the run failed.
     closing.enter_context(tracker)
-    return Trainer(cfg, plan, folder, stop, start.step, ExitStack(), ppo, tracker, saver)
+    return Trainer(cfg, plan, folder, stop, start.step, ExitStack(), ppo, tracker, saver, owes_validation)
 
 
 def make_trainer(

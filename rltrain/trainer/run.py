@@ -42,6 +42,7 @@ class Trainer:
         ppo: PPOTrainer | None = None,
         tracker: Tracker | None = None,
         saver: Saver | None = None,
+        owes_validation: bool = False,
     ) -> None:
         self.config = config
         self.plan = plan
@@ -50,6 +51,8 @@ class Trainer:
         self.closing = closing
         self._stop = stop
         self._ppo, self._tracker, self._saver = ppo, tracker, saver
+        # A signal has cut the validation of `num_steps` short, and `fit` makes up for it.
+        self._owes_validation = owes_validation
         if ppo and tracker:
             ppo.on_phase = tracker.phase
 
@@ -95,7 +98,8 @@ class Trainer:
 
         Returns False if a signal has stopped the run before the end.
         """
-        if self.num_steps >= self.plan.total_steps and not self.config.trainer.val_only:
+        left = self.num_steps < self.plan.total_steps or self._owes_validation or self.config.trainer.val_only
+        if not left:
             return True
         with listen(self._stop):
             return self._fit(*self._started)
@@ -104,12 +108,15 @@ class Trainer:
         trainer, total, stop, first_step = self.config.trainer, self.plan.total_steps, self._stop, self.num_steps
         # Steps that the caller made with `step` are in no checkpoint yet.
         stop.reached(first_step, total, saver.last_step)
+        done, untested = first_step, self._owes_validation
         # Nothing is learnt here, so a signal ends it at once.
-        if ppo.rewards.has_validation and (trainer.val_only or (trainer.val_before_train and not first_step)):
-            tracker.log(first_step, ppo.validate(first_step, stop))
+        first = untested or trainer.val_only or (trainer.val_before_train and not first_step)
+        if ppo.rewards.has_validation and first:
+            found = ppo.validate(first_step, stop)
+            tracker.log(first_step, found)
+            untested = self._owes_validation = untested and not found
         if trainer.val_only:
             return True
-        done, untested = first_step, False
         for step in range(first_step + 1, total + 1):
             # Asked between steps: a step that has begun is worth finishing, one that has not costs nothing to leave
             # out.

@@ -55,6 +55,13 @@ class JsonLines:
         self._file.close()
 
 
+def lacks_validation(file: Path, step: int) -> bool:
+    """Whether ``file`` has the metrics of ``step`` but none of a validation: a signal has cut it short."""
+    lines = file.read_text().splitlines() if file.exists() else []
+    found = [line for line in lines if _step_of(line) == step]
+    return bool(found) and not any('"val-core/' in line for line in found)
+
+
 class Sender(threading.Thread):
     """Makes and feeds one tracker in a thread of its own.
 
@@ -175,6 +182,7 @@ class Tracker:
         # A run from step 0 is a new one: under the old name its steps would mix with those of the run before.
         known = run.first_step and self._ids_file.exists()
         self._ids: dict[str, str] = json.loads(self._ids_file.read_text()) if known else {}
+        self._ids_lock = threading.Lock()
         self._senders: list[Sender] = []
         self._summary: dict[str, float] = {}
         for name in dict.fromkeys(loggers):
@@ -187,11 +195,12 @@ class Tracker:
     def _make(self, name: str, run: RunInfo) -> Sink:
         sink = TRACKERS[name](run)
         if sink.run_id:
-            self._ids |= {name: sink.run_id}
-            # The threads of several trackers may write at the same time, so each has a temporary file of its own.
-            temporary = self._ids_file.with_name(f".tracking.{name}.json")
-            temporary.write_text(json.dumps(self._ids, indent=1))
-            temporary.replace(self._ids_file)
+            # Every tracker has a thread, and the file that is written last must hold the names of all.
+            with self._ids_lock:
+                self._ids[name] = sink.run_id
+                temporary = self._ids_file.with_suffix(".tmp")
+                temporary.write_text(json.dumps(self._ids, indent=1))
+                temporary.replace(self._ids_file)
         return sink
 
     def log(self, step: int, metrics: dict[str, float]) -> None:

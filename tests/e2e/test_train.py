@@ -329,6 +329,23 @@ def test_a_run_with_all_its_steps_says_so_and_starts_nothing(
     assert (reference_run / "metrics.jsonl").read_text() == before
 
 
+def test_a_last_validation_that_was_cut_short_is_made_up(reference_run, tiny_model, arithmetic_files, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(reference_run, folder)
+    *first, last = read_metrics(folder)
+    cut = {name: value for name, value in last.items() if not name.startswith("val-")}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (*first, cut)))
+    args = small_run(tiny_model, arithmetic_files, folder, trainer__test_freq=1)
+    assert main(args) == 0
+    made_up = read_metrics(folder)[-1]
+    assert made_up["step"] == 2
+    whole = {name: value for name, value in last.items() if name.startswith("val-core/")}
+    assert whole
+    assert {name: made_up[name] for name in whole} == whole
+    assert main(args) == 0
+    assert read_metrics(folder)[-1] == made_up, "once is enough"
+
+
 def test_a_reward_outage_saves_what_was_learned_before(tiny_model, arithmetic_files, tmp_path):
     scorer = tmp_path / "reward.py"
     scorer.write_text(

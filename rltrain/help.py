@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from rltrain.config.engines import ENGINES
 from rltrain.config.keys import Key, all_keys, nearest, sections
-from rltrain.config.renames import ignored_because, rename, shown
+from rltrain.config.renames import answer, rename, shown
 from rltrain.errors import ConfigError
 
 _START = """\
@@ -48,8 +48,8 @@ def help_text(topic: str = "") -> str:
     names = [*sections(), *all_keys()]
     found = [topic] if topic in names else [name for name in names if name.endswith(f".{topic}")]
     # `...` is no value that any row needs no note for, so the reason always comes.
-    if not found and (why := ignored_because(topic, ...)):
-        return f"{topic}: accepted, and has no effect: {why}\n"
+    if not found and (told := answer(topic, ...)) and told.why:
+        return f"{topic}: {'refused' if told.refused else 'accepted, and has no effect'}: {told.why}\n"
     if not found:
         near = ", ".join(f"--help {name}" for name in nearest(topic)) or "--help"
         raise ConfigError(f"--help {topic}: there is no such section or key. Try {near}.")

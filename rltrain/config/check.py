@@ -31,7 +31,8 @@ def check(loaded: LoadedConfig) -> None:
     models = (_lora, _shared_sequences, budget_problems)
     rewards = (_reward_terms, _reward_model, _scorers)
     rules = (_each_key, _lists, uneven, _comparison, _correction, *models, *rewards, _tail, _engine, _run)
-    if problems := [problem for rule in rules for problem in rule(loaded.config)]:
+    # The keys that the user wrote are named; where several follow one of them, it is told once.
+    if problems := dict.fromkeys(loaded.as_written(problem) for rule in rules for problem in rule(loaded.config)):
         raise ConfigError("\n".join(problems))
 
 

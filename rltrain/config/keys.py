@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import re
 import sys
 import types
 import typing
@@ -75,6 +76,28 @@ def free_form_parent(name: str) -> str | None:
     parents = (".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1))
     keys = all_keys()
     return next((parent for parent in parents if parent in keys and keys[parent].free_form), None)
+
+
+def followed(name: str) -> str | None:
+    """The key whose value ``name`` has unless it is set, or None."""
+    key = all_keys().get(name)
+    found = re.fullmatch(r"\$\{([\w.]+)\}", str(key.default)) if key else None
+    return found[1] if found else None
+
+
+def meant(name: str) -> list[str]:
+    """Up to three keys that a mistyped ``name`` may have meant, of its own section alone: keys of other sections do
+    other things."""
+    section, _, leaf = name.rpartition(".")
+    inside = [known for known in all_keys() if known.startswith(f"{section}." if section else "")]
+    own = {known.rpartition(".")[2]: known for known in inside if known.rpartition(".")[0] == section}
+    near = [own[match] for match in difflib.get_close_matches(leaf, own, n=2, cutoff=0.8)]
+    below = [known for known in inside if known.endswith(f".{leaf}")]
+    # The start of the name was left out or mistyped, and the rest of it is there.
+    whole = [known for known in all_keys() if section and known.endswith(f".{name}")]
+    sections_like = difflib.get_close_matches(section, sections(), n=2, cutoff=0.85)
+    whole += [known for like in sections_like if (known := f"{like}.{leaf}") in all_keys()]
+    return list(dict.fromkeys([*near, *below, *whole]))[:3]
 
 
 def nearest(name: str) -> list[str]:

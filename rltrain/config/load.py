@@ -20,8 +20,8 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError, safe_load
 
 from rltrain.config.budgets import total_problem
-from rltrain.config.keys import all_keys, free_form_parent, is_known, nearest, sections
-from rltrain.config.renames import ignored_because, refused_because, rename, shown
+from rltrain.config.keys import Key, all_keys, followed, free_form_parent, is_known, meant, sections
+from rltrain.config.renames import answer, rename, shown, turned_off
 from rltrain.config.schema import Config
 from rltrain.env import devices_here
 from rltrain.errors import ConfigError
@@ -31,27 +31,44 @@ OmegaConf.register_resolver("devices_here", devices_here, replace=True)
 # the like are lengths.
 SECRET = re.compile(r"password|secret|api[-_]?key|access_key|(^|[-_])tokens?$|authorization|cookie", re.IGNORECASE)
 # What stands before the host in an address: user:password@
+_KEYS = re.compile(r"\b[a-z]\w*(?:\.\w+)+")
 _CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
 
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """config: resolved. explicit: the keys the user set, in our spelling. warnings: renames, and keys without
-    effect."""
+    """config: resolved. explicit: the keys the user set, in our spelling. warnings: renames, and keys without effect.
+    written: the user's spelling of each key that was set by another name."""
 
     config: Config
     explicit: frozenset[str] = frozenset()
     warnings: tuple[str, ...] = ()
+    written: Mapping[str, str] = field(default_factory=dict)
+
+    def as_written(self, text: str) -> str:
+        """A message with the keys as the user wrote them: by the user's name, and in place of a key that follows
+        another one, that one."""
+        return _KEYS.sub(lambda found: self._origin(found[0]), text)
+
+    def _origin(self, key: str) -> str:
+        while key not in self.explicit and (source := followed(key)):
+            key = source
+        return self.written.get(key, key)
 
 
 @dataclass
 class _Reader:
     tree: DictConfig = field(default_factory=lambda: OmegaConf.structured(Config))
     explicit: set[str] = field(default_factory=set)
-    warnings: list[str] = field(default_factory=list)
+    renamed: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
-    ignored: dict[str, str] = field(default_factory=dict)
-    totals: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    written: dict[str, str] = field(default_factory=dict)
+    # Keys that the schema lacks, in our spelling -> (as written, value). Judged when all values are known, so that a
+    # later setting takes an earlier one back.
+    foreign: dict[str, tuple[str, Any]] = field(default_factory=dict)
+    # Keys that one source has set by our name, which the same source's other spellings do not overrule.
+    direct: set[str] = field(default_factory=set)
 
     def set(self, written: str, value: Any) -> None:
         """Take over one key, in any spelling. A mapping is taken over key by key."""
@@ -60,65 +77,77 @@ class _Reader:
 
     def _set_leaf(self, written: str, value: Any) -> None:
         key = rename(written)
-        if key != written:
-            self.warnings.append(f"{written} is called {key} here")
-        if is_known(key):
-            self._assign(key, value)
-        elif is_known(f"{key}_per_gpu"):
-            # Told later: what to type instead depends on the number of devices, which may come after this key.
-            self.totals[key] = value
-        elif advice := refused_because(key, value):
-            self.problems.append(f"'{written}' is not a key of this trainer; {advice}.")
-        elif (why := ignored_because(key, value)) is not None:
-            # By key, so that a later setting takes the note on an earlier one back.
-            self.ignored[key] = why and f"{written}: no effect: {why}"
-        elif key in sections():
-            self.problems.append(f"'{written}' is a section, not a value. Its keys: --help {key}.")
+        if not is_known(key):
+            self.foreign[key] = (written, value)
+        elif key == written:
+            self.direct.add(key)
+            self.written.pop(key, None)
+            self._assign(key, written, value)
+        elif value is None and self.written.get(key) != written:
+            pass  # a name that is not used, as in the files of versions that know both
+        elif key in self.direct:
+            self.renamed[written] = f"{written}: no effect: {key} is set too"
         else:
-            meant = nearest(key)
-            hint = f" Did you mean {', '.join(meant)}?" if meant else " See --help."
-            self.problems.append(f"unknown key '{written}'.{hint}")
+            self.renamed[written] = f"{written} is called {key} here"
+            self.written[key] = written
+            self._assign(key, written, value)
 
-    def _assign(self, key: str, value: Any) -> None:
+    def _assign(self, key: str, written: str, value: Any) -> None:
         known = all_keys().get(key)
-        # A list of one is often typed without brackets.
-        if known and known.type_name.startswith("list") and isinstance(value, str):
-            value = [value]
+        if known:
+            value = _plain(known, value)
+            if value is None and not _null_is_a_value(known):
+                OmegaConf.update(self.tree, key, known.default, merge=False)
+                self.explicit.discard(key)
+                return
         try:
             # A structured tree refuses keys that the schema lacks; only free-form dictionaries may get them.
             OmegaConf.update(self.tree, key, value, force_add=free_form_parent(key) is not None)
         except OmegaConfBaseException:
-            expected = known.type_name.replace("None", "null") if known else "a plain value"
-            found = "null" if value is None else type(value).__name__
-            wrong = f"expected {expected}, got {found}."
-            if known and known.choices:
-                wrong = f"use one of {', '.join(map(shown, known.choices))}."
-            self.problems.append(f"{key}={shown(value)}: {wrong}")
+            self.problems.append(f"{written}={shown(value)}: {_expected(known, key, value)}.")
         self.explicit.add(key)
 
+    def judge(self, config: Config | None) -> None:
+        """Adds what is to be said of foreign keys to the notes and to the problems."""
+        told: dict[tuple[str, bool], list[str]] = {}
+        for key, (written, value) in self.foreign.items():
+            if is_known(f"{key}_per_gpu"):
+                # As in a file of verl's, null means that the size is not given.
+                if value is not None:
+                    self.problems.append(total_problem(config, key, value))
+            elif found := answer(key, value, self._value):
+                if found.why:
+                    text = f"{written}={shown(value)}" if found.refused else written
+                    told.setdefault((found.why, found.refused), []).append(text)
+            elif not (key in sections() and turned_off(value)):
+                told_of = self.notes if turned_off(value) and not meant(key) else self.problems
+                told_of.append(_unknown(written, key))
+        for (why, refused), keys in told.items():
+            # A section of verl's has up to thirty keys, and one sentence says it of all.
+            several = f"{', '.join(keys[:2])} and {len(keys) - 2} more" if len(keys) > 3 else ""
+            lines = [f"{each}: {why if refused else f'no effect: {why}'}" for each in ([several] if several else keys)]
+            (self.problems if refused else self.notes).extend(f"{line}." if refused else line for line in lines)
 
-def load_config(overrides: Sequence[str], files: Sequence[str | Mapping[str, Any]] = ()) -> LoadedConfig:
+    def _value(self, key: str) -> Any:
+        try:
+            return OmegaConf.select(self.tree, key)
+        except OmegaConfBaseException:  # it follows a key that is not there, which is told elsewhere
+            return None
+
+
+def load_config(
+    overrides: Sequence[str], files: Sequence[str | Mapping[str, Any]] = (), problems: Sequence[str] = ()
+) -> LoadedConfig:
     """Defaults < each file (or what one would hold) < each ``key=value``; later wins. Raises ConfigError with every
-    problem found."""
-    reader = _Reader()
+    problem found, after those that were found before (``problems``)."""
+    reader = _Reader(problems=list(problems))
     for file in files:
+        reader.direct.clear()
         for key, value in (_read_file(file) if isinstance(file, str) else file).items():
             reader.set(key, value)
+    reader.direct.clear()
     for override in overrides:
-        key, equals, text = override.partition("=")
-        # Hydra's mark of a new key. Here it is never needed and always allowed, so that verl's commands run.
-        key = key.lstrip("+").strip()
-        if not equals or not key:
-            reader.problems.append(
-                f"'{override}' is not of the form key=value. Quote values with spaces; flags are listed by --help."
-            )
-            continue
-        try:
-            reader.set(key, _parse_value(key, text))
-        except (YAMLError, OmegaConfBaseException) as error:
-            reader.problems.append(
-                f"{key}={text}: the value is not valid YAML ({str(error).splitlines()[0]}). Quote it."
-            )
+        _read_override(reader, override)
     config: Any = None
     try:
         # Only now do defaults that follow other keys get their values, and a value of the wrong type may show only
@@ -127,14 +156,28 @@ def load_config(overrides: Sequence[str], files: Sequence[str | Mapping[str, Any
     except OmegaConfBaseException as error:
         where = f"{error.full_key}: " if error.full_key else ""
         reader.problems.append(f"{where}{str(error).splitlines()[0]}")
-    # As in a file of verl's, null means that the size is not given.
-    totals = {key: total for key, total in reader.totals.items() if total is not None}
-    if problems := [*reader.problems, *(total_problem(config, key, total) for key, total in totals.items())]:
-        raise ConfigError("\n".join(problems))
+    reader.judge(config)
+    if reader.problems:
+        raise ConfigError("\n".join(dict.fromkeys(reader.problems)))
     assert isinstance(config, Config)
-    return LoadedConfig(
-        config, frozenset(reader.explicit), (*reader.warnings, *(note for note in reader.ignored.values() if note))
-    )
+    return LoadedConfig(config, frozenset(reader.explicit), (*reader.renamed.values(), *reader.notes), reader.written)
+
+
+def _read_override(reader: _Reader, override: str) -> None:
+    key, equals, text = override.partition("=")
+    # Hydra's mark of a new key. Here it is never needed and always allowed, so that verl's commands run.
+    key = key.lstrip("+").strip()
+    if key.startswith("~"):  # Hydra's mark of a key that is left out
+        key, equals, text = key[1:], "=", "null"
+    if not equals or not key:
+        reader.problems.append(
+            f"'{override}' is not of the form key=value. Quote values with spaces; flags are listed by --help."
+        )
+        return
+    try:
+        reader.set(key, _parse_value(key, text))
+    except (YAMLError, OmegaConfBaseException) as error:
+        reader.problems.append(f"{key}={text}: the value is not valid YAML ({str(error).splitlines()[0]}). Quote it.")
 
 
 def changed(loaded: LoadedConfig, changes: Mapping[str, Any]) -> LoadedConfig:
@@ -201,6 +244,47 @@ def _read_file(file: str) -> dict[str, Any]:
         raise ConfigError(f"--config {file}: expected a mapping of keys to values.")
     content.pop("defaults", None)  # Hydra's list of files; the values it stands for are the defaults here
     return {str(key): value for key, value in content.items()}
+
+
+def _null_is_a_value(key: Key) -> bool:
+    """Whether null means something of its own, which the help text tells. Elsewhere it means the default."""
+    follows = isinstance(key.default, str) and key.default.startswith("${")
+    return key.type_name.endswith("None") and key.default is not None and not follows
+
+
+def _plain(key: Key, value: Any) -> Any:
+    """A value in the form that the schema has."""
+    if value is False and key.name.endswith("_freq"):
+        return -1  # never
+    # A list of one is often typed without brackets.
+    if key.type_name.startswith("list") and isinstance(value, str) and value:
+        return [value]
+    return None if value == "" else value
+
+
+def _expected(known: Key | None, key: str, value: Any) -> str:
+    """What a value of the wrong type or choice should have been."""
+    if (found := answer(key, value)) and found.refused:
+        return found.why
+    if known and known.choices:
+        return f"use one of {', '.join(map(shown, known.choices))}"
+    expected = known.type_name.replace("None", "null") if known else "a plain value"
+    return f"expected {expected}, got {'null' if value is None else type(value).__name__}"
+
+
+def _unknown(written: str, key: str) -> str:
+    """What is said of a key that no table knows."""
+    if key in sections():
+        return f"'{written}' is a section, not a value. Its keys: --help {key}."
+    near = meant(key)
+    around = next((key[:end] for end in _ends(key) if key[:end] in sections()), "")
+    hint = f"Did you mean {', '.join(near)}?" if near else f"See --help {around}".rstrip() + "."
+    return f"unknown key '{written}'. {hint}"
+
+
+def _ends(key: str) -> list[int]:
+    """The ends of the sections around a key, innermost first."""
+    return [found.start() for found in re.finditer(r"\.", key)][::-1]
 
 
 def _leaves(tree: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:

@@ -1,0 +1,101 @@
+"""verl's keys and sections that are refused, each with one sentence: what is so here, and what to type instead.
+
+What would make a run another experiment is refused, not noted. The form of a row is told in `verl_keys`.
+"""
+
+from __future__ import annotations
+
+_A = "actor_rollout_ref."
+_R = _A + "rollout."
+_FSDP = "the training backend here is FSDP2: "
+_LEAVE = _FSDP + "leave it out"
+_SYNCHRONOUS = (
+    "training is synchronous here, on devices that all roles share: leave it out; "
+    "actor_rollout_ref.rollout.tail=carry_over (or oversample) keeps a step from waiting for its longest answers"
+)
+_SINGLE_TURN = "answers are single-turn: leave it out"
+_TOOLS = "tools are not supported: answers are single-turn"
+_LR_NAMES = "this is Megatron's name: use optim.lr_scheduler_type, lr_warmup_steps and min_lr_ratio"
+
+# Keys that are refused -> why, and the way out.
+REFUSED = {
+    _A + "hybrid_engine=False": _SYNCHRONOUS,
+    "rollout.nnodes": _SYNCHRONOUS,
+    "rollout.n_gpus_per_node": _SYNCHRONOUS,
+    "rollout.test_freq": _SYNCHRONOUS,
+    "rollout.total_*": _SYNCHRONOUS,
+    "model_engine!=dp|fsdp|fsdp2": _LEAVE,
+    _A + "rollout.agent.default_agent_loop!=single_turn_agent": _SINGLE_TURN,
+    _R + "agent.agent_loop_config_path": "agent loops are not supported: answers are single-turn",
+    _R + "agent.custom_async_server.*": "the engines are those of --help actor_rollout_ref.rollout.name",
+    _R + "multi_turn.enable=True": _SINGLE_TURN,
+    _R + "multi_turn.*_path": _TOOLS,
+    _R + "nnodes": _SYNCHRONOUS,
+    _R + "quantization*": "use actor_rollout_ref.rollout.engine_kwargs.vllm.quantization=…",
+    _R + "cudagraph_capture_sizes": "use actor_rollout_ref.rollout.engine_kwargs.vllm.cudagraph_capture_sizes=[…]",
+    _R + "enable_rollout_routing_replay": "answers are trained with the routing of the trainer: leave it out",
+    _R + "skip_rollout": "every step generates its own answers: leave it out",
+    "*.strategy!=fsdp2|fsdp": _LEAVE,
+    "*.optim.optimizer!=AdamW|adamw|adam": "every model is trained by AdamW: leave it out",
+    "*.optim.lr_decay_*": _LR_NAMES,
+    "*.optim.lr_wsd_*": _LR_NAMES,
+    "*.optim.lr_warmup_init": _LR_NAMES,
+    "*.optim.min_lr": _LR_NAMES,
+    "*.model.lora.rank": "this is Megatron's name: use model.lora_rank, lora_alpha and target_modules",
+    _A + "model.tokenizer_path!=${actor_rollout_ref.model.path}": "save the tokenizer in the folder of model.path",
+    _A + "model.hf_config_path!=${actor_rollout_ref.model.path}": "save config.json in the folder of model.path",
+    "critic.model.lora_adapter_path": "the critic's adapters start anew: use critic.model.lora_rank",
+    "algorithm.use_pf_ppo": "PF-PPO is not in this version: leave it out",
+    "data.custom_cls*": "write your data as parquet in verl's schema (python -m rltrain.data_preprocess.jsonl does)",
+    "data.sampler.class_*": "use data.sampler.name=FILE.py:NAME",
+    "data.min_response_length": "an answer ends where the model ends it: leave it out",
+    "data.tokenizer!=${actor_rollout_ref.model.path}": "save the tokenizer in the folder of model.path",
+    "data.tool_config_path": _TOOLS,
+    "data.function_tool_path": _TOOLS,
+    "reward.reward_manager.source!=register": "use custom_reward_function.path=FILE.py",
+    "reward_model.reward_loop_source!=register": "use custom_reward_function.path=FILE.py",
+    "reward_model.reward_loop_*": "use custom_reward_function.path=FILE.py",
+    "*sandbox_fusion.url": "use custom_reward_function.path with a function that calls your sandbox",
+    "trainer.v1.trainer_mode!=sync": _SYNCHRONOUS,
+    "trainer.v1.sampler.custom_sampler.*": "use data.sampler.name=FILE.py:NAME",
+    "*tis_imp_ratio_cap": "use rollout_is=token and rollout_is_threshold=… of algorithm.rollout_correction",
+    "*@*": "config groups are Hydra's: put settings in a YAML file and give --config FILE",
+    # Megatron's keys, where there is something to use in their place.
+    "*.megatron.*model_parallel_size!=1": _FSDP + "weights are sharded over all devices by themselves; for long "
+    "sequences use {role}.ulysses_sequence_parallel_size",
+    "*.megatron.expert_*parallel_size!=1": _FSDP + "weights are sharded over all devices by themselves",
+    "*.megatron.context_parallel_size!=1": _FSDP + "use {role}.ulysses_sequence_parallel_size",
+    "*.megatron.param_offload": _FSDP + "use {fsdp}.param_offload",
+    "*.ref.megatron.optimizer_offload": _FSDP + "leave it out, the reference has no optimizer",
+    "*.megatron.optimizer_offload": _FSDP + "use {fsdp}.optimizer_offload",
+    "*.megatron.grad_offload": _FSDP + "leave it out, gradients live only during the update",
+    "*.megatron.override_transformer_config.recompute*": _FSDP + "use {model}.enable_gradient_checkpointing=True",
+    "*.megatron.dist_checkpointing_path": _FSDP
+    + "use trainer.resume_mode=resume_path trainer.resume_from_path=…/global_step_N",
+}
+
+# Sections of verl's -> (the key in them that turns them on, "" where any key does; why they are refused, and the way
+# out). Where the switch is off, the section says nothing.
+SECTIONS = {
+    "async_training.*": ("", _SYNCHRONOUS),
+    "distillation.*": (
+        "enabled",
+        "a teacher is not in this version: leave it out; the exact KL to a fixed model is "
+        "actor_rollout_ref.actor.kl_loss_type=full",
+    ),
+    "*.megatron.*": ("", _FSDP + "leave Megatron's keys out, or see --help {fsdp}"),
+    "*.veomni.*": ("", _LEAVE),
+    "*.torchtitan.*": ("", _LEAVE),
+    "*.automodel.*": ("", _LEAVE),
+    "*.mindspeed*.*": ("", _LEAVE),
+    "*.hyperparallel.*": ("", _LEAVE),
+    "*.deepspeed.*": ("", _LEAVE),
+    "*.router_replay.*": ("mode", "answers are trained with the routing of the trainer: leave it out"),
+    "*.qat.*": ("enable", "training in low precision (FP8, QAT) is not in this version: leave it out"),
+    "*.mtp.*": ("enable", "multi-token prediction heads are not trained and not used: leave it out"),
+    "*.disaggregation.*": ("enabled", "every engine both prefills and decodes: leave it out"),
+    "skip.*": ("enable", "every step generates its own answers: leave it out"),
+    "hydra.*": ("", "there is no Hydra here: put settings in a YAML file and give --config FILE (repeatable)"),
+    "sandbox_fusion.*": ("url", "use custom_reward_function.path with a function that calls your sandbox"),
+    "*.sandbox_fusion.*": ("url", "use custom_reward_function.path with a function that calls your sandbox"),
+}

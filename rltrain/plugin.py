@@ -1,8 +1,8 @@
-"""A function of the user's own, named FILE.py:NAME: estimators, losses, samplers, callbacks and reward functions.
+"""Code of the user's own, named FILE.py:NAME or package.module:NAME: rewards, estimators, losses, samplers, callbacks.
 
-The file is run as a module under a name of its own, because two files in different folders may share one, and it may
-import its neighbours. Left out: names of installed modules (``package.module:NAME``), since a file that lies beside the
-run is what users have, and its path can be checked before anything starts.
+A file is run as a module under a name of its own, because two files in different folders may share one, and it may
+import its neighbours. A module is imported by its name, from what is installed or below the current folder. verl's
+marks, file:// and pkg://, are understood.
 
 An object given to `rltrain.train` becomes a file too: cloudpickle writes it into the run folder, and driver, workers
 and scorers load it from there under the same kind of name. So the rest of the program needs no other way to pass code,
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 import pickle
 import sys
 import sysconfig
@@ -27,12 +28,24 @@ from rltrain.errors import ConfigError
 
 _MAX_TRACEBACK_CHARS = 4000
 # Packages between a process's own loop and the first frame of the user's code.
-_MACHINERY = ("importlib", "rltrain", "rltrain.rewards", "rltrain.rewards.processes")
+_MACHINERY = ("importlib", "rltrain", "rltrain.data", "rltrain.rewards", "rltrain.rewards.processes")
+_FILE, _PACKAGE = "file://", "pkg://"
+_WITHOUT_VERL = (
+    "\nIt needs verl, which is not installed here: install it beside rltrain, or write the code without it "
+    "(docs/plugins.md and docs/data.md have complete files)."
+)
 
 
 def is_plugin(name: str) -> bool:
-    """Whether ``name`` is FILE.py:NAME."""
+    """Whether ``name`` is FILE.py:NAME or package.module:NAME."""
     return ":" in name
+
+
+def plugin_file(place: str) -> str | None:
+    """The file that ``place`` (what stands before :NAME) names; None where it names a module."""
+    dotted = all(part.isidentifier() for part in place.split("."))
+    is_module = place.startswith(_PACKAGE) or (dotted and not place.endswith((".py", ".pkl")))
+    return None if is_module else place.removeprefix(_FILE)
 
 
 def save_object(key: str, value: Any, folder: Path) -> str:
@@ -77,22 +90,36 @@ def _is_installed(module: ModuleType) -> bool:
 # One import per process: a second would run the file again and make other classes of the same names.
 @functools.cache
 def load_plugin(key: str, name: str) -> Callable[..., Any]:
-    """The function that ``key=FILE.py:NAME`` names. Raises ConfigError, with the traceback where the import fails."""
-    file, _, function_name = name.rpartition(":")
-    path = Path(file).expanduser()
-    if not path.is_file() or path.suffix not in (".py", ".pkl"):
+    """The function or class that ``key=name`` names (see `is_plugin`).
+
+    Raises ConfigError, with the traceback where the import fails.
+    """
+    place, _, function_name = name.rpartition(":")
+    file = plugin_file(place)
+    path = Path(file or "").expanduser()
+    if file is not None and not (path.is_file() and path.suffix in (".py", ".pkl")):
         raise ConfigError(f"{key}={name}: {path.absolute()} is not a Python file.")
     try:
-        module = _import_file(path)
+        module = _import_module(place) if file is None else _import_file(path)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything; it is reported
-        raise ConfigError(f"{key}={name} cannot be imported:\n{user_traceback(error)}") from None
+        lacking = error.name if isinstance(error, ModuleNotFoundError) else None
+        advice = _WITHOUT_VERL if (lacking or "").partition(".")[0] == "verl" else ""
+        raise ConfigError(f"{key}={name} cannot be imported:\n{user_traceback(error)}{advice}") from None
     function = getattr(module, function_name, None)
     if not callable(function):
         own = [each for each, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
+        what = "module" if file is None else "file"
         raise ConfigError(
-            f"{key}={name}: the file has no function {function_name!r}; it defines {', '.join(own) or 'none'}."
+            f"{key}={name}: the {what} has no function {function_name!r}; it defines {', '.join(own) or 'none'}."
         )
     return function
+
+
+def _import_module(place: str) -> ModuleType:
+    # As with python -m, whatever command has started the process; last, as in `_import_file`.
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    return importlib.import_module(place.removeprefix(_PACKAGE).replace("/", "."))
 
 
 def _import_file(path: Path) -> ModuleType:

@@ -96,8 +96,8 @@ def test_an_object_is_loaded_by_another_process(tmp_path):
     loaded = rltrain.load_config([*GOOD, f"trainer.default_local_dir={tmp_path}"])
     custom = api.with_code(loaded, reward=score).config.custom_reward_function
     code = (
-        "import sys; from rltrain.rewards.custom import CustomReward, load_custom; "
-        f"assert load_custom(CustomReward({custom.path!r}, {custom.name!r}))('s', 'abcd', '1', {{}}) == 12.0; "
+        "import sys; from rltrain.rewards.custom import CustomReward, RewardFunction; "
+        f"assert RewardFunction(CustomReward({custom.path!r}, {custom.name!r}))('s', 'abcd', '1', {{}}) == 12.0; "
         "assert not {'ray', 'torch', 'tests', 'tests.test_api'} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -13,7 +13,7 @@ from rltrain.algorithms.advantages import OutcomeInputs, find_estimator
 from rltrain.config.check import check, missing_files
 from rltrain.config.load import load_config
 from rltrain.errors import ConfigError
-from rltrain.rewards.custom import CustomReward, load_custom
+from rltrain.rewards.custom import CustomReward, RewardFunction
 from rltrain.stop import Stop
 from rltrain.trainer.advantage import check_plugins
 from rltrain.trainer.callbacks import Callbacks
@@ -72,7 +72,7 @@ def test_the_estimator_of_the_page_compares_within_a_prompt(page):
 
 
 def test_the_reward_of_the_page_scores(page):
-    score = load_custom(CustomReward(str(page / "reward.py"), "compute_score", {"scale": 2.0}, False))
+    score = RewardFunction(CustomReward(str(page / "reward.py"), "compute_score", {"scale": 2.0}, False))
     assert score("any", "I think 5", "5", {}) == {"score": 2.0, "correct": 1.0, "length": 9}
 
 

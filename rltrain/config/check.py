@@ -19,6 +19,7 @@ from rltrain.config.load import LoadedConfig
 from rltrain.config.renames import shown
 from rltrain.config.schema import Config
 from rltrain.errors import ConfigError
+from rltrain.plugin import plugin_file
 
 _A = "actor_rollout_ref."
 _R = _A + "rollout."
@@ -40,9 +41,11 @@ def missing_files(config: Config) -> list[str]:
     """Local files and folders that the config names and that are not there."""
     named = [("data.train_files", path) for path in as_list(config.data.train_files)]
     named += [("data.val_files", path) for path in as_list(config.data.val_files)]
-    named += [("custom_reward_function.path", path) for path in as_list(config.custom_reward_function.path)]
-    named += [(key, get(config, key).rpartition(":")[0]) for key in plugin_keys() if ":" in get(config, key)]
-    named += [("trainer.callbacks", name.rpartition(":")[0]) for name in config.trainer.callbacks]
+    code = [("custom_reward_function.path", path) for path in as_list(config.custom_reward_function.path)]
+    code += [(key, get(config, key).rpartition(":")[0]) for key in plugin_keys() if ":" in get(config, key)]
+    code += [("trainer.callbacks", name.rpartition(":")[0]) for name in config.trainer.callbacks]
+    # A module is looked for when it is imported.
+    named += [(key, file) for key, place in code if (file := plugin_file(place)) is not None]
     # Anything else may be a name on the hub.
     if (adapter := config.actor_rollout_ref.model.lora_adapter_path or "").startswith(("/", ".", "~")):
         named.append((_A + "model.lora_adapter_path", adapter))

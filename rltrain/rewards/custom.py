@@ -1,9 +1,10 @@
-"""The user's own reward function: ``custom_reward_function``, loaded from a Python file and called as verl calls it."""
+"""The user's own reward function: ``custom_reward_function``, loaded from a Python file or module, called as in verl."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -15,9 +16,15 @@ if TYPE_CHECKING:
     from rltrain.config.schema import Config
 
 
+# What verl adds to every extra_info: an answer of one turn has two messages, and no agent has scored it before.
+_TOLD: dict[str, Any] = {"num_turns": 2, "rollout_reward_scores": {}}
+_OF_REWARD_LOOP = ("reward_router_address", "reward_model_tokenizer")
+_BEAT_S = 0.05
+
+
 @dataclass(frozen=True)
 class CustomReward:
-    """``custom_reward_function``: function ``name`` of the Python file ``path``, and further keyword arguments.
+    """``custom_reward_function``: function ``name`` of the Python file or module ``path``, and keyword arguments.
 
     With ``batch`` the function takes lists (data_sources, solution_strs, ground_truths, extra_infos) and returns one
     result per answer.
@@ -41,20 +48,56 @@ def custom_reward(cfg: Config) -> CustomReward | None:
     return CustomReward(custom.path, custom.name, dict(custom.reward_kwargs), batch) if custom.path else None
 
 
-def load_custom(custom: CustomReward) -> Callable[..., Any]:
-    """The function, to be called with four positional arguments. An ``async`` function is awaited.
+class Late(Exception):
+    """An answer has no score in time."""
+
+
+class RewardFunction:
+    """The user's function, to be called with four positional arguments. An ``async`` function is awaited.
 
     Raises ConfigError with the traceback where the file cannot be imported or the function cannot be called so.
     """
-    function = load_plugin("custom_reward_function", f"{custom.path}:{custom.name}")
-    _check_signature(function, custom)
 
-    def call(*values: Any) -> Any:
-        # By keyword, as verl calls it: the order of a function's arguments is its own.
-        value = function(**dict(zip(custom.arguments, values, strict=True)), **custom.kwargs)
-        return _event_loop().run_until_complete(value) if inspect.isawaitable(value) else value
+    def __init__(self, custom: CustomReward):
+        self._custom = custom
+        self._function = load_plugin("custom_reward_function", f"{custom.path}:{custom.name}")
+        _check_signature(self._function, custom)
+        self.is_async = inspect.iscoroutinefunction(self._function)
 
-    return call
+    def __call__(self, *values: Any) -> Any:
+        """What the function returns for one answer, or for lists of them (``batch``)."""
+        returned = self._begin(values)
+        return _event_loop().run_until_complete(returned) if inspect.isawaitable(returned) else returned
+
+    def together(self, calls: Sequence[Sequence[Any]], timeout_s: float) -> list[Any]:
+        """What an ``async`` function returns for several answers that are under way at once; for one that fails the
+        exception, and `Late` after ``timeout_s``."""
+        return _event_loop().run_until_complete(self._gather(calls, timeout_s))
+
+    async def _gather(self, calls: Sequence[Sequence[Any]], timeout_s: float) -> list[Any]:
+        import asyncio
+
+        tasks = [asyncio.ensure_future(self._begin(call)) for call in calls]
+        late = set(tasks)
+        # Beats and not seconds: an answer that blocks the loop must not use up the time of the others.
+        for _ in range(math.ceil(timeout_s / _BEAT_S)):
+            _, late = await asyncio.wait(late, timeout=_BEAT_S)
+            if not late:
+                break
+        for task in late:
+            task.cancel()
+        returned = await asyncio.gather(*(task for task in tasks if task not in late), return_exceptions=True)
+        in_time = iter(returned)
+        said = f"no score after {timeout_s:g} s (reward.timeout_s)"
+        return [Late(said) if task in late else next(in_time) for task in tasks]
+
+    def _begin(self, values: Sequence[Any]) -> Any:
+        arguments = dict(zip(self._custom.arguments, values, strict=True))
+        *_, name = arguments
+        told = arguments[name]
+        arguments[name] = [each | _TOLD for each in told] if self._custom.batch else told | _TOLD
+        # By keyword, as verl calls it: the order of a function's arguments is its own. reward_kwargs win, as in verl.
+        return self._function(**arguments | self._custom.kwargs)
 
 
 @cache
@@ -70,13 +113,20 @@ def _check_signature(function: Callable[..., Any], custom: CustomReward) -> None
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some built-in callables have none
         return
-    arguments = dict.fromkeys(custom.arguments)
+    arguments = dict.fromkeys(custom.arguments) | custom.kwargs
+    where = f"{custom.name}{signature} in {custom.path!r}"
+    no_default = {name for name, each in signature.parameters.items() if each.default is each.empty}
+    if served := [name for name in _OF_REWARD_LOOP if name in no_default - arguments.keys()]:
+        raise ConfigError(
+            f"{where} needs {' and '.join(served)}, which verl gives to a function beside a generative reward model "
+            "that it serves. None is served here: serve it yourself, give these arguments a default, and hand its "
+            "address over with +custom_reward_function.reward_kwargs.NAME=http://host:port."
+        )
     try:
         # Looked at here, so that a wrong signature is one error before training and not a failure per answer.
-        signature.bind(**arguments, **custom.kwargs)
+        signature.bind(**arguments)
     except TypeError as error:
-        names = ", ".join([*arguments, *custom.kwargs])
         raise ConfigError(
-            f"{custom.name}{signature} in {custom.path!r} cannot be called with {names} by keyword: {error}. "
+            f"{where} cannot be called with {', '.join(arguments)} by keyword: {error}. "
             f"Write def {custom.name}({', '.join(custom.arguments)}, **kwargs)."
         ) from None

@@ -24,7 +24,7 @@ from rich.text import Text
 from rltrain.data.rows import Rows, read_rows
 from rltrain.errors import RewardError, command
 from rltrain.plugin import user_traceback
-from rltrain.rewards.custom import CustomReward, load_custom
+from rltrain.rewards.custom import CustomReward, RewardFunction
 from rltrain.rewards.processes.score import read_returned
 from rltrain.rewards.registry import FORMS
 
@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     rows = read_rows(options.data)
     kwargs: Any = OmegaConf.to_container(OmegaConf.from_dotlist(options.kwargs))  # as a run reads them
     custom = CustomReward(options.reward, options.name, kwargs, options.batch)
-    function = load_custom(custom)
+    function = RewardFunction(custom)
     answers = list(_given(options.answers, rows) if options.answers else _made_up(rows, options.rows))
     table = Table("row", "data source", "answer", "ground truth", "score", "further", "seconds")
     failures: dict[tuple, str] = {}

@@ -228,3 +228,79 @@ def test_reward_kwargs_and_rows_reach_the_function(custom):
     code = "def f(data_source, ground_truth, scale, **_): return scale * len(data_source + ground_truth)"
     with Slot(custom(code, name="f", scale=3)) as made:
         assert made.score(*CALL).value == 36.0
+
+
+def answers(number):
+    return [("any", str(each), "0", {}) for each in range(number)]
+
+
+def test_answers_of_an_async_function_are_under_way_at_once(custom):
+    code = """
+        import asyncio
+        async def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+            await asyncio.sleep(60 if solution_str == "7" else 0.2)
+            return 1 / (int(solution_str) - 3)
+    """
+    with Slot(custom(code), timeout_s=0.5) as made:
+        made.prepare("any")
+        pid, began = made.pid, time.monotonic()
+        scores = made.score_all(answers(16))
+        assert time.monotonic() - began < 1.5
+        assert [score.status for score in scores] == [
+            "timeout" if i == 7 else "crashed" if i == 3 else "ok" for i in range(16)
+        ]
+        assert scores[5].value == 0.5
+        assert "ZeroDivisionError" in scores[3].error
+        assert "0.5 s (reward.timeout_s)" in scores[7].error
+        assert made.pid == pid
+
+
+def test_an_async_function_that_blocks_takes_no_time_of_others(custom):
+    code = """
+        import time
+        async def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+            time.sleep(0.1)
+            return 1
+    """
+    with Slot(custom(code), timeout_s=0.3) as made:
+        assert [score.status for score in made.score_all(answers(10))] == ["ok"] * 10
+
+
+@pytest.mark.parametrize(
+    "body", ["while True: pass", "import os; os._exit(3)", "raise SystemExit", "raise MemoryError"]
+)
+def test_an_async_answer_that_ends_the_process_fails_alone(custom, body):
+    code = f"async def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+    code += f"    if solution_str == '1':\n        {body}\n    return 1"
+    with Slot(custom(code), timeout_s=0.4) as made:
+        statuses = [score.status for score in made.score_all(answers(3))]
+        assert statuses == ["ok", "timeout" if "while" in body else "crashed", "ok"]
+
+
+def test_a_module_is_named_as_in_verl(tmp_path, monkeypatch):
+    (tmp_path / "house").mkdir()
+    (tmp_path / "house" / "rules.py").write_text(
+        "def longer(data_source, solution_str, ground_truth, extra_info): return extra_info['num_turns']"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for path in ("pkg://house.rules", "pkg://house/rules", "house.rules", f"file://{tmp_path}/house/rules.py"):
+        with Slot(CustomReward(path, "longer")) as made:
+            assert made.score(*CALL).value == 2.0
+
+
+def test_reward_kwargs_win_over_the_row_as_in_verl(custom):
+    code = "def compute_score(data_source, solution_str, ground_truth, extra_info): return float(ground_truth)"
+    with Slot(custom(code, ground_truth="4")) as made:
+        assert made.score("any", "answer", "7", {}).value == 4.0
+
+
+def test_what_a_served_reward_model_would_give_is_refused(custom):
+    code = """
+        async def compute_score(
+            data_source, solution_str, ground_truth, extra_info, reward_router_address, reward_model_tokenizer=None
+        ): return 1
+    """
+    with Slot(custom(code)) as made, pytest.raises(RewardError, match="needs reward_router_address, which verl gives"):
+        made.prepare("any")
+    with Slot(custom(code, reward_router_address="judge:80")) as made:
+        assert made.score(*CALL).value == 1.0

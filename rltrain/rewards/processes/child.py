@@ -18,7 +18,7 @@ from typing import Any
 
 from rltrain.errors import RltrainError
 from rltrain.plugin import user_traceback
-from rltrain.rewards.custom import CustomReward, load_custom
+from rltrain.rewards.custom import CustomReward, Late, RewardFunction
 from rltrain.rewards.processes.limits import impose
 from rltrain.rewards.processes.score import MAX_ERROR_CHARS, ScorerCall, read_returned
 from rltrain.rewards.registry import find_scorer
@@ -48,7 +48,10 @@ def main(descriptor: int, parent: int) -> None:
     with suppress(EOFError):
         while True:
             source, calls = pickle.load(requests)
-            reply = _prepare(source, custom, functions) if calls is None else _score(functions[source], calls, custom)
+            if calls is None:
+                reply = _prepare(source, custom, functions)
+            else:
+                reply = _score(functions[source], calls, custom, limits.timeout_s)
             if os.getpid() != own:  # the reward function forked; a second reply would be taken for the next answer's
                 os._exit(0)
             channel.sendall(json.dumps(reply).encode() + b"\n")
@@ -59,7 +62,7 @@ def _prepare(source: str, custom: CustomReward | None, functions: Functions) -> 
     try:
         if custom is not None:
             # One import for all sources: a reward file may keep a table or a model in memory.
-            functions[source] = next(iter(functions.values())) if functions else load_custom(custom)
+            functions[source] = next(iter(functions.values())) if functions else RewardFunction(custom)
         else:
             scorer = find_scorer(source)
             functions[source] = lambda _, solution, truth, extra: scorer(solution, truth, extra)
@@ -67,24 +70,39 @@ def _prepare(source: str, custom: CustomReward | None, functions: Functions) -> 
         return {"status": "refused", "error": str(error)[:MAX_ERROR_CHARS]}
     except BaseException as error:  # noqa: BLE001 - the import of a reward library may raise anything
         return {"status": "refused", "error": f"cannot import what scores {source!r}:\n{user_traceback(error)}"}
-    return {"status": "ok"}
+    return {"status": "ok", "is_async": getattr(functions[source], "is_async", False)}
 
 
-def _score(function: Callable[..., Any], calls: list[ScorerCall], custom: CustomReward | None) -> dict[str, Any]:
-    """One call of a function that takes lists (reward_manager=batch), or the one call of any other."""
+def _score(
+    function: Callable[..., Any], calls: list[ScorerCall], custom: CustomReward | None, timeout_s: float
+) -> dict[str, Any]:
+    """One call of a function that takes lists (reward_manager=batch), several at once of an ``async`` one, or the one
+    call of any other."""
     try:
-        batch = custom is not None and custom.batch
-        returned = list(function(*map(list, zip(*calls, strict=True)))) if batch else [function(*calls[0])]
+        if custom is not None and custom.batch:
+            returned = list(function(*map(list, zip(*calls, strict=True))))
+        elif isinstance(function, RewardFunction) and len(calls) > 1:
+            returned = function.together(calls, timeout_s)
+        else:
+            returned = [function(*calls[0])]
     except BaseException as error:  # noqa: BLE001 - user code: sys.exit and KeyboardInterrupt must not end the process
-        failed = {"status": "crashed", "error": user_traceback(error), "kind": type(error).__name__}
-        return failed | ({"exhausted": True} if isinstance(error, MemoryError) else {})
+        return _failed(error)
     if len(returned) != len(calls):
         said = f"the reward function returned {len(returned)} results for {len(calls)} answers"
         return {"status": "rejected", "error": said}
     return {"status": "ok", "scores": [_read(call[0], each) for call, each in zip(calls, returned, strict=True)]}
 
 
+def _failed(error: BaseException) -> dict[str, Any]:
+    failed = {"status": "crashed", "error": user_traceback(error), "kind": type(error).__name__}
+    return failed | ({"exhausted": True} if isinstance(error, MemoryError) else {})
+
+
 def _read(source: str, returned: Any) -> dict[str, Any]:
+    if isinstance(returned, Late):
+        return {"status": "timeout", "error": str(returned)}
+    if isinstance(returned, BaseException):
+        return _failed(returned)
     try:
         value, extras = read_returned(returned)
     except Exception as error:  # noqa: BLE001 - a returned object may raise anything when it is looked at

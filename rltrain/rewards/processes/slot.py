@@ -31,6 +31,8 @@ from rltrain.rewards.registry import FORMS
 START_TIMEOUT_S = 120.0
 _MAX_REPLY_BYTES = 1 << 20
 _CRASH_CHARS = 2000
+# Answers of an ``async`` function that are under way at once in a process.
+_AT_ONCE = 16
 # The parent's own sys.path, since it may have been changed by the command or a plugin; -c and not -m, so that it is set
 # before anything of rltrain is imported.
 _COMMAND = "import sys; sys.path[:] = {path!r}; from rltrain.rewards.processes.child import main; main({fd}, {parent})"
@@ -80,10 +82,15 @@ class Slot:
         return self._score([(data_source, solution_str, ground_truth, extra_info)])[0]
 
     def score_all(self, calls: Sequence[ScorerCall]) -> list[Score]:
-        """Score answers one by one; a function that takes lists gets them in one call, with their time together."""
+        """Score answers one by one; those of an ``async`` function at the same time, some at once. A function that
+        takes lists gets them in one call, with their time together."""
         if self._custom and self._custom.batch:
             return self._score(calls)
-        return [self.score(*call) for call in calls]
+        self.prepare(calls[0][0])
+        if not self._is_async:
+            return [self.score(*call) for call in calls]
+        groups = [calls[first : first + _AT_ONCE] for first in range(0, len(calls), _AT_ONCE)]
+        return [score for group in groups for score in self._score_together(group)]
 
     def check(self, call: ScorerCall) -> Score:
         """Score a ground truth as the answer; where that fails, in the other `FORMS` until one does not.
@@ -118,6 +125,7 @@ class Slot:
             self._restart()
         if reply["status"] != "ok":
             raise RewardError(reply["error"])
+        self._is_async = bool(reply.get("is_async"))
         self._prepared.add(data_source)
 
     def take_printed(self) -> str:
@@ -130,9 +138,20 @@ class Slot:
             self._stop()
             self._printed.close()
 
+    def _score_together(self, calls: Sequence[ScorerCall]) -> list[Score]:
+        reply = self._ask(calls)
+        if len(calls) > 1 and (reply["status"] != "ok" or any(each.get("exhausted") for each in reply["scores"])):
+            # One of them holds up or ends the process. Alone, each has its own deadline and takes no other along.
+            self._restart()
+            return [self.score(*call) for call in calls]
+        return _scores(reply, calls)
+
     def _score(self, calls: Sequence[ScorerCall]) -> list[Score]:
+        return _scores(self._ask(calls), calls)
+
+    def _ask(self, calls: Sequence[ScorerCall]) -> dict[str, Any]:
         self.prepare(calls[0][0])
-        # More than one call only where the function takes lists; they share one deadline.
+        # Of several calls in one request the process keeps the deadlines itself, or they share one (lists).
         timeout_s = self._limits.timeout_s * len(calls)
         try:
             reply = self._exchange((calls[0][0], list(calls)), timeout_s)
@@ -145,8 +164,7 @@ class Slot:
         if reply.get("exhausted"):  # what is left of its memory is not enough to trust
             self._restart()
             reply["error"] = f"more memory than reward.memory_limit_mb allows:\n{reply['error']}"
-        scores = reply["scores"] if reply["status"] == "ok" else [reply] * len(calls)
-        return [_score_of(each).about(call) for each, call in zip(scores, calls, strict=True)]
+        return reply
 
     def _start(self) -> None:
         self._channel, far_end = socket.socketpair()
@@ -223,6 +241,11 @@ class Slot:
         self._crash_log.seek(0)
         last_words = self._crash_log.read(_CRASH_CHARS).decode(errors="replace").strip()
         return f"the reward function's process {how}" + (f":\n{last_words}" if last_words else "")
+
+
+def _scores(reply: dict[str, Any], calls: Sequence[ScorerCall]) -> list[Score]:
+    scores = reply["scores"] if reply["status"] == "ok" else [reply] * len(calls)
+    return [_score_of(each).about(call) for each, call in zip(scores, calls, strict=True)]
 
 
 def _score_of(reply: dict[str, Any]) -> Score:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from rltrain import plugin
+from rltrain.errors import ConfigError
 from rltrain.plugin import load_plugin
 
 
@@ -48,3 +49,22 @@ def test_an_object_travels_with_the_code_of_its_module(place, tmp_path, monkeypa
     root = Path(__file__).parent.parent
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=root)
     assert done.stdout == "42\n", done.stderr
+
+
+def test_a_module_is_imported_by_its_name(tmp_path, monkeypatch):
+    (tmp_path / "house").mkdir()
+    (tmp_path / "house" / "losses.py").write_text("def f(): return 7")
+    monkeypatch.chdir(tmp_path)
+    for name in ("house.losses:f", "pkg://house.losses:f", "pkg://house/losses:f", "file://house/losses.py:f"):
+        assert load_plugin("key", name)() == 7
+    with pytest.raises(ConfigError, match="the module has no function 'g'; it defines f"):
+        load_plugin("key", "house.losses:g")
+    with pytest.raises(ConfigError, match="No module named 'house.nowhere'"):
+        load_plugin("key", "house.nowhere:f")
+
+
+def test_code_that_needs_verl_says_what_to_do_without_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "verl", None)
+    (tmp_path / "mine.py").write_text("from verl.utils.dataset.rl_dataset import RLHFDataset")
+    with pytest.raises(ConfigError, match="needs verl, which is not installed here: install it beside rltrain, or"):
+        load_plugin("key", f"{tmp_path}/mine.py:Mine")

@@ -1,4 +1,4 @@
-"""The user's own reward function: ``custom_reward_function``, loaded from a Python file or module, called as in verl."""
+"""The user's own reward function, ``custom_reward_function``: loaded from a file or a module, called as in verl."""
 
 from __future__ import annotations
 

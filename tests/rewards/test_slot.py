@@ -270,7 +270,7 @@ def test_an_async_function_that_blocks_takes_no_time_of_others(custom):
     "body", ["while True: pass", "import os; os._exit(3)", "raise SystemExit", "raise MemoryError"]
 )
 def test_an_async_answer_that_ends_the_process_fails_alone(custom, body):
-    code = f"async def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+    code = "async def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
     code += f"    if solution_str == '1':\n        {body}\n    return 1"
     with Slot(custom(code), timeout_s=0.4) as made:
         statuses = [score.status for score in made.score_all(answers(3))]

@@ -59,7 +59,7 @@ def test_a_module_is_imported_by_its_name(tmp_path, monkeypatch):
         assert load_plugin("key", name)() == 7
     with pytest.raises(ConfigError, match="the module has no function 'g'; it defines f"):
         load_plugin("key", "house.losses:g")
-    with pytest.raises(ConfigError, match="No module named 'house.nowhere'"):
+    with pytest.raises(ConfigError, match=r"No module named 'house\.nowhere'"):
         load_plugin("key", "house.nowhere:f")
 
 

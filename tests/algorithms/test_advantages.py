@@ -74,7 +74,8 @@ def test_the_order_of_samples_does_not_matter(name, batch, random):
     random.shuffle(order)
     shuffled = [[column[i] for i in order] for column in (*batch[:3], *batch[3])]
     found = estimate(name, *shuffled[:3], shuffled[3:])
-    assert found == pytest.approx([estimate(name, *batch)[i] for i in order], abs=1e-9)
+    # Whitening may divide by as little as 1e-4, which also magnifies what rounding leaves of a difference.
+    assert found == pytest.approx([estimate(name, *batch)[i] for i in order], abs=1e-9, rel=1e-6)
 
 
 @pytest.mark.parametrize("name", OUTCOME)

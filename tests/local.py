@@ -108,7 +108,7 @@ class LocalScoring:
 
 
 def local_trainer(arguments: list[str], twist=None) -> PPOTrainer:
-    """A trainer over one worker in this process (``trainer.group``, ``trainer.worker``); needs a group of one rank."""
+    """A trainer over one worker in this process (``trainer.group``, ``worker``, ``pool``, ``data``); needs a group of one rank."""
     loaded = load_config(arguments)
     check(loaded)
     cfg = loaded.config
@@ -119,7 +119,7 @@ def local_trainer(arguments: list[str], twist=None) -> PPOTrainer:
     trainer = make_trainer(cfg, make_plan(cfg, len(data.prompts["train"])), data, group, pool)
     policy = trainer.actor
     policy._calls = 1_000_000 * next(_RUNS)
-    trainer.group, trainer.worker = group, worker
+    trainer.group, trainer.worker, trainer.pool, trainer.data = group, worker, pool, data
     rollout = cfg.actor_rollout_ref.rollout
     trainer.calls = itertools.count(policy._calls + 1000)
     trainer.experience_task = lambda: GenerateTask(

@@ -112,7 +112,7 @@ def scored(trainer) -> tuple[Batch, Batch, dict]:
 
 def with_failures(trainer, *samples: int, acc: float | None = None) -> None:
     """The given answers of every generation get no score; acc: the accuracy of all others."""
-    score = trainer.rewards._pool.score
+    score = trainer.pool.score
 
     def failing(split, jobs):
         columns = score(split, jobs)
@@ -121,4 +121,4 @@ def with_failures(trainer, *samples: int, acc: float | None = None) -> None:
             columns["scorer/acc"][sample], columns["score"][sample], columns["reward_failed"][sample] = np.nan, 0.0, 1.0
         return columns
 
-    trainer.rewards._pool.score = failing
+    trainer.pool.score = failing

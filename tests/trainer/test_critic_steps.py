@@ -49,7 +49,7 @@ def test_actor_and_critic_go_on_from_a_checkpoint_bit_for_bit(make, tmp_path):
     resumed.restore(Progress(2, None))
     # The twist counts answers, so it is brought to where the first trainer was.
     for _ in range(32):
-        resumed.rewards._pool.twist(0, 0.0)
+        resumed.pool.twist(0, 0.0)
     found = resumed.step(3)
     assert numbers_of(found) == numbers_of(expected)
     assert torch.equal(weights(whole.worker.critic.model), weights(resumed.worker.critic.model))

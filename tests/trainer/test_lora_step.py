@@ -64,7 +64,7 @@ def test_weights_and_metrics_do_not_depend_on_the_cut(make, variant):
         {ACTOR + "use_dynamic_bsz": False, ACTOR + "ppo_micro_batch_size_per_gpu": 3},
     ):
         trainer = make(**VARIANTS[variant], **cut)
-        policy = trainer.worker.actor._policy
+        policy = trainer.worker.actor.policy
         moved, frozen = Moved(trainer), frozen_of(policy)
         metrics = [numbers_of(trainer.step(step)) for step in (1, 2)]
         assert torch.equal(frozen_of(policy), frozen)
@@ -80,7 +80,7 @@ def test_weights_and_metrics_do_not_depend_on_the_cut(make, variant):
 def test_the_reference_is_the_actor_without_its_adapters(make):
     trainer = make()
     actor = trainer.worker.actor
-    assert actor._reference is actor._policy, "no second copy of the weights"
+    assert actor._reference is actor.policy, "no second copy of the weights"
     batch, *_ = trainer.worker.rollout.generate(trainer.experience_task())
     sizes = [5, 6, 5]
     first = actor.ref_log_probs(batch, sizes)[0].ragged("ref_log_probs").values
@@ -104,7 +104,7 @@ def test_the_exact_kl_leaves_out_adapters(make):
     batch, *_ = trainer.worker.rollout.generate(trainer.experience_task())
     inputs = pack(batch, torch.device("cpu"))
     with torch.no_grad():
-        expected = actor._policy(inputs, 0.8, False, other._reference_states(inputs)).kl
+        expected = actor.policy(inputs, 0.8, False, other._reference_states(inputs)).kl
         found = actor._exact_kl(batch)
     assert float(expected.max()) > 1e-3
     assert distance(found, expected) < 1e-3
@@ -133,7 +133,7 @@ def test_training_resumes_from_adapters_bit_for_bit(make, tmp_path):
         getattr(resumed, name).load(str(tmp_path / name), False)
     resumed.restore(Progress(2, None))
     for _ in range(32):  # the twist counts answers
-        resumed.rewards._pool.twist(0, 0.0)
+        resumed.pool.twist(0, 0.0)
     assert numbers_of(resumed.step(3)) == numbers_of(expected)
     assert torch.equal(actor_weights(whole), actor_weights(resumed))
     assert torch.equal(weights(whole.worker.critic._model), weights(resumed.worker.critic._model))
@@ -146,7 +146,7 @@ def test_a_checkpoint_holds_adapters_and_nothing_kept_elsewhere(make, tiny_model
     stored = FileSystemReader(tmp_path / "actor").read_metadata().state_dict_metadata
     assert all(".lora_A." in name or ".lora_B." in name for name in stored)
     actor = trainer.worker.actor
-    assert len([name for name in stored if name.startswith("model.")]) == 2 * len(list(lora_layers(actor._policy)))
+    assert len([name for name in stored if name.startswith("model.")]) == 2 * len(list(lora_layers(actor.policy)))
     config = json.loads((tmp_path / "actor/lora_adapter/adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"]) == (4, 8)
     assert config["target_modules"] == ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
@@ -179,7 +179,7 @@ def test_adapters_learn_what_all_weights_learn(make, monkeypatch):
     gains = []
     for keys in ({}, {MODEL + "lora_rank": 0, ACTOR + "optim__lr": 0.003}):
         trainer = make(**NO_KL, **keys, **{ACTOR + "optim__eps": 1e-8}, trainer__total_training_steps=20)
-        trainer.rewards._pool.twist = lambda row, score: score
+        trainer.pool.twist = lambda row, score: score
         rewards = [trainer.step(step)["critic/rewards/mean"] for step in range(1, 21)]
         gains.append(sum(rewards[-3:]) / 3 - sum(rewards[:3]) / 3)
     assert min(gains) > 0.2, gains

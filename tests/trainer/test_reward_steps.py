@@ -39,7 +39,7 @@ def test_a_reward_model_has_its_own_template_and_a_weight(make, reward_model, bu
     )
     (part,) = samples.parts_with("text")
     for sample in range(0, 16, 5):
-        prompt = trainer.rewards._rows["train"][int(samples["row"][sample])].prompt[0]["content"]
+        prompt = trainer.data.rows["train"][int(samples["row"][sample])].prompt[0]["content"]
         ids = tokenizer(f"={prompt}={part.ref[sample]}", return_tensors="pt").input_ids
         with torch.no_grad():
             assert samples["model_score"][sample] == pytest.approx(float(plain(ids).logits), abs=1e-5)
@@ -92,14 +92,14 @@ def test_the_rule_reward_may_be_a_weighted_sum_of_numbers(make):
 def test_numbers_of_the_scorer_never_replace_the_trainer_s(make):
     plain, named = make(), make()
     own = plain.experience.collect(StepTimer())[0].numbers.keys()
-    score = named.rewards._pool.score
+    score = named.pool.score
     names = {*own, *COLUMNS}
 
     def more(split, jobs):
         columns = score(split, jobs)
         return columns | {SCORER + name: np.full(len(columns["score"]), 3.0) for name in names if SCORER not in name}
 
-    named.rewards._pool.score = more
+    named.pool.score = more
     named.experience._round(StepTimer())
     shown = {f"reward/{name}/mean" for name in names}
     found = {name: value for name, value in numbers_of(named.step(1)).items() if name not in shown}

@@ -119,7 +119,7 @@ def test_every_drawn_prompt_is_in_one_batch_or_in_the_line(make, mode, monkeypat
             assert row[head:].tolist() == watch.tokens[key]
             assert distance(log_probs, torch.tensor(watch.log_probs[key])) < 1e-5, "of whoever sampled the token"
             assert text == trainer.worker.rollout._encoder.decode_batch([row[head:]])[0]
-            prompt = trainer.rewards._rows["train"][key[0]]
+            prompt = trainer.data.rows["train"][key[0]]
             verdict = find_scorer(prompt.data_source)(text, prompt.ground_truth, prompt.extra_info)
             assert score == (verdict["score"] if isinstance(verdict, dict) else verdict)
 

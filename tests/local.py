@@ -108,7 +108,10 @@ class LocalScoring:
 
 
 def local_trainer(arguments: list[str], twist=None) -> PPOTrainer:
-    """A trainer over one worker in this process (``trainer.group``, ``worker``, ``pool``, ``data``); needs a group of one rank."""
+    """A trainer over one worker in this process, which has what it was made of: ``group``, ``worker``, ``pool``, ``data``.
+
+    It needs a process group of one rank.
+    """
     loaded = load_config(arguments)
     check(loaded)
     cfg = loaded.config

@@ -108,9 +108,9 @@ class LocalScoring:
 
 
 def local_trainer(arguments: list[str], twist=None) -> PPOTrainer:
-    """A trainer over one worker in this process, which has what it was made of: ``group``, ``worker``, ``pool``, ``data``.
+    """A trainer over one worker in this process; needs a group of one rank.
 
-    It needs a process group of one rank.
+    It has the parts it was made of as ``group``, ``worker``, ``pool`` and ``data``.
     """
     loaded = load_config(arguments)
     check(loaded)

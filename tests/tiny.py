@@ -30,9 +30,7 @@ def save_tiny_tokenizer(folder: Path) -> None:
     fast.save_pretrained(folder)
 
 
-def save_tiny_model(
-    folder: Path, seed: int = 0, heads: int = 2, kv_heads: int = 1, positions: int = 128
-) -> Path:
+def save_tiny_model(folder: Path, seed: int = 0, heads: int = 2, kv_heads: int = 1, positions: int = 128) -> Path:
     """A random two-layer Qwen3 over the tiny tokenizer."""
     save_tiny_tokenizer(folder)
     config = Qwen3Config(

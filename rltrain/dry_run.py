@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 
@@ -82,7 +83,7 @@ def _read(cfg: Config, found: Findings) -> tuple[dict[str, Rows], int | None, in
     numbers = {split: _count(as_list(files)) for split, files in splits.items()}
     limits = {"train": data.train_max_samples, "val": data.val_max_samples}
     wanted = {
-        split: number if limits[split] < 0 else min(number, limits[split])
+        split: number if limits[split] <= 0 else min(number, limits[split])
         for split, number in numbers.items()
         if number is not None
     }
@@ -92,7 +93,9 @@ def _read(cfg: Config, found: Findings) -> tuple[dict[str, Rows], int | None, in
     if len(wanted) < len(splits):
         return {}, wanted.get("train"), 0
     looked_at = {split: min(number, _MOST_ROWS) for split, number in wanted.items()}
-    short = replace(data, train_max_samples=looked_at["train"], val_max_samples=looked_at["val"])
+    # Of more rows than are looked at, the first ones and not some of them.
+    shuffle = data.shuffle and looked_at == wanted
+    short = replace(data, train_max_samples=looked_at["train"], val_max_samples=looked_at["val"], shuffle=shuffle)
     try:
         if found.tokenizer_works:
             read = load_data(replace(cfg, data=short))
@@ -101,7 +104,7 @@ def _read(cfg: Config, found: Findings) -> tuple[dict[str, Rows], int | None, in
             if looked_at["train"] == wanted["train"]:
                 return rows, len(prompts), prompts.num_dropped
         else:
-            keys = {"prompt_key": data.prompt_key, "reward_fn_key": data.reward_fn_key}
+            keys: dict[str, Any] = {"prompt_key": data.prompt_key, "reward_fn_key": data.reward_fn_key}
             rows = {
                 split: read_rows(files, max_rows=looked_at[split], **keys) for split, files in splits.items() if files
             }
@@ -121,7 +124,7 @@ def _count(files: Sequence[str]) -> int | None:
 
 def _try_reward(cfg: Config, rows: dict[str, Rows], found: Findings) -> list[str]:
     """What the scorers say of one row of each data source, with the ground truth as the answer: one call each."""
-    if not rows or (cfg.reward_model.enable and cfg.reward_model.rule_weight == 0):
+    if not rows or not cfg.reward_model.runs_scorers:
         return []
     custom, lines = custom_reward(cfg), []
     scores: list[Score] = []
@@ -163,7 +166,7 @@ def _look_at(cfg: Config, rows: dict[str, Rows], found: Findings) -> list[str]:
     first = [split.select(range(min(_GRADED_ROWS, len(split)))) for split in rows.values()]
     if not first:
         return []
-    grade = not (cfg.custom_reward_function.path or cfg.reward.url)
+    grade = cfg.reward_model.runs_scorers and not (cfg.custom_reward_function.path or cfg.reward.url)
     said = describe_findings(look_at(first, encoder=chat_encoder(cfg) if found.tokenizer_works else None, grade=grade))
     number = sum(map(len, first))
     return [

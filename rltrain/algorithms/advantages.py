@@ -175,6 +175,10 @@ def rloo(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
     return groups.centred(inputs.scores) * groups.size / (groups.size - 1)
 
 
+# The names of verl's faster forms of the same formulas.
+ESTIMATORS |= {"grpo_vectorized": grpo, "rloo_vectorized": rloo}
+
+
 @built_in
 def opo(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
     """A_i = r_i - (sum_j length_j r_j) / (sum_j length_j) in the group   (Hao et al. 2025, OPO)."""
@@ -202,11 +206,17 @@ def grpo_passk(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
 
 @built_in
 def gpg(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
-    """A_i = alpha (r_i - mean of group), alpha = answers / answers in groups with a spread   (Chu et al. 2025, GPG).
+    """A_i = alpha (r_i - mean of group), alpha = answers / answers whose reward is not 0   (GPG as in verl).
 
-    The paper counts groups without a gradient. verl counts scores that are not 0, which differs where wrong answers
-    score other than 0 or a whole group is right.
+    The paper counts the answers of groups without a gradient instead, see `gpg_paper`.
     """
+    earning = int(inputs.scores.count_nonzero())
+    return _Groups(inputs.groups).centred(inputs.scores) * (len(inputs.scores) / max(earning, 1))
+
+
+@built_in
+def gpg_paper(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
+    """A_i = alpha (r_i - mean of group), alpha = answers / answers in groups with a spread   (Chu et al. 2025, GPG)."""
     groups = _Groups(inputs.groups)
     useful = int((~groups.flat(inputs.scores)).sum())
     return groups.centred(inputs.scores) * (len(inputs.scores) / max(useful, 1))

@@ -15,7 +15,7 @@ from rltrain import columns as c
 from rltrain.batch import Batch
 from rltrain.ragged import Ragged
 
-AGGREGATION_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+AGGREGATION_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ def token_weights(mode: str, mask: Ragged, denominators: Denominators) -> Tensor
     ``mask``: 1 where a token counts, 0 where it does not [tokens]. Returns [tokens].
 
     - token-mean: 1 / tokens (DAPO)
+    - token-sum: 1
     - seq-mean-token-sum: 1 / sequences
     - seq-mean-token-mean: 1 / (sequences * loss tokens of the sequence) (GRPO paper)
     - seq-mean-token-sum-norm: 1 / (sequences * horizon) (Dr. GRPO)
@@ -42,6 +43,8 @@ def token_weights(mode: str, mask: Ragged, denominators: Denominators) -> Tensor
     sequences = max(denominators.sequences, 1)
     if mode == "token-mean":
         return mask.values / max(denominators.tokens, 1)
+    if mode == "token-sum":
+        return mask.values
     if mode == "seq-mean-token-sum":
         return mask.values / sequences
     if mode == "seq-mean-token-mean":

@@ -9,6 +9,7 @@ from torch import Tensor
 from rltrain.algorithms.aggregation import Denominators, token_weights
 from rltrain.algorithms.moments import Moments, join
 from rltrain.algorithms.policy_losses import PolicyLossFunction, PolicyLossInputs
+from rltrain.config.declarations import TOKEN_MEAN
 from rltrain.config.schema import ActorConfig
 from rltrain.ragged import Ragged
 
@@ -47,20 +48,24 @@ def actor_loss(
     denominators: Denominators,
     cfg: ActorConfig,
     policy_loss: PolicyLossFunction,
+    aggregation: str,
     *,
     weights: Tensor | None = None,
     entropy: Tensor | None = None,
     kl: Tensor | None = None,
 ) -> LossShare:
-    """agg(w policy loss) - entropy_coeff * agg(H) + kl_loss_coef * agg(KL(pi || pi_ref)).
+    """agg(w policy loss) - entropy_coeff * agg'(H) + kl_loss_coef * agg'(KL(pi || pi_ref)).
 
-    ``weights``: importance weights w of the rollout correction. All token tensors have shape [tokens].
+    ``aggregation``: the policy loss's agg. ``weights``: importance weights w of the rollout correction. All token
+    tensors have shape [tokens].
     """
-    per_token = token_weights(cfg.loss_agg_mode, inputs.mask, denominators)
+    of_policy = token_weights(aggregation, inputs.mask, denominators)
+    # As in verl, a loss that is defined with a mean of its own changes nothing for entropy and KL.
+    per_token = token_weights(cfg.loss_agg_mode or TOKEN_MEAN, inputs.mask, denominators)
     policy = policy_loss(inputs, cfg)
     # As in verl the weights are those of the policy loss alone, not of entropy and KL.
     losses = policy.token_losses if weights is None else policy.token_losses * weights
-    shares = {"pg_loss": aggregate(losses, per_token)}
+    shares = {"pg_loss": aggregate(losses, of_policy)}
     loss = shares["pg_loss"]
     if entropy is not None:
         shares["entropy_loss"] = aggregate(entropy, per_token)

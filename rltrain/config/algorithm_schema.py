@@ -12,9 +12,11 @@ from rltrain.config.fields import key, section
 KLKind = Literal[
     "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "low_var_kl+", "k3+", "full"
 ]  # fmt: skip
-# Rounds of dynamic sampling in a step, unless filter_groups.max_num_gen_batches says.
-# Without a bound, a policy that solves everything or nothing would generate for ever.
-_DEFAULT_ROUNDS = 10
+# Rounds of dynamic sampling in a step, unless filter_groups.max_num_gen_batches says: as good as no limit.
+# Without any, a policy that solves everything or nothing would generate for ever.
+_DEFAULT_ROUNDS = 100
+# Metrics that dynamic sampling compares whatever a scorer returns.
+FILTER_METRICS = ("acc", "score", "seq_reward", "seq_final_reward")
 _ADAPTIVE = "type=adaptive"
 _WEIGHS = {
     "bypass_mode=False or loss_type=reinforce": (
@@ -44,16 +46,16 @@ class FilterGroupsConfig:
     enable: bool = False
     """Generate again in place of groups whose answers all score alike."""
     metric: str = key("acc", only_with="enable")
-    """What is compared: acc (else the scorer's score), score (with penalties; seq_reward is the same), or another
-    number of the scorer."""
-    max_num_gen_batches: int = key(0, least=0, only_with="enable")
-    """Most rounds of generation in a step; 0: 10. What is then still missing is filled with groups that were thrown
-    away."""
+    """What is compared: acc (else the scorer's score), score (the scorer's, without penalties), seq_reward and
+    seq_final_reward (with penalties), or another number of the scorer."""
+    max_num_gen_batches: int = key(0, only_with="enable")
+    """Most rounds of generation in a step; 0 or less: 100. What is then still missing is filled with groups that were
+    thrown away."""
 
     @property
     def most_rounds(self) -> int:
         """Rounds of generation in a step at most."""
-        return self.max_num_gen_batches or _DEFAULT_ROUNDS
+        return self.max_num_gen_batches if self.max_num_gen_batches > 0 else _DEFAULT_ROUNDS
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ class AlgorithmConfig:
 
     adv_estimator: str = key("gae", among=tuple(ESTIMATORS), plugin=True)
     """gae (with a critic), grpo, reinforce_plus_plus, reinforce_plus_plus_baseline, rloo, remax, opo, grpo_passk, gpg,
-    gdpo, or your own: FILE.py:NAME."""
+    gpg_paper, gdpo, or your own: FILE.py:NAME. grpo_vectorized and rloo_vectorized are grpo and rloo."""
     gamma: float = key(1.0, least=0, most=1)
     """Discount of later rewards (gae, reinforce_plus_plus)."""
     lam: float = key(1.0, least=0, most=1)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from rltrain.config.algorithm_schema import FILTER_METRICS
 from rltrain.config.budgets import budget_problems
 from rltrain.config.engines import ENGINES, engines_with
 from rltrain.config.keys import all_keys, get, plugin_keys
@@ -147,6 +148,11 @@ def _comparison(config: Config) -> Iterator[str]:
         return
     if rollout.n < 2:
         yield f"{needs} compares answers to one prompt, so {_R}n must be >= 2 (got {rollout.n}). Try {_R}n=8."
+    if algorithm.filter_groups.metric == "seq_final_reward" and algorithm.use_kl_in_reward:
+        yield (
+            "algorithm.filter_groups.metric=seq_final_reward keeps every group under algorithm.use_kl_in_reward=True, "
+            "because no two answers have the same KL. Use algorithm.filter_groups.metric=seq_reward."
+        )
     if not rollout.do_sample:
         yield f"{_R}do_sample=False makes all answers to a prompt alike, so nothing is learnt from them. Leave it out."
 
@@ -215,11 +221,18 @@ def _reward_terms(config: Config) -> Iterator[str]:
 
 def _reward_model(config: Config) -> Iterator[str]:
     model, buffer, algorithm = config.reward_model, config.reward_model.overlong_buffer, config.algorithm
-    if model.enable and model.rule_weight == 0:
+    if model.enable and model.rule_weight is None and config.custom_reward_function.path:
+        # verl 0.5 takes the model's score, its main the function's, which there asks the model over HTTP.
+        yield (
+            f"reward_model.enable=True and custom_reward_function.path={config.custom_reward_function.path} both score "
+            "answers, and which one decides depends on the version of verl. Set reward_model.rule_weight=0 for the "
+            "model alone, reward_model.rule_weight=1 for the sum, or leave reward_model.enable out for the function."
+        )
+    if not model.runs_scorers:
         if model.weight == 0:
-            yield "reward_model.weight=0 and reward_model.rule_weight=0 leave no reward at all."
+            yield "reward_model.weight=0 and no reward_model.rule_weight leave no reward at all."
         metric, sampler = algorithm.filter_groups.metric, config.data.sampler.name
-        own_metric = algorithm.filter_groups.enable and metric not in ("acc", "score", "seq_reward")
+        own_metric = algorithm.filter_groups.enable and metric not in FILTER_METRICS
         asking = {
             f"algorithm.adv_estimator={algorithm.adv_estimator}": algorithm.estimator.reward_terms,
             f"data.sampler.name={sampler}": sampler == "solve_rate",
@@ -227,17 +240,20 @@ def _reward_model(config: Config) -> Iterator[str]:
             f"reward.weights={config.reward.weights}": bool(config.reward.weights),
         }
         for setting in (setting for setting, asks in asking.items() if asks):
-            yield f"{setting} needs a scorer, and reward_model.rule_weight=0 runs none."
+            yield (
+                f"{setting} needs a scorer, and beside a reward model none runs unless reward_model.rule_weight is set "
+                f"(got {shown(model.rule_weight)})."
+            )
     if model.reward_manager == "batch" and not config.custom_reward_function.path:
         needs = "custom_reward_function.path, a function that takes lists"
         yield f"reward_model.reward_manager=batch needs {needs}. Or use naive."
     if model.enable and not model.model.path:
         yield "reward_model.enable=True needs reward_model.model.path, a sequence classifier with one label."
-    if model.reward_manager == "dapo" and buffer.enable and not 0 < buffer.len <= config.data.max_response_length:
-        yield (
-            f"reward_model.overlong_buffer.len={buffer.len}: it must be at least 1 and at most "
-            f"data.max_response_length={config.data.max_response_length}."
-        )
+    limit, named = config.data.max_response_length, "data.max_response_length"
+    if buffer.max_resp_len:
+        limit, named = buffer.max_resp_len, "reward_model.overlong_buffer.max_resp_len"
+    if model.reward_manager == "dapo" and buffer.enable and not 0 < buffer.len <= limit:
+        yield f"reward_model.overlong_buffer.len={buffer.len}: it must be at least 1 and at most {named}={limit}."
 
 
 def _scorers(config: Config) -> Iterator[str]:

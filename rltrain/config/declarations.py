@@ -20,6 +20,9 @@ ESTIMATOR_KEY = "algorithm.adv_estimator"
 LOSS_KEY = "actor_rollout_ref.actor.policy_loss.loss_mode"
 # What algorithm.rollout_correction.loss_type=reinforce computes: the plain policy gradient.
 REINFORCE_LOSS = "gpg"
+# How token losses become one where neither the user nor the loss says so.
+TOKEN_MEAN = "token-mean"
+_ANSWER_MEAN = "seq-mean-token-mean"
 _ATTRIBUTE = "rltrain_declaration"
 
 
@@ -48,11 +51,13 @@ class LossTraits:
     """What a policy loss needs and does.
 
     selects: it treats some tokens of the global mini-batch differently. silent_at_zero: an answer without any advantage
-    has no gradient, so it may be left out of the update. reads: the keys of ``actor`` that it reads (None: unknown).
+    has no gradient, so it may be left out of the update. aggregation: the mean that the loss is defined with, taken
+    unless ``loss_agg_mode`` is set. reads: the keys of ``actor`` that it reads (None: unknown).
     """
 
     selects: bool = False
     silent_at_zero: bool = False
+    aggregation: str = TOKEN_MEAN
     reads: tuple[str, ...] | None = None
 
 
@@ -60,15 +65,18 @@ _BY_STD = ("norm_adv_by_std_in_grpo",)
 ESTIMATORS = {
     "gae": EstimatorTraits(per_token=True, values=True, whitens=True, reads=("gamma", "lam")),
     "grpo": EstimatorTraits(compares=True, reads=_BY_STD),
+    "grpo_vectorized": EstimatorTraits(compares=True, reads=_BY_STD),
     "reinforce_plus_plus": EstimatorTraits(per_token=True, whitens=True, reads=("gamma",)),
     # Whitened on the driver by its formula, as gdpo is; `whitens` is about advantages per token, which the driver
     # lacks.
     "reinforce_plus_plus_baseline": EstimatorTraits(compares=True, reads=()),
     "rloo": EstimatorTraits(compares=True, reads=()),
+    "rloo_vectorized": EstimatorTraits(compares=True, reads=()),
     "remax": EstimatorTraits(per_token=True, greedy_baseline=True, reads=()),
     "opo": EstimatorTraits(compares=True, reads=()),
     "grpo_passk": EstimatorTraits(compares=True, reads=_BY_STD),
     "gpg": EstimatorTraits(compares=True, reads=()),
+    "gpg_paper": EstimatorTraits(compares=True, reads=()),
     "gdpo": EstimatorTraits(
         compares=True, reward_terms=True, reads=(*_BY_STD, "gdpo_reward_keys", "gdpo_reward_weights")
     ),
@@ -78,11 +86,12 @@ _CLIP = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
 _CLIP_COV = tuple(f"policy_loss.clip_cov_{name}" for name in ("ratio", "lb", "ub"))
 POLICY_LOSSES = {
     "vanilla": LossTraits(silent_at_zero=True, reads=(*_CLIP, "clip_ratio_c")),
-    "gspo": LossTraits(silent_at_zero=True, reads=_CLIP),
+    "gspo": LossTraits(silent_at_zero=True, aggregation=_ANSWER_MEAN, reads=_CLIP),
     "gpg": LossTraits(silent_at_zero=True, reads=()),
     "cispo": LossTraits(silent_at_zero=True, reads=_CLIP),
-    "sapo": LossTraits(silent_at_zero=True, reads=("tau_pos", "tau_neg")),
-    "geo_mean": LossTraits(silent_at_zero=True, reads=_CLIP),
+    "sapo": LossTraits(silent_at_zero=True, aggregation=_ANSWER_MEAN, reads=("tau_pos", "tau_neg")),
+    # Every token of an answer carries the answer's loss, so this is GMPO's mean over answers.
+    "geo_mean": LossTraits(silent_at_zero=True, aggregation=_ANSWER_MEAN, reads=_CLIP),
     # Not silent: a token without advantage may be among the selected, and without it another would be in its place.
     "clip_cov": LossTraits(selects=True, reads=(*_CLIP, *_CLIP_COV)),
     "kl_cov": LossTraits(selects=True, reads=("policy_loss.kl_cov_ratio", "policy_loss.ppo_kl_coef")),

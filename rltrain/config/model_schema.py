@@ -10,7 +10,9 @@ from rltrain.config.fields import key, section
 # What a default that follows one of the actor's keys begins with.
 ACTOR = "${actor_rollout_ref.actor."
 Dtype = Literal["auto", "float32", "fp32", "bfloat16", "bf16", "float16", "fp16"]
-Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+Aggregation = Literal[
+    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+]  # fmt: skip
 
 _ON_DEVICE = {"trainer.device!=cpu": "on a CPU everything is in host memory"}
 _COSINE = "lr_scheduler_type=cosine"
@@ -25,9 +27,9 @@ class OptimConfig:
     lr: float = key(1e-6, least=0)
     """Peak learning rate."""
     lr_warmup_steps: int = -1
-    """Steps of linear warm-up; negative: lr_warmup_steps_ratio of all steps."""
-    lr_warmup_steps_ratio: float = key(0.0, least=0, most=1, only_with={"lr_warmup_steps<0": "lr_warmup_steps is set"})
-    """Share of all steps that warm up, when lr_warmup_steps is negative."""
+    """Steps of linear warm-up; 0 or less: lr_warmup_steps_ratio of all steps."""
+    lr_warmup_steps_ratio: float = key(0.0, least=0, most=1, only_with={"lr_warmup_steps<1": "lr_warmup_steps is set"})
+    """Share of all steps that warm up, when lr_warmup_steps is 0 or less."""
     lr_scheduler_type: Literal["constant", "cosine"] = "constant"
     """The learning rate after the warm-up."""
     min_lr_ratio: float = key(0.0, least=0, most=1, only_with=_COSINE)
@@ -174,8 +176,8 @@ class CriticConfig:
     """Shuffle the prompts of a batch before it is cut into mini-batches."""
     cliprange_value: float = key(0.5, least=0)
     """The loss does not reward values that move further than this from those of the values pass."""
-    loss_agg_mode: Aggregation = key(ACTOR + "loss_agg_mode}")
-    """As actor.loss_agg_mode."""
+    loss_agg_mode: Aggregation | None = key(ACTOR + "loss_agg_mode}")
+    """As actor.loss_agg_mode; null: token-mean."""
     ulysses_sequence_parallel_size: int = key(1, least=1)
     """Devices that share each sequence."""
 
@@ -197,9 +199,11 @@ class OverlongBufferConfig:
     """DAPO's soft penalty for long answers (reward_manager=dapo)."""
 
     enable: bool = False
-    """Subtract a penalty that grows linearly over the last tokens before data.max_response_length."""
+    """Subtract a penalty that grows linearly over the last tokens before the limit."""
     len: int = key(0, only_with="enable")
     """The number of those last tokens."""
+    max_resp_len: int | None = key(None, least=1, only_with="enable")
+    """The limit that they come before; null: data.max_response_length. Beyond it the penalty grows on."""
     penalty_factor: float = key(1.0, least=0, only_with="enable")
     """Penalty of an answer at the limit."""
 
@@ -214,8 +218,9 @@ class RewardModelConfig:
     """Model."""
     weight: float = key(1.0, least=0, only_with=_JUDGE)
     """Weight of the reward model's score."""
-    rule_weight: float = key(1.0, least=0, only_with=_JUDGE)
-    """Weight of the rule reward beside a reward model; 0: no scorer is needed, none runs."""
+    rule_weight: float | None = key(None, least=0, only_with=_JUDGE)
+    """Weight of the rule reward beside a reward model. null or 0: the model alone decides; no scorer is needed, none
+    runs."""
     micro_batch_size_per_gpu: int | None = key(
         ACTOR + "ppo_micro_batch_size_per_gpu}", least=1, only_with={_JUDGE: "", "use_dynamic_bsz=False": ""}
     )
@@ -231,3 +236,8 @@ class RewardModelConfig:
     answers)."""
     overlong_buffer: OverlongBufferConfig = section(OverlongBufferConfig, only_with="reward_manager=dapo")
     """Penalty for long answers."""
+
+    @property
+    def runs_scorers(self) -> bool:
+        """Whether answers get a rule reward: alone, or beside that of a reward model."""
+        return not self.enable or bool(self.rule_weight)

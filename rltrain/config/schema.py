@@ -48,7 +48,7 @@ _POLICY_LOSS = {
         "rollout_correction.loss_type=reinforce is a policy loss of its own"
     )
 }
-_WITH_SCORER = {"reward_model.enable=False or reward_model.rule_weight>0": "reward_model.rule_weight=0: no scorer runs"}
+_WITH_SCORER = {"reward_model.runs_scorers": "the reward model alone decides unless reward_model.rule_weight is set"}
 _REMOTE = {"url": "reward.url is not set"}
 _VALIDATES = {"data.val_files": "data.val_files is not set"}
 
@@ -97,9 +97,9 @@ class DataConfig:
     seed: int = 1
     """Decides the order of prompts, and the sampling unless rollout.seed is set."""
     train_max_samples: int = -1
-    """Use only the first rows for training; -1: all."""
+    """Train on so many rows only, drawn by data.seed (the first ones with data.shuffle=False); 0 or less: all."""
     val_max_samples: int = -1
-    """Use only the first rows for validation; -1: all."""
+    """Validate on so many rows only, chosen likewise; 0 or less: all."""
     apply_chat_template_kwargs: dict[str, Any] = key({})
     """Free-form: arguments of the chat template, such as enable_thinking."""
 
@@ -183,8 +183,9 @@ class ActorConfig:
     """sapo: temperature of the gate for positive advantages."""
     tau_neg: float = key(1.05, over=0)
     """sapo: temperature of the gate for the other advantages."""
-    loss_agg_mode: Aggregation = "token-mean"
-    """How token losses become one loss over the global mini-batch."""
+    loss_agg_mode: Aggregation | None = None
+    """How token losses become one loss over the global mini-batch; null: the loss's own way (gspo, sapo and geo_mean
+    seq-mean-token-mean, all others token-mean), and token-mean for entropy and KL."""
     loss_scale_factor: int | None = key(
         None,
         least=1,

@@ -28,8 +28,9 @@ class StepPasses:
     ref_log_probs: the ref pass yields log-probs; with ``kl_in_reward`` it also yields the KL per token.
     importance_weights, rejects: the rollout correction weighs or rejects tokens of the loss; with ``bypass`` both
     follow from the policy as it is updated, otherwise from the old log-probs.
-    policy_loss: the loss that runs. selects: it treats some tokens of the mini-batch differently. skips_silent: samples
-    without advantage are left out of the update. first_actor_step: until then only the critic learns.
+    policy_loss: the loss that runs. aggregation: how its token losses become one. selects: it treats some tokens of the
+    mini-batch differently. skips_silent: samples without advantage are left out of the update. first_actor_step: until
+    then only the critic learns.
     """
 
     estimator: EstimatorTraits
@@ -45,6 +46,7 @@ class StepPasses:
     importance_weights: bool
     rejects: bool
     policy_loss: str
+    aggregation: str
     selects: bool
     skips_silent: bool
     first_actor_step: int
@@ -138,6 +140,7 @@ def make_step_passes(config: Config) -> StepPasses:
         importance_weights=bool(correction.rollout_is) and (reinforce or not correction.bypass_mode),
         rejects=bool(correction.rollout_rs),
         policy_loss=policy_loss,
+        aggregation=actor.loss_agg_mode or loss.aggregation,
         selects=loss.selects,
         # A KL or an entropy bonus has a gradient in every sample; whitening makes an advantage of 0 something else.
         skips_silent=loss.silent_at_zero and not (actor.use_kl_loss or actor.entropy_coeff != 0 or estimator.whitens),

@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rltrain.errors import DataError
+from rltrain.seeds import stream
 
 MEDIA_COLUMNS = ("images", "videos")
 
@@ -57,10 +58,11 @@ class _Keys:
 
 @dataclass(frozen=True)
 class _File:
-    """A file and its table."""
+    """A file, the rows of it that are used, and their numbers in it."""
 
     path: str
     table: pa.Table
+    numbers: np.ndarray
 
 
 class Rows:
@@ -98,7 +100,7 @@ class Rows:
     def origin(self, position: int) -> str:
         """Where a row came from, for messages: ``'train.parquet' row 17`` (rows are counted from 0)."""
         file, row = self._locate(position)
-        return f"{file.path!r} row {row}"
+        return f"{file.path!r} row {file.numbers[row]}"
 
     def media(self, position: int) -> dict[str, list[Any]]:
         """The images and videos of a row, by column name; empty for a text row."""
@@ -140,14 +142,19 @@ class Rows:
 
 
 def read_rows(
-    files: str | Sequence[str], *, prompt_key: str = "prompt", reward_fn_key: str = "data_source", max_rows: int = -1
+    files: str | Sequence[str],
+    *,
+    prompt_key: str = "prompt",
+    reward_fn_key: str = "data_source",
+    max_rows: int = -1,
+    seed: int | None = None,
 ) -> Rows:
     """Read and check verl-style parquet files; every row is looked at before anything is started.
 
-    ``max_rows`` keeps the first so many rows over all files (-1: all). Raises DataError naming file, row, field, what
-    is wrong and what to do; up to five problems at once.
+    ``max_rows`` keeps so many rows over all files (0 or less: all), drawn by ``seed`` (None: the first). Raises
+    DataError naming file, row, field, what is wrong and what to do; up to five problems at once.
     """
-    rows, problems = scan_rows(files, prompt_key=prompt_key, reward_fn_key=reward_fn_key, max_rows=max_rows)
+    rows, problems = scan_rows(files, prompt_key=prompt_key, reward_fn_key=reward_fn_key, max_rows=max_rows, seed=seed)
     if problems:
         raise DataError(first_of("1 bad row:" if len(problems) == 1 else f"{len(problems)} bad rows:", problems))
     if not len(rows):
@@ -156,7 +163,12 @@ def read_rows(
 
 
 def scan_rows(
-    files: str | Sequence[str], *, prompt_key: str = "prompt", reward_fn_key: str = "data_source", max_rows: int = -1
+    files: str | Sequence[str],
+    *,
+    prompt_key: str = "prompt",
+    reward_fn_key: str = "data_source",
+    max_rows: int = -1,
+    seed: int | None = None,
 ) -> tuple[Rows, list[str]]:
     """The usable rows, perhaps none, and one problem per row of the others.
 
@@ -166,21 +178,50 @@ def scan_rows(
     if not paths:
         raise DataError("no data file was given. Try data.train_files=train.parquet data.val_files=test.parquet.")
     keys = _Keys(prompt_key, reward_fn_key)
-    opened, kept, problems, start = [], [], [], 0
+    opened = _chosen([_open(path, keys) for path in map(str, paths)], max_rows, seed)
+    kept, problems, start = [], [], 0
     digests = [np.zeros((0, _DIGEST_BYTES), dtype=np.uint8)]
-    for path in map(str, paths):
-        room = None if max_rows < 0 else max(max_rows - start, 0)
-        file = _open(path, keys, room)
+    for file in opened:
         bad, found = _check_table(file, keys)
         digests.append(found)
         problems += list(bad.values())
         kept += [start + row for row in range(file.table.num_rows) if row not in bad]
         start += file.table.num_rows
-        opened.append(file)
     return Rows(opened, keys, np.asarray(kept, dtype=np.int64), np.concatenate(digests)), problems
 
 
-def _open(path: str, keys: _Keys, max_rows: int | None) -> _File:
+def _chosen(files: list[_File], max_rows: int, seed: int | None) -> list[_File]:
+    """The files with at most ``max_rows`` of their rows (0 or less: all), in file order."""
+    total = sum(len(file.numbers) for file in files)
+    if not 0 < max_rows < total:
+        return files
+    rows = np.arange(max_rows)
+    if seed is not None:
+        # As in `BatchOrder`: rows are ranked by raw numbers, whose stream NumPy guarantees.
+        rows = np.sort(np.argsort(stream(seed, "subset").random_raw(total), kind="stable")[:max_rows])
+    starts = np.cumsum([0, *(len(file.numbers) for file in files)])
+    return [
+        _taken(file, _between(rows, start, end)) for file, start, end in zip(files, starts, starts[1:], strict=False)
+    ]
+
+
+def _taken(file: _File, rows: np.ndarray) -> _File:
+    # Batch by batch: Arrow may join all chunks of a column before it takes rows, which pictures are too large for.
+    batches = file.table.to_batches()
+    starts = np.cumsum([0, *(batch.num_rows for batch in batches)])
+    parts = [
+        batch.take(pa.array(_between(rows, start, end)))
+        for batch, start, end in zip(batches, starts, starts[1:], strict=False)
+    ]
+    return _File(file.path, pa.Table.from_batches(parts, file.table.schema), rows)
+
+
+def _between(rows: np.ndarray, start: int, end: int) -> np.ndarray:
+    """Those of the ascending ``rows`` from ``start`` to before ``end``, counted from ``start``."""
+    return rows[np.searchsorted(rows, start) : np.searchsorted(rows, end)] - start
+
+
+def _open(path: str, keys: _Keys) -> _File:
     if "://" in path:
         raise DataError(f"{path!r} is a remote address; copy the file to a local disk and give its path.")
     local = Path(path).expanduser()
@@ -203,7 +244,7 @@ def _open(path: str, keys: _Keys, max_rows: int | None) -> _File:
             f"data file {path!r} cannot be read as parquet: it is truncated, damaged or of another format "
             f"({_first_line(error)}). Write or copy it again."
         ) from error
-    return _File(path, table if max_rows is None else table.slice(0, max_rows))
+    return _File(path, table, np.arange(table.num_rows))
 
 
 def _check_schema(path: str, schema: pa.Schema, keys: _Keys) -> None:
@@ -243,7 +284,7 @@ def _check_table(file: _File, keys: _Keys) -> tuple[dict[int, str], np.ndarray]:
         for row, record in enumerate(records, start):
             problem = _problem(record, keys)
             if problem:
-                bad[row] = f"{file.path!r} row {row}: {problem}"
+                bad[row] = f"{file.path!r} row {file.numbers[row]}: {problem}"
     return bad, np.frombuffer(digests, dtype=np.uint8).reshape(-1, _DIGEST_BYTES)
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rltrain import logs
+from rltrain.config.algorithm_schema import FILTER_METRICS
 from rltrain.config.load import LoadedConfig, to_dict
 from rltrain.config.schema import Config
 from rltrain.controller.cluster import free, ray_logs, reserve, share, start_ray, stop_ray
@@ -214,7 +215,7 @@ def start_pool(cfg: Config, num_workers: int, splits: dict[str, Any], folder: Pa
 
     What they print goes to ``reward.log`` in ``folder``.
     """
-    if cfg.reward_model.enable and cfg.reward_model.rule_weight == 0:
+    if not cfg.reward_model.runs_scorers:
         return None
     pool = RewardPool(cfg, num_workers, splits, log_file=folder / "reward.log")
     for split in splits:
@@ -229,7 +230,7 @@ def check_columns(cfg: Config, scores: Sequence[Score]) -> None:
     algorithm = cfg.algorithm
     wanted = [("algorithm.gdpo_reward_keys", name) for name in algorithm.gdpo_reward_keys]
     wanted += [("reward.weights", name) for name in cfg.reward.weights]
-    if algorithm.filter_groups.enable and algorithm.filter_groups.metric not in ("acc", "seq_reward"):
+    if algorithm.filter_groups.enable and algorithm.filter_groups.metric not in FILTER_METRICS:
         wanted.append(("algorithm.filter_groups.metric", algorithm.filter_groups.metric))
     for key, name in wanted:
         # A score that failed tells nothing about its names, as the ground truth need not look like an answer.
@@ -256,7 +257,8 @@ def load_data(cfg: Config) -> Data:
         if not files:
             continue
         log.info("reading data.%s_files=%s", split, files)
-        found = read_rows(files, prompt_key=data.prompt_key, reward_fn_key=data.reward_fn_key, max_rows=limit)
+        keys: dict[str, Any] = {"prompt_key": data.prompt_key, "reward_fn_key": data.reward_fn_key}
+        found = read_rows(files, **keys, max_rows=limit, seed=data.seed if data.shuffle else None)
         store = encode_prompts(found, encoder, data.max_prompt_length, data.filter_overlong_prompts, data.truncation)
         if not len(store):
             raise DataError(

@@ -119,8 +119,12 @@ class Experience:
         metric = self._cfg.algorithm.filter_groups.metric
         if metric == "acc":
             values = accuracy(samples)
+        elif metric in ("seq_reward", "seq_final_reward"):
+            values = samples[c.SCORE]
+        elif metric == "score":
+            values = samples[c.RULE_SCORE if c.RULE_SCORE in samples.numbers else c.MODEL_SCORE]
         else:
-            values = known_number(samples, c.SCORE if metric == "seq_reward" else metric, self._cfg.reward.on_error)
+            values = known_number(samples, metric, self._cfg.reward.on_error)
         values = values.reshape(-1, self._rollout.n)
         # Exact comparison: a difference is something to learn from, however small.
         return np.flatnonzero(values.max(1) != values.min(1))

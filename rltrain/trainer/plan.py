@@ -141,15 +141,15 @@ def _steps_per_epoch(num_prompts: int | None, drawn: int, prompts: int, num_too_
 
 
 def _warmup_steps(optim: OptimConfig, total: int) -> int:
-    # Less than 0 means that the ratio decides, as in verl.
-    return optim.lr_warmup_steps if optim.lr_warmup_steps >= 0 else round(optim.lr_warmup_steps_ratio * total)
+    # 0 or less means that the ratio decides, as in verl.
+    return optim.lr_warmup_steps if optim.lr_warmup_steps > 0 else round(optim.lr_warmup_steps_ratio * total)
 
 
 def describe(plan: Plan, config: Config) -> str:
     """The plan in words and numbers."""
     rollout, loss = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor.policy_loss.loss_mode
     rows = [
-        ("algorithm", f"{config.algorithm.adv_estimator} advantages, {loss} loss"),
+        ("algorithm", f"{config.algorithm.adv_estimator} advantages, {loss} loss, {plan.passes.aggregation}"),
         ("devices", f"{plan.num_nodes} x {plan.devices_per_node} = {plan.num_devices} ({config.trainer.device})"),
         ("data-parallel", f"{plan.data_parallel_size} (sequence-parallel {plan.sequence_parallel_size}, at most "
          f"{plan.most_samples_per_rank:,} samples each)"),
@@ -191,7 +191,9 @@ def _more_rows(plan: Plan, config: Config) -> list[tuple[str, str]]:
                 "data-parallel rank" + _ranks_of_its_own(plan, plan.critic_data_parallel_size),
             )
         )
-    if not (config.reward_model.enable and config.reward_model.rule_weight == 0):
+    if config.reward_model.enable:
+        rows.append(("reward", _reward(config)))
+    if config.reward_model.runs_scorers:
         where = (
             f"at {config.reward.url}, each with {config.reward.url_concurrency} answers at a time"
             if config.reward.url
@@ -213,6 +215,16 @@ def _more_rows(plan: Plan, config: Config) -> list[tuple[str, str]]:
             ("dynamic sampling", f"at most {plan.max_generation_rounds} rounds of {plan.prompts_per_round:,} prompts")
         )
     return rows
+
+
+def _reward(config: Config) -> str:
+    """What a reward model's score becomes."""
+    model = config.reward_model
+    terms = [f"{model.weight:g} x the reward model's score"]
+    terms += [f"{model.rule_weight:g} x the scorer's"] if model.runs_scorers else []
+    penalty = " - overlong penalty" if model.reward_manager == "dapo" and model.overlong_buffer.enable else ""
+    alone = "" if model.runs_scorers else " (it alone decides; reward_model.rule_weight adds the scorer's)"
+    return " + ".join(terms) + penalty + alone
 
 
 def _steps(plan: Plan, config: Config) -> str:

@@ -13,6 +13,7 @@ from rltrain.config.check import missing_files
 from rltrain.config.engines import ENGINES
 from rltrain.config.keys import get, plugin_keys
 from rltrain.config.load import LoadedConfig
+from rltrain.config.meanings import other_meanings
 from rltrain.config.schema import Config
 from rltrain.controller.cluster import cluster_address, ray_problems
 from rltrain.data.chat import chat_encoder
@@ -48,6 +49,7 @@ def preflight(loaded: LoadedConfig) -> Findings:
             "a critic is trained beside the actor, as algorithm.adv_estimator is gae unless set (as in verl); "
             "grpo needs none"
         )
+    found.notes += other_meanings(loaded)
     # One check's error does not hide what the other finds.
     for check in (_plugins, _models):
         try:

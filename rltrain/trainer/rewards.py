@@ -29,13 +29,16 @@ Column = NDArray[Any]
 
 
 class Rewards:
-    """weight * model + rule_weight * rule - penalty. The judged texts never pass through the driver."""
+    """weight * model + rule_weight * rule - penalty; without a weight for the rule it is not computed.
+
+    The judged texts never pass through the driver.
+    """
 
     def __init__(self, cfg: Config, rows: dict[str, Rows], pool: RewardPool | None, model: RewardModel | None) -> None:
         self._cfg = cfg.reward_model
         self._overlap = cfg.reward.overlap
         self._weights: dict[str, float] = {name: float(weight) for name, weight in cfg.reward.weights.items()}
-        self._max_length = cfg.data.max_response_length
+        self._max_length = cfg.reward_model.overlong_buffer.max_resp_len or cfg.data.max_response_length
         # What the newest rule rewards took, summed over all scoring processes, whether hidden behind generation or not.
         self.seconds = 0.0
         self._rows = rows
@@ -76,7 +79,7 @@ class Rewards:
             found[c.RULE_SCORE] = total
         if self._model:
             found[c.MODEL_SCORE] = self._model.score(split, samples)
-            total = self._cfg.weight * found[c.MODEL_SCORE] + self._cfg.rule_weight * total
+            total = self._cfg.weight * found[c.MODEL_SCORE] + (self._cfg.rule_weight or 0.0) * total
         if self._cfg.reward_manager == "dapo" and self._cfg.overlong_buffer.enable:
             found[c.OVERLONG] = overlong_penalty(
                 samples[c.RESPONSE_LENGTH], self._max_length, self._cfg.overlong_buffer
@@ -184,6 +187,9 @@ def known_number(samples: Samples, name: str, on_error: float) -> Floats:
 
 
 def overlong_penalty(lengths: NDArray[np.int64], max_length: int, cfg: OverlongBufferConfig) -> Floats:
-    """0 up to max_length - len, then linear to -penalty_factor at max_length   (Yu et al. 2025, DAPO, eq. 13)."""
+    """0 up to max_length - len, then linear to -penalty_factor at max_length   (Yu et al. 2025, DAPO, eq. 13).
+
+    Beyond max_length, where the equation stays at -penalty_factor, it grows on as in verl.
+    """
     exceeded = lengths - (max_length - cfg.len)
-    return -cfg.penalty_factor * np.clip(exceeded / cfg.len, 0.0, 1.0)
+    return -cfg.penalty_factor * np.maximum(exceeded / cfg.len, 0.0)

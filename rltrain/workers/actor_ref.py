@@ -243,6 +243,7 @@ class ActorRefWorker(Actor):
             mini.denominators,
             self._actor_cfg,
             self._entry.function,
+            self._passes.aggregation,
             weights=weights,
             entropy=entropy if with_entropy else None,
             kl=kl,

@@ -11,6 +11,7 @@ from rltrain.algorithms.aggregation import loss_mask, token_weights
 from rltrain.algorithms.losses import LossShare, aggregate, finish
 from rltrain.algorithms.value_loss import value_loss
 from rltrain.batch import Batch
+from rltrain.config.declarations import TOKEN_MEAN
 from rltrain.config.schema import Config
 from rltrain.models.forward import ScalarModel
 from rltrain.models.packing import pack, per_policy_token
@@ -66,7 +67,7 @@ class CriticWorker(Critic):
         old, returns = micro.ragged(c.VALUES), micro.ragged(c.RETURNS).values
         mask = loss_mask(micro, old)
         losses, statistics = value_loss(values, old.values, returns, self._cfg.cliprange_value)
-        loss = aggregate(losses, token_weights(self._cfg.loss_agg_mode, mask, mini.denominators))
+        loss = aggregate(losses, token_weights(self._cfg.loss_agg_mode or TOKEN_MEAN, mask, mini.denominators))
         return finish(loss, {"vf_loss": loss}, statistics, mask)
 
     def save(self, folder: str) -> None:

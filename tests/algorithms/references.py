@@ -55,6 +55,11 @@ def grpo_passk(scores, groups, by_std=True):
 
 
 def gpg(scores, groups):
+    alpha = len(scores) / max(sum(score != 0 for score in scores), 1)
+    return [alpha * (score - mean([scores[j] for j in members(groups, i)])) for i, score in enumerate(scores)]
+
+
+def gpg_paper(scores, groups):
     useful = sum(len({scores[j] for j in members(groups, i)}) > 1 for i in range(len(scores)))
     alpha = len(scores) / max(useful, 1)
     return [alpha * (score - mean([scores[j] for j in members(groups, i)])) for i, score in enumerate(scores)]
@@ -189,6 +194,8 @@ def aggregate(mode, losses, masks, horizon):
     rows = max(sum(count > 0 for count in having), 1)
     if mode == "token-mean":
         return sum(sums) / max(sum(having), 1)
+    if mode == "token-sum":
+        return sum(sums)
     if mode == "seq-mean-token-sum":
         return sum(sums) / rows
     if mode == "seq-mean-token-mean":

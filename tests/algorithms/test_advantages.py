@@ -19,10 +19,13 @@ SCORES = st.sampled_from([0.0, 1.0, -1.0, 0.1, 0.3, 2.5])
 TERMS = AlgorithmConfig(gdpo_reward_keys=["a", "b"], gdpo_reward_weights=[1.0, 0.5])
 OUTCOME = {
     "grpo": lambda s, g, n, t: slow.grpo(s, g),
+    "grpo_vectorized": lambda s, g, n, t: slow.grpo(s, g),
     "rloo": lambda s, g, n, t: slow.rloo(s, g),
+    "rloo_vectorized": lambda s, g, n, t: slow.rloo(s, g),
     "opo": lambda s, g, n, t: slow.opo(s, g, n),
     "grpo_passk": lambda s, g, n, t: slow.grpo_passk(s, g),
     "gpg": lambda s, g, n, t: slow.gpg(s, g),
+    "gpg_paper": lambda s, g, n, t: slow.gpg_paper(s, g),
     "reinforce_plus_plus_baseline": lambda s, g, n, t: slow.whiten_answers(slow.grpo(s, g, by_std=False), n),
     "gdpo": lambda s, g, n, t: slow.gdpo(t, [1.0, 0.5], g, n),
 }
@@ -84,7 +87,7 @@ def test_a_group_of_one_is_an_error(name):
         estimate(name, [1.0, 0.0, 1.0], [0, 0, 1], [1, 1, 1], ([1.0, 0.0, 1.0], [0.0, 0.0, 1.0]))
 
 
-@pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "grpo_passk", "gpg"])
+@pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "grpo_passk", "gpg", "gpg_paper"])
 def test_a_group_that_scores_alike_has_exactly_no_advantage(name):
     """0.1 three times over has a mean that is not 0.1 in floating point."""
     assert estimate(name, [0.1, 0.1, 0.1, 1.0, 0.0], [0, 0, 0, 1, 1], [3, 1, 2, 2, 2])[:3] == [0.0, 0.0, 0.0]
@@ -96,13 +99,24 @@ def test_a_group_that_scores_alike_has_exactly_no_advantage(name):
         ("grpo", [math.sqrt(3) / 2, -math.sqrt(3) / 2, -math.sqrt(3) / 2, math.sqrt(3) / 2, 0, 0]),
         ("rloo", [2 / 3, -2 / 3, -2 / 3, 2 / 3, 0, 0]),
         ("opo", [0.7, -0.3, -0.3, 0.7, 0, 0]),  # baseline (1 + 2) / 10
-        ("gpg", [0.75, -0.75, -0.75, 0.75, 0, 0]),  # half of the deviation, times 6 / 4
+        ("gpg", [0.75, -0.75, -0.75, 0.75, 0, 0]),  # half, times 6 answers / 4 that earn something
+        ("gpg_paper", [0.75, -0.75, -0.75, 0.75, 0, 0]),  # half, times 6 answers / 4 in a mixed group
         ("grpo_passk", [0.0] * 6),  # two share the best score
     ],
 )
 def test_outcome_estimators_by_hand(name, expected):
     scores, groups, lengths = [1.0, 0.0, 0.0, 1.0, 5.0, 5.0], [7, 7, 7, 7, 3, 3], [1, 3, 4, 2, 1, 1]
     assert estimate(name, scores, groups, lengths) == pytest.approx(expected, abs=1e-5)
+
+
+def test_gpg_counts_earning_answers_and_its_paper_mixed_groups():
+    # Two groups, one all wrong; the mixed one has three right of four. verl: 8 / 3; the paper: 8 / 4.
+    batch = [1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0], [0] * 4 + [1] * 4, [1] * 8
+    assert estimate("gpg", *batch) == pytest.approx([8 / 3 * a for a in (0.25, 0.25, 0.25, -0.75, 0, 0, 0, 0)])
+    assert estimate("gpg_paper", *batch) == pytest.approx([2 * a for a in (0.25, 0.25, 0.25, -0.75, 0, 0, 0, 0)])
+    # Wrong answers that earn -1 are counted by verl.
+    assert estimate("gpg", [1.0, -1.0, -1.0, -1.0], [0, 0, 1, 1], [1] * 4) == pytest.approx([1, -1, 0, 0])
+    assert estimate("gpg_paper", [1.0, -1.0, -1.0, -1.0], [0, 0, 1, 1], [1] * 4) == pytest.approx([2, -2, 0, 0])
 
 
 def test_pass_at_k_rewards_the_best_by_its_lead():

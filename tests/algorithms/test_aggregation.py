@@ -60,6 +60,7 @@ def test_aggregation_by_hand():
     mask, losses = ones([1, 3]), torch.tensor([4.0, 1.0, 2.0, 3.0])
     expected = {
         "token-mean": 2.5,
+        "token-sum": 10.0,
         "seq-mean-token-sum": 5.0,
         "seq-mean-token-mean": 3.0,
         "seq-mean-token-sum-norm": 0.5,
@@ -78,6 +79,7 @@ def test_weights_entropy_and_kl_enter_with_their_signs():
         Denominators(2, 1, 4),
         cfg,
         POLICY_LOSSES["vanilla"].function,
+        "token-mean",
         weights=torch.tensor([1.0, 3.0]),
         entropy=torch.full((2,), 3.0),
         kl=torch.full((2,), 1.0),

@@ -183,11 +183,11 @@ def test_the_losses_that_select_tokens_promise_nothing():
 def test_any_cut_and_order_give_the_same_loss(name, columns, cut, random):
     counted = [sum(mask) for _, _, _, mask, _ in columns]
     denominators = Denominators(int(sum(counted)), sum(count > 0 for count in counted), 8)
-    cfg = ActorConfig(clip_ratio_low=0.2, clip_ratio_high=0.3, loss_agg_mode="seq-mean-token-mean")
-    cfg.policy_loss.loss_mode = name
 
     def loss(rows):
-        return float(actor_loss(inputs_of(rows), denominators, cfg, POLICY_LOSSES[name].function).loss) if rows else 0.0
+        function = POLICY_LOSSES[name].function
+        found = actor_loss(inputs_of(rows), denominators, CFG, function, "seq-mean-token-mean") if rows else None
+        return float(found.loss) if found else 0.0
 
     whole = loss(columns)
     assert loss(columns[:cut]) + loss(columns[cut:]) == pytest.approx(whole, abs=1e-9)
@@ -199,7 +199,7 @@ def test_any_cut_and_order_give_the_same_loss(name, columns, cut, random):
 
 def test_an_infinite_loss_of_a_masked_token_counts_for_nothing():
     columns = [([-1.0, math.inf], [-1.0, -1.0], [1.0, 1.0], [1.0, 0.0], [False, False])]
-    found = actor_loss(inputs_of(columns), Denominators(1, 1, 8), CFG, POLICY_LOSSES["gpg"].function)
+    found = actor_loss(inputs_of(columns), Denominators(1, 1, 8), CFG, POLICY_LOSSES["gpg"].function, "token-mean")
     assert float(found.loss) == 1.0
 
 

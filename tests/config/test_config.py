@@ -308,7 +308,7 @@ def test_keys_that_do_nothing_in_the_chosen_mode_say_so():
             ["algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[acc]", "algorithm.use_kl_in_reward=True"],
             "algorithm.use_kl_in_reward would be lost",
         ),
-        (["algorithm.filter_groups.enable=True", "data.gen_batch_size=1"], "Set gen_batch_size to at least 103"),
+        (["algorithm.filter_groups.enable=True", "data.gen_batch_size=1"], "Set gen_batch_size to at least 11"),
         (["algorithm.rollout_correction.rollout_rs=token_k1"], "neither a number nor low_high"),
         (["algorithm.adv_estimator=gae", "trainer.critic_warmup=9", "trainer.total_training_steps=5"], "never learn"),
         (["algorithm.adv_estimator=gae", "critic.use_dynamic_bsz=False"], "critic.use_dynamic_bsz=False needs"),

@@ -2,6 +2,7 @@ import pickle
 import random
 import shutil
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -71,6 +72,37 @@ def test_max_rows_counts_over_all_files(tmp_path, write, good_row):
     paths = [write(tmp_path / f"{name}.parquet", [good_row(i) for i in range(3)]) for name in "ab"]
     assert [row.ground_truth for row in read_rows(paths, max_rows=4)] == ["1", "2", "3", "1"]
     assert len(read_rows(paths, max_rows=2)) == 2
+    assert len(read_rows(paths, max_rows=0)) == len(read_rows(paths, max_rows=9, seed=1)) == 6
+
+
+def test_a_seed_draws_the_rows_that_max_rows_keeps(tmp_path, write, good_row):
+    paths = [
+        write(tmp_path / f"{name}.parquet", [good_row(i + at) for i in range(50)]) for name, at in (("a", 0), ("b", 50))
+    ]
+    drawn = {
+        seed: [int(row.ground_truth) - 1 for row in read_rows(paths, max_rows=20, seed=seed)] for seed in (1, 1, 2)
+    }
+    for rows in drawn.values():
+        assert rows == sorted(set(rows)), "in file order, each once"
+        assert len(rows) == 20
+        assert rows[0] < 50 <= rows[-1]
+    assert drawn[1] != drawn[2]
+    assert drawn[1] == [int(row.ground_truth) - 1 for row in read_rows(paths, max_rows=20, seed=1)]
+    # Drawn evenly: of 400 draws every row is in about a fifth.
+    taken = np.zeros(100)
+    for seed in range(400):
+        taken[[row.extra_info["index"] for row in read_rows(paths, max_rows=20, seed=seed)]] += 1 / 400
+    assert abs(taken - 0.2).max() < 0.1
+
+
+def test_a_drawn_row_is_named_by_its_place_in_the_file(tmp_path, write, good_row):
+    path = write(tmp_path / "a.parquet", [good_row(i) for i in range(30)])
+    rows = read_rows(path, max_rows=5, seed=3)
+    assert [rows.origin(at) for at in range(5)] == [f"{path!r} row {row.extra_info['index']}" for row in rows]
+    bad = write(tmp_path / "b.parquet", [good_row(i, data_source="" if i == 17 else "s") for i in range(30)])
+    found = [scan_rows(bad, max_rows=5, seed=seed)[1] for seed in range(40)]
+    assert all("row 17: " in line for lines in found for line in lines)
+    assert 0 < sum(map(len, found)) < 20, "only a row that is drawn is looked at"
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ VARIANTS = {
     # Against the engine: |log ratio| has a kink where a policy has not moved, and rounding would decide on its side.
     "loss kl_cov": {LOSS: "kl_cov", **COV, CORRECTION + "bypass_mode": True},
     **{f"agg {name}": {ACTOR + "loss_agg_mode": name} for name in (
-        "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm",
+        "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm",
     )},
     "exact kl": {ACTOR + "kl_loss_type": "full"},
     "k3+": {ACTOR + "kl_loss_type": "k3+"},

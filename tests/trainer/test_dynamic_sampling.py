@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from rltrain.trainer.timing import StepTimer
 from tests.trainer.steps import (
     with_failures,
 )
@@ -32,14 +33,23 @@ def test_dynamic_sampling_is_bounded_and_fills_up(make):
     assert metrics["actor/pg_loss"] == pytest.approx(0.0, abs=1e-6)
 
 
-@pytest.mark.parametrize("metric", ["acc", "score"])
+@pytest.mark.parametrize("metric", ["acc", "score", "seq_reward"])
 def test_dynamic_sampling_may_compare_reward_model_scores(make, reward_model, metric):
-    trainer = make(reward_model__enable=True, reward_model__model__path=reward_model, reward_model__rule_weight=0,
+    trainer = make(reward_model__enable=True, reward_model__model__path=reward_model,
                    algorithm__filter_groups__enable=True, algorithm__filter_groups__metric=metric)  # fmt: skip
-    trainer.rewards._pool = None  # as the real run has it
     metrics = trainer.step(1)
     assert metrics["filter_groups/rounds"] == 1
     assert "reward/rule/mean" not in metrics
+
+
+@pytest.mark.parametrize(("metric", "useful"), [("acc", 0), ("score", 0), ("seq_reward", 4), ("seq_final_reward", 4)])
+def test_only_a_seq_reward_counts_penalties(make, metric, useful):
+    trainer = make(algorithm__filter_groups__enable=True, algorithm__filter_groups__metric=metric,
+                   reward_model__reward_manager="dapo", reward_model__overlong_buffer__enable=True,
+                   reward_model__overlong_buffer__len=4, twist=lambda row, score: 1.0)  # fmt: skip
+    samples = trainer.experience._round(StepTimer()).samples
+    samples.update({"scorer/acc": np.ones(16), "score": np.arange(16.0)})
+    assert len(trainer.experience._useful_prompts(samples)) == useful
 
 
 def test_a_failed_answer_does_not_make_a_group_useful(make):

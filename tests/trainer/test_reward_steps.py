@@ -9,9 +9,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rltrain.columns import COLUMNS, SCORER
+from rltrain.config.model_schema import OverlongBufferConfig
 from rltrain.controller.samples import Samples
 from rltrain.errors import ConfigError, RewardError
 from rltrain.stop import Stop
+from rltrain.trainer.rewards import overlong_penalty
 from rltrain.trainer.timing import StepTimer
 from tests.trainer.steps import (
     VARIANTS,
@@ -70,6 +72,29 @@ def test_long_answers_pay_the_overlong_penalty(make):
     assert (samples["overlong"][at_limit] == -2.0).all()
     assert (samples["overlong"][samples["response_length"] <= 4] == 0.0).all()
     assert np.allclose(samples["score"], samples["rule_score"] + samples["overlong"])
+
+
+def test_a_reward_model_alone_is_the_whole_score(make, reward_model):
+    trainer = make(reward_model__enable=True, reward_model__model__path=reward_model, reward_model__weight=0.5)
+    samples = trainer.experience.collect(StepTimer())[0]
+    assert "rule_score" not in samples.numbers
+    assert np.allclose(samples["score"], 0.5 * samples["model_score"])
+    assert np.ptp(samples["score"]) > 0
+
+
+def test_the_overlong_penalty_by_hand():
+    cfg = OverlongBufferConfig(enable=True, len=4, penalty_factor=2.0)
+    lengths = np.array([0, 6, 7, 10, 12])
+    # Of a limit of 10 the last 4 are the buffer: -2 at the limit, and on as steeply beyond it.
+    assert overlong_penalty(lengths, 10, cfg).tolist() == [0.0, 0.0, -0.5, -2.0, -3.0]
+
+
+def test_the_overlong_limit_may_be_below_the_longest_answer(make):
+    trainer = make(reward_model__reward_manager="dapo", reward_model__overlong_buffer__enable=True,
+                   reward_model__overlong_buffer__len=2, reward_model__overlong_buffer__max_resp_len=4)  # fmt: skip
+    samples = trainer.experience.collect(StepTimer())[0]
+    assert np.allclose(samples["overlong"], -np.maximum(samples["response_length"] - 2, 0) / 2)
+    assert samples["overlong"].min() == -3.0
 
 
 def test_the_rule_reward_may_be_a_weighted_sum_of_numbers(make):

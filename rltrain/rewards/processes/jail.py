@@ -54,7 +54,7 @@ def _limit(seconds: int, memory_mb: int) -> None:
         resource.RLIMIT_CPU: seconds,
         resource.RLIMIT_AS: memory_mb << 20,
         resource.RLIMIT_FSIZE: MAX_FILE_BYTES,
-        resource.RLIMIT_NPROC: _tasks_of_user() + _MAX_THREADS,
+        resource.RLIMIT_NPROC: tasks_of_user(os.getuid()) + _MAX_THREADS,
         resource.RLIMIT_NOFILE: 64,
         resource.RLIMIT_CORE: 0,
     }
@@ -63,13 +63,13 @@ def _limit(seconds: int, memory_mb: int) -> None:
             resource.setrlimit(kind, (size, size))
 
 
-def _tasks_of_user() -> int:
-    """Processes and threads of this user: the kernel's limit is on all of them, not on those of the program."""
+def tasks_of_user(user: int) -> int:
+    """Processes and threads of a user: the kernel's limit is on all of them, not on those of the program."""
     tasks = 0
     with suppress(OSError):  # systems without /proc
         for name in filter(str.isdigit, os.listdir("/proc")):
             with suppress(OSError):  # it has ended meanwhile
-                if os.stat(f"/proc/{name}").st_uid == os.getuid():
+                if os.stat(f"/proc/{name}").st_uid == user:
                     tasks += len(os.listdir(f"/proc/{name}/task"))
     return tasks
 

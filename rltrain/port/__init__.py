@@ -1,0 +1,1 @@
+"""``python -m rltrain.port``: a verl launch script or saved configuration becomes a short script of ours."""

@@ -16,7 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [
     {"cli"},
     {"main_ppo"},
-    {"api", "dry_run"},
+    {"api", "dry_run", "port"},
     {"data_preprocess"},
     {"trainer"},
     {"controller"},

@@ -20,9 +20,11 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError, safe_load
 
 from rltrain.config.budgets import total_problem
+from rltrain.config.hydra import compose
 from rltrain.config.keys import Key, all_keys, followed, free_form_parent, is_known, meant, sections
 from rltrain.config.renames import answer, rename, shown, turned_off
 from rltrain.config.schema import Config
+from rltrain.config.verl_defaults import as_written
 from rltrain.env import devices_here
 from rltrain.errors import ConfigError
 
@@ -143,8 +145,11 @@ def load_config(
     reader = _Reader(problems=list(problems))
     for file in files:
         reader.direct.clear()
-        for key, value in (_read_file(file) if isinstance(file, str) else file).items():
-            reader.set(key, value)
+        try:
+            for key, value in (as_written(compose(Path(file))) if isinstance(file, str) else file).items():
+                reader.set(key, value)
+        except ConfigError as error:
+            reader.problems.append(str(error))
     reader.direct.clear()
     for override in overrides:
         _read_override(reader, override)
@@ -231,19 +236,6 @@ def _parse_value(key: str, text: str) -> Any:
     if known and known.type_name.startswith("str") and isinstance(value, bool | int | float):
         return text.strip()
     return value
-
-
-def _read_file(file: str) -> dict[str, Any]:
-    if not Path(file).is_file():
-        raise ConfigError(f"--config {file}: there is no such file.")
-    try:
-        content = OmegaConf.to_container(OmegaConf.load(file))
-    except (YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"--config {file} is not valid YAML: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"--config {file}: expected a mapping of keys to values.")
-    content.pop("defaults", None)  # Hydra's list of files; the values it stands for are the defaults here
-    return {str(key): value for key, value in content.items()}
 
 
 def _null_is_a_value(key: Key) -> bool:

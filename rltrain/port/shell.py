@@ -27,17 +27,35 @@ _NUM_TASKS = 64  # processes a script may have at once
 _ROOT = 0
 _NOBODY = 65534
 _TOOLS = (
-    "bash awk sed grep egrep fgrep tr cut sort uniq head tail wc tee xargs cat echo printf seq basename dirname date "
-    "expr bc jq paste rev tac env printenv nohup timeout nice test [ true false mktemp mkdir rm cp mv touch ls ln find "
-    "readlink realpath comm nl fold shuf numfmt od pwd chmod column"
-).split()
+    *(
+        "bash",
+        "awk",
+        "sed",
+        "grep",
+        "egrep",
+        "fgrep",
+        "tr",
+        "cut",
+        "sort",
+        "uniq",
+        "head",
+        "tail",
+        "wc",
+        "tee",
+        "xargs",
+    ),
+    *("cat", "echo", "printf", "seq", "basename", "dirname", "date", "expr", "bc", "jq", "paste", "rev", "tac", "env"),
+    *("printenv", "nohup", "timeout", "nice", "test", "[", "true", "false", "mktemp", "mkdir", "rm", "cp", "mv", "ls"),
+    *("touch", "ln", "find", "readlink", "realpath", "comm", "nl", "fold", "shuf", "numfmt", "od", "pwd", "chmod"),
+)
 # Programs that other programs start (env, nohup, exec), which bash would otherwise not find; whatever else is not
 # there is recorded by bash's own hook.
 _STUBS = (
-    "python python2 python3 torchrun ray accelerate deepspeed uv pip pip3 conda mamba hf huggingface-cli modelscope "
-    "wget curl git docker podman apptainer singularity kubectl srun sbatch ssh scp sudo mpirun tmux screen nsys numactl "
-    "taskset stdbuf nvidia-smi npu-smi rocm-smi kill pkill killall sleep hdfs"
-).split()
+    *("python", "python2", "python3", "torchrun", "ray", "accelerate", "deepspeed", "uv", "pip", "pip3", "conda", "hf"),
+    *("mamba", "huggingface-cli", "modelscope", "wget", "curl", "git", "docker", "podman", "apptainer", "singularity"),
+    *("kubectl", "srun", "sbatch", "ssh", "scp", "sudo", "mpirun", "tmux", "screen", "nsys", "numactl", "taskset"),
+    *("stdbuf", "nvidia-smi", "npu-smi", "rocm-smi", "kill", "pkill", "killall", "sleep", "hdfs"),
+)
 _HERE, _HOME, _RECORDS = "/__PWD__", "/__HOME__", "/records"
 # What the script may read of its own folder: others that it sources.
 _BESIDE, _MOST_BYTES = (".sh", ".env", ".yaml", ".yml", ".json", ".txt"), 1 << 20
@@ -170,7 +188,7 @@ def _jailed(
         *named,
         *(f"/bin/{one}" for one in re.findall(r"python3\.\d+", text)),
     }
-    files = {stub: _RECORD for stub in stubs}
+    files = dict.fromkeys(stubs, _RECORD)
     files |= {"/bin/record": _RECORD, "/bin/prelude": prelude, **_beside(script), inside: _going_on(text)}
     with tempfile.TemporaryDirectory() as root, tempfile.TemporaryFile("w+") as spec:
         user = _NOBODY if os.getuid() == _ROOT else os.getuid()

@@ -1,0 +1,155 @@
+"""Files as users of Hydra have them: lists of defaults, and the whole tree that a run of verl saves."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from rltrain.config.hydra import compose, named
+from rltrain.config.load import load_config
+from rltrain.config.verl_defaults import as_written
+from rltrain.errors import ConfigError
+
+# "57 key=value": in the trees that verl 0.5 and 0.7 (and 9: 0.9) save, by default.
+SAVED = (Path(__file__).parent / "verl_saved.txt").read_text().splitlines()
+
+
+def saved(version, **chosen):
+    """The tree that a run of verl saves, with the settings of its script, follow-ups resolved."""
+    tree = OmegaConf.create()
+    for line in SAVED:
+        versions, _, setting = line.partition(" ")
+        key, _, value = setting.partition("=")
+        if version in versions:
+            OmegaConf.update(tree, key, json.loads(value))
+    for key, value in chosen.items():
+        OmegaConf.update(tree, key, value)
+    OmegaConf.resolve(tree)
+    return OmegaConf.to_container(tree)
+
+
+def write(folder, files):
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(content)
+    return folder
+
+
+CHOSEN = {
+    "algorithm.adv_estimator": "grpo",
+    "actor_rollout_ref.rollout.n": 5,
+    "actor_rollout_ref.rollout.name": "vllm",
+    "actor_rollout_ref.model.path": "/models/Q",
+    "actor_rollout_ref.actor.use_dynamic_bsz": True,
+    "actor_rollout_ref.actor.ulysses_sequence_parallel_size": 2,
+    "data.max_prompt_length": 777,
+}
+
+
+@pytest.mark.parametrize("version", "579")
+@pytest.mark.parametrize("chosen", [{}, CHOSEN])
+def test_a_saved_tree_of_verl_loads_without_a_word(version, chosen, tmp_path):
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(saved(version, **chosen)))
+    loaded = load_config([], [str(tmp_path / "config.yaml")])
+    assert not loaded.warnings
+    for key, value in chosen.items():
+        assert OmegaConf.select(OmegaConf.structured(loaded.config), key) == value
+
+
+@pytest.mark.parametrize("version", "579")
+def test_a_saved_tree_means_what_its_script_meant(version):
+    written = as_written(saved(version, **CHOSEN))
+    assert written.items() >= CHOSEN.items()
+    # What verl and rltrain say differently is kept, and nothing else.
+    assert len(written) < 24
+
+
+@pytest.mark.parametrize("key", ["trainer.n_gpu_per_node", "actor_rollout_ref.actor.mtp.enable", "data.seeed"])
+def test_a_key_of_nobody_in_a_saved_tree_is_told(key):
+    tree = OmegaConf.create(saved("9"))
+    OmegaConf.update(tree, key, 7, force_add=True)
+    with pytest.raises(ConfigError, match=key):
+        load_config([], [as_written(OmegaConf.to_container(tree))])
+
+
+def test_a_short_file_keeps_every_value():
+    assert as_written({"actor_rollout_ref": {"rollout": {"seed": 42}}}) == {"actor_rollout_ref.rollout.seed": 42}
+
+
+def test_a_tree_as_wandb_saves_it_is_read(tmp_path):
+    tree = {key: {"desc": None, "value": value} for key, value in saved("7", **CHOSEN).items()}
+    assert as_written(tree).items() >= CHOSEN.items()
+
+
+RECIPE = """
+hydra:
+  searchpath:
+    - file://verl/trainer/config
+defaults:
+  - ppo_trainer
+  - shared/sampling@actor_rollout_ref.rollout
+  - data: gsm8k
+  - optional data@data: not_there
+  - _self_
+algorithm: {adv_estimator: grpo}
+"""
+
+
+def test_defaults_lists_are_composed_in_hydras_order(tmp_path):
+    write(
+        tmp_path,
+        {
+            "run.yaml": RECIPE,
+            "shared/sampling.yaml": "n: 4\ntemperature: 0.7",
+            "data/gsm8k.yaml": "defaults: [common]\nmax_prompt_length: 100",
+            "data/common.yaml": "max_prompt_length: 50\nmax_response_length: 60",
+        },
+    )
+    assert compose(tmp_path / "run.yaml") == {
+        "actor_rollout_ref": {"rollout": {"n": 4, "temperature": 0.7}},
+        # Without a _self_ the list comes after the file, as in Hydra.
+        "data": {"max_prompt_length": 50, "max_response_length": 60},
+        "algorithm": {"adv_estimator": "grpo"},
+    }
+    loaded = load_config([], [str(tmp_path / "run.yaml")])
+    assert loaded.config.actor_rollout_ref.rollout.n == 4
+
+
+@pytest.mark.parametrize(("order", "n"), [("[_self_, base]", 2), ("[base, _self_]", 3), ("[base]", 2)])
+def test_self_says_who_overrides_whom(tmp_path, order, n):
+    rollout = "actor_rollout_ref: {{rollout: {{n: {}}}}}"
+    write(tmp_path, {"run.yaml": f"defaults: {order}\n" + rollout.format(3), "base.yaml": rollout.format(2)})
+    assert load_config([], [str(tmp_path / "run.yaml")]).config.actor_rollout_ref.rollout.n == n
+
+
+def test_packages_say_where_a_file_goes(tmp_path):
+    run = "defaults: [/groups/a@algorithm, groups/b, _self_]"
+    files = {"run.yaml": run, "groups/a.yaml": "gamma: 0.5", "groups/b.yaml": "# @package _global_\ndata: {seed: 3}"}
+    assert compose(write(tmp_path, files) / "run.yaml") == {"algorithm": {"gamma": 0.5}, "data": {"seed": 3}}
+
+
+def test_the_search_path_is_looked_in(tmp_path, monkeypatch):
+    files = {
+        "repo/config/run.yaml": "hydra: {searchpath: ['file://elsewhere']}\ndefaults: [base, _self_]",
+        "repo/elsewhere/base.yaml": "data: {seed: 9}",
+    }
+    assert compose(write(tmp_path, files) / "repo/config/run.yaml") == {"data": {"seed": 9}}
+
+
+def test_all_missing_files_are_told_beside_other_mistakes(tmp_path):
+    write(tmp_path, {"run.yaml": "defaults: [mine, other/place, _self_]"})
+    with pytest.raises(ConfigError) as caught:
+        load_config(["data.sed=1"], [str(tmp_path / "run.yaml"), str(tmp_path / "none.yaml")])
+    for part in ("mine.yaml", "other/place.yaml", "none.yaml: there is no such file", "data.sed"):
+        assert part in str(caught.value)
+
+
+def test_config_name_stands_for_verls_files_or_for_ones_own(tmp_path):
+    assert named(None, "ppo_trainer") == named(None, "ppo_megatron_trainer.yaml") == named("config", None) == {}
+    assert named("recipe/config", "dapo_trainer")["reward_model"] == {"reward_manager": "dapo"}
+    write(tmp_path, {"mine.yaml": "defaults: [ppo_trainer, _self_]\ndata: {seed: 5}"})
+    assert named(str(tmp_path), "mine") == {"data": {"seed": 5}}
+    with pytest.raises(ConfigError, match=r"--config-name other: there is no file other.yaml in"):
+        named(str(tmp_path), "other")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import glob
+import importlib.util
 import math
 import os
 import socket
@@ -123,6 +124,21 @@ def devices_here(device: str, none: int = 1) -> int:
         if count:
             return count
     return none
+
+
+def installed(package: str) -> bool:
+    """Whether a package can be found; it is not imported."""
+    return importlib.util.find_spec(package) is not None
+
+
+def engine_here(device: str, devices_per_engine: int) -> str:
+    """What ``actor_rollout_ref.rollout.name`` is by default, for ``trainer.device`` and the devices of an engine.
+
+    A device that is named counts as there: the driver may run on a node that has none of them. The answer stands in the
+    configuration that workers are given, so they never ask for themselves.
+    """
+    accelerated = devices_here(device, none=0) > 0 if device == "auto" else device != "cpu"
+    return "vllm" if devices_per_engine > 1 or (accelerated and installed("vllm")) else "hf"
 
 
 def cpu_quota(file: Path = Path("/sys/fs/cgroup/cpu.max")) -> float:

@@ -86,8 +86,22 @@ def test_fewer_devices_than_asked_for_are_told_with_the_number(dry, monkeypatch)
 
 def test_an_engine_that_is_not_installed_is_named(dry, monkeypatch):
     monkeypatch.setitem(sys.modules, "sglang", None)
-    monkeypatch.setattr("rltrain.trainer.preflight._installed", lambda package: False)
+    monkeypatch.setattr("rltrain.trainer.preflight.installed", lambda package: False)
     assert "rltrain[sglang]" in refused(dry, **{R + "name": "sglang"})
+
+
+@pytest.mark.parametrize(
+    ("has_vllm", "words"),
+    [
+        (True, "rollout.name is not set: vllm, as trainer.device=npu, and vLLM is installed"),
+        (False, "rollout.name is not set: hf, a plain decode loop, as vLLM"),
+    ],
+)
+def test_an_engine_that_nobody_named_is_told_on_accelerators(dry, monkeypatch, has_vllm, words):
+    monkeypatch.setattr("rltrain.env.installed", lambda package: has_vllm)
+    _, text = dry(trainer__device="npu")
+    assert words in text
+    assert "rollout.name is not set" not in dry()[1]
 
 
 @pytest.mark.parametrize(

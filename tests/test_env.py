@@ -6,7 +6,7 @@ import os
 import pytest
 
 from rltrain import device
-from rltrain.config.load import load_config
+from rltrain.config.load import load_config, to_yaml
 from rltrain.device import threads_per_worker
 from rltrain.env import adopt, cpu_quota, driver_environment, use_interface, worker_environment
 
@@ -29,6 +29,33 @@ def test_threads_are_the_users_choice_or_a_share_of_the_cores(monkeypatch):
     assert [threads_per_worker(count) for count in (1, 4, 100)] == [12, 3, 1]
     monkeypatch.setattr(device, "cpu_quota", lambda: 6.5)
     assert [threads_per_worker(count) for count in (1, 4)] == [6, 1]
+
+
+@pytest.mark.parametrize(
+    ("device", "devices_per_engine", "visible", "has_vllm", "engine"),
+    [
+        ("cpu", 1, "0,1", True, "hf"),
+        ("cpu", 2, "", False, "vllm"),
+        ("auto", 1, "", True, "hf"),
+        ("auto", 1, "0,1", True, "vllm"),
+        ("auto", 1, "0,1", False, "hf"),
+        # The driver may run on a node without devices.
+        ("npu", 1, "", True, "vllm"),
+        ("cuda", 1, "", True, "vllm"),
+        ("npu", 1, "", False, "hf"),
+        ("npu", 4, "", False, "vllm"),
+    ],
+)
+def test_the_default_engine(monkeypatch, device, devices_per_engine, visible, has_vllm, engine):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "")
+    monkeypatch.setattr("rltrain.env.installed", lambda package: has_vllm and package == "vllm")
+    rollout = "actor_rollout_ref.rollout"
+    keys = [f"trainer.device={device}", f"{rollout}.tensor_model_parallel_size={devices_per_engine}"]
+    config = load_config(keys).config
+    # As config.yaml and the workers have it.
+    assert f"name: {engine}" in to_yaml(config)
+    assert load_config([*keys, f"{rollout}.name=sglang"]).config.actor_rollout_ref.rollout.name == "sglang"
 
 
 @pytest.mark.parametrize(("text", "cores"), [("150000 100000\n", 1.5), ("max 100000\n", math.inf), (None, math.inf)])

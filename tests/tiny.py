@@ -89,6 +89,8 @@ def small_run(model: Path, files: tuple[Path, Path], folder: Path, **changes: ob
         "trainer.val_before_train": False,
         "trainer.max_actor_ckpt_to_keep": "null",
         "trainer.total_training_steps": 2,
+        # Of a few batches each; the number of steps alone ends these runs.
+        "trainer.total_epochs": 100000,
         "trainer.default_local_dir": folder,
     }
     keys |= {name.replace("__", "."): value for name, value in changes.items()}

@@ -1,8 +1,10 @@
 """How much one forward may hold, pass by pass: the only place that knows which keys say so.
 
-A pass over samples is cut into micro-batches by tokens (``…use_dynamic_bsz=True``) or by a number of samples. Both are
-per device. Totals over all ranks, which verl also has, are refused: the same command would mean something else on
-another number of devices.
+A pass over samples is cut into micro-batches by tokens or by a number of samples, per device. Padded micro-batches of
+``…micro_batch_size_per_gpu`` samples hold as many tokens as that many longest sequences; where ``…use_dynamic_bsz`` is
+not written, such a size is read as this many tokens. Packing fills them with more samples in less time, and they need
+no more memory than the size was tuned for. Totals over all ranks, which verl also has, are refused: the same command
+would mean something else on another number of devices.
 """
 
 from __future__ import annotations
@@ -19,21 +21,26 @@ _A = "actor_rollout_ref."
 
 @dataclass(frozen=True)
 class PassBudget:
-    """What one forward on one data-parallel rank may hold: tokens, or samples."""
+    """What one forward on one data-parallel rank may hold: tokens, or samples.
+
+    num_longest: the tokens are those of this many sequences of the greatest length.
+    """
 
     max_tokens: int | None
     max_samples: int | None
+    num_longest: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.max_tokens:,} tokens" if self.max_tokens else f"{self.max_samples} samples"
+        if not self.max_tokens:
+            return f"{self.max_samples} samples"
+        return f"{self.max_tokens:,} tokens" + (f" ({self.num_longest} x the longest)" if self.num_longest else "")
 
 
 @dataclass(frozen=True)
 class _Pass:
     """The keys of one pass.
 
-    sharing: the section that says how many ranks share a sequence. like: the pass whose number of samples is the
-    default.
+    sharing: the section that says how many ranks share a sequence. like: the pass whose sizes are the default.
     """
 
     switch: str
@@ -45,9 +52,22 @@ class _Pass:
     def ranks_per_sequence(self, config: Config) -> int:
         return get(config, f"{self.sharing}.ulysses_sequence_parallel_size") if self.sharing else 1
 
-    def num_samples(self, config: Config) -> int | None:
-        own = get(config, self.samples)
-        return _PASSES[self.like].num_samples(config) if own is None and self.like else own
+    def decide(self, config: Config) -> tuple[PassBudget, str]:
+        """The budget and the key that says it ("" where none does)."""
+        by_tokens, one = get(config, self.switch), self
+        while True:
+            samples, tokens = get(config, one.samples), get(config, one.tokens)
+            if samples is not None and by_tokens is not True:
+                by_samples = PassBudget(None, samples)
+                # Per group of ranks that share a sequence, as verl counts samples.
+                packed = PassBudget(samples * longest_sequence(config), None, samples)
+                return packed if by_tokens is None else by_samples, one.samples
+            if tokens is not None and by_tokens is not False:
+                # A group that shares sequences has the room of all its devices.
+                return PassBudget(tokens * self.ranks_per_sequence(config), None), one.tokens
+            if one.like is None:
+                return PassBudget(None, 1), ""
+            one = _PASSES[one.like]
 
 
 def _pass(section: str, forward: str, sharing: str | None, like: str | None = None) -> _Pass:
@@ -63,45 +83,60 @@ _PASSES = {
     "update": _pass(_A + "actor", "ppo_", _A + "actor"),
     "log_prob": _pass(_A + "rollout", "log_prob_", _A + "actor", like="update"),
     "ref": _pass(_A + "ref", "log_prob_", _A + "ref", like="update"),
-    "critic": _pass("critic", "ppo_", "critic"),
+    "critic": _pass("critic", "ppo_", "critic", like="update"),
     "values": _pass("critic", "forward_", "critic", like="critic"),
-    "reward_model": _pass("reward_model", "", None),
+    "reward_model": _pass("reward_model", "", None, like="update"),
 }
 
 
 def budgets(config: Config) -> dict[str, PassBudget]:
-    """The budget of each pass, by the pass's name."""
-    return {
-        # A group that shares sequences has the room of all its devices. A size that is missing here is that of a pass
-        # the run does not make; for the others `budget_problems` refuses it.
-        name: PassBudget(get(config, one.tokens) * one.ranks_per_sequence(config), None)
-        if get(config, one.switch)
-        else PassBudget(None, one.num_samples(config) or 1)
-        for name, one in _PASSES.items()
-    }
+    """The budget of each pass, by the pass's name. One that no key says is refused by `budget_problems`."""
+    return {name: one.decide(config)[0] for name, one in _PASSES.items()}
+
+
+def longest_sequence(config: Config) -> int:
+    """Tokens of the longest prompt with the longest answer."""
+    return config.data.max_prompt_length + config.data.max_response_length
 
 
 def budget_problems(config: Config) -> Iterator[str]:
     """Budgets that the longest sequence exceeds, and sizes that are missing."""
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    critic, reward_model = config.algorithm.needs_critic, config.reward_model.enable
-    used = {"critic": critic, "values": critic, "reward_model": reward_model}
-    for name, one in _PASSES.items():
-        if not used.get(name, True):
-            continue
-        group, tokens = one.ranks_per_sequence(config), get(config, one.tokens)
-        if get(config, one.switch):
-            # The reward model's own chat template makes sequences of other lengths.
-            # A group of 0 is refused elsewhere; here it would only end the list of problems in a division by 0.
-            if group > 0 and tokens * group < longest and name != "reward_model":
-                over = f" over {group} devices" if group > 1 else ""
+    longest, told = longest_sequence(config), set()
+    for name, one in _used(config).items():
+        (budget, key), group = one.decide(config), one.ranks_per_sequence(config)
+        if not key:
+            # Where the pass that gives the default is cut by samples too, its own missing size is the one to mend.
+            if not one.like or get(config, _PASSES[one.like].switch) is not False:
+                yield f"{one.switch}=False needs {one.samples} (samples per forward on one device). Try 4."
+        # The reward model's own chat template makes sequences of other lengths. A group of 0 is refused elsewhere; here
+        # it would only end the list of problems in a division by 0.
+        elif budget.max_tokens is not None and 0 < budget.max_tokens < longest and group > 0 and name != "reward_model":
+            over = f" over {group} devices" if group > 1 else ""
+            if key not in told:
                 yield (
-                    f"{one.tokens}={tokens} cannot hold the longest sequence: data.max_prompt_length + "
+                    f"{key}={get(config, key)} cannot hold the longest sequence: data.max_prompt_length + "
                     f"data.max_response_length = {longest} tokens{over}. Set it to at least {-(-longest // group)}."
                 )
-        # Where the pass that gives the default is cut by samples too, its own missing size is the one error to mend.
-        elif not one.num_samples(config) and not (one.like and not get(config, _PASSES[one.like].switch)):
-            yield f"{one.switch}=False needs {one.samples} (samples per forward on one device). Try 4."
+            told.add(key)
+
+
+def unused_sizes(config: Config) -> Iterator[tuple[str, str]]:
+    """Keys of sizes that no pass of the run goes by, each with what its pass goes by."""
+    used = _used(config)
+    deciding = {one.decide(config)[1] for one in used.values()}
+    for name, one in _PASSES.items():
+        # The update is always made, and a pass that is not made has its own reason for being without effect.
+        if name in used:
+            switch, (_, key) = get(config, one.switch), one.decide(config)
+            setting = f"{one.switch} is not set" if switch is None else f"{one.switch}={switch}"
+            for size in {one.samples, one.tokens} - deciding:
+                yield size, f"{setting}, so {key}={get(config, key)} decides" if key else setting
+
+
+def _used(config: Config) -> dict[str, _Pass]:
+    critic, reward_model = config.algorithm.needs_critic, config.reward_model.enable
+    unused = {"critic": not critic, "values": not critic, "reward_model": not reward_model}
+    return {name: one for name, one in _PASSES.items() if not unused.get(name)}
 
 
 def total_problem(config: Config | None, key: str, total: Any) -> str:

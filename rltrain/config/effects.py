@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from rltrain.config.budgets import unused_sizes
 from rltrain.config.declarations import ESTIMATORS, POLICY_LOSSES, estimator_traits, loss_traits
 from rltrain.config.engines import ENGINES
 from rltrain.config.keys import all_keys, free_form_parent, get
@@ -33,8 +34,9 @@ def without_effect(loaded: LoadedConfig) -> list[str]:
         _whole_pass,
         _whole_checkpoints,
         _conditions,
+        lambda loaded: unused_sizes(loaded.config),
     ):
-        # The first reason wins, so the general conditions come last.
+        # The first reason wins, so general ones come late; which size decides matters only in a pass that is made.
         for key, why in source(loaded):
             if key in loaded.explicit:
                 notes.setdefault(key, f"{key}: no effect: {why}")

@@ -25,10 +25,11 @@ from rltrain.config.keys import Key, all_keys, followed, free_form_parent, is_kn
 from rltrain.config.renames import answer, rename, shown, turned_off
 from rltrain.config.schema import Config
 from rltrain.config.verl_defaults import as_written
-from rltrain.env import devices_here
+from rltrain.env import devices_here, engine_here
 from rltrain.errors import ConfigError
 
 OmegaConf.register_resolver("devices_here", devices_here, replace=True)
+OmegaConf.register_resolver("engine_here", engine_here, replace=True)
 # Names of keys whose values nobody else should see. "token" counts only as the last word, because max_token_len and
 # the like are lengths.
 SECRET = re.compile(r"password|secret|api[-_]?key|access_key|(^|[-_])tokens?$|authorization|cookie", re.IGNORECASE)

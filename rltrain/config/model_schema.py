@@ -156,20 +156,16 @@ class CriticConfig:
     """Optimizer."""
     ppo_mini_batch_size: int = key(ACTOR + "ppo_mini_batch_size}", least=1)
     """Prompts per optimizer step, over all devices, with all their answers."""
-    ppo_micro_batch_size_per_gpu: int | None = key(
-        ACTOR + "ppo_micro_batch_size_per_gpu}", least=1, only_with="use_dynamic_bsz=False"
-    )
-    """Samples per forward and backward on one device, when use_dynamic_bsz=False."""
-    forward_micro_batch_size_per_gpu: int | None = key(
-        "${critic.ppo_micro_batch_size_per_gpu}", least=1, only_with="use_dynamic_bsz=False"
-    )
-    """Samples per forward of the values pass on one device, when use_dynamic_bsz=False."""
-    use_dynamic_bsz: bool = key(ACTOR + "use_dynamic_bsz}")
-    """Cut micro-batches by tokens instead of by samples."""
-    ppo_max_token_len_per_gpu: int = key(ACTOR + "ppo_max_token_len_per_gpu}", only_with="use_dynamic_bsz")
-    """Tokens per forward and backward on one device."""
-    forward_max_token_len_per_gpu: int = key("${critic.ppo_max_token_len_per_gpu}", only_with="use_dynamic_bsz")
-    """Tokens per forward of the values pass on one device."""
+    ppo_micro_batch_size_per_gpu: int | None = key(None, least=1)
+    """Samples per forward and backward on one device; null: as the actor's."""
+    forward_micro_batch_size_per_gpu: int | None = key(None, least=1)
+    """Samples per forward of the values pass on one device; null: as in the critic's update."""
+    use_dynamic_bsz: bool | None = key(ACTOR + "use_dynamic_bsz}")
+    """As actor.use_dynamic_bsz."""
+    ppo_max_token_len_per_gpu: int | None = key(None, least=1)
+    """Tokens per forward and backward on one device; null: as the actor's."""
+    forward_max_token_len_per_gpu: int | None = key(None, least=1)
+    """Tokens per forward of the values pass on one device; null: as in the critic's update."""
     ppo_epochs: int = key(ACTOR + "ppo_epochs}", least=1)
     """Passes over each batch."""
     shuffle: bool = key(ACTOR + "shuffle}")
@@ -221,16 +217,12 @@ class RewardModelConfig:
     rule_weight: float | None = key(None, least=0, only_with=_JUDGE)
     """Weight of the rule reward beside a reward model. null or 0: the model alone decides; no scorer is needed, none
     runs."""
-    micro_batch_size_per_gpu: int | None = key(
-        ACTOR + "ppo_micro_batch_size_per_gpu}", least=1, only_with={_JUDGE: "", "use_dynamic_bsz=False": ""}
-    )
-    """Samples per forward on one device, when use_dynamic_bsz=False."""
-    use_dynamic_bsz: bool = key(ACTOR + "use_dynamic_bsz}", only_with=_JUDGE)
-    """Cut by tokens instead of by samples."""
-    forward_max_token_len_per_gpu: int = key(
-        ACTOR + "ppo_max_token_len_per_gpu}", least=1, only_with={_JUDGE: "", "use_dynamic_bsz": ""}
-    )
-    """Tokens per forward on one device."""
+    micro_batch_size_per_gpu: int | None = key(None, least=1, only_with=_JUDGE)
+    """Samples per forward on one device; null: as the actor's."""
+    use_dynamic_bsz: bool | None = key(ACTOR + "use_dynamic_bsz}", only_with=_JUDGE)
+    """As actor.use_dynamic_bsz."""
+    forward_max_token_len_per_gpu: int | None = key(None, least=1, only_with=_JUDGE)
+    """Tokens per forward on one device; null: as the actor's."""
     reward_manager: Literal["naive", "dapo", "batch"] = "naive"
     """naive (one answer at a time), dapo (the same with overlong_buffer), or batch (your function takes lists of
     answers)."""

@@ -10,8 +10,11 @@ from rltrain.config.fields import key, section
 from rltrain.config.model_schema import ACTOR, Dtype
 
 _STOPS_EARLY = "tail=oversample|carry_over"
-_GREEDY_VALIDATION = "validation is greedy; set val_kwargs.do_sample=True and a temperature"
-_SAMPLES_VALIDATION = {"do_sample": _GREEDY_VALIDATION}
+_NO_SAMPLING = "validation is greedy with val_kwargs.do_sample=False; leave that out to sample"
+_SAMPLES = {
+    "val_kwargs.do_sample!=False": _NO_SAMPLING,
+    "val_kwargs.temperature>0": "validation is greedy; set val_kwargs.temperature=1.0 to sample",
+}
 _OLD_LOG_PROB_PASS = {
     "algorithm.rollout_correction.bypass_mode=False": "with bypass_mode there is no old_log_prob pass"
 }
@@ -21,32 +24,37 @@ _OLD_LOG_PROB_PASS = {
 class ValKwargs:
     """How validation answers are sampled."""
 
-    do_sample: bool = False
-    """Sample; False: greedy, whatever the temperature."""
-    n: int = key(
-        1,
-        least=1,
-        only_with={
-            "n=1 or do_sample": f"one answer says all, as {_GREEDY_VALIDATION}",
-            "n=1 or temperature>0": f"one answer says all, as {_GREEDY_VALIDATION}",
-        },
+    do_sample: bool | None = key(
+        None, only_with={"do_sample!=True or temperature>0": "val_kwargs.temperature=0 is greedy"}
     )
-    """Answers per validation prompt."""
-    temperature: float = key(0.0, least=0, only_with=_SAMPLES_VALIDATION)
+    """False: greedy, whatever the temperature. The temperature alone decides otherwise."""
+    n: int = key(
+        1, least=1, only_with={f"n=1 or {when}": f"one answer says all: {why}" for when, why in _SAMPLES.items()}
+    )
+    """Answers per validation prompt; one where they are greedy."""
+    temperature: float = key(0.0, least=0, only_with={"temperature=0.0 or do_sample!=False": _NO_SAMPLING})
     """Sampling temperature; 0: greedy."""
-    top_k: int = key(-1, only_with=_SAMPLES_VALIDATION)
+    top_k: int = key(-1, only_with=_SAMPLES)
     """Sample among the k likeliest tokens; -1: all."""
-    top_p: float = key(1.0, over=0, most=1, only_with=_SAMPLES_VALIDATION)
+    top_p: float = key(1.0, over=0, most=1, only_with=_SAMPLES)
     """Sample among the likeliest tokens that together hold this probability."""
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is always taken."""
+        return self.do_sample is False or self.temperature == 0
 
 
 @dataclass
 class RolloutConfig:
     """Generation, and the pass that recomputes the log-probs of what was generated."""
 
-    # The default needs no package beside rltrain's own, so that a first run works anywhere.
-    name: str = key("hf", among=tuple(ENGINES))
-    """Engine: hf (embedded decode loop), vllm (and vllm-ascend) or sglang."""
+    # hf needs no package beside rltrain's own, so that a first run works anywhere.
+    name: str = key(
+        "${engine_here:${trainer.device},${actor_rollout_ref.rollout.tensor_model_parallel_size}}", among=tuple(ENGINES)
+    )
+    """Engine: hf (embedded decode loop), vllm (and vllm-ascend) or sglang. Default: vllm where it is installed and
+    trainer.device is an accelerator, and with tensor_model_parallel_size over 1; else hf."""
     n: int = key(1, least=1)
     """Answers per prompt."""
     temperature: float = key(1.0, over=0)
@@ -76,8 +84,8 @@ class RolloutConfig:
     """Most tokens that an engine computes at once (name=hf: tokens of prompts)."""
     max_model_len: int | None = None
     """Longest prompt with its answer; null: the limit of the prompt plus that of the answer."""
-    enforce_eager: bool = True
-    """Run the engine without graphs."""
+    enforce_eager: bool | None = None
+    """Run the engine without graphs; null: with graphs on accelerators, without on a CPU."""
     enable_chunked_prefill: bool = True
     """Prefill prompts longer than max_num_batched_tokens in pieces."""
     enable_prefix_caching: bool = True
@@ -108,17 +116,12 @@ class RolloutConfig:
     and nothing is saved). After a weight sync the alarm always stops the run."""
     engine_kwargs: dict[str, Any] = key({})
     """Free-form arguments of the engine, under its name: engine_kwargs.vllm.block_size=32."""
-    log_prob_micro_batch_size_per_gpu: int | None = key(
-        None, least=1, only_with={**_OLD_LOG_PROB_PASS, "log_prob_use_dynamic_bsz=False": ""}
-    )
-    """old_log_prob pass: samples per forward on one device, when log_prob_use_dynamic_bsz=False; null: as the
-    actor's."""
-    log_prob_use_dynamic_bsz: bool = key(ACTOR + "use_dynamic_bsz}", only_with=_OLD_LOG_PROB_PASS)
-    """old_log_prob pass: cut by tokens instead of by samples."""
-    log_prob_max_token_len_per_gpu: int = key(
-        ACTOR + "ppo_max_token_len_per_gpu}", only_with="log_prob_use_dynamic_bsz"
-    )
-    """old_log_prob pass: tokens per forward on one device."""
+    log_prob_micro_batch_size_per_gpu: int | None = key(None, least=1, only_with=_OLD_LOG_PROB_PASS)
+    """old_log_prob pass: samples per forward on one device; null: as the actor's."""
+    log_prob_use_dynamic_bsz: bool | None = key(ACTOR + "use_dynamic_bsz}", only_with=_OLD_LOG_PROB_PASS)
+    """old_log_prob pass: as actor.use_dynamic_bsz."""
+    log_prob_max_token_len_per_gpu: int | None = key(None, least=1, only_with=_OLD_LOG_PROB_PASS)
+    """old_log_prob pass: tokens per forward on one device; null: as the actor's."""
 
     @property
     def stops_early(self) -> bool:

@@ -31,10 +31,6 @@ LOGGERS = {
     "swanlab": "swanlab", "clearml": "clearml", "trackio": "trackio", "vemlp_wandb": "volcengine_ml_platform",
 }  # fmt: skip
 
-# The actor's budgets are the default of every other pass, so they count as long as one pass is cut that way.
-_SWITCHES = [f"{one}use_dynamic_bsz" for one in ("", "rollout.log_prob_", "ref.log_prob_", "critic.", "reward_model.")]
-_BY_TOKENS = {" or ".join(_SWITCHES): "use_dynamic_bsz=False cuts every pass by samples"}
-_BY_SAMPLES = {" or ".join(f"{switch}=False" for switch in _SWITCHES): "use_dynamic_bsz=True cuts every pass by tokens"}
 _SUMS = "seq-mean-token-sum-norm"
 _WITH_CRITIC = {"algorithm.needs_critic": "there is no critic: algorithm.adv_estimator needs none"}
 _WITH_REFERENCE = {
@@ -150,11 +146,14 @@ class ActorConfig:
     """Training backend of every model: FSDP2."""
     ppo_mini_batch_size: int = key(256, least=1)
     """Prompts per optimizer step, over all devices, with all their answers."""
-    ppo_micro_batch_size_per_gpu: int | None = key(None, least=1, only_with=_BY_SAMPLES)
-    """Samples per forward and backward on one device, when use_dynamic_bsz=False."""
-    use_dynamic_bsz: bool = True
-    """Cut micro-batches by tokens (ppo_max_token_len_per_gpu) instead of by samples."""
-    ppo_max_token_len_per_gpu: int = key(16384, least=1, only_with=_BY_TOKENS)
+    ppo_micro_batch_size_per_gpu: int | None = key(None, least=1)
+    """Samples per forward and backward on one device (of a sequence-parallel group: on all of it). See
+    use_dynamic_bsz."""
+    use_dynamic_bsz: bool | None = None
+    """Micro-batches are cut by tokens (True) or by samples (False); null: by as many tokens as
+    ppo_micro_batch_size_per_gpu of the longest sequences have, where it is set, else by ppo_max_token_len_per_gpu. The
+    other passes go by the same rule and, where they have no sizes of their own, by the actor's."""
+    ppo_max_token_len_per_gpu: int = key(16384, least=1)
     """Tokens per forward and backward on one device; times the sequence-parallel size for a group of devices."""
     ppo_epochs: int = key(1, least=1)
     """Passes over each batch."""
@@ -214,16 +213,12 @@ class RefConfig:
         OffloadConfig, only_with={"model.uses_lora=False": "with LoRA the reference is the actor without its adapters"}
     )
     """Sharding; param_offload keeps the reference in host memory between its passes."""
-    log_prob_micro_batch_size_per_gpu: int | None = key(
-        None, least=1, only_with={**_REFERENCE_PASS, "log_prob_use_dynamic_bsz=False": ""}
-    )
-    """Samples per forward on one device, when log_prob_use_dynamic_bsz=False; null: as the actor's."""
-    log_prob_use_dynamic_bsz: bool = key(ACTOR + "use_dynamic_bsz}", only_with=_REFERENCE_PASS)
-    """Cut by tokens instead of by samples."""
-    log_prob_max_token_len_per_gpu: int = key(
-        ACTOR + "ppo_max_token_len_per_gpu}", least=1, only_with={**_REFERENCE_PASS, "log_prob_use_dynamic_bsz": ""}
-    )
-    """Tokens per forward on one device."""
+    log_prob_micro_batch_size_per_gpu: int | None = key(None, least=1, only_with=_REFERENCE_PASS)
+    """Samples per forward on one device; null: as the actor's."""
+    log_prob_use_dynamic_bsz: bool | None = key(ACTOR + "use_dynamic_bsz}", only_with=_REFERENCE_PASS)
+    """As actor.use_dynamic_bsz."""
+    log_prob_max_token_len_per_gpu: int | None = key(None, least=1, only_with=_REFERENCE_PASS)
+    """Tokens per forward on one device; null: as the actor's."""
     ulysses_sequence_parallel_size: int = key(ACTOR + "ulysses_sequence_parallel_size}", least=1)
     """Devices that share each sequence. It may differ from the actor's, except with full KLs and with LoRA."""
 
@@ -296,9 +291,10 @@ class TrainerConfig:
     """Devices (and so workers) per node; on a CPU the number of worker processes. Default: as many as this machine has,
     on a CPU 1."""
     total_epochs: int = key(30, least=1)
-    """Passes over the training prompts."""
+    """Passes over the training prompts; the run may end earlier, see total_training_steps."""
     total_training_steps: int | None = key(None, least=1)
-    """Steps; where set it wins over total_epochs."""
+    """Steps; null: as many as total_epochs has. The run ends with the earlier of the two; a learning rate's schedule
+    has this length where it is set."""
     critic_warmup: int = key(0, only_with=_WITH_CRITIC)
     """The actor learns from this step on; before it only the critic does."""
     val_before_train: bool = True

@@ -98,7 +98,10 @@ def build(
         tell_changes(loaded, start)
         owes_validation = _owes_validation(cfg, plan, folder, start)
         if start.step >= plan.total_steps and not (cfg.trainer.val_only or owes_validation):
-            log.info("nothing left to do: the run has its %d steps (trainer.total_training_steps)", plan.total_steps)
+            log.info(
+                "nothing left to do: the run has its %d steps (trainer.total_training_steps, trainer.total_epochs)",
+                plan.total_steps,
+            )
             return Trainer(cfg, plan, folder, stop, start.step, closing.pop_all())
         with logs.waiting("starting Ray"), stop.keeping_handlers("starting Ray"):
             if start_ray(cfg):  # not where the caller has started one

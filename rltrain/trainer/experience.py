@@ -170,8 +170,7 @@ class Experience:
     def validation(self, step: int, stop: Stop) -> tuple[Samples, dict[str, np.ndarray], int] | None:
         """Answers to all validation prompts, scores, answers per prompt; None if ``stop`` is requested meanwhile."""
         val = self._rollout.val_kwargs
-        greedy = not val.do_sample or val.temperature == 0
-        num_samples = 1 if greedy else val.n
+        num_samples = 1 if val.greedy else val.n
         rows = np.arange(self._rewards.num_rows("val"), dtype=np.int32)
         # About as many answers at a time as a step has, so that a stop is never later than after a step.
         step_size = self._plan.prompts_per_step * self._plan.answers_per_prompt
@@ -179,7 +178,7 @@ class Experience:
         parts = []
         for first in range(0, len(rows), at_once):
             mine = rows[first : first + at_once]
-            task = GenerateTask("val", mine, num_samples, self._sampling(val, greedy=greedy), self._seed, step)
+            task = GenerateTask("val", mine, num_samples, self._sampling(val, greedy=val.greedy), self._seed, step)
             parts.append(self._policy.generate(task)[0])
             if stop.requested:
                 return None

@@ -53,6 +53,7 @@ class Plan:
     num_prompts: int | None
     steps_per_epoch: int | None
     total_steps: int
+    schedule_steps: int
     lr_warmup_steps: int
     critic_lr_warmup_steps: int
 
@@ -61,8 +62,10 @@ def make_plan(config: Config, num_prompts: int | None = None, num_too_long: int 
     """Count everything. Raises ConfigError where something does not divide.
 
     num_prompts: rows left after filtering (None: not known yet); num_too_long: rows that the filter took out. Samples
-    need not divide: passes are balanced over ranks sample by sample, and engines are given whole prompts. Where
-    neither num_prompts nor ``trainer.total_training_steps`` is known, total_steps is 0.
+    need not divide: passes are balanced over ranks sample by sample, and engines are given whole prompts. The run ends
+    with the epochs or with ``trainer.total_training_steps``, whichever comes first; where neither is known, total_steps
+    is 0. schedule_steps: the length of the learning rate's schedule, which is that key's alone where it is set, as in
+    verl.
     """
     if problems := list(uneven(config)):
         raise ConfigError("\n".join(problems))
@@ -77,8 +80,9 @@ def make_plan(config: Config, num_prompts: int | None = None, num_too_long: int 
     # A float is not exact: 1.1 x 10 is a little over 11.
     started = math.ceil(round(prompts * rollout.oversample_ratio, 6)) if rollout.stops_early else drawn
     steps_per_epoch = _steps_per_epoch(num_prompts, drawn, prompts, num_too_long)
-    # The key wins over epochs, as in verl.
-    total = config.trainer.total_training_steps or (steps_per_epoch or 0) * config.trainer.total_epochs
+    epochs, wanted = (steps_per_epoch or 0) * config.trainer.total_epochs, config.trainer.total_training_steps
+    total = min(wanted or epochs, epochs or wanted or 0)
+    schedule = wanted or total
     budget = budgets(config)
     return Plan(
         passes=make_step_passes(config),
@@ -114,8 +118,9 @@ def make_plan(config: Config, num_prompts: int | None = None, num_too_long: int 
         num_prompts=num_prompts,
         steps_per_epoch=steps_per_epoch,
         total_steps=total,
-        lr_warmup_steps=_warmup_steps(actor.optim, total),
-        critic_lr_warmup_steps=_warmup_steps(critic.optim, total),
+        schedule_steps=schedule,
+        lr_warmup_steps=_warmup_steps(actor.optim, schedule),
+        critic_lr_warmup_steps=_warmup_steps(critic.optim, schedule),
     )
 
 
@@ -228,13 +233,22 @@ def _reward(config: Config) -> str:
 
 
 def _steps(plan: Plan, config: Config) -> str:
-    if not plan.total_steps:
-        return f"{config.trainer.total_epochs} epochs (their length is known once data.train_files is read)"
+    epochs, wanted = config.trainer.total_epochs, config.trainer.total_training_steps
     if plan.steps_per_epoch is None:
-        return f"{plan.total_steps:,}"
+        unknown = f"{epochs} epochs (their length is known once data.train_files is read)"
+        return f"{wanted:,}, or {unknown} if those end earlier" if wanted else unknown
     left_out = (plan.num_prompts or 0) - plan.steps_per_epoch * plan.prompts_per_round
     tail = f", {left_out} prompts of each left out as an incomplete batch" if left_out else ""
-    return f"{plan.total_steps:,} ({plan.steps_per_epoch:,} per epoch of {plan.num_prompts:,} prompts{tail})"
+    steps = f"{plan.total_steps:,} ({plan.steps_per_epoch:,} per epoch of {plan.num_prompts:,} prompts{tail})"
+    if not wanted:
+        return f"{steps}, until trainer.total_epochs={epochs}"
+    if plan.total_steps == wanted:
+        return f"{steps}, until trainer.total_training_steps={wanted}"
+    needed = -(-wanted // plan.steps_per_epoch)
+    return (
+        f"{steps}, until trainer.total_epochs={epochs}, which comes before trainer.total_training_steps={wanted} "
+        f"(for those set total_epochs={needed})"
+    )
 
 
 def _saving(config: Config) -> str:

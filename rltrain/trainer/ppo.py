@@ -150,7 +150,7 @@ class PPOTrainer:
         layout = lay_out(mini_batches, self._workload(samples), plan.data_parallel_size, plan.update_budget)
         # Steps are counted from 1 and the schedule from 0. All optimizer steps of a step share one rate, so
         # `ppo_epochs` and the mini-batch size do not stretch the schedule.
-        rate = learning_rate(step - 1, cfg.optim, plan.lr_warmup_steps, plan.total_steps)
+        rate = learning_rate(step - 1, cfg.optim, plan.lr_warmup_steps, plan.schedule_steps)
         weight_scale = 1.0
         if self.cfg.algorithm.rollout_correction.rollout_is_batch_normalize:
             # The mean is over the whole batch and not over a mini-batch, so that the scale is the same for every
@@ -184,7 +184,7 @@ class PPOTrainer:
         counts = [self._denominators(samples, ids) for ids in mini_batches]
         # Silent samples stay in: an answer without advantage has returns all the same, and the critic learns from them.
         layout = lay_out(mini_batches, self._workload(samples), plan.critic_data_parallel_size, plan.critic_budget)
-        rate = learning_rate(step - 1, cfg.optim, plan.critic_lr_warmup_steps, plan.total_steps)
+        rate = learning_rate(step - 1, cfg.optim, plan.critic_lr_warmup_steps, plan.schedule_steps)
         results = critic.update(samples, layout, per_rank(layout, counts), rate)
         record.metrics |= m.update_metrics(results, np.array([count.tokens for count in counts]), "critic")
         record.metrics["critic/lr"] = rate

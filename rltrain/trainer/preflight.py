@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +17,7 @@ from rltrain.config.schema import Config
 from rltrain.controller.cluster import cluster_address, ray_problems
 from rltrain.data.chat import chat_encoder
 from rltrain.device import get_device
-from rltrain.env import devices_here
+from rltrain.env import devices_here, installed
 from rltrain.errors import RltrainError
 from rltrain.models.load import empty_model, load_config
 from rltrain.models.lora import adapter_size, lora_of
@@ -50,6 +49,7 @@ def preflight(loaded: LoadedConfig) -> Findings:
             "grpo needs none"
         )
     found.notes += other_meanings(loaded)
+    found.notes += _chosen_engine(loaded)
     # One check's error does not hide what the other finds.
     for check in (_plugins, _models):
         try:
@@ -116,20 +116,36 @@ def _positions(cfg: Config, config: Any, found: Findings) -> Iterator[str]:
             found.notes.append(f"{said}: longer ones are beyond what it was trained for")
 
 
+def _chosen_engine(loaded: LoadedConfig) -> Iterator[str]:
+    """An engine that the user has not named. On a CPU hf is what one expects."""
+    config, key = loaded.config, "actor_rollout_ref.rollout.name"
+    if key in loaded.explicit:
+        return
+    rollout, device = config.actor_rollout_ref.rollout, config.trainer.device
+    if rollout.name == "vllm":
+        size = rollout.tensor_model_parallel_size
+        why = f"tensor_model_parallel_size={size}" if size > 1 else f"trainer.device={device}, and vLLM is installed"
+        yield f"{key} is not set: vllm, as {why}"
+    elif device != "cpu" and (device != "auto" or devices_here(device, none=0)):
+        yield (
+            f"{key} is not set: hf, a plain decode loop, as vLLM, the engine for speed, is not installed here. "
+            f"Install {ENGINES['vllm'].install}"
+        )
+
+
 def _packages(loaded: LoadedConfig) -> Iterator[str]:
     roles = loaded.config.actor_rollout_ref
     engine = ENGINES[roles.rollout.name]
-    if engine.package and not _installed(engine.package):
+    if engine.package and not installed(engine.package):
+        hf = "rollout.name=hf" + (
+            " with tensor_model_parallel_size=1" if roles.rollout.tensor_model_parallel_size > 1 else ""
+        )
         yield (
             f"actor_rollout_ref.rollout.name={roles.rollout.name}: the package is not installed here. Install "
-            f"{engine.install}, or use rollout.name=hf."
+            f"{engine.install}, or use {hf}."
         )
-    if (roles.model.uses_lora or loaded.config.critic.model.uses_lora) and not _installed("peft"):
+    if (roles.model.uses_lora or loaded.config.critic.model.uses_lora) and not installed("peft"):
         yield "LoRA (model.lora_rank) needs peft, which is not installed here: pip install 'rltrain[lora]'."
-
-
-def _installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
 
 
 def _devices(loaded: LoadedConfig) -> Iterator[str]:

@@ -66,7 +66,8 @@ class Trainer:
         if not self._ppo or not self._tracker or not self._saver:
             raise ConfigError(
                 f"the run in {self.folder} has its {self.num_steps} steps. "
-                "Raise trainer.total_training_steps to go on, or choose another trainer.experiment_name."
+                "Raise trainer.total_training_steps and total_epochs to go on, or choose another "
+                "trainer.experiment_name."
             )
         return self._ppo, self._tracker, self._saver
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from rltrain import columns as c
 from rltrain.batch import Batch
+from rltrain.config.budgets import budgets
 from rltrain.config.schema import Config
 from rltrain.data.chat import ChatEncoder
 from rltrain.data.rows import Rows
@@ -27,6 +28,7 @@ class RewardModelWorker(RewardModel):
 
     def __init__(self, cfg: Config, residency: Residency, rows: dict[str, Rows]) -> None:
         self._cfg = cfg.reward_model
+        self._budget = budgets(cfg)["reward_model"]
         self._rows = rows
         self._residency = residency
         spec = reward_model_spec(cfg, residency.device)
@@ -75,15 +77,11 @@ class RewardModelWorker(RewardModel):
         micros: list[list[int]] = []
         room = 0
         for place, length in enumerate(lengths):
-            cost = length if self._cfg.use_dynamic_bsz else 1
+            cost = length if self._budget.max_tokens else 1
             # A conversation longer than the budget gets a micro-batch to itself.
             if not micros or cost > room:
                 micros.append([])
-                room = (
-                    self._cfg.forward_max_token_len_per_gpu
-                    if self._cfg.use_dynamic_bsz
-                    else self._cfg.micro_batch_size_per_gpu or 1
-                )
+                room = self._budget.max_tokens or self._budget.max_samples or 1
             micros[-1].append(place)
             room -= cost
         count = torch.tensor(len(micros), device=self._residency.device.torch_device)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rltrain.config.budgets import budgets
+from rltrain.config.budgets import PassBudget, budgets
 from rltrain.config.check import check, missing_files
 from rltrain.config.effects import without_effect
 from rltrain.config.keys import all_keys, free_form_parent, is_known
@@ -189,18 +189,21 @@ def test_a_key_of_another_backend_says_what_to_use(key, advice):
 
 
 def test_the_rollout_and_reference_budgets_follow_the_actor():
-    config = load_config(
-        [f"{A}actor.ppo_max_token_len_per_gpu=999", f"{A}actor.use_dynamic_bsz=False"]
-    ).config.actor_rollout_ref
-    assert config.ref.log_prob_max_token_len_per_gpu == config.rollout.log_prob_max_token_len_per_gpu == 999
-    assert not config.ref.log_prob_use_dynamic_bsz
+    config = load_config([f"{A}actor.ppo_max_token_len_per_gpu=999", f"{A}actor.use_dynamic_bsz=True"]).config
+    assert budgets(config)["ref"] == budgets(config)["log_prob"] == PassBudget(999, None)
+    assert config.actor_rollout_ref.ref.log_prob_use_dynamic_bsz
 
 
 def test_keys_that_do_nothing_in_the_chosen_mode_say_so():
-    kl = f"{A}actor.use_kl_loss=True"
-    dynamic = notes(kl, f"{A}actor.ppo_micro_batch_size_per_gpu=1", f"{A}ref.log_prob_micro_batch_size_per_gpu=1")
+    tokens = (f"{A}actor.use_kl_loss=True", f"{A}actor.use_dynamic_bsz=True")
+    dynamic = notes(*tokens, f"{A}actor.ppo_micro_batch_size_per_gpu=1", f"{A}ref.log_prob_micro_batch_size_per_gpu=1")
     assert f"{A}actor.ppo_micro_batch_size_per_gpu: no effect" in dynamic
     assert f"{A}ref.log_prob_micro_batch_size_per_gpu: no effect" in dynamic
+    size_wins = notes(f"{A}actor.ppo_micro_batch_size_per_gpu=1", f"{A}actor.ppo_max_token_len_per_gpu=9999")
+    assert size_wins == (
+        f"{A}actor.ppo_max_token_len_per_gpu: no effect: {A}actor.use_dynamic_bsz is not set, so "
+        f"{A}actor.ppo_micro_batch_size_per_gpu=1 decides"
+    )
     taken_by_another = notes(f"{A}actor.ppo_micro_batch_size_per_gpu=1", f"{A}rollout.log_prob_use_dynamic_bsz=False")
     assert "ppo_micro_batch_size_per_gpu" not in taken_by_another
     counted = notes(
@@ -208,9 +211,17 @@ def test_keys_that_do_nothing_in_the_chosen_mode_say_so():
         f"{A}actor.ppo_micro_batch_size_per_gpu=2",
         f"{A}actor.ppo_max_token_len_per_gpu=4096",
     )
-    assert f"{A}actor.ppo_max_token_len_per_gpu: no effect" in counted
-    assert "ppo_micro_batch_size_per_gpu" not in counted
+    assert counted == (
+        f"{A}actor.ppo_max_token_len_per_gpu: no effect: {A}actor.use_dynamic_bsz=False, so "
+        f"{A}actor.ppo_micro_batch_size_per_gpu=2 decides"
+    )
     assert "validation is greedy" in notes(f"{A}rollout.val_kwargs.n=8")
+    greedy = notes(f"{A}rollout.val_kwargs.do_sample=False", f"{A}rollout.val_kwargs.temperature=0.6")
+    assert greedy.startswith(f"{A}rollout.val_kwargs.temperature: no effect: validation is greedy with")
+    assert notes(f"{A}rollout.val_kwargs.do_sample=True") == (
+        f"{A}rollout.val_kwargs.do_sample: no effect: val_kwargs.temperature=0 is greedy"
+    )
+    assert notes(f"{A}rollout.val_kwargs.temperature=0.6", f"{A}rollout.val_kwargs.n=4") == ""
     assert "use_kl_loss=False" in notes(f"{A}actor.kl_loss_coef=0.1")
     assert f"{A}rollout.enforce_eager: no effect: the engine is rollout.name=hf" in notes(
         f"{A}rollout.enforce_eager=False"

@@ -70,7 +70,7 @@ def test_a_plain_command_has_no_notes():
         ),
         (f"{A}actor.optim.min_lr_ratio=0.1", [], [f"{A}actor.optim.lr_scheduler_type=cosine"]),
         (f"{A}actor.optim.lr_warmup_steps_ratio=0.1", [f"{A}actor.optim.lr_warmup_steps=3"], []),
-        (f"{A}rollout.val_kwargs.top_p=0.7", [], [f"{A}rollout.val_kwargs.do_sample=True"]),
+        (f"{A}rollout.val_kwargs.top_p=0.7", [], [f"{A}rollout.val_kwargs.temperature=1.0"]),
         ("trainer.resume_from_path=c/global_step_5", [], ["trainer.resume_mode=resume_path"]),
         ("trainer.test_freq=5", [], ["data.val_files=v.parquet"]),
         (f"{A}model.lora_alpha=32", [], [f"{A}model.lora_rank=8"]),
@@ -121,7 +121,8 @@ def test_a_key_is_named_where_it_is_dead_and_only_there(key, dead, alive):
 
 
 def test_each_key_is_named_once():
-    lines = notes(f"{A}ref.log_prob_micro_batch_size_per_gpu=1", f"{A}ref.use_torch_compile=True")
+    tokens = f"{A}actor.use_dynamic_bsz=True"
+    lines = notes(tokens, f"{A}ref.log_prob_micro_batch_size_per_gpu=1", f"{A}ref.use_torch_compile=True")
     assert [line.partition(":")[0] for line in lines] == [
         f"{A}ref.use_torch_compile",
         f"{A}ref.log_prob_micro_batch_size_per_gpu",

@@ -9,6 +9,7 @@ import pytest
 import rltrain
 from rltrain.config.engines import ENGINES
 from rltrain.config.rollout_schema import RolloutConfig
+from tests.workers.engines import rollout_of, settings_of
 
 PACKAGE = Path(rltrain.__file__).parent
 
@@ -19,6 +20,14 @@ def test_an_engines_factory_is_a_class_that_exists(name):
     file = PACKAGE.parent / (module.replace(".", "/") + ".py")
     classes = [node.name for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef)]
     assert cls in classes
+
+
+@pytest.mark.parametrize(
+    ("device", "written", "eager"),
+    [("cpu", None, True), ("npu", None, False), ("cuda", True, True), ("cpu", False, False)],
+)
+def test_graphs_are_for_accelerators(device, written, eager):
+    assert settings_of("model", rollout_of(enforce_eager=written), device=device).eager is eager
 
 
 @pytest.mark.parametrize("name", ENGINES)

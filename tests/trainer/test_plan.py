@@ -1,7 +1,9 @@
 import pytest
 
+from rltrain.config.budgets import budgets
 from rltrain.config.load import load_config
 from rltrain.errors import ConfigError
+from rltrain.models.optim import learning_rate
 from rltrain.trainer.plan import PassBudget, describe, make_plan
 
 A = "actor_rollout_ref."
@@ -46,8 +48,78 @@ def test_models_may_differ_in_sequence_parallel_size():
     assert found.ref_budget == PassBudget(None, 3)
 
 
-def test_total_training_steps_wins_over_epochs():
-    assert plan(*EIGHT, "trainer.total_training_steps=500", "trainer.total_epochs=1", num_prompts=16).total_steps == 500
+@pytest.mark.parametrize(
+    ("keys", "num_prompts", "steps", "said"),
+    [
+        (["trainer.total_epochs=3"], 16, 6, "until trainer.total_epochs=3"),
+        (["trainer.total_training_steps=5", "trainer.total_epochs=3"], 16, 5, "until trainer.total_training_steps=5"),
+        (
+            ["trainer.total_training_steps=500", "trainer.total_epochs=3"], 16, 6,
+            "until trainer.total_epochs=3, which comes before trainer.total_training_steps=500 (for those set "
+            "total_epochs=250)",
+        ),
+        (["trainer.total_training_steps=500"], 16, 60, "until trainer.total_epochs=30, which comes before"),
+        (["trainer.total_training_steps=500"], None, 500, "500, or 30 epochs (their length is known once"),
+        ([], None, 0, "30 epochs (their length is known once"),
+    ],
+)  # fmt: skip
+def test_the_earlier_of_steps_and_epochs_ends_a_run(keys, num_prompts, steps, said):
+    config = load_config([*EIGHT, *keys]).config
+    found = make_plan(config, num_prompts)
+    assert found.total_steps == steps
+    assert said in describe(found, config)
+
+
+def test_the_schedule_has_the_steps_that_were_asked_for():
+    ratio = f"{A}actor.optim.lr_warmup_steps_ratio=0.1"
+    short = plan(*EIGHT, ratio, "trainer.total_training_steps=500", "trainer.total_epochs=3", num_prompts=16)
+    assert (short.total_steps, short.schedule_steps, short.lr_warmup_steps) == (6, 500, 50)
+    epochs = plan(*EIGHT, ratio, "trainer.total_epochs=30", num_prompts=16)
+    assert (epochs.total_steps, epochs.schedule_steps, epochs.lr_warmup_steps) == (60, 60, 6)
+
+
+# A sequence has at most 100 + 300 tokens, so a size of 4 is 1,600 tokens.
+LENGTHS = ("data.max_prompt_length=100", "data.max_response_length=300")
+MICRO, TOKENS, DYNAMIC = (f"{A}actor.{name}" for name in (
+    "ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu", "use_dynamic_bsz"
+))  # fmt: skip
+GAE = "algorithm.adv_estimator=gae"
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        # pass -> tokens (an int) or samples (a text)
+        ([], {"update": 16384, "log_prob": 16384, "ref": 16384, "critic": 16384, "values": 16384}),
+        ([f"{MICRO}=4"], {"update": 1600, "log_prob": 1600, "ref": 1600, "critic": 1600, "values": 1600}),
+        ([f"{MICRO}=4", f"{TOKENS}=999"], {"update": 1600, "log_prob": 1600, "critic": 1600}),
+        ([f"{MICRO}=4", f"{DYNAMIC}=True", f"{TOKENS}=999"], {"update": 999, "log_prob": 999, "values": 999}),
+        ([f"{MICRO}=4", f"{DYNAMIC}=False", f"{TOKENS}=999"], {"update": "4", "log_prob": "4", "values": "4"}),
+        ([f"{A}rollout.log_prob_micro_batch_size_per_gpu=2"], {"update": 16384, "log_prob": 800, "ref": 16384}),
+        (
+            [f"{MICRO}=4", f"{A}ref.log_prob_micro_batch_size_per_gpu=8", "critic.ppo_micro_batch_size_per_gpu=2"],
+            {"update": 1600, "log_prob": 1600, "ref": 3200, "critic": 800, "values": 800},
+        ),
+        ([f"{MICRO}=4", f"{A}rollout.log_prob_max_token_len_per_gpu=5000"], {"update": 1600, "log_prob": 5000}),
+        ([f"{MICRO}=4", f"{A}rollout.log_prob_use_dynamic_bsz=True"], {"update": 1600, "log_prob": 16384}),
+        ([f"{MICRO}=4", "critic.use_dynamic_bsz=False"], {"update": 1600, "critic": "4", "values": "4"}),
+        ([f"{MICRO}=4", "reward_model.micro_batch_size_per_gpu=1"], {"update": 1600, "reward_model": 400}),
+        # Of a group that shares sequences a size counts once, as in verl; tokens count on each device.
+        (
+            [f"{MICRO}=4", f"{A}actor.ulysses_sequence_parallel_size=2", f"{A}ref.log_prob_max_token_len_per_gpu=500"],
+            {"update": 1600, "log_prob": 1600, "ref": 1000},
+        ),
+    ],
+)
+def test_a_written_size_never_takes_more_than_it_says(keys, expected):
+    found = budgets(load_config([*LENGTHS, GAE, "trainer.n_gpus_per_node=2", *keys]).config)
+    limits = {name: budget.max_tokens or str(budget.max_samples) for name, budget in found.items()}
+    assert {name: limits[name] for name in expected} == expected
+
+
+def test_the_plan_says_what_a_size_is_read_as():
+    config = load_config([*LENGTHS, f"{MICRO}=4"]).config
+    assert "at most 1,600 tokens (4 x the longest) per data-parallel rank" in describe(make_plan(config), config)
 
 
 def test_micro_batches_by_count():
@@ -147,6 +219,18 @@ def test_answers_are_scored_on_the_cores_that_are_left(monkeypatch, cores, keys,
     found = make_plan(config)
     assert found.num_reward_workers == workers
     assert f"  {workers} process" in describe(found, config)
+
+
+def test_defaults_that_are_not_verls():
+    rollout = load_config([]).config.actor_rollout_ref.rollout
+    assert (rollout.tensor_model_parallel_size, rollout.max_num_seqs) == (1, 256)
+
+
+def test_the_learning_rate_by_hand():
+    cfg = load_config([f"{A}actor.optim.lr=1.0", f"{A}actor.optim.lr_scheduler_type=cosine"]).config
+    rates = [learning_rate(step, cfg.actor_rollout_ref.actor.optim, 3, 7) for step in range(8)]
+    # 3 steps of warm-up in quarters, then half a wave over 4 steps.
+    assert rates == pytest.approx([0.25, 0.5, 0.75, 1.0, 0.8535533905932737, 0.5, 0.14644660940672627, 0.0])
 
 
 def test_a_reference_pass_is_listed_where_a_reference_runs():

@@ -12,6 +12,7 @@ from rltrain.errors import ConfigError
 from rltrain.models import shard
 from rltrain.models.packing import pack
 from rltrain.ragged import Ragged
+from rltrain.stop import Stop
 from rltrain.trainer.advantage import check_plugins
 from rltrain.trainer.mini_batches import cut_prompts
 from rltrain.trainer.progress import Progress
@@ -202,3 +203,38 @@ def test_a_fixed_kl_weight_follows_the_config_after_a_resume(make):
     )
     adaptive.restore(Progress(3, 0.5))
     assert adaptive.advantages.kl_coef == 0.5
+
+
+VALIDATION = "actor_rollout_ref__rollout__val_kwargs__"
+
+
+@pytest.mark.parametrize(
+    ("keys", "temperature", "num_samples"),
+    [
+        # Greedy where nothing is written, as verl's temperature of validations is 0.
+        ({}, None, 1),
+        ({"n": 3}, None, 1),
+        ({"temperature": 0.7}, 0.7, 1),
+        ({"temperature": 0.7, "n": 3}, 0.7, 3),
+        ({"temperature": 0.7, "n": 3, "do_sample": True}, 0.7, 3),
+        ({"temperature": 0.7, "n": 3, "do_sample": False}, None, 1),
+        ({"do_sample": True}, None, 1),
+    ],
+)
+def test_a_validation_temperature_samples(make, keys, temperature, num_samples):
+    trainer = make(**{VALIDATION + name: value for name, value in keys.items()})
+    tasks, generate = [], trainer.actor.generate
+    trainer.actor.generate = lambda task: tasks.append(task) or generate(task)
+    metrics = trainer.validate(1, Stop())
+    assert {None if task.sampling.greedy else task.sampling.temperature for task in tasks} == {temperature}
+    assert {task.num_samples for task in tasks} == {num_samples}
+    assert f"val-core/rltrain/arithmetic/acc/mean@{num_samples}" in metrics
+
+
+def test_epochs_that_end_first_leave_the_schedule_its_length(make):
+    cosine = {"actor_rollout_ref__actor__optim__lr_scheduler_type": "cosine", "trainer__total_training_steps": 100}
+    trainer = make(**cosine, actor_rollout_ref__actor__optim__lr=0.01, trainer__total_epochs=2)
+    assert trainer.plan.total_steps == 12
+    trainer.step(1)
+    # After 1 of 100 steps: 0.5 (1 + cos(pi / 100)) = 0.99975...
+    assert trainer.step(2)["actor/lr"] == pytest.approx(0.01 * 0.9997532801828658, rel=1e-12)

@@ -37,6 +37,11 @@ class EngineSettings:
     max_model_len: int
     engines_sharing_memory: int = 1
 
+    @property
+    def eager(self) -> bool:
+        """Whether the engine makes no graphs. On a CPU compiling them would take longer than most runs there."""
+        return self.device.is_cpu if self.rollout.enforce_eager is None else self.rollout.enforce_eager
+
 
 def make_engine(settings: EngineSettings) -> RolloutEngine:
     """The engine that ``rollout.name`` says."""

@@ -74,7 +74,7 @@ class SGLangRollout:
             "max_prefill_tokens": rollout.max_num_batched_tokens,
             "chunked_prefill_size": rollout.max_num_batched_tokens if rollout.enable_chunked_prefill else -1,
             "disable_radix_cache": not rollout.enable_prefix_caching,
-            "disable_cuda_graph": rollout.enforce_eager,
+            "disable_cuda_graph": settings.eager,
             "enable_memory_saver": self._sleeps and not device.is_cpu,
             "enable_deterministic_inference": not device.is_cpu,
             "custom_weight_loader": [_LOAD, _REPORT],

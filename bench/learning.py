@@ -46,6 +46,7 @@ ALGORITHMS = {
         "algorithm.adv_estimator=grpo",
         f"{A}clip_ratio_high=0.28",
         "algorithm.filter_groups.enable=True",
+        "algorithm.filter_groups.max_num_gen_batches=10",
         "algorithm.filter_groups.metric=acc",
         "reward_model.reward_manager=dapo",
         "reward_model.overlong_buffer.enable=True",

@@ -64,6 +64,9 @@ def actor_loss(
     per_token = token_weights(cfg.loss_agg_mode or TOKEN_MEAN, inputs.mask, denominators)
     policy = policy_loss(inputs, cfg)
     # As in verl the weights are those of the policy loss alone, not of entropy and KL.
+    if weights is not None and policy.per_answer:
+        # verl's: their geometric mean, with its guard for a weight of 0.
+        weights = inputs.sequence_mean((weights + 1e-10).log()).exp()
     losses = policy.token_losses if weights is None else policy.token_losses * weights
     shares = {"pg_loss": aggregate(losses, of_policy)}
     loss = shares["pg_loss"]

@@ -48,10 +48,14 @@ class PolicyLossInputs:
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """token_losses [tokens], and per-token statistics [tokens] that are averaged over all tokens of the mini-batch."""
+    """token_losses [tokens], and per-token statistics [tokens] that are averaged over all tokens of the mini-batch.
+
+    per_answer: every token of an answer carries the answer's loss, which gets one importance weight too.
+    """
 
     token_losses: Tensor
     statistics: dict[str, Tensor]
+    per_answer: bool = False
 
 
 @dataclass(frozen=True)
@@ -211,7 +215,8 @@ def geo_mean(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
     # With A = 0 the sign would make the ratio 1 without a gradient; such a token counts with its own.
     ratio = inputs.sequence_mean(torch.where(sign == 0, log_ratio, pessimistic)).exp()
     losses = -inputs.sequence_mean(inputs.advantages) * ratio
-    return PolicyLoss(losses, _statistics(inputs, pg_clipfrac=(pessimistic != log_ratio) & (sign != 0)))
+    statistics = _statistics(inputs, pg_clipfrac=(pessimistic != log_ratio) & (sign != 0))
+    return PolicyLoss(losses, statistics, per_answer=True)
 
 
 def _covariance(inputs: PolicyLossInputs, means: BatchMeans) -> Tensor:

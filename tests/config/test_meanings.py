@@ -6,8 +6,10 @@ from rltrain.config.check import check
 from rltrain.config.effects import without_effect
 from rltrain.config.load import load_config
 from rltrain.config.meanings import other_meanings
+from rltrain.config.model_schema import OptimConfig
 from rltrain.config.step_passes import make_step_passes
 from rltrain.errors import ConfigError
+from rltrain.models.optim import learning_rate
 from rltrain.trainer.plan import describe, make_plan
 
 A, CORRECTION = "actor_rollout_ref.actor.", "algorithm.rollout_correction."
@@ -82,6 +84,12 @@ def test_a_loss_beside_the_bypass_is_noted():
     assert notes(f"{CORRECTION}bypass_mode=True") == []
 
 
+def test_weights_are_not_normalised_beside_the_bypass():
+    keys = [f"{CORRECTION}{key}" for key in ("bypass_mode=True", "loss_type=reinforce", "rollout_is=token")]
+    (note,) = without_effect(loaded(*keys, f"{CORRECTION}rollout_is_batch_normalize=True"))
+    assert "rollout_is_batch_normalize: no effect: with bypass_mode" in note
+
+
 def test_a_clip_ratio_alone_is_noted():
     (note,) = notes(f"{A}clip_ratio=0.1")
     assert "both bounds" in note
@@ -151,3 +159,8 @@ def test_rewards_after_kl_cannot_filter_groups():
 def test_no_warmup_steps_leave_it_to_the_ratio(steps, warmup):
     keys = [f"{A}optim.lr_warmup_steps={steps}", f"{A}optim.lr_warmup_steps_ratio=0.1"]
     assert make_plan(loaded(*keys, "trainer.total_training_steps=100").config).lr_warmup_steps == warmup
+
+
+def test_the_first_step_of_a_warmup_already_learns():
+    rates = [learning_rate(step, OptimConfig(lr=1.0), 3, 100) for step in range(5)]
+    assert rates == [0.25, 0.5, 0.75, 1.0, 1.0]

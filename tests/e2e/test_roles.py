@@ -18,8 +18,9 @@ pytestmark = pytest.mark.usefixtures("joined")
 CHANGES = {
     "algorithm__adv_estimator": "gae", "algorithm__lam": 0.95, "algorithm__use_kl_in_reward": True,
     "algorithm__kl_ctrl__type": "adaptive", "algorithm__filter_groups__enable": True,
-    "algorithm__filter_groups__metric": "score", "algorithm__rollout_correction__rollout_is": "token",
-    "critic__optim__lr": 1e-3, "critic__ppo_epochs": 2, "reward_model__enable": True, "trainer__n_gpus_per_node": 2,
+    "algorithm__filter_groups__metric": "seq_reward", "algorithm__rollout_correction__rollout_is": "token",
+    "critic__optim__lr": 1e-3, "critic__ppo_epochs": 2, "reward_model__enable": True, "reward_model__rule_weight": 1,
+    "trainer__n_gpus_per_node": 2,
     "trainer__total_training_steps": 3, "trainer__save_freq": 2,
 }  # fmt: skip
 
@@ -84,7 +85,7 @@ def test_a_data_source_without_a_scorer_needs_no_rule_reward(tiny_model, arithme
     changes = CHANGES | {
         "trainer__n_gpus_per_node": 1,
         "trainer__total_training_steps": 1,
-        "reward_model__rule_weight": 0,
+        "reward_model__rule_weight": "null",
     }
     args = small_run(tiny_model, (file, file), tmp_path / "run", reward_model__model__path=reward_model, **changes)
     assert main(args) == 0

@@ -232,6 +232,7 @@ def test_sources_with_a_scorer():
         "hiyouga/geometry3k",
         "inclusionAI/AReaL-boba-*",
         "lighteval/MATH",
+        "math",
         "math_dapo*",
         "numina_*",
         "openai/gsm8k",
@@ -243,7 +244,7 @@ def test_sources_with_a_scorer():
         "taco",
         "virl39k",
     ]
-    check_sources(["aime2024", "math_dapo", "numina_olympiads", "searchR1_nq", "inclusionAI/AReaL-boba-Data"])
+    check_sources(["aime2024", "math", "math_dapo", "numina_olympiads", "searchR1_nq", "inclusionAI/AReaL-boba-Data"])
     check_sources(["openai/gsm8k", "reasoning_gym/chain_sum"])
     with pytest.raises(RewardError, match="no scorer for data_source='openai/gsm'"):
         check_sources(["openai/gsm8k", "openai/gsm"])

@@ -5,6 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from rltrain.batch import Batch
+from rltrain.config.algorithm_schema import AlgorithmConfig
+from rltrain.ragged import Ragged
+from rltrain.workers.token_advantages import token_advantages
 from tests.trainer.steps import (
     ACTOR,
     CORRECTION,
@@ -39,6 +43,18 @@ def test_rejected_tokens_leave_loss_and_denominators(make):
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(
         1 - samples["loss_tokens"].sum() / samples["response_length"].sum()
     )
+
+
+def test_rejection_changes_no_advantage():
+    # The last token is rejected: it leaves the moments that whiten, but the reward on it is paid.
+    values, mask = torch.tensor([0.1, 0.2, 0.3]), torch.tensor([True, True, False])
+    lengths = torch.tensor([3])
+    columns = {"policy_tokens": lengths, "score": torch.ones(1), "values": Ragged(values, lengths)}
+    cfg = AlgorithmConfig(adv_estimator="gae")
+    for more in {}, {"loss_mask": Ragged(mask, lengths)}:
+        found, numbers = token_advantages(Batch(columns | more), cfg, 0.0)
+        assert found.ragged("advantages").values.tolist() == pytest.approx([0.9, 0.8, 0.7])
+        assert numbers.moments["advantages"].count == (2 if more else 3)
 
 
 def test_bypass_takes_the_ratio_to_the_engine_without_a_pass(make):

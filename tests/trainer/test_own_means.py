@@ -25,6 +25,22 @@ def test_a_step_takes_the_mean_of_its_loss(make, loss):
     assert not torch.equal(found["unset"][1], found["other"][1])
 
 
+def test_gmpo_weighs_an_answer_by_the_geometric_mean():
+    mask = Ragged(torch.tensor([1.0, 1.0, 0.0, 1.0]), torch.tensor([3, 1]))
+    inputs = PolicyLossInputs(torch.zeros(4), torch.zeros(4), torch.ones(4), mask)
+    weights = torch.tensor([1.0, 4.0, 9.0, 3.0])
+    found = {
+        name: actor_loss(
+            inputs, Denominators(3, 2, 8), ActorConfig(), POLICY_LOSSES[name].function, "seq-mean-token-mean",
+            weights=weights,
+        )
+        for name in ("geo_mean", "gspo")
+    }  # fmt: skip
+    # Of the first answer two tokens count: sqrt(1 x 4), or (1 + 4) / 2 where every token has a loss of its own.
+    assert float(found["geo_mean"].shares["pg_loss"]) == pytest.approx(-(2 + 3) / 2)
+    assert float(found["gspo"].shares["pg_loss"]) == pytest.approx(-(2.5 + 3) / 2)
+
+
 def test_entropy_and_kl_keep_the_token_mean_beside_it():
     # Two answers of 1 and 3 tokens: means over answers differ from means over tokens.
     mask = Ragged(torch.ones(4), torch.tensor([1, 3]))

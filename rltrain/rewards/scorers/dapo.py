@@ -27,7 +27,7 @@ def extract_answer(solution: str) -> str | None:
     return None
 
 
-@scorer("math_dapo*", "aime*")
+@scorer("math", "math_dapo*", "aime*")
 def dapo(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> dict[str, float | str]:
     """+1 if the answer is the ground truth (typesetting and units aside), else -1; ``acc`` is 1 or 0."""
     answer = extract_answer(solution_str)

@@ -1,4 +1,4 @@
-"""A vision-language model small enough to make in a test, with its processor (which needs torchvision)."""
+"""Vision-language models small enough to make in a test, with their processors (which need torchvision)."""
 
 from pathlib import Path
 
@@ -8,13 +8,23 @@ from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForImageTextToText,
+    InternVLConfig,
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
+    Qwen2VLConfig,
     Qwen3VLConfig,
 )
 
 VISION_TOKENS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
-TOKENS = ["<pad>", "<eos>", *VISION_TOKENS, *"0123456789+-=? "]
+TOKENS = ["<pad>", "<eos>", *VISION_TOKENS, *"0123456789+-=? ", "<user>", "<assistant>"]
+FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl"]
+# As those of the real models: content is a text, or a list of parts, each a text or an image.
+TEMPLATE = (
+    "{% for message in messages %}<{{ message['role'] }}>"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}PLACEHOLDER{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 START, END, IMAGE, VIDEO = (TOKENS.index(token) for token in VISION_TOKENS)
 _IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
 _TEXT = {
@@ -28,8 +38,19 @@ _ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 
 
 
 def _config(family: str, tied: bool):
+    if family == "internvl":
+        vision = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+        vision |= {"image_size": [56, 56], "patch_size": [14, 14], "attention_dropout": 0.1}
+        text = {"model_type": "qwen3", **_TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+        return InternVLConfig(
+            text_config=text, vision_config=vision, tie_word_embeddings=tied, image_token_id=IMAGE, image_seq_length=4,
+            vision_feature_layer=-1,
+        )  # fmt: skip
+    text = {name: value for name, value in _TEXT.items() if name != "head_dim"} | {"rope_parameters": _ROPE}
+    if family == "qwen2_vl":
+        vision = {"depth": 2, "embed_dim": 64, "hidden_size": 64, "mlp_ratio": 2, "num_heads": 2, "patch_size": 14}
+        return Qwen2VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=tied, **_IDS)
     if family == "qwen2_5_vl":
-        text = {name: value for name, value in _TEXT.items() if name != "head_dim"} | {"rope_parameters": _ROPE}
         vision = _VISION | {"patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1]}
         return Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=tied, **_IDS)
     text = _TEXT | {"rope_parameters": _ROPE | {"mrope_interleaved": True}}
@@ -48,7 +69,7 @@ def randomize(model, seed: int) -> None:
 
 
 def save_tiny_vision_model(folder: Path, family: str, *, tied: bool, seed: int = 0) -> Path:
-    """Two layers of text and two of vision: family qwen2_5_vl or qwen3_vl."""
+    """Two layers of text and two of vision. family: one of FAMILIES."""
     config = _config(family, tied)
     model = AutoModelForImageTextToText.from_config(config)
     randomize(model, seed)
@@ -56,28 +77,47 @@ def save_tiny_vision_model(folder: Path, family: str, *, tied: bool, seed: int =
     tokenizer = Tokenizer(models.WordLevel({token: number for number, token in enumerate(TOKENS)}, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", additional_special_tokens=VISION_TOKENS
-    )
-    fast.save_pretrained(folder)
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>",
+        extra_special_tokens={
+            "start_image_token": VISION_TOKENS[0], "end_image_token": VISION_TOKENS[1],
+            "context_image_token": VISION_TOKENS[2], "video_token": VISION_TOKENS[3],
+            "user_token": "<user>", "assistant_token": "<assistant>",
+        },
+    )  # fmt: skip
+    # InternVL's processor writes the tokens around an image itself.
+    placeholder = VISION_TOKENS[2] if family == "internvl" else "".join(VISION_TOKENS[each] for each in (0, 2, 1))
+    fast.chat_template = TEMPLATE.replace("PLACEHOLDER", placeholder)
     _processor(family, config.vision_config.patch_size, fast).save_pretrained(folder)
+    fast.save_pretrained(folder)
     return folder
 
 
 def _processor(family: str, patch: int, tokenizer):
     from transformers import (
+        GotOcr2ImageProcessor,
+        InternVLProcessor,
+        InternVLVideoProcessor,
         Qwen2_5_VLProcessor,
         Qwen2VLImageProcessor,
+        Qwen2VLProcessor,
         Qwen2VLVideoProcessor,
         Qwen3VLProcessor,
         Qwen3VLVideoProcessor,
     )
 
+    template = tokenizer.chat_template
+    if family == "internvl":
+        size = {"height": 56, "width": 56}
+        images = GotOcr2ImageProcessor(size=size, crop_to_patches=True, min_patches=1, max_patches=4)
+        video = InternVLVideoProcessor(size=size)
+        return InternVLProcessor(images, tokenizer, video, image_seq_length=4, chat_template=template)
+
     unit = (2 * patch) ** 2  # pixels of one token
     sizes = {"patch_size": patch, "merge_size": 2, "size": {"shortest_edge": unit, "longest_edge": 32 * unit}}
     images = Qwen2VLImageProcessor(**sizes)
-    if family == "qwen2_5_vl":
-        return Qwen2_5_VLProcessor(images, tokenizer, Qwen2VLVideoProcessor(**sizes))
-    return Qwen3VLProcessor(images, tokenizer, Qwen3VLVideoProcessor(**sizes))
+    kinds = {"qwen2_vl": Qwen2VLProcessor, "qwen2_5_vl": Qwen2_5_VLProcessor, "qwen3_vl": Qwen3VLProcessor}
+    video = Qwen3VLVideoProcessor if family == "qwen3_vl" else Qwen2VLVideoProcessor
+    return kinds[family](images, tokenizer, video(**sizes), chat_template=template)
 
 
 def picture(width: int, height: int, seed: int = 0) -> Image.Image:

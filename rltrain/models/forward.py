@@ -16,6 +16,7 @@ from rltrain.models.attention import PLAN
 from rltrain.models.head import ReferenceStates, Scaling, TokenLogProbs, token_log_probs
 from rltrain.models.packing import PackedInputs
 from rltrain.models.ulysses import GROUP, share_of_row
+from rltrain.models.vision import tower
 
 
 class PackedModel(nn.Module):
@@ -115,8 +116,8 @@ def model_numbers(policy: PackedModel) -> dict[str, int]:
     """Sizes from which FLOPs are counted.
 
     num_parameters: all of them; trained_parameters: those with a gradient. matmul_parameters: those that a token is
-    multiplied with (the head, not the input embedding; of the experts only those it is routed to). attention_width:
-    layers x heads x head size.
+    multiplied with (the head, not the input embedding or a vision tower; of the experts only those it is routed to).
+    attention_width: layers x heads x head size.
     """
     config = policy.model.config.get_text_config()
     known = config.to_dict()  # a config whose layers differ refuses to be asked for one head size
@@ -128,10 +129,12 @@ def model_numbers(policy: PackedModel) -> dict[str, int]:
         (known[name] for name in ("num_experts", "num_local_experts", "n_routed_experts") if known.get(name)), 0
     )
     idle = 1 - known.get("num_experts_per_tok", experts) / experts if experts else 0.0
+    aside = sum(parameter.numel() for part in tower(policy.model) for parameter in part.parameters())
+    aside += 0 if tied else embedding.numel()
     in_experts = sum(weight.numel() for name, weight in policy.named_parameters() if ".experts." in name)
     return {
         "num_parameters": total,
         "trained_parameters": sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad),
-        "matmul_parameters": (total if tied else total - embedding.numel()) - round(idle * in_experts),
+        "matmul_parameters": total - aside - round(idle * in_experts),
         "attention_width": config.num_hidden_layers * config.num_attention_heads * head_size,
     }

@@ -10,10 +10,19 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import cached_file
 
 from rltrain.errors import ConfigError
+from rltrain.models.vision import takes_images
 
 _HEAD = "score.weight"
 
@@ -28,19 +37,30 @@ def load_config(
     except (OSError, ValueError) as error:
         raise ConfigError(f"{section}.path={path} is not a Hugging Face model: {error}") from error
     for key, value in (override or {}).items():
-        if not hasattr(config, key):
+        # In a model with a vision tower, most of what users change belongs to the decoder.
+        owner = config if hasattr(config, key) else config.get_text_config()
+        if not hasattr(owner, key):
             raise ConfigError(f"{section}.override_config.{key}: {type(config).__name__} has no such field.")
-        setattr(config, key, value)
+        setattr(owner, key, value)
     return config
 
 
 def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
     """A copy with every dropout at zero, because dropout would make the ratio of an unchanged policy differ from 1."""
     config = copy.deepcopy(config)
-    for key, value in vars(config).items():
-        if ("dropout" in key or key.endswith("_pdrop")) and isinstance(value, float):
-            setattr(config, key, 0.0)
+    for part in (config, *(value for value in vars(config).values() if isinstance(value, PretrainedConfig))):
+        for key, value in vars(part).items():
+            if ("dropout" in key or key.endswith("_pdrop")) and isinstance(value, float):
+                setattr(part, key, 0.0)
     return config
+
+
+def _kind(config: PretrainedConfig, decoder_only: bool) -> Any:
+    """The class that builds the model: with its vision tower, where it has one, and with or without a head."""
+    if decoder_only:
+        return AutoModel
+    sees = takes_images(config) and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 
 
 def read_weights(
@@ -52,7 +72,7 @@ def read_weights(
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """The model with its weights, on the CPU, in ``dtype``. ``decoder_only``: without any head."""
-    kind: Any = AutoModel if decoder_only else AutoModelForCausalLM
+    kind = _kind(config, decoder_only)
     return kind.from_pretrained(path, config=config, dtype=dtype, trust_remote_code=trust_remote_code)
 
 
@@ -82,13 +102,13 @@ def empty_model(
     decoder_only: bool = False,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """The module structure on the meta device: no memory, no weights."""
-    kind: Any = AutoModel if decoder_only else AutoModelForCausalLM
+    """The module structure on the meta device: no memory, no weights. attention: of the decoder's layers."""
+    kind = _kind(config, decoder_only)
+    # Patches see each other in both directions, which no packed attention knows.
+    attn = {"": attention, "text_config": attention, "vision_config": "sdpa"} if takes_images(config) else attention
     try:
         with torch.device("meta"):
-            return kind.from_config(
-                config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
-            )
+            return kind.from_config(config, dtype=dtype, attn_implementation=attn, trust_remote_code=trust_remote_code)
     except ValueError as error:
         raise ConfigError(f"transformers cannot build {type(config).__name__} as {kind.__name__}: {error}") from error
 
@@ -102,7 +122,7 @@ def recompute_activations(model: PreTrainedModel) -> None:
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The repeated blocks, as the model itself names them: what FSDP shards one by one."""
+    """The repeated blocks of decoder and vision tower, as the model itself names them: FSDP shards them one by one."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     layers = [module for module in model.modules() if type(module).__name__ in names]
     if not layers:

@@ -12,7 +12,7 @@ import difflib
 import math
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 
 from rltrain.config.model_schema import CriticModelConfig, ModelConfig
 from rltrain.errors import ConfigError
+from rltrain.models.vision import language_model
 from rltrain.seeds import name_seed
 
 _NAME = "default"
@@ -201,9 +202,11 @@ def _target_layers(model: PreTrainedModel, lora: Lora) -> list[str]:
                 "not linear layers. Name the layers that are to be trained, such as "
                 f"{lora.section}.target_modules=[q_proj,k_proj,v_proj,o_proj]."
             )
-        chosen = set(linear)
+        chosen = set(_below(language_model(model), model, linear))
     else:
         chosen = _matching(f"{lora.section}.target_modules", lora.target_modules, linear)
+        # A vision tower often names its layers as the decoder does; who writes q_proj means the decoder's.
+        chosen = set(_below(language_model(model), model, chosen)) or chosen
     if lora.exclude_modules:
         chosen -= _matching(f"{lora.section}.exclude_modules", lora.exclude_modules, linear)
     if not chosen:
@@ -211,6 +214,11 @@ def _target_layers(model: PreTrainedModel, lora: Lora) -> list[str]:
             f"{lora.section}.exclude_modules={lora.exclude_modules} leaves no layer to put adapters into."
         )
     return [name for name in linear if name in chosen]
+
+
+def _below(part: nn.Module, model: PreTrainedModel, names: Iterable[str]) -> list[str]:
+    inside = {id(module) for module in part.modules()}
+    return [name for name in names if id(model.get_submodule(name)) in inside]
 
 
 def _matching(key: str, wanted: Any, linear: list[str]) -> set[str]:

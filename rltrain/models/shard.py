@@ -26,6 +26,7 @@ from rltrain.models.load import (
 from rltrain.models.lora import add_adapters, first_adapters
 from rltrain.models.spec import ModelSpec
 from rltrain.models.ulysses import sequence_group
+from rltrain.models.vision import tower
 from rltrain.models.weights import huggingface_name
 
 Model = TypeVar("Model", PolicyModel, ScalarModel)
@@ -50,6 +51,9 @@ def sharded_model(kind: type[Model], spec: ModelSpec, device: Device) -> Model:
     model = empty_model(config, attention.NAME, spec.master_dtype, **weights)
     if spec.lora:
         add_adapters(model, spec.lora)
+    for part in tower(model):
+        # Prompts are texts, so no gradient reaches the tower: frozen, it needs no optimizer state.
+        part.requires_grad_(False)
     # Memory that is never written costs nothing: this reserves address space, and fully_shard touches only the shard.
     model.to_empty(device="cpu")
     # to_empty gives tied weights a memory each.

@@ -22,6 +22,7 @@ from rltrain.models.attention import PLAN, packed_attention
 from rltrain.models.forward import final_logits
 from rltrain.models.load import empty_model
 from rltrain.models.packing import AttentionPlan
+from rltrain.models.vision import placeholder_ids
 from rltrain.models.weights import Weight
 from rltrain.workers.rollout.answers import RunningAnswers
 from rltrain.workers.rollout.base import (
@@ -55,6 +56,8 @@ class HFRollout:
         self._max_model_len = settings.max_model_len
         self._memory_share = settings.rollout.gpu_memory_utilization / settings.engines_sharing_memory
         self._is_end = np.zeros(config.get_text_config().vocab_size, dtype=bool)
+        never = torch.tensor(placeholder_ids(config), dtype=torch.long, device=settings.device.torch_device)
+        self._never = never if len(never) else None
         # A tokenizer may have end tokens beyond the model's vocabulary; they cannot be drawn.
         self._is_end[[token for token in settings.eos_token_ids if token < len(self._is_end)]] = True
         self._block = self._device.cache_columns
@@ -151,7 +154,7 @@ class HFRollout:
         noise = torch.from_numpy(random_numbers(answers.seeds[rows], (answers.given + answers.lengths)[rows])).to(
             hidden.device
         )
-        tokens, log_probs = choose(final_logits(self._model, hidden), noise, sampling)
+        tokens, log_probs = choose(final_logits(self._model, hidden), noise, sampling, self._never)
         found = tokens.cpu().numpy()
         answers.write(rows, found, log_probs.cpu().numpy(), self._is_end[found] & (not sampling.ignore_eos))
         return tokens

@@ -32,19 +32,21 @@ def random_numbers(seeds: NDArray[np.uint64], places: NDArray[np.int64]) -> NDAr
     return np.minimum(uniforms(seeds, places, 1)[:, 0], _BELOW_ONE).astype(np.float32)
 
 
-def choose(logits: Tensor, noise: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+def choose(logits: Tensor, noise: Tensor, sampling: Sampling, never: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Sample one token per row by inverting the distribution function at ``noise`` (as from `random_numbers`).
 
-    logits [n, vocabulary] in fp32, which are overwritten -> token ids [n] and their log-probs [n].
+    logits [n, vocabulary] in fp32, which are overwritten -> token ids [n] and their log-probs [n]. never: ids that are
+    not drawn; they keep their place in the log-probs.
     """
     rows = max(1, device_of(logits).sampling_elements // logits.shape[-1])
-    parts = [_choose(*part, sampling) for part in zip(logits.split(rows), noise.split(rows), strict=True)]
+    parts = [_choose(*part, sampling, never) for part in zip(logits.split(rows), noise.split(rows), strict=True)]
     return torch.cat([tokens for tokens, _ in parts]), torch.cat([log_probs for _, log_probs in parts])
 
 
-def _choose(logits: Tensor, noise: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+def _choose(logits: Tensor, noise: Tensor, sampling: Sampling, never: Tensor | None) -> tuple[Tensor, Tensor]:
     if sampling.greedy:
-        tokens = logits.argmax(-1, keepdim=True)
+        drawn = logits if never is None else logits.index_fill(-1, never, -torch.inf)
+        tokens = drawn.argmax(-1, keepdim=True)
         return tokens[:, 0], (logits.gather(-1, tokens) - logits.logsumexp(-1, keepdim=True))[:, 0]
     if sampling.temperature != 1:
         logits.div_(sampling.temperature)
@@ -52,8 +54,9 @@ def _choose(logits: Tensor, noise: Tensor, sampling: Sampling) -> tuple[Tensor, 
     # Taken before top_k and top_p, because the log-probs are those of the softmax over all tokens.
     sums = _block_sums(weights)
     total = sums.sum(-1, keepdim=True)
-    if 0 < sampling.top_k < weights.shape[-1] or sampling.top_p < 1:
-        allowed = restrict(weights, sampling.top_k, sampling.top_p)
+    if 0 < sampling.top_k < weights.shape[-1] or sampling.top_p < 1 or never is not None:
+        allowed = weights if never is None else weights.index_fill(-1, never, 0)
+        allowed = restrict(allowed, sampling.top_k, sampling.top_p)
         tokens = _search(allowed, _block_sums(allowed), noise[:, None])
     else:
         tokens = _search(weights, sums, noise[:, None])

@@ -10,6 +10,17 @@ from rltrain.errors import ConfigError, Interrupted, RltrainError
 from rltrain.help import help_text
 from rltrain.stop import Stop, listen
 
+_FILE = "put settings in a YAML file and give --config FILE (repeatable)"
+# Hydra's flags, which users of verl know -> what to do instead. A configuration that is not read would be found out
+# late.
+_HYDRA = {
+    ("--config-path", "-cp"): _FILE,
+    ("--config-name", "-cn"): _FILE,
+    ("--config-dir", "-cd"): _FILE,
+    ("--cfg", "-c"): "--print-config prints the configuration",
+    ("--multirun", "-m"): "start one run for each setting, in a loop of your shell",
+}
+
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code; see errors.py for what each means."""
@@ -57,7 +68,7 @@ def _run(arguments: argparse.Namespace, stop: Stop) -> int:
     from rltrain.api import look_over, run
     from rltrain.config.load import load_config, to_yaml
 
-    loaded = load_config(arguments.overrides, arguments.config)
+    loaded = load_config(arguments.overrides, arguments.config, arguments.problems)
     if arguments.print_config:
         _write(to_yaml(loaded.config))
         return 0
@@ -81,30 +92,33 @@ def _write(text: str) -> None:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    """The flags; what is left are ``overrides``."""
+    """The flags; what is left are ``overrides``. What is wrong with flags is in ``problems``, so that it is told
+    together with what is wrong with settings."""
     # Help is ours, because it takes a section. Abbreviations would make a mistyped flag do something else.
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("-h", "--help", nargs="?", const="", metavar="SECTION")
     parser.add_argument("--config", action="append", default=[], metavar="FILE")
     for flag in ("--version", "--print-config", "--dry-run"):
         parser.add_argument(flag, action="store_true")
+    parser.add_argument("--multirun", "-m", action="store_const", const="")
+    for flags in (each for each in _HYDRA if "-m" not in each):
+        parser.add_argument(*flags, nargs="?", const="")
     try:
         arguments, words = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
         raise ConfigError(f"{error}. See --help.") from None
-    for word in words:
-        # Users of verl know these flags, and a config that is not read would be found out late.
-        if word.startswith(("--config-path", "--config-name", "--config-dir", "--cfg", "--multirun")):
-            raise ConfigError(
-                f"{word} is Hydra's, which is not used here. Put settings in a YAML file and give --config FILE "
-                "(repeatable)."
-            )
-        if word.startswith("-"):
-            raise ConfigError(
-                f"unknown flag {word}. Flags: --help, --version, --print-config, --dry-run, --config FILE; "
-                "settings are key=value."
-            )
-    arguments.overrides = words
+    arguments.problems = [
+        f"{flags[0]} is Hydra's, which is not used here: {instead}."
+        for flags, instead in _HYDRA.items()
+        if getattr(arguments, flags[0].lstrip("-").replace("-", "_")) is not None
+    ]
+    arguments.problems += [
+        f"unknown flag {word}. Flags: --help, --version, --print-config, --dry-run, --config FILE; settings are "
+        "key=value."
+        for word in words
+        if word.startswith("-")
+    ]
+    arguments.overrides = [word for word in words if not word.startswith("-")]
     return arguments
 
 

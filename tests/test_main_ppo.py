@@ -115,6 +115,17 @@ def test_flags_of_other_tools_are_explained(capsys):
     assert "--dry-run" in capsys.readouterr().err
 
 
+def test_no_flag_hides_what_else_is_wrong(capsys):
+    command = [
+        "--config-path", "conf", "--config-name=mine", "-m", "--nosuch", "--config", "/no/such.yaml", "data.sed=1",
+        "actor_rollout_ref.actor.megatron.param_offload=True", "data.train_batch_size=many",
+    ]  # fmt: skip
+    assert main(command) == 2
+    lines = capsys.readouterr().err.splitlines()
+    told = ("--config-path", "--config-name", "--multirun", "--nosuch", "/no/such.yaml", "data.sed", "megatron", "many")
+    assert [sum(word in line for line in lines) for word in told] == [1] * len(told)
+
+
 def test_a_config_file_that_is_not_there_is_named(capsys):
     assert main(["--config", "/no/such.yaml", "--dry-run"]) == 2
     assert "/no/such.yaml" in capsys.readouterr().err

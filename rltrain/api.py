@@ -156,7 +156,7 @@ def _split_callbacks(loaded: LoadedConfig, callbacks: Sequence[Any]) -> tuple[Lo
 def look_over(loaded: LoadedConfig) -> list[str]:
     """Raise ConfigError with every rule that the settings break; returns what is said of those that change nothing."""
     check(loaded)
-    return [*loaded.warnings, *without_effect(loaded)]
+    return [*loaded.warnings, *(loaded.as_written(note, follow=False) for note in without_effect(loaded))]
 
 
 def run(loaded: LoadedConfig, notes: Sequence[str], stop: Stop, callbacks: Sequence[Any] = ()) -> None:

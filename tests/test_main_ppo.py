@@ -100,7 +100,7 @@ def test_version_help_and_printed_config(capsys):
     assert len(version.splitlines()) < 24
     assert main(["--help", "actor_rollout_ref.rollout.val_kwargs"]) == 0
     text = capsys.readouterr().out
-    assert "do_sample (bool) = False" in text
+    assert "do_sample (bool | None) = null" in text
     assert "train_files" not in text
     assert main(["--print-config", "data.seed=7"]) == 0
     assert "seed: 7" in capsys.readouterr().out

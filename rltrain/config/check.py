@@ -29,13 +29,18 @@ _LEAST_SCORER_MEMORY_MB = 256
 
 def check(loaded: LoadedConfig) -> None:
     """Raise ConfigError with every rule that the config breaks."""
-    # Every rule must bear values that another one refuses, since all of them run before anything is raised.
+    if problems := broken_rules(loaded):
+        raise ConfigError("\n".join(problems))
+
+
+def broken_rules(loaded: LoadedConfig) -> list[str]:
+    """One line for every rule that the config breaks."""
+    # Every rule must bear values that another one refuses, since all of them run.
     models = (_lora, _shared_sequences, budget_problems)
     rewards = (_reward_terms, _reward_model, _scorers)
     rules = (_each_key, _lists, uneven, _comparison, _correction, *models, *rewards, _tail, _engine, _run)
     # The keys that the user wrote are named; where several follow one of them, it is told once.
-    if problems := dict.fromkeys(loaded.as_written(problem) for rule in rules for problem in rule(loaded.config)):
-        raise ConfigError("\n".join(problems))
+    return list(dict.fromkeys(loaded.as_written(problem) for rule in rules for problem in rule(loaded.config)))
 
 
 def missing_files(config: Config) -> list[str]:
@@ -172,6 +177,9 @@ def _correction(config: Config) -> Iterator[str]:
 def _lora(config: Config) -> Iterator[str]:
     """The layers of adapters are named by text."""
     for section in (_A + "model", "critic.model"):
+        # verl's scripts write 0 where there are no adapters.
+        if get(config, f"{section}.uses_lora") and get(config, f"{section}.lora_alpha") == 0:
+            yield f"{section}.lora_alpha=0.0: it must be over 0. Try 16."
         for key in ("target_modules", "exclude_modules") if get(config, f"{section}.uses_lora") else ():
             value = get(config, f"{section}.{key}")
             names = value if isinstance(value, list) else [value]

@@ -20,6 +20,9 @@ _R = _A + "rollout."
 
 # Spelling of some version of verl -> ours. A prefix ends in a dot.
 ALIASES = {
+    "algorithm.rollout_correction.bypass_old_logprob_for_rollout": "algorithm.rollout_correction.bypass_mode",
+    "algorithm.rollout_correction.use_policy_gradient": "algorithm.rollout_correction.loss_type",
+    "algorithm.rollout_correction.use_pure_rollout_correction": "algorithm.rollout_correction.loss_type",
     "reward.custom_reward_function.": "custom_reward_function.",
     "reward.reward_manager.name": "reward_model.reward_manager",
     "reward.reward_manager": "reward_model.reward_manager",
@@ -29,6 +32,7 @@ ALIASES = {
     "reward_model.reward_kwargs.max_resp_len": "reward_model.overlong_buffer.max_resp_len",
     "reward.reward_model.enable": "reward_model.enable",
     "reward.reward_model.model_path": "reward_model.model.path",
+    "reward_model.model_path": "reward_model.model.path",
     "reward.reward_model.model.": "reward_model.model.",
     "reward_model.num_workers": "reward.num_workers",
     "reward_model.model.fsdp_config.dtype": "reward_model.model.fsdp_config.compute_dtype",
@@ -55,7 +59,7 @@ ALIASES = {
 }
 
 _NO_PROFILER = "there is no profiler in this version"
-_CLASSIFIER = "the reward model is a classifier that runs in the workers, not behind a server"
+CLASSIFIER = "the reward model is a classifier that runs in the workers, not behind a server"
 _EVERY_FSDP2 = "every model is sharded with FSDP2"
 
 # Keys that change nothing here -> why.
@@ -73,8 +77,9 @@ NO_EFFECT = {
     "critic.strategy=fsdp2|fsdp": _EVERY_FSDP2,
     "reward.reward_manager.source": "see reward_model.reward_manager",
     "reward.reward_manager.module.*": "see custom_reward_function",
-    "reward.reward_model.*": _CLASSIFIER,
-    "reward_model.rollout.*": _CLASSIFIER,
+    "reward.reward_model.*": CLASSIFIER,
+    "reward_model.rollout.*": CLASSIFIER,
+    "reward_model.inference.*": CLASSIFIER,
     "reward_model.use_reward_loop": "scoring always runs in its own processes",
     "reward_model.enable_resource_pool": "the reward model shares the devices",
     "reward_model.n_gpus_per_node": "the reward model shares the devices",
@@ -89,6 +94,7 @@ NO_EFFECT = {
     "reward_model.strategy=fsdp2|fsdp": _EVERY_FSDP2,
     "reward_model.ulysses_sequence_parallel_size=1": "the reward model reads each conversation on one device",
     "global_profiler.*": _NO_PROFILER,
+    "profile.*": _NO_PROFILER,
     "*.profiler": _NO_PROFILER,
     "*.profiler.*": _NO_PROFILER,
     "trainer.balance_batch=True": "samples are always spread over devices by length",

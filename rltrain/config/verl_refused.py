@@ -16,6 +16,12 @@ _SYNCHRONOUS = (
 _SINGLE_TURN = "answers are single-turn: leave it out"
 _TOOLS = "tools are not supported: answers are single-turn"
 _LR_NAMES = "this is Megatron's name: use optim.lr_scheduler_type, lr_warmup_steps and min_lr_ratio"
+# Of rows of NO_EFFECT beside other settings. A reward model's server with a function of the user's own: in verl that
+# function asks the server.
+GENERATIVE = (
+    "a generative reward model, which custom_reward_function.path asks, is not in this version: serve it yourself, let "
+    "your function ask its address, and leave reward_model.enable out"
+)
 
 # Keys that are refused -> why, and the way out.
 REFUSED = {
@@ -55,10 +61,11 @@ REFUSED = {
     "reward.reward_manager.source!=register": "use custom_reward_function.path=FILE.py",
     "reward_model.reward_loop_source!=register": "use custom_reward_function.path=FILE.py",
     "reward_model.reward_loop_*": "use custom_reward_function.path=FILE.py",
+    "*sandbox_fusion_url": "use custom_reward_function.path with a function that calls your sandbox",
     "*sandbox_fusion.url": "use custom_reward_function.path with a function that calls your sandbox",
     "trainer.v1.trainer_mode!=sync": _SYNCHRONOUS,
     "trainer.v1.sampler.custom_sampler.*": "use data.sampler.name=FILE.py:NAME",
-    "*tis_imp_ratio_cap": "use rollout_is=token and rollout_is_threshold=… of algorithm.rollout_correction",
+    "algorithm.rollout_is*": "use rollout_is=token|sequence and rollout_is_threshold of algorithm.rollout_correction",
     "*@*": "config groups are Hydra's: put settings in a YAML file and give --config FILE",
     # Megatron's keys, where there is something to use in their place.
     "*.megatron.*model_parallel_size!=1": _FSDP + "weights are sharded over all devices by themselves; for long "

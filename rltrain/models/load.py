@@ -21,6 +21,7 @@ from transformers import (
 )
 from transformers.utils import cached_file
 
+from rltrain.config.renames import turned_off
 from rltrain.errors import ConfigError
 from rltrain.models.vision import takes_images
 
@@ -40,6 +41,8 @@ def load_config(
         # In a model with a vision tower, most of what users change belongs to the decoder.
         owner = config if hasattr(config, key) else config.get_text_config()
         if not hasattr(owner, key):
+            if turned_off(value):  # as verl's scripts do with the dropouts of every model
+                continue
             raise ConfigError(f"{section}.override_config.{key}: {type(config).__name__} has no such field.")
         setattr(owner, key, value)
     return config

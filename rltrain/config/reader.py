@@ -1,0 +1,216 @@
+"""Takes settings over one by one: by any of their names, in any of their forms, or with what is to be said of them.
+
+Known keys go into a tree of types as they come. The others are kept and judged at the end, when all values are known.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from rltrain.config.budgets import total_problem
+from rltrain.config.keys import Key, all_keys, free_form_parent, is_known, meant, sections
+from rltrain.config.renames import answer, rename, shown, turned_off
+from rltrain.config.schema import Config
+from rltrain.config.spellings import OLD_KEYS, VALUES, of_several
+from rltrain.config.verl_keys import CLASSIFIER
+from rltrain.config.verl_refused import GENERATIVE
+
+
+@dataclass
+class Reader:
+    """Takes settings over one by one.
+
+    explicit: the keys that were set, in our spelling. written: their other spelling, where there is one. renamed: what
+    is said of those. wrong: keys whose value did not fit.
+    """
+
+    tree: DictConfig = field(default_factory=lambda: OmegaConf.structured(Config))
+    explicit: set[str] = field(default_factory=set)
+    wrong: set[str] = field(default_factory=set)
+    renamed: dict[str, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    written: dict[str, str] = field(default_factory=dict)
+    # Keys that the schema lacks, in our spelling -> (as written, value). Judged when all values are known, so that a
+    # later setting takes an earlier one back.
+    foreign: dict[str, tuple[str, Any]] = field(default_factory=dict)
+    # Keys that one source has set by our name, which the same source's other spellings do not overrule.
+    direct: set[str] = field(default_factory=set)
+
+    def set(self, written: str, value: Any) -> None:
+        """Take over one key, in any spelling. A mapping is taken over key by key."""
+        for each, leaf in _leaves({written: value}, ""):
+            self._set_leaf(each, leaf)
+
+    def _set_leaf(self, written: str, value: Any) -> None:
+        key = rename(written)
+        if not is_known(key):
+            self.foreign[key] = (written, value)
+        elif key == written:
+            self.direct.add(key)
+            self.written.pop(key, None)
+            self._assign(key, written, value)
+        elif value is None and self.written.get(key) != written:
+            pass  # a name that is not used, as in the files of versions that know both
+        elif key in self.direct:
+            self.renamed[written] = f"{written}: no effect: {key} is set too"
+        else:
+            self.renamed[written] = f"{written} is called {key} here"
+            self.written[key] = written
+            self._assign(key, written, value)
+
+    def _assign(self, key: str, written: str, value: Any) -> None:
+        known = all_keys().get(key)
+        if known:
+            value = _plain(known, value)
+            if new := VALUES.get(key, {}).get(shown(value).lower()):
+                self.renamed[written] = f"{written}={shown(value)} is {key}={new[0]} here" + (new[1] and f": {new[1]}")
+                value = new[0]
+            if value is None and not _null_is_a_value(known):
+                OmegaConf.update(self.tree, key, known.default, merge=False)
+                self.explicit.discard(key)
+                return
+        try:
+            # A structured tree refuses keys that the schema lacks; only free-form dictionaries may get them.
+            OmegaConf.update(self.tree, key, value, force_add=free_form_parent(key) is not None)
+        except OmegaConfBaseException:
+            self.problems.append(f"{written}={shown(value)}: {_expected(known, key, value)}.")
+            self.wrong.add(written)
+        self.explicit.add(key)
+
+    def modernise(self) -> None:
+        """Take over what earlier versions of verl said with other keys."""
+        old = {key: self.foreign.pop(key)[1] for key in OLD_KEYS if key in self.foreign}
+        for key, value, note in of_several(old, self._value):
+            self._assign(key, key, value)
+            self.notes += [note] if note else []
+
+    def judge(self, config: Config | None) -> None:
+        """Adds what is to be said of foreign keys to the notes and to the problems."""
+        told: dict[tuple[str, bool], list[str]] = {}
+        for key, (written, value) in self.foreign.items():
+            if is_known(f"{key}_per_gpu"):
+                # As in a file of verl's, null means that the size is not given.
+                if value is not None:
+                    self.problems.append(total_problem(config, key, value))
+            elif found := answer(key, value, self._value):
+                why = _contradicted(found.why, config)
+                if found.refused or why:
+                    told.setdefault((why or found.why, True), []).append(f"{written}={shown(value)}")
+                elif found.why:
+                    told.setdefault((found.why, False), []).append(written)
+            elif not (key in sections() and turned_off(value)):
+                # Nothing is lost with a key of nobody's that is turned off; one that is near a key of ours is mistyped.
+                if turned_off(value) and not meant(key):
+                    told.setdefault(("not known here, and turned off", False), []).append(written)
+                else:
+                    self.problems.append(_unknown(written, key))
+        for (why, refused), keys in told.items():
+            # A section of verl's has up to thirty keys, and one sentence says it of all.
+            several = f" and {len(keys) - 3} more" if len(keys) > 4 else ""
+            named = ", ".join(keys[:3] if several else keys) + several
+            (self.problems if refused else self.notes).append(
+                f"{named}: {f'{why}.' if refused else f'no effect: {why}'}"
+            )
+
+    def _value(self, key: str) -> Any:
+        try:
+            return OmegaConf.select(self.tree, key)
+        except OmegaConfBaseException:  # it follows a key that is not there, which is told elsewhere
+            return None
+
+    def override(self, word: str) -> None:
+        """Take over one ``key=value``."""
+        key, equals, text = word.partition("=")
+        # Hydra's mark of a new key. Here it is never needed and always allowed, so that verl's commands run.
+        key = key.lstrip("+").strip()
+        if key.startswith("~"):  # Hydra's mark of a key that is left out
+            key, equals, text = key[1:], "=", "null"
+        if not equals or not key:
+            self.problems.append(
+                f"'{word}' is not of the form key=value. Quote values with spaces; flags are listed by --help."
+            )
+            return
+        try:
+            self.set(key, _parse_value(key, text))
+        except (YAMLError, OmegaConfBaseException) as error:
+            self.problems.append(f"{key}={text}: the value is not valid YAML ({str(error).splitlines()[0]}). Quote it.")
+
+
+def _parse_value(key: str, text: str) -> Any:
+    """YAML flow syntax; ``${other.key}`` is kept for later. A text key takes the text: 007 is a name, not a number."""
+    parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
+    value = parsed["value"]
+    known = all_keys().get(rename(key))
+    if known and known.type_name.startswith("str") and isinstance(value, bool | int | float):
+        return text.strip()
+    return value
+
+
+def _null_is_a_value(key: Key) -> bool:
+    """Whether null means something of its own, which the help text tells. Elsewhere it means the default."""
+    follows = isinstance(key.default, str) and key.default.startswith("${")
+    return key.type_name.endswith("None") and key.default is not None and not follows
+
+
+def _plain(key: Key, value: Any) -> Any:
+    """A value in the form that the schema has."""
+    if value is False and key.name.endswith("_freq"):
+        return -1  # never
+    # A list of one is often typed without brackets.
+    if key.type_name.startswith("list") and isinstance(value, str) and value:
+        return [value]
+    return None if value == "" else value
+
+
+def _contradicted(why: str, config: Config | None) -> str:
+    """Why a key that usually has no effect is refused beside the other settings, or nothing."""
+    if not (config and why == CLASSIFIER and config.custom_reward_function.path):
+        return ""
+    model = config.reward_model
+    # With a rule_weight the two scores are added, so the user knows that the model is no server to ask.
+    return GENERATIVE if model.enable and model.rule_weight is None else ""
+
+
+def _expected(known: Key | None, key: str, value: Any) -> str:
+    """What a value of the wrong type or choice should have been."""
+    if (found := answer(key, value)) and found.refused:
+        return found.why
+    if known and known.choices:
+        return f"use one of {', '.join(map(shown, known.choices))}"
+    expected = known.type_name.replace("None", "null") if known else "a plain value"
+    return f"expected {expected}, got {'null' if value is None else type(value).__name__}"
+
+
+def _unknown(written: str, key: str) -> str:
+    """What is said of a key that no table knows."""
+    if key in sections():
+        return f"'{written}' is a section, not a value. Its keys: --help {key}."
+    near = meant(key)
+    around = next((key[:end] for end in _ends(key) if key[:end] in sections()), "")
+    hint = f"Did you mean {', '.join(near)}?" if near else f"See --help {around}".rstrip() + "."
+    return f"unknown key '{written}'. {hint}"
+
+
+def _ends(key: str) -> list[int]:
+    """The ends of the sections around a key, innermost first."""
+    return [found.start() for found in re.finditer(r"\.", key)][::-1]
+
+
+def _leaves(tree: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    """Dotted keys and their values; a free-form dictionary is one value."""
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if name == "_target_":  # Hydra's class names
+            continue
+        if isinstance(value, dict) and rename(key) not in all_keys():
+            yield from _leaves(value, f"{key}.")
+        else:
+            yield key, value

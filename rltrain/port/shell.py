@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from rltrain.errors import ConfigError
 from rltrain.port.jail import NO_JAIL
 from rltrain.rewards.processes.jail import tasks_of_user
 
+JAIL = Path(__file__).with_name("jail.py")
 _SECONDS = 10
 _NUM_TASKS = 64  # processes a script may have at once
 _ROOT = 0
@@ -118,11 +119,13 @@ def record(script: Path, arguments: Sequence[str] = ()) -> Recording:
         text = script.read_text(errors="replace")
     except OSError as error:
         raise ConfigError(f"{script} cannot be read: {error.strerror}.") from error
-    placeholders = {name: _stand_in(name) for name in expected_variables(text)}
+    beside = _beside(script)
+    others = "\n".join(content for name, content in beside.items() if name.endswith((".sh", ".env")))
+    placeholders = {name: _stand_in(name) for name in expected_variables(text, others)}
     recording = Recording((), placeholders, True)
     # A script may give up before its launch because something it looks for is missing; then it is asked to go on.
     for prelude in (_PRELUDE, _PRELUDE + _NO_EXIT):
-        answer = _jailed(script, text, arguments, placeholders, prelude)
+        answer = _jailed(script, text, arguments, placeholders, {**beside, "/bin/prelude": prelude})
         calls = tuple(Call(tuple(words), _exported(variables, placeholders)) for words, variables in answer["calls"])
         recording = Recording(calls, placeholders, answer["finished"])
         if any("=" in word for call in calls for word in call.words):
@@ -130,11 +133,12 @@ def record(script: Path, arguments: Sequence[str] = ()) -> Recording:
     return recording
 
 
-def expected_variables(text: str) -> list[str]:
-    """Variables that a script uses without a default and never sets."""
+def expected_variables(text: str, others: str = "") -> list[str]:
+    """Variables that a script uses without a default, and that neither it nor one of the ``others`` sets."""
     # A comment begins a word; what is in single quotes is still looked at, because such texts are often run later.
     text = re.sub(r"(?m)(^|\s)#.*$", "", text)
     used = re.findall(r"\$(?:\{#?)?([A-Za-z_]\w*)", text)
+    text = f"{text}\n{others}"
     # With a default, or asked for before use: ${X:-1} ${X:+1} [ -z "$X" ] [[ -v X ]].
     optional = set(re.findall(r"\$\{([A-Za-z_]\w*):?[-=+]", text))
     optional |= set(re.findall(r"-[nvz]\s+\"?\$?\{?([A-Za-z_]\w*)", text))
@@ -149,7 +153,7 @@ def expected_variables(text: str) -> list[str]:
     ]
 
 
-def restored(text: str, placeholders: dict[str, str]) -> str:
+def restored(text: str, placeholders: Mapping[str, str]) -> str:
     """``text`` with the variables in place of what stood for them, for the inside of double quotes."""
     for name, stand_in in {"PWD": _HERE, "HOME": _HOME, **placeholders}.items():
         if stand_in.strip("/").startswith("__"):
@@ -173,12 +177,12 @@ def _exported(variables: list[str], placeholders: dict[str, str]) -> dict[str, s
     return {
         name: value
         for name, _, value in split
-        if re.fullmatch(r"[A-Za-z_]\w*", name) and name not in own and placeholders.get(name) != value
+        if re.fullmatch(r"[A-Za-z_]\w*", name) and name not in own and name not in placeholders
     }
 
 
 def _jailed(
-    script: Path, text: str, arguments: Sequence[str], placeholders: dict[str, str], prelude: str
+    script: Path, text: str, arguments: Sequence[str], placeholders: dict[str, str], given: dict[str, str]
 ) -> dict[str, Any]:
     inside = f"{_HERE}/{script.name}"
     # Absolute names of interpreters, which need not be where this machine has its own.
@@ -189,7 +193,7 @@ def _jailed(
         *(f"/bin/{one}" for one in re.findall(r"python3\.\d+", text)),
     }
     files = dict.fromkeys(stubs, _RECORD)
-    files |= {"/bin/record": _RECORD, "/bin/prelude": prelude, **_beside(script), inside: _going_on(text)}
+    files |= {"/bin/record": _RECORD, **given, inside: _going_on(text)}
     with tempfile.TemporaryDirectory() as root, tempfile.TemporaryFile("w+") as spec:
         user = _NOBODY if os.getuid() == _ROOT else os.getuid()
         job = {
@@ -213,7 +217,7 @@ def _jailed(
         }
         json.dump(job, spec)
         spec.seek(0)
-        command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("jail.py")), str(spec.fileno())]
+        command = [sys.executable, "-I", "-S", str(JAIL), str(spec.fileno())]
         # The deadline here is for a jail that does not come to its own.
         try:
             done = subprocess.run(
@@ -263,3 +267,8 @@ def _copies() -> dict[str, str]:
     told = subprocess.run(["ldd", *tools.values()], capture_output=True, text=True).stdout
     libraries = {name: os.path.realpath(name) for name in re.findall(r"(/\S+) \(0x", told)}
     return {**tools, "/bin/sh": tools["/bin/bash"], **libraries}
+
+
+def inside_out(path: str) -> str:
+    """A path in the jail, relative to where the script is run."""
+    return path.replace(f"{_HERE}/", "").replace(_HERE, ".")

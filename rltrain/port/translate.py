@@ -1,0 +1,348 @@
+"""verl's settings -> ours, one decision after the other; each leaves a comment or a line of what could not be kept.
+
+Names and meanings that `load_config` knows are left to it: every setting is tried on its own, and what it says is what
+the comment says. Only what it refuses because another backend is meant stands in the table here, where the maths stays
+the same under FSDP2.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from rltrain.config.check import check
+from rltrain.config.keys import all_keys, get, is_known
+from rltrain.config.load import LoadedConfig, load_config
+from rltrain.config.renames import rename
+from rltrain.config.schema import Config
+from rltrain.errors import ConfigError
+
+_A = "actor_rollout_ref."
+_R = _A + "rollout."
+
+
+@dataclass
+class Ported:
+    """settings: our key -> the value as it is typed. comments: our key -> why it stands there. without_effect: what was
+    left out because nothing changes. lost: what could not be carried over, as key=value: why. to_do: what the checks
+    say of the result."""
+
+    settings: dict[str, str] = field(default_factory=dict)
+    comments: dict[str, list[str]] = field(default_factory=dict)
+    decisions: list[str] = field(default_factory=list)
+    without_effect: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    to_do: list[str] = field(default_factory=list)
+
+    def put(self, key: str, text: str, why: str = "") -> None:
+        """Set a key of ours; ``why`` is told above it."""
+        self.settings[key] = text
+        if why and why not in self.comments.setdefault(key, []):
+            self.comments[key].append(why)
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """target: our key, with {role}, {fsdp} and {model} for the places of the model that the key is about; empty where
+    nothing need be set. turn: from the value as typed to ours, or None where it cannot be carried over."""
+
+    target: str = ""
+    why: str = ""
+    turn: Callable[[str], str | None] = str
+
+
+def _only(*allowed: str) -> Callable[[str], str | None]:
+    return lambda value: value if value in (*allowed, "null", "") else None
+
+
+def _recompute(value: str) -> str:
+    return str(value not in ("null", "None", ""))
+
+
+def _offloaded(value: str) -> str:
+    return str(value.lower() not in ("false", "0", "0.0", "null"))
+
+
+def _modules(value: str) -> str | None:
+    """Megatron's names of a layer's products -> those of Hugging Face models."""
+    names = {"linear_qkv": "q_proj,k_proj,v_proj", "linear_proj": "o_proj", "linear_fc1": "gate_proj,up_proj"}
+    names["linear_fc2"] = "down_proj"
+    found = parsed(value)
+    found = found if isinstance(found, list) else [found]
+    if set(names) <= set(found):
+        return "all-linear"
+    return f"[{','.join(names.get(str(name), str(name)) for name in found)}]"
+
+
+_SPREAD = (
+    "FSDP2 spreads weights, gradients and optimizer over all devices in the place of TP, PP and EP; a device computes "
+    "whole layers, so where memory runs out raise ulysses_sequence_parallel_size or lower *_max_token_len_per_gpu"
+)
+_SAME_MATHS = "it changes how Megatron computes, not what"
+# Keys of verl's other backends -> ours. The first row that fits decides.
+_RULES: dict[str, _Rule] = {
+    "model_engine": _Rule(why="the training backend is FSDP2"),
+    "*.strategy": _Rule(why="the training backend is FSDP2"),
+    "*.megatron.context_parallel_size": _Rule(
+        "{role}.ulysses_sequence_parallel_size", "was context_parallel_size: sequences are shared by Ulysses"
+    ),
+    "*.ulysses_parallel_size": _Rule("{role}.ulysses_sequence_parallel_size", "was ulysses_parallel_size"),
+    "*.torchtitan.context_parallel_size": _Rule("{role}.ulysses_sequence_parallel_size", "was context_parallel_size"),
+    "*.megatron.*parallel_size": _Rule(why=_SPREAD),
+    "*.torchtitan.*parallel*_size": _Rule(why=_SPREAD),
+    "*.veomni.*parallel_size": _Rule(why=_SPREAD),
+    "*.ref.megatron.optimizer_offload": _Rule(why="the reference has no optimizer"),
+    "*.megatron.grad_offload": _Rule(why="gradients live only during the update"),
+    "*.megatron.*_offload": _Rule("{fsdp}.{last}", "was megatron.{last}"),
+    "*.veomni.*_offload": _Rule("{fsdp}.{last}", "was veomni.{last}"),
+    "*.torchtitan.*_offload": _Rule("{fsdp}.{last}", "was torchtitan.{last}"),
+    "*.override_transformer_config.recompute_granularity": _Rule(
+        "{model}.enable_gradient_checkpointing", "was recompute_granularity; layers are recomputed whole", _recompute
+    ),
+    "*.override_transformer_config.recompute_*": _Rule(why="layers are recomputed whole, one by one"),
+    "*.megatron.dist_checkpointing_path": _Rule(
+        why="weights are read from model.path, a Hugging Face folder; of a Megatron checkpoint make one: python -m "
+        "verl.model_merger merge --backend megatron --local_dir …/global_step_N/actor --target_dir FOLDER"
+    ),
+    # What Megatron adds to the loss or to the model is no matter of sharding.
+    "*.override_transformer_config.moe_aux_loss_coeff": _Rule(turn=_only("0", "0.0")),
+    "*.override_transformer_config.moe_router_load_balancing_type": _Rule(turn=_only("none")),
+    "*.override_transformer_config.*dropout": _Rule(turn=_only("0", "0.0")),
+    "*.megatron.router_replay.mode": _Rule(turn=_only("disabled")),
+    "*.megatron.qat.enable": _Rule(turn=_only("False", "false")),
+    "*.megatron.override_transformer_config.fp8*": _Rule(turn=_only("False", "false")),
+    "*.megatron.override_transformer_config.mtp*": _Rule(turn=_only("0")),
+    "*.megatron.*": _Rule(why=_SAME_MATHS),
+    "*.veomni.*": _Rule(why=_SAME_MATHS),
+    "*.torchtitan.*": _Rule(why=_SAME_MATHS),
+    "*.optim.lr_decay_style": _Rule("{optim}.lr_scheduler_type", "was lr_decay_style", _only("constant", "cosine")),
+    "*.optim.lr_decay_steps": _Rule(why="the rate falls until the last step of the run"),
+    "*.optim.lr_warmup_init": _Rule(turn=_only("0", "0.0")),
+    "*.optim.weight_decay_incr_style": _Rule(turn=_only("constant")),
+    "*.optim.override_optimizer_config.optimizer_cpu_offload": _Rule(
+        "{fsdp}.optimizer_offload", "was optimizer_cpu_offload", _offloaded
+    ),
+    "*.optim.override_optimizer_config.optimizer_offload_fraction": _Rule(
+        "{fsdp}.optimizer_offload", "was optimizer_offload_fraction; the whole state is moved", _offloaded
+    ),
+    "*.optim.override_optimizer_config.*": _Rule(why=_SAME_MATHS),
+    "*.optim.use_precision_aware_optimizer": _Rule(why=_SAME_MATHS),
+    "*.optim.lr_wsd_*": _Rule(why="it counts only with lr_decay_style=WSD"),
+    "*.optim.use_checkpoint_opt_param_scheduler": _Rule(why="a resumed run goes on with its own schedule"),
+    "*.model.lora.rank": _Rule("{model}.lora_rank", "was lora.rank"),
+    "*.model.lora.alpha": _Rule("{model}.lora_alpha", "was lora.alpha"),
+    "*.model.lora.target_modules": _Rule("{model}.target_modules", "was lora.target_modules", _modules),
+    "*.model.lora.exclude_modules": _Rule("{model}.exclude_modules", "was lora.exclude_modules", _modules),
+    "*.model.lora.adapter_path": _Rule("{model}.lora_adapter_path", "was lora.adapter_path"),
+    "*.model.lora.type": _Rule(turn=_only("lora", "canonical_lora")),
+    "*.model.lora.dropout": _Rule(turn=_only("0", "0.0")),
+    "*.model.lora.merge": _Rule(why="adapters are always merged on the way to the engine"),
+    "*.model.lora.*": _Rule(why="it counts only in Megatron"),
+    _R + "quantization": _Rule(_R + "engine_kwargs.{engine}.quantization", "an argument of the engine"),
+    _R + "cudagraph_capture_sizes": _Rule(
+        _R + "engine_kwargs.{engine}.cudagraph_capture_sizes", "an argument of the engine"
+    ),
+}
+
+
+def parsed(text: str) -> Any:
+    """The value that a text on the command line stands for."""
+    try:
+        return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)["value"]  # type: ignore
+    except (YAMLError, OmegaConfBaseException):
+        return text
+
+
+def translate(written: Sequence[tuple[str, str]], unknown: str = "__") -> Ported:
+    """verl's settings, in the order they were written, as ours.
+
+    unknown: what a value holds that stands for a variable; such a value may be no number yet.
+    """
+    ported = Ported()
+    last = {key.lstrip("+"): text for key, text in written if not key.startswith("~")}
+    for key, text in last.items():
+        _take(ported, key, text, last)
+    _min_lr(ported, last)
+    _totals(ported, last)
+    _defaults_of_verl(ported, last)
+    _checkpoints(ported, last)
+    _drop_our_defaults(ported)
+    _check(ported, unknown)
+    return ported
+
+
+def _take(ported: Ported, key: str, text: str, written: Mapping[str, str]) -> None:
+    if _is_total(key) or key.endswith(".optim.min_lr"):
+        return  # later, when all is known
+    rule = next((rule for pattern, rule in _RULES.items() if fnmatchcase(key, pattern)), None)
+    if rule is None or is_known(rename(key)):
+        _try(ported, key, text, {})
+        return
+    turned = rule.turn(text)
+    if turned is None:
+        ported.lost.append(f"{key}={text}: {rule.why or 'it has no counterpart here'}")
+    elif rule.target and text not in ("null", "None"):
+        names = _places(key) | {"last": key.rpartition(".")[2], "engine": written.get(_R + "name", "vllm")}
+        _try(ported, rule.target.format(**names), turned, {"why": rule.why.format(**names)})
+    elif rule.why and text not in ("null", "None", "False", "false", "1", "0"):
+        ported.decisions.append(f"{key.rpartition('.')[2]}: {rule.why}" if rule.why != _SPREAD else rule.why)
+
+
+def _places(key: str) -> dict[str, str]:
+    """Where the settings of the key's model stand here."""
+    if key.startswith("critic."):
+        return {"role": "critic", "fsdp": "critic.model.fsdp_config", "model": "critic.model", "optim": "critic.optim"}
+    role = _A + "ref" if key.startswith(_A + "ref.") else _A + "actor"
+    return {"role": role, "fsdp": f"{role}.fsdp_config", "model": _A + "model", "optim": _A + "actor.optim"}
+
+
+def _try(ported: Ported, key: str, text: str, said: Mapping[str, str]) -> None:
+    """One setting alone, as `load_config` takes it."""
+    ours, why = rename(key), said.get("why", "")
+    try:
+        loaded = load_config([f"{key}={text}"])
+    except ConfigError as error:
+        if "__" in text and is_known(ours):  # a variable of the user's stands for a number
+            ported.put(ours, text, why)
+        else:
+            ported.lost.append(f"{key}={text}: {_reason(key, text, error)}")
+        return
+    if is_known(ours):
+        if ours in loaded.explicit:
+            ported.put(ours, text, why or (f"was {key}" if ours != key else ""))
+        return
+    # A key that stands for others, or for none.
+    for other in loaded.explicit:
+        ported.put(other, typed(get(loaded.config, other)), f"was {key}={text}")
+    if not loaded.explicit:
+        ported.without_effect += loaded.warnings
+
+
+def _reason(key: str, text: str, error: ConfigError) -> str:
+    said = " ".join(str(error).split())
+    for head in (f"{key}={text}: ", f"'{key}' is not a key of this trainer; ", f"{key}: "):
+        said = said.removeprefix(head)
+    return said
+
+
+def typed(value: Any) -> str:
+    """A value as one types it."""
+    if isinstance(value, dict | list):
+        return json.dumps(value)
+    return "null" if value is None else str(value)
+
+
+def _is_total(key: str) -> bool:
+    return not is_known(key) and is_known(f"{key}_per_gpu")
+
+
+def _totals(ported: Ported, written: Mapping[str, str]) -> None:
+    """Micro-batch sizes over all ranks, which verl divides by them."""
+    for key, text in written.items():
+        size = parsed(text)
+        if not _is_total(key) or not isinstance(size, int):
+            continue
+        if f"{key}_per_gpu" in ported.settings:
+            ported.without_effect.append(f"{key}: {key}_per_gpu is set, too")
+            continue
+        devices = _number(written, "trainer.nnodes", 1) * _number(written, "trainer.n_gpus_per_node", 8)
+        sharing = "critic" if key.startswith("critic") else _A + "actor"
+        ranks = max(1, devices // _number(written, f"{sharing}.ulysses_sequence_parallel_size", 1))
+        ported.put(f"{key}_per_gpu", str(max(1, size // ranks)), f"was {key}={size} over {ranks} ranks")
+
+
+def _number(written: Mapping[str, str], key: str, default: int) -> int:
+    value = parsed(written.get(key, "null"))
+    return value if isinstance(value, int) and value > 0 else default
+
+
+def _min_lr(ported: Ported, written: Mapping[str, str]) -> None:
+    """Megatron's lowest rate as a share of the rate."""
+    for key, text in written.items():
+        if key.endswith(".optim.min_lr"):
+            low, lr = parsed(text), parsed(written.get(key.replace("min_lr", "lr"), "null"))
+            if low and isinstance(low, int | float) and isinstance(lr, int | float):
+                ported.put(key.replace("min_lr", "min_lr_ratio"), f"{low / lr:g}", f"was min_lr={text}")
+            elif low:
+                ported.lost.append(f"{key}={text}: set min_lr_ratio, its share of lr")
+
+
+def _defaults_of_verl(ported: Ported, written: Mapping[str, str]) -> None:
+    """What a script relies on by not writing it, where our default is another one."""
+    put = ported.put
+    if "trainer.n_gpus_per_node" not in written:
+        put("trainer.n_gpus_per_node", "8", "verl's default; ours is the devices that are here")
+    if "trainer.logger" not in written:
+        put("trainer.logger", '["console","wandb"]', "verl's default")
+    if _R + "name" not in written:
+        put(_R + "name", "vllm", "verl's default")
+    elif written[_R + "name"] == "hf":
+        return
+    if _R + "tensor_model_parallel_size" not in written and not _number(written, "trainer.n_gpus_per_node", 8) % 2:
+        put(
+            _R + "tensor_model_parallel_size",
+            "2",
+            "verl's default; where the model fits one device, 1 (the default here) is quicker",
+        )
+    clip, bounds = _A + "actor.clip_ratio", (_A + "actor.clip_ratio_low", _A + "actor.clip_ratio_high")
+    loss = written.get(_A + "actor.policy_loss.loss_mode", "vanilla")
+    if clip in ported.settings and not all(bound in written for bound in bounds) and loss == "vanilla":
+        for bound in bounds:
+            if bound not in written:
+                put(bound, "0.2", "verl's default, which goes before clip_ratio; here clip_ratio alone would set both")
+
+
+def _checkpoints(ported: Ported, written: Mapping[str, str]) -> None:
+    path = written.get("trainer.resume_from_path", "null")
+    if path not in ("null", "", "False"):
+        ported.settings.pop("trainer.resume_from_path", None)
+        ported.settings.pop("trainer.resume_mode", None)
+        ported.lost.append(
+            f"trainer.resume_from_path={path}: of a checkpoint of verl's the weights can be read, not the optimizer: "
+            f"python -m verl.model_merger merge --backend fsdp --local_dir {path}/actor --target_dir FOLDER, then "
+            f"{_A}model.path=FOLDER (with a reference of its own, the KL is then to these weights)"
+        )
+    folder = written.get("trainer.default_local_dir", "")
+    if folder and (Path(folder) / "latest_checkpointed_iteration.txt").exists():
+        ported.to_do.append(
+            f"trainer.default_local_dir={folder} has checkpoints of verl's, and a run goes on from its own alone: give "
+            "a new folder"
+        )
+
+
+def _drop_our_defaults(ported: Ported) -> None:
+    """What the defaults say anyway. A batch switch stays: whether it was written decides how sizes are read."""
+    defaults = Config()
+    for key, text in list(ported.settings.items()):
+        known = all_keys().get(key)
+        if known and not key.endswith(("use_dynamic_bsz", "loss_agg_mode")) and parsed(text) == get(defaults, key):
+            del ported.settings[key]
+
+
+def _check(ported: Ported, unknown: str) -> None:
+    """What a run would say of the whole, beside values that only the user's shell knows."""
+    sure = [f"{key}={text}" for key, text in ported.settings.items() if unknown not in text or _is_text(key)]
+    try:
+        loaded: LoadedConfig = load_config(sure)
+        check(loaded)
+    except ConfigError as error:
+        ported.to_do += str(error).splitlines()
+
+
+def _is_text(key: str) -> bool:
+    known = all_keys().get(key)
+    return known is None or not known.type_name.startswith(("int", "float", "bool"))
+
+
+def flat(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Settings of a file as they would be typed."""
+    for key, value in tree.items():
+        yield key, typed(value)

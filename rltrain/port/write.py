@@ -1,0 +1,69 @@
+"""The ported script as text: one array of settings for each launch, with a comment above each decision."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+
+from rltrain.config.keys import all_keys
+from rltrain.config.load import SECRET
+from rltrain.port.launches import Launch
+from rltrain.port.shell import restored
+from rltrain.port.translate import Ported
+
+# Variables of verl's scripts that rltrain sets where they are needed, or that nothing reads here.
+_OURS = re.compile(
+    r"VLLM_(USE_V1|ATTENTION_BACKEND|ALLREDUCE\w*)|HYDRA_\w+|RAY_\w+|CUDA_DEVICE_MAX_CONNECTIONS|VERL_\w+"
+)
+
+
+def script(
+    source: str, launches: Sequence[tuple[Launch, Ported]], placeholders: Mapping[str, str], said: Sequence[str]
+) -> str:
+    """The text of a shell script that starts the launches one after the other."""
+    lines = ["#!/usr/bin/env bash", f"# {source}, for rltrain. What differs from rltrain's defaults, and why."]
+    lines += [f"#   {line}" for line in said]
+    lines += ["set -euo pipefail", ""]
+    body = [line for launch, ported in launches for line in _launch(launch, ported, placeholders)]
+    text = "\n".join(body)
+    for name, stand_in in placeholders.items():
+        if f"${{{name}}}" in text:
+            lines.append(f': "${{{name}:?the script expects it}}"')
+        elif not stand_in.startswith("_"):
+            lines.append(f"# {name} was taken to be {stand_in}.")
+    return "\n".join(lines) + "\n" + text + "\n"
+
+
+def _launch(launch: Launch, ported: Ported, placeholders: Mapping[str, str]) -> list[str]:
+    lines = [f"# Was: {launch.entry}"]
+    for title, notes in (
+        ("Not carried over", ported.lost),
+        ("Left to do", ported.to_do),
+        ("Decided", ported.decisions),
+        ("Left out, it changes nothing here", ported.without_effect),
+    ):
+        if notes:
+            lines += [f"# {title}:", *(f"#   {_shown(note, placeholders)}" for note in dict.fromkeys(notes))]
+    for name, value in launch.exported:
+        if SECRET.search(name):
+            lines.append(f"# export {name}=…  (a secret: not copied)")
+        elif not _OURS.fullmatch(name):
+            lines.append(f"export {name}={_quoted(value, placeholders)}")
+    lines.append("ARGS=(")
+    order = {key: number for number, key in enumerate(all_keys())}
+    for key in sorted(ported.settings, key=lambda key: order.get(key, len(order))):
+        lines += [f"    # {_shown(why, placeholders)}" for why in ported.comments.get(key, [])]
+        lines.append(f"    {key}={_quoted(ported.settings[key], placeholders)}")
+    return [*lines, ")", 'python -m rltrain.main_ppo "${ARGS[@]}" "$@"', ""]
+
+
+def _shown(note: str, placeholders: Mapping[str, str]) -> str:
+    return restored(" ".join(note.split()), placeholders)
+
+
+def _quoted(value: str, placeholders: Mapping[str, str]) -> str:
+    """For the shell: in double quotes where a variable of the user's stands in it, else as it is."""
+    text = re.sub(r'(["\\$`])', r"\\\1", value)
+    with_variables = restored(text, placeholders)
+    return f'"{with_variables}"' if with_variables != text else shlex.quote(value)

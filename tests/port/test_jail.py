@@ -1,0 +1,104 @@
+"""What a hostile launch script can do: nothing to the machine."""
+
+import os
+import socket
+import time
+
+import pytest
+
+from rltrain.port.shell import expected_variables, record
+
+LAUNCH = "python3 -m verl.trainer.main_ppo data.seed=1"
+
+
+def calls(tmp_path, text, *arguments):
+    script = tmp_path / "run.sh"
+    script.write_text(text)
+    return [list(call.words) for call in record(script, arguments).calls]
+
+
+def test_files_are_neither_written_nor_removed_nor_read(tmp_path):
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    text = f"""
+    rm -rf {tmp_path} / ; echo gone > {precious}; echo new > {tmp_path}/new; cp /bin/sed {tmp_path}/sed
+    {LAUNCH} read="$(cat {precious} /etc/passwd /proc/self/environ 2>/dev/null)" pid=$PPID
+    """
+    [launch] = calls(tmp_path, text)
+    assert launch[-2:] == ["read=", "pid=1"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["precious", "run.sh"]
+    assert precious.read_text() == "mine"
+
+
+def test_there_is_no_network(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        text = f"exec 3<>/dev/tcp/127.0.0.1/{port} && {LAUNCH} open=1\ncurl http://x; {LAUNCH} end=1"
+        # An `exec` that fails ends bash, so the second launch comes from a script of its own.
+        found = calls(tmp_path, f"bash -c '{text.splitlines()[0]}'\n{text.splitlines()[1]}")
+    assert [words[-1] for words in found] == ["http://x", "end=1"]
+
+
+def test_no_process_of_the_machine_is_reached(tmp_path):
+    [launch] = calls(tmp_path, f"{LAUNCH} shell=$$; for pid in 1 $PPID {os.getpid()} -1; do builtin kill -9 $pid; done")
+    # Process ids begin anew, so those of the machine have no names there; this process goes on.
+    assert int(launch[-1].partition("=")[2]) < 10
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "while true; do :; done",
+        ":(){ :|:& };:\nwhile true; do :; done",
+        "x=0123456789; while true; do x=$x$x; done",
+        "while true; do seq 1 100000000 > /tmp/$RANDOM; done",
+        "sleep 1000; tail -f /dev/null < /dev/stdin; cat",
+        "trap '' TERM INT; while true; do :; done",
+    ],
+)
+def test_a_script_without_end_is_ended(tmp_path, attack, monkeypatch):
+    monkeypatch.setattr("rltrain.port.shell._SECONDS", 2)
+    started = time.monotonic()
+    assert calls(tmp_path, f"{LAUNCH}\n{attack}")[0][2] == "verl.trainer.main_ppo"
+    assert time.monotonic() - started < 15
+    assert not [entry for entry in os.scandir("/proc") if entry.name.isdigit() and _of_jail(entry.path)]
+
+
+def _of_jail(folder):
+    try:
+        with open(f"{folder}/cmdline", "rb") as file:
+            return b"/__PWD__/" in file.read()
+    except OSError:
+        return False
+
+
+def test_programs_are_recorded_and_not_run(tmp_path):
+    text = """
+    pip install verl; /opt/conda/bin/python3 -c 'print(1)'; env A=1 nohup python x.py & wait
+    exec unknown_tool_never_heard_of
+    """
+    found = calls(tmp_path, text)
+    assert ["pip", "install", "verl"] in found
+    assert ["python3", "-c", "print(1)"] in found
+    assert ["python", "x.py"] in found
+
+
+def test_a_script_goes_on_where_something_is_missing(tmp_path):
+    text = f"""
+    set -euo pipefail
+    source /no/such/env.sh
+    cd /no/such/folder
+    conda activate x
+    [ -d /no/such/data ] || exit 1
+    {LAUNCH} $1
+    """
+    assert calls(tmp_path, text, "a=1")[-1][-1] == "a=1"
+
+
+def test_variables_without_a_value_are_found():
+    text = """
+    A=1; for b in x; do :; done; read -r C; export D=2
+    echo $A $b $C $D ${E:-1} ${F:=2} $G ${H} "$HOME/${I[@]}" # $J
+    [ -z "$K" ] && K=3; echo $((L * 2)) ${M%.*} '$N'
+    """
+    assert expected_variables(text) == ["G", "H", "I", "M", "N"]

@@ -1,0 +1,233 @@
+"""Scripts of verl's, ported."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from rltrain.cli import main as rltrain
+from rltrain.config.check import check
+from rltrain.config.load import load_config
+from rltrain.port.__main__ import main
+
+GRPO = """\
+#!/usr/bin/env bash
+set -xeuo pipefail
+MODEL=${MODEL:-/models/Qwen}
+prompt=$((1024 * 2))
+DATA=(
+    algorithm.adv_estimator=grpo
+    data.train_files="['$HOME/train.parquet']"
+    data.train_batch_size=256
+    data.max_prompt_length=${prompt}  # two thousand
+)
+export WANDB_API_KEY=topsecret HCCL_CONNECT_TIMEOUT=1500 VLLM_USE_V1=1
+python3 -m verl.trainer.main_ppo "${DATA[@]}" \\
+    actor_rollout_ref.model.path=$MODEL \\
+    actor_rollout_ref.model.use_remove_padding=True \\
+    actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.tensor_model_parallel_size=1 \\
+    actor_rollout_ref.rollout.n=5 \\
+    trainer.logger='["console","wandb"]' trainer.n_gpus_per_node=8 trainer.total_epochs=30 "$@" 2>&1 | tee run.log
+"""
+M = "actor_rollout_ref.actor.megatron."
+
+
+def ported(tmp_path, text, *arguments, name="run.sh"):
+    """Exit code, the settings of each launch as their script gives them to rltrain, and the text of the script."""
+    script, new = tmp_path / name, tmp_path / "new.sh"
+    script.write_text(text)
+    code = main([str(script), "-o", str(new), *arguments])
+    stub = tmp_path / "bin" / "python"
+    stub.parent.mkdir(exist_ok=True)
+    stub.write_text("#!/bin/bash\nprintf '%s\\n' ---- \"${@:3}\"\n")
+    stub.chmod(0o755)
+    environment = {"PATH": f"{stub.parent}:/usr/bin:/bin", "HOME": "/home/me", "DATA_ROOT": "/data"}
+    done = subprocess.run(["bash", str(new)], env=environment, capture_output=True, text=True, check=True)
+    launches = [part.splitlines() for part in done.stdout.split("----\n")[1:]]
+    return code, launches, new.read_text()
+
+
+def test_a_script_becomes_what_differs_from_our_defaults(tmp_path, capsys):
+    code, [settings], text = ported(tmp_path, GRPO)
+    assert code == 0, capsys.readouterr().err
+    assert settings == [
+        "data.train_files=['/home/me/train.parquet']",
+        "data.train_batch_size=256",
+        "data.max_prompt_length=2048",
+        "actor_rollout_ref.model.path=/models/Qwen",
+        "actor_rollout_ref.rollout.name=vllm",
+        "actor_rollout_ref.rollout.n=5",
+        "algorithm.adv_estimator=grpo",
+        "trainer.n_gpus_per_node=8",
+        'trainer.logger=["console","wandb"]',
+    ]
+    # The user's folder stays a variable, a secret is not copied, and what rltrain sets itself is left out.
+    assert "${HOME}" in text
+    assert "topsecret" not in text
+    assert "VLLM" not in text
+    assert "export HCCL_CONNECT_TIMEOUT=1500" in text
+    check(load_config(settings))
+
+
+def test_arguments_of_the_script_reach_its_launch(tmp_path):
+    _, [settings], _ = ported(tmp_path, GRPO, "data.seed=7", "trainer.n_gpus_per_node=4")
+    assert {"data.seed=7", "trainer.n_gpus_per_node=4"} <= set(settings)
+
+
+def test_megatron_becomes_fsdp2_ulysses_and_offload(tmp_path):
+    lines = [
+        "model_engine=megatron",
+        M + "tensor_model_parallel_size=4",
+        M + "pipeline_model_parallel_size=2",
+        M + "context_parallel_size=2",
+        M + "param_offload=True",
+        M + "grad_offload=True",
+        "actor_rollout_ref.ref.megatron.param_offload=True",
+        "critic.megatron.optimizer_offload=True",
+        "+" + M + "override_transformer_config.recompute_granularity=full",
+        "+" + M + "override_transformer_config.recompute_num_layers=1",
+        "actor_rollout_ref.actor.optim.lr_decay_style=cosine",
+        "actor_rollout_ref.actor.optim.lr=2e-6",
+        "actor_rollout_ref.actor.optim.min_lr=2e-7",
+        "actor_rollout_ref.model.lora.rank=16",
+        "actor_rollout_ref.model.lora.target_modules=[linear_qkv,linear_proj]",
+    ]
+    code, [settings], text = ported(tmp_path, GRPO.replace('"$@"', " ".join(lines)))
+    assert code == 0
+    assert {
+        "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
+        "actor_rollout_ref.actor.fsdp_config.param_offload=True",
+        "actor_rollout_ref.ref.fsdp_config.param_offload=True",
+        "critic.model.fsdp_config.optimizer_offload=True",
+        "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
+        "actor_rollout_ref.actor.optim.min_lr_ratio=0.1",
+        "actor_rollout_ref.model.lora_rank=16",
+        "actor_rollout_ref.model.target_modules=[q_proj,k_proj,v_proj,o_proj]",
+    } <= set(settings)
+    assert "megatron." not in "".join(settings)
+    assert "in the place of TP, PP and EP" in text
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        (M + "override_transformer_config.moe_aux_loss_coeff=0.01", "moe_aux_loss_coeff"),
+        ("actor_rollout_ref.rollout.multi_turn.enable=True", "single-turn"),
+        ("actor_rollout_ref.actor.optim.lr_decay_style=linear", "lr_decay_style"),
+        ("trainer.resume_from_path=/c/global_step_8", "model_merger merge"),
+        ("nonsense.key=1", "nonsense.key"),
+    ],
+)
+def test_what_cannot_be_kept_is_listed_and_ends_in_2(tmp_path, capsys, setting, told):
+    code, [settings], text = ported(tmp_path, GRPO.replace('"$@"', setting))
+    assert code == 2
+    assert told in text
+    assert told in capsys.readouterr().err
+    assert setting not in settings
+    check(load_config(settings))
+
+
+def test_defaults_of_verl_that_a_script_relies_on_are_written(tmp_path):
+    text = "python3 -m verl.trainer.main_ppo data.train_files=/t.parquet actor_rollout_ref.model.path=/m"
+    code, [settings], _ = ported(tmp_path, text + " actor_rollout_ref.actor.clip_ratio=0.1")
+    assert code == 0
+    assert settings[2:] == [
+        "actor_rollout_ref.actor.clip_ratio=0.1",
+        "actor_rollout_ref.actor.clip_ratio_low=0.2",
+        "actor_rollout_ref.actor.clip_ratio_high=0.2",
+        "actor_rollout_ref.rollout.name=vllm",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+        "trainer.n_gpus_per_node=8",
+        'trainer.logger=["console","wandb"]',
+    ]
+
+
+def test_sizes_over_all_ranks_become_sizes_of_one(tmp_path):
+    sizes = "actor_rollout_ref.actor.ppo_micro_batch_size=64 actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"
+    _, [settings], _ = ported(tmp_path, GRPO.replace('"$@"', sizes))
+    assert "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16" in settings
+
+
+def test_every_launch_of_a_script_is_ported(tmp_path):
+    text = """
+    python examples/data_preprocess/gsm8k.py --local_dir /d
+    for lr in 1e-6 2e-6; do
+        ray job submit --address=http://x -- python3 -m verl.trainer.main_ppo data.train_files=/t.parquet \
+            actor_rollout_ref.model.path=/m actor_rollout_ref.actor.optim.lr=$lr
+    done
+    sbatch <<EOF
+srun bash -c "/opt/conda/bin/python -m verl.trainer.main_ppo data.train_files=/s.parquet \
+actor_rollout_ref.model.path=/m data.seed=3"
+EOF
+    """
+    _, launches, new = ported(tmp_path, text)
+    found = [[each for each in one if each.startswith(("data", "actor_rollout_ref.actor"))] for one in launches]
+    assert found == [
+        ["data.train_files=/t.parquet"],
+        ["data.train_files=/t.parquet", "actor_rollout_ref.actor.optim.lr=2e-6"],
+        ["data.train_files=/s.parquet", "data.seed=3"],
+    ]
+    assert "rltrain data NAME" in new
+
+
+def test_variables_the_script_expects_stay_variables(tmp_path):
+    text = """
+    python3 -m verl.trainer.main_ppo data.train_files=$DATA_ROOT/t.parquet actor_rollout_ref.model.path=/m \
+        trainer.nnodes=$WORLD_SIZE
+    """
+    code, [settings], new = ported(tmp_path, text)
+    assert code == 0
+    assert settings[0] == "data.train_files=/data/t.parquet"
+    assert ': "${DATA_ROOT:?' in new
+    assert "WORLD_SIZE was taken to be 1" in new
+
+
+def test_a_config_name_is_read_from_beside_the_script(tmp_path):
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config/mine.yaml").write_text("defaults: [ppo_trainer, _self_]\ndata: {seed: 5, max_prompt_length: 9}")
+    text = """
+    HERE=$(cd "$(dirname "$0")" && pwd)
+    python3 -m verl.trainer.main_ppo --config-path="$HERE/config" --config-name mine data.train_files=/t.parquet \
+        actor_rollout_ref.model.path=/m data.max_prompt_length=11
+    """
+    code, [settings], _ = ported(tmp_path, text)
+    assert code == 0
+    assert {"data.seed=5", "data.max_prompt_length=11"} <= set(settings)
+
+
+def test_a_saved_configuration_is_ported(tmp_path):
+    config = "actor_rollout_ref: {model: {path: /m}, rollout: {n: 4, name: vllm}}\ndata: {train_files: [/a, /b]}"
+    code, [settings], _ = ported(tmp_path, config, name="config.yaml")
+    assert code == 0
+    assert {'data.train_files=["/a", "/b"]', "actor_rollout_ref.rollout.n=4"} <= set(settings)
+
+
+def test_words_that_a_shell_has_expanded_are_ported(capsys):
+    words = ["data.train_files=/t.parquet", "actor_rollout_ref.model.path=/m", "--config-name=ppo_trainer"]
+    assert rltrain(["port", "--overrides", *words]) == 0
+    assert "actor_rollout_ref.model.path=/m" in capsys.readouterr().out
+
+
+def test_another_trainer_is_not_taken_for_ours(tmp_path):
+    text = "python3 -m recipe.sppo.main_sppo data.train_files=/t.parquet actor_rollout_ref.model.path=/m"
+    code, _, new = ported(tmp_path, text)
+    assert code == 2
+    assert "recipe.sppo.main_sppo is another trainer" in new
+
+
+@pytest.mark.parametrize(("text", "told"), [("echo hello", "starts no run"), (None, "cannot be read")])
+def test_what_is_no_launch_script_is_said(tmp_path, capsys, text, told):
+    path = tmp_path / "x.sh"
+    if text:
+        path.write_text(text)
+    assert main([str(path)]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_no_jail_means_nothing_is_run(tmp_path, monkeypatch, capsys):
+    jail = tmp_path / "jail.py"
+    jail.write_text("import sys; sys.exit(3)")
+    monkeypatch.setattr("rltrain.port.shell.JAIL", jail)
+    Path(tmp_path / "x.sh").write_text(GRPO)
+    assert main([str(tmp_path / "x.sh")]) == 2
+    assert "--overrides" in capsys.readouterr().err

@@ -284,14 +284,10 @@ def _defaults_of_verl(ported: Ported, written: Mapping[str, str]) -> None:
         put("trainer.logger", '["console","wandb"]', "verl's default")
     if _R + "name" not in written:
         put(_R + "name", "vllm", "verl's default")
-    elif written[_R + "name"] == "hf":
-        return
-    if _R + "tensor_model_parallel_size" not in written and not _number(written, "trainer.n_gpus_per_node", 8) % 2:
-        put(
-            _R + "tensor_model_parallel_size",
-            "2",
-            "verl's default; where the model fits one device, 1 (the default here) is quicker",
-        )
+    several = written.get(_R + "name") != "hf" and not _number(written, "trainer.n_gpus_per_node", 8) % 2
+    if several and _R + "tensor_model_parallel_size" not in written:
+        why = "verl's default; where the model fits one device, 1 (the default here) is quicker"
+        put(_R + "tensor_model_parallel_size", "2", why)
     clip, bounds = _A + "actor.clip_ratio", (_A + "actor.clip_ratio_low", _A + "actor.clip_ratio_high")
     loss = written.get(_A + "actor.policy_loss.loss_mode", "vanilla")
     if clip in ported.settings and not all(bound in written for bound in bounds) and loss == "vanilla":

@@ -1,8 +1,9 @@
-"""Conversations as token ids, in one place: chat template, prompt length, truncation, stop tokens.
+"""Conversations as token ids, in one place: chat template, images, prompt length, truncation, stop tokens.
 
 Prompts, the reward model's conversations and the linter's counts must agree token by token, so all of them come from
 `ChatEncoder`. Prompts are encoded once, before a run starts, into a `PromptStore`: flat arrays that every process reads
-from shared memory without a tokenizer. Left out: images and videos. A prompt that holds any is refused here by name.
+from shared memory without a tokenizer. `ChatEncoder.encode_prompt` knows images too, but a run does not carry them yet,
+so a row that holds any is refused here by name.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,17 @@ from typing import Any
 import numpy as np
 
 from rltrain.config.schema import Config
+from rltrain.data.images import (
+    EncodedPrompt,
+    PromptImages,
+    bounded,
+    family_of,
+    mrope_positions,
+    one_each,
+    open_image,
+    runs,
+    with_parts,
+)
 from rltrain.data.rows import PromptRow, Rows, first_of
 from rltrain.errors import DataError
 
@@ -30,13 +42,16 @@ class ChatEncoder:
 
     The tokenizer is loaded on first use and left out of a pickle, so the object may be handed to any process.
     ``chat_template`` replaces the model's own: Jinja text, or the path of a file that holds it. ``template_kwargs`` are
-    handed to the template (``enable_thinking`` and the like).
+    handed to the template (``enable_thinking`` and the like). ``min_pixels``, ``max_pixels``: images are scaled to lie
+    between them, beside the bounds that the model's processor has.
     """
 
     path: str
     trust_remote_code: bool = False
     chat_template: str | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
+    min_pixels: int | None = None
+    max_pixels: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {each.name: getattr(self, each.name) for each in fields(self)}
@@ -52,10 +67,13 @@ class ChatEncoder:
         """
         for messages in conversations:
             _refuse_media(messages)
+        return self._templated(conversations, tokenize=True, answered=answered)
+
+    def _templated(self, conversations: Sequence[Sequence[Message]], *, tokenize: bool, answered: bool = False) -> Any:
         try:
             return self.tokenizer.apply_chat_template(
                 [list(messages) for messages in conversations],
-                tokenize=True,
+                tokenize=tokenize,
                 add_generation_prompt=not answered,
                 return_dict=False,  # transformers 5 returns a BatchEncoding by default
                 **self.template_kwargs,
@@ -66,6 +84,73 @@ class ChatEncoder:
             if not _is_template_error(error):
                 raise
             raise DataError(f"the chat template of {self.path!r} refuses the conversation: {error}") from error
+
+    def encode_prompt(self, messages: Sequence[Message], images: Sequence[Any] = ()) -> EncodedPrompt:
+        """A conversation with its images, which stand where its texts have ``<image>``.
+
+        images: as `open_image` takes them. Raises DataError for a family whose images cannot be trained on, for slots
+        and images that do not fit, and for an image that cannot be read, which it counts from 1.
+        """
+        parts = with_parts(messages, len(images))
+        if not images:
+            tokens = np.asarray(self.encode_batch([parts])[0], dtype=np.int32)
+            return EncodedPrompt(tokens, tokens)
+        family = family_of(self._model_type)
+        processor, pictures = self.processor, [self._picture(*each, len(images)) for each in enumerate(images, 1)]
+        text = self._templated([parts], tokenize=False)[0]
+        if text.count(processor.image_token) != len(images):
+            raise DataError(
+                f"the conversation has {text.count(processor.image_token)} times {processor.image_token} for "
+                f"{len(images)} images: it stands in the text itself, or the chat template does not know images."
+            )
+        try:
+            made = processor(text=[text], images=pictures, return_tensors="pt", add_special_tokens=False)
+        except ValueError as error:
+            raise DataError(f"the processor of {self.path!r} refuses the images: {error}") from error
+        tokens = made["input_ids"][0].numpy().astype(np.int32)
+        placeholder, pixels = processor.image_token_id, made["pixel_values"].numpy()
+        starts, num_tokens = runs(tokens, placeholder)
+        if len(starts) != len(images):
+            raise DataError("the chat template puts images side by side, without a token between them.")
+        grids = made["image_grid_thw"].numpy() if "image_grid_thw" in made else None
+        num_rows = num_tokens * len(pixels) // num_tokens.sum() if grids is None else grids.prod(1)
+        merge = getattr(processor.image_processor, "merge_size", 1)
+        positions = mrope_positions(tokens, placeholder, grids, merge) if family.mrope and grids is not None else None
+        places = np.flatnonzero(tokens == placeholder)
+        found = PromptImages(pixels, grids, num_rows, num_tokens, places, positions)
+        return EncodedPrompt(tokens, one_each(tokens, placeholder), found)
+
+    def _picture(self, number: int, image: Any, count: int) -> Any:
+        """Image ``number`` of ``count``, opened and within the bounds."""
+        of_processor = self.processor.image_processor
+        unit = getattr(of_processor, "patch_size", 1) * getattr(of_processor, "merge_size", 1)
+        try:
+            return bounded(open_image(image), self.min_pixels, self.max_pixels, unit)
+        except DataError as error:
+            raise DataError(f"image {number} of {count}: {error}") from error
+
+    @cached_property
+    def processor(self) -> Any:
+        """The transformers processor of texts with images."""
+        from transformers import AutoProcessor
+
+        try:
+            processor = AutoProcessor.from_pretrained(self.path, trust_remote_code=self.trust_remote_code)
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            raise DataError(
+                f"prompts have images, and no processor could be loaded from {self.path!r}: {error} It needs "
+                "preprocessor_config.json (or processor_config.json) in the folder, and the packages pillow and "
+                "torchvision."
+            ) from error
+        if not hasattr(processor, "image_processor"):
+            raise DataError(f"prompts have images, and the model in {self.path!r} has no processor for them.")
+        return processor
+
+    @cached_property
+    def _model_type(self) -> str:
+        from transformers import AutoConfig
+
+        return AutoConfig.from_pretrained(self.path, trust_remote_code=self.trust_remote_code).model_type
 
     def decode_batch(self, answers: Sequence[Sequence[int] | np.ndarray]) -> list[str]:
         """Texts of answers, special tokens left out."""

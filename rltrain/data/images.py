@@ -1,0 +1,231 @@
+"""Images of prompts, before any model sees them: where they stand in a conversation, opened, bounded and numbered.
+
+Filter, rollout and training must see the same pixels and the same places. So an image is opened and scaled here once,
+and everything else takes what this returns. Pixel bounds scale the image itself, whichever processor follows: engines
+with a processor of their own then need not be told of them. Left out: videos.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rltrain.errors import DataError
+
+# What stands for an image in the text of a row, as in verl's files.
+SLOT = "<image>"
+_VIDEO_SLOT = "<video>"
+# A file of a few kilobytes can claim to be gigabytes of pixels.
+_MOST_PIXELS = 1 << 26
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a family of models takes images. mrope: its positions have three rows (time, height, width)."""
+
+    mrope: bool = False
+
+
+# By the model_type of the configuration.
+FAMILIES = {
+    "qwen2_vl": Family(mrope=True),
+    "qwen2_5_vl": Family(mrope=True),
+    "qwen3_vl": Family(mrope=True),
+    "internvl": Family(),
+}
+_BOTH_WAYS = "the tokens of an image see each other in both directions, and the attention of packed prompts is causal"
+_REFUSED = {"gemma3": _BOTH_WAYS, "gemma3n": _BOTH_WAYS, "paligemma": _BOTH_WAYS}
+
+
+def family_of(model_type: str) -> Family:
+    """The family of a configuration. Raises DataError with the reason where its images cannot be trained on."""
+    if model_type in FAMILIES:
+        return FAMILIES[model_type]
+    why = _REFUSED.get(model_type, "nobody has compared its image tokens and positions with transformers'")
+    raise DataError(f"prompts with images cannot be used with {model_type}: {why}. Use {', '.join(FAMILIES)}.")
+
+
+@dataclass(frozen=True)
+class PromptImages:
+    """The images of one prompt, as its model takes them.
+
+    pixel_values [rows, …] (float32): the patches (or tiles) of all images, one image after the other. grids [images, 3]
+    (int64): patches in time, height and width; None for a family of tiles of one size. num_rows, num_tokens [images]:
+    of ``pixel_values``, and placeholders in the prompt. places [sum of num_tokens]: of the placeholders in the prompt.
+    positions [3, prompt length] (int64) of all its tokens, or None where they count 0, 1, 2, …
+    """
+
+    pixel_values: np.ndarray
+    grids: np.ndarray | None
+    num_rows: np.ndarray
+    num_tokens: np.ndarray
+    places: np.ndarray
+    positions: np.ndarray | None
+
+    def __len__(self) -> int:
+        return len(self.num_tokens)
+
+    def __repr__(self) -> str:
+        return f"<PromptImages: {len(self)} images, {int(self.num_tokens.sum())} tokens, {self.nbytes:,} bytes>"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pixels."""
+        return self.pixel_values.nbytes
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """tokens [n] (int32): placeholders repeated for as many tokens as each image takes. short: one placeholder each."""
+
+    tokens: np.ndarray
+    short: np.ndarray
+    images: PromptImages | None = None
+
+
+# -- conversations -----------------------------------------------------------------------------------------------------
+
+
+def with_parts(messages: Sequence[Mapping[str, Any]], num_images: int) -> list[dict[str, Any]]:
+    """The messages with ``<image>`` in a text as parts of its content, as chat templates take them.
+
+    A message without images stays as it is. Raises DataError where slots and images do not fit.
+    """
+    found: list[dict[str, Any]] = []
+    num_slots = 0
+    for message in messages:
+        content = message.get("content")
+        parts = _parts(content) if isinstance(content, str) else [_part(each) for each in content or ()]
+        slots = sum(part["type"] == "image" for part in parts)
+        num_slots += slots
+        found.append({**message, "content": parts} if slots or not isinstance(content, str) else dict(message))
+    if num_slots != num_images:
+        raise DataError(f"the prompt has {num_slots} places for images ({SLOT}) and the row has {num_images} images.")
+    return found
+
+
+def _parts(text: str) -> list[dict[str, Any]]:
+    if _VIDEO_SLOT in text:
+        raise DataError(f"the prompt has a place for a video ({_VIDEO_SLOT}): videos are not in this version.")
+    pieces = [piece for piece in re.split(f"({SLOT})", text) if piece]
+    return [{"type": "image"} if piece == SLOT else {"type": "text", "text": piece} for piece in pieces]
+
+
+def _part(part: Mapping[str, Any]) -> dict[str, Any]:
+    kind = part.get("type")
+    if kind == "text":
+        return {"type": "text", "text": part.get("text") or ""}
+    if kind != "image":
+        raise DataError(f"a message holds a part of type {kind!r}; known are text and image.")
+    return {"type": "image"}
+
+
+# -- pixels ------------------------------------------------------------------------------------------------------------
+
+
+def open_image(image: Any) -> Any:
+    """A PIL image in RGB, upright, whatever is see-through in white. image: {"bytes", "path"}, bytes, a path or a PIL
+    image. Raises DataError for what cannot be read or is larger than any picture.
+    """
+    try:
+        from PIL import Image, ImageOps
+    except ImportError as error:
+        raise DataError("prompts have images, which Pillow reads: pip install pillow torchvision.") from error
+    try:
+        opened = image if isinstance(image, Image.Image) else Image.open(_source(image))
+        if opened.width * opened.height > _MOST_PIXELS:
+            raise DataError(
+                f"it is {opened.width} x {opened.height}, more than {_MOST_PIXELS:,} pixels: a decompression bomb, or "
+                "a picture to be scaled down before training."
+            )
+        opened = ImageOps.exif_transpose(opened)
+        if opened.mode in ("RGBA", "LA", "PA") or "transparency" in opened.info:
+            opened = opened.convert("RGBA")
+            # Black lines on nothing are a usual figure; on black they would be gone.
+            white = Image.new("RGBA", opened.size, (255, 255, 255, 255))
+            opened = Image.alpha_composite(white, opened)
+        return opened.convert("RGB")
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise DataError(f"it cannot be read: {error}") from error
+
+
+def _source(image: Any) -> Any:
+    entry: Mapping[str, Any] = (
+        image if isinstance(image, Mapping) else {"bytes": image} if isinstance(image, bytes) else {"path": image}
+    )
+    if entry.get("bytes"):
+        return BytesIO(entry["bytes"])
+    if not isinstance(entry.get("path"), (str, Path)):
+        raise DataError(f"it is a {type(image).__name__} with neither bytes nor a path.")
+    return Path(entry["path"]).expanduser()
+
+
+def bounded(image: Any, min_pixels: int | None, max_pixels: int | None, unit: int) -> Any:
+    """A PIL image scaled, its proportions kept, to at least ``min_pixels`` and at most ``max_pixels`` (None: no bound).
+
+    unit: pixels of the edge of one token; a scaled edge is a multiple of it, and what would be out of bounds when
+    rounded to it is scaled as well. The formula is that of Qwen2-VL's processor, which then finds nothing to do.
+    """
+    width, height = image.size
+    rounded = [max(unit, round(edge / unit) * unit) for edge in (width, height)]
+    area = math.prod(rounded)
+    if max_pixels is not None and area > max_pixels:
+        by = math.sqrt(width * height / max_pixels)
+        rounded = [max(unit, math.floor(edge / by / unit) * unit) for edge in (width, height)]
+    elif min_pixels is not None and area < min_pixels:
+        by = math.sqrt(min_pixels / (width * height))
+        rounded = [math.ceil(edge * by / unit) * unit for edge in (width, height)]
+    else:
+        return image
+    return image.resize(tuple(rounded), resample=3)  # bicubic, as the processors do
+
+
+# -- places and positions ----------------------------------------------------------------------------------------------
+
+
+def runs(tokens: np.ndarray, placeholder: int) -> tuple[np.ndarray, np.ndarray]:
+    """Start and length of every run of ``placeholder`` in ``tokens`` [n]."""
+    is_one = np.concatenate([[False], tokens == placeholder, [False]])
+    edges = np.flatnonzero(is_one[1:] != is_one[:-1])
+    return edges[::2], edges[1::2] - edges[::2]
+
+
+def one_each(tokens: np.ndarray, placeholder: int) -> np.ndarray:
+    """``tokens`` with every run of ``placeholder`` shortened to one."""
+    again = np.concatenate([[False], (tokens[1:] == placeholder) & (tokens[:-1] == placeholder)])
+    return tokens[~again]
+
+
+def mrope_positions(tokens: np.ndarray, placeholder: int, grids: np.ndarray, merge: int) -> np.ndarray:
+    """Positions [3, n] of a prompt in time, height and width, as `get_rope_index` of Qwen2-VL and its successors.
+
+    A text goes on by one in all rows. An image's tokens lie on its grid behind the text in front of it, and the text
+    behind goes on after the longer edge. grids [images, 3], in patches; merge: edge of a token, in patches. An answer
+    goes on at the largest position plus one (`answer_position`).
+    """
+    starts, lengths = runs(tokens, placeholder)
+    positions = np.zeros((3, len(tokens)), dtype=np.int64)
+    done = position = 0
+    for start, length, grid in zip(starts.tolist(), lengths.tolist(), grids.tolist(), strict=True):
+        positions[:, done:start] = position + np.arange(start - done)
+        position += start - done
+        shape = (grid[0], grid[1] // merge, grid[2] // merge)
+        positions[:, start : start + length] = position + np.indices(shape).reshape(3, -1)
+        position += max(shape[1:])
+        done = start + length
+    positions[:, done:] = position + np.arange(len(tokens) - done)
+    return positions
+
+
+def answer_position(images: PromptImages | None, prompt_length: int) -> int:
+    """The position of the first token of an answer to a prompt."""
+    if images is None or images.positions is None:
+        return prompt_length
+    return int(images.positions.max()) + 1

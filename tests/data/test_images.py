@@ -1,0 +1,248 @@
+"""Conversations with images as tokens, pixels and positions: those of transformers' own processors and models."""
+
+import importlib.util
+import io
+import pickle
+import struct
+import zlib
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from rltrain.data.images import SLOT, answer_position, bounded, family_of, mrope_positions, open_image, with_parts
+from rltrain.errors import DataError
+from tests.pictures import RED
+
+if not importlib.util.find_spec("torchvision"):
+    pytest.skip("torchvision is not installed (scripts/test.sh installs it)", allow_module_level=True)
+
+from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
+
+from rltrain.data.chat import ChatEncoder
+from tests.tiny_vision import FAMILIES, IMAGE, picture, save_tiny_vision_model
+
+SMALL, WIDE, TALL = picture(60, 60), picture(160, 60, seed=1), picture(60, 120, seed=2)
+# Texts with slots, and images: several, none, one at the very end, one that is alone.
+PROMPTS = [
+    ([{"role": "user", "content": f"1+{SLOT}2{SLOT}=?"}], [SMALL, WIDE]),
+    ([{"role": "user", "content": "3+4=?"}], []),
+    ([{"role": "user", "content": f"{SLOT}"}], [TALL]),
+    ([{"role": "user", "content": "1 2"}, {"role": "assistant", "content": "3"},
+      {"role": "user", "content": f"4 5 6 {SLOT}"}], [WIDE]),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return {
+        family: str(save_tiny_vision_model(tmp_path_factory.mktemp(family), family, tied=True)) for family in FAMILIES
+    }
+
+
+@pytest.fixture(params=FAMILIES)
+def folder(request, folders) -> str:
+    return folders[request.param]
+
+
+def parts(messages):
+    """Content as transformers' templates want it, written by hand."""
+    found = []
+    for message in messages:
+        pieces = message["content"].split(SLOT)
+        content = [{"type": "text", "text": pieces[0]}]
+        for piece in pieces[1:]:
+            content += [{"type": "image"}, {"type": "text", "text": piece}]
+        found.append({"role": message["role"], "content": content})
+    return found
+
+
+def by_transformers(folder: str, messages, images) -> dict:
+    processor = AutoProcessor.from_pretrained(folder)
+    text = processor.apply_chat_template(parts(messages), tokenize=False, add_generation_prompt=True)
+    made = {"images": images} if images else {}
+    return processor(text=[text], return_tensors="pt", return_mm_token_type_ids=True, **made)
+
+
+@pytest.mark.parametrize("number", range(len(PROMPTS)))
+def test_tokens_and_pixels_are_those_of_the_processor(folder, number):
+    messages, images = PROMPTS[number]
+    expected, found = by_transformers(folder, messages, images), ChatEncoder(folder).encode_prompt(messages, images)
+    assert found.tokens.tolist() == expected["input_ids"][0].tolist()
+    assert found.tokens.dtype == np.int32
+    if not images:
+        assert found.images is None
+        assert found.short.tolist() == found.tokens.tolist()
+        return
+    assert np.array_equal(found.images.pixel_values, expected["pixel_values"].numpy())
+    assert found.images.pixel_values.dtype == np.float32
+    assert len(found.images) == len(images)
+    assert found.images.num_rows.sum() == len(found.images.pixel_values)
+    assert found.images.places.tolist() == [place for place, token in enumerate(found.tokens) if token == IMAGE]
+    if "image_grid_thw" in expected:
+        assert found.images.grids.tolist() == expected["image_grid_thw"].tolist()
+        assert found.images.num_tokens.tolist() == (expected["image_grid_thw"].prod(-1) // 4).tolist()
+    short, counts = [], found.images.num_tokens.tolist()
+    for token in found.short.tolist():
+        short += [token] * (counts.pop(0) if token == IMAGE else 1)
+    assert short == found.tokens.tolist()
+
+
+@pytest.mark.parametrize("number", range(len(PROMPTS)))
+def test_positions_of_prompt_and_answer_are_the_models(folder, number):
+    messages, images = PROMPTS[number]
+    model = AutoModelForImageTextToText.from_pretrained(folder).model
+    expected, found = by_transformers(folder, messages, images), ChatEncoder(folder).encode_prompt(messages, images)
+    prompt, answer = len(found.tokens), 5
+    if not images or not hasattr(model, "get_rope_index"):
+        assert found.images is None or found.images.positions is None
+        assert answer_position(found.images, prompt) == prompt
+        return
+    tokens = torch.cat([expected["input_ids"], torch.full((1, answer), 7)], 1)
+    kinds = torch.cat([expected["mm_token_type_ids"], torch.zeros(1, answer, dtype=torch.int)], 1)
+    positions = model.get_rope_index(tokens, mm_token_type_ids=kinds, image_grid_thw=expected["image_grid_thw"])[0]
+    assert found.images.positions.tolist() == positions[:, 0, :prompt].tolist()
+    start = answer_position(found.images, prompt)
+    assert positions[:, 0, prompt:].tolist() == [[*range(start, start + answer)]] * 3
+
+
+def test_positions_of_large_grids_are_the_models(folders):
+    model = AutoModelForImageTextToText.from_pretrained(folders["qwen3_vl"]).model
+    random = np.random.default_rng(0)
+    for _ in range(20):
+        grids = np.stack([[1, *(2 * random.integers(1, 9, 2))] for _ in range(random.integers(1, 4))])
+        tokens: list[int] = []
+        for grid in grids:
+            tokens += [7] * random.integers(1, 6) + [IMAGE] * (grid.prod() // 4)
+        tokens += [8] * random.integers(0, 3)
+        ids = torch.tensor([tokens])
+        expected, _ = model.get_rope_index(
+            ids, mm_token_type_ids=(ids == IMAGE).int(), image_grid_thw=torch.from_numpy(grids)
+        )
+        assert mrope_positions(np.array(tokens), IMAGE, grids, 2).tolist() == expected[:, 0].tolist()
+
+
+# -- slots -------------------------------------------------------------------------------------------------------------
+
+
+def test_content_may_come_in_parts(folder):
+    messages, images = PROMPTS[0]
+    whole = ChatEncoder(folder).encode_prompt(messages, images)
+    in_parts = ChatEncoder(folder).encode_prompt(parts(messages), images)
+    assert whole.tokens.tolist() == in_parts.tokens.tolist()
+
+
+@pytest.mark.parametrize(("content", "count", "message"), [
+    (f"1{SLOT}", 2, "1 places for images .<image>. and the row has 2 images"),
+    ("1", 1, "0 places"),
+    (f"{SLOT}{SLOT}", 0, "2 places"),
+    (f"<video>{SLOT}", 1, "videos are not"),
+    ([{"type": "video"}], 0, "part of type 'video'"),
+])  # fmt: skip
+def test_slots_and_images_that_do_not_fit_are_an_error(content, count, message):
+    with pytest.raises(DataError, match=message):
+        with_parts([{"role": "user", "content": content}], count)
+
+
+def test_a_placeholder_in_the_text_is_no_image(folder):
+    messages = [{"role": "user", "content": f"1<|image_pad|>{SLOT}"}]
+    with pytest.raises(DataError, match=r"2 times .*for 1 images"):
+        ChatEncoder(folder).encode_prompt(messages, [SMALL])
+
+
+def test_a_template_that_joins_images_is_refused(folders):
+    joined = (
+        "{% for part in messages[0]['content'] %}{% if part['type'] == 'image' %}<|image_pad|>{% endif %}{% endfor %}"
+    )
+    encoder = ChatEncoder(folders["qwen3_vl"], chat_template=joined)
+    with pytest.raises(DataError, match="side by side"):
+        encoder.encode_prompt([{"role": "user", "content": SLOT * 2}], [SMALL, SMALL])
+
+
+def test_a_model_of_text_and_a_family_unknown_are_refused(tiny_model):
+    with pytest.raises(DataError, match=r"cannot be used with qwen3: .* Use qwen2_vl, qwen2_5_vl"):
+        ChatEncoder(str(tiny_model)).encode_prompt([{"role": "user", "content": SLOT}], [SMALL])
+    with pytest.raises(DataError, match="gemma3: the tokens of an image see each other in both directions"):
+        family_of("gemma3")
+
+
+# -- pixels ------------------------------------------------------------------------------------------------------------
+
+
+def as_file(image: Image.Image, kind: str = "PNG", **options) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def test_an_image_comes_as_bytes_path_or_picture(tmp_path):
+    (tmp_path / "a.png").write_bytes(as_file(SMALL))
+    path, data = tmp_path / "a.png", as_file(SMALL)
+    forms = [SMALL, data, {"bytes": data, "path": None}, {"bytes": None, "path": path}, str(path)]
+    assert all(np.array_equal(np.asarray(open_image(form)), np.asarray(SMALL)) for form in forms)
+
+
+def test_what_is_see_through_is_white_and_pictures_are_upright():
+    drawing = Image.new("RGBA", (4, 2), (0, 0, 0, 0))
+    drawing.putpixel((0, 0), (0, 0, 0, 255))
+    found = np.asarray(open_image(as_file(drawing)))
+    assert found[0, 0].tolist() == [0, 0, 0]
+    assert found[1, 3].tolist() == [255, 255, 255]
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by 90 degrees
+    assert open_image(as_file(picture(8, 4), "JPEG", exif=exif)).size == (4, 8)
+    assert open_image(as_file(Image.new("L", (3, 3), 7))).getpixel((0, 0)) == (7, 7, 7)
+
+
+def bomb() -> bytes:
+    """A PNG of a few hundred bytes that says it has 30,000 x 30,000 pixels."""
+    head = RED.index(b"IHDR") + 4
+    sizes = struct.pack(">IIBBBBB", 30_000, 30_000, 8, 2, 0, 0, 0)
+    return RED[:head] + sizes + struct.pack(">I", zlib.crc32(b"IHDR" + sizes)) + RED[head + 17 :]
+
+
+@pytest.mark.parametrize(("image", "message"), [
+    (b"no picture", "image 2 of 2: it cannot be read"),
+    (as_file(SMALL)[:200], "image 2 of 2: it cannot be read"),
+    ({"bytes": None, "path": "no/such.png"}, "image 2 of 2: it cannot be read: .*no/such.png"),
+    ({"bytes": None, "path": None}, "neither bytes nor a path"),
+    (bomb(), "image 2 of 2: it .*decompression bomb"),
+    (Image.new("RGB", (9000, 9000)), "9000 x 9000, more than .* decompression bomb"),
+    (Image.new("RGB", (4000, 4)), "refuses the images: absolute aspect ratio"),
+])  # fmt: skip
+def test_an_image_that_cannot_be_used_says_why(folders, image, message):
+    messages = [{"role": "user", "content": SLOT * 2}]
+    with pytest.raises(DataError, match=message):
+        ChatEncoder(folders["qwen2_5_vl"]).encode_prompt(messages, [SMALL, image])
+
+
+def test_bounds_scale_as_qwens_processor_does():
+    random = np.random.default_rng(0)
+    for _ in range(200):
+        width, height = (int(edge) for edge in random.integers(28, 400, 2))
+        low, high = 56 * 56, 28 * 28 * int(random.integers(8, 60))
+        found = bounded(Image.new("RGB", (width, height)), low, high, 28).size
+        expected = smart_resize(height, width, 28, low, high)
+        # What is within the bounds is left to the processor, which then rounds it.
+        rounded = tuple(round(edge / 28) * 28 for edge in (height, width))
+        assert found == ((width, height) if rounded == expected else expected[::-1])
+
+
+def test_bounds_count_for_tokens_and_pixels(folder):
+    messages, images = [{"role": "user", "content": SLOT}], [picture(300, 150)]
+    plain = ChatEncoder(folder).encode_prompt(messages, images)
+    small = ChatEncoder(folder, max_pixels=56 * 56, min_pixels=28).encode_prompt(messages, images)
+    assert small.images.nbytes <= plain.images.nbytes
+    assert small.images.num_tokens.sum() <= plain.images.num_tokens.sum()
+    if small.images.grids is not None:
+        assert small.images.num_tokens.sum() < plain.images.num_tokens.sum()
+
+
+def test_the_images_of_a_prompt_pickle(folder):
+    messages, images = PROMPTS[0]
+    found = ChatEncoder(folder).encode_prompt(messages, images).images
+    again = pickle.loads(pickle.dumps(found))
+    assert np.array_equal(again.pixel_values, found.pixel_values)
+    assert repr(found).startswith("<PromptImages: 2 images")

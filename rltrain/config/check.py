@@ -325,6 +325,11 @@ def _engine(config: Config) -> Iterator[str]:
     for name in rollout.engine_kwargs:
         if f"engine_kwargs.{name}" not in taking:
             yield f"{_R}engine_kwargs.{name}: arguments stand under an engine: {' or '.join(taking)}."
+    for name, value in (rollout.engine_kwargs.get(rollout.name) or {}).items():
+        # vLLM spells what is off as null, 1 and so on.
+        if name in engine.refused_arguments and value not in (None, 1):
+            key = f"{_R}engine_kwargs.{rollout.name}.{name}"
+            yield f"{key}={shown(value)}: {engine.refused_arguments[name]}. Leave it out."
     if rollout.max_model_len is not None and rollout.max_model_len <= data.max_prompt_length:
         yield (
             f"{_R}max_model_len={rollout.max_model_len} leaves no room for an answer to a prompt of "

@@ -8,7 +8,8 @@ engine's package.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Engine:
     draws are a function of the sample's seed and the position alone, the same in every such engine. temperatures: the
     range it samples in, besides 0 (greedy). beyond_positions: it generates past the positions that the model's
     configuration names. unused_keys: keys under ``actor_rollout_ref.rollout`` that it does not read.
+    refused_arguments: its own arguments that would part it from the trainer, each with the reason.
     """
 
     factory: str
@@ -33,8 +35,12 @@ class Engine:
     temperatures: tuple[float, float] = (0.0, math.inf)
     beyond_positions: bool = True
     unused_keys: tuple[str, ...] = ()
+    refused_arguments: Mapping[str, str] = field(default_factory=dict)
 
 
+FULL_PRECISION = "the engine is given the trainer's weights every step, and a quantised one does not take them"
+_SPANS = "an engine spans devices by rollout.tensor_model_parallel_size alone"
+_LOG_PROBS = "log-probs are those of the sampling temperature, as the trainer computes them"
 ENGINES = {
     "hf": Engine(
         factory="rltrain.workers.rollout.hf:HFRollout",
@@ -59,12 +65,21 @@ ENGINES = {
         # log-probs of another temperature than the engine's.
         temperatures=(0.01, 2.0),
         beyond_positions=False,
+        refused_arguments={
+            "quantization": FULL_PRECISION,
+            "quantization_config": FULL_PRECISION,
+            "logprobs_mode": _LOG_PROBS,
+            "tensor_parallel_size": _SPANS,
+            "pipeline_parallel_size": _SPANS,
+            "data_parallel_size": _SPANS,
+        },
     ),
     "sglang": Engine(
         factory="rltrain.workers.rollout.sglang:SGLangRollout",
         package="sglang",
         install="rltrain[sglang]",
         unused_keys=("disable_log_stats",),
+        refused_arguments={"quantization": FULL_PRECISION, "tp_size": _SPANS, "pp_size": _SPANS, "dp_size": _SPANS},
     ),
 }
 

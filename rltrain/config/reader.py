@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -19,7 +20,7 @@ from rltrain.config.keys import Key, all_keys, free_form_parent, is_known, meant
 from rltrain.config.renames import answer, rename, shown, turned_off
 from rltrain.config.schema import Config
 from rltrain.config.spellings import OLD_KEYS, VALUES, of_several
-from rltrain.config.verl_keys import CLASSIFIER
+from rltrain.config.verl_keys import CLASSIFIER, IMPLIES
 from rltrain.config.verl_refused import GENERATIVE
 
 
@@ -86,11 +87,21 @@ class Reader:
         self.explicit.add(key)
 
     def modernise(self) -> None:
-        """Take over what earlier versions of verl said with other keys."""
+        """Take over what earlier versions of verl said with other keys, and switches that stand for several keys."""
         old = {key: self.foreign.pop(key)[1] for key in OLD_KEYS if key in self.foreign}
         for key, value, note in of_several(old, self._value):
             self._assign(key, key, value)
             self.notes += [note] if note else []
+        for key, (written, value) in list(self.foreign.items()):
+            names = next((each for pattern, each in IMPLIES.items() if fnmatchcase(key, pattern)), ())
+            if not names or value is not True:
+                continue
+            section = key.rpartition(".")[0]
+            turned_on = [name for name in names if is_known(f"{section}.{name}")]
+            for name in turned_on:
+                self._assign(f"{section}.{name}", written, True)
+            self.renamed[written] = f"{written} turns on {' and '.join(turned_on)} here"
+            del self.foreign[key]
 
     def judge(self, config: Config | None) -> None:
         """Adds what is to be said of foreign keys to the notes and to the problems."""

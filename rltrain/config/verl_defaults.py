@@ -26,6 +26,8 @@ _NOT_CHOSEN = {
     "*.trust_remote_code": (False,),
     "actor_rollout_ref.actor.checkpoint.save_contents": (["model", "optimizer", "extra"],),
     "actor_rollout_ref.actor.strategy": ("fsdp", "megatron"),
+    "actor_rollout_ref.rollout.enforce_eager": (False,),
+    "actor_rollout_ref.rollout.val_kwargs.do_sample": (False,),
     "actor_rollout_ref.rollout.seed": (42,),
     "actor_rollout_ref.rollout.dtype": ("bfloat16",),
     "actor_rollout_ref.rollout.max_num_seqs": (256, 1024),
@@ -71,7 +73,7 @@ _DEFAULTS: dict[str, tuple[Any, ...]] = {
     "weight_decay_incr_style": ("constant",),
     "weight_pow": (2.0,), "zero_indexed_step": (True,), "step_end": (-1,),
 }  # fmt: skip
-# Keys that are not keys here and follow another one in verl's files, where a saved tree has that one's value.
+# Keys that follow another one in verl's files, where a saved tree has that one's value.
 _FOLLOWERS = {
     "rollout_n": "actor_rollout_ref.rollout.n", "prompt_length": "data.max_prompt_length",
     "response_length": "data.max_response_length", "tokenizer_path": "actor_rollout_ref.model.path",
@@ -82,6 +84,9 @@ _FOLLOWERS = {
     "use_fused_kernels": "actor_rollout_ref.model.use_fused_kernels", "save_contents":
     "actor_rollout_ref.actor.checkpoint.save_contents",
     "use_torch_compile": "actor_rollout_ref.actor.use_torch_compile",
+    "log_prob_max_token_len_per_gpu": "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+    "forward_max_token_len_per_gpu": "critic.ppo_max_token_len_per_gpu",
+    "forward_micro_batch_size_per_gpu": "critic.ppo_micro_batch_size_per_gpu",
 }  # fmt: skip
 # Sections with a switch of their own, which is off by default: what else stands in them has no meaning meanwhile.
 _INERT = [
@@ -108,14 +113,14 @@ def _a_default(written: str, value: Any, leaves: Mapping[str, Any]) -> bool:
     key = rename(written)
     if value is None or (isinstance(value, str) and _FOLLOWS.match(value)):
         return True
+    last = key.rpartition(".")[2]
+    source = _FOLLOWERS.get(last, written)
+    follows = source != written and value == leaves.get(source)
     if not is_known(key):
-        last = key.rpartition(".")[2]
         inert = last not in _SWITCHES and any(fnmatchcase(written, pattern) for pattern in _INERT)
-        source = _FOLLOWERS.get(last, written)
-        follows = source != written and value == leaves.get(source)
         return inert or follows or value in (False, 0, "", "None", [], {}) or value in _DEFAULTS.get(last, ())
     others = next((values for pattern, values in _NOT_CHOSEN.items() if fnmatchcase(key, pattern)), ())
-    if (other := followed(key)) and value == leaves.get(other):
+    if follows or ((other := followed(key)) and value == leaves.get(other)):
         return True
     if isinstance(value, dict):
         return not (kept := _without_nulls(value)) or kept in others

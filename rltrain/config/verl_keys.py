@@ -55,8 +55,12 @@ ALIASES = {
     _A + "actor.checkpoint.contents": _A + "actor.checkpoint.save_contents",
     _A + "ref.fsdp_config.ulysses_sequence_parallel_size": _A + "ref.ulysses_sequence_parallel_size",
     _R + "checkpoint_engine.update_weights_bucket_megabytes": _R + "update_weights_bucket_megabytes",
+    _R + "cudagraph_capture_sizes": _R + "engine_kwargs.vllm.cudagraph_capture_sizes",
     "trainer.max_ckpt_to_keep": "trainer.max_actor_ckpt_to_keep",
 }
+
+# Switches of verl's -> the keys of the same section that they turn on, whatever else is said of those.
+IMPLIES = {"*.fsdp_config.offload_policy": ("param_offload", "optimizer_offload")}
 
 _NO_PROFILER = "there is no profiler in this version"
 CLASSIFIER = "the reward model is a classifier that runs in the workers, not behind a server"
@@ -147,6 +151,7 @@ NO_EFFECT = {
     _R + "prometheus.*": "metrics go to metrics.jsonl and to trainer.logger",
     _R + "prompt_length": "it follows data.max_prompt_length",
     _R + "response_length": "it follows data.max_response_length",
+    _R + "scheduling_policy=fcfs": "an engine answers prompts in the order in which it takes them",
     _R + "skip_dump_dir": "it counts only with skip_rollout, which is not here",
     _R + "skip_tokenizer_init": "the engine is always given token ids, and gives token ids",
     _R + "trace.*": "there is no trace in this version",
@@ -186,7 +191,7 @@ NO_EFFECT = {
     "*.fsdp_config.forward_prefetch": "FSDP2 prefetches by itself",
     "*.fsdp_config.full_determinism": "there is no switch for deterministic kernels",
     "*.fsdp_config.mixed_precision*": "see compute_dtype",
-    "*.fsdp_config.offload_policy": "use param_offload and optimizer_offload",
+    "*.fsdp_config.offload_policy": "see param_offload and optimizer_offload",
     "*.fsdp_config.seed": "see data.seed",
     "*.fsdp_config.strategy=fsdp2|fsdp": _EVERY_FSDP2,
     "*.fsdp_config.use_no_sync_for_gradient_accumulation": "gradients are always reduced micro-batch by micro-batch",

@@ -5,6 +5,8 @@ What would make a run another experiment is refused, not noted. The form of a ro
 
 from __future__ import annotations
 
+from rltrain.config.engines import FULL_PRECISION
+
 _A = "actor_rollout_ref."
 _R = _A + "rollout."
 _FSDP = "the training backend here is FSDP2: "
@@ -37,8 +39,7 @@ REFUSED = {
     _R + "multi_turn.enable=True": _SINGLE_TURN,
     _R + "multi_turn.*_path": _TOOLS,
     _R + "nnodes": _SYNCHRONOUS,
-    _R + "quantization*": "use actor_rollout_ref.rollout.engine_kwargs.vllm.quantization=…",
-    _R + "cudagraph_capture_sizes": "use actor_rollout_ref.rollout.engine_kwargs.vllm.cudagraph_capture_sizes=[…]",
+    _R + "quantization*": FULL_PRECISION + ": leave it out",
     _R + "enable_rollout_routing_replay": "answers are trained with the routing of the trainer: leave it out",
     _R + "skip_rollout": "every step generates its own answers: leave it out",
     "*.strategy!=fsdp2|fsdp": _LEAVE,

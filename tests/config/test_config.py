@@ -9,7 +9,7 @@ import pytest
 from rltrain.config.budgets import PassBudget, budgets
 from rltrain.config.check import check, missing_files
 from rltrain.config.effects import without_effect
-from rltrain.config.keys import all_keys, free_form_parent, is_known
+from rltrain.config.keys import all_keys, free_form_parent, get, is_known
 from rltrain.config.load import load_config, masked_command, to_yaml
 from rltrain.config.verl_keys import ALIASES, NO_EFFECT
 from rltrain.errors import ConfigError
@@ -342,6 +342,42 @@ def test_keys_that_do_nothing_in_the_chosen_mode_say_so():
 )
 def test_rules_between_keys(overrides, words):
     assert words in problems(*overrides)
+
+
+@pytest.mark.parametrize(
+    ("section", "role", "names"),
+    [
+        (f"{A}actor.fsdp_config", f"{A}actor.fsdp_config", ("param_offload", "optimizer_offload")),
+        (f"{A}ref.fsdp_config", f"{A}ref.fsdp_config", ("param_offload",)),
+        ("critic.fsdp", "critic.model.fsdp_config", ("param_offload", "optimizer_offload")),
+        ("reward_model.model.fsdp_config", "reward_model.model.fsdp_config", ("param_offload",)),
+    ],
+)
+def test_an_offload_policy_turns_both_offloads_on(section, role, names):
+    offloads = [key for key in all_keys() if key.endswith("_offload")]
+    policy = f"{section}.offload_policy"
+    for keys in ([f"{policy}=True"], [f"{policy}=True", f"{role}.param_offload=False"]):
+        loaded = load_config(keys)
+        assert {key for key in offloads if get(loaded.config, key)} == {f"{role}.{name}" for name in names}
+        assert loaded.warnings == (f"{policy} turns on {' and '.join(names)} here",)
+    for off in ("False", "null"):
+        loaded = load_config([f"{policy}={off}"])
+        assert not [key for key in offloads if get(loaded.config, key)]
+        assert not loaded.warnings
+
+
+def test_what_an_engine_would_not_share_with_the_trainer():
+    vllm = (f"{A}rollout.name=vllm", f"+{A}rollout.engine_kwargs.vllm.quantization=fp8")
+    assert f"{A}rollout.engine_kwargs.vllm.quantization=fp8: the engine is given the trainer's weights" in problems(
+        *vllm
+    )
+    with pytest.raises(ConfigError, match=r"rollout.quantization=fp8: the engine is given"):
+        load_config([f"{A}rollout.quantization=fp8"])
+    sizes = (f"{A}rollout.name=vllm", f"{A}rollout.cudagraph_capture_sizes=[1,2,4]")
+    loaded = load_config(sizes)
+    assert loaded.config.actor_rollout_ref.rollout.engine_kwargs == {"vllm": {"cudagraph_capture_sizes": [1, 2, 4]}}
+    off = [f"{A}rollout.quantization=null", f"{A}rollout.cudagraph_capture_sizes=null"]
+    assert load_config([*off, f"{A}rollout.name=vllm"]).config.actor_rollout_ref.rollout.engine_kwargs == {}
 
 
 def test_several_broken_rules_come_together():

@@ -7,6 +7,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
+from rltrain.config.budgets import PassBudget, budgets
 from rltrain.config.hydra import compose, named
 from rltrain.config.load import load_config
 from rltrain.config.verl_defaults import as_written
@@ -46,6 +47,20 @@ CHOSEN = {
     "actor_rollout_ref.actor.ulysses_sequence_parallel_size": 2,
     "data.max_prompt_length": 777,
 }
+
+
+@pytest.mark.parametrize("version", "579")
+def test_sizes_of_a_saved_tree_mean_what_they_meant(version, tmp_path):
+    sizes = {f"actor_rollout_ref.{name}_micro_batch_size_per_gpu": 4 for name in ("actor.ppo", "rollout.log_prob")}
+    tokens = {"actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 24000}
+    sampled = {"actor_rollout_ref.rollout.val_kwargs.temperature": 0.6}
+    chosen = sizes | tokens | sampled
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(saved(version, **chosen)))
+    loaded = load_config([], [str(tmp_path / "config.yaml")])
+    assert set(budgets(loaded.config).values()) == {PassBudget(4 * (512 + 512), None, 4)}
+    assert not loaded.config.actor_rollout_ref.rollout.val_kwargs.greedy
+    eager = loaded.config.actor_rollout_ref.rollout.enforce_eager
+    assert eager is (True if version == "5" else None)
 
 
 @pytest.mark.parametrize("version", "579")

@@ -23,7 +23,8 @@ win: defaults < --config files < key=value.
   --dry-run          print what a run would do, what has no effect and what
                      is wrong, and stop; exit code 2 where a run would refuse
   --print-config     print the resolved configuration and stop
-  --config FILE      read settings from a YAML file (repeatable)
+  --config FILE      read settings from a YAML file (repeatable), with its
+                     defaults: list; --config-path DIR --config-name NAME too
   --version          versions of rltrain and of the packages it uses
 
 Examples:

@@ -10,13 +10,9 @@ from rltrain.errors import ConfigError, Interrupted, RltrainError
 from rltrain.help import help_text
 from rltrain.stop import Stop, listen
 
-_FILE = "put settings in a YAML file and give --config FILE (repeatable)"
-# Hydra's flags, which users of verl know -> what to do instead. A configuration that is not read would be found out
-# late.
+# Hydra's flags, which users of verl know: those that name files, and others -> what to do instead.
+_NAMING = (("--config-path", "-cp"), ("--config-name", "-cn"), ("--config-dir", "-cd"))
 _HYDRA = {
-    ("--config-path", "-cp"): _FILE,
-    ("--config-name", "-cn"): _FILE,
-    ("--config-dir", "-cd"): _FILE,
     ("--cfg", "-c"): "--print-config prints the configuration",
     ("--multirun", "-m"): "start one run for each setting, in a loop of your shell",
 }
@@ -101,8 +97,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     for flag in ("--version", "--print-config", "--dry-run"):
         parser.add_argument(flag, action="store_true")
     parser.add_argument("--multirun", "-m", action="store_const", const="")
-    for flags in (each for each in _HYDRA if "-m" not in each):
-        parser.add_argument(*flags, nargs="?", const="")
+    parser.add_argument("--cfg", "-c", nargs="?", const="")
+    for flags in _NAMING:
+        parser.add_argument(*flags, metavar="NAME")
     try:
         arguments, words = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
@@ -119,6 +116,16 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         if word.startswith("-")
     ]
     arguments.overrides = [word for word in words if not word.startswith("-")]
+    if arguments.config_path or arguments.config_name or arguments.config_dir:
+        # Imported here, so that --help and --version need not wait for it.
+        from rltrain.config.hydra import named
+        from rltrain.config.verl_defaults import as_written
+
+        try:
+            tree = named(arguments.config_path, arguments.config_name, arguments.config_dir)
+            arguments.config.insert(0, as_written(tree))
+        except ConfigError as error:
+            arguments.problems.append(str(error))
     return arguments
 
 

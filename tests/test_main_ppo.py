@@ -6,6 +6,7 @@ import sys
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 
 from rltrain import __version__
 from rltrain.main_ppo import main
@@ -113,6 +114,16 @@ def test_flags_of_other_tools_are_explained(capsys):
     assert "--config: expected one argument" in capsys.readouterr().err
     assert main(["--dryrun"]) == 2
     assert "--dry-run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", ["--config-path {} --config-name mine", "-cp={} -cn=mine.yaml"])
+def test_hydras_flags_name_a_file(tmp_path, capsys, flags):
+    (tmp_path / "mine.yaml").write_text("defaults: [ppo_trainer, _self_]\ndata: {seed: 5, truncation: left}")
+    assert main([*flags.format(tmp_path).split(), "--print-config", "data.seed=7"]) == 0
+    text = capsys.readouterr().out
+    assert "seed: 7" in text
+    assert "truncation: left" in text
+    assert main(["--config-name=ppo_megatron_trainer", "--print-config"]) == 0
 
 
 def test_no_flag_hides_what_else_is_wrong(capsys):

@@ -53,18 +53,22 @@ def stock(name: str) -> Tree | None:
     return _STOCK.get(Path(name).name.removesuffix(".yaml").removesuffix(".yml"))
 
 
-def named(config_path: str | None, config_name: str | None) -> Tree:
-    """What Hydra's ``--config-path`` and ``--config-name`` stand for. Raises ConfigError."""
+def named(config_path: str | None, config_name: str | None, config_dir: str | None = None) -> Tree:
+    """What Hydra's flags of these names stand for; a file of verl's own need not be there. Raises ConfigError."""
     name = (config_name or "ppo_trainer").removesuffix(".yaml")
-    folder = Path(config_path or ".").expanduser()
-    if config_path and (folder / f"{name}.yaml").is_file():
-        return compose(folder / f"{name}.yaml")
+    folders = [Path(folder).expanduser() for folder in (config_path, config_dir) if folder]
+    for folder in folders or [Path()]:
+        # Without a folder, verl's own names mean verl's files.
+        if (folder / f"{name}.yaml").is_file() and (folders or stock(name) is None):
+            return compose(folder / f"{name}.yaml", folders)
     if (known := stock(name)) is not None:
         return known
-    if not config_path and (folder / f"{name}.yaml").is_file():
-        return compose(folder / f"{name}.yaml")
-    where = f"in {folder}" if config_path else "here; give its folder with --config-path"
-    raise ConfigError(f"--config-name {name}: there is no file {name}.yaml {where}, and it is none of verl's own.")
+    flags = {"--config-path": config_path, "--config-name": config_name, "--config-dir": config_dir}
+    written = " ".join(f"{flag} {value}" for flag, value in flags.items() if value)
+    raise ConfigError(
+        f"{written}: there is no file {name}.yaml in {' or '.join(map(str, folders)) or 'this folder'}, and it is none "
+        "of verl's own. Give the folder that it is in, or --config FILE."
+    )
 
 
 class _Composer:

@@ -166,5 +166,5 @@ def test_config_name_stands_for_verls_files_or_for_ones_own(tmp_path):
     assert named("recipe/config", "dapo_trainer")["reward_model"] == {"reward_manager": "dapo"}
     write(tmp_path, {"mine.yaml": "defaults: [ppo_trainer, _self_]\ndata: {seed: 5}"})
     assert named(str(tmp_path), "mine") == {"data": {"seed": 5}}
-    with pytest.raises(ConfigError, match=r"--config-name other: there is no file other.yaml in"):
+    with pytest.raises(ConfigError, match=r"--config-path .* --config-name other: there is no file other.yaml in"):
         named(str(tmp_path), "other")

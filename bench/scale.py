@@ -23,7 +23,6 @@ from rltrain.config.load import load_config
 from rltrain.controller.cluster import reserve, start_ray, stop_ray
 from rltrain.controller.group import WorkerGroup
 from rltrain.data.order import BatchOrder
-from rltrain.data.sampler import make_sampler
 from rltrain.device import get_device
 from rltrain.trainer.experience import Experience
 from rltrain.trainer.plan import make_plan
@@ -69,7 +68,7 @@ def make_trainer(group: WorkerGroup, workers: int, samples: int, tokens: int) ->
     ).config  # fmt: skip
     plan = make_plan(cfg, prompts * 4)
     policy = Policy(group, plan.passes)
-    sampler = make_sampler("shuffle", BatchOrder(prompts * 4, prompts, 0, True), [], 0.1)
+    sampler = BatchOrder(prompts * 4, prompts, 0, True)
     rewards = Rewards(cfg, {"train": []}, FreeScores(), None)  # type: ignore[arg-type]
     return PPOTrainer(
         cfg,

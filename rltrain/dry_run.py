@@ -27,7 +27,7 @@ from rltrain.logs import count
 from rltrain.rewards.custom import custom_reward
 from rltrain.rewards.processes.pool import make_scorer
 from rltrain.rewards.processes.score import Score
-from rltrain.trainer.build import check_columns, load_data
+from rltrain.trainer.build import check_columns, load_data, sampler_of
 from rltrain.trainer.plan import describe, make_plan
 from rltrain.trainer.preflight import Findings, preflight
 from rltrain.trainer.saving import checkpoint_bytes, missing_room
@@ -47,6 +47,8 @@ def dry_run(loaded: LoadedConfig, without_effect: Sequence[str]) -> tuple[str, b
     try:
         plan = make_plan(cfg, num_prompts, num_too_long)
         parts.append(describe(plan, cfg))
+        if "train" in rows and len(rows["train"]) == num_prompts:
+            sampler_of(cfg, plan, rows["train"], trial=True)
         # Not a `RunFolder`, which would create the folder and take its lock.
         folder = Path(cfg.trainer.default_local_dir).expanduser().absolute()
         size = checkpoint_bytes(cfg, found.num_parameters, found.num_trained)
@@ -68,7 +70,8 @@ def dry_run(loaded: LoadedConfig, without_effect: Sequence[str]) -> tuple[str, b
             parts.append("\n  ".join([title, *lines]))
     if not found.problems:
         return "\n".join([*parts, "a run would start"]) + "\n", False
-    problems = [problem.replace("\n", "\n    ") for problem in found.problems]
+    # A file may be looked at twice.
+    problems = [problem.replace("\n", "\n    ") for problem in dict.fromkeys(found.problems)]
     title = f"a run would refuse: {count(len(problems), 'problem')}"
     return "\n".join([*parts, "\n  ".join([title, *problems])]) + "\n", True
 
@@ -79,6 +82,14 @@ def _read(cfg: Config, found: Findings) -> tuple[dict[str, Rows], int | None, in
     Problems are added to ``found``.
     """
     data = cfg.data
+    if data.custom_cls:  # it alone can say how many rows it makes
+        try:
+            read = load_data(cfg) if found.tokenizer_works else None
+        except RltrainError as error:
+            found.problems.append(str(error))
+            read = None
+        prompts = read and read.prompts["train"]
+        return (read.rows, len(prompts), prompts.num_dropped) if read and prompts else ({}, None, 0)
     splits = {"train": data.train_files, "val": data.val_files}
     numbers = {split: _count(as_list(files)) for split, files in splits.items()}
     limits = {"train": data.train_max_samples, "val": data.val_max_samples}

@@ -225,3 +225,63 @@ def test_a_run_refuses_what_the_dry_run_refuses(made, tmp_path, capsys):
     assert "there is no such folder. Did you mean" in capsys.readouterr().err
     assert main(small_run(*made, tmp_path / "run", trainer__device="npu")) == 2
     assert "this machine has 0 NPU devices" in capsys.readouterr().err
+
+
+CLASSES = """
+class Sums:
+    def __init__(self, data_files, tokenizer, config, processor=None):
+        self.number, self.word = len(data_files) - len(data_files) + config.number, tokenizer.eos_token
+
+    def __len__(self):
+        return self.number
+
+    def __getitem__(self, item):
+        messages = [{"role": "user", "content": f"{item} + 1 = ?"}]
+        truth = {"style": "rule", "ground_truth": str(item + 1)}
+        return {"data_source": "rltrain/arithmetic", "raw_prompt": messages, "reward_model": truth}
+
+
+class Backwards:
+    def __init__(self, data_source, data_config):
+        self.number, self.step = len(data_source), data_config.sampler.step
+
+    def __iter__(self):
+        return iter(range(self.number - 1, -1, -self.step))
+
+    def __len__(self):
+        return len(range(0, self.number, self.step))
+"""
+
+
+def of_verl(folder, *more, **changes):
+    """The classes by verl's keys."""
+    (folder / "mine.py").write_text(CLASSES)
+    keys = {"data.custom_cls.path": folder / "mine.py", "data.custom_cls.name": "Sums", "+data.number": 12}
+    keys |= {"data.sampler.class_path": f"file://{folder}/mine.py", "data.sampler.class_name": "Backwards"}
+    keys |= {"+data.sampler.step": 1} | changes
+    return [*(f"{key}={value}" for key, value in keys.items()), *more]
+
+
+def test_classes_that_verl_would_load_are_tried(dry, tmp_path):
+    code, text = dry(*of_verl(tmp_path, "data.train_files=[anything]"))
+    assert (code, text.splitlines()[-1]) == (0, "a run would start")
+    assert "3 per epoch of 12 prompts" in text
+    assert f"data.custom_cls.path and data.custom_cls.name are data.custom_cls={tmp_path}/mine.py:Sums here" in text
+    assert "data.sampler.step: nobody reads it but your own class" in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"data.custom_cls.name": "Summs"}, "the file has no function 'Summs'; it defines Sums, Backwards"),
+        ({"data.custom_cls.path": "/no/such.py"}, "/no/such.py does not exist"),
+        ({"data.custom_cls.path": "pkg://no.such"}, "No module named 'no'"),
+        ({"+data.number": 0}, "no usable row in data.custom_cls"),
+        ({"+data.sampler.step": 2}, "an epoch of it has 1 batches, and one of the data 3"),
+        ({"+data.sampler.step": 5}, "an epoch of it names 3 different rows, fewer than data.train_batch_size=4"),
+    ],
+)
+def test_what_is_wrong_with_such_classes_is_shown(dry, tmp_path, changes, words):
+    more = ["trainer.total_training_steps=null"] if "one of the data" in words else []
+    found = refused(dry, *of_verl(tmp_path, *more, **changes))
+    assert found.count(words) == 1

@@ -20,7 +20,7 @@ from rltrain.config.load import LoadedConfig
 from rltrain.config.renames import shown
 from rltrain.config.schema import Config
 from rltrain.errors import ConfigError
-from rltrain.plugin import plugin_file
+from rltrain.plugin import is_plugin, plugin_file
 
 _A = "actor_rollout_ref."
 _R = _A + "rollout."
@@ -45,10 +45,12 @@ def broken_rules(loaded: LoadedConfig) -> list[str]:
 
 def missing_files(config: Config) -> list[str]:
     """Local files and folders that the config names and that are not there."""
-    named = [("data.train_files", path) for path in as_list(config.data.train_files)]
-    named += [("data.val_files", path) for path in as_list(config.data.val_files)]
+    data = config.data
+    # A class of the user's own may make rows of anything.
+    files = {} if data.custom_cls else {"data.train_files": data.train_files, "data.val_files": data.val_files}
+    named = [(key, path) for key, paths in files.items() for path in as_list(paths)]
     code = [("custom_reward_function.path", path) for path in as_list(config.custom_reward_function.path)]
-    code += [(key, get(config, key).rpartition(":")[0]) for key in plugin_keys() if ":" in get(config, key)]
+    code += [(key, name.rpartition(":")[0]) for key in plugin_keys() if is_plugin(name := get(config, key) or "")]
     code += [("trainer.callbacks", name.rpartition(":")[0]) for name in config.trainer.callbacks]
     # A module is looked for when it is imported.
     named += [(key, file) for key, place in code if (file := plugin_file(place)) is not None]
@@ -84,9 +86,13 @@ def _each_key(config: Config) -> Iterator[str]:
     for key in all_keys().values():
         value, rules = get(config, key.name), key.rules
         for item in value if isinstance(value, list) else [value]:
-            if rules.among and item not in rules.among and not (rules.plugin and ":" in item):
+            if item is None or item in rules.among or (rules.plugin and is_plugin(item)):
+                continue
+            if rules.among:
                 own = ", or a function of your own: FILE.py:NAME" if rules.plugin else ""
                 yield f"{key.name}={shown(value)}: '{item}' is not known; use one of {', '.join(rules.among)}{own}."
+            elif rules.plugin:
+                yield f"{key.name}={item}: name the file and what is in it, FILE.py:NAME."
         if isinstance(value, int | float) and not rules.within(value):
             usual = f" Try {key.default:g}." if isinstance(key.default, int | float) else ""
             yield f"{key.name}={value}: it must be {rules.bounds() or 'a number'}.{usual}"

@@ -77,6 +77,7 @@ def load_config(
     for override in overrides:
         reader.override(override)
     reader.modernise()
+    reader.hand_over()
     config: Any = None
     try:
         # Only now do defaults that follow other keys get their values, and a value of the wrong type may show only

@@ -20,8 +20,9 @@ from rltrain.config.keys import Key, all_keys, free_form_parent, is_known, meant
 from rltrain.config.renames import answer, rename, shown, turned_off
 from rltrain.config.schema import Config
 from rltrain.config.spellings import OLD_KEYS, VALUES, of_several
-from rltrain.config.verl_keys import CLASSIFIER, IMPLIES
+from rltrain.config.verl_keys import CLASSES, CLASSIFIER, IMPLIES
 from rltrain.config.verl_refused import GENERATIVE
+from rltrain.plugin import is_plugin
 
 
 @dataclass
@@ -42,6 +43,8 @@ class Reader:
     # Keys that the schema lacks, in our spelling -> (as written, value). Judged when all values are known, so that a
     # later setting takes an earlier one back.
     foreign: dict[str, tuple[str, Any]] = field(default_factory=dict)
+    # Keys that were written with Hydra's mark of a new key.
+    added: set[str] = field(default_factory=set)
     # Keys that one source has set by our name, which the same source's other spellings do not overrule.
     direct: set[str] = field(default_factory=set)
 
@@ -103,6 +106,27 @@ class Reader:
             self.renamed[written] = f"{written} turns on {' and '.join(turned_on)} here"
             del self.foreign[key]
 
+    def hand_over(self) -> None:
+        """Join path and name of the user's own classes, and give these the keys of data that nobody here knows."""
+        for (path, name), key in CLASSES.items():
+            (written, place), (called, value) = (self.foreign.pop(each, (each, None)) for each in (path, name))
+            if place and value:
+                self.renamed[written] = f"{written} and {called} are {key}={place}:{value} here"
+                self.written[key] = written
+                self._assign(key, written, f"{place}:{value}")
+            elif place:
+                self.problems.append(f"{written}={place}: say with {called} which class of it is meant.")
+        if not (self._value("data.custom_cls") or is_plugin(str(self._value("data.sampler.name")))):
+            return
+        for key, (written, value) in list(self.foreign.items()):
+            found = answer(key, value)
+            mistyped = written not in self.added and meant(key)
+            if key.startswith("data.") and not (found and found.refused) and not mistyped:
+                del self.foreign[key]
+                OmegaConf.update(self.tree, key.replace("data.", "data.own_keys.", 1), value, force_add=True)
+                if not found and not turned_off(value):
+                    self.notes.append(f"{written}: nobody reads it but your own class")
+
     def judge(self, config: Config | None) -> None:
         """Adds what is to be said of foreign keys to the notes and to the problems."""
         told: dict[tuple[str, bool], list[str]] = {}
@@ -140,8 +164,8 @@ class Reader:
     def override(self, word: str) -> None:
         """Take over one ``key=value``."""
         key, equals, text = word.partition("=")
-        # Hydra's mark of a new key. Here it is never needed and always allowed, so that verl's commands run.
-        key = key.lstrip("+").strip()
+        # Hydra's mark of a new key. Here it is always allowed, so that verl's commands run.
+        added, key = key.startswith("+"), key.lstrip("+").strip()
         if key.startswith("~"):  # Hydra's mark of a key that is left out
             key, equals, text = key[1:], "=", "null"
         if not equals or not key:
@@ -149,6 +173,8 @@ class Reader:
                 f"'{word}' is not of the form key=value. Quote values with spaces; flags are listed by --help."
             )
             return
+        if added:
+            self.added.add(key)
         try:
             self.set(key, _parse_value(key, text))
         except (YAMLError, OmegaConfBaseException) as error:
@@ -221,7 +247,8 @@ def _leaves(tree: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
         key = f"{prefix}{name}"
         if name == "_target_":  # Hydra's class names
             continue
-        if isinstance(value, dict) and rename(key) not in all_keys():
+        known = all_keys().get(rename(key))
+        if isinstance(value, dict) and not (known and known.free_form):
             yield from _leaves(value, f"{key}.")
         else:
             yield key, value

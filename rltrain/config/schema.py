@@ -55,7 +55,7 @@ class SamplerConfig:
 
     name: str = key("shuffle", among=("shuffle", "solve_rate"), plugin=True)
     """shuffle (in file order with data.shuffle=False), solve_rate (skips most prompts that were always or never solved
-    before), or a sampler of your own: FILE.py:NAME."""
+    before), or a sampler of your own: FILE.py:NAME (verl's data.sampler.class_path and class_name)."""
     revisit: float = key(0.1, least=0, most=1, only_with="name=solve_rate")
     """solve_rate: how often per epoch such a prompt is tried again."""
 
@@ -88,6 +88,12 @@ class DataConfig:
     """Column that chooses the scorer."""
     shuffle: bool = True
     """Shuffle the prompts anew in every epoch. Batch k depends on data.seed and k alone."""
+    custom_cls: str | None = key(None, plugin=True)
+    """A dataset class of your own that makes the rows: FILE.py:NAME (verl's data.custom_cls.path and name); null:
+    parquet files are read as they are."""
+    own_keys: dict[str, Any] = key({})
+    """Free-form: further keys of data that your own classes (custom_cls, sampler) find in their config. Keys of data
+    that are unknown here are put there."""
     sampler: SamplerConfig = section(SamplerConfig)
     """Which prompts come next."""
     seed: int = 1

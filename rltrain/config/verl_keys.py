@@ -26,6 +26,7 @@ ALIASES = {
     "reward.custom_reward_function.": "custom_reward_function.",
     "reward.reward_manager.name": "reward_model.reward_manager",
     "reward.reward_manager": "reward_model.reward_manager",
+    "reward_manager.name": "reward_model.reward_manager",
     "reward.reward_kwargs.overlong_buffer_cfg.": "reward_model.overlong_buffer.",
     "reward_model.reward_kwargs.overlong_buffer_cfg.": "reward_model.overlong_buffer.",
     "reward.reward_kwargs.max_resp_len": "reward_model.overlong_buffer.max_resp_len",
@@ -66,6 +67,12 @@ _NO_PROFILER = "there is no profiler in this version"
 CLASSIFIER = "the reward model is a classifier that runs in the workers, not behind a server"
 _EVERY_FSDP2 = "every model is sharded with FSDP2"
 
+# Where verl has path and name of a class apart -> the key here, which holds PATH:NAME.
+CLASSES = {
+    ("data.custom_cls.path", "data.custom_cls.name"): "data.custom_cls",
+    ("data.sampler.class_path", "data.sampler.class_name"): "data.sampler.name",
+}
+
 # Keys that change nothing here -> why.
 NO_EFFECT = {
     "algorithm.filter_groups.max_inflight_gen_batches": "rounds of generation follow each other",
@@ -79,8 +86,7 @@ NO_EFFECT = {
     "critic.model.custom_chat_template": "the critic reads the actor's tokens",
     "critic.rollout_n": "it follows actor_rollout_ref.rollout.n",
     "critic.strategy=fsdp2|fsdp": _EVERY_FSDP2,
-    "reward.reward_manager.source": "see reward_model.reward_manager",
-    "reward.reward_manager.module.*": "see custom_reward_function",
+    "*reward_manager.module.*=custom_reward_manager": "see custom_reward_function",
     "reward.reward_model.*": CLASSIFIER,
     "reward_model.rollout.*": CLASSIFIER,
     "reward_model.inference.*": CLASSIFIER,
@@ -117,7 +123,6 @@ NO_EFFECT = {
     "transfer_queue.*": "samples go from process to process through Ray",
     "data.audio_key": "audio is not supported",
     "data.dataloader_num_workers": "there is no data loader to feed",
-    "data.datagen.*": "there is no data generator",
     "data.filter_overlong_prompts_workers": "prompts are tokenised once, in batches, when they are read",
     "data.image_key": "rows with something in the columns images or videos are refused in this version",
     "data.image_patch_size": "the processor knows its patch size",

@@ -17,6 +17,11 @@ _SYNCHRONOUS = (
 )
 _SINGLE_TURN = "answers are single-turn: leave it out"
 _TOOLS = "tools are not supported: answers are single-turn"
+_MANAGER = (
+    "a reward manager of one's own reads verl's batch of tensors, which no process has here: write what it computes "
+    "for an answer as a function (custom_reward_function.path and name), or for many with "
+    "reward_model.reward_manager=batch"
+)
 _LR_NAMES = "this is Megatron's name: use optim.lr_scheduler_type, lr_warmup_steps and min_lr_ratio"
 # Of rows of NO_EFFECT beside other settings. A reward model's server with a function of the user's own: in verl that
 # function asks the server.
@@ -53,15 +58,13 @@ REFUSED = {
     _A + "model.hf_config_path!=${actor_rollout_ref.model.path}": "save config.json in the folder of model.path",
     "critic.model.lora_adapter_path": "the critic's adapters start anew: use critic.model.lora_rank",
     "algorithm.use_pf_ppo": "PF-PPO is not in this version: leave it out",
-    "data.custom_cls*": "write your data as parquet in verl's schema (python -m rltrain.data_preprocess.jsonl does)",
-    "data.sampler.class_*": "use data.sampler.name=FILE.py:NAME",
     "data.min_response_length": "an answer ends where the model ends it: leave it out",
     "data.tokenizer!=${actor_rollout_ref.model.path}": "save the tokenizer in the folder of model.path",
     "data.tool_config_path": _TOOLS,
     "data.function_tool_path": _TOOLS,
-    "reward.reward_manager.source!=register": "use custom_reward_function.path=FILE.py",
-    "reward_model.reward_loop_source!=register": "use custom_reward_function.path=FILE.py",
-    "reward_model.reward_loop_*": "use custom_reward_function.path=FILE.py",
+    "*reward_manager.source!=register": _MANAGER,
+    "reward_model.reward_loop_source!=register": _MANAGER,
+    "reward_model.reward_loop_*": _MANAGER,
     "*sandbox_fusion_url": "use custom_reward_function.path with a function that calls your sandbox",
     "*sandbox_fusion.url": "use custom_reward_function.path with a function that calls your sandbox",
     "trainer.v1.trainer_mode!=sync": _SYNCHRONOUS,
@@ -92,6 +95,7 @@ SECTIONS = {
         "actor_rollout_ref.actor.kl_loss_type=full",
     ),
     "*.megatron.*": ("", _FSDP + "leave Megatron's keys out, or see --help {fsdp}"),
+    "data.datagen.*": ("path", "rows are read once, before the first step: make them in a class of data.custom_cls"),
     "*.veomni.*": ("", _LEAVE),
     "*.torchtitan.*": ("", _LEAVE),
     "*.automodel.*": ("", _LEAVE),

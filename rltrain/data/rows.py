@@ -9,8 +9,9 @@ that chat templates reject.
 
 import hashlib
 import json
+import pickle
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rltrain.data.checks import Keys, check_schema, row_problem
 from rltrain.errors import DataError
 from rltrain.seeds import stream
 
@@ -43,20 +45,6 @@ class PromptRow:
 
 
 @dataclass(frozen=True)
-class _Keys:
-    """Which columns hold the prompt and the data source (``data.prompt_key``, ``data.reward_fn_key``)."""
-
-    prompt: str
-    source: str
-
-    def required(self) -> tuple[str, ...]:
-        return (self.prompt, self.source, "reward_model")
-
-    def optional(self) -> tuple[str, ...]:
-        return ("ability", "extra_info")
-
-
-@dataclass(frozen=True)
 class _File:
     """A file, the rows of it that are used, and their numbers in it."""
 
@@ -64,11 +52,24 @@ class _File:
     table: pa.Table
     numbers: np.ndarray
 
+    def records(self, names: Sequence[str], start: int, number: int = 1) -> list[dict[str, Any]]:
+        """Columns ``names`` of ``number`` rows from ``start`` on."""
+        return self.table.select(names).slice(start, number).to_pylist()
+
+
+class _Pickled(_File):
+    """Rows that a program has made: each field is a pickle, because Arrow wants one type for all rows of a column."""
+
+    def records(self, names: Sequence[str], start: int, number: int = 1) -> list[dict[str, Any]]:
+        """See `_File`."""
+        packed = super().records(names, start, number)
+        return [{name: pickle.loads(value) for name, value in record.items()} for record in packed]
+
 
 class Rows:
     """Rows of one or more parquet files, in file order: an immutable, picklable sequence of ``PromptRow``."""
 
-    def __init__(self, files: Sequence[_File], keys: _Keys, index: np.ndarray, digests: np.ndarray):
+    def __init__(self, files: Sequence[_File], keys: Keys, index: np.ndarray, digests: np.ndarray):
         self._files = tuple(files)
         self._keys = keys
         self._index = index
@@ -83,7 +84,7 @@ class Rows:
         file, row = self._locate(position)
         # Pictures are large and not part of a row; `media` fetches them.
         names = [name for name in file.table.column_names if name not in MEDIA_COLUMNS]
-        return _build({name: file.table.column(name)[row].as_py() for name in names}, self._keys)
+        return _build(file.records(names, row)[0], self._keys)
 
     def __iter__(self) -> Iterator[PromptRow]:
         for position in range(len(self)):
@@ -106,7 +107,7 @@ class Rows:
         """The images and videos of a row, by column name; empty for a text row."""
         file, row = self._locate(position)
         present = [name for name in MEDIA_COLUMNS if name in file.table.column_names]
-        values = {name: file.table.column(name)[row].as_py() for name in present}
+        values = file.records(present, row)[0] if present else {}
         return {name: value for name, value in values.items() if value}
 
     def select(self, indices: Sequence[int] | np.ndarray) -> "Rows":
@@ -116,8 +117,8 @@ class Rows:
     def data_sources(self) -> dict[str, int]:
         """Position of the first row per data source."""
         first: dict[str, int] = {}
-        columns = [file.table.column(self._keys.source).to_pylist() for file in self._files]
-        names = [name for column in columns for name in column]
+        source = self._keys.source
+        names = [record[source] for file in self._files for record in file.records([source], 0, file.table.num_rows)]
         for position, row in enumerate(self._index.tolist()):
             first.setdefault(names[row], position)
         return first
@@ -154,7 +155,31 @@ def read_rows(
     ``max_rows`` keeps so many rows over all files (0 or less: all), drawn by ``seed`` (None: the first). Raises
     DataError naming file, row, field, what is wrong and what to do; up to five problems at once.
     """
-    rows, problems = scan_rows(files, prompt_key=prompt_key, reward_fn_key=reward_fn_key, max_rows=max_rows, seed=seed)
+    return _usable(*scan_rows(files, prompt_key=prompt_key, reward_fn_key=reward_fn_key, max_rows=max_rows, seed=seed))
+
+
+def rows_of(
+    records: Iterable[dict[str, Any]],
+    name: str,
+    numbers: np.ndarray,
+    *,
+    prompt_key: str = "prompt",
+    reward_fn_key: str = "data_source",
+) -> Rows:
+    """Rows that a program has made, of plain values, checked as those of a file.
+
+    ``name`` and ``numbers`` [n] are for messages. Raises DataError as `read_rows` does.
+    """
+    keys = Keys(prompt_key, reward_fn_key)
+    columns: dict[str, list[bytes]] = {column: [] for column in (*keys.required(), *keys.optional())}
+    for record in records:
+        for column, values in columns.items():
+            values.append(pickle.dumps(record.get(column)))
+    table = pa.table({column: pa.array(each, pa.large_binary()) for column, each in columns.items()})
+    return _usable(*_checked([_Pickled(name, table, numbers)], keys))
+
+
+def _usable(rows: Rows, problems: Sequence[str]) -> Rows:
     if problems:
         raise DataError(first_of("1 bad row:" if len(problems) == 1 else f"{len(problems)} bad rows:", problems))
     if not len(rows):
@@ -177,17 +202,31 @@ def scan_rows(
     paths = [files] if isinstance(files, (str, Path)) else list(files)
     if not paths:
         raise DataError("no data file was given. Try data.train_files=train.parquet data.val_files=test.parquet.")
-    keys = _Keys(prompt_key, reward_fn_key)
-    opened = _chosen([_open(path, keys) for path in map(str, paths)], max_rows, seed)
+    keys = Keys(prompt_key, reward_fn_key)
+    return _checked(_chosen([_open(path, keys) for path in map(str, paths)], max_rows, seed), keys)
+
+
+def _checked(files: Sequence[_File], keys: Keys) -> tuple[Rows, list[str]]:
     kept, problems, start = [], [], 0
     digests = [np.zeros((0, _DIGEST_BYTES), dtype=np.uint8)]
-    for file in opened:
+    for file in files:
         bad, found = _check_table(file, keys)
         digests.append(found)
         problems += list(bad.values())
         kept += [start + row for row in range(file.table.num_rows) if row not in bad]
         start += file.table.num_rows
-    return Rows(opened, keys, np.asarray(kept, dtype=np.int64), np.concatenate(digests)), problems
+    return Rows(files, keys, np.asarray(kept, dtype=np.int64), np.concatenate(digests)), problems
+
+
+def drawn(total: int, most: int, seed: int | None) -> np.ndarray:
+    """At most ``most`` of the numbers below ``total`` (0 or less: all), drawn by ``seed`` (None: the first); ascending
+    [n], int64."""
+    if not 0 < most < total:
+        return np.arange(total)
+    if seed is None:
+        return np.arange(most)
+    # As in `BatchOrder`: rows are ranked by raw numbers, whose stream NumPy guarantees.
+    return np.sort(np.argsort(stream(seed, "subset").random_raw(total), kind="stable")[:most])
 
 
 def _chosen(files: list[_File], max_rows: int, seed: int | None) -> list[_File]:
@@ -195,10 +234,7 @@ def _chosen(files: list[_File], max_rows: int, seed: int | None) -> list[_File]:
     total = sum(len(file.numbers) for file in files)
     if not 0 < max_rows < total:
         return files
-    rows = np.arange(max_rows)
-    if seed is not None:
-        # As in `BatchOrder`: rows are ranked by raw numbers, whose stream NumPy guarantees.
-        rows = np.sort(np.argsort(stream(seed, "subset").random_raw(total), kind="stable")[:max_rows])
+    rows = drawn(total, max_rows, seed)
     starts = np.cumsum([0, *(len(file.numbers) for file in files)])
     return [
         _taken(file, _between(rows, start, end)) for file, start, end in zip(files, starts, starts[1:], strict=False)
@@ -221,7 +257,7 @@ def _between(rows: np.ndarray, start: int, end: int) -> np.ndarray:
     return rows[np.searchsorted(rows, start) : np.searchsorted(rows, end)] - start
 
 
-def _open(path: str, keys: _Keys) -> _File:
+def _open(path: str, keys: Keys) -> _File:
     if "://" in path:
         raise DataError(f"{path!r} is a remote address; copy the file to a local disk and give its path.")
     local = Path(path).expanduser()
@@ -235,7 +271,7 @@ def _open(path: str, keys: _Keys) -> _File:
         # A flipped bit in a page with a checksum is then an error and not another number.
         with pq.ParquetFile(local, page_checksum_verification=True) as source:
             schema = source.schema_arrow
-            _check_schema(path, schema, keys)
+            check_schema(path, schema, keys)
             # Columns that nobody reads would only fill Ray's object store.
             wanted = {*keys.required(), *keys.optional(), *MEDIA_COLUMNS}
             table = source.read(columns=[name for name in schema.names if name in wanted])
@@ -247,42 +283,21 @@ def _open(path: str, keys: _Keys) -> _File:
     return _File(path, table, np.arange(table.num_rows))
 
 
-def _check_schema(path: str, schema: pa.Schema, keys: _Keys) -> None:
-    names = list(schema.names)
-    missing = [name for name in keys.required() if name not in names]
-    if missing:
-        hint = "" if keys.prompt not in missing else " Or name its prompt column with data.prompt_key=NAME."
-        raise DataError(
-            f"{path!r} has no column {', '.join(map(repr, missing))}; it has {', '.join(map(repr, names)) or 'none'}. "
-            f"A verl file holds {', '.join(map(repr, keys.required()))}; "
-            f"see python -m rltrain.data_preprocess.gsm8k --help for a converter.{hint}"
-        )
-    reward = schema.field("reward_model").type
-    if not pa.types.is_struct(reward) or reward.get_field_index("ground_truth") < 0:
-        raise DataError(
-            f"{path!r}: column 'reward_model' is {reward}; it must be a struct such as "
-            "{'style': 'rule', 'ground_truth': '72'}."
-        )
-
-
-def _check_table(file: _File, keys: _Keys) -> tuple[dict[int, str], np.ndarray]:
+def _check_table(file: _File, keys: Keys) -> tuple[dict[int, str], np.ndarray]:
     """The problem per bad row, by row number, and a digest per row [n, 16]."""
     bad: dict[int, str] = {}
-    media = [name for name in MEDIA_COLUMNS if name in file.table.column_names]
-    text = file.table.drop_columns(media)
     digests = bytearray()
-    for start in range(0, text.num_rows, _READ_CHUNK_ROWS):
+    for start in range(0, file.table.num_rows, _READ_CHUNK_ROWS):
         try:
-            records = text.slice(start, _READ_CHUNK_ROWS).to_pylist()
+            records = file.records(file.table.column_names, start, _READ_CHUNK_ROWS)
         except UnicodeDecodeError as error:
             raise DataError(f"{file.path!r} rows {start} and after hold text that is not UTF-8 ({error}).") from error
-        seen = file.table.select(media).slice(start, _READ_CHUNK_ROWS).to_pylist() if media else [{}] * len(records)
-        for record, more in zip(records, seen, strict=True):
+        for record in records:
             # As JSON with sorted keys: the order of a struct's fields is the writing program's affair.
-            content = json.dumps(_plain(record | more), sort_keys=True, default=_digest_of_bytes)
+            content = json.dumps(_plain(record), sort_keys=True, default=_digest_of_bytes)
             digests += hashlib.blake2b(content.encode(), digest_size=_DIGEST_BYTES).digest()
         for row, record in enumerate(records, start):
-            problem = _problem(record, keys)
+            problem = row_problem(record, keys)
             if problem:
                 bad[row] = f"{file.path!r} row {file.numbers[row]}: {problem}"
     return bad, np.frombuffer(digests, dtype=np.uint8).reshape(-1, _DIGEST_BYTES)
@@ -301,51 +316,7 @@ def _digest_of_bytes(value: Any) -> str:
     return hashlib.sha256(value).hexdigest() if isinstance(value, bytes) else str(value)
 
 
-def _problem(record: dict[str, Any], keys: _Keys) -> str | None:
-    """What is wrong with a row, or None."""
-    source, reward = record[keys.source], record["reward_model"]
-    of_reward = reward if isinstance(reward, dict) else {}
-    style, truth = of_reward.get("style"), of_reward.get("ground_truth")
-    ability, extra = record.get("ability"), record.get("extra_info")
-    fields = (
-        (keys.source, source, isinstance(source, str) and source, "a name such as 'openai/gsm8k'"),
-        ("reward_model", reward, isinstance(reward, dict), "{'style': 'rule', 'ground_truth': …}"),
-        ("reward_model.style", style, isinstance(style, str | None), "text: 'rule' or 'model'"),
-        (
-            "reward_model.ground_truth",
-            truth,
-            truth is not None or style == "model",
-            "the right answer, or style 'model'",
-        ),
-        ("ability", ability, isinstance(ability, str | None), "text or null"),
-        ("extra_info", extra, isinstance(extra, dict | None), "a struct such as {'index': 0}"),
-    )
-    wrong = (
-        f"field {name!r} is {_short(value)}; it must be {wanted}." for name, value, fine, wanted in fields if not fine
-    )
-    return _prompt_problem(record[keys.prompt], keys.prompt) or next(wrong, None)
-
-
-def _prompt_problem(prompt: Any, name: str) -> str | None:
-    if isinstance(prompt, str):
-        # Not wrapped silently: such a string often went through a chat template already.
-        wanted = "a list of messages: [{'role': 'user', 'content': the text}]"
-        return f"field {name!r} is a plain string; it must be {wanted}."
-    if not isinstance(prompt, list) or not prompt:
-        return f"field {name!r} is {_short(prompt)}; it must be a non-empty list of messages."
-    for number, message in enumerate(prompt):
-        where = f"field '{name}[{number}]"
-        if not isinstance(message, dict):
-            return f"{where}' is {_short(message)}; it must be {{'role': …, 'content': …}}."
-        role, content = message.get("role"), message.get("content")
-        if not isinstance(role, str) or not role:
-            return f"{where}.role' is {_short(role)}; it must be 'system', 'user', 'assistant' or 'tool'."
-        if not isinstance(content, (str, list)):
-            return f"{where}.content' is {_short(content)}; it must be text."
-    return None
-
-
-def _build(record: dict[str, Any], keys: _Keys) -> PromptRow:
+def _build(record: dict[str, Any], keys: Keys) -> PromptRow:
     reward = record["reward_model"]
     # Parquet gives every message of a column the same keys, null where absent; templates ask "is the key there".
     prompt = [{key: value for key, value in message.items() if value is not None} for message in record[keys.prompt]]
@@ -363,13 +334,6 @@ def first_of(title: str, lines: Sequence[str]) -> str:
     """A title, and below it the first of the lines."""
     more = [f"… and {len(lines) - _NUM_SHOWN} more"] if len(lines) > _NUM_SHOWN else []
     return "\n  ".join([title, *lines[:_NUM_SHOWN], *more])
-
-
-def _short(value: Any) -> str:
-    if value is None:
-        return "null"
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '…'}"
 
 
 def _first_line(error: BaseException) -> str:

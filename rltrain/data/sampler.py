@@ -13,17 +13,22 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from rltrain.config.schema import DataConfig
+from rltrain.data.custom import EpochSampler, is_verls
 from rltrain.data.order import BatchOrder
-from rltrain.data.rows import PromptRow
+from rltrain.data.rows import PromptRow, Rows
 from rltrain.errors import ConfigError
-from rltrain.plugin import load_plugin
+from rltrain.plugin import load_plugin, user_traceback
 from rltrain.seeds import stream
 
 State = dict[str, NDArray[Any]]
 
 
 class Sampler(Protocol):
-    """The interface of what ``data.sampler.name=FILE.py:NAME`` returns when called with (BatchOrder, Rows)."""
+    """The interface of what ``data.sampler.name=FILE.py:NAME`` returns when called with (BatchOrder, Rows).
+
+    A class that was written for verl, with the arguments data_source and data_config, is an `EpochSampler`.
+    """
 
     def rows(self, draw: int) -> Sequence[int]:
         """``batch_size`` distinct rows for draw ``draw``, counted from 0. Called once per draw, in order."""
@@ -97,18 +102,25 @@ class SolveRateSampler:
         self._cursor, self._rates = int(state["cursor"]), state["rates"].copy()
 
 
-def make_sampler(name: str, order: BatchOrder, rows: Iterable[PromptRow], revisit: float) -> Sampler:
-    """The sampler of ``data.sampler.name``. Raises ConfigError for one that lacks a method."""
+def make_sampler(data: DataConfig, order: BatchOrder, rows: Rows) -> Sampler:
+    """The sampler of ``data.sampler.name``. Raises ConfigError for one that cannot be made or lacks a method."""
+    name = data.sampler.name
     if name == "shuffle":
         return order
     if name == "solve_rate":
-        return SolveRateSampler(order, rows, revisit)
-    sampler = load_plugin("data.sampler.name", name)(order, rows)
+        return SolveRateSampler(order, rows, data.sampler.revisit)
+    key, made = f"data.sampler.name={name}", load_plugin("data.sampler.name", name)
+    if is_verls(made):
+        return EpochSampler(key, made, data, order, rows)
+    try:
+        sampler = made(order, rows)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything; it is reported
+        raise ConfigError(f"{key} cannot be made:\n{user_traceback(error)}") from None
     missing = [
         each for each in ("rows", "epoch", "observe", "state", "restore") if not callable(getattr(sampler, each, None))
     ]
     if missing:
-        raise ConfigError(f"data.sampler.name={name}: {type(sampler).__name__} has no method {', '.join(missing)}.")
+        raise ConfigError(f"{key}: {type(sampler).__name__} has no method {', '.join(missing)}.")
     return sampler
 
 

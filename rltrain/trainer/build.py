@@ -26,12 +26,14 @@ from rltrain.controller.group import WorkerGroup
 from rltrain.controller.hang import Deadlines
 from rltrain.controller.sample_writer import WriterProcess
 from rltrain.data.chat import ChatEncoder, PromptStore, chat_encoder, encode_prompts
+from rltrain.data.custom import EpochSampler, custom_rows
 from rltrain.data.order import BatchOrder
 from rltrain.data.rows import Rows, read_rows
-from rltrain.data.sampler import make_sampler
+from rltrain.data.sampler import Sampler, make_sampler
 from rltrain.device import get_device, threads_per_worker
 from rltrain.env_report import device_facts, facts
-from rltrain.errors import ConfigError, DataError
+from rltrain.errors import ConfigError, DataError, RltrainError
+from rltrain.plugin import is_plugin, user_traceback
 from rltrain.rewards.processes.pool import RewardPool
 from rltrain.rewards.processes.score import Score
 from rltrain.stop import Stop
@@ -89,6 +91,7 @@ def build(
         data = load_data(cfg)
         plan = make_plan(cfg, len(data.prompts["train"]), data.prompts["train"].num_dropped)
         log.info("%s", describe(plan, cfg))
+        sampler_of(cfg, plan, data.rows["train"], trial=True)
         folder = RunFolder(cfg.trainer.default_local_dir)
         closing.callback(folder.release)
         logs.open_train_log(folder.path)
@@ -204,13 +207,34 @@ def make_trainer(
     sizes = group.call(Models.init_models, plan.passes, trains)[0]
     policy = Policy(group, plan.passes)
     rewards = Rewards(cfg, data.rows, pool, RewardModel(group) if cfg.reward_model.enable else None)
-    # The order draws a round of generation, which under dynamic sampling is another number of prompts than a step
-    # learns from.
-    order = BatchOrder(len(data.prompts["train"]), plan.prompts_per_round, cfg.data.seed, cfg.data.shuffle)
-    sampler = make_sampler(cfg.data.sampler.name, order, data.rows["train"], cfg.data.sampler.revisit)
-    experience = Experience(cfg, plan, policy, rewards, sampler)
+    experience = Experience(cfg, plan, policy, rewards, sampler_of(cfg, plan, data.rows["train"]))
     critic = Critic(group, plan.passes) if plan.passes.values and trains else None
     return PPOTrainer(cfg, plan, policy, critic, rewards, experience, sizes, callbacks)
+
+
+def sampler_of(cfg: Config, plan: Plan, rows: Rows, *, trial: bool = False) -> Sampler:
+    """What draws the prompts of a run. Raises ConfigError for a sampler that cannot be used.
+
+    ``trial``: it also draws a batch, and is to be thrown away.
+    """
+    # The order draws a round of generation, which under dynamic sampling is another number of prompts than a step
+    # learns from.
+    order = BatchOrder(len(rows), plan.prompts_per_round, cfg.data.seed, cfg.data.shuffle)
+    sampler, name = make_sampler(cfg.data, order, rows), f"data.sampler.name={cfg.data.sampler.name}"
+    steps = sampler.batches_per_epoch if isinstance(sampler, EpochSampler) else order.steps_per_epoch
+    if steps != order.steps_per_epoch and cfg.trainer.total_training_steps is None:
+        raise ConfigError(
+            f"{name}: an epoch of it has {steps} batches, and one of the data {order.steps_per_epoch}. "
+            "Say with trainer.total_training_steps how many steps there shall be."
+        )
+    if trial and is_plugin(cfg.data.sampler.name):
+        try:
+            sampler.rows(0)
+        except RltrainError:
+            raise
+        except Exception as error:  # noqa: BLE001 - user code may raise anything; it is reported
+            raise ConfigError(f"{name} draws no batch:\n{user_traceback(error)}") from None
+    return sampler
 
 
 def start_pool(cfg: Config, num_workers: int, splits: dict[str, Any], folder: Path) -> RewardPool | None:
@@ -260,8 +284,11 @@ def load_data(cfg: Config) -> Data:
         if not files:
             continue
         log.info("reading data.%s_files=%s", split, files)
-        keys: dict[str, Any] = {"prompt_key": data.prompt_key, "reward_fn_key": data.reward_fn_key}
-        found = read_rows(files, **keys, max_rows=limit, seed=data.seed if data.shuffle else None)
+        if data.custom_cls:
+            found = custom_rows(data, files, encoder.tokenizer, limit)
+        else:
+            keys: dict[str, Any] = {"prompt_key": data.prompt_key, "reward_fn_key": data.reward_fn_key}
+            found = read_rows(files, **keys, max_rows=limit, seed=data.seed if data.shuffle else None)
         store = encode_prompts(found, encoder, data.max_prompt_length, data.filter_overlong_prompts, data.truncation)
         if not len(store):
             raise DataError(

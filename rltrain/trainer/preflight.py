@@ -62,8 +62,8 @@ def preflight(loaded: LoadedConfig) -> Findings:
 def _plugins(cfg: Config, found: Findings) -> None:
     found.problems += check_plugins(cfg)
     for key in plugin_keys():
-        if is_plugin(get(cfg, key)):
-            load_plugin(key, get(cfg, key))
+        if is_plugin(name := get(cfg, key) or ""):
+            load_plugin(key, name)
 
 
 def _models(cfg: Config, found: Findings) -> None:

@@ -469,5 +469,43 @@ def test_help_needs_neither_torch_nor_ray_nor_omegaconf():
     assert "actor_rollout_ref.rollout" in done.stdout
 
 
+def test_path_and_name_of_a_class_are_one_key():
+    loaded = load_config(["data.custom_cls.path=pkg://my.data", "data.custom_cls.name=Mine", "+data.my.key=3"])
+    assert (loaded.config.data.custom_cls, loaded.config.data.own_keys) == ("pkg://my.data:Mine", {"my": {"key": 3}})
+    loaded = load_config(["data.sampler.class_path=a.py", "data.sampler.class_name=B", "data.sampler.group_key=x"])
+    assert (loaded.config.data.sampler.name, loaded.config.data.own_keys) == ("a.py:B", {"sampler": {"group_key": "x"}})
+    assert "say with data.custom_cls.name which class of it" in problems("data.custom_cls.path=a.py")
+    assert "name the file and what is in it, FILE.py:NAME" in problems("data.custom_cls=a.py")
+
+
+def test_classes_that_are_not_chosen_are_nothing(tmp_path):
+    (tmp_path / "saved.yaml").write_text(
+        "data: {custom_cls: {path: null, name: null}, sampler: {class_path: null, class_name: null}, "
+        "datagen: {path: null, name: null}}\n"
+        "reward: {reward_manager: {source: register, name: naive, module: {path: null, name: custom_reward_manager}}}\n"
+    )
+    loaded = load_config([*BASE], [str(tmp_path / "saved.yaml")])
+    assert (loaded.config.data.custom_cls, loaded.config.data.sampler.name) == (None, "shuffle")
+    assert loaded.warnings == ("reward.reward_manager.name is called reward_model.reward_manager here",)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("data.my_key=3", "unknown key 'data.my_key'"),
+        ("data.datagen.path=a.py", "data.datagen.path=a.py: rows are read once, before the first step"),
+        ("reward.reward_manager.source=importlib", "reads verl's batch of tensors"),
+        ("reward_manager.source=importlib", "custom_reward_function.path and name"),
+        ("reward_model.reward_loop_source=importlib", "reward_model.reward_manager=batch"),
+    ],
+)
+def test_code_that_cannot_be_kept_is_refused_with_the_way_out(override, words):
+    assert words in problems(override)
+
+
+def test_a_mistyped_key_is_no_key_of_a_class():
+    assert "Did you mean data.shuffle?" in problems("data.custom_cls=a.py:B", "data.suffle=False")
+
+
 if __name__ == "__main__":
     KEYS_FILE.write_text("\n".join(sorted(all_keys())) + "\n")

@@ -3,6 +3,7 @@ import json
 import numpy as np
 import pytest
 
+from rltrain.config.schema import DataConfig, SamplerConfig
 from rltrain.data.order import BatchOrder
 from rltrain.data.sampler import SolveRateSampler, make_sampler
 from rltrain.errors import ConfigError
@@ -16,6 +17,10 @@ class Row:
 def sampler(rates=(), num_rows=12, batch=3, revisit=0.0) -> SolveRateSampler:
     rows = [Row(PassRate_7BBase=rates[i]) if i < len(rates) else Row() for i in range(num_rows)]
     return SolveRateSampler(BatchOrder(num_rows, batch, seed=5), rows, revisit)
+
+
+def named(name) -> DataConfig:
+    return DataConfig(sampler=SamplerConfig(name))
 
 
 def test_unknown_prompts_come_in_the_shuffled_order():
@@ -73,7 +78,7 @@ def test_a_sampler_of_the_users_own(tmp_path):
         "    def __init__(self, order, rows): pass\n"
     )
     order = BatchOrder(12, 3, seed=5)
-    assert make_sampler(f"{file}:Mine", order, [], 0.1).rows(0) == [0, 1, 2]
+    assert make_sampler(named(f"{file}:Mine"), order, []).rows(0) == [0, 1, 2]
     with pytest.raises(ConfigError, match="Half has no method rows, epoch, observe, state, restore"):
-        make_sampler(f"{file}:Half", order, [], 0.1)
-    assert make_sampler("shuffle", order, [], 0.1) is order
+        make_sampler(named(f"{file}:Half"), order, [])
+    assert make_sampler(named("shuffle"), order, []) is order

@@ -1,0 +1,94 @@
+"""What a file and a row of verl's parquet schema must hold."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from rltrain.errors import DataError
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Which columns hold the prompt and the data source (``data.prompt_key``, ``data.reward_fn_key``)."""
+
+    prompt: str
+    source: str
+
+    def required(self) -> tuple[str, ...]:
+        """Columns without which a file is none of verl's."""
+        return (self.prompt, self.source, "reward_model")
+
+    def optional(self) -> tuple[str, ...]:
+        """Columns that are read where they are there."""
+        return ("ability", "extra_info")
+
+
+def check_schema(path: str, schema: pa.Schema, keys: Keys) -> None:
+    """Raise DataError if a file lacks a column, or has another kind of column for the ground truth."""
+    names = list(schema.names)
+    missing = [name for name in keys.required() if name not in names]
+    if missing:
+        hint = "" if keys.prompt not in missing else " Or name its prompt column with data.prompt_key=NAME."
+        raise DataError(
+            f"{path!r} has no column {', '.join(map(repr, missing))}; it has {', '.join(map(repr, names)) or 'none'}. "
+            f"A verl file holds {', '.join(map(repr, keys.required()))}; "
+            f"see python -m rltrain.data_preprocess.gsm8k --help for a converter.{hint}"
+        )
+    reward = schema.field("reward_model").type
+    if not pa.types.is_struct(reward) or reward.get_field_index("ground_truth") < 0:
+        raise DataError(
+            f"{path!r}: column 'reward_model' is {reward}; it must be a struct such as "
+            "{'style': 'rule', 'ground_truth': '72'}."
+        )
+
+
+def row_problem(record: dict[str, Any], keys: Keys) -> str | None:
+    """What is wrong with a row, or None."""
+    source, reward = record[keys.source], record["reward_model"]
+    of_reward = reward if isinstance(reward, dict) else {}
+    style, truth = of_reward.get("style"), of_reward.get("ground_truth")
+    ability, extra = record.get("ability"), record.get("extra_info")
+    fields = (
+        (keys.source, source, isinstance(source, str) and source, "a name such as 'openai/gsm8k'"),
+        ("reward_model", reward, isinstance(reward, dict), "{'style': 'rule', 'ground_truth': …}"),
+        ("reward_model.style", style, isinstance(style, str | None), "text: 'rule' or 'model'"),
+        (
+            "reward_model.ground_truth",
+            truth,
+            truth is not None or style == "model",
+            "the right answer, or style 'model'",
+        ),
+        ("ability", ability, isinstance(ability, str | None), "text or null"),
+        ("extra_info", extra, isinstance(extra, dict | None), "a struct such as {'index': 0}"),
+    )
+    wrong = (
+        f"field {name!r} is {_short(value)}; it must be {wanted}." for name, value, fine, wanted in fields if not fine
+    )
+    return _prompt_problem(record[keys.prompt], keys.prompt) or next(wrong, None)
+
+
+def _prompt_problem(prompt: Any, name: str) -> str | None:
+    if isinstance(prompt, str):
+        # Not wrapped silently: such a string often went through a chat template already.
+        wanted = "a list of messages: [{'role': 'user', 'content': the text}]"
+        return f"field {name!r} is a plain string; it must be {wanted}."
+    if not isinstance(prompt, list) or not prompt:
+        return f"field {name!r} is {_short(prompt)}; it must be a non-empty list of messages."
+    for number, message in enumerate(prompt):
+        where = f"field '{name}[{number}]"
+        if not isinstance(message, dict):
+            return f"{where}' is {_short(message)}; it must be {{'role': …, 'content': …}}."
+        role, content = message.get("role"), message.get("content")
+        if not isinstance(role, str) or not role:
+            return f"{where}.role' is {_short(role)}; it must be 'system', 'user', 'assistant' or 'tool'."
+        if not isinstance(content, (str, list)):
+            return f"{where}.content' is {_short(content)}; it must be text."
+    return None
+
+
+def _short(value: Any) -> str:
+    if value is None:
+        return "null"
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '…'}"

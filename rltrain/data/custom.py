@@ -1,0 +1,254 @@
+"""Dataset and sampler classes of the user's own that were written for verl: ``data.custom_cls``, ``data.sampler``.
+
+Choice: a dataset class is asked for every row once, in the driver, before anything starts; what it gives becomes
+`Rows`. So checks, order, resuming and fingerprints are those of files, and no other process imports the class. Left
+out: what needs the class in the loop, as rows that change from epoch to epoch (``on_batch_end``), token ids or images
+of the class's own, and samplers that read verl's batch of tensors (``update``).
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import operator
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+from omegaconf import DictConfig, OmegaConf
+
+from rltrain.config.check import as_list
+from rltrain.config.schema import DataConfig
+from rltrain.data.order import BatchOrder
+from rltrain.data.rows import PromptRow, Rows, drawn, rows_of
+from rltrain.errors import ConfigError, DataError
+from rltrain.plugin import load_plugin, user_traceback
+
+log = logging.getLogger(__name__)
+
+# Keys of verl's section data that have no meaning here, and that its classes read all the same.
+_OF_VERL: dict[str, Any] = {
+    "tokenizer": None, "use_shm": False, "val_batch_size": None, "return_raw_input_ids": False, "return_raw_chat": True,
+    "return_full_prompt": False, "dataloader_num_workers": 0, "validation_shuffle": False, "image_patch_size": 14,
+    "filter_overlong_prompts_workers": 1, "image_key": "images", "video_key": "videos", "audio_key": "audios",
+    "trust_remote_code": False, "return_multi_modal_inputs": True, "mm_processor_kwargs": {}, "tool_config_path": None,
+    "function_tool_path": None,
+}  # fmt: skip
+_MEDIA = ("images", "videos", "audios", "multi_modal_data", "multi_modal_inputs")
+_PLAIN = (bool, int, float, str, bytes, type(None))
+
+
+def custom_rows(data: DataConfig, files: Any, tokenizer: Any, max_rows: int) -> Rows:
+    """The rows that the class of ``data.custom_cls`` makes of ``files``, at most ``max_rows`` (0 or less: all).
+
+    Raises ConfigError for a class that cannot be used, with the user's traceback where it raises; DataError for rows
+    that lack what a row of a file must have.
+    """
+    name = f"data.custom_cls={data.custom_cls} of {', '.join(as_list(files))}"
+    made = _dataset(data, files, tokenizer, max_rows)
+    # Of a class that takes no max_samples; any other has chosen so many itself.
+    numbers = drawn(len(made), max_rows, data.seed if data.shuffle else None)
+    keys = {"prompt_key": data.prompt_key, "reward_fn_key": data.reward_fn_key}
+    return rows_of((_record(made, row, data, name) for row in numbers.tolist()), name, numbers, **keys)
+
+
+def class_config(data: DataConfig) -> DictConfig:
+    """The section data as classes of verl read it, with ``own_keys`` in their places."""
+    ours = asdict(data)
+    own = ours.pop("own_keys")
+    for section, key, names in (
+        ("custom_cls", data.custom_cls, ("path", "name")),
+        ("sampler", data.sampler.name, ("class_path", "class_name")),
+    ):
+        path, colon, name = (key or "").rpartition(":")
+        chosen = dict(zip(names, (path, name) if colon else (None, None), strict=True))
+        ours[section] = chosen | (ours[section] if section == "sampler" else {})
+    merged = OmegaConf.merge(_OF_VERL, ours, own)
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def call_class(key: str, made: Callable[..., Any], offered: Mapping[str, Any]) -> Any:
+    """An object of the user's class, called by keyword with what it takes of ``offered``.
+
+    Raises ConfigError if it needs more, or raises.
+    """
+    parameters = inspect.signature(made).parameters.values()
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    named = {each.name: each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+    needed = [name for name, each in named.items() if each.default is each.empty and name not in offered]
+    if needed:
+        raise ConfigError(f"{key}: the class needs {', '.join(needed)}; it is given {', '.join(offered)}.")
+    try:
+        return made(**{name: value for name, value in offered.items() if takes_all or name in named})
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything; it is reported
+        raise ConfigError(f"{key} cannot be made:\n{user_traceback(error)}") from None
+
+
+def _dataset(data: DataConfig, files: Any, tokenizer: Any, max_rows: int) -> Any:
+    name = f"data.custom_cls={data.custom_cls}"
+    kind = load_plugin("data.custom_cls", data.custom_cls or "")
+    if hasattr(kind, "on_batch_end"):
+        raise ConfigError(
+            f"{name}: on_batch_end changes rows between steps, and rows are read once, before the first step. "
+            "Leave it out, or choose rows with a sampler (data.sampler.name)."
+        )
+    lacking = [each for each in ("__len__", "__getitem__") if not hasattr(kind, each)]
+    if isinstance(kind, type) and lacking:
+        raise ConfigError(f"{name} has no {' and no '.join(lacking)}: a dataset class says how many rows it has.")
+    offered = {"data_files": files, "tokenizer": tokenizer, "config": class_config(data), "processor": None}
+    return call_class(name, kind, offered | {"max_samples": max_rows})
+
+
+def _record(made: Any, row: int, data: DataConfig, name: str) -> dict[str, Any]:
+    """The fields of one row: ``raw_prompt`` (or the prompt's column) and the columns of verl's files."""
+    try:
+        item = made[row]
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - user code
+        raise ConfigError(f"{name}: row {row}:\n{user_traceback(error)}") from None
+    if not isinstance(item, Mapping):
+        raise DataError(f"{name}: row {row} is a {type(item).__name__}; it must be a dictionary.")
+    messages = item.get("raw_prompt")
+    messages = item.get(data.prompt_key) if messages is None else messages
+    if messages is None:
+        raise DataError(
+            f"{name}: row {row} has neither 'raw_prompt' nor {data.prompt_key!r}; it has {', '.join(map(str, item))}. "
+            "Messages are needed, because prompts are tokenised here; token ids of the class's own are not used."
+        )
+    # Not by their truth, which an array of several does not have.
+    if held := [column for column in _MEDIA if (value := item.get(column)) is not None and len(value)]:
+        raise DataError(f"{name}: row {row} holds {', '.join(held)}: vision prompts are not in this version.")
+    columns = (data.reward_fn_key, "reward_model", "ability", "extra_info")
+    fields = {data.prompt_key: messages} | {column: item.get(column) for column in columns}
+    return {column: _plain(value, f"{name}: row {row}: {column}") for column, value in fields.items()}
+
+
+def _plain(value: Any, where: str) -> Any:
+    """Arrays and tensors as lists and numbers: other processes must read a row without the user's packages."""
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, f"{where}.{key}") for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, where) for item in value]
+    if hasattr(value, "tolist"):
+        return _plain(value.tolist(), where)
+    raise DataError(f"{where} is a {type(value).__name__}; a row holds texts, numbers, lists and dictionaries.")
+
+
+class RowTable(Sequence[dict[str, Any]]):
+    """The training rows as verl's samplers look at them: ``table[3]`` is a row, ``table["data_source"]`` a column."""
+
+    def __init__(self, rows: Rows):
+        self._rows = rows
+
+    @property
+    def dataframe(self) -> RowTable:
+        """The table itself."""
+        return self
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return map(_as_verl, self._rows)
+
+    def __getitem__(self, at: Any) -> Any:
+        if isinstance(at, str):
+            return [row[at] for row in self]
+        return _as_verl(self._rows[operator.index(at)])
+
+
+def _as_verl(row: PromptRow) -> dict[str, Any]:
+    reward = {"style": row.reward_style, "ground_truth": row.ground_truth}
+    own = {"data_source": row.data_source, "prompt": row.prompt, "raw_prompt": row.prompt, "ability": row.ability}
+    return own | {"reward_model": reward, "extra_info": row.extra_info, "index": row.extra_info.get("index", 0)}
+
+
+def is_verls(made: Callable[..., Any]) -> bool:
+    """Whether a sampler class was written for verl."""
+    return not {"data_source", "data_config"}.isdisjoint(inspect.signature(made).parameters)
+
+
+class EpochSampler:
+    """Batches out of a sampler that was written for verl: it names rows one by one and is begun anew for every epoch.
+
+    As in verl, batches are cut out of what it yields, and the tail of an epoch is left out. A row that comes twice in a
+    batch is taken once, because the random numbers of answers are counted by row: its answers would be the same.
+    """
+
+    def __init__(self, key: str, made: Callable[..., Any], data: DataConfig, order: BatchOrder, rows: Rows) -> None:
+        if callable(getattr(made, "update", None)):
+            raise ConfigError(
+                f"{key}: update(batch) reads verl's batch of tensors, which no process has here. Write the class as "
+                "docs/plugins.md shows: observe(rows, solved) tells a sampler how its rows were answered."
+            )
+        if not hasattr(made, "__iter__"):
+            raise ConfigError(f"{key} has no __iter__: a sampler names the rows of an epoch one by one.")
+        self._key = key
+        self._order = order
+        self._made = call_class(key, made, {"data_source": RowTable(rows), "data_config": class_config(data)})
+        self._numbers: Iterator[Any] = iter(())
+        self._epoch, self._draws, self._check = -1, 0, 0
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """As its length says."""
+        size = self._order.batch_size
+        return len(self._made) // size if hasattr(self._made, "__len__") else self._order.steps_per_epoch
+
+    def rows(self, draw: int) -> list[int]:
+        """The next batch; the first of a new epoch where this one has too few rows left."""
+        batch = self._batch()
+        if len(batch) < self._order.batch_size:
+            self._epoch += 1
+            self._numbers = iter(self._made)
+            batch = self._batch()
+        if len(batch) < self._order.batch_size:
+            raise ConfigError(
+                f"{self._key}: an epoch of it names {len(batch)} different rows, fewer than "
+                f"data.train_batch_size={self._order.batch_size}."
+            )
+        self._draws += 1
+        self._check = zlib.crc32(np.array(batch, np.int64).tobytes(), self._check)
+        return batch
+
+    def _batch(self) -> list[int]:
+        batch: dict[int, None] = {}
+        for number in self._numbers:
+            try:
+                row = operator.index(number)
+            except TypeError:
+                row = -1
+            if not 0 <= row < self._order.num_rows:
+                raise ConfigError(
+                    f"{self._key} names {number!r}, which is no row from 0 to {self._order.num_rows - 1}."
+                )
+            batch[row] = None
+            if len(batch) == self._order.batch_size:
+                break
+        return list(batch)
+
+    def epoch(self, draw: int) -> int:
+        """The epoch of the newest batch."""
+        return max(self._epoch, 0)
+
+    def observe(self, rows: Sequence[int], solved: Sequence[float]) -> None:
+        """Nothing: what it yields does not depend on answers."""
+
+    def state(self) -> dict[str, Any]:
+        """How many batches were drawn, and a check of their rows."""
+        return {"draws": np.array(self._draws), "check": np.array(self._check)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Draw the batches of before again, to go on behind them."""
+        while self._draws < int(state["draws"]):
+            self.rows(self._draws)
+        if self._check != int(state["check"]):
+            log.warning(
+                "%s names other rows than before the run was stopped: from here on prompts are others than without the "
+                "stop. It should draw its random numbers from data_config.seed.",
+                self._key,
+            )

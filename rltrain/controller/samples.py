@@ -103,6 +103,10 @@ class Samples:
         for name in numbers:
             self[name][places] = other[name][ids]
 
+    def forget(self) -> None:
+        """Let go of the payload. The numbers stay."""
+        self._parts.clear()
+
     def parts_with(self, column: str) -> list[StoredRows]:
         """The objects that hold ``column``."""
         return [part for part in self._parts.values() if column in part.columns]

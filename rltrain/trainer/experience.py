@@ -7,6 +7,7 @@ the planned size. Left out: keeping surplus groups for the next step, whose poli
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +29,9 @@ from rltrain.trainer.timing import StepTimer
 from rltrain.workers.rollout.base import Sampling
 from rltrain.workers.tasks import GenerateTask
 
+log = logging.getLogger(__name__)
+# Dynamic sampling tells how far it is every so many rounds.
+_SAY_ROUNDS = 10
 # This many answers keep an engine replica busy.
 _BUSY_ENGINE = 128
 
@@ -68,9 +72,20 @@ class Experience:
         if self._cfg.algorithm.filter_groups.enable:
             useful = [self._useful_prompts(samples)]
             wanted, most = self._plan.prompts_per_step, self._plan.max_generation_rounds
-            while sum(map(len, useful)) < wanted and len(rounds) < most:
+            while (have := sum(map(len, useful))) < wanted and len(rounds) < most:
+                if len(rounds) % _SAY_ROUNDS == 0:
+                    log.info("dynamic sampling: %d of %d groups differ after %d rounds", have, wanted, len(rounds))
+                fills_up = len(rounds) * self._plan.prompts_per_round < wanted
                 rounds.append(self._round(timer))
                 useful.append(self._useful_prompts(rounds[-1].samples))
+                # The rounds before have enough to fill the batch up, and this one would only take room in the store.
+                if not (len(useful[-1]) or fills_up):
+                    rounds[-1].samples.forget()
+            if have < wanted:
+                log.warning(
+                    "dynamic sampling: %d of %d groups differ after %d rounds, and groups that were thrown away take "
+                    "the place of the others (algorithm.filter_groups.max_num_gen_batches)", have, wanted, len(rounds)
+                )  # fmt: skip
             samples, found = self._choose([each.samples for each in rounds], useful)
         shape = m.rollout_metrics([each.generated for each in rounds], self._plan.num_engine_replicas)
         return samples, m.join_rounds([each.metrics for each in rounds]) | shape | found

@@ -25,12 +25,24 @@ def test_dynamic_sampling_fills_the_batch_with_mixed_groups(make):
     assert trainer.progress.batches_drawn == metrics["filter_groups/rounds"]
 
 
-def test_dynamic_sampling_is_bounded_and_fills_up(make):
+def test_dynamic_sampling_is_bounded_and_fills_up(make, caplog):
     trainer = make(algorithm__filter_groups__enable=True, algorithm__filter_groups__max_num_gen_batches=2,
                    algorithm__filter_groups__metric="score", twist=lambda row, score: 1.0)  # fmt: skip
     metrics = trainer.step(1)
     assert (metrics["filter_groups/rounds"], metrics["filter_groups/prompts_filled_up"]) == (2, 4)
+    assert "0 of 4 groups differ after 2 rounds" in caplog.text
     assert metrics["actor/pg_loss"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_flat_rounds_hold_no_answers_that_nothing_needs(make):
+    # Half of the batch a round: the first two fill it up, and the others are let go.
+    trainer = make(algorithm__filter_groups__enable=True, algorithm__filter_groups__max_num_gen_batches=5,
+                   data__gen_batch_size=2)  # fmt: skip
+    rounds, one = [], trainer.experience._round
+    trainer.experience._round = lambda timer: rounds.append(one(timer)) or rounds[-1]
+    with_failures(trainer, acc=0.0)
+    assert trainer.step(1)["filter_groups/prompts_filled_up"] == 4
+    assert [bool(each.samples.parts_with("text")) for each in rounds] == [True, True, False, False, False]
 
 
 @pytest.mark.parametrize("metric", ["acc", "score", "seq_reward"])

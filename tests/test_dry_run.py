@@ -77,6 +77,38 @@ def test_what_a_run_refuses_ends_with_two(dry, changes, words, monkeypatch):
     assert words in refused(dry, **changes)
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({M + "override_config__layer_types": "[full_attention,chunked_attention]"}, "has layers of kind chunked"),
+        ({M + "override_config__mine": 1}, "mine: Qwen3Config has no such"),
+        ({"critic__model__override_config__mine": 1}, "critic.model.override_config.mine: Qwen3Config has no such"),
+        ({"critic__model__path": "/no/critic"}, "critic.model.path=/no/critic: there is no such folder"),
+        ({"actor_rollout_ref__actor__ulysses_sequence_parallel_size": 4}, "actor.ulysses_sequence_parallel_size=4"),
+        ({"actor_rollout_ref__ref__ulysses_sequence_parallel_size": 4}, "ref.ulysses_sequence_parallel_size=4"),
+        ({"critic__ulysses_sequence_parallel_size": 4}, "critic.ulysses_sequence_parallel_size=4"),
+        ({R + "name": "vllm", R + "tensor_model_parallel_size": 4}, "tensor_model_parallel_size=4 does not divide"),
+        ({"reward_model__enable": True, "reward_model__model__path": "{model}"}, "has no classification head"),
+        ({M + "lora_adapter_path": "{model}"}, "is not a peft adapter"),
+        ({"critic__model__lora_rank": 2, "critic__model__target_modules": "[q_prj]"}, "Did you mean q_proj"),
+    ],
+)
+def test_what_a_worker_would_refuse_is_known(dry, made, changes, words):
+    several = {"trainer__n_gpus_per_node": 4, "algorithm__adv_estimator": "gae"}
+    given = {name: str(value).replace("{model}", str(made[0])) for name, value in changes.items()}
+    assert words in refused(dry, **several, **given)
+
+
+def test_an_override_that_is_off_and_unknown_is_let_through(dry):
+    assert dry(**{M + "override_config__embd_pdrop": "0."})[0] == 0
+
+
+def test_a_pattern_that_excludes_nothing_is_a_note(dry):
+    code, text = dry(**{M + "lora_rank": 2, M + "exclude_modules": "DONT_EXCLUDE"})
+    assert code == 0
+    assert "exclude_modules=DONT_EXCLUDE matches no linear layer" in text
+
+
 def test_fewer_devices_than_asked_for_are_told_with_the_number(dry, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     found = refused(dry, trainer__device="cuda", trainer__n_gpus_per_node=8, data__train_batch_size=8)

@@ -69,13 +69,13 @@ def lora_of(cfg: ModelConfig | CriticModelConfig, section: str, dtype: torch.dty
     return Lora(section, cfg.lora_rank, cfg.lora_alpha, cfg.target_modules, cfg.exclude_modules, path, dtype, seed)
 
 
-def adapter_size(model: PreTrainedModel, lora: Lora) -> int:
-    """Parameters of the adapters (0 with ``lora.path``, whose rank is in the files).
-
-    Raises ConfigError as `add_adapters`.
-    """
-    layers: list[Any] = [model.get_submodule(name) for name in _target_layers(model, lora)]
-    return sum(lora.rank * sum(layer.weight.shape) for layer in layers)
+def exclusion_note(model: PreTrainedModel, lora: Lora) -> str | None:
+    """What to say of an exclusion that leaves out nothing (peft takes it for a model with other layers)."""
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    key = f"{lora.section}.exclude_modules"
+    if not isinstance(lora.exclude_modules, str) or _matching(key, lora.exclude_modules, names, must=False):
+        return None
+    return f"{key}={lora.exclude_modules} matches no linear layer, so it leaves out none"
 
 
 def add_adapters(model: PreTrainedModel, lora: Lora) -> None:
@@ -208,7 +208,9 @@ def _target_layers(model: PreTrainedModel, lora: Lora) -> list[str]:
         # A vision tower often names its layers as the decoder does; who writes q_proj means the decoder's.
         chosen = set(_below(language_model(model), model, chosen)) or chosen
     if lora.exclude_modules:
-        chosen -= _matching(f"{lora.section}.exclude_modules", lora.exclude_modules, linear)
+        # A pattern may be meant for the layers of another model, such as those of a vision tower.
+        must = not isinstance(lora.exclude_modules, str)
+        chosen -= _matching(f"{lora.section}.exclude_modules", lora.exclude_modules, linear, must=must)
     if not chosen:
         raise ConfigError(
             f"{lora.section}.exclude_modules={lora.exclude_modules} leaves no layer to put adapters into."
@@ -221,8 +223,11 @@ def _below(part: nn.Module, model: PreTrainedModel, names: Iterable[str]) -> lis
     return [name for name in names if id(model.get_submodule(name)) in inside]
 
 
-def _matching(key: str, wanted: Any, linear: list[str]) -> set[str]:
-    """The layers that a list of names (or ends of names) or a pattern chooses. Raises ConfigError for no match."""
+def _matching(key: str, wanted: Any, linear: list[str], *, must: bool = True) -> set[str]:
+    """The layers that a list of names (or ends of names) or a pattern chooses.
+
+    Raises ConfigError for no match where there ``must`` be one.
+    """
     chosen = set()
     for wish in [wanted] if isinstance(wanted, str) else wanted:
         found = {name for name in linear if f".{name}".endswith(f".{wish}")}
@@ -231,7 +236,7 @@ def _matching(key: str, wanted: Any, linear: list[str]) -> set[str]:
                 found = {name for name in linear if re.fullmatch(wanted, name)}
             except re.error as error:
                 raise ConfigError(f"{key}={wanted} is neither a name nor a pattern: {error}") from error
-        if not found:
+        if not found and must:
             leaves = sorted({name.rpartition(".")[2] for name in linear})
             near = difflib.get_close_matches(wish, [*leaves, *linear], n=3, cutoff=0.5)
             meant = f"Did you mean {', '.join(near)}?" if near else f"There are {', '.join(leaves[:20])}."
@@ -273,7 +278,10 @@ def _stored_weights(lora: Lora) -> dict[str, Tensor]:
     from peft.utils import load_peft_weights
 
     assert lora.path is not None
-    return load_peft_weights(lora.path, device="cpu")
+    try:
+        return load_peft_weights(lora.path, device="cpu")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{lora.section}.lora_adapter_path={lora.path} has no weights: {error}") from error
 
 
 def _read_adapters(model: nn.Module, lora: Lora) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from rltrain.device import Device
 from rltrain.models import attention
@@ -40,29 +40,41 @@ def make_mesh(device: Device, fsdp_size: int = -1) -> DeviceMesh:
     return init_device_mesh(device.kind, (world // fsdp_size, fsdp_size), mesh_dim_names=("replicate", "shard"))
 
 
-def sharded_model(kind: type[Model], spec: ModelSpec, device: Device) -> Model:
-    """The model, one shard per rank. Only rank 0 reads the weights, on the host; devices get them one by one."""
-    config = spec.load_config()
+def empty_packed(kind: type[Model], spec: ModelSpec, config: PretrainedConfig) -> Model:
+    """The packed model with empty adapters, on the meta device: no memory, no weights, no process group.
+
+    config: of ``spec.load_config``. Raises ConfigError for every model that cannot be trained here, so a dry run knows
+    of it too.
+    """
     attention.register()
     attention.check_layers(config, spec.longest)
-    group = sequence_group(config, spec.sequence_parallel_size, f"{spec.role}.ulysses_sequence_parallel_size")
-    config = without_dropout(config)
-    weights = {"decoder_only": issubclass(kind, ScalarModel), "trust_remote_code": spec.trust_remote_code}
-    model = empty_model(config, attention.NAME, spec.master_dtype, **weights)
+    kinds = {"decoder_only": issubclass(kind, ScalarModel), "trust_remote_code": spec.trust_remote_code}
+    model = empty_model(without_dropout(config), attention.NAME, spec.master_dtype, **kinds)
+    decoder_layers(model)
     if spec.lora:
         add_adapters(model, spec.lora)
     for part in tower(model):
         # Prompts are texts, so no gradient reaches the tower: frozen, it needs no optimizer state.
         part.requires_grad_(False)
+    packed = kind(model)
+    if spec.lora and isinstance(packed, ScalarModel):
+        packed.score.to(spec.lora.dtype)
+    return packed
+
+
+def sharded_model(kind: type[Model], spec: ModelSpec, device: Device) -> Model:
+    """The model, one shard per rank. Only rank 0 reads the weights, on the host; devices get them one by one."""
+    config = spec.load_config()
+    key = f"{spec.role}.ulysses_sequence_parallel_size"
+    group = sequence_group(config, spec.sequence_parallel_size, key)
+    packed = empty_packed(kind, spec, config)
+    packed.group, model = group, packed.model
     # Memory that is never written costs nothing: this reserves address space, and fully_shard touches only the shard.
-    model.to_empty(device="cpu")
+    packed.to_empty(device="cpu")
     # to_empty gives tied weights a memory each.
     model.tie_weights()
     if spec.gradient_checkpointing:
         recompute_activations(model)
-    packed = kind(model, group)
-    if spec.lora and isinstance(packed, ScalarModel):
-        packed.score.to(spec.lora.dtype)
     mesh = make_mesh(device, spec.fsdp.fsdp_size)
     precision = MixedPrecisionPolicy(param_dtype=spec.compute_dtype, reduce_dtype=torch.float32)
     # Layers first: the root then takes the parameters that no layer holds.
@@ -73,7 +85,8 @@ def sharded_model(kind: type[Model], spec: ModelSpec, device: Device) -> Model:
     fully_shard(packed, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
     source: dict[str, Tensor] | None = None
     if dist.get_rank() == 0:
-        plain: PreTrainedModel = read_weights(spec.path, config, spec.master_dtype, **weights)
+        kinds = {"decoder_only": issubclass(kind, ScalarModel), "trust_remote_code": spec.trust_remote_code}
+        plain: PreTrainedModel = read_weights(spec.path, without_dropout(config), spec.master_dtype, **kinds)
         # Buffers too: those that are in no checkpoint, such as rotary frequencies, were emptied with the model.
         source = dict([*plain.named_parameters(), *plain.named_buffers()])
         if spec.lora:

@@ -33,16 +33,18 @@ def sequence_group(config: PretrainedConfig, size: int, key: str) -> ProcessGrou
 
     Raises ConfigError, which names ``key``, where the model cannot be split so.
     """
-    if size == 1:
-        return None
+    if problem := heads_problem(config, size, key):
+        raise ConfigError(problem)
+    return _neighbours(dist.group.WORLD, size) if size > 1 else None
+
+
+def heads_problem(config: PretrainedConfig, size: int, key: str) -> str | None:
+    """What is wrong with ``size`` parts of the model's attention, which ``key`` asks for, or None."""
     heads = config.get_text_config().num_attention_heads
-    if heads % size:
-        fits = [each for each in range(1, heads + 1) if heads % each == 0]
-        raise ConfigError(
-            f"{key}={size} does not divide the {heads} attention heads of the model. Use one of "
-            f"{', '.join(map(str, fits))}."
-        )
-    return _neighbours(dist.group.WORLD, size)
+    if heads % size == 0:
+        return None
+    fits = ", ".join(str(each) for each in range(1, heads + 1) if heads % each == 0)
+    return f"{key}={size} does not divide the {heads} attention heads of the model. Use one of {fits}."
 
 
 @cache

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -15,28 +13,14 @@ from rltrain.config.load import LoadedConfig
 from rltrain.config.meanings import other_meanings
 from rltrain.config.schema import Config
 from rltrain.controller.cluster import cluster_address, ray_problems
-from rltrain.data.chat import chat_encoder
 from rltrain.device import get_device
 from rltrain.env import devices_here, installed
 from rltrain.errors import RltrainError
-from rltrain.models.load import empty_model, load_config
-from rltrain.models.lora import adapter_size, lora_of
-from rltrain.models.source import model_problem
 from rltrain.plugin import is_plugin, load_plugin
 from rltrain.trainer.advantage import check_plugins
+from rltrain.trainer.preflight_models import Findings, look_at_models
 
 _NAMES = {"cuda": "CUDA", "npu": "NPU"}
-
-
-@dataclass
-class Findings:
-    """problems: a run refuses. notes: it starts, but someone may want to know."""
-
-    problems: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    tokenizer_works: bool = False
-    num_parameters: int = 0
-    num_trained: int = 0
 
 
 def preflight(loaded: LoadedConfig) -> Findings:
@@ -51,11 +35,13 @@ def preflight(loaded: LoadedConfig) -> Findings:
     found.notes += other_meanings(loaded)
     found.notes += _chosen_engine(loaded)
     # One check's error does not hide what the other finds.
-    for check in (_plugins, _models):
+    for check in (_plugins, look_at_models):
         try:
             check(cfg, found)
         except RltrainError as error:
             found.problems.append(str(error))
+    # Roles often share a model, and then say the same of it.
+    found.problems[:] = dict.fromkeys(found.problems)
     return found
 
 
@@ -64,56 +50,6 @@ def _plugins(cfg: Config, found: Findings) -> None:
     for key in plugin_keys():
         if is_plugin(name := get(cfg, key) or ""):
             load_plugin(key, name)
-
-
-def _models(cfg: Config, found: Findings) -> None:
-    """Folders, weights, the layers that LoRA names, positions, and the chat template."""
-    roles, critic, judge = cfg.actor_rollout_ref, cfg.critic.model, cfg.reward_model
-    paths = {"actor_rollout_ref.model.path": roles.model.path}
-    paths |= {"critic.model.path": critic.path} if cfg.algorithm.needs_critic and critic.path else {}
-    paths |= {"reward_model.model.path": judge.model.path} if judge.enable and judge.model.path else {}
-    wrong = {key: problem for key, path in paths.items() if (problem := model_problem(key, path))}
-    found.problems += wrong.values()
-    if "actor_rollout_ref.model.path" in wrong:
-        return
-    encoder = chat_encoder(cfg)
-    # The dry run asks this before it reads and tokenises rows.
-    found.tokenizer_works = bool(encoder.tokenizer)  # or it raises
-    if encoder.ignores_generation_prompt:
-        found.notes.append(
-            f"the chat template of {roles.model.path} writes the same with and without add_generation_prompt, "
-            "so the model is not told that it is its turn. "
-            "If rewards stay low, see actor_rollout_ref.model.custom_chat_template."
-        )
-    config = load_config(
-        roles.model.path, trust_remote_code=roles.model.trust_remote_code, override=dict(roles.model.override_config)
-    )
-    found.problems += _positions(cfg, config, found)
-    # A model without memory behind its weights: parameters can be counted and LoRA's names matched before anything is
-    # loaded.
-    model = empty_model(config, "eager", torch.float32, trust_remote_code=roles.model.trust_remote_code)
-    found.num_parameters = sum(weight.numel() for weight in model.parameters())
-    lora = lora_of(roles.model, "actor_rollout_ref.model", torch.float32, seed=0)
-    found.num_trained = adapter_size(model, lora) if lora else found.num_parameters
-
-
-def _positions(cfg: Config, config: Any, found: Findings) -> Iterator[str]:
-    """Sequences longer than the positions that the model knows: vLLM refuses, elsewhere it is the user's to decide."""
-    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
-    rollout, data = cfg.actor_rollout_ref.rollout, cfg.data
-    longest = rollout.max_model_len or data.max_prompt_length + data.max_response_length
-    if limit and longest > limit:
-        said = (
-            f"data.max_prompt_length + data.max_response_length = {longest:,} tokens, "
-            f"and the model knows {limit:,} positions"
-        )
-        if not ENGINES[rollout.name].beyond_positions:
-            yield (
-                f"{said}, which {rollout.name} refuses. "
-                "Shorten one, or raise model.override_config.max_position_embeddings."
-            )
-        else:
-            found.notes.append(f"{said}: longer ones are beyond what it was trained for")
 
 
 def _chosen_engine(loaded: LoadedConfig) -> Iterator[str]:
@@ -144,8 +80,6 @@ def _packages(loaded: LoadedConfig) -> Iterator[str]:
             f"actor_rollout_ref.rollout.name={roles.rollout.name}: the package is not installed here. Install "
             f"{engine.install}, or use {hf}."
         )
-    if (roles.model.uses_lora or loaded.config.critic.model.uses_lora) and not installed("peft"):
-        yield "LoRA (model.lora_rank) needs peft, which is not installed here: pip install 'rltrain[lora]'."
 
 
 def _devices(loaded: LoadedConfig) -> Iterator[str]:

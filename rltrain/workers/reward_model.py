@@ -17,10 +17,25 @@ from rltrain.models.forward import ScalarModel
 from rltrain.models.load import read_score_head
 from rltrain.models.packing import pack_whole
 from rltrain.models.shard import reshard, sharded_model
-from rltrain.models.spec import reward_model_spec
+from rltrain.models.spec import ModelSpec, reward_model_spec
 from rltrain.workers.residency import Residency
 from rltrain.workers.results import Array
 from rltrain.workers.roles import RewardModel
+
+
+def check_judge(spec: ModelSpec) -> ChatEncoder:
+    """The encoder of a reward model. Raises ConfigError for a model that has no head or no chat template."""
+    if read_score_head(spec.path) is None:
+        raise ConfigError(
+            f"reward_model.model.path={spec.path} has no classification head (score.weight). Give a sequence "
+            "classifier with one label."
+        )
+    encoder = ChatEncoder(spec.path, trust_remote_code=spec.trust_remote_code)
+    try:
+        _ = encoder.tokenizer  # loading it now finds a missing chat template before the first generation
+    except DataError as error:
+        raise ConfigError(f"reward_model.model.path={spec.path}: {error}") from error
+    return encoder
 
 
 class RewardModelWorker(RewardModel):
@@ -32,16 +47,7 @@ class RewardModelWorker(RewardModel):
         self._rows = rows
         self._residency = residency
         spec = reward_model_spec(cfg, residency.device)
-        if read_score_head(spec.path) is None:
-            raise ConfigError(
-                f"reward_model.model.path={spec.path} has no classification head (score.weight). Give a sequence "
-                "classifier with one label."
-            )
-        self._encoder = ChatEncoder(spec.path, trust_remote_code=spec.trust_remote_code)
-        try:
-            _ = self._encoder.tokenizer  # loading it now finds a missing chat template before the first generation
-        except DataError as error:
-            raise ConfigError(f"reward_model.model.path={spec.path}: {error}") from error
+        self._encoder = check_judge(spec)
         self._model = sharded_model(ScalarModel, spec, residency.device)
         self._model.requires_grad_(False).eval()
         residency.add_model(self._model, "reward", offload=self._cfg.model.fsdp_config.param_offload)

@@ -1,0 +1,126 @@
+"""The models of a run, looked at before anything is loaded: files, structure, sizes, and whether they can be trained.
+
+Choice: every role builds its model on the meta device by the function that a worker builds it with (`empty_packed`), so
+whatever a worker would refuse after minutes is known within a second, without memory or weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from transformers import PretrainedConfig
+
+from rltrain.config.engines import ENGINES
+from rltrain.config.schema import Config
+from rltrain.config.step_passes import make_step_passes
+from rltrain.data.chat import chat_encoder
+from rltrain.device import get_device
+from rltrain.errors import ConfigError, DataError
+from rltrain.models.forward import PolicyModel, ScalarModel
+from rltrain.models.load import read_score_head
+from rltrain.models.lora import exclusion_note, first_adapters
+from rltrain.models.shard import empty_packed
+from rltrain.models.source import model_problem
+from rltrain.models.spec import ModelSpec, actor_spec, critic_spec, reward_model_spec
+from rltrain.models.ulysses import heads_problem
+from rltrain.workers.reward_model import check_judge
+
+_R = "actor_rollout_ref.rollout."
+
+
+@dataclass
+class Findings:
+    """problems: a run refuses. notes: it starts, but someone may want to know."""
+
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    tokenizer_works: bool = False
+    num_parameters: int = 0
+    num_trained: int = 0
+
+
+def look_at_models(cfg: Config, found: Findings) -> None:
+    """Folders, structure and adapters of all roles; positions, heads and the chat template of the policy."""
+    device = get_device(cfg.trainer.device)
+    roles: list[tuple[type[PolicyModel] | type[ScalarModel], ModelSpec]] = [(PolicyModel, actor_spec(cfg, device))]
+    roles += [(ScalarModel, critic_spec(cfg, device))] if cfg.algorithm.needs_critic else []
+    roles += [(ScalarModel, reward_model_spec(cfg, device))] if cfg.reward_model.enable else []
+    wrong: dict[str, str] = {}
+    for _, spec in roles:
+        problem = model_problem(f"{spec.role.split('.')[0]}.model.path", spec.path)
+        # A critic without a path of its own starts from the policy, and the policy's key stands first.
+        if problem and wrong.setdefault(spec.path, problem) is problem:
+            found.problems.append(problem)
+    for kind, spec in roles:
+        try:
+            if spec.path not in wrong:
+                _look_at(kind, spec, cfg, found)
+        except (ConfigError, DataError) as error:
+            found.problems.append(str(error))
+
+
+def _look_at(kind: type[PolicyModel] | type[ScalarModel], spec: ModelSpec, cfg: Config, found: Findings) -> None:
+    config = spec.load_config()
+    sizes = {f"{spec.role}.ulysses_sequence_parallel_size": spec.sequence_parallel_size}
+    if kind is PolicyModel:
+        _chat(cfg, found)
+        found.problems += _positions(cfg, config, found)
+        sizes |= _sizes_of_policy(cfg)
+    problems = [heads_problem(config, size, key) for key, size in sizes.items()]
+    found.problems += [problem for problem in problems if problem]
+    # On the hub, the head lies in files of gigabytes.
+    if kind is ScalarModel and Path(spec.path).is_dir():
+        if spec.role == "reward_model":
+            check_judge(spec)
+        read_score_head(spec.path)
+    packed = empty_packed(kind, spec, config)
+    trained = sum(weight.numel() for weight in packed.model.parameters() if weight.requires_grad)
+    if kind is PolicyModel:
+        total = sum(weight.numel() for weight in packed.model.parameters())
+        found.num_parameters, found.num_trained = total - (trained if spec.lora else 0), trained
+    if spec.lora:
+        if spec.lora.path:
+            first_adapters(packed.model, spec.lora)
+        found.notes += [note for note in [exclusion_note(packed.model, spec.lora)] if note]
+
+
+def _chat(cfg: Config, found: Findings) -> None:
+    encoder, path = chat_encoder(cfg), cfg.actor_rollout_ref.model.path
+    # The dry run asks this before it reads and tokenises rows.
+    found.tokenizer_works = bool(encoder.tokenizer)  # or it raises
+    if encoder.ignores_generation_prompt:
+        found.notes.append(
+            f"the chat template of {path} writes the same with and without add_generation_prompt, so the model is not "
+            "told that it is its turn. If rewards stay low, see actor_rollout_ref.model.custom_chat_template."
+        )
+
+
+def _sizes_of_policy(cfg: Config) -> dict[str, int]:
+    """Into how many parts others than the actor cut the heads of its model."""
+    roles, sizes = cfg.actor_rollout_ref, {}
+    if make_step_passes(cfg).reference and not roles.model.uses_lora:
+        sizes["actor_rollout_ref.ref.ulysses_sequence_parallel_size"] = roles.ref.ulysses_sequence_parallel_size
+    if ENGINES[roles.rollout.name].tensor_parallel:
+        sizes[f"{_R}tensor_model_parallel_size"] = roles.rollout.tensor_model_parallel_size
+    return sizes
+
+
+def _positions(cfg: Config, config: PretrainedConfig, found: Findings) -> Iterator[str]:
+    """Sequences longer than the positions that the model knows: vLLM refuses, elsewhere it is the user's to decide."""
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    rollout, data = cfg.actor_rollout_ref.rollout, cfg.data
+    longest = rollout.max_model_len or data.max_prompt_length + data.max_response_length
+    if limit and longest > limit:
+        said = (
+            f"data.max_prompt_length + data.max_response_length = {longest:,} tokens, "
+            f"and the model knows {limit:,} positions"
+        )
+        if not ENGINES[rollout.name].beyond_positions:
+            yield (
+                f"{said}, which {rollout.name} refuses. "
+                "Shorten one, or raise model.override_config.max_position_embeddings."
+            )
+        else:
+            found.notes.append(f"{said}: longer ones are beyond what it was trained for")

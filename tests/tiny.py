@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast, Qwen3Config
 
 CHARACTERS = "0123456789+-=? "
 SPECIALS = ["<pad>", "<eos>", "<user>", "<assistant>", "<unk>"]
@@ -17,7 +17,7 @@ TEMPLATE = (
 )
 
 
-def save_tiny_tokenizer(folder: Path) -> None:
+def save_tiny_tokenizer(folder: Path, template: str = TEMPLATE) -> None:
     """One token a character, with a chat template."""
     vocabulary = {token: number for number, token in enumerate([*SPECIALS, *CHARACTERS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -26,7 +26,7 @@ def save_tiny_tokenizer(folder: Path) -> None:
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>",
         additional_special_tokens=["<user>", "<assistant>"],
     )  # fmt: skip
-    fast.chat_template = TEMPLATE
+    fast.chat_template = template
     fast.save_pretrained(folder)
 
 
@@ -40,6 +40,28 @@ def save_tiny_model(folder: Path, seed: int = 0, heads: int = 2, kv_heads: int =
     )  # fmt: skip
     torch.manual_seed(seed)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def save_tiny_reward_model(folder: Path, template: str = TEMPLATE, heads: int = 2) -> Path:
+    """A random one-layer classifier with one label over the tiny tokenizer, with a chat template of its own."""
+    save_tiny_tokenizer(folder, template)
+    config = Qwen3Config(
+        vocab_size=len(CHARACTERS) + len(SPECIALS), hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=heads, num_key_value_heads=1, head_dim=8, pad_token_id=0, eos_token_id=1, bos_token_id=None,
+        num_labels=1, initializer_range=0.5,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def save_tiny_adapter(folder: Path, model: Path) -> Path:
+    """New adapters of rank 2 for all linear layers of a model."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+    get_peft_model(AutoModelForCausalLM.from_pretrained(model), config).save_pretrained(folder)
     return folder
 
 

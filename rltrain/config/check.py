@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from rltrain.config.algorithm_schema import FILTER_METRICS
 from rltrain.config.budgets import budget_problems
+from rltrain.config.effects import holds
 from rltrain.config.engines import ENGINES, engines_with
 from rltrain.config.keys import all_keys, get, plugin_keys
 from rltrain.config.load import LoadedConfig
@@ -93,7 +94,10 @@ def _each_key(config: Config) -> Iterator[str]:
                 yield f"{key.name}={shown(value)}: '{item}' is not known; use one of {', '.join(rules.among)}{own}."
             elif rules.plugin:
                 yield f"{key.name}={item}: name the file and what is in it, FILE.py:NAME."
-        if isinstance(value, int | float) and not rules.within(value):
+        # Scripts write 0 for what they do not use, such as the alpha of no adapters.
+        section = key.name.rpartition(".")[0]
+        unused = not value and not all(holds(config, section, condition) for condition in rules.only_with)
+        if isinstance(value, int | float) and not rules.within(value) and not unused:
             usual = f" Try {key.default:g}." if isinstance(key.default, int | float) else ""
             yield f"{key.name}={value}: it must be {rules.bounds() or 'a number'}.{usual}"
 
@@ -204,7 +208,7 @@ def _shared_sequences(config: Config) -> Iterator[str]:
         "algorithm.kl_penalty=full": config.algorithm.use_kl_in_reward and config.algorithm.kl_penalty == "full",
         "LoRA": roles.model.uses_lora,
     }
-    for why in (why for why, holds in together.items() if holds and actor != ref):
+    for why in (why for why, shared in together.items() if shared and actor != ref):
         yield (
             f"{key}={ref}: with {why} actor and reference share the devices of a sequence. Use {key}={actor}, as the "
             "actor."

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-
-from transformers import PretrainedConfig
+from typing import Any
 
 from rltrain.config.engines import ENGINES
 from rltrain.config.schema import Config
@@ -44,7 +43,7 @@ class Findings:
 def look_at_models(cfg: Config, found: Findings) -> None:
     """Folders, structure and adapters of all roles; positions, heads and the chat template of the policy."""
     device = get_device(cfg.trainer.device)
-    roles: list[tuple[type[PolicyModel] | type[ScalarModel], ModelSpec]] = [(PolicyModel, actor_spec(cfg, device))]
+    roles: list[tuple[type[Any], ModelSpec]] = [(PolicyModel, actor_spec(cfg, device))]
     roles += [(ScalarModel, critic_spec(cfg, device))] if cfg.algorithm.needs_critic else []
     roles += [(ScalarModel, reward_model_spec(cfg, device))] if cfg.reward_model.enable else []
     wrong: dict[str, str] = {}
@@ -61,7 +60,7 @@ def look_at_models(cfg: Config, found: Findings) -> None:
             found.problems.append(str(error))
 
 
-def _look_at(kind: type[PolicyModel] | type[ScalarModel], spec: ModelSpec, cfg: Config, found: Findings) -> None:
+def _look_at(kind: type[Any], spec: ModelSpec, cfg: Config, found: Findings) -> None:
     config = spec.load_config()
     sizes = {f"{spec.role}.ulysses_sequence_parallel_size": spec.sequence_parallel_size}
     if kind is PolicyModel:
@@ -107,7 +106,7 @@ def _sizes_of_policy(cfg: Config) -> dict[str, int]:
     return sizes
 
 
-def _positions(cfg: Config, config: PretrainedConfig, found: Findings) -> Iterator[str]:
+def _positions(cfg: Config, config: Any, found: Findings) -> Iterator[str]:
     """Sequences longer than the positions that the model knows: vLLM refuses, elsewhere it is the user's to decide."""
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     rollout, data = cfg.actor_rollout_ref.rollout, cfg.data

@@ -15,7 +15,7 @@ import pytest
 from rltrain import dry_run
 from rltrain.main_ppo import main
 from rltrain.trainer import preflight
-from tests.tiny import save_tiny_model, write_arithmetic
+from tests.tiny import save_tiny_adapter, save_tiny_model, save_tiny_reward_model, write_arithmetic
 
 FOLDER = Path(__file__).parent / "launches"
 
@@ -52,14 +52,14 @@ def stand_ins(tmp_path_factory):
     score = "{'score': 1.0, 'acc': 1.0, 'accuracy_reward': 1.0, 'format_reward': 1.0}"
     names = ("compute_score", "my_reward_function", "char_count_reward_function", "compute_score_fapo")
     code.write_text("".join(f"def {name}(*rest, **named):\n    return {score}\n" for name in names))
-    models = ("actor_rollout_ref.model.path", "critic.model.path", "reward_model.model.path", "reward_model.model_path",
-              "reward.reward_model.model_path", "reward.reward_model.model.path")  # fmt: skip
+    models = ("actor_rollout_ref.model.path", "critic.model.path")
+    judges = ("reward_model.model.path", "reward_model.model_path", "reward.reward_model.model_path")
     codes = ("custom_reward_function.path", "reward.custom_reward_function.path")
-    folders = {"trainer.default_local_dir": folder / "run", "actor_rollout_ref.model.lora_adapter_path": folder}
-    return (
-        dict.fromkeys(models, model) | dict.fromkeys(("data.train_files", "data.val_files"), data)
-        | dict.fromkeys(codes, code) | folders
-    )  # fmt: skip
+    adapter = save_tiny_adapter(folder / "adapter", model)
+    folders = {"trainer.default_local_dir": folder / "run", "actor_rollout_ref.model.lora_adapter_path": adapter}
+    files = {("data.train_files", "data.val_files"): data, codes: code, models: model,
+             judges: save_tiny_reward_model(folder / "judge", heads=16)}  # fmt: skip
+    return folders | {key: instead for keys, instead in files.items() for key in keys}
 
 
 @pytest.fixture

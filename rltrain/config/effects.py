@@ -8,7 +8,7 @@ losses), and those that compare values.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rltrain.config.budgets import unused_sizes
 from rltrain.config.declarations import ESTIMATORS, POLICY_LOSSES, estimator_traits, loss_traits
@@ -20,6 +20,7 @@ from rltrain.config.schema import Config
 from rltrain.config.step_passes import needs_all_old_log_probs
 
 _A = "actor_rollout_ref."
+_WITHOUT = ": no effect: "
 _ATOM = re.compile(r"(?P<path>[\w.]+)(?:(?P<operator>!=|=|<|>)(?P<values>.+))?")
 
 
@@ -39,8 +40,22 @@ def without_effect(loaded: LoadedConfig) -> list[str]:
         # The first reason wins, so general ones come late; which size decides matters only in a pass that is made.
         for key, why in source(loaded):
             if key in loaded.explicit:
-                notes.setdefault(key, f"{key}: no effect: {why}")
+                notes.setdefault(key, f"{key}{_WITHOUT}{why}")
     return [notes[key] for key in sorted(notes)]
+
+
+def together(notes: Sequence[str]) -> list[str]:
+    """One line for all keys that are without effect for the same reason; another spelling of such a key is no news."""
+    lines: dict[str, list[str]] = {}
+    for note in notes:
+        keys, without, why = note.partition(_WITHOUT)
+        lines.setdefault(why if without else note, []).extend([keys] if without else [])
+    dead = {key for keys in lines.values() for key in keys}
+    return [
+        f"{', '.join(keys)}{_WITHOUT}{why}" if keys else why
+        for why, keys in lines.items()
+        if keys or why.partition(" is called ")[0] not in dead
+    ]
 
 
 def holds(config: Config, scope: str, condition: str) -> bool:

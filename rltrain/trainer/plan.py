@@ -11,8 +11,10 @@ from rltrain.config.check import uneven
 from rltrain.config.model_schema import OptimConfig
 from rltrain.config.schema import Config
 from rltrain.config.step_passes import StepPasses, make_step_passes
+from rltrain.device import get_device
 from rltrain.env import cpu_quota
 from rltrain.errors import ConfigError
+from rltrain.logs import count
 
 _MOST_REWARD_WORKERS_PER_NODE = 16
 _MOST_REWARD_WORKERS = 64
@@ -155,18 +157,17 @@ def describe(plan: Plan, config: Config) -> str:
     rollout, loss = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor.policy_loss.loss_mode
     rows = [
         ("algorithm", f"{config.algorithm.adv_estimator} advantages, {loss} loss, {plan.passes.aggregation}"),
-        ("devices", f"{plan.num_nodes} x {plan.devices_per_node} = {plan.num_devices} ({config.trainer.device})"),
+        ("devices", f"{plan.num_nodes} x {plan.devices_per_node} = {plan.num_devices} ({_device(config)})"),
         ("data-parallel", f"{plan.data_parallel_size} (sequence-parallel {plan.sequence_parallel_size}, at most "
          f"{plan.most_samples_per_rank:,} samples each)"),
         ("prompts per step", f"{plan.prompts_per_step:,}"),
-        ("samples per step", f"{plan.samples_per_step:,} ({plan.answers_per_prompt} answers to each prompt)"),
-        ("engine replicas", f"{plan.num_engine_replicas} ({rollout.name}, {rollout.tensor_model_parallel_size} devices "
-         f"each, about {plan.samples_per_replica:,} samples each)"),
+        ("samples per step", f"{plan.samples_per_step:,} ({count(plan.answers_per_prompt, 'answer')} to each prompt)"),
+        ("engine replicas", f"{plan.num_engine_replicas} ({rollout.name}, each on "
+         f"{count(rollout.tensor_model_parallel_size, 'device')}, with about {plan.samples_per_replica:,} samples)"),
         ("optimizer steps per step", f"{plan.optimizer_steps_per_step} (mini-batches of "
          f"{plan.prompts_per_mini_batch:,} prompts = {plan.samples_per_mini_batch:,} samples)"),
         ("a step runs", plan.passes.describe(plan.num_mini_batches)),
-        ("micro-batch, update", f"at most {plan.update_budget} per data-parallel rank"),
-        ("micro-batch, old_log_prob", f"at most {plan.log_prob_budget} per data-parallel rank"),
+        *(("micro-batch", row) for row in _micro_batches(plan)),
         *_more_rows(plan, config),
         ("longest sequence", f"{config.data.max_prompt_length + config.data.max_response_length:,} tokens"),
         ("steps", _steps(plan, config)),
@@ -181,21 +182,39 @@ def _ranks_of_its_own(plan: Plan, ranks: int) -> str:
     return "" if ranks == plan.data_parallel_size else f", of which there are {ranks}"
 
 
+def _device(config: Config) -> str:
+    """What ``auto`` means on this machine."""
+    kind = get_device(config.trainer.device).kind
+    return kind if kind == config.trainer.device else f"{config.trainer.device}: {kind} here"
+
+
+def _micro_batches(plan: Plan) -> list[str]:
+    """The budgets of the passes that a step makes; passes with the same one stand together."""
+    ranks, critic_ranks = plan.data_parallel_size, plan.critic_data_parallel_size
+    made = {
+        "update_actor": (plan.update_budget, ranks),
+        "old_log_prob": (plan.log_prob_budget, ranks),
+        "ref": (plan.ref_budget, plan.ref_data_parallel_size),
+        "values": (plan.values_budget, critic_ranks),
+        "update_critic": (plan.critic_budget, critic_ranks),
+    }
+    phases = plan.passes.describe(plan.num_mini_batches)
+    sharing: dict[tuple[PassBudget, int], list[str]] = {}
+    for name, budget in made.items():
+        if name in phases:
+            sharing.setdefault(budget, []).append(name)
+    return [
+        f"at most {budget} per data-parallel rank{_ranks_of_its_own(plan, its_ranks)}: {', '.join(names)}"
+        for (budget, its_ranks), names in sharing.items()
+    ]
+
+
 def _more_rows(plan: Plan, config: Config) -> list[tuple[str, str]]:
     """What only some algorithms have."""
     rows = []
-    if plan.passes.ref:
-        budget = f"at most {plan.ref_budget} per data-parallel rank"
-        rows.append(("micro-batch, ref", budget + _ranks_of_its_own(plan, plan.ref_data_parallel_size)))
     if plan.passes.values:
         steps = config.critic.ppo_epochs * (plan.prompts_per_step // plan.critic_prompts_per_mini_batch)
-        rows.append(
-            (
-                "critic",
-                f"{steps} optimizer steps per step, at most {plan.critic_budget} (values: {plan.values_budget}) per "
-                "data-parallel rank" + _ranks_of_its_own(plan, plan.critic_data_parallel_size),
-            )
-        )
+        rows.append(("critic", f"{count(steps, 'optimizer step')} per step"))
     if config.reward_model.enable:
         rows.append(("reward", _reward(config)))
     if config.reward_model.runs_scorers:

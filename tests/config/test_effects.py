@@ -2,6 +2,7 @@
 
 import pytest
 
+from rltrain.api import look_over
 from rltrain.config.check import check
 from rltrain.config.declarations import ESTIMATORS, POLICY_LOSSES
 from rltrain.config.effects import holds, without_effect
@@ -126,6 +127,20 @@ def test_each_key_is_named_once():
     assert [line.partition(":")[0] for line in lines] == [
         f"{A}ref.use_torch_compile",
         f"{A}ref.log_prob_micro_batch_size_per_gpu",
+    ]
+
+
+def test_keys_without_effect_for_one_reason_share_a_line():
+    overlong = "reward.reward_kwargs.overlong_buffer_cfg."
+    renamed = [f"{A}actor.grad_clip=1.0", f"{overlong}len=8", f"{overlong}penalty_factor=2"]
+    of_ref = [f"{A}ref.log_prob_use_dynamic_bsz=True", f"{A}ref.fsdp_config.param_offload=True"]
+    loaded = load_config([*BASE, *renamed, *of_ref])
+    assert look_over(loaded) == [
+        f"{A}actor.grad_clip is called {A}actor.optim.clip_grad here",
+        f"{A}ref.fsdp_config.param_offload, {A}ref.log_prob_use_dynamic_bsz: no effect: there is no reference policy "
+        "with use_kl_loss=False",
+        f"{overlong}len, {overlong}penalty_factor: no effect: reward_model.reward_manager=naive; it counts with "
+        "reward_manager=dapo",
     ]
 
 

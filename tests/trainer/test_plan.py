@@ -117,6 +117,25 @@ def test_a_written_size_never_takes_more_than_it_says(keys, expected):
     assert {name: limits[name] for name in expected} == expected
 
 
+def test_the_plan_lists_budgets_of_passes_that_are_made():
+    keys = [*LENGTHS, f"{MICRO}=4", "algorithm.adv_estimator=rloo", f"{A}rollout.n=2"]
+    for more, rows in (
+        ([], ["at most 1,600 tokens (4 x the longest) per data-parallel rank: update_actor, old_log_prob"]),
+        (["algorithm.rollout_correction.bypass_mode=True"], ["at most 1,600 tokens (4 x the longest) per data-parallel "
+                                                             "rank: update_actor"]),
+        (
+            [GAE, "critic.ppo_micro_batch_size_per_gpu=2", "critic.ulysses_sequence_parallel_size=2",
+             "trainer.n_gpus_per_node=4"],
+            ["at most 1,600 tokens (4 x the longest) per data-parallel rank: update_actor, old_log_prob",
+             "at most 800 tokens (2 x the longest) per data-parallel rank, of which there are 2: values, "
+             "update_critic"],
+        ),
+    ):  # fmt: skip
+        config = load_config([*keys, *more]).config
+        lines = describe(make_plan(config), config).splitlines()
+        assert [line.partition("micro-batch")[2].strip() for line in lines if "  micro-batch " in line] == rows
+
+
 def test_the_plan_says_what_a_size_is_read_as():
     config = load_config([*LENGTHS, f"{MICRO}=4"]).config
     assert "at most 1,600 tokens (4 x the longest) per data-parallel rank" in describe(make_plan(config), config)
@@ -242,7 +261,7 @@ def test_a_reference_pass_is_listed_where_a_reference_runs():
         ([f"{A}actor.use_kl_loss=True", f"{A}actor.kl_loss_type=full"], False),
     ):
         config = load_config([*keys, *more]).config
-        assert ("micro-batch, ref" in describe(make_plan(config), config)) == listed
+        assert ("old_log_prob, ref\n" in describe(make_plan(config), config)) == listed
 
 
 def test_longer_prompts_are_proposed_where_some_were_too_long():

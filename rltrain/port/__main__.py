@@ -17,7 +17,7 @@ from rltrain.config.verl_defaults import as_written
 from rltrain.errors import ConfigError, command
 from rltrain.logs import count
 from rltrain.port.launches import Launch, launches
-from rltrain.port.shell import Recording, record
+from rltrain.port.shell import Call, Recording, record, restored
 from rltrain.port.translate import translate, typed
 from rltrain.port.write import script
 
@@ -36,9 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_intermixed_args(own)
     if given is not None:
         words = ["python3", "-m", "verl.trainer.main_ppo", *given]
-        from rltrain.port.shell import Call
-
-        recording = Recording((Call(tuple(words), {}),), {}, True)
+        recording = Recording((Call(tuple(words), {}),))
         return _port("a command of verl's", recording, [Path.cwd()], arguments.output)
     if arguments.source is None:
         parser.error("give a launch script or a configuration")
@@ -58,6 +56,7 @@ def _split(words: list[str]) -> tuple[list[str], list[str]]:
 
 def _port(name: str, recording: Recording, folders: list[Path], output: Path | None) -> int:
     found, said = launches(recording.calls, folders)
+    said += [f"{name} was taken to be {value} where sizes follow from it" for name, value in recording.assumed.items()]
     if not recording.finished:
         said.append("the script did not end in time (it may wait for something): what it had started by then is here")
     if not found:
@@ -83,7 +82,7 @@ def _write(name: str, found: list[Launch], said: list[str], placeholders: dict[s
             f"{len(result.without_effect)} change nothing here, {len(result.lost)} not carried over\n"
         )
     for line in said + left:
-        sys.stderr.write(f"  {line}\n")
+        sys.stderr.write(f"  {restored(line, placeholders)}\n")
     if output is not None:
         sys.stderr.write(f"next: bash {shlex.quote(str(output))} --dry-run\n")
     return 2 if left else 0

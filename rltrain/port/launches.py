@@ -22,6 +22,7 @@ _OTHERS = {
 }
 # The entry points whose trainer is the one here.
 _SAME = re.compile(r"(verl/|verl\.)trainer[./]main_ppo(_sync)?(\.py)?|.*dapo[\w./]*main_dapo(\.py)?|main_ppo\.py")
+_PYTHON = re.compile(r"python|torchrun|accelerate|uv$")
 _KEY = re.compile(r"^[+~]{0,2}[A-Za-z_][\w@/]*(\.[\w@/-]+)*=")
 
 
@@ -60,7 +61,7 @@ def launches(calls: Sequence[Call], folders: Sequence[Path]) -> tuple[list[Launc
 def _entry(words: Sequence[str]) -> tuple[str, Sequence[str]]:
     """The module or file that a command starts, and the words after it."""
     for at, word in enumerate(words[:-1]):
-        if word == "-m" and "python" in " ".join(words[:at]) + "uv run torchrun":
+        if word == "-m" and any(_PYTHON.match(Path(before).name) for before in words[:at]):
             return words[at + 1], words[at + 2 :]
     for at, word in enumerate(words):
         if word.endswith(".py") and "=" not in word and at:

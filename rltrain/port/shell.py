@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +92,8 @@ ulimit() { true; }
 source() { if [ -f "$1" ]; then builtin source "$@"; else /bin/record source "$@"; fi; }
 .() { source "$@"; }
 """
+_SETTING = re.compile(r"\+*(actor_rollout_ref|data|trainer|algorithm)\.[\w.]+=")
+_ANOTHER = "3"  # a number that no variable is taken to be
 _NO_EXIT = "exit() { true; }\n"
 
 
@@ -105,12 +107,14 @@ class Call:
 
 @dataclass(frozen=True)
 class Recording:
-    """calls: in order. placeholders: variables that the script expects, and what stood for them. finished: whether the
-    script came to its end in time."""
+    """calls: in order. placeholders: variables that the script expects, and what stands for them in the words.
+    assumed: those that other things follow from, with the number they were taken to be. finished: whether the script
+    came to its end in time."""
 
     calls: tuple[Call, ...]
-    placeholders: dict[str, str]
-    finished: bool
+    placeholders: dict[str, str] = field(default_factory=dict)
+    assumed: dict[str, str] = field(default_factory=dict)
+    finished: bool = True
 
 
 def record(script: Path, arguments: Sequence[str] = ()) -> Recording:
@@ -121,16 +125,45 @@ def record(script: Path, arguments: Sequence[str] = ()) -> Recording:
         raise ConfigError(f"{script} cannot be read: {error.strerror}.") from error
     beside = _beside(script)
     others = "\n".join(content for name, content in beside.items() if name.endswith((".sh", ".env")))
-    placeholders = {name: _stand_in(name) for name in expected_variables(text, others)}
-    recording = Recording((), placeholders, True)
+    values = {name: _stand_in(name) for name in expected_variables(text, others)}
+
+    def run(prelude: str, given: dict[str, str]) -> dict[str, Any]:
+        return _jailed(script, text, arguments, given, {**beside, "/bin/prelude": prelude})
+
     # A script may give up before its launch because something it looks for is missing; then it is asked to go on.
     for prelude in (_PRELUDE, _PRELUDE + _NO_EXIT):
-        answer = _jailed(script, text, arguments, placeholders, {**beside, "/bin/prelude": prelude})
-        calls = tuple(Call(tuple(words), _exported(variables, placeholders)) for words, variables in answer["calls"])
-        recording = Recording(calls, placeholders, answer["finished"])
-        if any("=" in word for call in calls for word in call.words):
+        answer = run(prelude, values)
+        if _launches(answer):
             break
-    return recording
+    launches, assumed = _launches(answer), dict[str, str]()
+    before = [list(words) for words in launches]
+    for name, value in values.items():
+        # What becomes of another number shows what follows from it.
+        if value.isdigit() and answer["finished"]:
+            moved = _launches(run(prelude, values | {name: _ANOTHER}))
+            assumed |= {name: value} if _trace(name, value, before, moved, launches) else {}
+    stand_ins = {name: f"__{name}__" for name in values}
+    calls = (Call(tuple(words), _exported(variables, values)) for words, variables in answer["calls"])
+    return Recording(tuple(calls), stand_ins, assumed, answer["finished"])
+
+
+def _launches(answer: dict[str, Any]) -> list[list[str]]:
+    """The words of the calls that have settings, to be changed in place."""
+    return [words for words, _ in answer["calls"] if any(map(_SETTING.match, words))]
+
+
+def _trace(name: str, value: str, words: list[list[str]], moved: list[list[str]], traced: list[list[str]]) -> bool:
+    """Put the variable in the place of its number where a setting is that number alone; returns whether anything else
+    has changed with it."""
+    changed = [len(call) for call in words] != [len(call) for call in moved]
+    for call, other, target in zip(words, moved, traced, strict=False):
+        for at, (word, after) in enumerate(zip(call, other, strict=False)):
+            head = word.removesuffix(value)
+            if word != after and head.endswith("=") and after == head + _ANOTHER:
+                target[at] = f"{head}__{name}__"
+            else:
+                changed |= word != after
+    return changed
 
 
 def expected_variables(text: str, others: str = "") -> list[str]:
@@ -139,6 +172,7 @@ def expected_variables(text: str, others: str = "") -> list[str]:
     text = re.sub(r"(?m)(^|\s)#.*$", "", text)
     used = re.findall(r"\$(?:\{#?)?([A-Za-z_]\w*)", text)
     text = f"{text}\n{others}"
+    used += [name for sum_ in re.findall(r"\$?\(\((.*?)\)\)", text) for name in re.findall(r"[A-Za-z_]\w*", sum_)]
     # With a default, or asked for before use: ${X:-1} ${X:+1} [ -z "$X" ] [[ -v X ]].
     optional = set(re.findall(r"\$\{([A-Za-z_]\w*):?[-=+]", text))
     optional |= set(re.findall(r"-[nvz]\s+\"?\$?\{?([A-Za-z_]\w*)", text))
@@ -156,8 +190,7 @@ def expected_variables(text: str, others: str = "") -> list[str]:
 def restored(text: str, placeholders: Mapping[str, str]) -> str:
     """``text`` with the variables in place of what stood for them, for the inside of double quotes."""
     for name, stand_in in {"PWD": _HERE, "HOME": _HOME, **placeholders}.items():
-        if stand_in.strip("/").startswith("__"):
-            text = text.replace(stand_in, f"${{{name}}}")
+        text = text.replace(stand_in, f"${{{name}}}")
     return text
 
 

@@ -7,6 +7,7 @@ the same under FSDP2.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -86,7 +87,7 @@ _SPREAD = (
     "FSDP2 spreads weights, gradients and optimizer over all devices in the place of TP, PP and EP; a device computes "
     "whole layers, so where memory runs out raise ulysses_sequence_parallel_size or lower *_max_token_len_per_gpu"
 )
-_SAME_MATHS = "it changes how Megatron computes, not what"
+_SAME_MATHS = "it changes how the backend computes, not what"
 # Keys of verl's other backends -> ours. The first row that fits decides.
 _RULES: dict[str, _Rule] = {
     "model_engine": _Rule(why="the training backend is FSDP2"),
@@ -227,10 +228,20 @@ def _try(ported: Ported, key: str, text: str, said: Mapping[str, str]) -> None:
 
 
 def _reason(key: str, text: str, error: ConfigError) -> str:
-    said = " ".join(str(error).split())
-    for head in (f"{key}={text}: ", f"'{key}' is not a key of this trainer; ", f"{key}: "):
+    """What is wrong with the setting itself: that everything else is missing in this trial goes without saying."""
+    said = " ".join(line for line in str(error).splitlines() if line not in _of_any_trial())
+    for head in (f"{key}={parsed(text)}: ", f"{key}={text}: ", f"{key}: "):
         said = said.removeprefix(head)
     return said
+
+
+@functools.cache
+def _of_any_trial() -> tuple[str, ...]:
+    try:
+        load_config(["=", f"{_R}tensor_model_parallel_size=1"])
+    except ConfigError as error:
+        return tuple(str(error).splitlines())
+    return ()
 
 
 def typed(value: Any) -> str:
@@ -290,7 +301,7 @@ def _defaults_of_verl(ported: Ported, written: Mapping[str, str]) -> None:
         put(_R + "tensor_model_parallel_size", "2", why)
     clip, bounds = _A + "actor.clip_ratio", (_A + "actor.clip_ratio_low", _A + "actor.clip_ratio_high")
     loss = written.get(_A + "actor.policy_loss.loss_mode", "vanilla")
-    if clip in ported.settings and not all(bound in written for bound in bounds) and loss == "vanilla":
+    if clip in ported.settings and parsed(ported.settings[clip]) != 0.2 and loss == "vanilla":
         for bound in bounds:
             if bound not in written:
                 put(bound, "0.2", "verl's default, which goes before clip_ratio; here clip_ratio alone would set both")

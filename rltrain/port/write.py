@@ -6,7 +6,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 
-from rltrain.config.keys import all_keys
+from rltrain.config.keys import all_keys, free_form_parent
 from rltrain.config.load import SECRET
 from rltrain.port.launches import Launch
 from rltrain.port.shell import restored
@@ -27,11 +27,7 @@ def script(
     lines += ["set -euo pipefail", ""]
     body = [line for launch, ported in launches for line in _launch(launch, ported, placeholders)]
     text = "\n".join(body)
-    for name, stand_in in placeholders.items():
-        if f"${{{name}}}" in text:
-            lines.append(f': "${{{name}:?the script expects it}}"')
-        elif not stand_in.startswith("_"):
-            lines.append(f"# {name} was taken to be {stand_in}.")
+    lines += [f': "${{{name}:?the script expects it}}"' for name in placeholders if f"${{{name}}}" in text]
     return "\n".join(lines) + "\n" + text + "\n"
 
 
@@ -52,7 +48,7 @@ def _launch(launch: Launch, ported: Ported, placeholders: Mapping[str, str]) -> 
             lines.append(f"export {name}={_quoted(value, placeholders)}")
     lines.append("ARGS=(")
     order = {key: number for number, key in enumerate(all_keys())}
-    for key in sorted(ported.settings, key=lambda key: order.get(key, len(order))):
+    for key in sorted(ported.settings, key=lambda key: order.get(free_form_parent(key) or key, len(order))):
         lines += [f"    # {_shown(why, placeholders)}" for why in ported.comments.get(key, [])]
         lines.append(f"    {key}={_quoted(ported.settings[key], placeholders)}")
     return [*lines, ")", 'python -m rltrain.main_ppo "${ARGS[@]}" "$@"', ""]

@@ -101,4 +101,4 @@ def test_variables_without_a_value_are_found():
     echo $A $b $C $D ${E:-1} ${F:=2} $G ${H} "$HOME/${I[@]}" # $J
     [ -z "$K" ] && K=3; echo $((L * 2)) ${M%.*} '$N'
     """
-    assert expected_variables(text) == ["G", "H", "I", "M", "N"]
+    assert expected_variables(text) == ["G", "H", "I", "M", "N", "L"]

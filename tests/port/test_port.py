@@ -41,7 +41,13 @@ def ported(tmp_path, text, *arguments, name="run.sh"):
     stub.parent.mkdir(exist_ok=True)
     stub.write_text("#!/bin/bash\nprintf '%s\\n' ---- \"${@:3}\"\n")
     stub.chmod(0o755)
-    environment = {"PATH": f"{stub.parent}:/usr/bin:/bin", "HOME": "/home/me", "DATA_ROOT": "/data"}
+    environment = {
+        "PATH": f"{stub.parent}:/usr/bin:/bin",
+        "HOME": "/home/me",
+        "DATA_ROOT": "/data",
+        "SLURM_NNODES": "2",
+        "JOB_ID": "7",
+    }
     done = subprocess.run(["bash", str(new)], env=environment, capture_output=True, text=True, check=True)
     launches = [part.splitlines() for part in done.stdout.split("----\n")[1:]]
     return code, launches, new.read_text()
@@ -173,13 +179,14 @@ EOF
 def test_variables_the_script_expects_stay_variables(tmp_path):
     text = """
     python3 -m verl.trainer.main_ppo data.train_files=$DATA_ROOT/t.parquet actor_rollout_ref.model.path=/m \
-        trainer.nnodes=$WORLD_SIZE
+        trainer.nnodes=$SLURM_NNODES data.train_batch_size=$((256 * NUM_GPUS)) trainer.experiment_name=$JOB_ID
     """
     code, [settings], new = ported(tmp_path, text)
     assert code == 0
-    assert settings[0] == "data.train_files=/data/t.parquet"
+    assert {"data.train_files=/data/t.parquet", "trainer.nnodes=2", "data.train_batch_size=256"} <= set(settings)
     assert ': "${DATA_ROOT:?' in new
-    assert "WORLD_SIZE was taken to be 1" in new
+    assert "NUM_GPUS was taken to be 1" in new
+    assert "SLURM_NNODES was" not in new
 
 
 def test_a_config_name_is_read_from_beside_the_script(tmp_path):

@@ -21,6 +21,7 @@ _WHOLE = 150
 _NOT_CHOSEN = {
     "*.use_dynamic_bsz": (False,),
     "*.log_prob_use_dynamic_bsz": (False,),
+    "*.loss_agg_mode": ("token-mean",),
     "*.model_dtype": ("fp32",),
     "*.compute_dtype": ("bfloat16",),
     "*.trust_remote_code": (False,),

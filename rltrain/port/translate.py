@@ -20,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from rltrain.config.check import check
+from rltrain.config.declarations import LOSS_KEY, POLICY_LOSSES, TOKEN_MEAN, LossTraits
 from rltrain.config.keys import all_keys, get, is_known
 from rltrain.config.load import LoadedConfig, load_config
 from rltrain.config.renames import rename
@@ -173,6 +174,7 @@ def translate(written: Sequence[tuple[str, str]], unknown: str = "__") -> Ported
         _take(ported, key, text, last)
     _min_lr(ported, last)
     _totals(ported, last)
+    _not_read(ported)
     _defaults_of_verl(ported, last)
     _checkpoints(ported, last)
     _drop_our_defaults(ported)
@@ -284,6 +286,19 @@ def _min_lr(ported: Ported, written: Mapping[str, str]) -> None:
                 ported.put(key.replace("min_lr", "min_lr_ratio"), f"{low / lr:g}", f"was min_lr={text}")
             elif low:
                 ported.lost.append(f"{key}={text}: set min_lr_ratio, its share of lr")
+
+
+def _not_read(ported: Ported) -> None:
+    """What a policy loss of verl's does not read, and ours does."""
+    settings, correction, mode = ported.settings, "algorithm.rollout_correction.", _A + "actor.loss_agg_mode"
+    loss = settings.get(LOSS_KEY, "vanilla")
+    bypass = parsed(settings.get(correction + "bypass_mode", "False"))
+    if bypass and settings.get(correction + "loss_type", "ppo_clip") == "ppo_clip" and loss != "vanilla":
+        ported.decisions.append(f"loss_mode={settings.pop(LOSS_KEY)}: under bypass_mode verl puts vanilla in its place")
+        return
+    own = POLICY_LOSSES.get(loss, LossTraits()).aggregation
+    if own != TOKEN_MEAN and settings.get(mode, own) != own:
+        ported.decisions.append(f"loss_agg_mode={settings.pop(mode)}: verl's {loss} takes {own} whatever it says")
 
 
 def _defaults_of_verl(ported: Ported, written: Mapping[str, str]) -> None:

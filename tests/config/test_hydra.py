@@ -10,6 +10,8 @@ from omegaconf import OmegaConf
 from rltrain.config.budgets import PassBudget, budgets
 from rltrain.config.hydra import compose, named
 from rltrain.config.load import load_config
+from rltrain.config.meanings import other_meanings
+from rltrain.config.step_passes import make_step_passes
 from rltrain.config.verl_defaults import as_written
 from rltrain.errors import ConfigError
 
@@ -71,6 +73,18 @@ def test_a_saved_tree_of_verl_loads_without_a_word(version, chosen, tmp_path):
     assert not loaded.warnings
     for key, value in chosen.items():
         assert OmegaConf.select(OmegaConf.structured(loaded.config), key) == value
+
+
+@pytest.mark.parametrize("version", "579")
+def test_a_loss_of_a_saved_tree_keeps_mean_and_clip(version, tmp_path):
+    loss, clip = "actor_rollout_ref.actor.policy_loss.loss_mode", "actor_rollout_ref.actor.clip_ratio"
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(saved(version, **{loss: "gspo", clip: 0.1})))
+    loaded = load_config([], [str(tmp_path / "config.yaml")])
+    assert make_step_passes(loaded.config).aggregation == "seq-mean-token-mean"
+    # In verl clip_ratio_low and clip_ratio_high are 0.2 unless they are set.
+    actor = loaded.config.actor_rollout_ref.actor
+    assert (actor.clip_ratio_low, actor.clip_ratio_high) == (0.2, 0.2)
+    assert not list(other_meanings(loaded))
 
 
 @pytest.mark.parametrize("version", "579")

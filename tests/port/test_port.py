@@ -133,6 +133,25 @@ def test_what_cannot_be_kept_is_listed_and_ends_in_2(tmp_path, capsys, setting, 
     check(load_config(settings))
 
 
+@pytest.mark.parametrize(
+    ("written", "kept"),
+    [
+        ("policy_loss.loss_mode=gspo A.loss_agg_mode=token-mean", ["policy_loss.loss_mode=gspo"]),
+        ("policy_loss.loss_mode=gspo A.loss_agg_mode=seq-mean-token-mean",
+         ["policy_loss.loss_mode=gspo", "loss_agg_mode=seq-mean-token-mean"]),
+        ("policy_loss.loss_mode=cispo A.loss_agg_mode=token-sum",
+         ["policy_loss.loss_mode=cispo", "loss_agg_mode=token-sum"]),
+        ("policy_loss.loss_mode=gspo algorithm.rollout_correction.bypass_mode=True", []),
+    ],
+)  # fmt: skip
+def test_what_a_loss_of_verl_s_does_not_read_is_left_out(tmp_path, written, kept):
+    text = "python3 -m verl.trainer.main_ppo data.train_files=/t.parquet actor_rollout_ref.model.path=/m A."
+    code, [settings], _ = ported(tmp_path, (text + written).replace("A.", "actor_rollout_ref.actor."))
+    assert code == 0
+    found = [each.removeprefix("actor_rollout_ref.actor.") for each in settings if "loss" in each]
+    assert sorted(found) == sorted(kept)
+
+
 def test_defaults_of_verl_that_a_script_relies_on_are_written(tmp_path):
     text = "python3 -m verl.trainer.main_ppo data.train_files=/t.parquet actor_rollout_ref.model.path=/m"
     code, [settings], _ = ported(tmp_path, text + " actor_rollout_ref.actor.clip_ratio=0.1")

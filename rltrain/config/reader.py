@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from rltrain.config.budgets import total_problem
+from rltrain.config.budgets import per_rank
 from rltrain.config.keys import Key, all_keys, free_form_parent, is_known, meant, sections
 from rltrain.config.renames import answer, rename, shown, turned_off
 from rltrain.config.schema import Config
@@ -105,6 +105,18 @@ class Reader:
                 self._assign(f"{section}.{name}", written, True)
             self.renamed[written] = f"{written} turns on {' and '.join(turned_on)} here"
             del self.foreign[key]
+        for key, (written, total) in list(self.foreign.items()):
+            own = f"{key}_per_gpu"
+            if not is_known(own) or type(total) is not int:
+                continue
+            del self.foreign[key]
+            if own in self.explicit:
+                self.renamed[written] = f"{written}: no effect: {own} is set too"
+                continue
+            size, ranks = per_rank(self._value, key, total)
+            self._assign(own, written, size)
+            self.written[own] = written
+            self.renamed[written] = f"{written}={total} over {ranks} data-parallel ranks is {own}={size} here"
 
     def hand_over(self) -> None:
         """Join path and name of the user's own classes, and give these the keys of data that nobody here knows."""
@@ -134,7 +146,7 @@ class Reader:
             if is_known(f"{key}_per_gpu"):
                 # As in a file of verl's, null means that the size is not given.
                 if value is not None:
-                    self.problems.append(total_problem(config, key, value))
+                    self.problems.append(f"{written}={shown(value)}: expected a number of samples over all ranks.")
             elif found := answer(key, value, self._value):
                 why = _contradicted(found.why, config)
                 if found.refused or why:

@@ -16,7 +16,7 @@ from rltrain.config.algorithm_schema import FILTER_METRICS
 from rltrain.config.budgets import budget_problems
 from rltrain.config.effects import holds
 from rltrain.config.engines import ENGINES, engines_with
-from rltrain.config.keys import all_keys, get, plugin_keys
+from rltrain.config.keys import all_keys, followed, get, plugin_keys
 from rltrain.config.load import LoadedConfig
 from rltrain.config.renames import shown
 from rltrain.config.schema import Config
@@ -98,7 +98,10 @@ def _each_key(config: Config) -> Iterator[str]:
         section = key.name.rpartition(".")[0]
         unused = not value and not all(holds(config, section, condition) for condition in rules.only_with)
         if isinstance(value, int | float) and not rules.within(value) and not unused:
-            usual = f" Try {key.default:g}." if isinstance(key.default, int | float) else ""
+            source = key
+            while other := followed(source.name):
+                source = all_keys()[other]
+            usual = f" Try {source.default:g}." if isinstance(source.default, int | float) else ""
             yield f"{key.name}={value}: it must be {rules.bounds() or 'a number'}.{usual}"
 
 
@@ -187,9 +190,6 @@ def _correction(config: Config) -> Iterator[str]:
 def _lora(config: Config) -> Iterator[str]:
     """The layers of adapters are named by text."""
     for section in (_A + "model", "critic.model"):
-        # verl's scripts write 0 where there are no adapters.
-        if get(config, f"{section}.uses_lora") and get(config, f"{section}.lora_alpha") == 0:
-            yield f"{section}.lora_alpha=0.0: it must be over 0. Try 16."
         for key in ("target_modules", "exclude_modules") if get(config, f"{section}.uses_lora") else ():
             value = get(config, f"{section}.{key}")
             names = value if isinstance(value, list) else [value]

@@ -91,7 +91,7 @@ class TrainedModelConfig:
     lora_rank: int = key(0, least=0)
     """Rank of LoRA adapters over frozen weights; 0: train all weights. Adapters want a larger optim.lr, such as
     3e-5."""
-    lora_alpha: float = key(16.0, least=0, only_with=_ADAPTERS)
+    lora_alpha: float = key(16.0, over=0, only_with=_ADAPTERS)
     """Adapters are scaled by lora_alpha / lora_rank."""
     # Any, because OmegaConf has no union of a text and a list; `check._lora` looks at the type.
     target_modules: Any = key("all-linear", only_with=_ADAPTERS)

@@ -260,7 +260,7 @@ def _leaves(tree: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
         if name == "_target_":  # Hydra's class names
             continue
         known = all_keys().get(rename(key))
-        if isinstance(value, dict) and not (known and known.free_form):
+        if isinstance(value, dict) and value and not (known and known.free_form):
             yield from _leaves(value, f"{key}.")
         else:
             yield key, value

@@ -66,7 +66,6 @@ REFUSED = {
     "reward_model.reward_loop_source!=register": _MANAGER,
     "reward_model.reward_loop_*": _MANAGER,
     "*sandbox_fusion_url": "use custom_reward_function.path with a function that calls your sandbox",
-    "*sandbox_fusion.url": "use custom_reward_function.path with a function that calls your sandbox",
     "trainer.v1.trainer_mode!=sync": _SYNCHRONOUS,
     "trainer.v1.sampler.custom_sampler.*": "use data.sampler.name=FILE.py:NAME",
     "algorithm.rollout_is*": "use rollout_is=token|sequence and rollout_is_threshold of algorithm.rollout_correction",
@@ -108,6 +107,5 @@ SECTIONS = {
     "*.disaggregation.*": ("enabled", "every engine both prefills and decodes: leave it out"),
     "skip.*": ("enable", "every step generates its own answers: leave it out"),
     "hydra.*": ("", "there is no Hydra here: put settings in a YAML file and give --config FILE (repeatable)"),
-    "sandbox_fusion.*": ("url", "use custom_reward_function.path with a function that calls your sandbox"),
-    "*.sandbox_fusion.*": ("url", "use custom_reward_function.path with a function that calls your sandbox"),
+    "*sandbox_fusion.*": ("url", "use custom_reward_function.path with a function that calls your sandbox"),
 }

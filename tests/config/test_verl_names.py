@@ -1,0 +1,293 @@
+"""What verl's names and values become: taken, noted, or refused with the key as it was written."""
+
+from pathlib import Path
+
+import pytest
+
+from rltrain.api import look_over
+from rltrain.config.check import check
+from rltrain.config.keys import all_keys, get, sections
+from rltrain.config.load import load_config
+from rltrain.config.renames import answer
+from rltrain.config.verl_keys import NO_EFFECT
+from rltrain.config.verl_refused import REFUSED, SECTIONS
+from rltrain.errors import ConfigError
+
+A, C = "actor_rollout_ref.", "algorithm.rollout_correction."
+BASE = [
+    f"{A}model.path=m", "data.train_files=t.parquet", "algorithm.adv_estimator=grpo", f"{A}rollout.n=4",
+    "trainer.n_gpus_per_node=8",
+]  # fmt: skip
+
+
+def value(key: str, *overrides: str):
+    return get(load_config([*BASE, *overrides]).config, key)
+
+
+def notes(*overrides: str) -> list[str]:
+    return look_over(load_config([*BASE, *overrides]))
+
+
+def problems(*overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        check(load_config([*BASE, *overrides]))
+    return str(caught.value).splitlines()
+
+
+# Null has a meaning of its own here, which the help text tells.
+OWN_NULL = {"trainer.max_actor_ckpt_to_keep", "trainer.hang_floor_s"}
+
+
+@pytest.mark.parametrize("key", [key for key in all_keys() if key not in OWN_NULL])
+def test_null_is_the_default_of_every_key(key):
+    default = get(load_config([]).config, key)
+    for word in (f"{key}=null", f"{key}=", f"~{key}"):
+        loaded = load_config([word])
+        assert get(loaded.config, key) == default
+        assert loaded.warnings == ()
+        assert key not in loaded.explicit
+
+
+def test_null_takes_an_earlier_value_back():
+    assert value("data.train_batch_size", "data.train_batch_size=8", "data.train_batch_size=null") == 1024
+    assert value("trainer.logger", "trainer.logger=[console]", "trainer.logger=null") == ["console", "tensorboard"]
+    assert value(f"{A}rollout.engine_kwargs", f"{A}rollout.engine_kwargs.vllm.x=1", f"{A}rollout.engine_kwargs=") == {}
+    assert value("trainer.max_actor_ckpt_to_keep", "trainer.max_actor_ckpt_to_keep=null") is None
+
+
+@pytest.mark.parametrize("key", [key for key in all_keys() if key.endswith("_freq")])
+def test_false_for_a_frequency_means_never(key):
+    assert value(key, f"{key}=False") == -1
+
+
+OFF = ("null", "False", "0", "[]", "{}", "disabled", "")
+
+
+@pytest.mark.parametrize("off", OFF)
+def test_what_is_turned_off_is_not_refused(off):
+    rows = [row for row in REFUSED if "=" not in row.replace("!=", "")]
+    for row in [*rows, *SECTIONS]:
+        key = row.partition("!=")[0].replace("*@*", "a@b").replace("*", "x")
+        assert load_config([f"{key}={off}"]).warnings == (), key
+    # A key of nobody's gets a note, and one that is near a key of ours is a mistake all the same.
+    assert "turned off" in load_config([f"{A}actor.no_such_thing={off}"]).warnings[0]
+    with pytest.raises(ConfigError, match=r"Did you mean data\.shuffle"):
+        load_config([f"data.shufle={off}"])
+
+
+def test_every_row_of_the_tables_is_reached():
+    for table in (REFUSED, SECTIONS, NO_EFFECT):
+        for row in table:
+            pattern, _, values = row.replace("!=", "=").partition("=")
+            key = pattern.replace("*", "x").rstrip(".")
+            wanted = values.split("|")[0] if values and "!=" not in row else "something"
+            if switch := table is SECTIONS and SECTIONS[row][0]:
+                key = key.removesuffix("x") + switch
+            found = answer(key, wanted)
+            assert found is not None, row
+            assert found.row == row or table is NO_EFFECT, (row, found.row)
+
+
+ANOTHER_EXPERIMENT = [
+    (f"{A}rollout.agent.default_agent_loop=tool_agent", "single-turn"),
+    (f"{A}model.mtp.enable=True", "multi-token"),
+    (f"{A}hybrid_engine=False", "synchronous"),
+    (f"{A}rollout.nnodes=1", "tail=carry_over"),
+    ("trainer.v1.trainer_mode=separate_async", "tail=carry_over"),
+    ("async_training.staleness_threshold=0.5", "tail=carry_over"),
+    ("rollout.n_gpus_per_node=4", "tail=carry_over"),
+    ("distillation.enabled=True", "teacher"),
+    ("model_engine=veomni", "FSDP2"),
+    (f"{A}actor.strategy=megatron", "FSDP2"),
+    (f"{A}actor.router_replay.mode=R2", "routing"),
+    (f"{A}actor.fsdp_config.qat.enable=True", "FP8"),
+    (f"{A}rollout.skip_rollout=True", "generates its own answers"),
+    ("skip.rollout.enable=True", "generates its own answers"),
+    (f"{A}actor.optim.optimizer=muon", "AdamW"),
+    (f"{A}model.tokenizer_path=/other", "model.path"),
+    ("algorithm.use_pf_ppo=True", "PF-PPO"),
+]
+
+
+@pytest.mark.parametrize(("override", "words"), ANOTHER_EXPERIMENT)
+def test_what_makes_another_experiment_is_refused(override, words):
+    (line,) = problems(override)
+    assert line.startswith(f"{override}: ")
+    assert words in line
+    assert "Did you mean" not in line
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        f"{A}rollout.mode=async", f"{A}rollout.agent.num_workers=4", f"{A}hybrid_engine=True", "trainer.use_v1=True",
+        "trainer.v1.trainer_mode=sync", "transfer_queue.enable=True", "global_profiler.steps=[1]",
+        f"{A}actor.profiler.enable=True", "critic.profiler.all_ranks=True", "model_engine=dp",
+        f"{A}actor.fsdp_config.strategy=fsdp", f"{A}ref.fsdp_config.use_torch_compile=True", "critic.fsdp.seed=3",
+        f"{A}ref.entropy_checkpointing=True", f"{A}rollout.skip_tokenizer_init=True", f"{A}model.torch_dtype=bf16",
+        "distillation.distillation_loss.topk=32", f"{A}model.mtp.num_speculative_tokens=1",
+        "reward_model.rollout.gpu_memory_utilization=0.9", "reward_model.enable_resource_pool=True",
+        "reward.reward_model.rollout.name=vllm", f"{A}actor.router_replay.record_file=x", f"{A}model.lora.merge=True",
+        f"{A}model.tokenizer_path=m", f"{A}rollout.nnodes=0",
+    ],
+)  # fmt: skip
+def test_what_changes_nothing_is_accepted(override):
+    notes(override)
+
+
+def test_a_guess_stays_within_its_section():
+    for key in ("trainer.nodes", "data.trian_files", f"{A}rollout.temprature"):
+        (line,) = problems(f"{key}=1")
+        section = key.rpartition(".")[0]
+        assert f"Did you mean {section}." in line
+    for key, section in (
+        (f"{A}rollout.max_steps", f"{A}rollout"),
+        ("trainer.dataset", "trainer"),
+        (f"{A}actor.brand.new", f"{A}actor"),
+    ):
+        assert problems(f"{key}=1") == [f"unknown key '{key}'. See --help {section}."]
+    assert problems("nobody.knows=1") == ["unknown key 'nobody.knows'. See --help."]
+
+
+def test_a_missing_or_mistyped_start_of_a_name_is_seen():
+    assert problems("rollout.temperature=1") == [
+        f"unknown key 'rollout.temperature'. Did you mean {A}rollout.temperature?"
+    ]
+    assert f"{A}rollout.temperature?" in problems("actor_rollout_rf.rollout.temperature=1")[0]
+    assert f"{A}actor.optim.lr" in problems(f"{A}actor.lr=1")[0]
+
+
+def test_a_section_is_refused_in_one_line():
+    lines = problems(*(f"async_training.{name}=1" for name in "abcdef"))
+    assert len(lines) == 1
+    assert lines[0].startswith("async_training.a=1, async_training.b=1, async_training.c=1 and 3 more: ")
+    assert len(notes(*(f"{A}actor.profiler.tool_config.{name}=1" for name in "abcdef"))) == 1
+
+
+def test_megatron_hints_name_the_keys_of_the_same_role():
+    for role, sharding in (("actor", "actor.fsdp_config"), ("ref", "ref.fsdp_config")):
+        assert problems(f"{A}{role}.megatron.param_offload=True")[0].endswith(f"use {A}{sharding}.param_offload.")
+        lines = problems(f"{A}{role}.megatron.context_parallel_size=2")
+        assert lines[0].endswith(f"use {A}{role}.ulysses_sequence_parallel_size.")
+    assert problems("critic.megatron.param_offload=True")[0].endswith("use critic.model.fsdp_config.param_offload.")
+    assert "critic.ulysses" in problems("critic.megatron.tensor_model_parallel_size=4")[0]
+    assert "the reference has no optimizer" in problems(f"{A}ref.megatron.optimizer_offload=True")[0]
+    # A size of 1 is what happens without the backend.
+    assert notes(f"{A}actor.megatron.pipeline_model_parallel_size=1") == []
+
+
+def test_messages_name_the_key_as_it_was_written():
+    assert "reward.reward_model.model_path=" in problems("reward.reward_model.model_path=[1]")[0]
+    aliased = problems(f"{A}actor.grad_clip=0", "critic.fsdp.fsdp_size=3", "algorithm.adv_estimator=gae")
+    assert f"{A}actor.grad_clip=0.0: it must be over 0. Try 1." in aliased
+    assert any(line.startswith("critic.fsdp.fsdp_size=3 does not divide") for line in aliased)
+    critic = notes("critic.fsdp.param_offload=True")
+    assert "critic.fsdp.param_offload: no effect: there is no critic: algorithm.adv_estimator needs none" in critic
+
+
+def test_a_value_that_others_follow_is_told_once_by_its_own_name():
+    (line,) = problems("algorithm.adv_estimator=gae", f"{A}actor.ppo_mini_batch_size=0")
+    assert line.startswith(f"{A}actor.ppo_mini_batch_size=0: ")
+    lines = problems("algorithm.adv_estimator=gae", "data.train_batch_size=100", f"{A}actor.ppo_mini_batch_size=32")
+    assert len(lines) == 1
+    assert "critic" not in lines[0]
+
+
+def test_our_name_counts_where_both_are_written(tmp_path):
+    old, new = f"{A}actor.grad_clip=1.0", f"{A}actor.optim.clip_grad=0.5"
+    for words in ([old, new], [new, old]):
+        assert value(f"{A}actor.optim.clip_grad", *words) == 0.5
+    saved = tmp_path / "config.yaml"
+    saved.write_text("actor_rollout_ref:\n  actor:\n    optim: {clip_grad: 0.5}\n    grad_clip: 1.0\n")
+    assert load_config([], [str(saved)]).config.actor_rollout_ref.actor.optim.clip_grad == 0.5
+    assert load_config([f"{A}actor.grad_clip=0.2"], [str(saved)]).config.actor_rollout_ref.actor.optim.clip_grad == 0.2
+    # A name that a version knows and does not use.
+    cosine = [f"{A}actor.optim.lr_scheduler_type=cosine", f"{A}actor.optim.warmup_style=null"]
+    assert value(f"{A}actor.optim.lr_scheduler_type", *cosine) == "cosine"
+
+
+@pytest.mark.parametrize(
+    ("words", "rules", "limits"),
+    [
+        # Bounds once were on pi_trainer / pi_engine, and are on its inverse now.
+        (
+            ["rollout_rs=geometric", "rollout_rs_threshold=1.25", "rollout_rs_threshold_lower=0.5"],
+            "seq_mean_k1", "0.8_2",
+        ),
+        (["rollout_rs=token", "rollout_rs_threshold=2.0"], "token_k1", "0.5_2"),
+        (["rollout_rs=sequence", "rollout_is_threshold=4"], "seq_sum_k1", "0.25_4"),
+        (["rollout_rs=sequence"], "seq_sum_k1", "0.5_2"),
+        # ln(1e-4)^2 / 2
+        (["rollout_token_veto_threshold=1e-4"], "seq_max_k2", "42.4152"),
+        (["rollout_rs=token", "rollout_token_veto_threshold=1e-4"], "token_k1,seq_max_k2", "0.5_2,42.4152"),
+        (["rollout_rs=null", "rollout_rs_threshold_lower=null", "rollout_token_veto_threshold=null"], None, None),
+        (
+            ["rollout_rs='token_k1,seq_max_k2'", "rollout_rs_threshold='0.6_1.6,2.5'"],
+            "token_k1,seq_max_k2", "0.6_1.6,2.5",
+        ),
+    ],
+)  # fmt: skip
+def test_rejection_as_it_was_once_written(words, rules, limits):
+    loaded = load_config([*BASE, *(C + word for word in words)])
+    check(loaded)
+    correction = loaded.config.algorithm.rollout_correction
+    assert (correction.rollout_rs, correction.rollout_rs_threshold) == (rules, limits)
+    changed = rules is not None and "k1" not in words[0]
+    assert any("is what rejects here" in note for note in loaded.warnings) == changed
+
+
+def test_bypass_and_its_loss_as_they_were_once_written():
+    once = [f"{C}bypass_old_logprob_for_rollout=true", f"{C}use_pure_rollout_correction=true"]
+    correction = value("algorithm.rollout_correction", *once)
+    assert (correction.bypass_mode, correction.loss_type) == (True, "reinforce")
+    assert value(f"{C}loss_type", f"{C}use_policy_gradient=False") == "ppo_clip"
+
+
+def test_the_cap_on_importance_weights_is_read():
+    correction = value("algorithm.rollout_correction", f"{A}actor.tis_imp_ratio_cap=3")
+    assert (correction.rollout_is, correction.importance_bounds()) == ("token", (None, 3.0))
+    assert value(f"{C}rollout_is", f"{A}actor.tis_imp_ratio_cap=-1") is None
+
+
+def test_managers_that_score_one_answer_at_a_time_are_naive():
+    for name in ("gdpo", "prime"):
+        assert value("reward_model.reward_manager", f"reward_model.reward_manager={name}") == "naive"
+
+
+def test_a_reward_model_is_a_classifier_and_a_generative_one_refused(tmp_path):
+    served = [
+        "reward_model.enable=True", "reward.reward_model.model_path=judge", "reward_model.rollout.name=vllm",
+        "reward_model.use_reward_loop=True", "reward_model.num_workers=4",
+    ]  # fmt: skip
+    loaded = load_config([*BASE, *served])
+    assert (loaded.config.reward_model.model.path, loaded.config.reward.num_workers) == ("judge", 4)
+    assert any("not behind a server" in note for note in look_over(loaded))
+    lines = problems(*served, f"custom_reward_function.path={tmp_path}/f.py")
+    assert any(line.startswith("reward_model.rollout.name=vllm: a generative reward model") for line in lines)
+
+
+def test_mistakes_of_all_kinds_are_told_together():
+    lines = problems(
+        "data.sed=1", "data.train_batch_size=many", f"{A}rollout.n=1", "distillation.enabled=True",
+        f"{A}actor.clip_ratio=-1", "trainer.logger=[nobody]",
+    )  # fmt: skip
+    for words in ("data.sed", "many", "rollout.n must be", "distillation", "clip_ratio=-1", "'nobody'"):
+        assert sum(words in line for line in lines) == 1, words
+    # A value that did not fit was not taken, so nothing is said of the default in its place.
+    assert not any("1024" in line for line in lines)
+
+
+def test_from_verl_names_tests_that_are_there():
+    root = Path(__file__).parents[2]
+    source = "".join(file.read_text() for file in (root / "tests").rglob("*.py"))
+    page = (root / "docs" / "from-verl.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| ") and "held by" not in line]
+    assert rows
+    for row in rows:
+        held = row.rstrip("| ").rpartition("|")[2]
+        names = [part.strip(" `") for part in held.split(",")]
+        assert all(f"def {name}(" in source or (root / name).exists() for name in names), row
+
+
+def test_sections_of_the_schema_are_no_rows():
+    assert not [section for section in sections() if answer(section, "x")]

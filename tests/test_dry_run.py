@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from rltrain.env import installed
 from rltrain.main_ppo import main
 from tests.tiny import save_tiny_model, small_run, write_arithmetic
 
@@ -120,6 +121,17 @@ def test_an_engine_that_is_not_installed_is_named(dry, monkeypatch):
     monkeypatch.setitem(sys.modules, "sglang", None)
     monkeypatch.setattr("rltrain.trainer.preflight.installed", lambda package: False)
     assert "rltrain[sglang]" in refused(dry, **{R + "name": "sglang"})
+
+
+@pytest.mark.skipif(not installed("vllm"), reason="vLLM is not installed")
+def test_arguments_that_an_engine_does_not_have_are_named(dry):
+    vllm, given = {R + "name": "vllm"}, "+actor_rollout_ref.rollout.engine_kwargs.vllm."
+    found = refused(dry, f"{given}block_sise=32", f"{given}quite_other=1", **vllm)
+    assert "vllm.block_sise: vllm, as installed here, has no such argument. Did you mean block_size?" in found
+    assert "vllm.quite_other: vllm, as installed here, has no such argument. Leave it out." in found
+    code, text = dry(f"{given}swap_space=8", f"{given}block_size=32", f"{given}compilation_config.level=0", **vllm)
+    assert code == 0
+    assert "engine_kwargs.vllm.swap_space: vllm has no such argument any more" in text
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from rltrain.config.schema import Config
 from rltrain.config.step_passes import needs_all_old_log_probs
 
 _A = "actor_rollout_ref."
+_OFF_AT_ZERO = ("_coef", "critic_warmup")
 _WITHOUT = ": no effect: "
 _ATOM = re.compile(r"(?P<path>[\w.]+)(?:(?P<operator>!=|=|<|>)(?P<values>.+))?")
 
@@ -39,7 +40,9 @@ def without_effect(loaded: LoadedConfig) -> list[str]:
     ):
         # The first reason wins, so general ones come late; which size decides matters only in a pass that is made.
         for key, why in source(loaded):
-            if key in loaded.explicit:
+            # Nobody misses what is 0: scripts turn a KL off in all its places.
+            off = key.endswith(_OFF_AT_ZERO) and get(loaded.config, key) == 0
+            if key in loaded.explicit and not off:
                 notes.setdefault(key, f"{key}{_WITHOUT}{why}")
     return [notes[key] for key in sorted(notes)]
 
@@ -135,6 +138,8 @@ def _unused_by_engine(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
             yield key, f"the engine is rollout.name={name}"
         elif key.startswith(section + "engine_kwargs.") and not key.startswith(own):
             yield key, f"the engine is rollout.name={name}, whose arguments are {own.rstrip('.')}"
+        elif key.startswith(own) and key.removeprefix(own).partition(".")[0] in ENGINES[name].outdated_arguments:
+            yield key, f"{name} has no such argument any more"
 
 
 def _given_adapter(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:

@@ -22,7 +22,9 @@ class Engine:
     draws are a function of the sample's seed and the position alone, the same in every such engine. temperatures: the
     range it samples in, besides 0 (greedy). beyond_positions: it generates past the positions that the model's
     configuration names. unused_keys: keys under ``actor_rollout_ref.rollout`` that it does not read.
-    refused_arguments: its own arguments that would part it from the trainer, each with the reason.
+    arguments: "file:class" in its package; the class has a field per argument. refused_arguments: those that would part
+    the engine from the trainer, each with the reason. outdated_arguments: those of earlier versions that changed no
+    answer.
     """
 
     factory: str
@@ -35,7 +37,9 @@ class Engine:
     temperatures: tuple[float, float] = (0.0, math.inf)
     beyond_positions: bool = True
     unused_keys: tuple[str, ...] = ()
+    arguments: str = ""
     refused_arguments: Mapping[str, str] = field(default_factory=dict)
+    outdated_arguments: tuple[str, ...] = ()
 
 
 FULL_PRECISION = "the engine is given the trainer's weights every step, and a quantised one does not take them"
@@ -65,6 +69,8 @@ ENGINES = {
         # log-probs of another temperature than the engine's.
         temperatures=(0.01, 2.0),
         beyond_positions=False,
+        arguments="engine/arg_utils.py:EngineArgs",
+        outdated_arguments=("disable_log_requests", "disable_mm_preprocessor_cache", "swap_space"),
         refused_arguments={
             "quantization": FULL_PRECISION,
             "quantization_config": FULL_PRECISION,
@@ -79,6 +85,7 @@ ENGINES = {
         package="sglang",
         install="rltrain[sglang]",
         unused_keys=("disable_log_stats",),
+        arguments="srt/server_args.py:ServerArgs",
         refused_arguments={"quantization": FULL_PRECISION, "tp_size": _SPANS, "pp_size": _SPANS, "dp_size": _SPANS},
     ),
 }

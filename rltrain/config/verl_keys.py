@@ -206,5 +206,5 @@ NO_EFFECT = {
     "*.use_fused_kernels": "logits are always computed in chunks",
     "*.use_remove_padding=True": "sequences are always packed",
     "*.use_shm": "weights are read once, by rank 0",
-    "*.use_torch_compile": "nothing is compiled in this version",
+    "*.use_torch_compile": "the models that are trained are not compiled",
 }

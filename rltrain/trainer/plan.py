@@ -167,7 +167,7 @@ def describe(plan: Plan, config: Config) -> str:
         ("optimizer steps per step", f"{plan.optimizer_steps_per_step} (mini-batches of "
          f"{plan.prompts_per_mini_batch:,} prompts = {plan.samples_per_mini_batch:,} samples)"),
         ("a step runs", plan.passes.describe(plan.num_mini_batches)),
-        *(("micro-batch", row) for row in _micro_batches(plan)),
+        *(("micro-batch", row) for row in _micro_batches(plan, config)),
         *_more_rows(plan, config),
         ("longest sequence", f"{config.data.max_prompt_length + config.data.max_response_length:,} tokens"),
         ("steps", _steps(plan, config)),
@@ -188,7 +188,7 @@ def _device(config: Config) -> str:
     return kind if kind == config.trainer.device else f"{config.trainer.device}: {kind} here"
 
 
-def _micro_batches(plan: Plan) -> list[str]:
+def _micro_batches(plan: Plan, config: Config) -> list[str]:
     """The budgets of the passes that a step makes; passes with the same one stand together."""
     ranks, critic_ranks = plan.data_parallel_size, plan.critic_data_parallel_size
     made = {
@@ -199,6 +199,8 @@ def _micro_batches(plan: Plan) -> list[str]:
         "update_critic": (plan.critic_budget, critic_ranks),
     }
     phases = plan.passes.describe(plan.num_mini_batches)
+    if config.reward_model.enable:
+        made["reward"] = (budgets(config)["reward_model"], plan.num_devices)
     sharing: dict[tuple[PassBudget, int], list[str]] = {}
     for name, budget in made.items():
         if name in phases:

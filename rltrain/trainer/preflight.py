@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import difflib
+import importlib.util
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
@@ -26,7 +30,8 @@ _NAMES = {"cuda": "CUDA", "npu": "NPU"}
 def preflight(loaded: LoadedConfig) -> Findings:
     """Files, packages, devices, plugins and models that the config names. Takes a few seconds; starts nothing."""
     cfg = loaded.config
-    found = Findings([*missing_files(cfg), *_packages(loaded), *_devices(loaded), *ray_problems(cfg)])
+    of_engine = [*_packages(loaded), *_engine_arguments(cfg)]
+    found = Findings([*missing_files(cfg), *of_engine, *_devices(loaded), *ray_problems(cfg)])
     if cfg.algorithm.needs_critic and "algorithm.adv_estimator" not in loaded.explicit:
         found.notes.append(
             "a critic is trained beside the actor, as algorithm.adv_estimator is gae unless set (as in verl); "
@@ -80,6 +85,26 @@ def _packages(loaded: LoadedConfig) -> Iterator[str]:
             f"actor_rollout_ref.rollout.name={roles.rollout.name}: the package is not installed here. Install "
             f"{engine.install}, or use {hf}."
         )
+
+
+def _engine_arguments(cfg: Config) -> Iterator[str]:
+    """Arguments that the engine, as installed here, does not know. Its source is read: importing it takes long."""
+    rollout = cfg.actor_rollout_ref.rollout
+    engine = ENGINES[rollout.name]
+    given = set(rollout.engine_kwargs.get(rollout.name) or ()) - set(engine.outdated_arguments)
+    package = importlib.util.find_spec(engine.package) if given and engine.package else None
+    file, _, name = engine.arguments.partition(":")
+    source = Path(((package and package.submodule_search_locations) or [""])[0], file)
+    if not (package and source.is_file()):
+        return
+    classes = [node for node in ast.parse(source.read_text()).body if isinstance(node, ast.ClassDef)]
+    fields = [field for each in classes if each.name == name for field in each.body if isinstance(field, ast.AnnAssign)]
+    known = [field.target.id for field in fields if isinstance(field.target, ast.Name)]
+    for argument in sorted(given - set(known)) if known else ():
+        near = difflib.get_close_matches(argument, known, n=1)
+        key = f"actor_rollout_ref.rollout.engine_kwargs.{rollout.name}.{argument}"
+        way_out = f"Did you mean {near[0]}?" if near else "Leave it out."
+        yield f"{key}: {rollout.name}, as installed here, has no such argument. {way_out}"
 
 
 def _devices(loaded: LoadedConfig) -> Iterator[str]:

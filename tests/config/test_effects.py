@@ -94,7 +94,7 @@ def test_a_plain_command_has_no_notes():
             [],
             ["reward_model.reward_manager=dapo", "reward_model.overlong_buffer.len=8"],
         ),
-        (f"+{A}rollout.engine_kwargs.vllm.disable_mm_preprocessor_cache=True", [], [f"{A}rollout.name=vllm"]),
+        (f"+{A}rollout.engine_kwargs.vllm.disable_mm_preprocessor_cache=True", [], None),
         (f"{A}rollout.oversample_ratio=1.5", [], [f"{A}rollout.tail=oversample"]),
         (
             f"{A}rollout.tail_max_age=2",
@@ -128,6 +128,12 @@ def test_each_key_is_named_once():
         f"{A}ref.use_torch_compile",
         f"{A}ref.log_prob_micro_batch_size_per_gpu",
     ]
+
+
+def test_weights_of_0_need_no_note():
+    off = [f"{A}actor.kl_loss_coef=0.0", "algorithm.kl_ctrl.kl_coef=0", "trainer.critic_warmup=0"]
+    assert notes(*off) == []
+    assert len(notes(*[key.replace("=0", "=1") for key in off])) == 3
 
 
 def test_keys_without_effect_for_one_reason_share_a_line():

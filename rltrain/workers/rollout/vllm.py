@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rltrain.config.engines import ENGINES
 from rltrain.env import prepare_vllm, shipped
 from rltrain.errors import ConfigError
 from rltrain.models.vision import placeholder_ids, takes_images
@@ -95,7 +96,9 @@ class VLLMRollout:
             # Videos never come, so no memory is reserved for them; images keep vLLM's default.
             arguments["limit_mm_per_prompt"] = {"video": 0}
         with _own_shared_memory(replica):
-            self._llm = _make_llm(arguments | dict(rollout.engine_kwargs.get("vllm", {})))
+            given = rollout.engine_kwargs.get("vllm") or {}
+            outdated = ENGINES["vllm"].outdated_arguments
+            self._llm = _make_llm(arguments | {name: given[name] for name in given if name not in outdated})
         # The call returns the worker object of this process itself.
         self._worker = self._llm.collective_rpc(lambda worker: worker)[0]
         never = torch.tensor(placeholder_ids(config), dtype=torch.long, device=device.torch_device)

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 # Shapes: n samples; a ragged column has one row per sample, a dictionary-encoded one a row per prompt.
 PER_SAMPLE = "[n]"
 PER_PROMPT_TOKEN = "[prompts, prompt_length]"
+PER_PROMPT = "[prompts]"
 PER_ANSWER_TOKEN = "[n, response_length]"
 PER_POLICY_TOKEN = "[n, policy_tokens]"
 
@@ -45,6 +46,8 @@ def _add(name: str, shape: str, dtype: str, maker: str, readers: str) -> str:
 # -- made by the rollout -----------------------------------------------------------------------------------------------
 
 PROMPT = _add("prompt", PER_PROMPT_TOKEN, "int32", "rollout", "every pass, update")
+# Pixels, grids and positions (`data.images.PromptImages`), or None for a prompt of text alone. A run has none yet.
+IMAGES = _add("images", PER_PROMPT, "object", "rollout", "every pass, update")
 RESPONSE = _add("response", PER_ANSWER_TOKEN, "int32", "rollout", "every pass, update")
 RESPONSE_MASK = _add(
     "response_mask", PER_ANSWER_TOKEN, "bool", "rollout: 1 = token of the policy", "every pass, update"

@@ -16,14 +16,17 @@ from rltrain.models.attention import PLAN
 from rltrain.models.head import ReferenceStates, Scaling, TokenLogProbs, token_log_probs
 from rltrain.models.packing import PackedInputs
 from rltrain.models.ulysses import GROUP, share_of_row
-from rltrain.models.vision import tower
+from rltrain.models.vision import read_with_images, tower
 
 
 class PackedModel(nn.Module):
     """A Hugging Face model over packed sequences: the unit that FSDP wraps.
 
-    group: the ranks that hold each sequence together (`ulysses`), or None.
+    group: the ranks that hold each sequence together (`ulysses`), or None. sees: prompts may have images, so the vision
+    tower takes part in every forward.
     """
+
+    sees = False
 
     def __init__(self, model: PreTrainedModel, group: ProcessGroup | None = None) -> None:
         super().__init__()
@@ -32,12 +35,12 @@ class PackedModel(nn.Module):
 
     def hidden(self, inputs: PackedInputs) -> Tensor:
         """Last hidden states [total, hidden]."""
+        # By default, transformers would fill a cache with keys and values that nobody reads.
+        arguments = {"use_cache": False, PLAN: inputs.plan, GROUP: self.group}
+        if self.sees:
+            return read_with_images(self.model, inputs.tokens, inputs.positions, inputs.images, **arguments)
         return self.model.base_model(
-            input_ids=inputs.tokens[None],
-            position_ids=inputs.positions[None],
-            # By default, transformers would fill a cache with keys and values that nobody reads.
-            use_cache=False,
-            **{PLAN: inputs.plan, GROUP: self.group},
+            input_ids=inputs.tokens[None], position_ids=inputs.positions[None], **arguments
         ).last_hidden_state[0]
 
 

@@ -2,13 +2,14 @@
 
 Problem: padding wastes compute, and a prompt's tokens are the same for all its answers. Choice: a micro-batch is one
 row without padding. A prompt stands in it once, followed by its answers, which attend to it and to themselves. The
-batch's dictionary-encoded prompt column says who shares. Left out: trees of prompts that share only their beginning.
+batch's dictionary-encoded prompt column says who shares. Images stand beside the prompts they belong to, once each
+(`models.packed_images`). Left out: trees of prompts that share only their beginning.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -19,6 +20,8 @@ from torch import Tensor
 
 from rltrain import columns as c
 from rltrain.batch import Batch
+from rltrain.data.images import PromptImages, answer_position
+from rltrain.models.packed_images import PackedImages
 from rltrain.ragged import Ragged
 
 
@@ -103,7 +106,8 @@ class PackedInputs:
     """One micro-batch as the model sees it.
 
     tokens, positions: [total]; plan: who sees whom (host integers). predictors, labels: [policy tokens], the place of
-    the hidden state that predicts each token of the policy, and that token.
+    the hidden state that predicts each token of the policy, and that token. images: those of the prompts, if any; the
+    positions may then be [3, total], in time, height and width.
     """
 
     tokens: Tensor
@@ -111,6 +115,7 @@ class PackedInputs:
     plan: AttentionPlan
     predictors: Tensor
     labels: Tensor
+    images: PackedImages | None = None
 
 
 # An answer this many times as long as its prompt saves less by sharing the prompt than the gathering of its keys costs.
@@ -127,7 +132,8 @@ def pack(batch: Batch, device: torch.device, *, share: bool = True) -> PackedInp
 
     With ``share``, samples of one prompt share its tokens: the prompt once, then the answers that see it, positions
     going on from its end; the prompt's last state predicts the first token of each. The last token of an answer
-    predicts nothing and is left out. Only tokens of the policy (``response_mask``) have predictors and labels.
+    predicts nothing and is left out. Only tokens of the policy (``response_mask``) have predictors and labels. Where
+    the batch has ``images``, those of a prompt are packed once, however often its tokens stand in the row.
     """
     if not len(batch):
         # A rank without samples computes one token, because FSDP's gathers in the forward need every rank.
@@ -141,7 +147,8 @@ def pack(batch: Batch, device: torch.device, *, share: bool = True) -> PackedInp
     sharing = Counter(
         prompt for prompt, _, length in samples if share and pays_to_share(prompt_lengths[prompt], length)
     )
-    laid = _Laid()
+    images = _images_by_prompt(batch)
+    laid = _Laid(images)
     shared: dict[int, tuple[int, int]] = {}
     predictors = []
     for prompt, answer_start, length in samples:
@@ -149,42 +156,77 @@ def pack(batch: Batch, device: torch.device, *, share: bool = True) -> PackedInp
         # Where nobody shares it, prompt and answer are one segment, and no keys have to be gathered for a prefix.
         if sharing[prompt] < 2 or not pays_to_share(question[1], length):
             # The prompt's last place, as the segment ends behind the answer's last token but one.
-            first = laid.add(question, own) - own[1] - 1
+            first = laid.add(prompt, question, own) - own[1] - 1
             predictors.append(torch.arange(first, first + length))
         else:
             if prompt not in shared:
-                end = laid.add(question)
+                end = laid.add(prompt, question)
                 shared[prompt] = (end - question[1], end)
             prefix = shared[prompt]
-            end = laid.add(own, prefix=prefix) if own[1] else 0
+            end = laid.add(prompt, own=own, prompt_length=question[1], prefix=prefix) if own[1] else 0
             predictors += [torch.tensor([prefix[1] - 1] * (length > 0)), torch.arange(end - own[1], end)]
     # As one tensor, so that a single gather lays out the whole row.
     source, kept = torch.cat([prompts.values.values, answers.values]), batch.ragged(c.RESPONSE_MASK).values
     return PackedInputs(
         tokens=source[torch.cat(laid.rows)].long().to(device),
-        positions=torch.cat(laid.positions).to(device),
+        positions=torch.cat(laid.positions, -1).to(device),
         plan=AttentionPlan(tuple(laid.segments)),
         predictors=torch.cat(predictors).long()[kept].to(device),
         labels=answers.values[kept].long().to(device),
+        images=PackedImages.of([(images[prompt], start) for prompt, start in laid.with_images], device),
     )
 
 
-class _Laid:
-    """Collects segments one behind the other."""
+def _images_by_prompt(batch: Batch) -> dict[int, PromptImages]:
+    """The images of each prompt of the batch that has any, by its number."""
+    if c.IMAGES not in batch:
+        return {}
+    column, prompts = batch.dictionary(c.IMAGES), batch.dictionary(c.PROMPT)
+    pairs = zip(prompts.index.tolist(), column.index.tolist(), strict=True)
+    return {prompt: found for prompt, place in pairs if (found := column.values[place]) is not None}  # type: ignore[misc]
 
-    def __init__(self) -> None:
+
+class _Laid:
+    """Collects segments one behind the other. images: by the number of their prompt."""
+
+    def __init__(self, images: Mapping[int, PromptImages]) -> None:
         self.rows: list[Tensor] = []
         self.positions: list[Tensor] = []
         self.segments: list[Segment] = []
+        # (prompt, where its tokens begin) for each time that a prompt with images is laid.
+        self.with_images: list[tuple[int, int]] = []
+        self._images = images
+        self._three_rows = any(each.positions is not None for each in images.values())
 
-    def add(self, *ranges: tuple[int, int], prefix: tuple[int, int] = (0, 0)) -> int:
-        """A segment of the tokens in ``ranges`` (start, length) of the batch. Returns where it ends."""
-        start = self.segments[-1].stop if self.segments else 0
-        length = sum(length for _, length in ranges)
-        self.segments.append(Segment(start, start + length, prefix))
+    def add(
+        self,
+        prompt: int,
+        question: tuple[int, int] | None = None,
+        own: tuple[int, int] = (0, 0),
+        *,
+        prompt_length: int = 0,
+        prefix: tuple[int, int] = (0, 0),
+    ) -> int:
+        """A segment of the prompt's tokens, the answer's or both, each (start, length) in the batch. Returns where it
+        ends. prompt_length: of the prompt in ``prefix``, where this is an answer alone.
+        """
+        start, images = self.segments[-1].stop if self.segments else 0, self._images.get(prompt)
+        ranges = [each for each in (question, own) if each and each[1]]
+        stop = start + sum(length for _, length in ranges)
+        self.segments.append(Segment(start, stop, prefix))
         self.rows += [torch.arange(first, first + length) for first, length in ranges]
-        self.positions.append(torch.arange(length) + self.segments[-1].prefix_length)
-        return start + length
+        if question:
+            prompt_length = question[1]
+            of_prompt = None if images is None else images.positions
+            self._place(torch.arange(prompt_length) if of_prompt is None else torch.from_numpy(of_prompt))
+            self.with_images += [(prompt, start)] if images is not None else []
+        if own[1]:
+            self._place(torch.arange(own[1]) + answer_position(images, prompt_length))
+        return stop
+
+    def _place(self, positions: Tensor) -> None:
+        """Positions [n] or [3, n] of the next tokens."""
+        self.positions.append(positions.expand(3, -1) if self._three_rows else positions)
 
 
 def per_policy_token(values: Tensor, batch: Batch) -> Ragged:

@@ -53,10 +53,12 @@ def empty_packed(kind: type[Model], spec: ModelSpec, config: PretrainedConfig) -
     decoder_layers(model)
     if spec.lora:
         add_adapters(model, spec.lora)
-    for part in tower(model):
-        # Prompts are texts, so no gradient reaches the tower: frozen, it needs no optimizer state.
-        part.requires_grad_(False)
+    if spec.tower != "trained":
+        for part in tower(model):
+            # Where prompts are texts no gradient reaches the tower anyway: frozen, it needs no optimizer state.
+            part.requires_grad_(False)
     packed = kind(model)
+    packed.sees = spec.tower != "rests"
     if spec.lora and isinstance(packed, ScalarModel):
         packed.score.to(spec.lora.dtype)
     return packed

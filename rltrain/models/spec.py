@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import PretrainedConfig
@@ -21,7 +21,8 @@ class ModelSpec:
 
     role: its config section, for messages. fsdp: how it is sharded. lora: adapters, in their own dtype, over frozen
     weights in ``master_dtype``. sequence_parallel_size: ranks that hold each sequence together. longest: tokens of a
-    sequence, at most.
+    sequence, at most. tower: what the vision tower does, if there is one: it "rests" (prompts are texts), or its
+    features are used, and it is "frozen" or "trained".
     """
 
     path: str
@@ -35,6 +36,7 @@ class ModelSpec:
     sequence_parallel_size: int = 1
     lora: Lora | None = None
     longest: int | None = None
+    tower: Literal["rests", "frozen", "trained"] = "rests"
 
     def load_config(self) -> PretrainedConfig:
         """The Hugging Face config with the user's overrides. Raises ConfigError."""

@@ -109,10 +109,10 @@ Collect = Callable[[Tensor], Tensor]
 def share_of_row(inputs: PackedInputs, group: ProcessGroup | None) -> tuple[PackedInputs, Collect]:
     """This rank's slice of a packed row, and a function that brings results together.
 
-    The slices are equally long: the row is padded by one segment that nobody reads. In the inputs returned, tokens and
-    positions are those of the slice, predictors and labels belong to the answer tokens whose predictors lie in it, and
-    the plan is the whole row's. The function takes one number per answer token of the slice and returns one per answer
-    token of the row.
+    The slices are equally long: the row is padded by one segment that nobody reads. In the inputs returned, tokens,
+    positions and images are those of the slice, predictors and labels belong to the answer tokens whose predictors lie
+    in it, and the plan is the whole row's. The function takes one number per answer token of the slice and returns one
+    per answer token of the row.
     """
     if group is None:
         return inputs, lambda values: values
@@ -121,12 +121,14 @@ def share_of_row(inputs: PackedInputs, group: ProcessGroup | None) -> tuple[Pack
     start = group.rank() * length
     plan = inputs.plan.padded_to(length * ranks)
     tokens, positions = (
-        pad(each, (0, length * ranks - total))[start : start + length] for each in (inputs.tokens, inputs.positions)
+        pad(each, (0, length * ranks - total))[..., start : start + length]
+        for each in (inputs.tokens, inputs.positions)
     )
+    images = None if inputs.images is None else inputs.images.within(start, length)
     # Places within the slice; predictors of other ranks fall outside of it.
     predictors = inputs.predictors - start
     places = ((predictors >= 0) & (predictors < length)).nonzero()[:, 0]
-    mine = replace(inputs, tokens=tokens, positions=positions, plan=plan)
+    mine = replace(inputs, tokens=tokens, positions=positions, plan=plan, images=images)
     mine = replace(mine, predictors=predictors[places], labels=inputs.labels[places])
     num_answer_tokens = len(inputs.labels)
 

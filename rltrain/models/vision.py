@@ -1,9 +1,19 @@
-"""Models with a vision tower: what their configuration says of images, and where the tower is."""
+"""Models with a vision tower: what their configuration says of images, where the tower is, and the forward with images.
+
+transformers' own forward would encode an image once per answer and count positions from the tokens of one sample. So
+the tower is called here, once for the images of a packed row, and the decoder gets embeddings. Under FSDP every rank
+must call every part, so a row without images encodes a blank one, and its features count for nothing.
+"""
 
 from __future__ import annotations
 
-from torch import nn
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
+
+from rltrain.models.packed_images import PackedImages
 
 _KINDS = ("image", "video", "vision", "audio", "boi", "eoi")
 
@@ -35,3 +45,54 @@ def tower(model: PreTrainedModel) -> list[nn.Module]:
     return (
         [] if language is model.base_model else [each for each in model.base_model.children() if each is not language]
     )
+
+
+def read_with_images(
+    model: PreTrainedModel, tokens: Tensor, positions: Tensor, images: PackedImages | None, **arguments: Any
+) -> Tensor:
+    """Last hidden states [total, hidden] of a packed row in whose placeholders the features of the images stand.
+
+    tokens [total]; positions [total] or [3, total]; ``arguments`` go to the decoder. Qwen3-VL's deepstack features
+    enter the layers that they belong to.
+    """
+    embeddings = model.get_input_embeddings()(tokens)
+    pixels, grids = _blank(model) if images is None else (images.pixel_values, images.grids)
+    features, deep = _encode(model, pixels.to(tokens.device, embeddings.dtype), grids)
+    if images is None:
+        # Not left out: the backward pass of the tower is a collective as well.
+        embeddings = embeddings + 0.0 * sum(each.sum() for each in (features, *deep))
+    else:
+        embeddings = embeddings.index_copy(0, images.places, features[images.features].to(embeddings.dtype))
+        if deep:
+            is_image = torch.zeros(tokens.shape, dtype=torch.bool, device=tokens.device)
+            is_image[images.places] = True
+            # Places ascend, which is the order in which the decoder reads the mask.
+            arguments["visual_pos_masks"] = is_image[None]
+            arguments["deepstack_visual_embeds"] = [each[images.features] for each in deep]
+    rows = positions[:, None] if positions.dim() == 2 else positions[None]
+    decoder = language_model(model)
+    return decoder(inputs_embeds=embeddings[None], position_ids=rows, **arguments).last_hidden_state[0]
+
+
+def _encode(model: PreTrainedModel, pixels: Tensor, grids: Tensor | None) -> tuple[Tensor, list[Tensor]]:
+    """Features [n, hidden] of all images, one after the other, and those for the first layers of the decoder."""
+    base: Any = model.base_model
+    trains = any(each.requires_grad for part in tower(model) for each in part.parameters())
+    where = {} if grids is None else {"image_grid_thw": grids.to(pixels.device)}
+    # A frozen tower keeps no activations.
+    with torch.set_grad_enabled(trains and torch.is_grad_enabled()):
+        found = base.get_image_features(pixel_values=pixels, return_dict=True, **where)
+    features = found.pooler_output
+    # Qwen's families give a tensor per image, others one of [tiles, tokens, hidden].
+    features = features.flatten(0, 1) if isinstance(features, Tensor) else torch.cat(list(features))
+    return features, [torch.cat(list(each)) for each in getattr(found, "deepstack_features", None) or ()]
+
+
+def _blank(model: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
+    """The pixels of the smallest image that the tower takes, and its grid."""
+    vision: Any = model.config.vision_config
+    merge = getattr(vision, "spatial_merge_size", None)
+    if merge is None:  # tiles of one size
+        return torch.zeros(1, vision.num_channels, *vision.image_size), None
+    size = getattr(vision, "in_channels", 3) * vision.temporal_patch_size * vision.patch_size**2
+    return torch.zeros(merge * merge, size), torch.tensor([[1, merge, merge]])

@@ -1,0 +1,76 @@
+"""The images of a packed row: encoded once per prompt, their features laid wherever the prompt's tokens stand.
+
+A prompt with a picture has many answers, and the tower costs more than the prompt's tokens. So the pixels of a prompt
+stand here once, and a feature may be laid several times: gradients of all answers then add up in one backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rltrain.data.images import PromptImages
+
+
+@dataclass(frozen=True)
+class PackedImages:
+    """pixel_values [rows, ...] and grids [images, 3] of all images (see `PromptImages`). num_rows, num_tokens [images],
+    on the host: rows of pixels, and features, of each. places [n], ascending: the tokens of the row that are
+    placeholders; features [n]: the number of the feature that goes there, counted over all images.
+    """
+
+    pixel_values: Tensor
+    grids: Tensor | None
+    num_rows: Tensor
+    num_tokens: Tensor
+    places: Tensor
+    features: Tensor
+
+    @classmethod
+    def of(cls, laid: Sequence[tuple[PromptImages, int]], device: torch.device) -> PackedImages | None:
+        """laid: the images of a prompt, and where its tokens begin in the row, in the order of the row."""
+        if not laid:
+            return None
+        distinct = {id(images): images for images, _ in laid}
+        first, total = {}, 0
+        for key, images in distinct.items():
+            first[key], total = total, total + len(images.places)
+        each = list(distinct.values())
+        places = [torch.from_numpy(images.places) + start for images, start in laid]
+        features = [torch.arange(len(images.places)) + first[id(images)] for images, _ in laid]
+        grids = [images.grids for images in each if images.grids is not None]
+        return cls(
+            torch.from_numpy(np.concatenate([images.pixel_values for images in each])).to(device),
+            torch.from_numpy(np.concatenate(grids)).to(device) if grids else None,
+            torch.from_numpy(np.concatenate([images.num_rows for images in each])),
+            torch.from_numpy(np.concatenate([images.num_tokens for images in each])),
+            torch.cat(places).to(device),
+            torch.cat(features).to(device),
+        )
+
+    def within(self, start: int, length: int) -> PackedImages | None:
+        """The images that have tokens in a slice of the row, places counted from its start; None where none has."""
+        mine = ((self.places >= start) & (self.places < start + length)).nonzero()[:, 0]
+        features = self.features[mine].cpu()
+        owner = torch.arange(len(self.num_tokens)).repeat_interleave(self.num_tokens)
+        kept = owner[features].unique()
+        if not len(kept):
+            return None
+        is_kept = torch.zeros(len(self.num_tokens), dtype=torch.bool)
+        is_kept[kept] = True
+        device = self.places.device
+        # Features keep their order, so the number of one among the kept is how many kept ones come before it.
+        number = is_kept[owner].cumsum(0) - 1
+        return replace(
+            self,
+            pixel_values=self.pixel_values[is_kept.repeat_interleave(self.num_rows).to(device)],
+            grids=None if self.grids is None else self.grids[is_kept.to(device)],
+            num_rows=self.num_rows[is_kept],
+            num_tokens=self.num_tokens[is_kept],
+            places=self.places[mine] - start,
+            features=number[features].to(device),
+        )

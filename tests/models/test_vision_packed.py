@@ -1,0 +1,299 @@
+"""The packed forward with images against transformers alone, one sample at a time."""
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+if not importlib.util.find_spec("torchvision"):
+    pytest.skip("torchvision is not installed (scripts/test.sh installs it)", allow_module_level=True)
+
+from transformers import AutoModel, AutoModelForImageTextToText
+
+from rltrain.batch import Batch, DictionaryColumn
+from rltrain.data.chat import ChatEncoder
+from rltrain.device import get_device
+from rltrain.models.forward import PolicyModel, ScalarModel
+from rltrain.models.lora import Lora
+from rltrain.models.packing import pack
+from rltrain.models.shard import sharded_model
+from rltrain.models.spec import ModelSpec
+from rltrain.models.ulysses import sequence_group
+from rltrain.models.vision import tower
+from rltrain.ragged import Ragged
+from tests.distance import distance
+from tests.ranks import run_on_ranks
+from tests.tiny_vision import FAMILIES, IMAGE, TOKENS, picture, save_tiny_vision_model
+
+CPU = torch.device("cpu")
+TEMPERATURE = 0.7
+LORA = Lora("actor_rollout_ref.model", 2, 4.0, "all-linear", None, None, torch.float32, 1)
+# Text, images, lengths of the answers: two images and three answers; a text; one image, of which one answer is empty.
+PROMPTS = [
+    ("1+<image>2<image>=?", [picture(60, 30), picture(84, 56, seed=1)], [7, 1, 12]),
+    ("3+4=?", [], [5, 3]),
+    ("<image>=?", [picture(30, 90, seed=2)], [4, 0]),
+]
+ORDER = [0, 3, 5, 1, 2, 6, 4]  # answers to one prompt need not be neighbours
+
+
+def make_folder(folder: Path, family: str) -> str:
+    return str(save_tiny_vision_model(folder / family, family, tied=family == "qwen3_vl"))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return {family: make_folder(tmp_path_factory.mktemp(family), family) for family in FAMILIES}
+
+
+@pytest.fixture(params=FAMILIES)
+def folder(request, folders) -> str:
+    return folders[request.param]
+
+
+def make_batch(folder: str) -> Batch:
+    """Answers to the prompts, in ORDER."""
+    encoder, generator = ChatEncoder(folder), torch.Generator().manual_seed(3)
+    asked = [encoder.encode_prompt([{"role": "user", "content": text}], images) for text, images, _ in PROMPTS]
+    index = torch.tensor([number for number, each in enumerate(PROMPTS) for _ in each[2]])
+    lengths = [length for *_, answers in PROMPTS for length in answers]
+    # No placeholders in answers: those are never drawn.
+    answers = [torch.randint(6, len(TOKENS), (length,), generator=generator, dtype=torch.int32) for length in lengths]
+    response = Ragged.from_rows(answers)
+    return Batch({
+        "prompt": DictionaryColumn(Ragged.from_rows([torch.from_numpy(each.tokens) for each in asked]), index),
+        "images": DictionaryColumn([each.images for each in asked], index),
+        "response": response,
+        "response_mask": response.like(torch.ones(len(response.values), dtype=torch.bool)),
+    }).select(ORDER)  # fmt: skip
+
+
+def one_by_one(batch: Batch):
+    """(inputs of transformers' own forward, prompt length, answer) of each sample."""
+    prompts, images = batch.dictionary("prompt"), batch.dictionary("images")
+    for prompt, place, answer in zip(
+        prompts.index.tolist(), images.index.tolist(), batch.ragged("response").rows(), strict=True
+    ):
+        asked, found = prompts.values[prompt], images.values[place]
+        tokens = torch.cat([asked, answer]).long()[None]
+        inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+        if found is not None:
+            inputs["pixel_values"] = torch.from_numpy(found.pixel_values)
+            if found.grids is not None:
+                kinds = (tokens == IMAGE).int()
+                inputs |= {"image_grid_thw": torch.from_numpy(found.grids), "mm_token_type_ids": kinds}
+        yield inputs, len(asked), answer.long()
+
+
+def by_transformers(model, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    log_probs, entropies = [], []
+    for inputs, prompt, answer in one_by_one(batch):
+        logits = model(**inputs, use_cache=False).logits[0, prompt - 1 : prompt - 1 + len(answer)]
+        log_pi = torch.log_softmax(logits / TEMPERATURE, -1)
+        log_probs.append(log_pi.gather(-1, answer[:, None])[:, 0])
+        entropies.append(-(log_pi.exp() * log_pi).sum(-1))
+    return torch.cat(log_probs), torch.cat(entropies)
+
+
+def make(folder: str, kind=PolicyModel, **changes):
+    spec = ModelSpec(folder, gradient_checkpointing=True, tower="trained")
+    return sharded_model(kind, replace(spec, **changes), get_device("cpu")).train()
+
+
+def gradients(model) -> dict[str, torch.Tensor]:
+    return {
+        name.removeprefix("model."): each.grad.full_tensor().clone()
+        for name, each in model.named_parameters()
+        if each.grad is not None
+    }
+
+
+def loss_of(log_probs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
+    return (log_probs * torch.linspace(-1, 1, len(log_probs))).sum() + 0.3 * entropy.sum()
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("share", [True, False], ids=["shared", "apart"])
+def test_log_probs_and_gradients_equal_transformers(folder, share):
+    policy, batch = make(folder), make_batch(folder)
+    reference = AutoModelForImageTextToText.from_pretrained(folder).eval()
+    log_probs, entropy, _ = policy(pack(batch, CPU, share=share), TEMPERATURE, True)
+    expected = by_transformers(reference, batch)
+    assert distance(log_probs, expected[0]) < 1e-5
+    assert distance(entropy, expected[1]) < 1e-5
+    loss_of(log_probs, entropy).backward()
+    loss_of(*expected).backward()
+    theirs = {name: each.grad for name, each in reference.named_parameters() if each.grad is not None}
+    found = gradients(policy)
+    assert distance(found, theirs) < 1e-5
+    visual = [name for name in theirs if "language_model" not in name and "lm_head" not in name]
+    assert len(visual) > 10
+    assert distance({name: found[name] for name in visual}, {name: theirs[name] for name in visual}) < 1e-5
+
+
+@pytest.mark.usefixtures("process_group")
+def test_pictures_count(folder):
+    policy, batch = make(folder), make_batch(folder)
+    before = policy(pack(batch, CPU), TEMPERATURE).log_probs.detach()
+    for images in batch.dictionary("images").values:
+        if images is not None:
+            images.pixel_values[:] = -images.pixel_values
+    after = policy(pack(batch, CPU), TEMPERATURE).log_probs.detach()
+    lengths = batch.ragged("response").lengths.tolist()
+    texts = [all(images is None for images in one.dictionary("images").values) for one in batch.split([1] * len(batch))]
+    for text, one, other in zip(texts, before.split(lengths), after.split(lengths), strict=True):
+        assert text or not len(one) or distance(one, other) > 1e-3
+        assert not text or distance(one, other) < 1e-6
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("share", [True, False], ids=["shared", "apart"])
+def test_an_image_is_encoded_once_a_prompt(folder, share):
+    policy, batch = make(folder), make_batch(folder)
+    (first, *_), rows = tower(policy.model), []
+    first.register_forward_pre_hook(
+        lambda _, args, kwargs: rows.append(len(args[0] if args else kwargs["pixel_values"])), with_kwargs=True
+    )
+    policy(pack(batch, CPU, share=share), TEMPERATURE)
+    images = [images for images in batch.dictionary("images").values if images is not None]
+    assert rows == [sum(len(each.pixel_values) for each in images)]
+
+
+@pytest.mark.usefixtures("process_group")
+def test_micro_batches_carry_the_images_of_their_prompts(folder):
+    policy, batch = make(folder), make_batch(folder)
+    whole = policy(pack(batch, CPU), TEMPERATURE).log_probs.detach()
+    parts = [policy(pack(micro, CPU), TEMPERATURE).log_probs.detach() for micro in batch.split([1, 3, 3])]
+    assert distance(torch.cat(parts), whole) < 1e-5
+    assert [len(micro.dictionary("images").values) for micro in batch.split([1, 3, 3])] == [1, 3, 3]
+
+
+@pytest.mark.usefixtures("process_group")
+def test_texts_alone_are_read_as_by_a_model_that_sees_nothing(folder):
+    batch = make_batch(folder)
+    texts = batch.select([place for place, number in enumerate(ORDER) if number in (3, 4)])
+    seeing, blind = make(folder), make(folder, tower="rests")
+    found, expected = (model(pack(texts, CPU), TEMPERATURE).log_probs for model in (seeing, blind))
+    assert distance(found, expected) < 1e-6
+    found.sum().backward()
+    tower_gradients = [each.grad for part in tower(seeing.model) for each in part.parameters()]
+    assert all(each is not None and not each.full_tensor().any() for each in tower_gradients)
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("changes", [{"tower": "frozen"}, {"lora": LORA, "tower": "frozen"}], ids=["plain", "adapters"])
+def test_a_frozen_tower_is_used_and_gets_no_gradient(folder, changes):
+    policy, batch = make(folder, **changes), make_batch(folder)
+    reference = AutoModelForImageTextToText.from_pretrained(folder).eval()
+    log_probs, entropy, _ = policy(pack(batch, CPU), TEMPERATURE, True)
+    expected = by_transformers(reference, batch)
+    assert distance(log_probs, expected[0]) < 1e-5
+    loss_of(log_probs, entropy).backward()
+    loss_of(*expected).backward()
+    assert all(each.grad is None for part in tower(policy.model) for each in part.parameters())
+    found = gradients(policy)
+    if "lora" in changes:
+        assert len(found) == 2 * 2 * 7
+    else:
+        theirs = {name: each.grad for name, each in reference.named_parameters() if name in found}
+        assert distance(found, theirs) < 1e-5
+
+
+@pytest.mark.usefixtures("process_group")
+def test_adapters_get_the_gradient_of_the_layers_they_are_in(folder):
+    """dB = scale dW A', with dW by transformers."""
+    policy, batch = make(folder, lora=LORA), make_batch(folder)
+    reference = AutoModelForImageTextToText.from_pretrained(folder).eval()
+    loss_of(*policy(pack(batch, CPU), TEMPERATURE, True)[:2]).backward()
+    loss_of(*by_transformers(reference, batch)).backward()
+    found = gradients(policy)
+    first = {name.removeprefix("model."): each.full_tensor() for name, each in policy.named_parameters()}
+    expected = {}
+    for name in found:
+        if "lora_B" in name:
+            layer = reference.get_submodule(name.partition(".lora_B")[0])
+            expected[name] = 2.0 * layer.weight.grad @ first[name.replace("lora_B", "lora_A")].T
+    assert len(expected) == 2 * 7
+    assert distance({name: found[name] for name in expected}, expected) < 1e-5
+
+
+@pytest.mark.usefixtures("process_group")
+def test_values_see_the_images(folder):
+    critic, batch = make(folder, ScalarModel), make_batch(folder)
+    head = torch.randn(1, 64, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        critic.score.weight.to_local().copy_(head)
+    model, expected = AutoModel.from_pretrained(folder).eval(), []
+    for inputs, prompt, answer in one_by_one(batch):
+        with torch.no_grad():
+            states = model(**inputs, use_cache=False).last_hidden_state[0]
+        expected.append((states @ head[0])[prompt - 1 : prompt - 1 + len(answer)])
+    assert distance(critic(pack(batch, CPU)).detach(), torch.cat(expected)) < 1e-5
+
+
+# -- two ranks ---------------------------------------------------------------------------------------------------------
+
+# By data: which samples each rank has (ORDER mixes the prompts; 1 and 6 are texts). Or both hold every sequence.
+CUTS = {"by data": [[0, 3, 4], [2, 5, 1, 6]], "texts beside images": [[0, 3, 4, 2, 5], [1, 6]],
+        "one idles": [[*range(7)], []], "by sequence": None}  # fmt: skip
+MODES = {"trained": {}, "frozen": {"tower": "frozen"}, "adapters": {"lora": LORA}}
+
+
+def run_cut(policy: PolicyModel, batch: Batch, cut: list[list[int]] | None) -> dict[str, torch.Tensor]:
+    """Log-probs of this rank and the gradients of all."""
+    world = dist.get_world_size()
+    weights = Ragged(torch.linspace(-1, 1, 32), batch.ragged("response").lengths)
+    mine = [*range(7)] if cut is None else cut[dist.get_rank()]
+    policy.group = sequence_group(policy.model.config, world, "key") if cut is None else None
+    policy.zero_grad(set_to_none=True)
+    log_probs, *_ = policy(pack(batch.select(mine) if mine else Batch(), CPU), TEMPERATURE)
+    loss = (log_probs * weights.select(np.array(mine)).values).sum() if mine else log_probs.sum()
+    (loss * world).backward()  # FSDP takes the mean over the ranks
+    return {"log_probs": log_probs.detach().clone(), **gradients(policy)}
+
+
+def rank_main(rank: int, world: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / f"store_{world}"), world), rank=rank,
+                            world_size=world)  # fmt: skip
+    found = {}
+    for family in FAMILIES:
+        batch = make_batch(str(folder / family))
+        for mode, changes in MODES.items():
+            policy = make(str(folder / family), **changes)
+            for name, cut in (CUTS if world > 1 else {"alone": None}).items():
+                found[family, name, mode] = run_cut(policy, batch, cut)
+    torch.save(found, folder / f"rank_{rank}_of_{world}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def on_ranks(tmp_path_factory):
+    """What one process finds, and the two of a pair."""
+    folder = tmp_path_factory.mktemp("ranks")
+    for family in FAMILIES:
+        make_folder(folder, family)
+    for world in (1, 2):
+        run_on_ranks(rank_main, world, folder)
+    return [torch.load(folder / name) for name in ("rank_0_of_1.pt", "rank_0_of_2.pt", "rank_1_of_2.pt")]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_ranks_compute_what_one_computes(on_ranks, family, cut, mode):
+    alone, *pair = (found[family, name, mode] for found, name in zip(on_ranks, ["alone", cut, cut], strict=True))
+    lengths = [length for *_, answers in PROMPTS for length in answers]
+    expected = Ragged(alone["log_probs"], torch.tensor([lengths[number] for number in ORDER]))
+    for found, mine in zip(pair, CUTS[cut] or [[*range(7)]] * 2, strict=True):
+        wanted = expected.select(np.array(mine)).values if mine else expected.values[:0]
+        assert len(found["log_probs"]) == len(wanted)
+        assert not mine or distance(found["log_probs"], wanted) < 1e-5
+        one, other = ({name: grad for name, grad in each.items() if name != "log_probs"} for each in (found, alone))
+        assert one.keys() == other.keys()
+        assert distance(one, other) < 1e-5

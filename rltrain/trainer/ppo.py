@@ -148,9 +148,10 @@ class PPOTrainer:
         silent = self.advantages.silent(samples)
         mini_batches = [ids[~silent[ids]] for ids in mini_batches]
         layout = lay_out(mini_batches, self._workload(samples), plan.data_parallel_size, plan.update_budget)
-        # Steps are counted from 1 and the schedule from 0. All optimizer steps of a step share one rate, so
-        # `ppo_epochs` and the mini-batch size do not stretch the schedule.
-        rate = learning_rate(step - 1, cfg.optim, plan.lr_warmup_steps, plan.schedule_steps)
+        # As in verl the schedule begins with the first step in which the actor learns. All optimizer steps of a step
+        # share one rate, so `ppo_epochs` and the mini-batch size do not stretch it.
+        first = max(1, plan.passes.first_actor_step)
+        rate = learning_rate(step - first, cfg.optim, plan.lr_warmup_steps, plan.schedule_steps)
         weight_scale = 1.0
         if self.cfg.algorithm.rollout_correction.rollout_is_batch_normalize:
             # The mean is over the whole batch and not over a mini-batch, so that the scale is the same for every

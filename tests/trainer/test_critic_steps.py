@@ -10,6 +10,7 @@ from rltrain.trainer.progress import Progress
 from rltrain.workers.results import UpdateNumbers
 from tests.trainer.steps import (
     ESTIMATOR,
+    GAE,
     actor_weights,
     numbers_of,
     weights,
@@ -25,6 +26,15 @@ def test_before_critic_warmup_only_the_critic_learns(make):
     assert "timing_s/update_actor" not in metrics
     assert "actor/pg_loss" in trainer.step(2)
     assert not torch.equal(actor, actor_weights(trainer))
+
+
+def test_the_actor_s_schedule_begins_when_it_learns(make):
+    actor = {f"actor_rollout_ref__actor__optim__{name}": value for name, value in (("lr", 0.3), ("lr_warmup_steps", 2))}
+    trainer = make(**GAE, **actor, trainer__critic_warmup=3, trainer__total_training_steps=4,
+                   critic__optim__lr_warmup_steps=2)  # fmt: skip
+    metrics = [trainer.step(step) for step in (1, 2, 3, 4)]
+    assert [each.get("actor/lr") for each in metrics] == [None, None, pytest.approx(0.1), pytest.approx(0.2)]
+    assert [each["critic/lr"] / 5e-3 for each in metrics] == pytest.approx([1 / 3, 2 / 3, 1, 1])
 
 
 def test_the_critic_learns_to_explain_the_returns(make):

@@ -22,6 +22,7 @@ from rltrain.config.schema import Config
 from rltrain.config.spellings import OLD_KEYS, VALUES, of_several
 from rltrain.config.verl_keys import CLASSES, CLASSIFIER, IMPLIES
 from rltrain.config.verl_refused import GENERATIVE
+from rltrain.logs import count
 from rltrain.plugin import is_plugin
 
 
@@ -116,7 +117,7 @@ class Reader:
             size, ranks = per_rank(self._value, key, total)
             self._assign(own, written, size)
             self.written[own] = written
-            self.renamed[written] = f"{written}={total} over {ranks} data-parallel ranks is {own}={size} here"
+            self.renamed[written] = f"{written}={total} over {count(ranks, 'data-parallel rank')} is {own}={size} here"
 
     def hand_over(self) -> None:
         """Join path and name of the user's own classes, and give these the keys of data that nobody here knows."""

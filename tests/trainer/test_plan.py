@@ -130,6 +130,11 @@ def test_the_plan_lists_budgets_of_passes_that_are_made():
              "at most 800 tokens (2 x the longest) per data-parallel rank, of which there are 2: values, "
              "update_critic"],
         ),
+        (
+            ["reward_model.enable=True", "reward_model.model.path=m", "reward_model.micro_batch_size_per_gpu=1"],
+            ["at most 1,600 tokens (4 x the longest) per data-parallel rank: update_actor, old_log_prob",
+             "at most 400 tokens (1 x the longest) per data-parallel rank: reward"],
+        ),
     ):  # fmt: skip
         config = load_config([*keys, *more]).config
         lines = describe(make_plan(config), config).splitlines()

@@ -1,8 +1,8 @@
 """``--dry-run``: what a run would do and whether it would start, within seconds and without Ray or a worker.
 
 Choice: it calls the functions that a run calls at its start (`preflight`, `load_data`, `make_plan`, `missing_room`,
-`check_columns`), so that the two do not drift apart; every problem is collected instead of ending at the first. Left
-out: what only a start can show, such as memory, other nodes and the checkpoint to go on from.
+`check_columns`, `find_start`), so that the two do not drift apart; every problem is collected instead of ending at the
+first. Left out: what only a start can show, such as memory, other nodes and rows beyond the first 20,000.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -28,8 +27,11 @@ from rltrain.rewards.custom import custom_reward
 from rltrain.rewards.processes.pool import make_scorer
 from rltrain.rewards.processes.score import Score
 from rltrain.trainer.build import check_columns, load_data, sampler_of
-from rltrain.trainer.plan import describe, make_plan
+from rltrain.trainer.changes import tell_changes
+from rltrain.trainer.checkpoint import Checkpoints
+from rltrain.trainer.plan import Plan, describe, make_plan
 from rltrain.trainer.preflight import Findings, preflight
+from rltrain.trainer.progress import Start, find_start
 from rltrain.trainer.saving import checkpoint_bytes, missing_room
 from rltrain.trainer.tracking import missing_package
 
@@ -49,13 +51,7 @@ def dry_run(loaded: LoadedConfig, notes: Sequence[str]) -> tuple[str, bool]:
         parts.append(describe(plan, cfg))
         if "train" in rows and len(rows["train"]) == num_prompts:
             sampler_of(cfg, plan, rows["train"], trial=True)
-        # Not a `RunFolder`, which would create the folder and take its lock.
-        folder = Path(cfg.trainer.default_local_dir).expanduser().absolute()
-        size = checkpoint_bytes(cfg, found.num_parameters, found.num_trained)
-        # From step 0, because a dry run looks for no checkpoint to go on from: it asks for the room of a whole run.
-        problem, note = missing_room(cfg.trainer, folder, size, 0, plan.total_steps)
-        found.problems += [problem] if problem else []
-        found.notes += [note] if note else []
+        parts += _look_at_folder(loaded, rows if len(rows.get("train", ())) == num_prompts else {}, plan, found)
     except RltrainError as error:
         found.problems.append(str(error))
     parts += _try_reward(cfg, rows, found)
@@ -77,6 +73,28 @@ def dry_run(loaded: LoadedConfig, notes: Sequence[str]) -> tuple[str, bool]:
     problems = [problem.replace("\n", "\n    ") for problem in dict.fromkeys(found.problems)]
     title = f"a run would refuse: {count(len(problems), 'problem')}"
     return "\n".join([*parts, "\n  ".join([title, *problems])]) + "\n", True
+
+
+def _look_at_folder(loaded: LoadedConfig, rows: dict[str, Rows], plan: Plan, found: Findings) -> list[str]:
+    """Whether the run folder can be had, what a run would go on from, and whether there is room for checkpoints.
+
+    rows: those of a run, or none where they are not known.
+    """
+    cfg = loaded.config
+    # Not a `RunFolder`, which would create the folder and take its lock.
+    run, start = Checkpoints(cfg.trainer.default_local_dir), Start()
+    taken = run.problem()
+    try:
+        start = find_start(cfg, run, rows["train"].identity() if rows else None)
+        tell_changes(loaded, start)
+    except RltrainError as error:
+        found.problems.append(str(error))
+    size = checkpoint_bytes(cfg, found.num_parameters, found.num_trained)
+    lacking, note = missing_room(cfg.trainer, run.path, size, start.step, plan.total_steps)
+    found.problems += [problem for problem in (taken, lacking) if problem]
+    found.notes += [note] if note else []
+    done = "; all its steps are made" if start.step >= plan.total_steps else ""
+    return [f"goes on from {start.folder}, step {start.step}{done}"] if start.folder else []
 
 
 def _read(cfg: Config, found: Findings) -> tuple[dict[str, Rows], int | None, int]:
@@ -103,6 +121,11 @@ def _read(cfg: Config, found: Findings) -> tuple[dict[str, Rows], int | None, in
     }
     if data.filter_overlong_prompts and not (found.tokenizer_works and wanted.get("train", 0) <= _MOST_ROWS):
         found.notes.append("prompts are counted before filter_overlong_prompts: a run may have fewer")
+    found.notes += [
+        f"data.{split}_files: the first {_MOST_ROWS:,} of {number:,} rows are looked at"
+        for split, number in wanted.items()
+        if number > _MOST_ROWS
+    ]
     # A file that cannot be read; `preflight` has named it.
     if len(wanted) < len(splits):
         return {}, wanted.get("train"), 0

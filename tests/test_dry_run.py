@@ -4,10 +4,12 @@ import json
 import sys
 from types import SimpleNamespace
 
+import pyarrow.parquet as pq
 import pytest
 
 from rltrain.env import installed
 from rltrain.main_ppo import main
+from rltrain.trainer.checkpoint import RunFolder
 from tests.tiny import save_tiny_model, small_run, write_arithmetic
 
 M = "actor_rollout_ref__model__"
@@ -98,6 +100,50 @@ def test_what_a_worker_would_refuse_is_known(dry, made, changes, words):
     several = {"trainer__n_gpus_per_node": 4, "algorithm__adv_estimator": "gae"}
     given = {name: str(value).replace("{model}", str(made[0])) for name, value in changes.items()}
     assert words in refused(dry, **several, **given)
+
+
+def test_a_data_source_without_a_scorer_is_known(dry, made, tmp_path):
+    odd = write_arithmetic(tmp_path / "odd.parquet", range(20), "nobody/knows")
+    assert "nobody/knows" in refused(dry, data__train_files=odd)
+    assert "nobody/knows" in refused(dry, data__val_files=odd)
+
+
+def test_rows_with_images_that_the_model_cannot_see_are_known(dry, made, tmp_path):
+    table = pq.read_table(made[1][0])
+    pictures = [[{"bytes": b"x"}] if row == 3 else [] for row in range(table.num_rows)]
+    pq.write_table(table.append_column("images", [pictures]), tmp_path / "seen.parquet")
+    assert "images" in refused(dry, data__train_files=tmp_path / "seen.parquet")
+
+
+def test_a_run_folder_that_cannot_be_had_is_known(dry, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert "is no folder one may write in" in refused(dry, trainer__default_local_dir=tmp_path / "file" / "run")
+    other = RunFolder(str(tmp_path / "run"))
+    found = refused(dry)
+    other.release()
+    assert f"{tmp_path}/run is in use by pid" in found
+    assert dry()[0] == 0
+
+
+def test_a_checkpoint_that_a_run_refuses_is_known(dry, tmp_path):
+    folder = RunFolder(str(tmp_path / "run"))
+    folder.commit(folder.begin_save(2), 2)
+    folder.release()
+    assert "already holds a checkpoint of step 2" in refused(dry, trainer__resume_mode="disable")
+    (tmp_path / "empty").mkdir()
+    path = {"trainer__resume_mode": "resume_path", "trainer__resume_from_path": tmp_path / "empty"}
+    assert "cannot be resumed from" in refused(dry, **path)
+
+
+def test_slots_of_ray_below_the_devices_are_known(dry, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    gpus = {"trainer__device": "cuda", "trainer__n_gpus_per_node": 4}
+    assert "num_gpus=2 is too few" in refused(dry, ray_kwargs__ray_init__num_gpus=2, **gpus)
+
+
+def test_rows_that_are_not_looked_at_are_said(dry, monkeypatch):
+    monkeypatch.setattr("rltrain.dry_run._MOST_ROWS", 8)
+    assert "data.train_files: the first 8 of 20 rows are looked at" in dry()[1]
 
 
 def test_an_override_that_is_off_and_unknown_is_let_through(dry):

@@ -23,14 +23,52 @@ from rltrain.errors import CheckpointError, ConfigError, DiskError
 
 log = logging.getLogger(__name__)
 _STEP_FOLDER = re.compile(r"global_step_(\d+)")
-_MANIFEST = "manifest.json"
+_MANIFEST, _LOCK = "manifest.json", "run.lock"
 
 
-class RunFolder:
-    """``trainer.default_local_dir``. Holding the object holds the lock; the kernel frees it even after kill -9."""
+class Checkpoints:
+    """The checkpoints of a run folder, which need not exist; nothing is changed."""
 
     def __init__(self, path: str) -> None:
         self.path = Path(path).expanduser().resolve()
+
+    def step_folder(self, step: int) -> Path:
+        return self.path / f"global_step_{step}"
+
+    def steps(self) -> list[int]:
+        """Steps with a checkpoint folder, whole or not, ascending."""
+        found = [_STEP_FOLDER.fullmatch(entry.name) for entry in self.path.glob("global_step_*") if entry.is_dir()]
+        return sorted(int(match[1]) for match in found if match)
+
+    def newest(self) -> Path | None:
+        """The newest checkpoint that agrees with its manifest; those that do not are named and passed over."""
+        # The folder itself is looked at. A file that points at the newest checkpoint could disagree with it.
+        for step in reversed(self.steps()):
+            if not (problem := find_damage(self.step_folder(step))):
+                return self.step_folder(step)
+            log.warning("passing over %s: %s", self.step_folder(step), problem)
+        return None
+
+    def problem(self) -> str | None:
+        """Why a run could not take the folder now, or None."""
+        parent = next(each for each in (self.path, *self.path.parents) if each.exists())
+        if not parent.is_dir() or not os.access(parent, os.W_OK):
+            return f"trainer.default_local_dir={self.path} cannot be created: {parent} is no folder one may write in."
+        try:
+            with open(self.path / _LOCK) as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return _in_use(self.path, (self.path / _LOCK).read_text())
+        except OSError:  # nobody has ever taken the lock, or the storage has none
+            return None
+        return None
+
+
+class RunFolder(Checkpoints):
+    """``trainer.default_local_dir``. Holding the object holds the lock; the kernel frees it even after kill -9."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -43,16 +81,14 @@ class RunFolder:
 
     def _take_lock(self) -> IO[str]:
         # Not "w", which would wipe out the owner's name before the lock says that there is one.
-        file = open(self.path / "run.lock", "a+")  # noqa: SIM115 - held for the life of the run
+        file = open(self.path / _LOCK, "a+")  # noqa: SIM115 - held for the life of the run
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
-            owner = file.read().strip() or "another process"
+            owner = file.read()
             file.close()
-            raise ConfigError(
-                f"{self.path} is in use by {owner}. Wait for it, stop it, or choose another trainer.experiment_name."
-            ) from None
+            raise ConfigError(_in_use(self.path, owner)) from None
         except OSError as error:  # some network storage has no locks at all
             log.warning("%s cannot be locked (%s): make sure that no other run uses it", self.path, error)
         file.truncate(0)
@@ -70,9 +106,6 @@ class RunFolder:
         os.replace(temporary, self.path / name)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
-
-    def step_folder(self, step: int) -> Path:
-        return self.path / f"global_step_{step}"
 
     def begin_save(self, step: int) -> Path:
         """An empty temporary folder for the checkpoint of ``step``.
@@ -117,19 +150,10 @@ class RunFolder:
             if spare is None or self.step_folder(step) != Path(spare).expanduser().resolve():
                 shutil.rmtree(self.step_folder(step))
 
-    def steps(self) -> list[int]:
-        """Steps with a checkpoint folder, whole or not, ascending."""
-        found = [_STEP_FOLDER.fullmatch(entry.name) for entry in self.path.iterdir() if entry.is_dir()]
-        return sorted(int(match[1]) for match in found if match)
 
-    def newest(self) -> Path | None:
-        """The newest checkpoint that agrees with its manifest; those that do not are named and passed over."""
-        # The folder itself is looked at. A file that points at the newest checkpoint could disagree with it.
-        for step in reversed(self.steps()):
-            if not (problem := find_damage(self.step_folder(step))):
-                return self.step_folder(step)
-            log.warning("passing over %s: %s", self.step_folder(step), problem)
-        return None
+def _in_use(path: Path, owner: str) -> str:
+    by = owner.strip() or "another process"
+    return f"{path} is in use by {by}. Wait for it, stop it, or choose another trainer.experiment_name."
 
 
 def find_damage(folder: Path) -> str | None:

@@ -139,3 +139,9 @@ def _devices(loaded: LoadedConfig) -> Iterator[str]:
         )
     elif device.count < trainer.n_gpus_per_node:
         yield f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}: {here}. Set trainer.n_gpus_per_node={device.count}."
+    given = loaded.config.ray_kwargs.ray_init.get("num_gpus")
+    if not address and device.ray_resource == "GPU" and given is not None and given < trainer.n_gpus_per_node:
+        yield (
+            f"ray_kwargs.ray_init.num_gpus={given} is too few for trainer.n_gpus_per_node={trainer.n_gpus_per_node}. "
+            "Leave it out."
+        )

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from rltrain.config.keys import get
 from rltrain.config.schema import Config
 from rltrain.errors import CheckpointError
-from rltrain.trainer.checkpoint import RunFolder, find_damage, read_record
+from rltrain.trainer.checkpoint import Checkpoints, find_damage, read_record
 
 log = logging.getLogger(__name__)
 
@@ -72,8 +72,11 @@ class Start:
     folder: Path | None = None
 
 
-def find_start(cfg: Config, run: RunFolder, dataset: str) -> Start:
-    """What ``trainer.resume_mode`` points at. Raises CheckpointError where this run cannot go on from there."""
+def find_start(cfg: Config, run: Checkpoints, dataset: str | None) -> Start:
+    """What ``trainer.resume_mode`` points at. Raises CheckpointError where this run cannot go on from there.
+
+    dataset: the training rows; None where they are not known, so that they are not compared.
+    """
     trainer = cfg.trainer
     folder = run.newest() if trainer.resume_mode == "auto" else None
     if trainer.resume_mode == "resume_path":
@@ -102,7 +105,7 @@ def find_start(cfg: Config, run: RunFolder, dataset: str) -> Start:
     return start
 
 
-def _refuse_later_checkpoints(run: RunFolder, step: int) -> None:
+def _refuse_later_checkpoints(run: Checkpoints, step: int) -> None:
     """A run that starts below a checkpoint of its own folder would meet it hours later, when it saves."""
     later = [each for each in run.steps() if each > step and not find_damage(run.step_folder(each))]
     if later:
@@ -123,14 +126,14 @@ def _refuse_other_version(folder: Path, record: dict[str, Any]) -> None:
         )
 
 
-def _refuse_other_run(cfg: Config, folder: Path, record: dict[str, Any], dataset: str) -> None:
+def _refuse_other_run(cfg: Config, folder: Path, record: dict[str, Any], dataset: str | None) -> None:
     now, then = frozen_values(cfg), record["frozen"]
     # Both sides: LoRA keys are there only in a run with adapters.
     keys = sorted(now.keys() | then.keys())
     changed = [f"{key}: {then.get(key)} then, {now.get(key)} now" for key in keys if then.get(key) != now.get(key)]
     digest, _, described = record["dataset"].partition(" ")
     # What stands behind the digest is for the message alone and may be worded anew.
-    if digest != dataset.partition(" ")[0]:
+    if dataset and digest != dataset.partition(" ")[0]:
         changed.append(
             f"training data: {described} then, {dataset.partition(' ')[2]} now, and the rows are not the same"
         )

@@ -18,7 +18,7 @@ RUNS = {
     "main examples/rloo_trainer/run_qwen3_8b_fsdp.sh": ("actor/reward_kl_penalty",),
     "main examples/remax_trainer/run_qwen3_8b_fsdp.sh": ("actor/reward_kl_penalty",),
     "0.7 recipe/dapo/run_dapo_qwen2.5_32b.sh": ("reward/overlong/mean",),
-    "main examples/gspo_trainer/run_qwen3_8b_fsdp.sh": ("actor/pg_clipfrac",),
+    "main examples/gspo_trainer/run_qwen3_8b_fsdp.sh": ("actor/pg_loss",),
     "main examples/tuning/lora/run_qwen3_8b_merge_fsdp.sh": ("actor/kl_loss",),
     "main examples/grpo_trainer/run_mistral_nemo_12b_skyworkrm_fsdp.sh": ("critic/score/mean",),
     "main examples/rollout_correction/run_qwen2_5_7b_fsdp_multi_rs.sh actor_rollout_ref.rollout.n=8": (

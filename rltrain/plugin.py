@@ -31,8 +31,8 @@ _MAX_TRACEBACK_CHARS = 4000
 _MACHINERY = ("importlib", "rltrain", "rltrain.data", "rltrain.rewards", "rltrain.rewards.processes")
 _FILE, _PACKAGE = "file://", "pkg://"
 _WITHOUT_VERL = (
-    "\nIt needs verl, which is not installed here: install it beside rltrain, or write the code without it "
-    "(docs/plugins.md and docs/data.md have complete files)."
+    "\nIt needs {}, which is not installed here: install a version of verl that has it beside rltrain, or write the "
+    "code without verl (docs/plugins.md has complete files)."
 )
 
 
@@ -102,8 +102,8 @@ def load_plugin(key: str, name: str) -> Callable[..., Any]:
     try:
         module = _import_module(place) if file is None else _import_file(path)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything; it is reported
-        lacking = error.name if isinstance(error, ModuleNotFoundError) else None
-        advice = _WITHOUT_VERL if (lacking or "").partition(".")[0] == "verl" else ""
+        lacking = (error.name or "") if isinstance(error, ModuleNotFoundError) else ""
+        advice = _WITHOUT_VERL.format(lacking) if lacking.partition(".")[0] == "verl" else ""
         raise ConfigError(f"{key}={name} cannot be imported:\n{user_traceback(error)}{advice}") from None
     function = getattr(module, function_name, None)
     if not callable(function):

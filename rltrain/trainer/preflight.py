@@ -54,7 +54,10 @@ def _plugins(cfg: Config, found: Findings) -> None:
     found.problems += check_plugins(cfg)
     for key in plugin_keys():
         if is_plugin(name := get(cfg, key) or ""):
-            load_plugin(key, name)
+            try:
+                load_plugin(key, name)
+            except RltrainError as error:
+                found.problems.append(str(error))
 
 
 def _chosen_engine(loaded: LoadedConfig) -> Iterator[str]:

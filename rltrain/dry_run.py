@@ -26,6 +26,7 @@ from rltrain.logs import count
 from rltrain.rewards.custom import custom_reward
 from rltrain.rewards.processes.pool import make_scorer
 from rltrain.rewards.processes.score import Score
+from rltrain.rewards.processes.slot import Slot
 from rltrain.trainer.build import check_columns, load_data, sampler_of
 from rltrain.trainer.changes import tell_changes
 from rltrain.trainer.checkpoint import Checkpoints
@@ -161,9 +162,9 @@ def _count(files: Sequence[str]) -> int | None:
 
 def _try_reward(cfg: Config, rows: dict[str, Rows], found: Findings) -> list[str]:
     """What the scorers say of one row of each data source, with the ground truth as the answer: one call each."""
-    if not rows or not cfg.reward_model.runs_scorers:
-        return []
     custom, lines = custom_reward(cfg), []
+    if not (rows or custom) or not cfg.reward_model.runs_scorers:
+        return []
     scores: list[Score] = []
     # Reversed, so that a source of both splits is tried with its row of the training data, which comes last.
     firsts = {source: split[at] for split in reversed(rows.values()) for source, at in split.data_sources().items()}
@@ -178,6 +179,8 @@ def _try_reward(cfg: Config, rows: dict[str, Rows], found: Findings) -> list[str
                 scores.append(score)
                 printed = "".join(f"\n    printed: {line}" for line in scorer.take_printed().splitlines())
                 lines.append(f"{source!r}, the ground truth as the answer: {_said(score)} ({seconds:.2f} s){printed}")
+            if custom and not firsts and isinstance(scorer, Slot):
+                scorer.prepare("")  # an import and a signature need no row
         finally:
             scorer.close()
         check_columns(cfg, scores)

@@ -250,6 +250,13 @@ def test_a_reward_that_cannot_be_called_is_named_as_such(dry, tmp_path):
     assert "cannot be called with data_source" in refused(dry, custom_reward_function__path=tmp_path / "reward.py")
 
 
+def test_a_reward_is_looked_at_even_without_rows(dry, tmp_path):
+    (tmp_path / "reward.py").write_text("def compute_score(answer):\n    return 1\n")
+    found = refused(dry, custom_reward_function__path=str(tmp_path / "reward.py"), data__train_files="/no/such.parquet")
+    assert "/no/such.parquet does not exist" in found
+    assert "cannot be called with data_source, solution_str" in found
+
+
 def test_a_disk_that_holds_too_little_is_seen(dry, monkeypatch):
     monkeypatch.setattr("rltrain.trainer.saving.shutil.disk_usage", lambda folder: SimpleNamespace(free=2**20))
     assert "there is no room" not in dry()[1]  # a checkpoint of 25,504 weights has 0.4 MB

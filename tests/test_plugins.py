@@ -45,7 +45,7 @@ def callbacks(folder: Path, text: str, name: str = "Mine") -> Callbacks:
 
 def test_the_files_of_the_page_train_together(page, tiny_model, arithmetic_files, tmp_path, capsys):
     keys = dict(re.findall(r"`(\S+?)=(\w+\.py:\w+)`", PAGE)) | {"trainer.callbacks": "callback.py:Watch"}
-    assert len(keys) == 4
+    assert len(keys) == 5
     changes = {key.replace(".", "__"): f"{page}/{name}" for key, name in keys.items()}
     run = small_run(tiny_model, arithmetic_files, tmp_path / "run", **changes)
     trainer = local_trainer(run)

@@ -23,8 +23,9 @@ from rltrain.config.check import check
 from rltrain.config.declarations import LOSS_KEY, POLICY_LOSSES, TOKEN_MEAN, LossTraits
 from rltrain.config.keys import all_keys, get, is_known
 from rltrain.config.load import LoadedConfig, load_config
-from rltrain.config.renames import rename
+from rltrain.config.renames import answer, rename
 from rltrain.config.schema import Config
+from rltrain.config.verl_keys import CLASSES
 from rltrain.errors import ConfigError
 
 _A = "actor_rollout_ref."
@@ -170,6 +171,7 @@ def translate(written: Sequence[tuple[str, str]], unknown: str = "__") -> Ported
     """
     ported = Ported()
     last = {key.lstrip("+"): text for key, text in written if not key.startswith("~")}
+    _own_classes(ported, last)
     for key, text in last.items():
         _take(ported, key, text, last)
     _min_lr(ported, last)
@@ -180,6 +182,20 @@ def translate(written: Sequence[tuple[str, str]], unknown: str = "__") -> Ported
     _drop_our_defaults(ported)
     _check(ported, unknown)
     return ported
+
+
+def _own_classes(ported: Ported, last: dict[str, str]) -> None:
+    """Path and name of a class of the user's own are one setting, and keys of data that only it knows go with it."""
+    chosen = False
+    for pair, key in CLASSES.items():
+        path, name = (last.get(each, "null") for each in pair)
+        if "null" not in (path, name):
+            ported.put(key, f"{path}:{name}", f"was {' and '.join(pair)}")
+            chosen = True
+            del last[pair[0]], last[pair[1]]
+    for key in [key for key in last if chosen and key.startswith("data.") and not is_known(rename(key))]:
+        if not ((found := answer(key, parsed(last[key]))) and found.refused):
+            ported.put(key.replace("data.", "data.own_keys.", 1), last.pop(key), "only your own class reads it")
 
 
 def _take(ported: Ported, key: str, text: str, written: Mapping[str, str]) -> None:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# verl's published 7B run on 64 devices (DeepSeek-R1-Distill-Qwen-7B, boba mathematics): its command with the entry point changed,
-# and vLLM for SGLang, which runs on one device here. Not run on hardware yet; --dry-run prints the plan.
+# verl's published 7B run on 64 devices (DeepSeek-R1-Distill-Qwen-7B, boba mathematics): its command with the entry point changed.
+# Not run on hardware yet; --dry-run prints the plan.
 set -euo pipefail
 TRAIN="${TRAIN:-data/boba/train.parquet}"
 VAL="${VAL:-data/boba/test.parquet}"
@@ -38,7 +38,7 @@ exec python -m rltrain.main_ppo \
     actor_rollout_ref.actor.entropy_coeff=0 \
     actor_rollout_ref.model.enable_gradient_checkpointing=True \
     actor_rollout_ref.rollout.tensor_model_parallel_size=2 \
-    actor_rollout_ref.rollout.name=vllm \
+    actor_rollout_ref.rollout.name=sglang \
     actor_rollout_ref.rollout.gpu_memory_utilization=0.4 \
     actor_rollout_ref.rollout.n=16 \
     actor_rollout_ref.rollout.temperature=0.6 \
@@ -48,7 +48,7 @@ exec python -m rltrain.main_ppo \
     trainer.critic_warmup=0 \
     trainer.logger='["console","tensorboard"]' \
     trainer.project_name='verl_grpo_boba' \
-    trainer.experiment_name='ds_7b_fsdp_vllm' \
+    trainer.experiment_name='ds_7b_fsdp_sglang' \
     trainer.n_gpus_per_node=8 \
     trainer.nnodes=8 \
     trainer.val_before_train=False \

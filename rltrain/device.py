@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import resource
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cache
 from typing import Any
 
@@ -30,6 +31,9 @@ _PEAK_FLOPS = {
     "Ascend910": 354e12,
     "910B": 354e12,
 }
+
+# How long a rank waits for others. The driver has deadlines of its own, which come first and say more.
+COLLECTIVE_TIMEOUT = timedelta(days=7)
 
 
 @dataclass(frozen=True)

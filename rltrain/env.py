@@ -13,6 +13,8 @@ import math
 import os
 import socket
 import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 
@@ -116,8 +118,7 @@ def devices_here(device: str, none: int = 1) -> int:
         if device not in (kind, "auto"):
             continue
         if variable in os.environ:
-            # An empty list or -1 hides all devices.
-            count = len([entry for entry in os.environ[variable].split(",") if entry.strip() not in ("", "-1")])
+            count = len(chosen_devices(kind))
         else:
             slurm = os.environ.get("SLURM_GPUS_ON_NODE", "")
             count = int(slurm) if slurm.isdigit() else len(glob.glob(pattern))
@@ -139,6 +140,33 @@ def engine_here(device: str, devices_per_engine: int) -> str:
     """
     accelerated = devices_here(device, none=0) > 0 if device == "auto" else device != "cpu"
     return "vllm" if devices_per_engine > 1 or (accelerated and installed("vllm")) else "hf"
+
+
+def chosen_devices(device: str) -> list[str]:
+    """The devices that this process may see, as the variable that chooses them names them. None where it is not set."""
+    # An empty list or -1 hides all devices.
+    entries = os.environ.get(_ACCELERATORS[device][0], "").split(",")
+    return [entry for entry in entries if entry.strip() not in ("", "-1")]
+
+
+@contextmanager
+def showing(device: str, devices: Sequence[str]) -> Iterator[None]:
+    """Inside, processes that are started see these devices ("": what this one sees).
+
+    Afterwards this process's variables are as before, but for new ones of SGLang's: what it sets for NCCL would part
+    this rank from the others.
+    """
+    before = dict(os.environ)
+    if all(devices):
+        os.environ[_ACCELERATORS[device][0]] = ",".join(devices)
+    try:
+        yield
+    finally:
+        for name, value in {**dict.fromkeys(os.environ), **before}.items():
+            if value is None and not name.startswith("SGLANG_"):
+                del os.environ[name]
+            elif value is not None and os.environ.get(name) != value:
+                os.environ[name] = value
 
 
 def cpu_quota(file: Path = Path("/sys/fs/cgroup/cpu.max")) -> float:
@@ -186,12 +214,19 @@ def prepare_vllm(rank: int, world: int) -> None:
     os.environ.setdefault("MASTER_PORT", "1")
 
 
-def prepare_sglang() -> None:
-    """Environment of a worker process before SGLang starts.
-
-    Its context may be a few tokens longer than the positions that the model knows; no sequence gets there.
-    """
-    os.environ.setdefault("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "1")
+def prepare_sglang(num_devices: int) -> None:
+    """Environment of a worker process before SGLang starts an engine over so many devices."""
+    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    wanted = {
+        # Its context may be a few tokens longer than the positions that the model knows; no sequence gets there.
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+        # Trainers leave a little more on one device than on another; SGLang would refuse more than a tenth.
+        "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
+        # On the CPU it would want a socket (NUMA node) for each of several processes.
+        **({"SGLANG_CPU_OMP_THREADS_BIND": "|".join([cores] * num_devices)} if num_devices > 1 else {}),
+    }
+    for name, value in wanted.items():
+        os.environ.setdefault(name, value)
 
 
 def work_offline() -> None:

@@ -37,16 +37,14 @@ trainer.experiment_name=ds_7b_fsdp_sglang trainer.n_gpus_per_node=8 trainer.nnod
 trainer.save_freq=50
 trainer.test_freq=-1 trainer.total_epochs=15000
 """)
-# SGLang runs on one device here.
-BOBA_VLLM = [*BOBA, "actor_rollout_ref.rollout.name=vllm"]
 
 
 def test_the_published_command_is_planned(capsys):
-    assert main([*BOBA_VLLM, "--dry-run"]) == 2
+    assert main([*BOBA, "--dry-run"]) == 2
     text = capsys.readouterr().out
     for words in (
         "8 x 8 = 64", "data-parallel             16", "at most 128 samples each", "2,048 (16 answers",
-        "32 (vllm, each on 2 devices, with about 64 samples)", "4 (mini-batches of 32 prompts", "28,672 tokens",
+        "32 (sglang, each on 2 devices, with about 64 samples)", "4 (mini-batches of 32 prompts", "28,672 tokens",
         "at most 120,000 tokens per data-parallel rank: update_actor, old_log_prob, ref",
     ):  # fmt: skip
         assert words in text
@@ -63,8 +61,6 @@ def test_the_published_command_is_planned(capsys):
 
 def test_a_run_that_does_not_fit_is_refused_at_the_start(capsys):
     assert main(BOBA) == 2
-    assert "runs on one device. Use 1, or rollout.name=vllm" in capsys.readouterr().err
-    assert main(BOBA_VLLM) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert "/data/train.parquet does not exist" in error
@@ -73,7 +69,7 @@ def test_a_run_that_does_not_fit_is_refused_at_the_start(capsys):
 def test_a_dry_run_counts_the_rows_that_a_run_would_take(tmp_path, capsys):
     file = tmp_path / "train.parquet"
     pq.write_table(pa.table({"prompt": [str(row) for row in range(700)]}), file)
-    here = [*BOBA_VLLM, f"data.train_files=['{file}','{file}']", "--dry-run"]
+    here = [*BOBA, f"data.train_files=['{file}','{file}']", "--dry-run"]
     assert main(here) == 2
     text = capsys.readouterr().out
     assert "10 per epoch of 1,400 prompts, 120 prompts of each left out" in text

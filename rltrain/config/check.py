@@ -326,6 +326,12 @@ def _engine(config: Config) -> Iterator[str]:
             f"{_R}tensor_model_parallel_size={size}: an engine of rollout.name={rollout.name} runs on one device. "
             f"Use 1, or {engines_with('tensor_parallel')}."
         )
+    here = config.trainer.n_gpus_per_node
+    if size > here and engine.tensor_parallel and not engine.over_nodes:
+        yield (
+            f"{_R}tensor_model_parallel_size={size} is more than trainer.n_gpus_per_node={here}, and an engine of "
+            f"rollout.name={rollout.name} stays on one node. Use a divisor of {here}, or {engines_with('over_nodes')}."
+        )
     for key in (_R + "temperature", _R + "val_kwargs.temperature"):
         value = get(config, key)
         # 0 is greedy, which every engine has.

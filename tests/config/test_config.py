@@ -317,8 +317,17 @@ def test_keys_that_do_nothing_in_the_chosen_mode_say_so():
         ([f"{A}model.lora_rank=8", f"{A}model.exclude_modules=[3]"], "model.exclude_modules=[3]: give a name"),
         (["critic.model.lora_rank=8", "critic.model.target_modules=[]"], "critic.model.target_modules=[]"),
         (
-            [f"{A}rollout.name=sglang", f"{A}rollout.tensor_model_parallel_size=2"],
-            "an engine of rollout.name=sglang runs on one device. Use 1, or rollout.name=vllm",
+            [f"{A}rollout.name=hf", f"{A}rollout.tensor_model_parallel_size=2"],
+            "an engine of rollout.name=hf runs on one device. Use 1, or rollout.name=vllm or rollout.name=sglang",
+        ),
+        (
+            [
+                f"{A}rollout.name=sglang",
+                f"{A}rollout.tensor_model_parallel_size=16",
+                "trainer.n_gpus_per_node=8",
+                "trainer.nnodes=2",
+            ],
+            "is more than trainer.n_gpus_per_node=8, and an engine of rollout.name=sglang stays on one node",
         ),
         ([f"{A}rollout.tail=exact"], "rollout.name=hf does not have. Use rollout.name=vllm"),
         ([f"{A}rollout.name=vllm", f"{A}rollout.temperature=2.5"], "vllm takes 0.01 to 2"),

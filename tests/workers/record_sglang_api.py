@@ -21,8 +21,11 @@ def record() -> dict:
     from sglang.srt import constants
     from sglang.srt.managers.io_struct import FlushCacheReqOutput
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
+    from sglang.srt.model_executor.model_runner_components.weight_updater import LocalSerializedTensor
     from sglang.srt.sampling.sampling_params import SamplingParams
     from sglang.srt.server_args import ServerArgs
+    from sglang.srt.utils import MultiprocessingSerializer
+    from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 
     def parameters(owner: type, name: str) -> list[str]:
         return [parameter for parameter in inspect.signature(getattr(owner, name)).parameters if parameter != "self"]
@@ -31,6 +34,9 @@ def record() -> dict:
         "version": sglang.__version__,
         **{f"Engine.{name}": parameters(sglang.Engine, name) for name in METHODS},
         "TokenizerManager.abort_request": parameters(TokenizerManager, "abort_request"),
+        "MultiprocessingSerializer.serialize": parameters(MultiprocessingSerializer, "serialize"),
+        "LocalSerializedTensor": list(inspect.signature(LocalSerializedTensor).parameters),
+        "monkey_patch_torch_reductions": list(inspect.signature(monkey_patch_torch_reductions).parameters),
         "FlushCacheReqOutput": list(FlushCacheReqOutput.__struct_fields__),
         "memory tags": [constants.GPU_MEMORY_TYPE_WEIGHTS, constants.GPU_MEMORY_TYPE_KV_CACHE],
         "SamplingParams": list(SamplingParams.__struct_fields__),

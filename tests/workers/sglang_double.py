@@ -1,14 +1,24 @@
 """A stand-in for SGLang's engine: takes what the recorded API takes, keeps weights and caches as it does, computes with
-transformers.
+transformers. Over several devices it has a process for each, which takes over weights by its own handle and computes
+the logits of its own share of the vocabulary; where one dies, the process that started it does too.
 """
 
 import asyncio
 import functools
 import importlib.util
+import io
 import json
+import multiprocessing
+import os
+import pickle
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -41,7 +51,7 @@ def sglang_engine(path: str, rollout: RolloutConfig, *, double: bool) -> Iterato
         pytest.skip("SGLang is not installed (rltrain[sglang])")
     if double:
         rollout.engine_kwargs = {"sglang": {"enable_deterministic_inference": True}}
-    with mock.patch.dict(sys.modules, {"sglang": sys.modules[__name__]}) if double else nullcontext():
+    with mock.patch.dict(sys.modules, MODULES) if double else nullcontext():
         engine = engine_of("sglang", path, rollout)
     yield engine
     engine.close()
@@ -92,12 +102,115 @@ class Fused(nn.Module):
             own.copy_(weight.narrow(0, 0, len(own)))
 
 
+class MultiprocessingSerializer:
+    """``sglang.srt.utils.MultiprocessingSerializer``."""
+
+    @staticmethod
+    def serialize(obj) -> bytes:
+        file = io.BytesIO()
+        ForkingPickler(file).dump(obj)
+        return file.getvalue()
+
+    @staticmethod
+    def deserialize(data: bytes):
+        return pickle.loads(data)
+
+
+@dataclass
+class LocalSerializedTensor:
+    """``sglang.srt.model_executor.model_runner_components.weight_updater.LocalSerializedTensor``."""
+
+    values: list[bytes]
+
+
+def monkey_patch_torch_reductions() -> None:
+    """``sglang.srt.utils.patch_torch.monkey_patch_torch_reductions``."""
+    raise AssertionError("afterwards the real one's serializer takes no tensors on the CPU")
+
+
+# What the adapter imports, with the packages above it.
+MODULES = dict.fromkeys(
+    [
+        "sglang", "sglang.srt", "sglang.srt.utils", "sglang.srt.utils.patch_torch", "sglang.srt.model_executor",
+        "sglang.srt.model_executor.model_runner_components",
+        "sglang.srt.model_executor.model_runner_components.weight_updater",
+    ],
+    sys.modules[__name__],
+)  # fmt: skip
+
+
+class Part:
+    """What one device has of an engine."""
+
+    def __init__(self, path: str, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+        self.model = Fused(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path)).eval())
+
+    def load(self, payload: bytes, loader: str) -> None:
+        named = MultiprocessingSerializer.deserialize(payload)
+        if self._size > 1:
+            assert all(len(values.values) == self._size for _, values in named)
+            named = [(name, MultiprocessingSerializer.deserialize(found.values[self._rank])) for name, found in named]
+        module, function = loader.rsplit(".", 1)
+        getattr(importlib.import_module(module), function)(self.model, named)
+
+    def release(self) -> None:
+        for rows in self.model.rows.values():
+            rows.normal_()
+
+    @torch.inference_mode()
+    def logits(self, rows: list[list[int]]) -> np.ndarray:
+        """Of this device's share of the vocabulary: [row, position, token]."""
+        logits = self.model.model(torch.tensor(rows), use_cache=False).logits
+        return logits.tensor_split(self._size, -1)[self._rank].numpy()
+
+
+class Process:
+    """A part in a process of its own."""
+
+    def __init__(self, *settings) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])
+        self._pipe, other = context.Pipe()
+        self.process = context.Process(target=_answer, args=(other, *settings), daemon=True)
+        self.process.start()
+        self.ended = False
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self) -> None:
+        self.process.join()
+        if not self.ended:
+            os.kill(os.getpid(), signal.SIGQUIT)
+
+    def ask(self, name: str, args: tuple) -> None:
+        self._pipe.send((name, args))
+
+    def answer(self):
+        return self._pipe.recv()
+
+
+def _answer(pipe: Connection, *settings) -> None:
+    torch.set_num_threads(1)
+    part = Part(*settings)
+    while True:
+        try:
+            name, args = pipe.recv()
+        except EOFError:  # the engine is gone
+            return
+        pipe.send(getattr(part, name)(*args))
+
+
 class Engine:
     """``sglang.Engine``."""
 
     def __init__(self, **settings) -> None:
         known("ServerArgs", settings)
         self.settings = settings
+        size = settings["tp_size"]
+        os.environ["NCCL_ALGO"] = "allreduce:tree"  # for its processes, as the real one with deterministic inference
+        parts = [(settings["model_path"], rank, size) for rank in range(size)]
+        self.processes = [Process(*part) for part in parts] if size > 1 else []
+        self._here = [] if self.processes else [Part(*parts[0])]
         self.calls: list[str] = []
         self.loop = asyncio.new_event_loop()
         self.tokenizer_manager = SimpleNamespace(abort_request=self._abort)
@@ -105,7 +218,7 @@ class Engine:
         for name, value in json.loads(settings["json_model_override_args"]).items():
             setattr(config, name, value)
         self._eos = config.eos_token_id
-        self.model = Fused(AutoModelForCausalLM.from_config(config).eval())
+        self.model = None if self.processes else self._here[0].model
         self._released: set[str] = set()
         self._updating = False
         self._cache: dict[tuple[int, ...], torch.Tensor] = {}
@@ -114,9 +227,19 @@ class Engine:
         self._abort_before: set[object] = set()
         self.most_running = 0
 
+    def _all(self, name: str, *args) -> list:
+        """Call a method of all parts at once."""
+        for process in self.processes:
+            process.ask(name, args)
+        return [getattr(part, name)(*args) for part in self._here] or [each.answer() for each in self.processes]
+
     @as_recorded
     def shutdown(self) -> None:
         self.loop.close()
+        for each in self.processes:
+            each.ended = True
+            each.process.kill()
+            each.process.join()
 
     @as_recorded
     def flush_cache(self):
@@ -131,8 +254,7 @@ class Engine:
         assert not self._released & set(tags)
         self._released |= set(tags)
         if "weights" in tags:
-            for rows in self.model.rows.values():
-                rows.normal_()
+            self._all("release")
 
     @as_recorded
     def resume_memory_occupation(self, tags) -> None:
@@ -155,8 +277,13 @@ class Engine:
         assert load_format in self.settings["custom_weight_loader"]
         if not self._updating:
             return False, "no session is open"
-        module, function = load_format.rsplit(".", 1)
-        getattr(importlib.import_module(module), function)(self.model, named_tensors)
+        payloads = [MultiprocessingSerializer.serialize(named_tensors) for _ in range(self.settings["tp_size"])]
+        for process, payload in zip(self.processes, payloads, strict=bool(self.processes)):
+            process.ask("load", (payload, load_format))
+        for part in self._here:
+            part.load(payloads[0], load_format)
+        for process in self.processes:
+            process.answer()
         if flush_cache:
             self._cache.clear()
         return True, "Success"
@@ -218,13 +345,11 @@ class Engine:
             self._cache[ids] = logits[len(ids) - 1]
             future.set_result(None)
 
-    @torch.inference_mode()
     def _forward(self, rows):
         assert not self._released
         width = max(len(ids) for ids in rows)
-        return self.model.model(
-            torch.tensor([[*ids, *[0] * (width - len(ids))] for ids in rows]), use_cache=False
-        ).logits
+        parts = self._all("logits", [[*ids, *[0] * (width - len(ids))] for ids in rows])
+        return torch.from_numpy(np.concatenate(parts, -1))
 
     def _draw(self, logits, number, params):
         """number: the place of the token in the sequence, as SGLang's sampler counts."""

@@ -1,7 +1,9 @@
 """Engine replicas over several processes: the same answers and the same weights, whoever serves what."""
 
+import importlib.util
 import itertools
 import os
+import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +23,7 @@ from rltrain.workers.tasks import GenerateTask
 from tests.batches import rows_of
 from tests.ranks import run_on_ranks
 from tests.tiny import save_tiny_model, small_run, write_arithmetic
+from tests.workers import sglang_double
 
 # Many processes are started, some of which import vLLM.
 pytestmark = pytest.mark.timeout(900)
@@ -28,7 +31,8 @@ R = "actor_rollout_ref__rollout__"
 TASK = GenerateTask("train", np.arange(12, dtype=np.int32), 4, Sampling(8), seed=1, step=1)
 CALLS = itertools.count(1)
 LORA = {"actor_rollout_ref__model__lora_rank": 3, "actor_rollout_ref__model__lora_alpha": 6}
-# name -> (processes, changed keys, bytes of a bucket)
+SGLANG = {R + "name": "sglang", f"+{R}engine_kwargs__sglang__enable_deterministic_inference": True}
+# name -> (processes, changed keys, bytes of a bucket, if need be another model)
 CUTS = {
     "hf 1": (1, {}, 2**29),
     "hf 2, pulled": (2, {R + "max_num_seqs": 4}, 2**29),
@@ -39,15 +43,24 @@ CUTS = {
     "lora, hf 1": (1, LORA, 2**29),
     "lora, hf 2, a weight per bucket": (2, LORA, 3000),
     "vllm 2 as one replica": (2, {R + "name": "vllm", R + "tensor_model_parallel_size": 2}, 2**29),
+    "sglang 1": (1, SGLANG, 2**29),
+    "sglang 2 as one replica": (2, SGLANG | {R + "tensor_model_parallel_size": 2}, 2**29),
+    "sglang 4 as two replicas": (4, SGLANG | {R + "tensor_model_parallel_size": 2, R + "max_num_seqs": 8}, 2**14),
+    "sglang 4 as one replica": (4, SGLANG | {R + "tensor_model_parallel_size": 4}, 3000),
 }
+if importlib.util.find_spec("sglang"):  # the real one; it draws without seeds on the CPU
+    keys = {R + "name": "sglang", R + "tensor_model_parallel_size": 2}
+    CUTS["real sglang 2 as one replica"] = (2, keys, 2**14, "even")
+# Engines that draw alike: every cut answers as this one.
+LIKE = {"hf": "hf 1", "vllm": "hf 1", "lora,": "lora, hf 1", "sglang": "sglang 1"}
 
 
-def run(folder: Path, changes: dict, bucket_bytes: int) -> list[list[tuple]]:
+def run(folder: Path, changes: dict, bucket_bytes: int, model: str = "model") -> list[list[tuple]]:
     """For three policy versions and every rank: ids and answers of its samples, gap of engine and trainer, gap of the
     canary.
     """
     files = (folder / "train.parquet", folder / "train.parquet")
-    cfg = load_config(small_run(folder / "model", files, folder, **changes)).config
+    cfg = load_config(small_run(folder / model, files, folder, **changes)).config
     worker = HybridWorker(cfg, {"train": encode_prompts(read_rows(str(files[0])), chat_encoder(cfg), 16, True)})
     worker.init_models(make_step_passes(cfg))
     worker.rollout._sync._bucket_bytes = bucket_bytes
@@ -80,6 +93,8 @@ def move(actor, seed: int) -> None:
 def rank_main(rank: int, world: int, folder: Path, names: list[str]) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    if names[0].startswith("sglang"):
+        sys.modules.update(sglang_double.MODULES)
     store = dist.FileStore(str(folder / f"store_{names[0]}"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     for name in names:
@@ -96,11 +111,12 @@ def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("replicas")
     before = set(Path("/dev/shm").glob("*cpushm*"))
     save_tiny_model(folder / "model")
+    save_tiny_model(folder / "even", heads=4, kv_heads=2)  # SGLang on the CPU deals whole heads to its processes
     write_arithmetic(folder / "train.parquet", range(24))
-    # Cuts of as many processes share them, but for vLLM, of which a process can have one.
+    # Cuts of as many processes share them, but for engines that take a process for themselves.
     starts: dict[object, list[str]] = {}
     for name, (world, *_) in CUTS.items():
-        starts.setdefault(name if "vllm" in name else world, []).append(name)
+        starts.setdefault(name if "vllm" in name or "sglang" in name else world, []).append(name)
     for names in starts.values():
         world = CUTS[names[0]][0]
         run_on_ranks(rank_main, world, folder, names)
@@ -115,7 +131,8 @@ def by_sample(version: list[tuple]) -> dict[int, list[int]]:
 
 @pytest.mark.parametrize("cut", CUTS)
 def test_answers_do_not_depend_on_who_serves_them(found, cut):
-    for version, expected in zip(found[cut], found["lora, hf 1" if "lora" in cut else "hf 1"], strict=True):
+    like = found[LIKE.get(cut.split()[0], cut)]
+    for version, expected in zip(found[cut], like, strict=True):
         assert sorted(sample for ids, *_ in version for sample in ids) == list(range(48))
         assert by_sample(version) == by_sample(expected)
 
@@ -131,6 +148,6 @@ def test_every_policy_version_is_what_the_engine_generates_with(found, cut):
 
 
 def test_every_replica_serves_and_only_its_leader_answers(found):
-    for name, (world, changes, _) in CUTS.items():
-        served = [bool(ids) for ids, *_ in found[name][0]]
-        assert served == ([True, False] if R + "tensor_model_parallel_size" in changes else [True] * world)
+    for name, (world, changes, *_) in CUTS.items():
+        size = changes.get(R + "tensor_model_parallel_size", 1)
+        assert [bool(ids) for ids, *_ in found[name][0]] == [rank % size == 0 for rank in range(world)]

@@ -1,24 +1,31 @@
 """The SGLang adapter beyond the contract of all engines: what it passes exists in the real API, and how it fails."""
 
 import importlib.util
+import multiprocessing
+import os
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
+from rltrain.device import Device
 from rltrain.errors import ConfigError, SyncError
 from rltrain.models.weights import Weight
 from rltrain.workers.rollout import sglang
 from rltrain.workers.rollout.base import Sampling
+from rltrain.workers.rollout.queue import Replica
+from rltrain.workers.rollout.settings import make_engine
 from tests.workers import sglang_double
-from tests.workers.engines import engine_of, generate, rollout_of
+from tests.workers.engines import engine_of, generate, rollout_of, settings_of
 from tests.workers.record_sglang_api import record
 from tests.workers.test_engine_contract import PROMPTS, load, plain, weights_of  # noqa: F401
 
 
 @pytest.fixture
 def make(tiny_model, monkeypatch):
-    monkeypatch.setitem(sys.modules, "sglang", sglang_double)
+    for name, module in sglang_double.MODULES.items():
+        monkeypatch.setitem(sys.modules, name, module)
     made = []
 
     def make(device="cpu", **keys):
@@ -133,3 +140,63 @@ def test_buffers_go_along_only_if_a_checkpoint_has_them(make, plain, monkeypatch
     )
     load(engine, weights_of(plain))
     assert names == [name for name, _ in plain.named_parameters()]
+
+
+class Pair(Replica):
+    """A replica of two members that stand still: the other's device is the one before."""
+
+    def agree(self, found):
+        return found
+
+    def gather(self, found):
+        return [found, str(int(found) - 1)] if found else [found, found]
+
+
+@pytest.fixture
+def pair(make, tiny_model, monkeypatch):
+    """pair(member, device): the adapter of a member; it sees one device, whose number is 3."""
+    seen = []
+
+    class Recorder(sglang_double.Engine):
+        def __init__(self, **settings) -> None:
+            seen.append({name: os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")})
+            assert settings.pop("tp_size") == 2
+            super().__init__(tp_size=1, **settings)
+
+    # The key of this process is that of the tests that follow, too.
+    monkeypatch.setattr(multiprocessing.current_process(), "authkey", b"a key")
+    monkeypatch.setattr(sglang_double, "Engine", Recorder)
+    monkeypatch.setattr(Device, "count", 1)
+    for name in ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"):
+        monkeypatch.setenv(name, "3")
+    monkeypatch.delenv("NCCL_ALGO", raising=False)
+
+    def pair(member: int, device: str):
+        settings = settings_of(str(tiny_model), rollout_of(name="sglang"), device=device)
+        return make_engine(replace(settings, replica=Pair(0, 1, member, 2))), seen
+
+    return pair
+
+
+@pytest.mark.parametrize(("device", "variable"), [("cuda", "CUDA_VISIBLE_"), ("npu", "ASCEND_RT_VISIBLE_")])
+def test_an_engine_sees_the_devices_of_all_members(device, variable, pair):
+    engine, seen = pair(0, device)
+    other = ({"CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"} - {variable + "DEVICES"}).pop()
+    assert seen == [{variable + "DEVICES": "3,2", other: "3"}], "in the order of its processes"
+    assert os.environ[variable + "DEVICES"] == "3", "the worker goes on with its own"
+    assert "NCCL_ALGO" not in os.environ, "the trainer's communicators are set up alike on all ranks"
+    engine.close()
+
+
+def test_a_member_that_does_not_lead_starts_no_engine(pair):
+    engine, seen = pair(1, "cuda")
+    assert seen == []
+    assert len(generate(engine, Sampling(4), PROMPTS, 1).tokens.lengths) == 0
+    assert engine.sleep()
+
+
+@pytest.mark.parametrize("chosen", ["0,1", ""])
+def test_a_worker_that_sees_several_devices_is_told(chosen, pair, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+    with pytest.raises(ConfigError, match="needs workers that see one device each"):
+        pair(0, "cuda")

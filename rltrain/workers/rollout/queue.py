@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from rltrain.device import COLLECTIVE_TIMEOUT
 from rltrain.workers.rollout.base import Job
 
 
@@ -39,14 +40,22 @@ class Replica:
         dist.broadcast_object_list(box, group_src=0, group=self.group)
         return box[0]
 
+    def gather(self, found: Any) -> list[Any]:
+        """The members' values (small, picklable) at the leader; nothing at the others. The leader waits for all."""
+        if self.size == 1:
+            return [found]
+        box = [None] * self.size if self.leads else None
+        dist.gather_object(found, box, group_dst=0, group=self.group)
+        return box or []
+
 
 def make_replica(size: int) -> Replica:
     """The replica of this rank (a collective over all ranks)."""
     rank, world = dist.get_rank(), dist.get_world_size()
     # torch wants every rank to make every group, also those that it is not in. gloo, because small Python objects
-    # travel.
+    # travel. Members of a replica that only its leader serves wait as long as it generates.
     groups = [
-        dist.new_group(list(range(first, first + size)), backend="gloo") if size > 1 else None
+        dist.new_group(list(range(first, first + size)), COLLECTIVE_TIMEOUT, "gloo") if size > 1 else None
         for first in range(0, world, size)
     ]
     return Replica(rank // size, world // size, rank % size, size, groups[rank // size])

@@ -1,16 +1,20 @@
-"""SGLang as rollout engine: one engine of one device per worker, in processes of its own that this process talks to.
+"""SGLang as rollout engine: it computes in processes of its own, one per device, which one worker of a replica starts.
 
-SGLang cannot run inside the worker as vLLM does, so tokens and weights are handed to its processes. Left out: engines
-of several devices, because SGLang would start processes on the devices of other workers.
+SGLang cannot run inside the worker as vLLM does, so tokens and weights are handed to its processes. An engine of
+several devices belongs to the replica's first worker (the leader), which shows it the devices of all: the others get no
+prompts. Every member hands over weights, because a process can take over, without a copy, only what lies on its own
+device; the leader passes one handle per device on. Left out: SGLang's way over nodes, an engine process per node.
 
-Written against sglang 0.5.23 and run with it on the CPU. Not run on CUDA or Ascend. Unverified there: that the engine
-gives memory back, that weights pass between processes without a copy, and that an answer depends on its seed alone.
+Written against sglang 0.5.23 and run with it on the CPU, over one and two devices. Not run on CUDA or Ascend.
+Unverified there: that the engine gives memory back, that weights pass between processes without a copy, that it finds
+the devices of all members, and that an answer depends on its seed alone.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rltrain.env import prepare_sglang
+from rltrain.env import chosen_devices, prepare_sglang, showing
 from rltrain.errors import ConfigError, SyncError
 from rltrain.models.weights import Weight
 from rltrain.workers.rollout.answers import RunningJob, SampledAnswer, generation_of
@@ -45,7 +49,7 @@ _SPARE_TOKENS, _IDLE_WITHIN_S = 2, 60.0
 
 
 class SGLangRollout:
-    """An engine on the device of this process.
+    """The engine of a replica, or at members other than the leader their part of it: handing over weights, and waiting.
 
     On the CPU the engine draws from a generator of its own, so that answers do not repeat (its seeded sampling needs
     Triton). Where both are set, top_p is a share of all tokens, not of the ``top_k`` likeliest.
@@ -54,6 +58,7 @@ class SGLangRollout:
     def __init__(self, settings: EngineSettings) -> None:
         rollout, device = settings.rollout, settings.device
         self._device = device
+        self._replica = settings.replica
         self._max_num_seqs = rollout.max_num_seqs
         self._max_model_len = settings.max_model_len
         self._sleeps = rollout.free_cache_engine
@@ -66,6 +71,9 @@ class SGLangRollout:
             "load_format": "dummy",
             "dtype": str(settings.dtype).removeprefix("torch."),
             "device": device.kind,
+            "tp_size": settings.replica.size,
+            # Between generations its processes would each keep a core busy.
+            "sleep_on_idle": True,
             # Where requests have no seeds of their own (on the CPU), replicas must not draw the same numbers.
             "random_seed": settings.replica.number,
             "context_length": length,
@@ -89,25 +97,34 @@ class SGLangRollout:
             arguments |= {"attention_backend": "torch_native", "sampling_backend": "pytorch"}
             # Room for all that can run at once, instead of a share of the machine's memory.
             arguments["max_total_tokens"] = rollout.max_num_seqs * length
-        self._engine = _start(arguments | dict(rollout.engine_kwargs.get("sglang", {})))
+        # On the CPU the engine's processes ask the members for weights, who let in only those that know their key.
+        current = multiprocessing.current_process()
+        current.authkey = settings.replica.agree(bytes(current.authkey))
+        devices = settings.replica.gather(_own_device(settings))  # and all have made room
+        arguments |= rollout.engine_kwargs.get("sglang", {})
+        self._engine: Any = _start(arguments, device.kind, devices) if settings.replica.leads else None
         self.sleep()
 
     def close(self) -> None:
         """End the engine's processes (SGLang ends every child process of this one)."""
-        self._engine.shutdown()
+        if self._engine:
+            self._engine.shutdown()
 
     def wake_weights(self) -> None:
+        self._replica.gather(None)  # all have made room
         self._resume(_WEIGHTS)
 
     def wake_cache(self) -> None:
         self._resume(_CACHE)
-        self._forget()
+        if self._engine:
+            self._forget()
 
     def sleep(self) -> bool:
-        if self._sleeps and not self._released:
+        if self._sleeps and self._engine and not self._released:
             self._forget()  # SGLang must be idle
             self._engine.release_memory_occupation(tags=[_CACHE, _WEIGHTS])
             self._released = {_CACHE, _WEIGHTS}
+        self._replica.agree(None)  # a member may fill its device only now
         return self._sleeps
 
     def _resume(self, tag: str) -> None:
@@ -126,16 +143,20 @@ class SGLangRollout:
             time.sleep(0.01)
 
     def load_weights(self, weights: Iterator[Weight]) -> None:
-        _expect(self._engine.begin_weight_update())
+        if self._engine:
+            _expect(self._engine.begin_weight_update())
         for name, values, in_checkpoint in weights:
             if in_checkpoint:
                 self._send(name, values, _LOAD)
         with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "report"
-            self._send(str(file), torch.zeros(1, device=self._device.torch_device), _REPORT)
-            report = json.loads(file.read_text())
-        _expect(self._engine.end_weight_update())
-        if report["refused"]:
+            self._send(folder, torch.zeros(1, device=self._device.torch_device), _REPORT)
+            # One of each of the engine's processes; they are at the leader alone.
+            reports = [json.loads(file.read_text()) for file in Path(folder).iterdir()]
+        if self._engine:
+            _expect(self._engine.end_weight_update())
+        for report in reports:
+            if not report["refused"]:
+                continue
             name, why = next(iter(report["refused"].items()))
             raise ConfigError(
                 f"actor_rollout_ref.rollout.name=sglang: SGLang's {report['model']} does not take "
@@ -148,23 +169,36 @@ class SGLangRollout:
         values = values.clone() if self._device.is_cpu else values
         # The engine reads from another process, which does not wait for the kernels of this one.
         self._device.synchronize()
-        _expect(
-            self._engine.update_weights_from_tensor(
-                named_tensors=[(name, values)], load_format=loader, flush_cache=False
+        handed: Any = values
+        if self._replica.size > 1:
+            handles = self._replica.gather(_handle(values))
+            handed = _by_device(handles) if self._engine else None
+        if self._engine:
+            _expect(
+                self._engine.update_weights_from_tensor(
+                    named_tensors=[(name, handed)], load_format=loader, flush_cache=False
+                )
             )
-        )
+        self._replica.agree(None)  # until then the engine reads from every member
 
     def log_probs(self, tokens: Sequence[int]) -> Tensor:
+        return torch.tensor(self._replica.agree(self._score(tokens) if self._engine else None))
+
+    def _score(self, tokens: Sequence[int]) -> list[float]:
         output = self._engine.generate(
             input_ids=list(tokens),
             sampling_params={"max_new_tokens": 0, "temperature": 0.0},
             return_logprob=True,
             logprob_start_len=0,
         )
-        return torch.tensor([entry[0] for entry in output["meta_info"]["input_token_logprobs"][1:]])
+        return [entry[0] for entry in output["meta_info"]["input_token_logprobs"][1:]]
 
     def generate(self, source: Source, sampling: Sampling, finished: Finished | None = None) -> Generation:
-        return generation_of(self._engine.loop.run_until_complete(self._serve(source, sampling, finished)))
+        answers: list[SampledAnswer] = []
+        if self._engine:
+            answers = self._engine.loop.run_until_complete(self._serve(source, sampling, finished))
+        self._replica.agree(None)  # the engine computes on the devices of all
+        return generation_of(answers)
 
     async def _serve(self, source: Source, sampling: Sampling, finished: Finished | None) -> list[SampledAnswer]:
         """Keep the engine full until the source has no more, and report every job that has ended."""
@@ -210,8 +244,43 @@ class SGLangRollout:
         answer.seconds = time.perf_counter() - started
 
 
-def _start(arguments: Mapping[str, Any]) -> Any:
-    prepare_sglang()
+def _own_device(settings: EngineSettings) -> str:
+    """This member's device, as the variable that chooses devices names it; "" where the engine needs no others."""
+    device = settings.device
+    if device.is_cpu or settings.replica.size == 1:
+        return ""
+    # torch counts devices once: now, while the variable names this member's alone.
+    chosen, count = chosen_devices(device.kind), device.count
+    if len(chosen) != 1 or count != 1:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.tensor_model_parallel_size={settings.replica.size} with rollout.name=sglang "
+            f"needs workers that see one device each, and this one sees {count} ({','.join(chosen) or 'none chosen'}). "
+            "Do not set RAY_EXPERIMENTAL_NOSET_*_VISIBLE_DEVICES, or use rollout.name=vllm."
+        )
+    return chosen[0]
+
+
+def _handle(values: Tensor) -> bytes:
+    """What the engine's process on the device of ``values`` finds them by."""
+    from sglang.srt.utils import MultiprocessingSerializer
+    from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+
+    if not values.is_cpu:  # with it, tensors on the CPU cannot be serialized
+        # A device is called by its UUID, because each process numbers what it sees itself.
+        monkey_patch_torch_reductions()
+    return MultiprocessingSerializer.serialize(values)
+
+
+def _by_device(handles: Sequence[bytes]) -> Any:
+    """A weight for all processes of an engine, each of which takes its own handle."""
+    from sglang.srt.model_executor.model_runner_components.weight_updater import LocalSerializedTensor
+
+    return LocalSerializedTensor(values=list(handles))
+
+
+def _start(arguments: Mapping[str, Any], device: str, devices: Sequence[str]) -> Any:
+    """An engine. devices: those that it gets, in the order of its processes ([""]: the one of this process)."""
+    prepare_sglang(len(devices))
     try:
         from sglang import Engine
     except ImportError as error:
@@ -220,7 +289,8 @@ def _start(arguments: Mapping[str, Any]) -> Any:
             "pip install rltrain[sglang], or use rollout.name=hf."
         ) from error
     try:
-        return Engine(**arguments)
+        with showing(device, devices):
+            return Engine(**arguments)
     except TypeError as error:
         raise ConfigError(f"actor_rollout_ref.rollout.engine_kwargs.sglang: {error}") from error
 

@@ -1,14 +1,16 @@
 """The functions that SGLang's own process runs when weights arrive (its ``custom_weight_loader``).
 
-SGLang imports functions by name and calls them with its model and some named tensors. It drops what they return, and an
-exception ends its process and ours without a message. So weights go through the model's own loader, which knows its
-fused layout, and exceptions are kept until the end of the sync. Then one more call writes them to a file, whose path is
-the name of the only tensor: a tensor's name is the only text that can be handed over.
+SGLang imports functions by name and calls them, in the process of every device, with its part of the model and some
+named tensors. It drops what they return, and an exception ends its process and ours without a message. So weights go
+through the model's own loader, which knows its fused layout and which rows are its own, and exceptions are kept until
+the end of the sync. Then one more call has every process write its own into a folder, whose path is the name of the
+only tensor: a tensor's name is the only text that can be handed over.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,7 @@ def load_weights(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> Non
 
 
 def report_refused(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """End a sync: write a JSON of ``refused`` (weight -> why) to the file that the only tensor is named after."""
-    Path(named_tensors[0][0]).write_text(json.dumps({"refused": _REFUSED, "model": type(model).__name__}))
+    """End a sync: write a JSON of ``refused`` (weight -> why) into the folder that the only tensor is named after."""
+    file = Path(named_tensors[0][0]) / str(os.getpid())
+    file.write_text(json.dumps({"refused": _REFUSED, "model": type(model).__name__}))
     _REFUSED.clear()

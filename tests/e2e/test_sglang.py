@@ -1,0 +1,82 @@
+"""SGLang over two devices through the command: Ray, two workers, an engine with a process for each (the double's)."""
+
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from rltrain.report import read_metrics
+from tests.e2e.test_faults import own_ray, processes_of, start, wait_for_step  # noqa: F401
+from tests.tiny import small_run
+
+R = "actor_rollout_ref__rollout__"
+pytestmark = pytest.mark.usefixtures("own_ray")
+
+
+@pytest.fixture
+def launch(start, tiny_model, arithmetic_files, tmp_path, monkeypatch):  # noqa: F811
+    """Start a run of so many steps with the double as SGLang."""
+    tests = Path(__file__).parents[1]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (tests / "doubles", tests.parent))))
+
+    def launch(steps: int) -> subprocess.Popen:
+        changes = {
+            R + "name": "sglang", R + "tensor_model_parallel_size": 2, "trainer__n_gpus_per_node": 2,
+            f"+{R}engine_kwargs__sglang__enable_deterministic_inference": True,
+            "trainer__total_training_steps": steps, "trainer__save_freq": -1, "trainer__save_at_end": False,
+        }  # fmt: skip
+        return start(small_run(tiny_model, arithmetic_files, tmp_path, **changes))
+
+    return launch
+
+
+def engine_pids() -> list[int]:
+    """The processes that an engine's forkserver has made, below a training worker."""
+    listing = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
+    rows = (line.split(None, 2) for line in listing.splitlines()[1:])
+    known = {int(pid): (int(parent), args) for pid, parent, args in rows}
+
+    def above(pid: int) -> tuple[int, str]:
+        return known.get(known[pid][0], (0, ""))
+
+    return [
+        pid
+        for pid, (parent, args) in known.items()
+        if "forkserver" in args and "forkserver" in above(pid)[1] and "ray::_Host" in above(parent)[1]
+    ]
+
+
+def gone(folder: Path, within_s: float = 20) -> bool:
+    deadline = time.monotonic() + within_s
+    while (left := processes_of(folder)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not left
+    return True
+
+
+def test_a_run_with_one_engine_over_two_devices(launch, tmp_path):
+    process = launch(2)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    steps = [line for line in read_metrics(tmp_path) if line["step"]]
+    assert len(steps) == 2
+    for line in steps:
+        assert line["rollout/log_prob_gap/mean"] < 1e-5
+        assert line["rollout/canary_gap"] < 1e-5
+    assert gone(tmp_path)
+
+
+def test_a_dead_process_of_an_engine_ends_the_run(launch, tmp_path):
+    process = launch(100_000)
+    wait_for_step(tmp_path, 1, process, limit_s=240)
+    both = engine_pids()
+    assert len(both) == 2
+    os.kill(both[1], signal.SIGKILL)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, output
+    assert re.search(r"rank 0 of 2 .*the process died", output)
+    assert gone(tmp_path)

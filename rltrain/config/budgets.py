@@ -3,12 +3,13 @@
 A pass over samples is cut into micro-batches by tokens or by a number of samples, per device. Padded micro-batches of
 ``…micro_batch_size_per_gpu`` samples hold as many tokens as that many longest sequences; where ``…use_dynamic_bsz`` is
 not written, such a size is read as this many tokens. Packing fills them with more samples in less time, and they need
-no more memory than the size was tuned for. Sizes over all ranks, which verl also has, are divided by their number.
+no more memory than the size was tuned for. Totals over all ranks, which verl also has, are refused: the same command
+would mean something else on another number of devices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,10 +139,15 @@ def _used(config: Config) -> dict[str, _Pass]:
     return {name: one for name, one in _PASSES.items() if not unused.get(name)}
 
 
-def per_rank(lookup: Callable[[str], Any], key: str, total: int) -> tuple[int, int]:
-    """What a size over all data-parallel ranks, which verl had first, is on each; and their number."""
-    sharing = next(one.sharing for one in _PASSES.values() if one.samples == f"{key}_per_gpu")
-    group = lookup(f"{sharing}.ulysses_sequence_parallel_size") if sharing else 1
-    ranks = max(1, lookup("trainer.nnodes") * lookup("trainer.n_gpus_per_node") // max(1, group))
-    # Rounded down, as in verl.
-    return max(1, total // ranks), ranks
+def total_problem(config: Config | None, key: str, total: Any) -> str:
+    """What to type in place of ``key``, which counts samples over all ranks."""
+    one = next((one for one in _PASSES.values() if one.samples == f"{key}_per_gpu"), None)
+    advice, here = "", ""
+    if config and one and isinstance(total, int):
+        devices = config.trainer.nnodes * config.trainer.n_gpus_per_node
+        number = max(1, devices // max(1, one.ranks_per_sequence(config)))
+        advice, here = f"={max(1, total // number)}", f" ({number} here)"
+    return (
+        f"{key}={total} counts samples over all data-parallel ranks{here}. "
+        f"Use {key}_per_gpu{advice}, which counts those of one."
+    )

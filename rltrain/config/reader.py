@@ -15,14 +15,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from rltrain.config.budgets import per_rank
+from rltrain.config.budgets import total_problem
 from rltrain.config.keys import Key, all_keys, free_form_parent, is_known, meant, sections
 from rltrain.config.renames import answer, rename, shown, turned_off
 from rltrain.config.schema import Config
 from rltrain.config.spellings import OLD_KEYS, VALUES, of_several
 from rltrain.config.verl_keys import CLASSES, CLASSIFIER, IMPLIES
 from rltrain.config.verl_refused import GENERATIVE
-from rltrain.logs import count
 from rltrain.plugin import is_plugin
 
 
@@ -106,18 +105,6 @@ class Reader:
                 self._assign(f"{section}.{name}", written, True)
             self.renamed[written] = f"{written} turns on {' and '.join(turned_on)} here"
             del self.foreign[key]
-        for key, (written, total) in list(self.foreign.items()):
-            own = f"{key}_per_gpu"
-            if not is_known(own) or type(total) is not int:
-                continue
-            del self.foreign[key]
-            if own in self.explicit:
-                self.renamed[written] = f"{written}: no effect: {own} is set too"
-                continue
-            size, ranks = per_rank(self._value, key, total)
-            self._assign(own, written, size)
-            self.written[own] = written
-            self.renamed[written] = f"{written}={total} over {count(ranks, 'data-parallel rank')} is {own}={size} here"
 
     def hand_over(self) -> None:
         """Join path and name of the user's own classes, and give these the keys of data that nobody here knows."""
@@ -147,7 +134,7 @@ class Reader:
             if is_known(f"{key}_per_gpu"):
                 # As in a file of verl's, null means that the size is not given.
                 if value is not None:
-                    self.problems.append(f"{written}={shown(value)}: expected a number of samples over all ranks.")
+                    self.problems.append(total_problem(config, key, value))
             elif found := answer(key, value, self._value):
                 why = _contradicted(found.why, config)
                 if found.refused or why:

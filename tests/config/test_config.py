@@ -93,14 +93,13 @@ def test_a_wrong_key_is_answered_with_the_nearest():
 def test_all_mistakes_are_reported_at_once():
     with pytest.raises(ConfigError) as caught:
         load_config(
-            ["data.sed=1", "data.train_batch_size=many", "data.truncation=center", f"{A}actor.ppo_micro_batch_size=few",
+            ["data.sed=1", "data.train_batch_size=many", "data.truncation=center", f"{A}actor.ppo_micro_batch_size=8",
              "trainer.run=${trainer.nmae}", "oops", "trainer.logger=["]
         )  # fmt: skip
     assert [
         word in str(caught.value)
         for word in (
-            "data.sed", "expected int, got str", "truncation=center: use one of error",
-            "micro_batch_size=few: expected a number",
+            "data.sed", "expected int, got str", "truncation=center: use one of error", "ppo_micro_batch_size_per_gpu=",
             "'oops' is not of the form", "not valid YAML",
         )
     ] == [True] * 6  # fmt: skip
@@ -245,6 +244,11 @@ def test_keys_that_do_nothing_in_the_chosen_mode_say_so():
         ([f"{A}rollout.do_sample=False"], "makes all answers to a prompt alike"),
         (["data.max_response_length=20000"], "Set it to at least 20512"),
         ([f"{A}actor.use_dynamic_bsz=False"], "needs actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"),
+        (
+            [f"{A}actor.ppo_micro_batch_size=16", f"{A}actor.ulysses_sequence_parallel_size=2"],
+            f"{A}actor.ppo_micro_batch_size=16 counts samples over all data-parallel ranks (4 here). "
+            f"Use {A}actor.ppo_micro_batch_size_per_gpu=4,",
+        ),
         (["data.truncation=center"], "use one of error, left, right, middle"),
         (
             ["trainer.logger=tensorbord"],
@@ -257,6 +261,13 @@ def test_keys_that_do_nothing_in_the_chosen_mode_say_so():
         (["data.train_files=null"], "data.train_files is not set"),
         ([f"{A}actor.ulysses_sequence_parallel_size=3"], "does not divide the 8 devices"),
         (["critic.ulysses_sequence_parallel_size=3"], "critic.ulysses_sequence_parallel_size=3 does not divide"),
+        (
+            [
+                f"{A}ref.ulysses_sequence_parallel_size=4",
+                f"{A}ref.log_prob_micro_batch_size=3",
+            ],
+            "(2 here). Use actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=1,",
+        ),
         (
             [f"{A}actor.ulysses_sequence_parallel_size=2", "data.max_response_length=40000"],
             "= 40512 tokens over 2 devices. Set it to at least 20256",
@@ -277,6 +288,8 @@ def test_keys_that_do_nothing_in_the_chosen_mode_say_so():
             [f"{A}rollout.log_prob_use_dynamic_bsz=False"],
             "needs actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",
         ),
+        (["critic.ppo_micro_batch_size=many"], "Use critic.ppo_micro_batch_size_per_gpu,"),
+        (["reward_model.micro_batch_size=8"], "Use reward_model.micro_batch_size_per_gpu=1,"),
         ([f"{A}rollout.log_prob_micro_batch_size_per_gpu=0"], "at least 1"),
         ([f"{A}actor.optim.lr=.nan"], "lr=nan: it must be at least 0"),
         ([f"{A}actor.optim.betas=[2,3]"], "betas=[2.0, 3.0]: give two numbers"),
@@ -385,28 +398,6 @@ def test_several_turns_are_refused_and_leaving_them_off_is_not():
     with pytest.raises(ConfigError, match="single-turn: leave it out"):
         load_config([f"{A}rollout.multi_turn.enable=True"])
     assert load_config([f"{A}rollout.multi_turn.enable=False"]).warnings == ()
-
-
-@pytest.mark.parametrize(
-    ("keys", "ranks", "size"),
-    [
-        ([f"{A}actor.ppo_micro_batch_size=16"], 8, 2),
-        ([f"{A}actor.ppo_micro_batch_size=16", f"{A}actor.ulysses_sequence_parallel_size=2"], 4, 4),
-        # Rounded down, and one sample at least.
-        ([f"{A}rollout.log_prob_micro_batch_size=15", f"{A}actor.ulysses_sequence_parallel_size=2"], 4, 3),
-        ([f"{A}ref.log_prob_micro_batch_size=1", f"{A}ref.ulysses_sequence_parallel_size=4"], 2, 1),
-        (["critic.forward_micro_batch_size=32", "trainer.nnodes=2"], 16, 2),
-        (["reward_model.micro_batch_size=32"], 8, 4),
-    ],
-)
-def test_a_size_over_all_ranks_is_divided_by_them(keys, ranks, size):
-    loaded = load_config([*BASE, *keys])
-    key, _, total = keys[0].partition("=")
-    assert get(loaded.config, f"{key}_per_gpu") == size
-    assert loaded.warnings == (f"{key}={total} over {ranks} data-parallel ranks is {key}_per_gpu={size} here",)
-    both = load_config([*BASE, *keys, f"{key}_per_gpu=7"])
-    assert get(both.config, f"{key}_per_gpu") == 7
-    assert both.warnings == (f"{key}: no effect: {key}_per_gpu is set too",)
 
 
 def test_a_total_over_all_ranks_may_be_null():

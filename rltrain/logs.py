@@ -174,5 +174,5 @@ def waiting(text: str) -> Iterator[None]:
 
 
 def count(number: int, noun: str) -> str:
-    """``1 worker``, ``2 workers``."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    """``1 worker``, ``2,000 workers``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -165,12 +165,13 @@ def describe(plan: Plan, config: Config) -> str:
         ("engine replicas", f"{plan.num_engine_replicas} ({rollout.name}, each on "
          f"{count(rollout.tensor_model_parallel_size, 'device')}, with about {plan.samples_per_replica:,} samples)"),
         ("optimizer steps per step", f"{plan.optimizer_steps_per_step} (mini-batches of "
-         f"{plan.prompts_per_mini_batch:,} prompts = {plan.samples_per_mini_batch:,} samples)"),
+         f"{count(plan.prompts_per_mini_batch, 'prompt')} = {count(plan.samples_per_mini_batch, 'sample')})"),
         ("a step runs", plan.passes.describe(plan.num_mini_batches)),
         *(("micro-batch", row) for row in _micro_batches(plan, config)),
         *_more_rows(plan, config),
         ("longest sequence", f"{config.data.max_prompt_length + config.data.max_response_length:,} tokens"),
         ("steps", _steps(plan, config)),
+        *_validation(config),
         ("saving", _saving(config)),
     ]  # fmt: skip
     width = max(len(name) for name, _ in rows)
@@ -272,8 +273,21 @@ def _steps(plan: Plan, config: Config) -> str:
     )
 
 
+def _every(steps: int) -> str:
+    return "every step" if steps == 1 else f"every {steps:,} steps"
+
+
+def _validation(config: Config) -> list[tuple[str, str]]:
+    trainer, val = config.trainer, config.actor_rollout_ref.rollout.val_kwargs
+    every = f"{_every(trainer.test_freq)} and after the last" if trainer.test_freq > 0 else ""
+    before = "before the first step" if trainer.val_before_train or trainer.val_only else ""
+    when = before if trainer.val_only else ", ".join(part for part in (before, every) if part)
+    how = "greedy" if val.greedy else f"{count(val.n, 'answer')} to each prompt at temperature {val.temperature:g}"
+    return [("validation", f"{when}: {how}")] if config.data.val_files and when else []
+
+
 def _saving(config: Config) -> str:
-    every = f"every {config.trainer.save_freq} steps" if config.trainer.save_freq > 0 else ""
+    every = _every(config.trainer.save_freq) if config.trainer.save_freq > 0 else ""
     at_end = "at the end" if config.trainer.save_at_end else ""
     keep = config.trainer.max_actor_ckpt_to_keep or 0
     kept = f"; the newest {keep} are kept (trainer.max_actor_ckpt_to_keep)" if keep >= 1 and every else ""

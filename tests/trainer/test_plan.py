@@ -141,6 +141,29 @@ def test_the_plan_lists_budgets_of_passes_that_are_made():
         assert [line.partition("micro-batch")[2].strip() for line in lines if "  micro-batch " in line] == rows
 
 
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ([], "before the first step: greedy"),
+        (["val_kwargs.n=4"], "before the first step: greedy"),
+        (["val_kwargs.n=4", "val_kwargs.temperature=0.6", "test_freq=5"],
+         "before the first step, every 5 steps and after the last: 4 answers to each prompt at temperature 0.6"),
+        (["test_freq=1", "val_before_train=False"], "every step and after the last: greedy"),
+        (["val_only=True", "test_freq=5", "val_before_train=False"], "before the first step: greedy"),
+        (["val_before_train=False"], None),
+    ],
+)  # fmt: skip
+def test_the_plan_says_how_validation_answers(keys, said):
+    full = [(f"{A}rollout." if key.startswith("val_kw") else "trainer.") + key for key in keys]
+    config = load_config([*full, "data.val_files=v.parquet"]).config
+    rows = [
+        line.split(None, 1)[1] for line in describe(make_plan(config), config).splitlines() if "  validation" in line
+    ]
+    assert rows == ([said] if said else [])
+    config.data.val_files = None
+    assert "  validation" not in describe(make_plan(config), config)
+
+
 def test_the_plan_says_what_a_size_is_read_as():
     config = load_config([*LENGTHS, f"{MICRO}=4"]).config
     assert "at most 1,600 tokens (4 x the longest) per data-parallel rank" in describe(make_plan(config), config)

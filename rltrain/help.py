@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from rltrain.config.engines import ENGINES
 from rltrain.config.keys import Key, all_keys, nearest, sections
 from rltrain.config.renames import answer, rename, shown
+from rltrain.config.verl_refused import SECTIONS
 from rltrain.errors import ConfigError
 
 _START = """\
@@ -48,9 +49,12 @@ def help_text(topic: str = "") -> str:
     topic = rename(topic)
     names = [*sections(), *all_keys()]
     found = [topic] if topic in names else [name for name in names if name.endswith(f".{topic}")]
-    # `...` is no value that any row needs no note for, so the reason always comes.
-    if not found and (told := answer(topic, ...)) and told.why:
-        return f"{topic}: {'refused' if told.refused else 'accepted, and has no effect'}: {told.why}\n"
+    # The start that all keys of a model share is often left out.
+    for key in (topic, f"actor_rollout_ref.{topic}") if not found else ():
+        # `...` is no value that any row needs no note for, so the reason always comes; but a section may be off.
+        if (told := answer(key, ...)) and (why := told.why or SECTIONS.get(told.row, ("", ""))[1]):
+            refused = told.refused or not told.why
+            return f"{key}: {'refused' if refused else 'accepted, and has no effect'}: {why}\n"
     if not found:
         near = ", ".join(f"--help {name}" for name in nearest(topic)) or "--help"
         raise ConfigError(f"--help {topic}: there is no such section or key. Try {near}.")

@@ -50,6 +50,9 @@ def test_help_shows_what_works_and_answers_for_the_rest():
     assert "balance_batch" not in help_text("all")
     assert len(all_keys()) <= 235
     assert "has no effect: samples are always spread" in help_text("trainer.balance_batch")
+    assert "has no effect: every step generates with" in help_text("rollout.mode")
+    assert help_text("distillation").startswith("distillation: refused: a teacher is not in this version")
+    assert "tail=carry_over" in help_text("async_training")
 
 
 def test_help_says_which_values_a_key_may_have():

@@ -18,6 +18,7 @@ VALUES: dict[str, dict[str, tuple[str, str]]] = {
     "reward_model.reward_manager": {
         "gdpo": ("naive", "the numbers of gdpo_reward_keys are taken from every scorer"),
         "prime": ("naive", "scoring always runs in its own processes"),
+        "remote": ("naive", "scoring always runs in its own processes"),
     },
 }
 # Keys that `of_several` reads beside ours.

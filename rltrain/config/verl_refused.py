@@ -63,6 +63,8 @@ REFUSED = {
     "data.tool_config_path": _TOOLS,
     "data.function_tool_path": _TOOLS,
     "*reward_manager.source!=register": _MANAGER,
+    "reward_model.reward_manager=limited|rate_limited": "use naive: at most reward.num_workers answers are scored at "
+    "once, and a limit on requests belongs into your function",
     "reward_model.reward_loop_source!=register": _MANAGER,
     "reward_model.reward_loop_*": _MANAGER,
     "*sandbox_fusion_url": "use custom_reward_function.path with a function that calls your sandbox",

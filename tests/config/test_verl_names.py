@@ -250,8 +250,10 @@ def test_the_cap_on_importance_weights_is_read():
 
 
 def test_managers_that_score_one_answer_at_a_time_are_naive():
-    for name in ("gdpo", "prime"):
+    for name in ("gdpo", "prime", "remote"):
         assert value("reward_model.reward_manager", f"reward_model.reward_manager={name}") == "naive"
+    (line,) = problems("reward.reward_manager.name=limited")
+    assert line.startswith("reward.reward_manager.name=limited: use naive: at most reward.num_workers answers")
 
 
 def test_a_reward_model_is_a_classifier_and_a_generative_one_refused(tmp_path):

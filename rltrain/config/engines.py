@@ -51,6 +51,7 @@ _LOG_PROBS = "log-probs are those of the sampling temperature, as the trainer co
 ENGINES = {
     "hf": Engine(
         factory="rltrain.workers.rollout.hf:HFRollout",
+        images=True,
         counted_seeds=True,
         unused_keys=(
             "enforce_eager",

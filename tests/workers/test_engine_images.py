@@ -224,9 +224,9 @@ def test_what_a_model_says_of_images(tiny_model, tmp_path):
 def test_an_engine_for_text_refuses_images():
     jobs = jobs_of(PROMPTS)
     check_images("vllm", jobs)
-    check_images("hf", [job for job in jobs if not job.images])
+    check_images("sglang", [job for job in jobs if not job.images])
     with pytest.raises(ConfigError, match="takes text alone"):
-        check_images("hf", jobs)
+        check_images("sglang", jobs)
 
 
 def test_letting_torchvision_in_costs_other_programs_nothing():

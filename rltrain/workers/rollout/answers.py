@@ -65,14 +65,16 @@ def generation_of(answers: Sequence[SampledAnswer]) -> Generation:
 class RunningAnswers:
     """All answers of a call, numbered in the order in which their jobs were taken.
 
-    Per answer: seeds, prompt_lengths (given tokens included), given (tokens it began with), lengths (new tokens),
-    ended. max_model_len: most tokens of prompt and answer together. finished: called per job when its last answer has
-    ended.
+    Per answer: seeds, prompt_lengths (given tokens included), shifts (of its positions, `Job.position_shift`), given
+    (tokens it began with), lengths (new tokens), ended. max_model_len: most tokens of prompt and answer together.
+    finished: called per job when its last answer has ended.
     """
 
     def __init__(self, max_tokens: int, max_model_len: int, finished: Finished | None) -> None:
         self.seeds: NDArray[np.uint64] = np.zeros(0, dtype=np.uint64)
-        self.prompt_lengths, self.given, self.lengths, self._limits = (np.zeros(0, dtype=np.int64) for _ in range(4))
+        self.prompt_lengths, self.shifts, self.given, self.lengths, self._limits = (
+            np.zeros(0, dtype=np.int64) for _ in range(5)
+        )
         self.ended = np.zeros(0, dtype=bool)
         self.num_running = 0
         self._max_tokens = max_tokens
@@ -86,7 +88,7 @@ class RunningAnswers:
         """The numbers of the answers to these jobs. Raises DataError for a prompt that leaves no room for an answer."""
         counts = [len(job.samples) for job in jobs]
         total, before = sum(counts), len(self._answers)
-        prompt_lengths = np.repeat([len(job.prompt) for job in jobs], counts)
+        prompt_lengths = np.repeat([len(job.tokens) for job in jobs], counts)
         given = np.array([len(part) for job in jobs for part in job.given or [()] * len(job.samples)], dtype=np.int64)
         # Both limits count given tokens: they are part of the answer, and the model sees them.
         limits = np.minimum(self._max_tokens, self._max_model_len - prompt_lengths) - given
@@ -98,6 +100,7 @@ class RunningAnswers:
             )
         self.seeds = np.concatenate([self.seeds, *(job.seeds for job in jobs)])
         self.prompt_lengths = np.concatenate([self.prompt_lengths, prompt_lengths + given])
+        self.shifts = np.concatenate([self.shifts, np.repeat([job.position_shift for job in jobs], counts)])
         self.given = np.concatenate([self.given, given])
         self.lengths = np.concatenate([self.lengths, np.zeros(total, dtype=np.int64)])
         self._limits = np.concatenate([self._limits, limits])

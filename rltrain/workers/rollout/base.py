@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rltrain.config.engines import ENGINES, engines_with
+from rltrain.data.images import EncodedPrompt, answer_position
 from rltrain.errors import ConfigError
 from rltrain.models.weights import Weight
 from rltrain.ragged import Ragged
@@ -42,7 +43,8 @@ class Job:
     given: per sample the tokens that it already has (None: no sample has any). They follow the prompt and count towards
     ``max_tokens``, and the random numbers go on after theirs. images: PIL images or the bytes of image files, in the
     order of their places in the prompt. ``prompt`` has ONE placeholder token per image; the engine replaces it by as
-    many as the image takes, and these count for ``max_model_len``.
+    many as the image takes, and these count for ``max_model_len``. encoded: the same prompt as the trainer reads it,
+    for engines that have no processor of images (``prompt`` is its ``short``).
     """
 
     place: int
@@ -51,6 +53,17 @@ class Job:
     seeds: NDArray[np.uint64]
     given: tuple[NDArray[np.int32], ...] | None = None
     images: tuple[Any, ...] = ()
+    encoded: EncodedPrompt | None = None
+
+    @property
+    def tokens(self) -> NDArray[np.int32]:
+        """The prompt, with all placeholders where ``encoded`` is known."""
+        return self.prompt if self.encoded is None else self.encoded.tokens
+
+    @property
+    def position_shift(self) -> int:
+        """How far the positions of the answer are from its places."""
+        return answer_position(self.encoded.images, len(self.tokens)) - len(self.tokens) if self.encoded else 0
 
 
 @dataclass(frozen=True)

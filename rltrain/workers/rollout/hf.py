@@ -21,8 +21,9 @@ from rltrain.errors import ConfigError
 from rltrain.models.attention import PLAN, packed_attention
 from rltrain.models.forward import final_logits
 from rltrain.models.load import empty_model
+from rltrain.models.packed_images import PackedImages
 from rltrain.models.packing import AttentionPlan
-from rltrain.models.vision import placeholder_ids
+from rltrain.models.vision import placeholder_ids, read_with_images
 from rltrain.models.weights import Weight
 from rltrain.workers.rollout.answers import RunningAnswers
 from rltrain.workers.rollout.base import (
@@ -127,7 +128,8 @@ class HFRollout:
             if len(rows):
                 kv.begin_step()
                 # Minus one, because the token that was just drawn is counted already and is the one to be computed.
-                positions = torch.from_numpy((answers.prompt_lengths + answers.lengths)[rows] - 1)
+                places = answers.prompt_lengths + answers.shifts + answers.lengths
+                positions = torch.from_numpy(places[rows] - 1)
                 hidden = self._forward(tokens[:, None], positions[:, None], **{_CACHE: kv})[:, 0]
             else:
                 hidden = hidden[:0]
@@ -164,21 +166,22 @@ class HFRollout:
 
         Last hidden state per answer's prompt [rows, h].
         """
-        prompts, counts = [], []
+        prompts, counts, owners = [], [], []
         for job in jobs:
+            assert job.encoded or not job.images
             # Answers that go on from given tokens share no text.
-            texts = [np.concatenate([job.prompt, part]) for part in job.given] if job.given else [job.prompt]
+            texts = [np.concatenate([job.tokens, part]) for part in job.given] if job.given else [job.tokens]
             prompts += [torch.from_numpy(text.astype(np.int64)) for text in texts]
             counts += [1] * len(texts) if job.given else [len(job.samples)]
+            owners += [job] * len(texts)
         places = kv.add([len(prompt) for prompt in prompts], counts)
         last = []
         for pack in self._packs([len(prompt) for prompt in prompts]):
             kv.begin_prefill([PromptChunk(places[number], start, stop) for number, start, stop in pack])
             tokens = torch.cat([prompts[number][start:stop] for number, start, stop in pack])
-            positions = torch.cat([torch.arange(start, stop) for _, start, stop in pack])
             lengths = [stop - start for _, start, stop in pack]
-            plan = AttentionPlan.of_lengths(lengths)
-            hidden = self._forward(tokens[None], positions[None], **{_CACHE: kv, PLAN: plan})[0]
+            arguments = {_CACHE: kv, PLAN: AttentionPlan.of_lengths(lengths)}
+            hidden = self._read(tokens, [(owners[number], start, stop) for number, start, stop in pack], arguments)
             ends = np.cumsum(lengths) - 1
             # Chunks keep the order of the prompts, so their last states come in that order as well.
             last += [
@@ -186,6 +189,29 @@ class HFRollout:
             ]
         self._check_layers(kv)
         return torch.stack(last).repeat_interleave(torch.tensor(counts, device=last[0].device), 0)
+
+    def _read(self, tokens: Tensor, parts: Sequence[tuple[Job, int, int]], arguments: dict[str, Any]) -> Tensor:
+        """Last hidden states [total, h] of ``tokens`` [total]: parts (start, stop) of the texts of jobs."""
+        laid, positions, end = [], [], 0
+        for job, start, stop in parts:
+            places = torch.arange(start, stop)
+            images = job.encoded.images if job.encoded else None
+            if images is not None:
+                laid.append((images, end - start))
+                of_prompt = images.positions
+                if of_prompt is not None:
+                    own = places[max(len(job.tokens) - start, 0) :] + job.position_shift
+                    places = torch.cat([torch.from_numpy(of_prompt[:, start:stop]), own.expand(3, -1)], 1)
+            positions.append(places)
+            end += stop - start
+        device = self._device.torch_device
+        if any(each.dim() > 1 for each in positions):
+            positions = [each.expand(3, -1) for each in positions]
+        rows, packed = torch.cat(positions, -1).to(device), PackedImages.of(laid, device)
+        # A part of a long prompt has some of its images, or none.
+        if packed is None or (packed := packed.within(0, end)) is None:
+            return self._forward(tokens[None], rows[None] if rows.dim() == 1 else rows[:, None], **arguments)[0]
+        return read_with_images(self._model, tokens.to(device), rows, packed, use_cache=False, **arguments)
 
     def _check_layers(self, kv: KeyValues) -> None:
         expected = self._model.config.get_text_config().num_hidden_layers

@@ -317,6 +317,13 @@ def test_for_a_missing_model_folder_the_nearest_is_named(dry, made):
     assert f"there is no such folder. Did you mean {model}?" in refused(dry, **{M + "path": f"{model}l"})
 
 
+def test_a_missing_model_is_named_by_the_key_that_was_written(dry):
+    words = ["reward.reward_model.enable=True", "reward.reward_model.model_path=/no/such"]
+    code, text = dry(*words)
+    assert code == 2
+    assert "reward.reward_model.model_path=/no/such" in text[text.index("a run would refuse") :]
+
+
 def test_a_run_refuses_what_the_dry_run_refuses(made, tmp_path, capsys):
     assert main(small_run(*made, tmp_path / "run", **{M + "path": f"{made[0]}l"})) == 2
     assert "there is no such folder. Did you mean" in capsys.readouterr().err

@@ -46,7 +46,7 @@ def preflight(loaded: LoadedConfig) -> Findings:
         except RltrainError as error:
             found.problems.append(str(error))
     # Roles often share a model, and then say the same of it.
-    found.problems[:] = dict.fromkeys(found.problems)
+    found.problems[:] = dict.fromkeys(loaded.as_written(problem, follow=False) for problem in found.problems)
     return found
 
 

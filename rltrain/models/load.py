@@ -51,6 +51,13 @@ def load_config(
     return config
 
 
+def by_owner(config: PretrainedConfig, override: dict[str, Any]) -> dict[str, Any]:
+    """``override`` with what `load_config` gave to the decoder of ``config`` under ``text_config``, as engines ask."""
+    of_decoder = {key: value for key, value in override.items() if not hasattr(config, key)}
+    own = {key: value for key, value in override.items() if key not in of_decoder}
+    return own | ({"text_config": of_decoder} if of_decoder else {})
+
+
 def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
     """A copy with every dropout at zero, because dropout would make the ratio of an unchanged policy differ from 1."""
     config = copy.deepcopy(config)

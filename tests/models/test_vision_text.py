@@ -16,7 +16,7 @@ from rltrain.data.chat import ChatEncoder
 from rltrain.device import get_device
 from rltrain.models.export import export_huggingface
 from rltrain.models.forward import PolicyModel, ScalarModel, model_numbers
-from rltrain.models.load import load_config, without_dropout
+from rltrain.models.load import by_owner, load_config, without_dropout
 from rltrain.models.lora import Lora, lora_layers
 from rltrain.models.packing import pack
 from rltrain.models.shard import sharded_model
@@ -163,8 +163,11 @@ def test_no_part_of_the_model_drops_activations(folders):
 
 
 def test_a_change_of_the_config_reaches_the_decoder(folders):
-    config = load_config(folders["qwen3_vl"], override={"max_position_embeddings": 99})
+    override = {"max_position_embeddings": 99, "tie_word_embeddings": True}
+    config = load_config(folders["qwen3_vl"], override=override)
     assert config.get_text_config().max_position_embeddings == 99
+    nested = {"tie_word_embeddings": True, "text_config": {"max_position_embeddings": 99}}
+    assert by_owner(config, override) == nested
 
 
 def test_the_embedded_engine_answers_as_transformers(folder):

@@ -26,6 +26,7 @@ from torch import Tensor
 from rltrain.config.engines import ENGINES
 from rltrain.env import prepare_vllm, shipped
 from rltrain.errors import ConfigError
+from rltrain.models.load import by_owner
 from rltrain.models.vision import placeholder_ids, takes_images
 from rltrain.models.weights import Weight
 from rltrain.workers.rollout.answers import RunningJob, SampledAnswer, generation_of
@@ -89,7 +90,7 @@ class VLLMRollout:
             # By default vLLM returns log-probs before the temperature; these are those of `CountedSampler`, after it.
             "logprobs_mode": "processed_logprobs",
             "speculative_config": rollout.prompt_lookup,
-            "hf_overrides": dict(settings.model.override),
+            "hf_overrides": by_owner(config, settings.model.override),
             "trust_remote_code": settings.model.trust_remote_code,
         }
         if self._takes_images:

@@ -91,6 +91,10 @@ def test_what_a_run_refuses_ends_with_two(dry, changes, words, monkeypatch):
         ({"actor_rollout_ref__ref__ulysses_sequence_parallel_size": 4}, "ref.ulysses_sequence_parallel_size=4"),
         ({"critic__ulysses_sequence_parallel_size": 4}, "critic.ulysses_sequence_parallel_size=4"),
         ({R + "name": "vllm", R + "tensor_model_parallel_size": 4}, "tensor_model_parallel_size=4 does not divide"),
+        (
+            {R + "name": "vllm", R + "enable_chunked_prefill": False, R + "max_num_batched_tokens": 8},
+            "Leave it out, or set max_num_batched_tokens=24.",
+        ),
         ({"reward_model__enable": True, "reward_model__model__path": "{model}"}, "has no classification head"),
         ({M + "lora_adapter_path": "{model}"}, "is not a peft adapter"),
         ({"critic__model__lora_rank": 2, "critic__model__target_modules": "[q_prj]"}, "Did you mean q_proj"),

@@ -22,8 +22,9 @@ class Engine:
     others hand over their weights. images: prompts may have images. speculation: it can verify guessed tokens
     (``rollout.tail=exact``). counted_seeds: the numbers it draws are a function of the sample's seed and the position
     alone, the same in every such engine. temperatures: the range it samples in, besides 0 (greedy). beyond_positions:
-    it generates past the positions that the model's configuration names. unused_keys: keys under
-    ``actor_rollout_ref.rollout`` that it does not read. arguments: "file:class" in its package; the class has a field
+    it generates past the positions that the model's configuration names. strict_prefill: without chunked prefill it
+    refuses a token budget below the longest sequence. unused_keys: keys under ``actor_rollout_ref.rollout`` that it
+    does not read. arguments: "file:class" in its package; the class has a field
     per argument. refused_arguments: those that would part the engine from the trainer, each with the reason.
     outdated_arguments: those of earlier versions that changed no answer.
     """
@@ -39,6 +40,7 @@ class Engine:
     counted_seeds: bool = False
     temperatures: tuple[float, float] = (0.0, math.inf)
     beyond_positions: bool = True
+    strict_prefill: bool = False
     unused_keys: tuple[str, ...] = ()
     arguments: str = ""
     refused_arguments: Mapping[str, str] = field(default_factory=dict)
@@ -74,6 +76,7 @@ ENGINES = {
         # log-probs of another temperature than the engine's.
         temperatures=(0.01, 2.0),
         beyond_positions=False,
+        strict_prefill=True,
         arguments="engine/arg_utils.py:EngineArgs",
         outdated_arguments=("disable_log_requests", "disable_mm_preprocessor_cache", "swap_space"),
         refused_arguments={

@@ -5,10 +5,12 @@ Known keys go into a tree of types as they come. The others are kept and judged 
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import cache
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -25,6 +27,11 @@ from rltrain.config.verl_refused import GENERATIVE
 from rltrain.plugin import is_plugin
 
 
+@cache
+def _defaults() -> DictConfig:
+    return OmegaConf.structured(Config)
+
+
 @dataclass
 class Reader:
     """Takes settings over one by one.
@@ -33,7 +40,8 @@ class Reader:
     is said of those. wrong: keys whose value did not fit.
     """
 
-    tree: DictConfig = field(default_factory=lambda: OmegaConf.structured(Config))
+    # A copy, because OmegaConf takes several times as long to read the dataclasses.
+    tree: DictConfig = field(default_factory=lambda: copy.deepcopy(_defaults()))
     explicit: set[str] = field(default_factory=set)
     wrong: set[str] = field(default_factory=set)
     renamed: dict[str, str] = field(default_factory=dict)

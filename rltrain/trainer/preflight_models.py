@@ -111,6 +111,13 @@ def _positions(cfg: Config, config: Any, found: Findings) -> Iterator[str]:
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     rollout, data = cfg.actor_rollout_ref.rollout, cfg.data
     longest = rollout.max_model_len or data.max_prompt_length + data.max_response_length
+    budget = rollout.max_num_batched_tokens
+    if ENGINES[rollout.name].strict_prefill and not rollout.enable_chunked_prefill and budget < longest:
+        yield (
+            f"{_R}enable_chunked_prefill=False: {rollout.name} then computes a sequence at once, and refuses "
+            f"{_R}max_num_batched_tokens={budget} below the longest, {longest}. Leave it out, or set "
+            f"max_num_batched_tokens={longest}."
+        )
     if limit and longest > limit:
         said = (
             f"data.max_prompt_length + data.max_response_length = {longest:,} tokens, "

@@ -15,8 +15,8 @@ from typing import Any
 from rltrain.config.keys import all_keys, followed, is_known
 from rltrain.config.renames import rename
 
-# A tree of so many keys was written by a program.
-_WHOLE = 150
+# Nobody types so many keys that are not keys here, so a program of verl's wrote the tree.
+_WHOLE = 50
 # Known keys whose default is another one here, with verl's: in a whole tree this value was not chosen by anybody.
 _NOT_CHOSEN = {
     "*.use_dynamic_bsz": (False,),
@@ -105,7 +105,7 @@ def as_written(tree: Mapping[str, Any]) -> dict[str, Any]:
     if tree and all(isinstance(each, Mapping) and "value" in each for each in tree.values()):
         tree = {key: each["value"] for key, each in tree.items()}  # the form in which W&B saves it
     leaves = {key: value for key, value in _leaves(tree, "") if value != "???"}
-    if len(leaves) < _WHOLE:
+    if sum(not is_known(rename(key)) for key in leaves) < _WHOLE:
         return leaves
     return {key: value for key, value in leaves.items() if not _a_default(key, value, leaves)}
 

@@ -9,15 +9,11 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
-
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from rltrain.config.check import check
 from rltrain.config.declarations import LOSS_KEY, POLICY_LOSSES, TOKEN_MEAN, LossTraits
@@ -25,8 +21,10 @@ from rltrain.config.keys import all_keys, get, is_known
 from rltrain.config.load import LoadedConfig, load_config
 from rltrain.config.renames import answer, rename
 from rltrain.config.schema import Config
+from rltrain.config.spellings import OLD_KEYS
 from rltrain.config.verl_keys import CLASSES
 from rltrain.errors import ConfigError
+from rltrain.port.rules import RULES, SPREAD, parsed
 
 _A = "actor_rollout_ref."
 _R = _A + "rollout."
@@ -52,118 +50,6 @@ class Ported:
             self.comments[key].append(why)
 
 
-@dataclass(frozen=True)
-class _Rule:
-    """target: our key, with {role}, {fsdp} and {model} for the places of the model that the key is about; empty where
-    nothing need be set. turn: from the value as typed to ours, or None where it cannot be carried over."""
-
-    target: str = ""
-    why: str = ""
-    turn: Callable[[str], str | None] = str
-
-
-def _only(*allowed: str) -> Callable[[str], str | None]:
-    return lambda value: value if value in (*allowed, "null", "") else None
-
-
-def _recompute(value: str) -> str:
-    return str(value not in ("null", "None", ""))
-
-
-def _offloaded(value: str) -> str:
-    return str(value.lower() not in ("false", "0", "0.0", "null"))
-
-
-def _modules(value: str) -> str | None:
-    """Megatron's names of a layer's products -> those of Hugging Face models."""
-    names = {"linear_qkv": "q_proj,k_proj,v_proj", "linear_proj": "o_proj", "linear_fc1": "gate_proj,up_proj"}
-    names["linear_fc2"] = "down_proj"
-    found = parsed(value)
-    found = found if isinstance(found, list) else [found]
-    if set(names) <= set(found):
-        return "all-linear"
-    return f"[{','.join(names.get(str(name), str(name)) for name in found)}]"
-
-
-_SPREAD = (
-    "FSDP2 spreads weights, gradients and optimizer over all devices in the place of TP, PP and EP; a device computes "
-    "whole layers, so where memory runs out raise ulysses_sequence_parallel_size or lower *_max_token_len_per_gpu"
-)
-_SAME_MATHS = "it changes how the backend computes, not what"
-# Keys of verl's other backends -> ours. The first row that fits decides.
-_RULES: dict[str, _Rule] = {
-    "model_engine": _Rule(why="the training backend is FSDP2"),
-    "*.strategy": _Rule(why="the training backend is FSDP2"),
-    "*.megatron.context_parallel_size": _Rule(
-        "{role}.ulysses_sequence_parallel_size", "was context_parallel_size: sequences are shared by Ulysses"
-    ),
-    "*.ulysses_parallel_size": _Rule("{role}.ulysses_sequence_parallel_size", "was ulysses_parallel_size"),
-    "*.torchtitan.context_parallel_size": _Rule("{role}.ulysses_sequence_parallel_size", "was context_parallel_size"),
-    "*.megatron.*parallel_size": _Rule(why=_SPREAD),
-    "*.torchtitan.*parallel*_size": _Rule(why=_SPREAD),
-    "*.veomni.*parallel_size": _Rule(why=_SPREAD),
-    "*.ref.megatron.optimizer_offload": _Rule(why="the reference has no optimizer"),
-    "*.megatron.grad_offload": _Rule(why="gradients live only during the update"),
-    "*.megatron.*_offload": _Rule("{fsdp}.{last}", "was megatron.{last}"),
-    "*.veomni.*_offload": _Rule("{fsdp}.{last}", "was veomni.{last}"),
-    "*.torchtitan.*_offload": _Rule("{fsdp}.{last}", "was torchtitan.{last}"),
-    "*.override_transformer_config.recompute_granularity": _Rule(
-        "{model}.enable_gradient_checkpointing", "was recompute_granularity; layers are recomputed whole", _recompute
-    ),
-    "*.override_transformer_config.recompute_*": _Rule(why="layers are recomputed whole, one by one"),
-    "*.megatron.dist_checkpointing_path": _Rule(
-        why="weights are read from model.path, a Hugging Face folder; of a Megatron checkpoint make one: python -m "
-        "verl.model_merger merge --backend megatron --local_dir …/global_step_N/actor --target_dir FOLDER"
-    ),
-    # What Megatron adds to the loss or to the model is no matter of sharding.
-    "*.override_transformer_config.moe_aux_loss_coeff": _Rule(turn=_only("0", "0.0")),
-    "*.override_transformer_config.moe_router_load_balancing_type": _Rule(turn=_only("none")),
-    "*.override_transformer_config.*dropout": _Rule(turn=_only("0", "0.0")),
-    "*.megatron.router_replay.mode": _Rule(turn=_only("disabled")),
-    "*.megatron.qat.enable": _Rule(turn=_only("False", "false")),
-    "*.megatron.override_transformer_config.fp8*": _Rule(turn=_only("False", "false")),
-    "*.megatron.override_transformer_config.mtp*": _Rule(turn=_only("0")),
-    "*.megatron.*": _Rule(why=_SAME_MATHS),
-    "*.veomni.*": _Rule(why=_SAME_MATHS),
-    "*.torchtitan.*": _Rule(why=_SAME_MATHS),
-    "*.optim.lr_decay_style": _Rule("{optim}.lr_scheduler_type", "was lr_decay_style", _only("constant", "cosine")),
-    "*.optim.lr_decay_steps": _Rule(why="the rate falls until the last step of the run"),
-    "*.optim.lr_warmup_init": _Rule(turn=_only("0", "0.0")),
-    "*.optim.weight_decay_incr_style": _Rule(turn=_only("constant")),
-    "*.optim.override_optimizer_config.optimizer_cpu_offload": _Rule(
-        "{fsdp}.optimizer_offload", "was optimizer_cpu_offload", _offloaded
-    ),
-    "*.optim.override_optimizer_config.optimizer_offload_fraction": _Rule(
-        "{fsdp}.optimizer_offload", "was optimizer_offload_fraction; the whole state is moved", _offloaded
-    ),
-    "*.optim.override_optimizer_config.*": _Rule(why=_SAME_MATHS),
-    "*.optim.use_precision_aware_optimizer": _Rule(why=_SAME_MATHS),
-    "*.optim.lr_wsd_*": _Rule(why="it counts only with lr_decay_style=WSD"),
-    "*.optim.use_checkpoint_opt_param_scheduler": _Rule(why="a resumed run goes on with its own schedule"),
-    "*.model.lora.rank": _Rule("{model}.lora_rank", "was lora.rank"),
-    "*.model.lora.alpha": _Rule("{model}.lora_alpha", "was lora.alpha"),
-    "*.model.lora.target_modules": _Rule("{model}.target_modules", "was lora.target_modules", _modules),
-    "*.model.lora.exclude_modules": _Rule("{model}.exclude_modules", "was lora.exclude_modules", _modules),
-    "*.model.lora.adapter_path": _Rule("{model}.lora_adapter_path", "was lora.adapter_path"),
-    "*.model.lora.type": _Rule(turn=_only("lora", "canonical_lora")),
-    "*.model.lora.dropout": _Rule(turn=_only("0", "0.0")),
-    "*.model.lora.merge": _Rule(why="adapters are always merged on the way to the engine"),
-    "*.model.lora.*": _Rule(why="it counts only in Megatron"),
-    _R + "quantization": _Rule(_R + "engine_kwargs.{engine}.quantization", "an argument of the engine"),
-    _R + "cudagraph_capture_sizes": _Rule(
-        _R + "engine_kwargs.{engine}.cudagraph_capture_sizes", "an argument of the engine"
-    ),
-}
-
-
-def parsed(text: str) -> Any:
-    """The value that a text on the command line stands for."""
-    try:
-        return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)["value"]  # type: ignore
-    except (YAMLError, OmegaConfBaseException):
-        return text
-
-
 def translate(written: Sequence[tuple[str, str]], unknown: str = "__") -> Ported:
     """verl's settings, in the order they were written, as ours.
 
@@ -172,8 +58,10 @@ def translate(written: Sequence[tuple[str, str]], unknown: str = "__") -> Ported
     ported = Ported()
     last = {key.lstrip("+"): text for key, text in written if not key.startswith("~")}
     _own_classes(ported, last)
+    together = _together(ported, last)
     for key, text in last.items():
-        _take(ported, key, text, last)
+        if key not in together:
+            _take(ported, key, text, last)
     _min_lr(ported, last)
     _totals(ported, last)
     _not_read(ported)
@@ -198,10 +86,27 @@ def _own_classes(ported: Ported, last: dict[str, str]) -> None:
             ported.put(key.replace("data.", "data.own_keys.", 1), last.pop(key), "only your own class reads it")
 
 
+def _together(ported: Ported, written: Mapping[str, str]) -> set[str]:
+    """Keys of which several stand for one of ours: taken as one where an old spelling is among them; returns them."""
+    keys = {key for key in written if key in OLD_KEYS or key.startswith("algorithm.rollout_correction.")}
+    if keys.isdisjoint(OLD_KEYS):
+        return set()
+    # Paths that every configuration needs, so that nothing else is missing.
+    needed = [f"{_A}model.path=/model", "data.train_files=/data"]
+    try:
+        loaded = load_config([*needed, *(f"{key}={written[key]}" for key in written if key in keys)])
+    except ConfigError:
+        return set()  # told one by one
+    for key in loaded.explicit:
+        if key.startswith("algorithm.rollout_correction."):
+            ported.put(key, typed(get(loaded.config, key)), "was written in an older spelling")
+    return keys
+
+
 def _take(ported: Ported, key: str, text: str, written: Mapping[str, str]) -> None:
     if _is_total(key) or key.endswith(".optim.min_lr"):
         return  # later, when all is known
-    rule = next((rule for pattern, rule in _RULES.items() if fnmatchcase(key, pattern)), None)
+    rule = next((rule for pattern, rule in RULES.items() if fnmatchcase(key, pattern)), None)
     if rule is None or is_known(rename(key)):
         _try(ported, key, text, {})
         return
@@ -212,7 +117,7 @@ def _take(ported: Ported, key: str, text: str, written: Mapping[str, str]) -> No
         names = _places(key) | {"last": key.rpartition(".")[2], "engine": written.get(_R + "name", "vllm")}
         _try(ported, rule.target.format(**names), turned, {"why": rule.why.format(**names)})
     elif rule.why and text not in ("null", "None", "False", "false", "1", "0"):
-        ported.decisions.append(f"{key.rpartition('.')[2]}: {rule.why}" if rule.why != _SPREAD else rule.why)
+        ported.decisions.append(f"{key.rpartition('.')[2]}: {rule.why}" if rule.why != SPREAD else rule.why)
 
 
 def _places(key: str) -> dict[str, str]:

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from rltrain.config.budgets import PassBudget, budgets
 from rltrain.config.hydra import compose, named
-from rltrain.config.load import load_config
+from rltrain.config.load import load_config, to_yaml
 from rltrain.config.meanings import other_meanings
 from rltrain.config.step_passes import make_step_passes
 from rltrain.config.verl_defaults import as_written
@@ -105,6 +105,12 @@ def test_a_key_of_nobody_in_a_saved_tree_is_told(key):
 
 def test_a_short_file_keeps_every_value():
     assert as_written({"actor_rollout_ref": {"rollout": {"seed": 42}}}) == {"actor_rollout_ref.rollout.seed": 42}
+
+
+def test_a_configuration_of_ours_keeps_every_value(tmp_path):
+    loaded = load_config(["actor_rollout_ref.rollout.dtype=bfloat16", "actor_rollout_ref.rollout.seed=42"])
+    (tmp_path / "config.yaml").write_text(to_yaml(loaded.config))
+    assert load_config([], [str(tmp_path / "config.yaml")]).config == loaded.config
 
 
 def test_a_tree_as_wandb_saves_it_is_read(tmp_path):

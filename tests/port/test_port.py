@@ -4,11 +4,15 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from rltrain.cli import main as rltrain
 from rltrain.config.check import check
-from rltrain.config.load import load_config
+from rltrain.config.keys import all_keys
+from rltrain.config.load import load_config, to_dict
 from rltrain.port.__main__ import main
+from rltrain.port.translate import translate
+from tests.config.test_launches import recorded
 
 GRPO = """\
 #!/usr/bin/env bash
@@ -167,6 +171,17 @@ def test_defaults_of_verl_that_a_script_relies_on_are_written(tmp_path):
     ]
 
 
+def test_old_spellings_of_several_keys_become_one(tmp_path):
+    old = "rollout_rs=geometric rollout_rs_threshold=1.001 rollout_rs_threshold_lower=0.99"
+    lines = " ".join(f"algorithm.rollout_correction.{one}" for one in old.split())
+    code, [settings], _ = ported(tmp_path, GRPO.replace('"$@"', lines))
+    assert code == 0
+    assert {each for each in settings if "rollout_rs" in each} == {
+        "algorithm.rollout_correction.rollout_rs=seq_mean_k1",
+        "algorithm.rollout_correction.rollout_rs_threshold=0.999001_1.0101",
+    }
+
+
 def test_sizes_over_all_ranks_become_sizes_of_one(tmp_path):
     sizes = "actor_rollout_ref.actor.ppo_micro_batch_size=64 actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"
     _, [settings], _ = ported(tmp_path, GRPO.replace('"$@"', sizes))
@@ -267,3 +282,24 @@ def test_classes_of_ones_own_come_with_their_keys(tmp_path):
     assert "data.own_keys.image_key=pics" in settings
     assert load_config(settings).config.data.own_keys == {"hint": {"level": 3}, "image_key": "pics"}
     assert "was data.custom_cls.path and data.custom_cls.name" in text
+
+
+RUNNING = [launch for launch in recorded() if launch.outcome == "runs"]
+# What `translate` writes out of verl's defaults.
+ADDED = ("n_gpus_per_node", "trainer.logger", "rollout.name", "tensor_model_parallel_size", "clip_ratio_low")
+
+
+@pytest.mark.parametrize("launch", RUNNING[::9], ids=lambda launch: f"{launch.version} {launch.name}")
+def test_a_ported_launch_means_what_it_means_unported(launch):
+    words = [word.partition("=") for word in launch.words if not word.startswith("--")]
+    new = translate([(key, text) for key, _, text in words])
+    assert not new.lost
+    direct, ours = (
+        OmegaConf.create(to_dict(load_config(settings).config))
+        for settings in (
+            ["=".join((key, text)) for key, _, text in words],
+            [f"{k}={v}" for k, v in new.settings.items()],
+        )
+    )
+    different = [key for key in all_keys() if OmegaConf.select(direct, key) != OmegaConf.select(ours, key)]
+    assert not [key for key in different if not key.endswith((*ADDED, "clip_ratio_high", "loss_agg_mode"))]

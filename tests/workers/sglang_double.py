@@ -14,6 +14,7 @@ import pickle
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -183,10 +184,17 @@ class Process:
             os.kill(os.getpid(), signal.SIGQUIT)
 
     def ask(self, name: str, args: tuple) -> None:
-        self._pipe.send((name, args))
+        self._wait_if_gone(self._pipe.send, (name, args))
 
     def answer(self):
-        return self._pipe.recv()
+        return self._wait_if_gone(self._pipe.recv)
+
+    def _wait_if_gone(self, method, *args):
+        try:
+            return method(*args)
+        except (EOFError, OSError):
+            time.sleep(60)  # as for an answer of the real one, which raises nothing
+            raise
 
 
 def _answer(pipe: Connection, *settings) -> None:

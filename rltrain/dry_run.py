@@ -70,8 +70,9 @@ def dry_run(loaded: LoadedConfig, notes: Sequence[str]) -> tuple[str, bool]:
             parts.append("\n  ".join([title, *(line.replace(": no effect: ", ": ", 1) for line in lines)]))
     if not found.problems:
         return "\n".join([*parts, "a run would start"]) + "\n", False
-    # A file may be looked at twice.
-    problems = [problem.replace("\n", "\n    ") for problem in dict.fromkeys(found.problems)]
+    # A file may be looked at twice, and `preflight` names keys as they were written.
+    told = dict.fromkeys(loaded.as_written(problem, follow=False) for problem in found.problems)
+    problems = [problem.replace("\n", "\n    ") for problem in told]
     title = f"a run would refuse: {count(len(problems), 'problem')}"
     return "\n".join([*parts, "\n  ".join([title, *problems])]) + "\n", True
 

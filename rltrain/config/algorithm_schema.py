@@ -97,7 +97,7 @@ class RolloutCorrectionConfig:
 
     def importance_bounds(self) -> tuple[float | None, float]:
         """(low, high) of rollout_is_threshold; low is None for a plain truncation. Raises ValueError."""
-        low, high = _bounds(str(self.rollout_is_threshold))
+        low, high = bounds(str(self.rollout_is_threshold))
         return low, high
 
     def rejection_rules(self) -> list[RejectionRule]:
@@ -115,7 +115,7 @@ class RolloutCorrectionConfig:
             # k1 has a sign, and its largest value says nothing about tokens that differ in the other direction.
             if (over, measure) == ("seq_max", "k1"):
                 raise ValueError("seq_max goes with k2 or k3")
-            low, high = _bounds(limit)
+            low, high = bounds(limit)
             # k1 is measured as log(pi_engine / pi_trainer), so bounds on the ratio become bounds on its logarithm.
             if measure == "k1":
                 if low is None and high <= 1:
@@ -169,7 +169,8 @@ class AlgorithmConfig:
         return estimator_traits(self.adv_estimator)
 
 
-def _bounds(text: str) -> tuple[float | None, float]:
+def bounds(text: str) -> tuple[float | None, float]:
+    """(low, high) of "high" or "low_high". Raises ValueError that says what is wrong."""
     low, _, high = text.rpartition("_")
     try:
         numbers = (float(low) if low else None, float(high))

@@ -33,6 +33,7 @@ def without_effect(loaded: LoadedConfig) -> list[str]:
         _unused_by_engine,
         _given_adapter,
         _one_copy,
+        _own_attention,
         _whole_pass,
         _whole_checkpoints,
         _conditions,
@@ -42,7 +43,7 @@ def without_effect(loaded: LoadedConfig) -> list[str]:
         for key, why in source(loaded):
             # Nobody misses what is 0: scripts turn a KL off in all its places.
             off = key.endswith(_OFF_AT_ZERO) and get(loaded.config, key) == 0
-            if key in loaded.explicit and not off:
+            if (key in loaded.explicit or free_form_parent(key) in loaded.explicit) and not off:
                 notes.setdefault(key, f"{key}{_WITHOUT}{why}")
     return [notes[key] for key in sorted(notes)]
 
@@ -152,6 +153,15 @@ def _one_copy(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
     trainer, size = loaded.config.trainer, loaded.config.actor_rollout_ref.actor.fsdp_config.fsdp_size
     if size >= trainer.nnodes * trainer.n_gpus_per_node:
         yield f"{_A}actor.fsdp_config.fsdp_size", "all devices share one copy of the weights anyway"
+
+
+def _own_attention(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
+    for model in (_A + "model", "critic.model"):
+        if "attn_implementation" in get(loaded.config, model).override_config:
+            yield (
+                f"{model}.override_config.attn_implementation",
+                "attention is always over packed sequences, in our code",
+            )
 
 
 def _whole_pass(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:

@@ -21,6 +21,8 @@ from rltrain.errors import ConfigError
 
 Tree = dict[str, Any]
 
+# The words of a value: texts in quotes, openings of interpolations and single characters.
+_WORDS = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|\$\{|.""", re.DOTALL)
 # verl's own files by name, where they set anything that has a meaning here beside verl's defaults.
 _DAPO: Tree = {"reward_model": {"reward_manager": "dapo"}, "trainer": {"project_name": "verl-dapo"}}
 _STOCK: dict[str, Tree] = {
@@ -46,6 +48,26 @@ def compose(file: Path, roots: Sequence[Path] = ()) -> Tree:
         raise ConfigError("\n".join(composer.problems))
     composer.tree.pop("hydra", None)
     return composer.tree
+
+
+def flow(text: str) -> str:
+    """A value in Hydra's syntax as YAML's, which wants a space after a key: ``{a:1,b:http://x}`` is
+    ``{a: 1,b: http://x}``."""
+    if text.lstrip()[:1] not in ("{", "["):
+        return text
+    words, open_ = list[str](), [""]
+    for word in _WORDS.findall(text):
+        if word in ("{", "[", "${"):
+            open_.append("key" if word == "{" else "")
+        elif word in ("}", "]"):
+            open_ = open_[:-1] or [""]
+        elif word == "," and open_[-1] == "value":
+            open_[-1] = "key"
+        elif word == ":" and open_[-1] == "key":
+            # Later colons belong to the value.
+            open_[-1], word = "value", ": "
+        words.append(word)
+    return "".join(words)
 
 
 def stock(name: str) -> Tree | None:

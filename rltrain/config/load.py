@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError, safe_load
 
-from rltrain.config.hydra import compose
+from rltrain.config.hydra import compose, flow
 from rltrain.config.keys import followed
 from rltrain.config.reader import Reader
 from rltrain.config.schema import Config
@@ -139,7 +139,7 @@ def masked_command(words: Sequence[str]) -> str:
         key, _, text = word.partition("=")
         try:
             # A mapping in flow syntax may hold secrets beside plain values, and only its parsed form has names.
-            value = safe_load(text)
+            value = safe_load(flow(text))
         except YAMLError:
             value = text
         masked = _masked(value, "secret" if ".url_headers" in key else key.rpartition(".")[2])

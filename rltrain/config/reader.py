@@ -18,12 +18,14 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from rltrain.config.budgets import total_problem
+from rltrain.config.hydra import flow
 from rltrain.config.keys import Key, all_keys, free_form_parent, is_known, meant, sections
 from rltrain.config.renames import answer, rename, shown, turned_off
 from rltrain.config.schema import Config
 from rltrain.config.spellings import OLD_KEYS, VALUES, of_several
-from rltrain.config.verl_keys import CLASSES, CLASSIFIER, IMPLIES
+from rltrain.config.verl_keys import ALIASES, CLASSES, CLASSIFIER, IMPLIES, OVERRIDES
 from rltrain.config.verl_refused import GENERATIVE
+from rltrain.errors import ConfigError
 from rltrain.plugin import is_plugin
 
 
@@ -66,12 +68,17 @@ class Reader:
         if not is_known(key):
             self.foreign[key] = (written, value)
         elif key == written:
+            other = self.written.get(key, "")
+            if OVERRIDES in other and other not in self.wrong:
+                self.renamed[written] = f"{written}: no effect: {other} is set too"
+                return
             self.direct.add(key)
-            self.written.pop(key, None)
+            if self.written.pop(key, ""):
+                self.renamed[other] = f"{other}: no effect: {key} is set too"
             self._assign(key, written, value)
         elif value is None and self.written.get(key) != written:
             pass  # a name that is not used, as in the files of versions that know both
-        elif key in self.direct:
+        elif key in self.direct and OVERRIDES not in written:
             self.renamed[written] = f"{written}: no effect: {key} is set too"
         else:
             self.renamed[written] = f"{written} is called {key} here"
@@ -100,12 +107,17 @@ class Reader:
     def modernise(self) -> None:
         """Take over what earlier versions of verl said with other keys, and switches that stand for several keys."""
         old = {key: self.foreign.pop(key)[1] for key in OLD_KEYS if key in self.foreign}
-        for key, value, note in of_several(old, self._value):
-            self._assign(key, key, value)
-            self.notes += [note] if note else []
+        try:
+            for key, value, note in of_several(old, self._value):
+                self._assign(key, key, value)
+                self.notes += [note] if note else []
+        except ConfigError as error:
+            self.problems.append(str(error))
+            # The rules of today would be no news of these.
+            self.wrong.add("algorithm.rollout_correction.rollout_")
         for key, (written, value) in list(self.foreign.items()):
             names = next((each for pattern, each in IMPLIES.items() if fnmatchcase(key, pattern)), ())
-            if not names or value is not True:
+            if not names or value != 1:  # as True is
                 continue
             section = key.rpartition(".")[0]
             turned_on = [name for name in names if is_known(f"{section}.{name}")]
@@ -175,7 +187,8 @@ class Reader:
         # Hydra's mark of a new key. Here it is always allowed, so that verl's commands run.
         added, key = key.startswith("+"), key.lstrip("+").strip()
         if key.startswith("~"):  # Hydra's mark of a key that is left out
-            key, equals, text = key[1:], "=", "null"
+            self._leave_out(key[1:])
+            return
         if not equals or not key:
             self.problems.append(
                 f"'{word}' is not of the form key=value. Quote values with spaces; flags are listed by --help."
@@ -188,10 +201,35 @@ class Reader:
         except (YAMLError, OmegaConfBaseException) as error:
             self.problems.append(f"{key}={text}: the value is not valid YAML ({str(error).splitlines()[0]}). Quote it.")
 
+    def _leave_out(self, written: str) -> None:
+        """Give a key, or all keys of a section, their defaults."""
+        key = rename(written) if is_known(rename(written)) else rename(f"{written}.")[:-1]
+
+        def below(name: str) -> bool:
+            return f"{name}.".startswith((f"{key}.", f"{written}."))
+
+        known = [name for name in all_keys() if below(name) or below(self.written.get(name, ""))]
+        foreign = [name for name in self.foreign if below(name)]
+        if free_form_parent(key):
+            inside, _, last = key.rpartition(".")
+            if isinstance(around := self._value(inside), DictConfig):
+                around.pop(last, None)
+            self.explicit.discard(key)
+        elif not (known or foreign or answer(key, None) or answer(f"{key}.x", None) or any(map(below, ALIASES))):
+            self.problems.append(_unknown(f"~{written}", key))
+        for name in known:
+            OmegaConf.update(self.tree, name, all_keys()[name].default, merge=False)
+            self.written.pop(name, None)
+        for name in foreign:
+            del self.foreign[name]
+        self.explicit = {name for name in self.explicit if (free_form_parent(name) or name) not in known}
+        self.direct -= set(known)
+        self.renamed = {name: note for name, note in self.renamed.items() if not (below(name) or rename(name) in known)}
+
 
 def _parse_value(key: str, text: str) -> Any:
     """YAML flow syntax; ``${other.key}`` is kept for later. A text key takes the text: 007 is a name, not a number."""
-    parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
+    parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={flow(text)}"]), resolve=False)
     value = parsed["value"]
     known = all_keys().get(rename(key))
     if known and known.type_name.startswith("str") and isinstance(value, bool | int | float):

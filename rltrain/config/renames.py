@@ -59,10 +59,10 @@ def answer(key: str, value: Any, lookup: Callable[[str], Any] = lambda key: None
         if not fnmatchcase(key, pattern):
             continue
         if operator == "=":
-            if shown(value) in values:
+            if _is_among(value, values):
                 return Answer(row, _placed(why, key), True)
             continue  # of other values another row may speak
-        refused = not turned_off(value) and shown(value) not in values
+        refused = not turned_off(value) and not _is_among(value, values)
         return Answer(row, _placed(why, key) if refused else "", refused)
     for pattern, (switch, why) in SECTIONS.items():
         if fnmatchcase(f"{key}.", pattern):
@@ -71,7 +71,8 @@ def answer(key: str, value: Any, lookup: Callable[[str], Any] = lambda key: None
     for row, why in NO_EFFECT.items():
         pattern, operator, values = _parts(row, lookup)
         if fnmatchcase(key, pattern):
-            quiet = value is None or _follows(value) or (shown(value) in values if operator else turned_off(value))
+            off = _is_among(value, values) if operator else turned_off(value)
+            quiet = value is None or _follows(value) or off
             return Answer(row, "" if quiet else why)
     return None
 
@@ -82,6 +83,11 @@ def _parts(row: str, lookup: Callable[[str], Any]) -> tuple[str, str, list[str]]
     assert found, row
     values = _OTHER_KEY.sub(lambda other: shown(lookup(other[1])), found["values"] or "")
     return found["pattern"], found["operator"] or "", values.split("|") if values else []
+
+
+def _is_among(value: Any, values: list[str]) -> bool:
+    # Switches are often typed as 0 and 1.
+    return shown(value) in values or (value in (0, 1) and str(bool(value)) in values)
 
 
 def _placed(why: str, key: str) -> str:

@@ -6,6 +6,9 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from rltrain.config.algorithm_schema import bounds
+from rltrain.errors import ConfigError
+
 _C = "algorithm.rollout_correction."
 _TIS = "actor_rollout_ref.actor.tis_imp_ratio_cap"
 _LOWER, _VETO = _C + "rollout_rs_threshold_lower", _C + "rollout_token_veto_threshold"
@@ -28,19 +31,21 @@ OLD_KEYS = (_TIS, _LOWER, _VETO)
 def of_several(old: Mapping[str, Any], value: Callable[[str], Any]) -> Iterator[tuple[str, str, str]]:
     """(our key, its value, what to say) for what was once written with other keys.
 
-    old: the values of `OLD_KEYS` that were written. value: that of a key of ours.
+    old: the values of `OLD_KEYS` that were written. value: that of a key of ours. Raises ConfigError.
     """
-    if (cap := old.get(_TIS)) and cap > 0:
+    if (cap := _number(old, _TIS, "such as 2.0")) > 0:
         yield _C + "rollout_is", "token", f"{_TIS}={cap} is {_C}rollout_is=token with rollout_is_threshold={cap} here"
         yield _C + "rollout_is_threshold", str(cap), ""
     written, upper = value(_C + "rollout_rs"), value(_C + "rollout_rs_threshold")
-    rule, lower, veto = _RULES.get(str(written)), old.get(_LOWER), old.get(_VETO)
+    rule = _RULES.get(str(written))
+    lower, veto = _number(old, _LOWER, "such as 0.5", over=0), _number(old, _VETO, "such as 1e-4", over=0, under=1)
     if not (rule or lower or veto):
         return
-    limits = str(upper or value(_C + "rollout_is_threshold"))
+    source = _C + ("rollout_rs_threshold" if upper else "rollout_is_threshold")
+    limits = str(value(source))
     if rule:
         # Once the bounds were on pi_trainer / pi_engine, today they are on its inverse.
-        low, high = float(lower or 1 / float(limits)), float(limits)
+        low, high = _both(source, limits, lower)
         rules, limits = [rule], f"{1 / high:.6g}_{1 / low:.6g}"
     else:
         rules = [written] if written else []
@@ -55,3 +60,28 @@ def of_several(old: Mapping[str, Any], value: Callable[[str], Any]) -> Iterator[
         + (f"; an answer is also rejected for a token whose ratio is over {1 / veto:g}" if veto else ""),
     )
     yield _C + "rollout_rs_threshold", limits, ""
+
+
+def _number(old: Mapping[str, Any], key: str, such: str, over: float = -math.inf, under: float = math.inf) -> float:
+    """The value of an earlier key, 0 where it is off."""
+    if not (text := old.get(key)):
+        return 0.0
+    try:
+        number = float(text)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not over < number < under:
+        wanted = f" over {over:g}" * (over >= 0) + f" and under {under:g}" * (under < math.inf)
+        raise ConfigError(f"{key}={text}: it must be a number{wanted}, {such}.")
+    return number
+
+
+def _both(key: str, limits: str, lower: float) -> tuple[float, float]:
+    try:
+        low, high = bounds(limits)
+    except ValueError as error:
+        raise ConfigError(f"{key}={limits}: {error}.") from None
+    low = lower or (1 / high if low is None else low)
+    if not 0 < low < high:
+        raise ConfigError(f"{key}={limits}: the bounds are {low:g} and {high:g}; give two such as 0.5_2.0.")
+    return low, high

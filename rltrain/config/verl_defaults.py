@@ -96,12 +96,14 @@ _INERT = [
     *("*.layer_name_map.*", "*.muon_*", "*.trace.*", "*continuous_token*", "*.sandbox_fusion.*"),
 ]
 _SWITCHES = ("enable", "enabled", "trainer_mode", "rank", "url")
-_FOLLOWS = re.compile(r"\$\{(oc\.select:)?[\w.]+[,}]")
+# One interpolation and nothing else; as its default it may hold another one.
+_FOLLOWS = re.compile(r"\$\{(oc\.select:)?[\w.]+(,([^{}]|\$\{[^{}]*\})*)?\}")
 
 
 def as_written(tree: Mapping[str, Any]) -> dict[str, Any]:
     """The tree by dotted keys, without what nobody chose: class names, values that are missing, and in a tree that a
     program wrote verl's defaults."""
+    tree = {key: value for key, value in tree.items() if key not in ("_wandb", "wandb_version")}
     if tree and all(isinstance(each, Mapping) and "value" in each for each in tree.values()):
         tree = {key: each["value"] for key, each in tree.items()}  # the form in which W&B saves it
     leaves = {key: value for key, value in _leaves(tree, "") if value != "???"}
@@ -112,7 +114,7 @@ def as_written(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 def _a_default(written: str, value: Any, leaves: Mapping[str, Any]) -> bool:
     key = rename(written)
-    if value is None or (isinstance(value, str) and _FOLLOWS.match(value)):
+    if value is None or (isinstance(value, str) and _FOLLOWS.fullmatch(value)):
         return True
     last = key.rpartition(".")[2]
     source = _FOLLOWERS.get(last, written)

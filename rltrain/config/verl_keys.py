@@ -17,6 +17,9 @@ from __future__ import annotations
 
 _A = "actor_rollout_ref."
 _R = _A + "rollout."
+# verl gives this section to the optimizer over what optim.* says.
+OVERRIDES = ".override_optimizer_config."
+_OF_ADAMW = ("lr", "weight_decay", "betas", "eps")
 
 # Spelling of some version of verl -> ours. A prefix ends in a dot.
 ALIASES = {
@@ -43,12 +46,12 @@ ALIASES = {
     "critic.model.fsdp_config.ulysses_sequence_parallel_size": "critic.ulysses_sequence_parallel_size",
     "critic.model.fsdp_config.dtype": "critic.model.fsdp_config.compute_dtype",
     "critic.optim.warmup_style": "critic.optim.lr_scheduler_type",
-    "critic.optim.override_optimizer_config.eps": "critic.optim.eps",
+    **{f"critic.optim{OVERRIDES}{name}": f"critic.optim.{name}" for name in _OF_ADAMW},
     "critic.grad_clip": "critic.optim.clip_grad",
     "ray_init.": "ray_kwargs.ray_init.",
     _A + "actor.optim.warmup_style": _A + "actor.optim.lr_scheduler_type",
     _A + "actor.grad_clip": _A + "actor.optim.clip_grad",
-    _A + "actor.optim.override_optimizer_config.eps": _A + "actor.optim.eps",
+    **{f"{_A}actor.optim{OVERRIDES}{name}": f"{_A}actor.optim.{name}" for name in _OF_ADAMW},
     _A + "actor.fsdp_config.ulysses_sequence_parallel_size": _A + "actor.ulysses_sequence_parallel_size",
     _A + "actor.fsdp_config.dtype": _A + "actor.fsdp_config.compute_dtype",
     _A + "actor.policy_loss.tau_pos": _A + "actor.tau_pos",

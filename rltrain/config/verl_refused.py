@@ -49,6 +49,8 @@ REFUSED = {
     _R + "skip_rollout": "every step generates its own answers: leave it out",
     "*.strategy!=fsdp2|fsdp": _LEAVE,
     "*.optim.optimizer!=AdamW|adamw|adam": "every model is trained by AdamW: leave it out",
+    "*.override_optimizer_config.amsgrad": "every model is trained by AdamW without amsgrad: leave it out",
+    "*.override_optimizer_config.maximize": "a loss is always minimised: leave it out",
     "*.optim.lr_decay_*": _LR_NAMES,
     "*.optim.lr_wsd_*": _LR_NAMES,
     "*.optim.lr_warmup_init": _LR_NAMES,

@@ -83,7 +83,8 @@ def _trained(
         path=model.path or cfg.actor_rollout_ref.model.path,
         role=role,
         trust_remote_code=model.trust_remote_code,
-        override=dict(model.override_config),
+        # Attention is always ours, as `effects` tells.
+        override={key: value for key, value in model.override_config.items() if key != "attn_implementation"},
         fsdp=fsdp,
         master_dtype=compute_dtype if lora else dtype,  # the weights under adapters are frozen too
         compute_dtype=compute_dtype,

@@ -10,13 +10,15 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from rltrain.config.hydra import flow
+
 _R = "actor_rollout_ref.rollout."
 
 
 def parsed(text: str) -> Any:
     """The value that a text on the command line stands for."""
     try:
-        return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)["value"]  # type: ignore
+        return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={flow(text)}"]), resolve=False)["value"]  # type: ignore
     except (YAMLError, OmegaConfBaseException):
         return text
 

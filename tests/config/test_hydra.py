@@ -116,6 +116,23 @@ def test_a_configuration_of_ours_keeps_every_value(tmp_path):
 def test_a_tree_as_wandb_saves_it_is_read(tmp_path):
     tree = {key: {"desc": None, "value": value} for key, value in saved("7", **CHOSEN).items()}
     assert as_written(tree).items() >= CHOSEN.items()
+    own = {"_wandb": {"desc": None, "value": {"cli_version": "0.19"}}, "wandb_version": 1}
+    assert as_written(own | tree) == as_written(tree)
+
+
+def test_a_text_with_an_interpolation_in_it_was_chosen():
+    chosen = {
+        "data.train_files": "${data.root}/train.parquet", "trainer.experiment_name": "${trainer.project_name}-lr1",
+        "data.val_files": "${oc.select:data.root,/d}/${data.x}",
+    }  # fmt: skip
+    tree = saved("7") | {}
+    follows = {"trainer.nnodes": "${oc.select:a.b,${oc.select:c,null}}", "data.seed": "${trainer.seed}"}
+    for key, value in (chosen | follows).items():
+        section, name = key.split(".")
+        tree[section][name] = value
+    written = as_written(tree)
+    assert written.items() >= chosen.items()
+    assert not follows.keys() & written.keys()
 
 
 RECIPE = """

@@ -7,7 +7,7 @@ import pytest
 from rltrain.api import look_over
 from rltrain.config.check import check
 from rltrain.config.keys import all_keys, get, sections
-from rltrain.config.load import load_config
+from rltrain.config.load import load_config, masked_command
 from rltrain.config.renames import answer
 from rltrain.config.verl_keys import NO_EFFECT
 from rltrain.config.verl_refused import REFUSED, SECTIONS
@@ -135,6 +135,76 @@ def test_what_changes_nothing_is_accepted(override):
     notes(override)
 
 
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("{alpha:0.5,beta:2}", {"alpha": 0.5, "beta": 2}),
+        ("{url:http://x:80/y,q:'a:b,c:d',n:{k:[x:1]}}", {"url": "http://x:80/y", "q": "a:b,c:d", "n": {"k": ["x:1"]}}),
+        ('{"a":1, b: 2}', {"a": 1, "b": 2}),
+    ],
+)
+def test_mappings_are_read_as_hydra_reads_them(text, meant):
+    assert value("custom_reward_function.reward_kwargs", f"+custom_reward_function.reward_kwargs={text}") == meant
+    assert "abc" not in masked_command(["x={a_token:abc,b:http://h}"])
+
+
+def test_a_mapping_for_a_section_is_taken_key_by_key():
+    assert problems(f"{A}rollout.multi_turn={{enable:True}}")[0].startswith(f"{A}rollout.multi_turn.enable=True: ")
+    assert value(f"{A}actor.optim.lr", f"{A}actor.optim={{lr:1e-5,weight_decay:0.2}}") == 1e-5
+
+
+def test_what_the_optimizer_is_given_is_read_or_refused():
+    given = "optim.override_optimizer_config"
+    for word in (f".{given}.amsgrad=True", f".{given}={{amsgrad:True}}", f".{given}.maximize=1"):
+        assert "leave it out" in problems(f"{A}actor{word}")[0]
+    assert notes(f"{A}actor.{given}.amsgrad=False", f"{A}actor.{given}.fused=False") == []
+    # It wins over optim.*, as in verl, in either order.
+    words = [f"{A}actor.{given}.weight_decay=0", f"{A}actor.optim.weight_decay=0.3"]
+    for order in (words, words[::-1]):
+        assert value(f"{A}actor.optim.weight_decay", *order) == 0
+    assert value("critic.optim.betas", f"critic.{given}={{betas:[0.9,0.95]}}") == [0.9, 0.95]
+
+
+def test_a_section_that_is_left_out_has_its_defaults():
+    assert value("algorithm.kl_ctrl.type", "algorithm.kl_ctrl.type=adaptive", "~algorithm.kl_ctrl") == "fixed"
+    loaded = load_config(["critic.fsdp.fsdp_size=3", "trainer.v1.trainer_mode=async", "~critic.fsdp", "~trainer.v1"])
+    assert (loaded.config.critic.model.fsdp_config.fsdp_size, loaded.explicit, loaded.warnings) == (-1, set(), ())
+    kwargs = "custom_reward_function.reward_kwargs"
+    assert value(kwargs, f"{kwargs}={{a:1,b:2}}", f"~{kwargs}.a") == {"b": 2}
+    assert problems("~algorithm.nobody") == ["unknown key '~algorithm.nobody'. See --help algorithm."]
+
+
+def test_switches_may_be_typed_as_0_and_1():
+    for word in (f"{A}rollout.multi_turn.enable=1", f"{A}hybrid_engine=0"):
+        assert problems(word)[0].startswith(f"{word}: ")
+    assert value(f"{A}actor.fsdp_config.param_offload", f"{A}actor.fsdp_config.offload_policy=1") is True
+    assert notes(f"{A}model.use_remove_padding=1") == []
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "fix"),
+    [
+        (["rollout_token_veto_threshold=-1"], "rollout_token_veto_threshold=-1", "1e-4"),
+        (["rollout_token_veto_threshold=abc"], "rollout_token_veto_threshold=abc", "1e-4"),
+        (["rollout_rs=token", "rollout_rs_threshold=abc"], "rollout_rs_threshold=abc", "0.5_2.0"),
+        (["rollout_rs=token", "rollout_rs_threshold=0.9"], "rollout_rs_threshold=0.9", "0.5_2.0"),
+        (["rollout_rs=token", "rollout_rs_threshold_lower=x"], "rollout_rs_threshold_lower=x", "0.5"),
+    ],
+)
+def test_bounds_of_old_that_are_none_are_told(words, key, fix):
+    (line,) = problems(*(C + word for word in words))
+    assert line.startswith(f"{C}{key}: ")
+    assert fix in line
+    assert "such as 2.0" in problems(f"{A}actor.tis_imp_ratio_cap=abc")[0]
+
+
+def test_the_attention_of_a_model_is_noted_as_ours():
+    for model in (f"{A}model", "critic.model"):
+        for word in (".attn_implementation=flash_attention_2", "={attn_implementation:flash_attention_2}"):
+            told = notes(f"{model}.override_config{word}", "algorithm.adv_estimator=gae")
+            assert any(line.startswith(f"{model}.override_config.attn_implementation: no effect") for line in told)
+
+
 def test_a_guess_stays_within_its_section():
     for key in ("trainer.nodes", "data.trian_files", f"{A}rollout.temprature"):
         (line,) = problems(f"{key}=1")
@@ -197,6 +267,7 @@ def test_our_name_counts_where_both_are_written(tmp_path):
     old, new = f"{A}actor.grad_clip=1.0", f"{A}actor.optim.clip_grad=0.5"
     for words in ([old, new], [new, old]):
         assert value(f"{A}actor.optim.clip_grad", *words) == 0.5
+        assert notes(*words) == [f"{A}actor.grad_clip: no effect: {A}actor.optim.clip_grad is set too"]
     saved = tmp_path / "config.yaml"
     saved.write_text("actor_rollout_ref:\n  actor:\n    optim: {clip_grad: 0.5}\n    grad_clip: 1.0\n")
     assert load_config([], [str(saved)]).config.actor_rollout_ref.actor.optim.clip_grad == 0.5
@@ -217,6 +288,8 @@ def test_our_name_counts_where_both_are_written(tmp_path):
         (["rollout_rs=token", "rollout_rs_threshold=2.0"], "token_k1", "0.5_2"),
         (["rollout_rs=sequence", "rollout_is_threshold=4"], "seq_sum_k1", "0.25_4"),
         (["rollout_rs=sequence"], "seq_sum_k1", "0.5_2"),
+        (["rollout_rs=token", "rollout_rs_threshold=0.5_2.0"], "token_k1", "0.5_2"),
+        (["rollout_rs=token", "rollout_is_threshold=0.5_5.0"], "token_k1", "0.2_2"),
         # ln(1e-4)^2 / 2
         (["rollout_token_veto_threshold=1e-4"], "seq_max_k2", "42.4152"),
         (["rollout_rs=token", "rollout_token_veto_threshold=1e-4"], "token_k1,seq_max_k2", "0.5_2,42.4152"),

@@ -8,7 +8,7 @@ counts as not written. The tables hold what verl 0.5 to main say, as far as it i
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -100,16 +100,16 @@ _SWITCHES = ("enable", "enabled", "trainer_mode", "rank", "url")
 _FOLLOWS = re.compile(r"\$\{(oc\.select:)?[\w.]+(,([^{}]|\$\{[^{}]*\})*)?\}")
 
 
-def as_written(tree: Mapping[str, Any]) -> dict[str, Any]:
+def as_written(tree: Mapping[str, Any], asked: Collection[str] = ()) -> dict[str, Any]:
     """The tree by dotted keys, without what nobody chose: class names, values that are missing, and in a tree that a
-    program wrote verl's defaults."""
+    program wrote verl's defaults. asked: keys that are told whatever they say."""
     tree = {key: value for key, value in tree.items() if key not in ("_wandb", "wandb_version")}
     if tree and all(isinstance(each, Mapping) and "value" in each for each in tree.values()):
         tree = {key: each["value"] for key, each in tree.items()}  # the form in which W&B saves it
     leaves = {key: value for key, value in _leaves(tree, "") if value != "???"}
     if sum(not is_known(rename(key)) for key in leaves) < _WHOLE:
         return leaves
-    return {key: value for key, value in leaves.items() if not _a_default(key, value, leaves)}
+    return {key: value for key, value in leaves.items() if key in asked or not _a_default(key, value, leaves)}
 
 
 def _a_default(written: str, value: Any, leaves: Mapping[str, Any]) -> bool:

@@ -18,7 +18,7 @@ from rltrain.errors import ConfigError, command
 from rltrain.logs import count
 from rltrain.port.launches import Launch, launches
 from rltrain.port.shell import Call, Recording, record, restored
-from rltrain.port.translate import translate, typed
+from rltrain.port.translate import ASKED, translate, typed
 from rltrain.port.write import script
 
 
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("give a launch script or a configuration")
     source: Path = arguments.source
     if source.suffix in (".yaml", ".yml"):
-        settings = tuple((key, typed(value)) for key, value in as_written(compose(source)).items())
+        settings = tuple((key, typed(value)) for key, value in as_written(compose(source), ASKED).items())
         return _write(source.name, [Launch(source.name, settings)], [], {}, arguments.output)
     recording = record(source, arguments.arguments)
     folders = [Path.cwd(), source.absolute().parent, *source.absolute().parents]

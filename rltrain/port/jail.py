@@ -30,13 +30,13 @@ def main() -> None:
         job = json.load(stream)
     _enter(job["root"])
     for inside, content in job["files"].items():
-        _write(job["root"] + inside, content.encode())
+        _write(job["root"], inside, content.encode())
     for inside, outside in job["copies"].items():
         with open(outside, "rb") as file:
-            _write(job["root"] + inside, file.read())
+            _write(job["root"], inside, file.read())
     for inside in job["folders"]:
-        os.makedirs(job["root"] + inside, exist_ok=True)
-        os.chmod(job["root"] + inside, 0o777)
+        os.makedirs(_under(job["root"], inside), exist_ok=True)
+        os.chmod(_under(job["root"], inside), 0o777)
     _lock_in(job["root"])
     finished = _run(job)
     sys.stdout.write(json.dumps({"finished": finished, "calls": _records(job["records"])}))
@@ -84,7 +84,15 @@ def _lock_in(root: str) -> None:
         os.setresuid(_NOBODY, _NOBODY, _NOBODY)
 
 
-def _write(path: str, content: bytes) -> None:
+def _under(root: str, inside: str) -> str:
+    """The path while the machine's files are still there: names come from the script, and none may lead to those."""
+    if not inside.startswith("/") or os.path.normpath(inside.lstrip("/")).split("/")[0] == "..":
+        raise ValueError(f"{inside!r} is no place in the jail")
+    return root + inside
+
+
+def _write(root: str, inside: str, content: bytes) -> None:
+    path = _under(root, inside)
     os.makedirs(os.path.dirname(path), exist_ok=True)
     with open(path, "wb") as file:
         file.write(content)

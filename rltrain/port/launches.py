@@ -11,17 +11,17 @@ from rltrain.config.hydra import named
 from rltrain.config.verl_defaults import as_written
 from rltrain.errors import ConfigError
 from rltrain.port.shell import Call, inside_out
-from rltrain.port.translate import typed
+from rltrain.port.translate import ASKED, typed
 
-# What else users start with Python, and what does the same here.
+# What else users start with Python, by the name of the module or file, and what does the same here.
 _OTHERS = {
     r"sft": "supervised fine-tuning is not in rltrain",
     r"main_generation|main_eval": "to test a checkpoint: rltrain train trainer.val_only=True …",
-    r"data_preprocess": "data files are made by rltrain data NAME (rltrain data --help)",
+    r"data_preprocess[./]": "data files are made by rltrain data NAME (rltrain data --help)",
     r"model_merger": "a checkpoint's hf_model folder needs no merging here",
 }
 # The entry points whose trainer is the one here.
-_SAME = re.compile(r"(verl/|verl\.)trainer[./]main_ppo(_sync)?(\.py)?|.*dapo[\w./]*main_dapo(\.py)?|main_ppo\.py")
+_SAME = re.compile(r"(.*/)?(verl/|verl\.)trainer[./]main_ppo(_sync)?(\.py)?|.*dapo[\w./]*main_dapo(\.py)?|main_ppo\.py")
 _PYTHON = re.compile(r"python|torchrun|accelerate|uv$")
 _KEY = re.compile(r"^[+~]{0,2}[A-Za-z_][\w@/]*(\.[\w@/-]+)*=")
 
@@ -46,7 +46,8 @@ def launches(calls: Sequence[Call], folders: Sequence[Path]) -> tuple[list[Launc
         entry, rest = _entry(call.words)
         if not entry:
             continue
-        other = next((why for pattern, why in _OTHERS.items() if re.search(pattern, entry)), None)
+        others = (why for pattern, why in _OTHERS.items() if re.search(rf"({pattern})[^/.]*(\.py)?$", entry))
+        other = None if _SAME.fullmatch(entry) else next(others, None)
         if other:
             said[f"{entry}: {other}"] = None
         elif any(_KEY.match(word) or word.startswith("--config") for word in rest):
@@ -100,5 +101,5 @@ def _named(path: str, name: str, folders: Sequence[Path]) -> tuple[list[tuple[st
         except ConfigError as error:
             problem = problem or str(error)
         else:
-            return [(key, typed(value)) for key, value in as_written(tree).items()], ""
+            return [(key, typed(value)) for key, value in as_written(tree, ASKED).items()], ""
     return [], problem

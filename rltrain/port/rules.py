@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -63,6 +64,34 @@ SPREAD = (
     "whole layers, so where memory runs out raise ulysses_sequence_parallel_size or lower *_max_token_len_per_gpu"
 )
 _SAME_MATHS = "it changes how the backend computes, not what"
+# The keys of verl's backends of which that is so; of the others it is not known.
+_HARMLESS = (
+    *("sequence_parallel", "use_distributed_optimizer", "use_mbridge", "vanilla_mbridge", "use_dist_checkpointing"),
+    *(
+        "dist_checkpointing_prefix",
+        "dist_ckpt_optim_fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient",
+    ),
+    *("use_megatron_fsdp", "use_remove_padding", "load_weight", "forward_only", "seed", "full_determinism", "strategy"),
+    *("*_fusion", "overlap_*", "bucket_size", "bucket_cap_mb", "average_in_collective", "grad_reduce_in_fp32"),
+    *("attention_backend", "attn_implementation", "attn_type", "moe_implementation", "use_flash_attn", "use_fused_*"),
+    *("moe_grouped_gemm", "moe_token_dispatcher_type", "moe_enable_deepep", "moe_flex_dispatcher_backend"),
+    *("moe_shared_expert_overlap", "deallocate_pipeline_outputs", "persist_layer_norm"),
+    *("account_for_*_in_pipeline_split", "num_layers_in_*_pipeline_stage", "pipeline_model_parallel_layout"),
+    *("variable_seq_lengths", "distribute_saved_activations", "cpu_offloading*", "fine_grained_activation_offloading"),
+    *("offload_modules", "tp_comm_overlap*", "cuda_graph_*", "enable_cuda_graph", "swap_optimizer", "init_device"),
+    *("enable_full_shard", "fsdp_size", "wrap_policy", "offload_policy", "reshard_after_forward", "forward_prefetch"),
+    *("use_orig_params", "use_torch_compile", "data_parallel_mode", "gradient_checkpointing", "enable_reentrant"),
+    *(
+        "use_precision_aware_optimizer",
+        "pin_cpu_*",
+        "use_torch_optimizer_for_cpu_offload",
+        "foreach",
+        "fused",
+        "capturable",
+    ),
+)
+_UNKNOWN = Rule(turn=_only())
 # Keys of verl's other backends -> ours. The first row that fits decides.
 RULES: dict[str, Rule] = {
     "model_engine": Rule(why="the training backend is FSDP2"),
@@ -90,15 +119,21 @@ RULES: dict[str, Rule] = {
     ),
     # What Megatron adds to the loss or to the model is no matter of sharding.
     "*.override_transformer_config.moe_aux_loss_coeff": Rule(turn=_only("0", "0.0")),
+    "*.override_transformer_config.moe_z_loss_coeff": Rule(turn=_only("0", "0.0")),
+    "*.override_transformer_config.moe_router_bias_update_rate": Rule(turn=_only("0", "0.0")),
     "*.override_transformer_config.moe_router_load_balancing_type": Rule(turn=_only("none")),
     "*.override_transformer_config.*dropout": Rule(turn=_only("0", "0.0")),
     "*.megatron.router_replay.mode": Rule(turn=_only("disabled")),
     "*.megatron.qat.enable": Rule(turn=_only("False", "false")),
     "*.megatron.override_transformer_config.fp8*": Rule(turn=_only("False", "false")),
     "*.megatron.override_transformer_config.mtp*": Rule(turn=_only("0")),
-    "*.megatron.*": Rule(why=_SAME_MATHS),
-    "*.veomni.*": Rule(why=_SAME_MATHS),
-    "*.torchtitan.*": Rule(why=_SAME_MATHS),
+    "*.megatron.override_transformer_config.moe_router_dtype": Rule(
+        why="the router computes in the types that the Hugging Face model gives it"
+    ),
+    "*.megatron.dtype": Rule(turn=_only("bfloat16")),
+    "*.megatron.*": _UNKNOWN,
+    "*.veomni.*": _UNKNOWN,
+    "*.torchtitan.*": _UNKNOWN,
     "*.optim.lr_decay_style": Rule("{optim}.lr_scheduler_type", "was lr_decay_style", _only("constant", "cosine")),
     "*.optim.lr_decay_steps": Rule(why="the rate falls until the last step of the run"),
     "*.optim.lr_warmup_init": Rule(turn=_only("0", "0.0")),
@@ -109,7 +144,8 @@ RULES: dict[str, Rule] = {
     "*.optim.override_optimizer_config.optimizer_offload_fraction": Rule(
         "{fsdp}.optimizer_offload", "was optimizer_offload_fraction; the whole state is moved", _offloaded
     ),
-    "*.optim.override_optimizer_config.*": Rule(why=_SAME_MATHS),
+    "*.optim.override_optimizer_config.amsgrad": Rule(turn=_only("False", "false")),
+    "*.optim.override_optimizer_config.*": _UNKNOWN,
     "*.optim.use_precision_aware_optimizer": Rule(why=_SAME_MATHS),
     "*.optim.lr_wsd_*": Rule(why="it counts only with lr_decay_style=WSD"),
     "*.optim.use_checkpoint_opt_param_scheduler": Rule(why="a resumed run goes on with its own schedule"),
@@ -127,3 +163,12 @@ RULES: dict[str, Rule] = {
         _R + "engine_kwargs.{engine}.cudagraph_capture_sizes", "an argument of the engine"
     ),
 }
+
+
+def rule_of(key: str) -> Rule | None:
+    """What becomes of a key of verl's; None where no rule speaks of it."""
+    rule = next((rule for pattern, rule in RULES.items() if fnmatchcase(key, pattern)), None)
+    name = key.rpartition(".")[2]
+    if rule is _UNKNOWN and any(fnmatchcase(name, pattern) for pattern in _HARMLESS):
+        return Rule(why=_SAME_MATHS)
+    return rule

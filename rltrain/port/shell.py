@@ -189,9 +189,10 @@ def expected_variables(text: str, others: str = "") -> list[str]:
 
 def restored(text: str, placeholders: Mapping[str, str]) -> str:
     """``text`` with the variables in place of what stood for them, for the inside of double quotes."""
-    for name, stand_in in {"PWD": _HERE, "HOME": _HOME, **placeholders}.items():
-        text = text.replace(stand_in, f"${{{name}}}")
-    return text
+    names = {stand_in: name for name, stand_in in {"PWD": _HERE, "HOME": _HOME, **placeholders}.items()}
+    # The longest first, and in one go: the name of one variable may hold what stands for another.
+    pattern = "|".join(re.escape(stand_in) for stand_in in sorted(names, key=len, reverse=True))
+    return re.sub(pattern, lambda match: f"${{{names[match[0]]}}}", text)
 
 
 def _stand_in(name: str) -> str:
@@ -222,7 +223,7 @@ def _jailed(
     named = re.findall(r"(?<![\w.$}])((?:/[\w.+-]+)+/(?:python[\d.]*|torchrun|ray|uv|accelerate))\b", text)
     stubs = {
         *(f"/bin/{name}" for name in _STUBS),
-        *named,
+        *(name for name in named if not {".", ".."} & set(name.split("/"))),
         *(f"/bin/{one}" for one in re.findall(r"python3\.\d+", text)),
     }
     files = dict.fromkeys(stubs, _RECORD)
@@ -281,11 +282,13 @@ def _going_on(text: str) -> str:
 
 
 def _beside(script: Path) -> dict[str, str]:
-    """Small text files of the script's folder, by their place in the jail."""
+    """Small text files of the script's folder, by their place in the jail. No links: they may lead to any file."""
     found: dict[str, str] = {}
     room = _MOST_BYTES
     for path in sorted(script.absolute().parent.glob("*")):
-        if path.suffix in _BESIDE and path.is_file() and (size := path.stat().st_size) <= room:
+        if path.suffix not in _BESIDE or path.is_symlink() or not os.access(path, os.R_OK):
+            continue
+        if path.is_file() and (size := path.stat().st_size) <= room:
             room -= size
             found[f"{_HERE}/{path.name}"] = _going_on(path.read_text(errors="replace"))
     return found

@@ -11,7 +11,6 @@ import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,15 @@ from rltrain.config.schema import Config
 from rltrain.config.spellings import OLD_KEYS
 from rltrain.config.verl_keys import CLASSES
 from rltrain.errors import ConfigError
-from rltrain.port.rules import RULES, SPREAD, parsed
+from rltrain.port.rules import SPREAD, parsed, rule_of
 
 _A = "actor_rollout_ref."
 _R = _A + "rollout."
+# What `_defaults_of_verl` and `_min_lr` look for: in a tree that names every key it is written, default or not.
+ASKED = (
+    *("trainer.n_gpus_per_node", "trainer.logger", _R + "name", _R + "tensor_model_parallel_size"),
+    *(_A + "actor.clip_ratio_low", _A + "actor.clip_ratio_high", _A + "actor.optim.lr", "critic.optim.lr"),
+)
 
 
 @dataclass
@@ -106,7 +110,7 @@ def _together(ported: Ported, written: Mapping[str, str]) -> set[str]:
 def _take(ported: Ported, key: str, text: str, written: Mapping[str, str]) -> None:
     if _is_total(key) or key.endswith(".optim.min_lr"):
         return  # later, when all is known
-    rule = next((rule for pattern, rule in RULES.items() if fnmatchcase(key, pattern)), None)
+    rule = rule_of(key)
     if rule is None or is_known(rename(key)):
         _try(ported, key, text, {})
         return
@@ -182,14 +186,18 @@ def _totals(ported: Ported, written: Mapping[str, str]) -> None:
     """Micro-batch sizes over all ranks, which verl divides by them."""
     for key, text in written.items():
         size = parsed(text)
-        if not _is_total(key) or not isinstance(size, int):
+        if not _is_total(key) or size is None:
             continue
         if f"{key}_per_gpu" in ported.settings:
             ported.without_effect.append(f"{key}: {key}_per_gpu is set, too")
             continue
-        devices = _number(written, "trainer.nnodes", 1) * _number(written, "trainer.n_gpus_per_node", 8)
-        sharing = "critic" if key.startswith("critic") else _A + "actor"
-        ranks = max(1, devices // _number(written, f"{sharing}.ulysses_sequence_parallel_size", 1))
+        sharing = ("critic" if key.startswith("critic") else _A + "actor") + ".ulysses_sequence_parallel_size"
+        counts = ("trainer.nnodes", "trainer.n_gpus_per_node", sharing)
+        if not all(isinstance(parsed(each), int) for each in (text, *(written.get(one, "1") for one in counts))):
+            ported.lost.append(f"{key}={text}: set {key}_per_gpu to its share of one rank, which variables decide")
+            continue
+        devices = _number(written, counts[0], 1) * _number(written, counts[1], 8)
+        ranks = max(1, devices // _number(written, sharing, 1))
         ported.put(f"{key}_per_gpu", str(max(1, size // ranks)), f"was {key}={size} over {ranks} ranks")
 
 
@@ -236,8 +244,10 @@ def _defaults_of_verl(ported: Ported, written: Mapping[str, str]) -> None:
         why = "verl's default; where the model fits one device, 1 (the default here) is quicker"
         put(_R + "tensor_model_parallel_size", "2", why)
     clip, bounds = _A + "actor.clip_ratio", (_A + "actor.clip_ratio_low", _A + "actor.clip_ratio_high")
-    loss = written.get(_A + "actor.policy_loss.loss_mode", "vanilla")
-    if clip in ported.settings and parsed(ported.settings[clip]) != 0.2 and loss == "vanilla":
+    # A loss that is not known here may read them.
+    reads = POLICY_LOSSES.get(ported.settings.get(LOSS_KEY, "vanilla"), LossTraits()).reads
+    bounded = reads is None or "clip_ratio_low" in reads
+    if clip in ported.settings and parsed(ported.settings[clip]) != 0.2 and bounded:
         for bound in bounds:
             if bound not in written:
                 put(bound, "0.2", "verl's default, which goes before clip_ratio; here clip_ratio alone would set both")

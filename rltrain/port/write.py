@@ -17,13 +17,15 @@ _OURS = re.compile(
     r"VLLM_(USE_V1|ATTENTION_BACKEND|ALLREDUCE\w*)|HYDRA_\w+|RAY_\w+|CUDA_DEVICE_MAX_CONNECTIONS|VERL_\w+"
 )
 
+_PLAIN = re.compile(r"[A-Za-z0-9_.@/+-]+")
+
 
 def script(
     source: str, launches: Sequence[tuple[Launch, Ported]], placeholders: Mapping[str, str], said: Sequence[str]
 ) -> str:
     """The text of a shell script that starts the launches one after the other."""
-    lines = ["#!/usr/bin/env bash", f"# {source}, for rltrain. What differs from rltrain's defaults, and why."]
-    lines += [f"#   {line}" for line in said]
+    lines = ["#!/usr/bin/env bash", f"# {_flat(source)}, for rltrain. What differs from rltrain's defaults, and why."]
+    lines += [f"#   {_flat(line)}" for line in said]
     lines += ["set -euo pipefail", ""]
     body = [line for launch, ported in launches for line in _launch(launch, ported, placeholders)]
     text = "\n".join(body)
@@ -32,7 +34,7 @@ def script(
 
 
 def _launch(launch: Launch, ported: Ported, placeholders: Mapping[str, str]) -> list[str]:
-    lines = [f"# Was: {launch.entry}"]
+    lines = [f"# Was: {_flat(launch.entry)}"]
     for title, notes in (
         ("Not carried over", ported.lost),
         ("Left to do", ported.to_do),
@@ -50,12 +52,19 @@ def _launch(launch: Launch, ported: Ported, placeholders: Mapping[str, str]) -> 
     order = {key: number for number, key in enumerate(all_keys())}
     for key in sorted(ported.settings, key=lambda key: order.get(free_form_parent(key) or key, len(order))):
         lines += [f"    # {_shown(why, placeholders)}" for why in ported.comments.get(key, [])]
-        lines.append(f"    {key}={_quoted(ported.settings[key], placeholders)}")
+        # A key of a file's may hold anything, so what is no plain name is quoted with its value.
+        name = f"{key}=" if _PLAIN.fullmatch(key) else ""
+        lines.append(f"    {name}{_quoted(('' if name else f'{key}=') + ported.settings[key], placeholders)}")
     return [*lines, ")", 'python -m rltrain.main_ppo "${ARGS[@]}" "$@"', ""]
 
 
 def _shown(note: str, placeholders: Mapping[str, str]) -> str:
-    return restored(" ".join(note.split()), placeholders)
+    return restored(_flat(note), placeholders)
+
+
+def _flat(note: str) -> str:
+    """One line: what follows a line break in a comment would be run."""
+    return "".join(letter for letter in " ".join(note.split()) if letter.isprintable())
 
 
 def _quoted(value: str, placeholders: Mapping[str, str]) -> str:

@@ -2,10 +2,12 @@
 
 import os
 import socket
+import tempfile
 import time
 
 import pytest
 
+from rltrain.port.jail import _write
 from rltrain.port.shell import expected_variables, record
 
 LAUNCH = "python3 -m verl.trainer.main_ppo data.seed=1"
@@ -28,6 +30,30 @@ def test_files_are_neither_written_nor_removed_nor_read(tmp_path):
     assert launch[-2:] == ["read=", "pid=1"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["precious", "run.sh"]
     assert precious.read_text() == "mine"
+
+
+@pytest.mark.parametrize("way", ["/../{}", "/bin/../../{}", "/./../{}"])
+def test_a_name_in_a_comment_leads_to_no_file_outside(tmp_path, way):
+    victim = tmp_path / "python3"
+    victim.write_text("mine")
+    # The jail's folder lies in the temporary folder.
+    name = way.format(os.path.relpath(victim, tempfile.gettempdir()))
+    assert calls(tmp_path, f"# see {name}\n{LAUNCH}")[0][-1] == "data.seed=1"
+    assert victim.read_text() == "mine"
+    root = tmp_path / "root"
+    root.mkdir()
+    for inside in ("/../python3", "/bin/../../python3", "python3"):
+        with pytest.raises(ValueError, match="no place in the jail"):
+            _write(str(root), inside, b"theirs")
+    assert victim.read_text() == "mine"
+
+
+def test_a_link_beside_the_script_shows_no_file(tmp_path):
+    folder = tmp_path / "repository"
+    folder.mkdir()
+    (tmp_path / "key").write_text("KEY=secret")
+    (folder / "x.env").symlink_to(tmp_path / "key")
+    assert calls(folder, f"source ./x.env; {LAUNCH} key=$KEY")[-1][-1] in ("key=", "key=__KEY__")
 
 
 def test_there_is_no_network(tmp_path):

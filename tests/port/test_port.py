@@ -11,6 +11,8 @@ from rltrain.config.check import check
 from rltrain.config.keys import all_keys
 from rltrain.config.load import load_config, to_dict
 from rltrain.port.__main__ import main
+from rltrain.port.launches import launches
+from rltrain.port.shell import Call, restored
 from rltrain.port.translate import translate
 from tests.config.test_launches import recorded
 
@@ -221,6 +223,130 @@ def test_variables_the_script_expects_stay_variables(tmp_path):
     assert ': "${DATA_ROOT:?' in new
     assert "NUM_GPUS was taken to be 1" in new
     assert "SLURM_NNODES was" not in new
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "python3 -m $'a\\ntouch owned #' -x\nRUN -m $'verl.y\\ntouch owned #' data.train_files=/t",
+        "RUN.main_ppo data.train_files=/t trainer.experiment_name='$(touch owned)`touch owned`\"; touch owned #'$HOME",
+    ],
+)
+def test_nothing_of_a_script_is_run_by_the_new_one(tmp_path, text, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = text.replace("RUN.main", "RUN -m verl.trainer.main").replace("RUN", "python3")
+    _, launches, _ = ported(tmp_path, text + "\n" + GRPO)
+    assert len(launches) == 2
+    assert not (tmp_path / "owned").exists()
+
+
+def test_no_key_of_a_file_is_run_by_the_new_script(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    kwargs = "actor_rollout_ref.rollout.engine_kwargs.vllm"
+    config = f"actor_rollout_ref: {{model: {{path: /m}}}}\ndata: {{train_files: /a}}\n{kwargs}.$(touch owned): 1\n"
+    config += f'"{kwargs}.x)\\ntouch owned #": 2\n'
+    _, [settings], text = ported(tmp_path, config, name="a\ntouch owned.yaml")
+    assert "actor_rollout_ref.rollout.engine_kwargs.vllm.$(touch owned)=1" in settings, text
+    assert not (tmp_path / "owned").exists()
+
+
+def test_variables_in_each_other_s_names_stay_apart():
+    assert restored("__A__B__C__ __B__", {"B": "__B__", "A__B__C": "__A__B__C__"}) == "${A__B__C} ${B}"
+
+
+def test_a_whole_tree_says_what_is_verl_s_default_or_ours(tmp_path):
+    tree = OmegaConf.create({"other": {f"key{number}": 0 for number in range(60)}})
+    for key, value in {
+        "actor_rollout_ref.model.path": "/m",
+        "data.train_files": "/t.parquet",
+        "actor_rollout_ref.actor.clip_ratio": 0.3,
+        "actor_rollout_ref.actor.clip_ratio_low": None,
+        "actor_rollout_ref.actor.clip_ratio_high": None,
+        "actor_rollout_ref.actor.optim.lr": 1e-6,
+        "actor_rollout_ref.actor.optim.min_lr": 1e-7,
+        "actor_rollout_ref.rollout.name": "vllm",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
+        "trainer.n_gpus_per_node": 8,
+        "trainer.logger": ["console"],
+    }.items():
+        OmegaConf.update(tree, key, value)
+    code, [settings], text = ported(tmp_path, OmegaConf.to_yaml(tree), name="config.yaml")
+    assert code == 0, text
+    assert sorted(settings[2:]) == [
+        "actor_rollout_ref.actor.clip_ratio=0.3",
+        "actor_rollout_ref.actor.optim.min_lr_ratio=0.1",
+        "actor_rollout_ref.rollout.name=vllm",
+        'trainer.logger=["console"]',
+        "trainer.n_gpus_per_node=8",
+    ]
+
+
+@pytest.mark.parametrize(("loss", "bounds"), [("gspo", 2), ("cispo", 2), ("geo_mean", 2), ("kl_cov", 0), ("gpg", 0)])
+def test_verl_s_clip_bounds_are_written_where_they_are_read(loss, bounds):
+    actor = "actor_rollout_ref.actor."
+    new = translate([(actor + "clip_ratio", "0.3"), (actor + "policy_loss.loss_mode", loss)])
+    assert sum(new.settings.get(f"{actor}clip_ratio_{side}") == "0.2" for side in ("low", "high")) == bounds
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "ppo_micro_batch_size=$MICRO_BATCH_SIZE",
+        "ppo_micro_batch_size=64 trainer.n_gpus_per_node=$NUM_GPUS",
+        "ppo_micro_batch_size=64 trainer.nnodes=$SLURM_NNODES",
+    ],
+)
+def test_a_size_over_ranks_that_variables_decide_is_listed(tmp_path, words):
+    text = "python3 -m verl.trainer.main_ppo data.train_files=/t.parquet actor_rollout_ref.model.path=/m "
+    script = tmp_path / "run.sh"
+    script.write_text(f"{text} actor_rollout_ref.actor.{words}")
+    code = main([str(script), "-o", str(tmp_path / "new.sh")])
+    new = (tmp_path / "new.sh").read_text()
+    assert code == 2
+    assert "set actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu to its share of one rank" in new
+    assert "ppo_micro_batch_size_per_gpu=" not in new
+
+
+@pytest.mark.parametrize(
+    ("key", "kept"),
+    [
+        (M + "override_transformer_config.moe_z_loss_coeff=1e-3", False),
+        (M + "override_transformer_config.moe_router_bias_update_rate=1e-3", False),
+        (M + "override_transformer_config.moe_router_topk=4", False),
+        ("actor_rollout_ref.actor.optim.override_optimizer_config.amsgrad=True", False),
+        ("critic.optim.override_optimizer_config.weight_decay=0.0", False),
+        ("actor_rollout_ref.actor.optim.override_optimizer_config.decoupled_weight_decay=False", False),
+        ("actor_rollout_ref.actor.veomni.anything=1", False),
+        (M + "use_mbridge=True", True),
+        (M + "override_transformer_config.apply_rope_fusion=False", True),
+        (M + "override_ddp_config.overlap_grad_reduce=True", True),
+        (M + "override_transformer_config.moe_router_dtype=fp32", True),
+        ("actor_rollout_ref.actor.optim.override_optimizer_config.overlap_cpu_optimizer_d2h_h2d=True", True),
+    ],
+)
+def test_only_what_is_known_to_be_harmless_is_called_so(key, kept):
+    name, _, value = key.partition("=")
+    new = translate([(name, value)])
+    assert [line.partition(":")[0] for line in new.lost] == ([] if kept else [key])
+    assert kept or "not what" not in "".join(new.decisions)
+
+
+@pytest.mark.parametrize(
+    ("entry", "told"),
+    [
+        ("/home/me/sft_rl/verl/trainer/main_ppo.py", ""),
+        ("/home/me/sft_rl/my_ppo.py", "another trainer"),
+        ("examples/data_preprocess/gsm8k.py", "data files"),
+        ("-m verl.trainer.fsdp_sft_trainer", "fine-tuning"),
+        ("-m verl.model_merger", "merging"),
+    ],
+)
+def test_a_trainer_is_known_by_its_own_name(entry, told):
+    found, said = launches([Call(("python3", *entry.split(), "data.seed=1"), {})], [])
+    text = "".join([*said, *(line for launch in found for line in launch.lost)])
+    assert told in text
+    assert bool(told) == bool(text)
+    assert bool(found) == (told in ("", "another trainer"))
 
 
 def test_a_config_name_is_read_from_beside_the_script(tmp_path):

@@ -19,7 +19,7 @@ from rltrain.logs import count
 from rltrain.port.launches import Launch, launches
 from rltrain.port.shell import Call, Recording, record, restored
 from rltrain.port.translate import ASKED, translate, typed
-from rltrain.port.write import script
+from rltrain.port.write import flat, script
 
 
 @command
@@ -78,11 +78,11 @@ def _write(name: str, found: list[Launch], said: list[str], placeholders: dict[s
     left = [line for _, result in ported for line in (*result.lost, *result.to_do)]
     for launch, result in ported:
         sys.stderr.write(
-            f"{launch.entry}: {count(len(launch.settings), 'setting')} of verl's, {len(result.settings)} here; "
+            f"{flat(launch.entry)}: {count(len(launch.settings), 'setting')} of verl's, {len(result.settings)} here; "
             f"{len(result.without_effect)} change nothing here, {len(result.lost)} not carried over\n"
         )
     for line in said + left:
-        sys.stderr.write(f"  {restored(line, placeholders)}\n")
+        sys.stderr.write(f"  {restored(flat(line), placeholders)}\n")
     if output is not None:
         sys.stderr.write(f"next: bash {shlex.quote(str(output))} --dry-run\n")
     return 2 if left else 0

@@ -24,8 +24,8 @@ def script(
     source: str, launches: Sequence[tuple[Launch, Ported]], placeholders: Mapping[str, str], said: Sequence[str]
 ) -> str:
     """The text of a shell script that starts the launches one after the other."""
-    lines = ["#!/usr/bin/env bash", f"# {_flat(source)}, for rltrain. What differs from rltrain's defaults, and why."]
-    lines += [f"#   {_flat(line)}" for line in said]
+    lines = ["#!/usr/bin/env bash", f"# {flat(source)}, for rltrain. What differs from rltrain's defaults, and why."]
+    lines += [f"#   {flat(line)}" for line in said]
     lines += ["set -euo pipefail", ""]
     body = [line for launch, ported in launches for line in _launch(launch, ported, placeholders)]
     text = "\n".join(body)
@@ -34,7 +34,7 @@ def script(
 
 
 def _launch(launch: Launch, ported: Ported, placeholders: Mapping[str, str]) -> list[str]:
-    lines = [f"# Was: {_flat(launch.entry)}"]
+    lines = [f"# Was: {flat(launch.entry)}"]
     for title, notes in (
         ("Not carried over", ported.lost),
         ("Left to do", ported.to_do),
@@ -59,10 +59,10 @@ def _launch(launch: Launch, ported: Ported, placeholders: Mapping[str, str]) -> 
 
 
 def _shown(note: str, placeholders: Mapping[str, str]) -> str:
-    return restored(_flat(note), placeholders)
+    return restored(flat(note), placeholders)
 
 
-def _flat(note: str) -> str:
+def flat(note: str) -> str:
     """One line: what follows a line break in a comment would be run."""
     return "".join(letter for letter in " ".join(note.split()) if letter.isprintable())
 

@@ -314,7 +314,7 @@ def test_a_size_over_ranks_that_variables_decide_is_listed(tmp_path, words):
         (M + "override_transformer_config.moe_router_bias_update_rate=1e-3", False),
         (M + "override_transformer_config.moe_router_topk=4", False),
         ("actor_rollout_ref.actor.optim.override_optimizer_config.amsgrad=True", False),
-        ("critic.optim.override_optimizer_config.weight_decay=0.0", False),
+        ("critic.optim.override_optimizer_config.exp_avg_dtype=bf16", False),
         ("actor_rollout_ref.actor.optim.override_optimizer_config.decoupled_weight_decay=False", False),
         ("actor_rollout_ref.actor.veomni.anything=1", False),
         (M + "use_mbridge=True", True),

@@ -58,6 +58,7 @@ def test_every_setting_is_one_that_sglang_has(device, make):
 
 def test_settings_of_the_user_win_and_wrong_ones_are_named(make):
     assert make(engine_kwargs={"sglang": {"attention_backend": "fa3"}})._engine.settings["attention_backend"] == "fa3"
+    assert make(engine_kwargs={"sglang": None})
     with pytest.raises(ConfigError, match=r"engine_kwargs.sglang: .*atention_backend"):
         make(engine_kwargs={"sglang": {"atention_backend": "fa3"}})
 

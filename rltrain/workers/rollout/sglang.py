@@ -101,7 +101,7 @@ class SGLangRollout:
         current = multiprocessing.current_process()
         current.authkey = settings.replica.agree(bytes(current.authkey))
         devices = settings.replica.gather(_own_device(settings))  # and all have made room
-        arguments |= rollout.engine_kwargs.get("sglang", {})
+        arguments |= rollout.engine_kwargs.get("sglang") or {}
         self._engine: Any = _start(arguments, device.kind, devices) if settings.replica.leads else None
         self.sleep()
 

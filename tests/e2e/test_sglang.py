@@ -36,7 +36,7 @@ def launch(start, tiny_model, arithmetic_files, tmp_path, monkeypatch):  # noqa:
 
 def engine_pids() -> list[int]:
     """The processes that an engine's forkserver has made, below a training worker."""
-    listing = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
+    listing = subprocess.run(["ps", "-eww", "-o", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
     rows = (line.split(None, 2) for line in listing.splitlines()[1:])
     known = {int(pid): (int(parent), args) for pid, parent, args in rows}
 

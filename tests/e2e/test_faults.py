@@ -57,7 +57,7 @@ def wait_for_step(folder: Path, step: int, process: subprocess.Popen, limit_s: f
 
 def worker_pids(driver: int) -> list[int]:
     """Training workers below ``driver``: Ray actors that have a process of ours open."""
-    listing = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
+    listing = subprocess.run(["ps", "-eww", "-o", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
     parents = {int(line.split()[0]): int(line.split()[1]) for line in listing.splitlines()[1:]}
 
     def below(pid: int) -> bool:

@@ -14,13 +14,13 @@ import torch.distributed as dist
 
 from tests.tiny import save_tiny_model, small_run, write_arithmetic
 
-# Tests that start Ray, engines or launch scripts: one after another, while the other process of the suite runs the rest.
+# Tests that start Ray, engines or launch scripts: one after another, while the other process of the suite has the rest.
 _MACHINE = ("tests/e2e/", "tests/controller/", "tests/rewards/", "tests/scripts/")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """A group of tests runs in one process of ``pytest -n``: a file, as its tests share fixtures, or all of the above."""
+    """A group of tests runs in one process of ``pytest -n``: all of the above, or a file, whose tests share fixtures."""
     for item in items:
         file = item.nodeid.partition("::")[0]
         item.add_marker(pytest.mark.xdist_group("machine" if file.startswith(_MACHINE) else file))

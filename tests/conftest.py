@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from tests.tiny import save_tiny_model, small_run, write_arithmetic
 
-# Tests that start Ray, engines or launch scripts: one after another, while the other process of the suite has the rest.
+# Tests that start Ray, engines or launch scripts: one after another, beside the other process, which has the rest.
 _MACHINE = ("tests/e2e/", "tests/controller/", "tests/rewards/", "tests/scripts/")
 
 

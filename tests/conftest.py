@@ -20,7 +20,7 @@ _MACHINE = ("tests/e2e/", "tests/controller/", "tests/rewards/", "tests/scripts/
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """A group of tests runs in one process of ``pytest -n``: all of the above, or a file, whose tests share fixtures."""
+    """One process of ``pytest -n`` runs a group: all of the above, or a file, whose tests share fixtures."""
     for item in items:
         file = item.nodeid.partition("::")[0]
         item.add_marker(pytest.mark.xdist_group("machine" if file.startswith(_MACHINE) else file))

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from tests.tiny import save_tiny_model, small_run, write_arithmetic
 
-# Tests that start Ray, engines or launch scripts: one after another, beside the other process, which has the rest.
-_MACHINE = ("tests/e2e/", "tests/controller/", "tests/rewards/", "tests/scripts/")
+# Tests that start Ray, jails or launch scripts: one after another, beside the other process, which has the rest.
+_MACHINE = ("tests/e2e/", "tests/controller/", "tests/port/", "tests/rewards/", "tests/scripts/")
 
 
 @pytest.hookimpl(tryfirst=True)

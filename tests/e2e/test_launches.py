@@ -66,7 +66,14 @@ def smaller(launch: Launch, paths: dict[str, object]) -> list[str]:
     return [*launch.words, *(f"{key}={value}" for key, value in ours.items())]
 
 
-@pytest.mark.parametrize("name", RUNS)
+# Every run of the suite makes four, `bash scripts/test.sh -m long` the other six.
+_ALWAYS = ("grpo_trainer", "ppo_trainer")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if any(each in name for each in _ALWAYS) else pytest.mark.long) for name in RUNS],
+)
 def test_a_launch_of_verls_runs_two_steps(name, tiny_model, arithmetic_files, tmp_path):
     (launch,) = (each for each in LAUNCHES if f"{each.version} {each.name}" == name)
     paths = {

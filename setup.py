@@ -67,7 +67,6 @@ setup(
         "dev": [
             "pytest",
             "pytest-timeout",
-            "pytest-xdist",
             "hypothesis",
             "ruff",
             "mypy",

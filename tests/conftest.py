@@ -14,18 +14,6 @@ import torch.distributed as dist
 
 from tests.tiny import save_tiny_model, small_run, write_arithmetic
 
-# Tests that start Ray, jails or launch scripts: one after another, beside the other process, which has the rest.
-_MACHINE = ("tests/e2e/", "tests/controller/", "tests/port/", "tests/rewards/", "tests/scripts/")
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    """One process of ``pytest -n`` runs a group: all of the above, or a file, whose tests share fixtures."""
-    for item in items:
-        file = item.nodeid.partition("::")[0]
-        item.add_marker(pytest.mark.xdist_group("machine" if file.startswith(_MACHINE) else file))
-
-
 @pytest.fixture(scope="session", autouse=True)
 def threads():
     """One, unless OMP_NUM_THREADS asks for more."""

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from tests.tiny import save_tiny_model, small_run, write_arithmetic
 
+
 @pytest.fixture(scope="session", autouse=True)
 def threads():
     """One, unless OMP_NUM_THREADS asks for more."""

@@ -12,6 +12,7 @@ import gc
 import importlib
 import logging
 import os
+import signal
 import socket
 import sys
 import tempfile
@@ -32,6 +33,9 @@ log = logging.getLogger(__name__)
 
 class _Host:
     def __init__(self, rank: int, world: int, threads: int, logs: str | None, environment: dict[str, str]) -> None:
+        # An engine ends this process by SIGQUIT when one of its own has died. A run that a script has put into the
+        # background (`&`) inherits that this signal is ignored, and would wait for ever.
+        signal.signal(signal.SIGQUIT, signal.SIG_DFL)
         adopt(environment)
         self._rank, self._world, self._threads = rank, world, threads
         if logs:

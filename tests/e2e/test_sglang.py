@@ -71,7 +71,11 @@ def test_a_run_with_one_engine_over_two_devices(launch, tmp_path):
 
 
 def test_a_dead_process_of_an_engine_ends_the_run(launch, tmp_path):
-    process = launch(100_000)
+    before = signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # as a script's `&` does
+    try:
+        process = launch(100_000)
+    finally:
+        signal.signal(signal.SIGQUIT, before)
     wait_for_step(tmp_path, 1, process, limit_s=240)
     both = engine_pids()
     assert len(both) == 2

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from rltrain import columns as c
-from rltrain.data.chat import PromptStore
+from rltrain.data.prompts import PromptStore
 from rltrain.data.rows import Rows
 from rltrain.view import one_line
 

@@ -1,15 +1,14 @@
 """Conversations as token ids, in one place: chat template, images, prompt length, truncation, stop tokens.
 
 Prompts, the reward model's conversations and the linter's counts must agree token by token, so all of them come from
-`ChatEncoder`. Prompts are encoded once, before a run starts, into a `PromptStore`: flat arrays that every process reads
-from shared memory without a tokenizer. `ChatEncoder.encode_prompt` knows images too, but a run does not carry them yet,
-so a row that holds any is refused here by name.
+`ChatEncoder`. The tokens of a prompt follow from its texts and the sizes of its images (`expanded`), which stand in the
+heads of the files; pixels are made of it where and when they are needed (`with_pictures`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from fractions import Fraction
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from rltrain.config.schema import Config
 from rltrain.data.images import (
     EncodedPrompt,
     PromptImages,
+    blank_image,
     bounded,
     family_of,
     mrope_positions,
@@ -27,11 +27,7 @@ from rltrain.data.images import (
     runs,
     with_parts,
 )
-from rltrain.data.rows import PromptRow, Rows, first_of
 from rltrain.errors import DataError
-
-# Enough for the tokenizer to work on in parallel, without the texts of all rows in memory at once.
-_ENCODE_CHUNK_ROWS = 512
 
 Message = dict[str, Any]
 
@@ -91,34 +87,97 @@ class ChatEncoder:
         images: as `open_image` takes them. Raises DataError for a family whose images cannot be trained on, for slots
         and images that do not fit, and for an image that cannot be read, which it counts from 1.
         """
-        parts = with_parts(messages, len(images))
-        if not images:
-            tokens = np.asarray(self.encode_batch([parts])[0], dtype=np.int32)
-            return EncodedPrompt(tokens, tokens)
-        family = family_of(self._model_type)
-        processor, pictures = self.processor, [self._picture(*each, len(images)) for each in enumerate(images, 1)]
-        text = self._templated([parts], tokenize=False)[0]
-        if text.count(processor.image_token) != len(images):
-            raise DataError(
-                f"the conversation has {text.count(processor.image_token)} times {processor.image_token} for "
-                f"{len(images)} images: it stands in the text itself, or the chat template does not know images."
-            )
+        pictures = self.open_images(images)
+        tokens = np.asarray(self.expanded([messages], [[each.size for each in pictures]])[0], dtype=np.int32)
+        return self.with_pictures(tokens, pictures)
+
+    def open_images(self, images: Sequence[Any]) -> list[Any]:
+        """PIL images in RGB, within the bounds. Raises DataError, which counts the image from 1."""
+        if images:
+            family_of(self._model_type)
+        return [self._picture(*each, len(images)) for each in enumerate(images, 1)]
+
+    def expanded(
+        self, conversations: Sequence[Sequence[Message]], sizes: Sequence[Sequence[tuple[int, int]]]
+    ) -> list[list[int]]:
+        """Token ids of conversations, placeholders repeated for as many tokens as each image takes.
+
+        sizes: width and height of the images of each, within the bounds. No pixel is looked at.
+        """
+        parts = [with_parts(each, len(of)) for each, of in zip(conversations, sizes, strict=True)]
+        plain = [place for place, of in enumerate(sizes) if not of]
+        found = dict(zip(plain, self.encode_batch([parts[place] for place in plain]) if plain else (), strict=True))
+        for place, of in enumerate(sizes):
+            if of:
+                found[place] = self._expand(self._templated([parts[place]], tokenize=False)[0], self.num_rows(of))
+        return [found[place] for place in range(len(parts))]
+
+    def num_rows(self, sizes: Sequence[tuple[int, int]]) -> list[int]:
+        """Rows of pixels (patches or tiles) that the processor makes of images of these widths and heights."""
         try:
-            made = processor(text=[text], images=pictures, return_tensors="pt", add_special_tokens=False)
+            turned = [(height, width) for width, height in sizes]
+            return list(self.processor._get_num_multimodal_tokens(image_sizes=turned)["num_image_patches"])
         except ValueError as error:
             raise DataError(f"the processor of {self.path!r} refuses the images: {error}") from error
-        tokens = made["input_ids"][0].numpy().astype(np.int32)
+
+    def _expand(self, text: str, num_rows: Sequence[int]) -> list[int]:
+        processor = self.processor
+        if (number := text.count(processor.image_token)) != len(num_rows):
+            raise DataError(
+                f"the conversation has {number} times {processor.image_token} for {len(num_rows)} images: it stands in "
+                "the text itself, or the chat template does not know images."
+            )
+        before, behind, tokens_of_a_row = self._frame
+        found: list[int] = []
+        sizes = iter(num_rows)
+        for token in self.tokenizer(text, add_special_tokens=False)["input_ids"]:
+            if token != processor.image_token_id:
+                found.append(token)
+                continue
+            if found and found[-1] == token and not before:
+                raise DataError("the chat template puts images side by side, without a token between them.")
+            found += [*before, *[token] * int(next(sizes) * tokens_of_a_row), *behind]
+        return found
+
+    @cached_property
+    def _frame(self) -> tuple[list[int], list[int], Fraction]:
+        """Tokens that the processor puts before and behind those of an image; tokens per row of pixels."""
+        made = self._processed(self.processor.image_token, [blank_image()])
+        ids, token = made["input_ids"][0].tolist(), self.processor.image_token_id
+        number, first = ids.count(token), ids.index(token)
+        return ids[:first], ids[first + number :], Fraction(number, len(made["pixel_values"]))
+
+    def _processed(self, text: str, pictures: Sequence[Any]) -> Any:
+        try:
+            return self.processor(text=[text], images=list(pictures), return_tensors="pt", add_special_tokens=False)
+        except ValueError as error:
+            raise DataError(f"the processor of {self.path!r} refuses the images: {error}") from error
+
+    def with_pictures(self, tokens: np.ndarray, pictures: Sequence[Any]) -> EncodedPrompt:
+        """Pixels, grids and positions of a prompt.
+
+        tokens [n]: from `expanded`. pictures: from `open_images`. Raises DataError where the two do not fit.
+        """
+        if not pictures:
+            return EncodedPrompt(tokens, tokens)
+        processor = self.processor
+        made = self._processed(processor.image_token * len(pictures), pictures)
         placeholder, pixels = processor.image_token_id, made["pixel_values"].numpy()
-        starts, num_tokens = runs(tokens, placeholder)
-        if len(starts) != len(images):
-            raise DataError("the chat template puts images side by side, without a token between them.")
+        _, num_tokens = runs(tokens, placeholder)
         grids = made["image_grid_thw"].numpy() if "image_grid_thw" in made else None
         num_rows = num_tokens * len(pixels) // num_tokens.sum() if grids is None else grids.prod(1)
+        expected = [int(rows * self._frame[2]) for rows in num_rows.tolist()]
+        if expected != num_tokens.tolist() or num_rows.sum() != len(pixels):
+            raise DataError(
+                f"its images take {expected} tokens, and the prompt has places for {num_tokens.tolist()}: they have "
+                "changed since the run was started, or the processor does not do what it says of itself."
+            )
         merge = getattr(processor.image_processor, "merge_size", 1)
-        positions = mrope_positions(tokens, placeholder, grids, merge) if family.mrope and grids is not None else None
+        mrope = family_of(self._model_type).mrope
+        positions = mrope_positions(tokens, placeholder, grids, merge) if mrope and grids is not None else None
         places = np.flatnonzero(tokens == placeholder)
         found = PromptImages(pixels, grids, num_rows, num_tokens, places, positions)
-        return EncodedPrompt(tokens, one_each(tokens, placeholder), found)
+        return EncodedPrompt(tokens, one_each(tokens, placeholder), found, tuple(pictures))
 
     def _picture(self, number: int, image: Any, count: int) -> Any:
         """Image ``number`` of ``count``, opened and within the bounds."""
@@ -150,7 +209,12 @@ class ChatEncoder:
     def _model_type(self) -> str:
         from transformers import AutoConfig
 
-        return AutoConfig.from_pretrained(self.path, trust_remote_code=self.trust_remote_code).model_type
+        try:
+            return AutoConfig.from_pretrained(self.path, trust_remote_code=self.trust_remote_code).model_type
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"prompts have images, and config.json in {self.path!r} names no model for them."
+            ) from error
 
     def decode_batch(self, answers: Sequence[Sequence[int] | np.ndarray]) -> list[str]:
         """Texts of answers, special tokens left out."""
@@ -213,118 +277,6 @@ def chat_encoder(cfg: Config) -> ChatEncoder:
         chat_template=model.custom_chat_template,
         template_kwargs=dict(cfg.data.apply_chat_template_kwargs),
     )
-
-
-@dataclass(frozen=True)
-class PromptStore:
-    """Token ids of prompts, one after another. NumPy only: readable without torch or a tokenizer.
-
-    Prompt ``i`` is ``values[offsets[i]:offsets[i + 1]]`` (int32) and belongs to row ``row_index[i]`` of the rows it was
-    made from; ``num_dropped`` rows were too long.
-    """
-
-    values: np.ndarray
-    offsets: np.ndarray
-    row_index: np.ndarray
-    num_dropped: int
-
-    def __len__(self) -> int:
-        return len(self.row_index)
-
-    def __repr__(self) -> str:
-        return f"<PromptStore: {len(self)} prompts, {len(self.values)} tokens, {self.num_dropped} dropped>"
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """Tokens per prompt, int64."""
-        return np.diff(self.offsets)
-
-    def prompt(self, i: int) -> np.ndarray:
-        """Token ids of prompt ``i`` (int32, a view)."""
-        if not 0 <= i < len(self):
-            raise IndexError(f"prompt {i} of {len(self)}")
-        return self.values[self.offsets[i] : self.offsets[i + 1]]
-
-
-def encode_prompts(
-    rows: Rows, encoder: ChatEncoder, max_prompt_length: int, filter_overlong: bool = False, truncation: str = "error"
-) -> PromptStore:
-    """Token ids of all rows no longer than ``max_prompt_length``.
-
-    A longer prompt is dropped (``filter_overlong``) or else treated by ``truncation``: ``error`` raises, ``left`` keeps
-    its last tokens, ``right`` its first, ``middle`` half of each. Go on with ``rows.select(store.row_index)``: prompt i
-    of the store is then row i of the rows.
-    """
-    kept, row_index, overlong = [], [], []
-    _ = encoder.tokenizer  # where there is none, no row is to blame
-    for position, ids in enumerate(_encode_rows(rows, encoder)):
-        if len(ids) > max_prompt_length:
-            # Collected even where they are an error, so that one message names how many there are and the length that
-            # would do.
-            if filter_overlong or truncation == "error":
-                overlong.append((position, len(ids)))
-                continue
-            ids = truncate(ids, max_prompt_length, truncation)
-        row_index.append(position)
-        # int32 holds every vocabulary and is half of what every process maps.
-        kept.append(np.asarray(ids, dtype=np.int32))
-    if overlong and not filter_overlong:
-        raise DataError(_overlong_report(rows, overlong, max_prompt_length))
-    if not kept:
-        shortest = min(length for _, length in overlong)
-        raise DataError(
-            f"data.filter_overlong_prompts=True leaves no prompt: all {len(rows)} are longer than "
-            f"data.max_prompt_length={max_prompt_length} tokens (the shortest has {shortest})."
-        )
-    return PromptStore(
-        values=np.concatenate(kept),
-        offsets=np.cumsum([0, *map(len, kept)], dtype=np.int64),
-        row_index=np.asarray(row_index, dtype=np.int64),
-        num_dropped=len(overlong),
-    )
-
-
-def truncate(ids: list[int], limit: int, how: str) -> list[int]:
-    """At most ``limit`` of ``ids``: the last (``left``), the first (``right``) or half of each (``middle``)."""
-    if len(ids) <= limit:
-        return ids
-    if how == "left":
-        return ids[len(ids) - limit :]
-    if how == "right":
-        return ids[:limit]
-    head = limit // 2
-    return ids[:head] + ids[len(ids) - (limit - head) :]
-
-
-def _encode_rows(rows: Rows, encoder: ChatEncoder) -> Iterator[list[int]]:
-    """Token ids row by row; templated in chunks, and again one by one where a chunk fails, to name the row."""
-    for position in range(len(rows)):
-        if rows.media(position):
-            raise DataError(
-                f"{rows.origin(position)} holds {' and '.join(rows.media(position))}: "
-                "vision prompts are not in this version; use text rows."
-            )
-    stream: Iterator[PromptRow] = iter(rows)
-    for start in range(0, len(rows), _ENCODE_CHUNK_ROWS):
-        prompts = [row.prompt for row in islice(stream, _ENCODE_CHUNK_ROWS)]
-        try:
-            yield from encoder.encode_batch(prompts)
-        except DataError:
-            for position, prompt in enumerate(prompts, start):
-                try:
-                    encoder.encode(prompt)
-                except DataError as error:
-                    raise DataError(f"{rows.origin(position)}: {error}") from error
-            raise
-
-
-def _overlong_report(rows: Rows, overlong: list[tuple[int, int]], limit: int) -> str:
-    longest = max(length for _, length in overlong)
-    title = (
-        f"{len(overlong)} of {len(rows)} prompts are longer than data.max_prompt_length={limit} tokens. Try "
-        f"data.filter_overlong_prompts=True, data.max_prompt_length={longest}, or data.truncation=left."
-    )
-    return first_of(title, [f"{rows.origin(position)}: {length} tokens" for position, length in overlong])
 
 
 def _refuse_media(messages: Sequence[Message]) -> None:

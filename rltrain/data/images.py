@@ -83,11 +83,13 @@ class PromptImages:
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """tokens [n] (int32): placeholders repeated for as many tokens as each image takes. short: one placeholder each."""
+    """tokens [n] (int32): placeholders repeated for as many tokens as each image takes. short: one placeholder each.
+    pictures: the PIL images, in RGB and within the bounds, for engines that have a processor of their own."""
 
     tokens: np.ndarray
     short: np.ndarray
     images: PromptImages | None = None
+    pictures: tuple[Any, ...] = ()
 
 
 # -- conversations -----------------------------------------------------------------------------------------------------
@@ -165,6 +167,13 @@ def _source(image: Any) -> Any:
     if not isinstance(entry.get("path"), (str, Path)):
         raise DataError(f"it is a {type(image).__name__} with neither bytes nor a path.")
     return Path(entry["path"]).expanduser()
+
+
+def blank_image() -> Any:
+    """A small picture with nothing in it."""
+    from PIL import Image
+
+    return Image.new("RGB", (64, 64))
 
 
 def bounded(image: Any, min_pixels: int | None, max_pixels: int | None, unit: int) -> Any:

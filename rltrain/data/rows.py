@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rltrain.data.checks import Keys, check_schema, row_problem
+from rltrain.data.pictures import Pictures
 from rltrain.errors import DataError
 from rltrain.seeds import stream
 
@@ -109,6 +110,12 @@ class Rows:
         present = [name for name in MEDIA_COLUMNS if name in file.table.column_names]
         values = file.records(present, row)[0] if present else {}
         return {name: value for name, value in values.items() if value}
+
+    def pictures(self) -> Pictures:
+        """Where the images of these rows stand."""
+        numbers = np.concatenate([file.numbers for file in self._files])[self._index]
+        file = np.searchsorted(self._starts, self._index, side="right") - 1
+        return Pictures(tuple(file.path for file in self._files), "images", file.astype(np.int32), numbers)
 
     def select(self, indices: Sequence[int] | np.ndarray) -> "Rows":
         """The rows at ``indices``, in that order, as new ``Rows``. No data is copied."""

@@ -25,9 +25,10 @@ from rltrain.controller.cluster import free, ray_logs, reserve, share, start_ray
 from rltrain.controller.group import WorkerGroup
 from rltrain.controller.hang import Deadlines
 from rltrain.controller.sample_writer import WriterProcess
-from rltrain.data.chat import ChatEncoder, PromptStore, chat_encoder, encode_prompts
+from rltrain.data.chat import ChatEncoder, chat_encoder
 from rltrain.data.custom import EpochSampler, custom_rows
 from rltrain.data.order import BatchOrder
+from rltrain.data.prompts import PromptStore, encode_prompts
 from rltrain.data.rows import Rows, read_rows
 from rltrain.data.sampler import Sampler, make_sampler
 from rltrain.device import get_device, threads_per_worker
@@ -290,6 +291,8 @@ def load_data(cfg: Config) -> Data:
             keys: dict[str, Any] = {"prompt_key": data.prompt_key, "reward_fn_key": data.reward_fn_key}
             found = read_rows(files, **keys, max_rows=limit, seed=data.seed if data.shuffle else None)
         store = encode_prompts(found, encoder, data.max_prompt_length, data.filter_overlong_prompts, data.truncation)
+        if store.has_images:
+            raise DataError(f"data.{split}_files={files}: vision prompts are not in this version; use text rows.")
         if not len(store):
             raise DataError(
                 f"data.{split}_files={files}: no prompt is left. Raise data.max_prompt_length={data.max_prompt_length}."

@@ -11,7 +11,7 @@ from typing import Any
 from rltrain.batch import Batch
 from rltrain.config.schema import Config
 from rltrain.config.step_passes import StepPasses
-from rltrain.data.chat import PromptStore
+from rltrain.data.prompts import PromptStore
 from rltrain.data.rows import Rows
 from rltrain.device import get_device
 from rltrain.workers.actor_ref import ActorRefWorker

@@ -21,7 +21,8 @@ from rltrain import columns as c
 from rltrain.batch import Batch, DictionaryColumn
 from rltrain.config.engines import ENGINES
 from rltrain.config.schema import Config
-from rltrain.data.chat import PromptStore, chat_encoder
+from rltrain.data.chat import chat_encoder
+from rltrain.data.prompts import PromptStore
 from rltrain.device import Device, resolve_dtype
 from rltrain.errors import NonFiniteError
 from rltrain.models.forward import PackedModel

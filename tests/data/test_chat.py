@@ -6,7 +6,8 @@ import sys
 import numpy as np
 import pytest
 
-from rltrain.data.chat import ChatEncoder, encode_prompts, truncate
+from rltrain.data.chat import ChatEncoder
+from rltrain.data.prompts import encode_prompts, truncate
 from rltrain.data.rows import read_rows
 from rltrain.errors import DataError
 
@@ -100,7 +101,7 @@ def test_a_refusing_template_names_file_and_row(tmp_path, write, good_row, token
 
 def test_vision_prompts_are_refused_by_name(tmp_path, write, good_row, encoder):
     path = write(tmp_path / "v.parquet", [good_row(0, images=[]), good_row(1, images=[{"bytes": b"x"}])])
-    with pytest.raises(DataError, match=r"v\.parquet' row 1 .*vision prompts are not in this version"):
+    with pytest.raises(DataError, match=r"v\.parquet' row 1: .*prompts have images, and config.json in"):
         encode_prompts(read_rows(path), encoder, 99)
     with pytest.raises(DataError, match="vision prompts are not in this version"):
         encoder.encode([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what"}]}])

@@ -12,7 +12,7 @@ from rltrain.config.load import load_config
 from rltrain.controller import sample_writer
 from rltrain.controller.sample_writer import SampleWriter, Written
 from rltrain.controller.samples import Samples, whole
-from rltrain.data.chat import PromptStore
+from rltrain.data.prompts import PromptStore
 from rltrain.data.rows import read_rows
 from rltrain.trainer.archive import Archive
 from tests.tiny import write_arithmetic

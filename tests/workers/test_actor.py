@@ -11,7 +11,8 @@ from rltrain.algorithms.aggregation import Denominators
 from rltrain.batch import Batch
 from rltrain.config.load import load_config
 from rltrain.config.step_passes import make_step_passes
-from rltrain.data.chat import chat_encoder, encode_prompts
+from rltrain.data.chat import chat_encoder
+from rltrain.data.prompts import encode_prompts
 from rltrain.data.rows import read_rows
 from rltrain.errors import NonFiniteError
 from rltrain.models.packing import pack

@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from rltrain.config.load import load_config
 from rltrain.config.step_passes import make_step_passes
-from rltrain.data.chat import chat_encoder, encode_prompts
+from rltrain.data.chat import chat_encoder
+from rltrain.data.prompts import encode_prompts
 from rltrain.data.rows import read_rows
 from rltrain.workers.hybrid import HybridWorker
 from rltrain.workers.rollout.base import Sampling

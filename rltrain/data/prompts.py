@@ -1,0 +1,200 @@
+"""Prompts of a run: tokens of all from the start, pixels of one when it is asked for.
+
+Prompts are encoded once, before a run starts, into a `PromptStore`: flat arrays that every process reads from shared
+memory without a tokenizer. Pixels are hundreds of times larger. So a store knows only where the pictures are, and the
+process that needs a prompt reads and processes them itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from rltrain.data.chat import ChatEncoder
+from rltrain.data.images import EncodedPrompt
+from rltrain.data.pictures import Pictures
+from rltrain.data.rows import PromptRow, Rows, first_of
+from rltrain.errors import DataError
+
+# Enough for the tokenizer to work on in parallel, without the texts of all rows in memory at once.
+_ENCODE_CHUNK_ROWS = 512
+
+
+@dataclass(frozen=True)
+class PromptStore:
+    """Token ids of prompts, one after another. Texts are readable without torch or a tokenizer.
+
+    Prompt ``i`` is ``values[offsets[i]:offsets[i + 1]]`` (int32) and belongs to row ``row_index[i]`` of the rows it was
+    made from; ``num_dropped`` rows were too long. ``counts`` [3, prompts]: of images, see the properties. ``pictures``
+    and ``encoder``: what the pixels are made from; all three None where no prompt has images.
+    """
+
+    values: np.ndarray
+    offsets: np.ndarray
+    row_index: np.ndarray
+    num_dropped: int
+    counts: np.ndarray | None = None
+    pictures: Pictures | None = None
+    encoder: ChatEncoder | None = None
+
+    def __len__(self) -> int:
+        return len(self.row_index)
+
+    def __repr__(self) -> str:
+        return f"<PromptStore: {len(self)} prompts, {len(self.values)} tokens, {self.num_dropped} dropped>"
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens per prompt, int64."""
+        return np.diff(self.offsets)
+
+    @property
+    def has_images(self) -> bool:
+        """Whether any prompt has."""
+        return self.counts is not None
+
+    @property
+    def num_images(self) -> np.ndarray:
+        """Images per prompt, int64."""
+        return self._counts(0)
+
+    @property
+    def image_rows(self) -> np.ndarray:
+        """Rows of pixels (patches or tiles) per prompt, int64: what the tower works on."""
+        return self._counts(1)
+
+    @property
+    def image_tokens(self) -> np.ndarray:
+        """Those of a prompt's tokens that stand for images, int64."""
+        return self._counts(2)
+
+    def _counts(self, which: int) -> np.ndarray:
+        return np.zeros(len(self), dtype=np.int64) if self.counts is None else self.counts[which]
+
+    def encoded(self, i: int) -> EncodedPrompt:
+        """Prompt ``i`` with its pixels and pictures, which are read and processed now, in this process.
+
+        Raises DataError, naming file and row, for a picture that cannot be read any more or has changed.
+        """
+        tokens = self.prompt(i)
+        if self.counts is None or not self.counts[0, i]:
+            return EncodedPrompt(tokens, tokens)
+        assert self.pictures is not None
+        assert self.encoder is not None
+        try:
+            return self.encoder.with_pictures(tokens, self.encoder.open_images(self.pictures.of(i)))
+        except DataError as error:
+            raise DataError(f"{self.pictures.origin(i)}: {error}") from error
+
+    def prompt(self, i: int) -> np.ndarray:
+        """Token ids of prompt ``i`` (int32, a view)."""
+        if not 0 <= i < len(self):
+            raise IndexError(f"prompt {i} of {len(self)}")
+        return self.values[self.offsets[i] : self.offsets[i + 1]]
+
+
+def encode_prompts(
+    rows: Rows, encoder: ChatEncoder, max_prompt_length: int, filter_overlong: bool = False, truncation: str = "error"
+) -> PromptStore:
+    """Token ids of all rows no longer than ``max_prompt_length``.
+
+    A longer prompt is dropped (``filter_overlong``) or else treated by ``truncation``: ``error`` raises, ``left`` keeps
+    its last tokens, ``right`` its first, ``middle`` half of each. Go on with ``rows.select(store.row_index)``: prompt i
+    of the store is then row i of the rows.
+    """
+    kept, row_index, overlong, counts = [], [], [], []
+    _ = encoder.tokenizer  # where there is none, no row is to blame
+    for position, (ids, count) in enumerate(_encode_rows(rows, encoder)):
+        if len(ids) > max_prompt_length:
+            # Collected even where they are an error, so that one message names how many there are and the length that
+            # would do.
+            if filter_overlong or truncation == "error" or count[0]:
+                overlong.append((position, len(ids)))
+                continue
+            ids = truncate(ids, max_prompt_length, truncation)
+        row_index.append(position)
+        counts.append(count)
+        # int32 holds every vocabulary and is half of what every process maps.
+        kept.append(np.asarray(ids, dtype=np.int32))
+    if overlong and not filter_overlong:
+        raise DataError(_overlong_report(rows, overlong, max_prompt_length))
+    if not kept:
+        shortest = min(length for _, length in overlong)
+        raise DataError(
+            f"data.filter_overlong_prompts=True leaves no prompt: all {len(rows)} are longer than "
+            f"data.max_prompt_length={max_prompt_length} tokens (the shortest has {shortest})."
+        )
+    store = PromptStore(
+        values=np.concatenate(kept),
+        offsets=np.cumsum([0, *map(len, kept)], dtype=np.int64),
+        row_index=np.asarray(row_index, dtype=np.int64),
+        num_dropped=len(overlong),
+    )
+    of_images = np.ascontiguousarray(np.asarray(counts, dtype=np.int64).T)
+    if not of_images.any():
+        return store
+    return replace(store, counts=of_images, pictures=rows.select(row_index).pictures(), encoder=encoder)
+
+
+def truncate(ids: list[int], limit: int, how: str) -> list[int]:
+    """At most ``limit`` of ``ids``: the last (``left``), the first (``right``) or half of each (``middle``)."""
+    if len(ids) <= limit:
+        return ids
+    if how == "left":
+        return ids[len(ids) - limit :]
+    if how == "right":
+        return ids[:limit]
+    head = limit // 2
+    return ids[:head] + ids[len(ids) - (limit - head) :]
+
+
+_NO_IMAGES = (0, 0, 0)
+Encoded = tuple[list[int], tuple[int, int, int]]
+
+
+def _encode_rows(rows: Rows, encoder: ChatEncoder) -> Iterator[Encoded]:
+    """Token ids and counts of images, row by row; in chunks, and again one by one where a chunk fails, to name the
+    row."""
+    stream: Iterator[PromptRow] = iter(rows)
+    has_images = any(rows.media(position) for position in range(len(rows)))
+    for start in range(0, len(rows), _ENCODE_CHUNK_ROWS):
+        prompts = [row.prompt for row in islice(stream, _ENCODE_CHUNK_ROWS)]
+
+        def encode(first: int, chunk: list[Any]) -> list[Encoded]:
+            if not has_images:
+                return [(ids, _NO_IMAGES) for ids in encoder.encode_batch(chunk)]
+            media = [rows.media(first + place) for place in range(len(chunk))]
+            if any("videos" in each for each in media):
+                raise DataError("it holds videos, which are not in this version.")
+            sizes = [[image.size for image in encoder.open_images(each.get("images", ()))] for each in media]
+            found = encoder.expanded(chunk, sizes)
+            return [(ids, _counted(ids, of, encoder)) for ids, of in zip(found, sizes, strict=True)]
+
+        try:
+            yield from encode(start, prompts)
+        except DataError:
+            for position, prompt in enumerate(prompts, start):
+                try:
+                    encode(position, [prompt])
+                except DataError as error:
+                    raise DataError(f"{rows.origin(position)}: {error}") from error
+            raise
+
+
+def _counted(ids: list[int], sizes: list[tuple[int, int]], encoder: ChatEncoder) -> tuple[int, int, int]:
+    if not sizes:
+        return _NO_IMAGES
+    return len(sizes), sum(encoder.num_rows(sizes)), ids.count(encoder.processor.image_token_id)
+
+
+def _overlong_report(rows: Rows, overlong: list[tuple[int, int]], limit: int) -> str:
+    longest = max(length for _, length in overlong)
+    title = (
+        f"{len(overlong)} of {len(rows)} prompts are longer than data.max_prompt_length={limit} tokens. Try "
+        f"data.filter_overlong_prompts=True, data.max_prompt_length={longest}, or data.truncation=left."
+    )
+    return first_of(title, [f"{rows.origin(position)}: {length} tokens" for position, length in overlong])

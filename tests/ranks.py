@@ -1,9 +1,12 @@
 """Tests on several processes, without Ray."""
 
 import multiprocessing
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
+import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
 
 # Imported once, in a process from which those of the ranks are forked.
@@ -11,6 +14,17 @@ _PRELOADED = ["rltrain.workers.hybrid", "tests.tiny"]
 
 
 def run_on_ranks(function: Callable[..., None], world: int, *args: Any) -> None:
-    """``function(rank, world, *args)`` in ``world`` processes at once. Raises what the first that fails raises."""
+    """``function(rank, world, *args)`` in ``world`` processes of one group. Raises what the first that fails raises."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOADED)
-    mp.start_processes(function, (world, *args), nprocs=world, start_method="forkserver")
+    with tempfile.TemporaryDirectory() as folder:
+        own = (function, world, f"{folder}/store", *args)
+        mp.start_processes(_in_group, own, nprocs=world, start_method="forkserver")
+
+
+def _in_group(rank: int, function: Callable[..., None], world: int, store: str, *args: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+    function(rank, world, *args)
+    # A rank that is done may still be asked by another one.
+    dist.barrier()
+    dist.destroy_process_group()

@@ -70,6 +70,13 @@ def flow(text: str) -> str:
     return "".join(words)
 
 
+def parsed(text: str) -> Any:
+    """What the text of a value stands for on the command line; interpolations stay. Raises YAMLError or an error of
+    OmegaConf's."""
+    tree: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={flow(text)}"]), resolve=False)
+    return tree["value"]
+
+
 def stock(name: str) -> Tree | None:
     """What verl's own file of that name sets beside verl's defaults, or None for a name that is not verl's."""
     return _STOCK.get(Path(name).name.removesuffix(".yaml").removesuffix(".yml"))

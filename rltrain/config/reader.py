@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
@@ -18,9 +17,9 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from rltrain.config.budgets import total_problem
-from rltrain.config.hydra import flow
+from rltrain.config.hydra import parsed
 from rltrain.config.keys import Key, all_keys, free_form_parent, is_known, meant, sections
-from rltrain.config.renames import answer, rename, shown, turned_off
+from rltrain.config.renames import answer, leaves_of, rename, shown, turned_off
 from rltrain.config.schema import Config
 from rltrain.config.spellings import OLD_KEYS, VALUES, of_several
 from rltrain.config.verl_keys import ALIASES, CLASSES, CLASSIFIER, IMPLIES, OVERRIDES
@@ -60,7 +59,7 @@ class Reader:
 
     def set(self, written: str, value: Any) -> None:
         """Take over one key, in any spelling. A mapping is taken over key by key."""
-        for each, leaf in _leaves({written: value}, ""):
+        for each, leaf in leaves_of({written: value}):
             self._set_leaf(each, leaf)
 
     def _set_leaf(self, written: str, value: Any) -> None:
@@ -229,8 +228,7 @@ class Reader:
 
 def _parse_value(key: str, text: str) -> Any:
     """YAML flow syntax; ``${other.key}`` is kept for later. A text key takes the text: 007 is a name, not a number."""
-    parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={flow(text)}"]), resolve=False)
-    value = parsed["value"]
+    value = parsed(text)
     known = all_keys().get(rename(key))
     if known and known.type_name.startswith("str") and isinstance(value, bool | int | float):
         return text.strip()
@@ -285,16 +283,3 @@ def _unknown(written: str, key: str) -> str:
 def _ends(key: str) -> list[int]:
     """The ends of the sections around a key, innermost first."""
     return [found.start() for found in re.finditer(r"\.", key)][::-1]
-
-
-def _leaves(tree: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    """Dotted keys and their values; a free-form dictionary is one value."""
-    for name, value in tree.items():
-        key = f"{prefix}{name}"
-        if name == "_target_":  # Hydra's class names
-            continue
-        known = all_keys().get(rename(key))
-        if isinstance(value, dict) and value and not (known and known.free_form):
-            yield from _leaves(value, f"{key}.")
-        else:
-            yield key, value

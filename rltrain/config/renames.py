@@ -6,11 +6,12 @@ The tables are `verl_keys` and `verl_refused`; here is how they are read.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from rltrain.config.keys import all_keys
 from rltrain.config.verl_keys import ALIASES, NO_EFFECT
 from rltrain.config.verl_refused import REFUSED, SECTIONS
 
@@ -47,6 +48,19 @@ def rename(key: str) -> str:
         if old.endswith(".") and key.startswith(old):
             return new + key[len(old) :]
     return key
+
+
+def leaves_of(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and their values, in any spelling; a free-form dictionary is one value."""
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if name == "_target_":  # Hydra's class names
+            continue
+        known = all_keys().get(rename(key))
+        if isinstance(value, Mapping) and value and not (known and known.free_form):
+            yield from leaves_of(value, f"{key}.")
+        else:
+            yield key, value
 
 
 def answer(key: str, value: Any, lookup: Callable[[str], Any] = lambda key: None) -> Answer | None:

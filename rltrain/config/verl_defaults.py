@@ -8,12 +8,12 @@ counts as not written. The tables hold what verl 0.5 to main say, as far as it i
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
 from rltrain.config.keys import all_keys, followed, is_known
-from rltrain.config.renames import rename
+from rltrain.config.renames import leaves_of, rename
 
 # Nobody types so many keys that are not keys here, so a program of verl's wrote the tree.
 _WHOLE = 50
@@ -106,7 +106,7 @@ def as_written(tree: Mapping[str, Any], asked: Collection[str] = ()) -> dict[str
     tree = {key: value for key, value in tree.items() if key not in ("_wandb", "wandb_version")}
     if tree and all(isinstance(each, Mapping) and "value" in each for each in tree.values()):
         tree = {key: each["value"] for key, each in tree.items()}  # the form in which W&B saves it
-    leaves = {key: value for key, value in _leaves(tree, "") if value != "???"}
+    leaves = {key: value for key, value in leaves_of(tree) if value not in ("???", {})}
     if sum(not is_known(rename(key)) for key in leaves) < _WHOLE:
         return leaves
     return {key: value for key, value in leaves.items() if key in asked or not _a_default(key, value, leaves)}
@@ -134,13 +134,3 @@ def _a_default(written: str, value: Any, leaves: Mapping[str, Any]) -> bool:
 def _without_nulls(value: Mapping[str, Any]) -> dict[str, Any]:
     pruned = {name: _without_nulls(one) if isinstance(one, dict) else one for name, one in value.items()}
     return {name: one for name, one in pruned.items() if one is not None and one != {}}
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        key = f"{prefix}{name}"
-        known = all_keys().get(rename(key))
-        if isinstance(value, Mapping) and value and not (known and known.free_form):
-            yield from _leaves(value, f"{key}.")
-        elif name != "_target_" and value != {}:
-            yield key, value

@@ -7,19 +7,16 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from rltrain.config.hydra import flow
-
-_R = "actor_rollout_ref.rollout."
+from rltrain.config import hydra
 
 
 def parsed(text: str) -> Any:
-    """The value that a text on the command line stands for."""
+    """The value that a text on the command line stands for, or the text where it is none."""
     try:
-        return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={flow(text)}"]), resolve=False)["value"]  # type: ignore
+        return hydra.parsed(text)
     except (YAMLError, OmegaConfBaseException):
         return text
 
@@ -158,10 +155,6 @@ RULES: dict[str, Rule] = {
     "*.model.lora.dropout": Rule(turn=_only("0", "0.0")),
     "*.model.lora.merge": Rule(why="adapters are always merged on the way to the engine"),
     "*.model.lora.*": Rule(why="it counts only in Megatron"),
-    _R + "quantization": Rule(_R + "engine_kwargs.{engine}.quantization", "an argument of the engine"),
-    _R + "cudagraph_capture_sizes": Rule(
-        _R + "engine_kwargs.{engine}.cudagraph_capture_sizes", "an argument of the engine"
-    ),
 }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,7 @@ def translate(written: Sequence[tuple[str, str]], unknown: str = "__") -> Ported
     together = _together(ported, last)
     for key, text in last.items():
         if key not in together:
-            _take(ported, key, text, last)
+            _take(ported, key, text)
     _min_lr(ported, last)
     _totals(ported, last)
     _not_read(ported)
@@ -107,7 +107,7 @@ def _together(ported: Ported, written: Mapping[str, str]) -> set[str]:
     return keys
 
 
-def _take(ported: Ported, key: str, text: str, written: Mapping[str, str]) -> None:
+def _take(ported: Ported, key: str, text: str) -> None:
     if _is_total(key) or key.endswith(".optim.min_lr"):
         return  # later, when all is known
     rule = rule_of(key)
@@ -118,7 +118,7 @@ def _take(ported: Ported, key: str, text: str, written: Mapping[str, str]) -> No
     if turned is None:
         ported.lost.append(f"{key}={text}: {rule.why or 'it has no counterpart here'}")
     elif rule.target and text not in ("null", "None"):
-        names = _places(key) | {"last": key.rpartition(".")[2], "engine": written.get(_R + "name", "vllm")}
+        names = _places(key) | {"last": key.rpartition(".")[2]}
         _try(ported, rule.target.format(**names), turned, {"why": rule.why.format(**names)})
     elif rule.why and text not in ("null", "None", "False", "false", "1", "0"):
         ported.decisions.append(f"{key.rpartition('.')[2]}: {rule.why}" if rule.why != SPREAD else rule.why)
@@ -293,9 +293,3 @@ def _check(ported: Ported, unknown: str) -> None:
 def _is_text(key: str) -> bool:
     known = all_keys().get(key)
     return known is None or not known.type_name.startswith(("int", "float", "bool"))
-
-
-def flat(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Settings of a file as they would be typed."""
-    for key, value in tree.items():
-        yield key, typed(value)

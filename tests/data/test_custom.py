@@ -35,13 +35,26 @@ GOOD = """
 """
 
 
+def written(file, code, name):
+    """The setting that names a class of this code."""
+    file.write_text(textwrap.dedent(code))
+    return f"{file}:{name}"
+
+
+def refusal(code, old, new, use):
+    """What ``use`` says of the code with a part of it replaced."""
+    assert old in code
+    with pytest.raises((ConfigError, DataError)) as caught:
+        use(code.replace(old, new))
+    return str(caught.value)
+
+
 @pytest.fixture
 def made(tmp_path):
     """Rows that a file's class makes."""
 
-    def make(code, max_rows=-1, name="Made", **data):
-        (tmp_path / "mine.py").write_text(textwrap.dedent(code))
-        cfg = DataConfig(custom_cls=f"{tmp_path}/mine.py:{name}", **data)
+    def make(code, max_rows=-1, **data):
+        cfg = DataConfig(custom_cls=written(tmp_path / "mine.py", code, "Made"), **data)
         return custom_rows(cfg, ["any.jsonl"], "the tokenizer", max_rows)
 
     return make
@@ -95,11 +108,9 @@ def test_an_older_class_without_max_samples_is_cut(made):
     ],
 )
 def test_a_class_that_cannot_be_used_says_why(made, old, new, said):
-    assert old in GOOD
-    with pytest.raises((ConfigError, DataError)) as caught:
-        made(GOOD.replace(old, new))
-    assert said in str(caught.value)
-    assert "data.custom_cls=" in str(caught.value)
+    message = refusal(GOOD, old, new, made)
+    assert said in message
+    assert "data.custom_cls=" in message
 
 
 SAMPLER = """
@@ -121,8 +132,8 @@ def sampler(made, tmp_path):
     """A sampler over six rows, two in a batch."""
 
     def make(code=SAMPLER, **own):
-        (tmp_path / "sampler.py").write_text(textwrap.dedent(code))
-        data = DataConfig(sampler=SamplerConfig(f"{tmp_path}/sampler.py:Down"), own_keys={"sampler": own})
+        name = written(tmp_path / "sampler.py", code, "Down")
+        data = DataConfig(sampler=SamplerConfig(name), own_keys={"sampler": own})
         return make_sampler(data, BatchOrder(6, 2, seed=1), made(GOOD))
 
     return make
@@ -172,8 +183,6 @@ def test_a_resumed_sampler_goes_on_as_if_never_stopped(sampler, caplog):
     ],
 )
 def test_a_sampler_that_cannot_be_used_says_why(sampler, old, new, said):
-    assert old in SAMPLER
-    with pytest.raises(ConfigError) as caught:
-        sampler(SAMPLER.replace(old, new)).rows(0)
-    assert said in str(caught.value)
-    assert "data.sampler.name=" in str(caught.value)
+    message = refusal(SAMPLER, old, new, lambda code: sampler(code).rows(0))
+    assert said in message
+    assert "data.sampler.name=" in message

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from rltrain.batch import Batch
@@ -87,9 +86,6 @@ def run(model, inputs: PackedInputs, size: int) -> dict[str, torch.Tensor]:
 
 
 def rank_main(rank: int, world: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     found = {}
     models = {name: load(PolicyModel, folder / name) for name in MODELS}
     models["critic"] = load(ScalarModel, folder / "llama")
@@ -99,8 +95,6 @@ def rank_main(rank: int, world: int, folder: Path) -> None:
         for size in (1, 2, 4):
             found[name, which, size] = run(models[name].train(), everything[which], size)
     torch.save(found, folder / f"rank_{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

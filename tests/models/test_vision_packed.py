@@ -257,9 +257,6 @@ def run_cut(policy: PolicyModel, batch: Batch, cut: list[list[int]] | None) -> d
 
 
 def rank_main(rank: int, world: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(str(folder / f"store_{world}"), world), rank=rank,
-                            world_size=world)  # fmt: skip
     found = {}
     for family in FAMILIES:
         batch = make_batch(str(folder / family))
@@ -268,8 +265,6 @@ def rank_main(rank: int, world: int, folder: Path) -> None:
             for name, cut in (CUTS if world > 1 else {"alone": None}).items():
                 found[family, name, mode] = run_cut(policy, batch, cut)
     torch.save(found, folder / f"rank_{rank}_of_{world}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

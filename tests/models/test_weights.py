@@ -54,8 +54,7 @@ def test_a_weight_with_a_gather_to_itself_is_not_copied(model):
 SHAPES = {"even": (8, 3), "uneven": (7, 3), "fewer rows than ranks": (2, 5), "vector": (5,), "cube": (4, 2, 3)}
 
 
-def rank_main(rank: int, world: int, store: str) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+def rank_main(rank: int, world: int) -> None:
     generator = torch.Generator().manual_seed(0)
     weights = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
     model = sharded(weights, world)
@@ -64,12 +63,11 @@ def rank_main(rank: int, world: int, store: str) -> None:
             found = {weight.name: weight.values for weight in whole_weights(model, dtype, bucket_bytes)}
             for name, whole in weights.items():
                 assert torch.equal(found[name], whole.to(dtype)), (name, dtype, bucket_bytes)
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_what_is_gathered_are_the_weights_to_the_bit(ranks, tmp_path):
-    run_on_ranks(rank_main, ranks, str(tmp_path / "store"))
+def test_what_is_gathered_are_the_weights_to_the_bit(ranks):
+    run_on_ranks(rank_main, ranks)
 
 
 def test_a_whole_weight_in_the_right_dtype_is_not_copied():

@@ -126,6 +126,10 @@ def test_megatron_becomes_fsdp2_ulysses_and_offload(tmp_path):
         (M + "override_transformer_config.moe_aux_loss_coeff=0.01", "moe_aux_loss_coeff"),
         ("actor_rollout_ref.rollout.multi_turn.enable=True", "single-turn"),
         ("actor_rollout_ref.actor.optim.lr_decay_style=linear", "lr_decay_style"),
+        (
+            "actor_rollout_ref.rollout.quantization=fp8",
+            "actor_rollout_ref.rollout.quantization=fp8: the engine is given",
+        ),
         ("trainer.resume_from_path=/c/global_step_8", "model_merger merge"),
         ("nonsense.key=1", "nonsense.key"),
     ],

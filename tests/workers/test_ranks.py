@@ -127,9 +127,6 @@ def record_gradients(updater, model, gradients: list[torch.Tensor]) -> None:
 
 
 def rank_main(rank: int, world: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / f"store_{world}"), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     found = {
         (*sizes, name): run_variant(folder, VARIANTS[name], sizes[1])
         for sizes, names in CUTS.items()
@@ -138,7 +135,6 @@ def rank_main(rank: int, world: int, folder: Path) -> None:
     }
     if rank == 0:
         torch.save(found, folder / f"world_{world}.pt")
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

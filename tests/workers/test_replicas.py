@@ -93,11 +93,8 @@ def move(actor, seed: int) -> None:
 
 def rank_main(rank: int, world: int, folder: Path, names: list[str]) -> None:
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
     if names[0].startswith("sglang"):
         sys.modules.update(sglang_double.MODULES)
-    store = dist.FileStore(str(folder / f"store_{names[0]}"), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     for name in names:
         found = run(folder, *CUTS[name][1:])
         if rank == 0:

@@ -46,7 +46,7 @@ def _add(name: str, shape: str, dtype: str, maker: str, readers: str) -> str:
 # -- made by the rollout -----------------------------------------------------------------------------------------------
 
 PROMPT = _add("prompt", PER_PROMPT_TOKEN, "int32", "rollout", "every pass, update")
-# Pixels, grids and positions (`data.images.PromptImages`), or None for a prompt of text alone. A run has none yet.
+# Pixels, grids and positions (`data.images.PromptImages`), or None for a prompt of text alone.
 IMAGES = _add("images", PER_PROMPT, "object", "rollout", "every pass, update")
 RESPONSE = _add("response", PER_ANSWER_TOKEN, "int32", "rollout", "every pass, update")
 RESPONSE_MASK = _add(

@@ -188,6 +188,9 @@ class ActorConfig:
     """sapo: temperature of the gate for positive advantages."""
     tau_neg: float = key(1.05, over=0)
     """sapo: temperature of the gate for the other advantages."""
+    freeze_vision_tower: bool = False
+    """Prompts with images: leave the vision tower of the policy, and of a critic, as it was loaded, with what projects
+    its features. Under LoRA it rests anyway unless target_modules names its layers."""
     loss_agg_mode: Aggregation | None = None
     """How token losses become one loss over the global mini-batch; null: the loss's own way (gspo, sapo and geo_mean
     seq-mean-token-mean, all others token-mean), and token-mean for entropy and KL."""

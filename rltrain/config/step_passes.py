@@ -30,7 +30,8 @@ class StepPasses:
     follow from the policy as it is updated, otherwise from the old log-probs.
     policy_loss: the loss that runs. aggregation: how its token losses become one. selects: it treats some tokens of the
     mini-batch differently. skips_silent: samples without advantage are left out of the update. first_actor_step: until
-    then only the critic learns.
+    then only the critic learns. images: some prompt of the run has some, so every forward of policy, reference and
+    critic calls the vision tower.
     """
 
     estimator: EstimatorTraits
@@ -50,6 +51,7 @@ class StepPasses:
     selects: bool
     skips_silent: bool
     first_actor_step: int
+    images: bool = False
 
     @property
     def values(self) -> bool:
@@ -107,8 +109,8 @@ class StepPasses:
         yield f"update_actor ({', '.join(more)})" if more else "update_actor"
 
 
-def make_step_passes(config: Config) -> StepPasses:
-    """Decide the passes of ``config``."""
+def make_step_passes(config: Config, images: bool = False) -> StepPasses:
+    """Decide the passes of ``config``. images: whether prompts have any, which their files say alone."""
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     correction, estimator = algorithm.rollout_correction, estimator_traits(algorithm.adv_estimator)
     reinforce = correction.bypass_mode and correction.loss_type == "reinforce"
@@ -146,6 +148,7 @@ def make_step_passes(config: Config) -> StepPasses:
         skips_silent=loss.silent_at_zero and not (actor.use_kl_loss or actor.entropy_coeff != 0 or estimator.whitens),
         # Without a critic nothing would learn in the steps of a warm-up.
         first_actor_step=config.trainer.critic_warmup if estimator.values else 0,
+        images=images,
     )
 
 

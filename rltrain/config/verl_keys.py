@@ -171,7 +171,6 @@ NO_EFFECT = {
     _A + "actor.data_loader_seed": "the order of mini-batches follows data.seed",
     _A + "actor.use_prefix_grouper": "answers share the tokens of their prompt wherever that pays",
     _A + "actor.policy_loss.dro_beta": "only the loss dro uses it, which is not here",
-    _A + "actor.freeze_vision_tower": "images are not in this version",
     "*.optim.override_optimizer_config*": "use optim.* and fsdp_config.optimizer_offload",
     "*.optim.lr_scheduler": "use optim.lr_scheduler_type",
     "*.optim.optimizer": "every model is trained by torch's AdamW",

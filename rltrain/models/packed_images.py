@@ -40,7 +40,8 @@ class PackedImages:
         for key, images in distinct.items():
             first[key], total = total, total + len(images.places)
         each = list(distinct.values())
-        places = [torch.from_numpy(images.places) + start for images, start in laid]
+        # `tensor` copies: arrays that come out of the object store must not be written to, of which torch warns.
+        places = [torch.tensor(images.places) + start for images, start in laid]
         features = [torch.arange(len(images.places)) + first[id(images)] for images, _ in laid]
         grids = [images.grids for images in each if images.grids is not None]
         return cls(

@@ -218,7 +218,7 @@ class _Laid:
         if question:
             prompt_length = question[1]
             of_prompt = None if images is None else images.positions
-            self._place(torch.arange(prompt_length) if of_prompt is None else torch.from_numpy(of_prompt))
+            self._place(torch.arange(prompt_length) if of_prompt is None else torch.tensor(of_prompt))
             self.with_images += [(prompt, start)] if images is not None else []
         if own[1]:
             self._place(torch.arange(own[1]) + answer_position(images, prompt_length))

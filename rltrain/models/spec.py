@@ -14,6 +14,8 @@ from rltrain.device import Device, resolve_dtype
 from rltrain.models.load import load_config
 from rltrain.models.lora import Lora, lora_of
 
+Tower = Literal["rests", "frozen", "trained"]
+
 
 @dataclass(frozen=True)
 class ModelSpec:
@@ -36,7 +38,7 @@ class ModelSpec:
     sequence_parallel_size: int = 1
     lora: Lora | None = None
     longest: int | None = None
-    tower: Literal["rests", "frozen", "trained"] = "rests"
+    tower: Tower = "rests"
 
     def load_config(self) -> PretrainedConfig:
         """The Hugging Face config with the user's overrides. Raises ConfigError."""
@@ -44,29 +46,32 @@ class ModelSpec:
         return load_config(self.path, _section(self.role), trust_remote_code=trust, override=self.override)
 
 
-def actor_spec(cfg: Config, device: Device) -> ModelSpec:
+# In the functions below, ``images`` says that prompts of the run have some.
+
+
+def actor_spec(cfg: Config, device: Device, images: bool = False) -> ModelSpec:
     """The policy that is trained."""
     roles = cfg.actor_rollout_ref
     size = roles.actor.ulysses_sequence_parallel_size
-    return _trained(cfg, "actor_rollout_ref.actor", roles.model, roles.actor.fsdp_config, size, device)
+    return _trained(cfg, "actor_rollout_ref.actor", roles.model, roles.actor.fsdp_config, size, device, images)
 
 
-def reference_spec(cfg: Config, device: Device) -> ModelSpec:
+def reference_spec(cfg: Config, device: Device, images: bool = False) -> ModelSpec:
     """The policy as it was before training, sharded as the actor is."""
-    actor, size = actor_spec(cfg, device), cfg.actor_rollout_ref.ref.ulysses_sequence_parallel_size
+    actor, size = actor_spec(cfg, device, images), cfg.actor_rollout_ref.ref.ulysses_sequence_parallel_size
     spec = replace(actor, role="actor_rollout_ref.ref", gradient_checkpointing=False, sequence_parallel_size=size)
     # Frozen weights gain nothing from a dtype wider than the one they compute in.
-    return replace(spec, master_dtype=actor.compute_dtype, lora=None)
+    return replace(spec, master_dtype=actor.compute_dtype, lora=None, tower="frozen" if images else "rests")
 
 
-def critic_spec(cfg: Config, device: Device) -> ModelSpec:
+def critic_spec(cfg: Config, device: Device, images: bool = False) -> ModelSpec:
     """The value function."""
     model, size = cfg.critic.model, cfg.critic.ulysses_sequence_parallel_size
-    return _trained(cfg, "critic", model, model.fsdp_config, size, device)
+    return _trained(cfg, "critic", model, model.fsdp_config, size, device, images)
 
 
 def reward_model_spec(cfg: Config, device: Device) -> ModelSpec:
-    """The model that scores answers."""
+    """The model that scores answers, from their text alone."""
     model = cfg.reward_model.model
     dtype = resolve_dtype(model.fsdp_config.compute_dtype, device)
     spec = ModelSpec(model.path or "", "reward_model", model.trust_remote_code, fsdp=model.fsdp_config)
@@ -75,8 +80,15 @@ def reward_model_spec(cfg: Config, device: Device) -> ModelSpec:
 
 
 def _trained(
-    cfg: Config, role: str, model: ModelConfig | CriticModelConfig, fsdp: FSDPConfig, size: int, device: Device
+    cfg: Config,
+    role: str,
+    model: ModelConfig | CriticModelConfig,
+    fsdp: FSDPConfig,
+    size: int,
+    device: Device,
+    images: bool,
 ) -> ModelSpec:
+    used: Tower = "frozen" if cfg.actor_rollout_ref.actor.freeze_vision_tower else "trained"
     dtype, compute_dtype = resolve_dtype(fsdp.model_dtype, device), resolve_dtype(fsdp.compute_dtype, device)
     lora = lora_of(model, _section(role), dtype, cfg.data.seed)
     return ModelSpec(
@@ -92,6 +104,7 @@ def _trained(
         sequence_parallel_size=size,
         lora=lora,
         longest=longest_sequence(cfg),
+        tower=used if images else "rests",
     )
 
 

@@ -46,6 +46,7 @@ from rltrain.trainer.experience import Experience
 from rltrain.trainer.plan import Plan, describe, make_plan
 from rltrain.trainer.ppo import PPOTrainer
 from rltrain.trainer.preflight import preflight
+from rltrain.trainer.preflight_models import look_at_images
 from rltrain.trainer.progress import Start, find_start
 from rltrain.trainer.rewards import Rewards
 from rltrain.trainer.roles import Critic, Policy, RewardModel
@@ -66,6 +67,11 @@ class Data:
     rows: dict[str, Rows]
     prompts: dict[str, PromptStore]
     encoder: ChatEncoder
+
+    @property
+    def has_images(self) -> bool:
+        """Whether any prompt has images."""
+        return any(store.has_images for store in self.prompts.values())
 
 
 def build(
@@ -90,7 +96,12 @@ def build(
             log.warning("note: %s", note)
         told = Callbacks(cfg.trainer.callbacks, callbacks)
         data = load_data(cfg)
-        plan = make_plan(cfg, len(data.prompts["train"]), data.prompts["train"].num_dropped)
+        plan = make_plan(cfg, len(data.prompts["train"]), data.prompts["train"].num_dropped, images=data.has_images)
+        of_images = look_at_images(cfg, data.has_images)
+        if of_images.problems:
+            raise ConfigError("\n".join(of_images.problems))
+        for note in of_images.notes:
+            log.warning("note: %s", note)
         log.info("%s", describe(plan, cfg))
         sampler_of(cfg, plan, data.rows["train"], trial=True)
         folder = RunFolder(cfg.trainer.default_local_dir)
@@ -291,8 +302,6 @@ def load_data(cfg: Config) -> Data:
             keys: dict[str, Any] = {"prompt_key": data.prompt_key, "reward_fn_key": data.reward_fn_key}
             found = read_rows(files, **keys, max_rows=limit, seed=data.seed if data.shuffle else None)
         store = encode_prompts(found, encoder, data.max_prompt_length, data.filter_overlong_prompts, data.truncation)
-        if store.has_images:
-            raise DataError(f"data.{split}_files={files}: vision prompts are not in this version; use text rows.")
         if not len(store):
             raise DataError(
                 f"data.{split}_files={files}: no prompt is left. Raise data.max_prompt_length={data.max_prompt_length}."

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rltrain.config.engines import ENGINES
+from rltrain.config.engines import ENGINES, engines_with
 from rltrain.config.schema import Config
 from rltrain.config.step_passes import make_step_passes
 from rltrain.data.chat import chat_encoder
@@ -58,6 +58,33 @@ def look_at_models(cfg: Config, found: Findings) -> None:
                 _look_at(kind, spec, cfg, found)
         except (ConfigError, DataError) as error:
             found.problems.append(str(error))
+
+
+def look_at_images(cfg: Config, has_images: bool) -> Findings:
+    """What follows from whether any prompt has images, which is known once the rows are read."""
+    found, key = Findings(), "actor_rollout_ref.actor.freeze_vision_tower"
+    if has_images:
+        found.problems += _image_problems(cfg)
+        if cfg.reward_model.enable:
+            found.notes.append("the reward model reads texts alone; where a prompt has an image it reads <image>")
+    elif cfg.actor_rollout_ref.actor.freeze_vision_tower:
+        found.notes.append(f"{key}: no effect: no prompt has images, so a vision tower rests anyway")
+    return found
+
+
+def _image_problems(cfg: Config) -> Iterator[str]:
+    """An engine or a critic that does not take the images of the policy."""
+    engine, device = cfg.actor_rollout_ref.rollout.name, get_device(cfg.trainer.device)
+    if not ENGINES[engine].images:
+        yield f"{_R}name={engine} takes text alone, and prompts have images. Use {engines_with('images')}."
+    if cfg.algorithm.needs_critic:
+        policy, critic = actor_spec(cfg, device), critic_spec(cfg, device)
+        kinds = [spec.load_config().model_type for spec in (policy, critic)]
+        if kinds[0] != kinds[1]:
+            yield (
+                f"critic.model.path={critic.path} is a {kinds[1]}, and prompts have images, which are made for the "
+                f"policy's family, {kinds[0]}. Use a model of it, or leave the key out to start from the policy."
+            )
 
 
 def _look_at(kind: type[Any], spec: ModelSpec, cfg: Config, found: Findings) -> None:

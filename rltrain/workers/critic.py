@@ -28,11 +28,11 @@ from rltrain.workers.updater import Updater, idle
 class CriticWorker(Critic):
     """One shard of the critic. Every method is called on all ranks at once."""
 
-    def __init__(self, cfg: Config, residency: Residency) -> None:
+    def __init__(self, cfg: Config, residency: Residency, *, images: bool) -> None:
         self._cfg = cfg.critic
         self._residency = residency
         self._device = residency.device
-        self._model = sharded_model(ScalarModel, critic_spec(cfg, self._device), self._device)
+        self._model = sharded_model(ScalarModel, critic_spec(cfg, self._device, images), self._device)
         self._updater = Updater("critic", self._model, cfg.critic.optim, cfg.trainer, self._device)
         fsdp = cfg.critic.model.fsdp_config
         residency.add_model(self._model, "values", "train_critic", "save", offload=fsdp.param_offload)

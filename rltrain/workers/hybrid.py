@@ -45,11 +45,11 @@ class HybridWorker(Models, Advantages):
         residency = Residency(device)
         self.actor = actor = ActorRefWorker(self._cfg, passes, residency, trains=trains)
         self.rollout = RolloutWorker(
-            self._cfg, residency, self._prompts, actor.policy, lambda: actor.num_updates, actor.text_log_probs
+            self._cfg, passes, residency, self._prompts, actor.policy, lambda: actor.num_updates, actor.text_log_probs
         )
         self.roles += [self.actor, self.rollout]
         if passes.values and trains:
-            self.critic = CriticWorker(self._cfg, residency)
+            self.critic = CriticWorker(self._cfg, residency, images=passes.images)
             self.roles.append(self.critic)
         if self._cfg.reward_model.enable:
             assert self._rows is not None

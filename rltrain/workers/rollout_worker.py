@@ -21,7 +21,9 @@ from rltrain import columns as c
 from rltrain.batch import Batch, DictionaryColumn
 from rltrain.config.engines import ENGINES
 from rltrain.config.schema import Config
+from rltrain.config.step_passes import StepPasses
 from rltrain.data.chat import chat_encoder
+from rltrain.data.images import EncodedPrompt
 from rltrain.data.prompts import PromptStore
 from rltrain.device import Device, resolve_dtype
 from rltrain.errors import NonFiniteError
@@ -32,7 +34,7 @@ from rltrain.seeds import sample_seeds
 from rltrain.workers.residency import Residency
 from rltrain.workers.results import GenerationNumbers, SyncReport
 from rltrain.workers.roles import Rollout
-from rltrain.workers.rollout.base import Generation, Job, RolloutEngine, check_images
+from rltrain.workers.rollout.base import Generation, Job, RolloutEngine
 from rltrain.workers.rollout.queue import JobQueue, make_replica, samples_per_job
 from rltrain.workers.rollout.settings import EngineSettings, make_engine
 from rltrain.workers.tasks import Finished, GenerateTask
@@ -53,6 +55,7 @@ class RolloutWorker(Rollout):
     def __init__(
         self,
         cfg: Config,
+        passes: StepPasses,
         residency: Residency,
         prompts: dict[str, PromptStore],
         policy: PackedModel,
@@ -60,6 +63,7 @@ class RolloutWorker(Rollout):
         text_log_probs: Callable[[Sequence[int]], Tensor],
     ) -> None:
         self._rollout = cfg.actor_rollout_ref.rollout
+        self._images = passes.images
         self._residency = residency
         self._device = residency.device
         self._prompts = prompts
@@ -84,7 +88,7 @@ class RolloutWorker(Rollout):
         residency.add_engine(self._release)
 
     def _make_engine(self, cfg: Config, dtype: torch.dtype) -> RolloutEngine:
-        model = actor_spec(cfg, self._device)
+        model = actor_spec(cfg, self._device, self._images)
         self._vocabulary = model.load_config().get_text_config().vocab_size
         self._residency.enter("rollout")  # an engine measures the memory that is free now
         settings = EngineSettings(
@@ -138,7 +142,9 @@ class RolloutWorker(Rollout):
         slots = np.concatenate([job.place * task.num_samples + job.samples for job in queue.taken])
         # Which replica took a job, and when, depends on time; the order of slots does not.
         order = np.argsort(slots)
-        payload = _payload(queue.taken, slots, generation, begun).select(order)
+        # Nothing learns from other answers, so their pixels end here.
+        with_images = self._images and task.split == "train"
+        payload = _payload(queue.taken, slots, generation, begun, with_images).select(order)
         answers = payload.ragged(c.RESPONSE)
         prompts = payload.dictionary(c.PROMPT)
         assert isinstance(prompts.values, Ragged)
@@ -184,12 +190,29 @@ class RolloutWorker(Rollout):
                 some = any(slot in begun for slot in slots)
                 given = tuple(begun[slot].numpy() if slot in begun else _NOTHING for slot in slots) if some else None
                 jobs.append(Job(place, samples, prompt, seeds[place, samples], given))
-        check_images(self._rollout.name, jobs)
         num_dealt = min(len(jobs), self._replica.count * (self._rollout.max_num_seqs // size))
         # Where one member takes all jobs, it agrees with nobody.
         alone = ENGINES[self._rollout.name].leader_serves
         replica = replace(self._replica, size=1, group=None) if alone else self._replica
-        return JobQueue(jobs, num_dealt, replica, self._store, f"rollout/{task.call}", task.enough, task.must)
+        key, prepare = f"rollout/{task.call}", self._with_images(task) if self._images else list
+        return JobQueue(jobs, num_dealt, replica, self._store, key, task.enough, task.must, prepare)
+
+    def _with_images(self, task: GenerateTask) -> Callable[[list[Job]], list[Job]]:
+        """Gives jobs their prompts with images. Only the replica that takes a job reads its images."""
+        store = self._prompts[task.split]
+        # Several jobs may answer one prompt; the trainer then gets its pixels once.
+        read: dict[int, EncodedPrompt] = {}
+
+        def prepared(job: Job) -> Job:
+            number = int(task.rows[job.place])
+            if not store.num_images[number]:
+                return job
+            if job.place not in read:
+                read[job.place] = store.encoded(number)
+            encoded = read[job.place]
+            return replace(job, prompt=encoded.short, images=tuple(encoded.pictures), encoded=encoded)
+
+        return lambda jobs: [prepared(job) for job in jobs]
 
     def _hand_out(self, job: Job, answers: list[list[int]]) -> None:
         if job.given:
@@ -248,7 +271,9 @@ def _rows(begun: Batch | None, name: str) -> dict[int, Tensor]:
     return {} if begun is None else dict(zip(begun.dense(c.SLOT).tolist(), begun.ragged(name).rows(), strict=True))
 
 
-def _payload(jobs: Sequence[Job], slots: NDArray[np.int64], generation: Generation, begun: Batch | None) -> Batch:
+def _payload(
+    jobs: Sequence[Job], slots: NDArray[np.int64], generation: Generation, begun: Batch | None, with_images: bool
+) -> Batch:
     """The columns of the answers to ``jobs``, those of earlier steps in front of the new tokens."""
     tokens = generation.tokens
     mask = tokens.like(torch.ones_like(tokens.values, dtype=torch.bool))
@@ -257,9 +282,13 @@ def _payload(jobs: Sequence[Job], slots: NDArray[np.int64], generation: Generati
         earlier, nothing = _rows(begun, name), new.values[:0]
         rows = zip(slots.tolist(), new.rows(), strict=True)
         made[name] = Ragged.from_rows([torch.cat([earlier.get(slot, nothing), row]) for slot, row in rows])
-    prompts = {job.place: torch.from_numpy(np.asarray(job.prompt, dtype=np.int32)) for job in jobs}
+    asked = {job.place: job for job in sorted(jobs, key=lambda job: job.place)}
     places = np.repeat([job.place for job in jobs], [len(job.samples) for job in jobs])
     # Values stand in the order of their places, so a search in the sorted places gives each answer's prompt.
-    index = torch.from_numpy(np.searchsorted(sorted(prompts), places))
-    values = Ragged.from_rows([prompts[place] for place in sorted(prompts)])
-    return Batch({c.PROMPT: DictionaryColumn(values, index), **made})
+    index = torch.from_numpy(np.searchsorted(list(asked), places))
+    prompts = Ragged.from_rows([torch.from_numpy(np.asarray(job.tokens, dtype=np.int32)) for job in asked.values()])
+    columns = {c.PROMPT: DictionaryColumn(prompts, index), **made}
+    if with_images:
+        images = [job.encoded and job.encoded.images for job in asked.values()]
+        columns[c.IMAGES] = DictionaryColumn(images, index)
+    return Batch(columns)

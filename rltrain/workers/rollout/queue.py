@@ -8,7 +8,7 @@ taking a running job from another replica.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,7 +80,8 @@ class JobQueue:
 
     jobs: those of the whole task, in starting order. The first ``num_dealt`` are dealt to the replicas back and
     forth; if that is all of them, the assignment of jobs to replicas is deterministic. enough: stop when this many
-    prompts have all their answers, over all replicas, and the first ``must`` prompts are among them.
+    prompts have all their answers, over all replicas, and the first ``must`` prompts are among them. prepare: what is
+    done to jobs when they are taken, such as reading the images of their prompts.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class JobQueue:
         key: str,
         enough: int | None = None,
         must: int = 0,
+        prepare: Callable[[list[Job]], list[Job]] = list,
     ) -> None:
         self.taken: list[Job] = []
         self._jobs = jobs
@@ -101,6 +103,7 @@ class JobQueue:
         self._key = key
         self._enough = enough
         self._must = must
+        self._prepare = prepare
         self._jobs_of = Counter(job.place for job in jobs)
         # A prompt whose answers are all there already has no job, so it never ends here and is not waited for.
         self._num_must = sum(place < must for place in self._jobs_of)
@@ -113,7 +116,7 @@ class JobQueue:
         if self._empty or most < self._largest or self.stopped():
             return []
         numbers, self._empty = self._replica.agree(self._draw(most) if self._replica.leads else None)
-        jobs = [self._jobs[number] for number in numbers]
+        jobs = self._prepare([self._jobs[number] for number in numbers])
         self.taken += jobs
         return jobs
 

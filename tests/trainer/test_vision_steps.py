@@ -1,0 +1,76 @@
+"""Whole steps over prompts with pictures, in this process."""
+
+import importlib.util
+import itertools
+
+import pytest
+import torch
+
+if not importlib.util.find_spec("torchvision"):
+    pytest.skip("torchvision is not installed (scripts/test.sh installs it)", allow_module_level=True)
+
+from rltrain.models.vision import tower
+from tests.distance import distance
+from tests.local import local_trainer
+from tests.tiny import small_run
+from tests.tiny_vision import FAMILIES, save_tiny_vision_model, write_pictures
+from tests.trainer.steps import ACTOR, GAE, Moved, numbers_of, weights
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+MODEL, ROLLOUT = "actor_rollout_ref__model__", "actor_rollout_ref__rollout__"
+FROZEN = {ACTOR + "freeze_vision_tower": True}
+LORA = {MODEL + "lora_rank": 4, MODEL + "lora_alpha": 8, ACTOR + "optim__lr": 0.01}
+CARRY = {ROLLOUT + "tail": "carry_over", ROLLOUT + "oversample_ratio": 1.5}
+CARRY |= {"algorithm__rollout_correction__rollout_is": "token"}
+VARIANTS = {
+    "grpo, qwen2_vl": ("qwen2_vl", {}),
+    "grpo, qwen3_vl": ("qwen3_vl", {}),
+    "frozen, exact kl": ("qwen2_5_vl", FROZEN | {ACTOR + "kl_loss_type": "full"}),
+    "gae": ("qwen3_vl", GAE),
+    "adapters, internvl": ("internvl", LORA),
+    "carry over": ("qwen2_5_vl", CARRY),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("vision")
+    return {family: save_tiny_vision_model(folder / family, family, tied=False) for family in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pictures")
+    return write_pictures(folder / "train.parquet", range(24)), write_pictures(folder / "test.parquet", range(24, 30))
+
+
+@pytest.fixture
+def make(models, files, tmp_path):
+    def trainer(family, **changes):
+        sizes = {"data__max_prompt_length": 48, ACTOR + "ppo_max_token_len_per_gpu": 128}
+        count = itertools.count()
+        twist = lambda row, score: score + (next(count) * 7 % 5) / 5  # noqa: E731
+        return local_trainer(small_run(models[family], files, tmp_path, **(sizes | changes)), twist)
+
+    return trainer
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_steps_with_pictures_do_not_depend_on_the_cut(make, variant):
+    (family, changes), found = VARIANTS[variant], []
+    for cut in ({}, {ACTOR + "use_dynamic_bsz": False, ACTOR + "ppo_micro_batch_size_per_gpu": 3}):
+        trainer = make(family, **changes, **cut)
+        moved = Moved(trainer)
+        parts = tower(trainer.worker.actor.policy.model)
+        before = torch.cat([weights(part) for part in parts])
+        metrics = [numbers_of(trainer.step(step)) for step in (1, 2)]
+        saw = (torch.cat([weights(part) for part in parts]) - before).norm()
+        assert (saw > 0) == (not {ACTOR + "freeze_vision_tower", MODEL + "lora_rank"} & set(changes))
+        found.append((moved.by_role(), metrics))
+    for mine, theirs in zip(found[0][0], found[1][0], strict=True):
+        assert mine.norm() > 0.02
+        assert distance(theirs, mine) < 1e-4
+    for mine, theirs in zip(found[0][1], found[1][1], strict=True):
+        assert mine["rollout/log_prob_gap/mean"] < 1e-4
+        assert mine == pytest.approx(theirs, abs=2e-4, rel=2e-4)

@@ -27,11 +27,12 @@ from rltrain.rewards.custom import custom_reward
 from rltrain.rewards.processes.pool import make_scorer
 from rltrain.rewards.processes.score import Score
 from rltrain.rewards.processes.slot import Slot
-from rltrain.trainer.build import check_columns, load_data, sampler_of
+from rltrain.trainer.build import Data, check_columns, load_data, sampler_of
 from rltrain.trainer.changes import tell_changes
 from rltrain.trainer.checkpoint import Checkpoints
 from rltrain.trainer.plan import Plan, describe, make_plan
-from rltrain.trainer.preflight import Findings, preflight
+from rltrain.trainer.preflight import preflight
+from rltrain.trainer.preflight_models import Findings, look_at_images
 from rltrain.trainer.progress import Start, find_start
 from rltrain.trainer.saving import checkpoint_bytes, missing_room
 from rltrain.trainer.tracking import missing_package
@@ -48,7 +49,7 @@ def dry_run(loaded: LoadedConfig, notes: Sequence[str]) -> tuple[str, bool]:
     rows, num_prompts, num_too_long = _read(cfg, found)
     parts = []
     try:
-        plan = make_plan(cfg, num_prompts, num_too_long)
+        plan = make_plan(cfg, num_prompts, num_too_long, images=found.has_images)
         parts.append(describe(plan, cfg))
         if "train" in rows and len(rows["train"]) == num_prompts:
             sampler_of(cfg, plan, rows["train"], trial=True)
@@ -107,7 +108,7 @@ def _read(cfg: Config, found: Findings) -> tuple[dict[str, Rows], int | None, in
     data = cfg.data
     if data.custom_cls:  # it alone can say how many rows it makes
         try:
-            read = load_data(cfg) if found.tokenizer_works else None
+            read = _load(cfg, found) if found.tokenizer_works else None
         except RltrainError as error:
             found.problems.append(str(error))
             read = None
@@ -137,7 +138,7 @@ def _read(cfg: Config, found: Findings) -> tuple[dict[str, Rows], int | None, in
     short = replace(data, train_max_samples=looked_at["train"], val_max_samples=looked_at["val"], shuffle=shuffle)
     try:
         if found.tokenizer_works:
-            read = load_data(replace(cfg, data=short))
+            read = _load(replace(cfg, data=short), found)
             rows, prompts = read.rows, read.prompts["train"]
             # Only then the count after the filter is that of the run.
             if looked_at["train"] == wanted["train"]:
@@ -151,6 +152,13 @@ def _read(cfg: Config, found: Findings) -> tuple[dict[str, Rows], int | None, in
         found.problems.append(str(error))
         rows = {}
     return rows, wanted["train"], 0
+
+
+def _load(cfg: Config, found: Findings) -> Data:
+    read = load_data(cfg)
+    found.has_images = read.has_images
+    look_at_images(cfg, found)
+    return read
 
 
 def _count(files: Sequence[str]) -> int | None:

@@ -132,8 +132,8 @@ class Samples:
     ) -> Request:
         """The given samples in the given order. Raises KeyError when a column is not there for every one of them.
 
-        An ``optional`` column may exist for only some of the samples; the others get empty rows. A prompt comes with its
-        images, in a run that has some.
+        An ``optional`` column may exist for only some of the samples; the others get empty rows. A prompt comes
+        with its images, in a run that has some.
         """
         optional = (*optional, c.IMAGES) if c.PROMPT in columns else optional
         columns = [*columns, *optional]

@@ -46,7 +46,7 @@ from rltrain.trainer.experience import Experience
 from rltrain.trainer.plan import Plan, describe, make_plan
 from rltrain.trainer.ppo import PPOTrainer
 from rltrain.trainer.preflight import preflight
-from rltrain.trainer.preflight_models import look_at_images
+from rltrain.trainer.preflight_models import Findings, look_at_images
 from rltrain.trainer.progress import Start, find_start
 from rltrain.trainer.rewards import Rewards
 from rltrain.trainer.roles import Critic, Policy, RewardModel
@@ -96,12 +96,12 @@ def build(
             log.warning("note: %s", note)
         told = Callbacks(cfg.trainer.callbacks, callbacks)
         data = load_data(cfg)
-        plan = make_plan(cfg, len(data.prompts["train"]), data.prompts["train"].num_dropped, images=data.has_images)
-        of_images = look_at_images(cfg, data.has_images)
-        if of_images.problems:
-            raise ConfigError("\n".join(of_images.problems))
-        for note in of_images.notes:
+        look_at_images(cfg, of_rows := Findings(has_images=data.has_images))
+        if of_rows.problems:
+            raise ConfigError("\n".join(of_rows.problems))
+        for note in of_rows.notes:
             log.warning("note: %s", note)
+        plan = make_plan(cfg, len(data.prompts["train"]), data.prompts["train"].num_dropped, images=data.has_images)
         log.info("%s", describe(plan, cfg))
         sampler_of(cfg, plan, data.rows["train"], trial=True)
         folder = RunFolder(cfg.trainer.default_local_dir)

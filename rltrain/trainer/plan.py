@@ -60,16 +60,14 @@ class Plan:
     critic_lr_warmup_steps: int
 
 
-def make_plan(
-    config: Config, num_prompts: int | None = None, num_too_long: int = 0, *, images: bool = False
-) -> Plan:
+def make_plan(config: Config, num_prompts: int | None = None, num_too_long: int = 0, *, images: bool = False) -> Plan:
     """Count everything. Raises ConfigError where something does not divide.
 
     num_prompts: rows left after filtering (None: not known yet); num_too_long: rows that the filter took out. images:
-    some rows have images. Samples need not divide: passes are balanced over ranks sample by sample, and engines are given whole prompts. The run ends
-    with the epochs or with ``trainer.total_training_steps``, whichever comes first; where neither is known, total_steps
-    is 0. schedule_steps: the length of the learning rate's schedule, which is that key's alone where it is set, as in
-    verl.
+    some rows have images. Samples need not divide: passes are balanced over ranks sample by sample, and engines are
+    given whole prompts. The run ends with the epochs or with ``trainer.total_training_steps``, whichever comes first;
+    where neither is known, total_steps is 0. schedule_steps: the length of the learning rate's schedule, which is that
+    key's alone where it is set, as in verl.
     """
     if problems := list(uneven(config)):
         raise ConfigError("\n".join(problems))

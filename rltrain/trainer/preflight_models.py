@@ -31,13 +31,14 @@ _R = "actor_rollout_ref.rollout."
 
 @dataclass
 class Findings:
-    """problems: a run refuses. notes: it starts, but someone may want to know."""
+    """problems: a run refuses. notes: it starts, but someone may want to know. has_images: known once rows are read."""
 
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     tokenizer_works: bool = False
     num_parameters: int = 0
     num_trained: int = 0
+    has_images: bool = False
 
 
 def look_at_models(cfg: Config, found: Findings) -> None:
@@ -60,16 +61,15 @@ def look_at_models(cfg: Config, found: Findings) -> None:
             found.problems.append(str(error))
 
 
-def look_at_images(cfg: Config, has_images: bool) -> Findings:
-    """What follows from whether any prompt has images, which is known once the rows are read."""
-    found, key = Findings(), "actor_rollout_ref.actor.freeze_vision_tower"
-    if has_images:
+def look_at_images(cfg: Config, found: Findings) -> None:
+    """What follows from ``found.has_images``."""
+    if found.has_images:
         found.problems += _image_problems(cfg)
         if cfg.reward_model.enable:
             found.notes.append("the reward model reads texts alone; where a prompt has an image it reads <image>")
     elif cfg.actor_rollout_ref.actor.freeze_vision_tower:
+        key = "actor_rollout_ref.actor.freeze_vision_tower"
         found.notes.append(f"{key}: no effect: no prompt has images, so a vision tower rests anyway")
-    return found
 
 
 def _image_problems(cfg: Config) -> Iterator[str]:

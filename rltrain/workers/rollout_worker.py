@@ -287,8 +287,8 @@ def _payload(
     # Values stand in the order of their places, so a search in the sorted places gives each answer's prompt.
     index = torch.from_numpy(np.searchsorted(list(asked), places))
     prompts = Ragged.from_rows([torch.from_numpy(np.asarray(job.tokens, dtype=np.int32)) for job in asked.values()])
-    columns = {c.PROMPT: DictionaryColumn(prompts, index), **made}
+    payload = Batch({c.PROMPT: DictionaryColumn(prompts, index), **made})
     if with_images:
         images = [job.encoded and job.encoded.images for job in asked.values()]
-        columns[c.IMAGES] = DictionaryColumn(images, index)
-    return Batch(columns)
+        payload.update({c.IMAGES: DictionaryColumn(images, index)})
+    return payload

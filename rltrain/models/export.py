@@ -1,8 +1,8 @@
 """Sharded policy -> a Hugging Face folder that transformers and vLLM load, and a look at what was written.
 
-A folder that loads may still be served otherwise than it was trained: under another chat template, or with other end
-tokens. So the small files are copied from the source, and the finished folder is read again and compared with the
-training. Left out: comparing the numbers of the weights, whose shapes alone are looked at.
+A folder that loads may still be served otherwise than it was trained: under another chat template, with other end
+tokens, or with images of another size. So the small files are copied from the source, and the finished folder is read
+again and compared with the training. Left out: comparing the numbers of the weights, whose shapes alone are looked at.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import cached_file
 
 from rltrain.data.chat import ChatEncoder
+from rltrain.data.images import SLOT
 from rltrain.errors import ConfigError, DataError
 from rltrain.models.forward import PolicyModel
 from rltrain.models.load import empty_model, load_config, source_dtype
@@ -32,6 +35,10 @@ _COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
 _WRITTEN_HERE = ("config.json", "model.safetensors.index.json", "pytorch_model.bin.index.json")
 _TEMPLATE = "chat_template.jinja"
 _GENERATION = "generation_config.json"
+_PROCESSOR, _PROCESSORS = "preprocessor_config.json", "processor_config.json"  # transformers 5 writes the second
+_OLDER_BOUNDS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
+# An image that is put before both processors: its size lies in no family's ratio of tiles.
+_PROBE = (640, 480)
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -41,7 +48,8 @@ def export_huggingface(
     """Gather the weights on rank 0 and write them in the source checkpoint's dtype (a collective).
 
     encoder: the one that wrote the training prompts. The small files of its model (a folder or a hub name) are copied
-    byte for byte; a chat template that replaces the model's own is written over it. card: the text of README.md.
+    byte for byte; a chat template that replaces the model's own is written over it, and so are bounds of pixels. card:
+    the text of README.md.
     Returns the problems that `find_problems` finds, on rank 0.
     """
     dtype = source_dtype(config)
@@ -56,9 +64,11 @@ def export_huggingface(
         weights = {name: weights[name] for name in model.state_dict() if name in weights}
         shapes = {name: tuple(weight.shape) for name, weight in weights.items()}  # transformers empties the dictionary
         _write(model, weights, encoder, _source_folder(encoder.path, config), Path(folder))
+        if policy.sees and (encoder.min_pixels or encoder.max_pixels):
+            _write_bounds(encoder, Path(folder))
         if card:
             (Path(folder) / "README.md").write_text(card, encoding="utf-8")
-        problems = find_problems(Path(folder), encoder, shapes)
+        problems = find_problems(Path(folder), encoder, shapes, sees=policy.sees)
     dist.barrier()
     return problems
 
@@ -94,30 +104,61 @@ def _source_folder(path: str, config: PretrainedConfig) -> Path:
 def _write_template(text: str, folder: Path) -> None:
     """Put the template into every place that a server may read it from."""
     (folder / _TEMPLATE).write_text(text, encoding="utf-8")
-    for name in ("tokenizer_config.json", "processor_config.json", "chat_template.json"):
-        file = folder / name
-        content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        if "chat_template" in content:
-            content["chat_template"] = text
-            file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    for name in ("tokenizer_config.json", _PROCESSORS, "chat_template.json"):
+        with _changed(folder / name) as content:
+            if "chat_template" in content:
+                content["chat_template"] = text
+
+
+def _write_bounds(encoder: ChatEncoder, folder: Path) -> None:
+    """Put the bounds within which images were trained on into the processor, as far as its own leave room for them.
+
+    A processor of tiles has no bounds; that images then become other tokens is found when the folder is looked at.
+    """
+    size = encoder.processor.image_processor.size
+    least, most = size.get("shortest_edge"), size.get("longest_edge")
+    if not least or not most:
+        return
+    bounds = {
+        "shortest_edge": min(max(least, encoder.min_pixels or least), most),
+        "longest_edge": max(min(most, encoder.max_pixels or most), least),
+    }
+    for name in (_PROCESSOR, _PROCESSORS):
+        with _changed(folder / name) as content:
+            part = content.get("image_processor", {}) if name == _PROCESSORS else content
+            if part:
+                part["size"] = bounds
+                # Older files name them so, and there these count.
+                part |= {key: bounds[edge] for key, edge in _OLDER_BOUNDS.items() if key in part}
+
+
+@contextmanager
+def _changed(file: Path) -> Iterator[dict[str, Any]]:
+    """The content of a JSON file, which is written if it is changed; {} where there is no file."""
+    before = file.read_text(encoding="utf-8") if file.is_file() else "{}"
+    content = json.loads(before)
+    yield content
+    if content != json.loads(before):
+        file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 # -- does it serve? ----------------------------------------------------------------------------------------------------
 
 
-def find_problems(folder: Path, encoder: ChatEncoder, shapes: Shapes) -> list[str]:
+def find_problems(folder: Path, encoder: ChatEncoder, shapes: Shapes, *, sees: bool = False) -> list[str]:
     """Load an exported folder, all but the numbers, compare it with the training, and return the problems by file.
 
-    encoder: the one that wrote the training prompts. shapes: those of the weights that were handed over.
+    encoder: the one that wrote the training prompts. shapes: those of the weights that were handed over. sees: whether
+    prompts had images.
     """
-    exported = ChatEncoder(str(folder), trust_remote_code=encoder.trust_remote_code)
+    exported = ChatEncoder(str(folder), encoder.trust_remote_code, template_kwargs=encoder.template_kwargs)
     # Each file is looked at by itself, so that one that does not load hides none of the others.
     looks: dict[str, Callable[[], Iterable[str]]] = {
         "config.json": lambda: load_config(str(folder), trust_remote_code=encoder.trust_remote_code) and (),
         "tokenizer_config.json": lambda: _look_at_tokenizer(exported, encoder),
         _GENERATION: lambda: _look_at_ends(exported, encoder),
         "model.safetensors": lambda: _look_at_weights(folder, shapes),
-    }
+    } | ({_PROCESSOR: lambda: _look_at_images(exported, encoder)} if sees else {})
     problems: list[str] = []
     for name, look in looks.items():
         try:
@@ -138,6 +179,18 @@ def _look_at_ends(exported: ChatEncoder, encoder: ChatEncoder) -> Iterator[str]:
     if exported.eos_token_ids != encoder.eos_token_ids:
         ends = exported.eos_token_ids
         yield f"{_GENERATION} ends answers at tokens {ends}; in training it was {encoder.eos_token_ids}"
+
+
+def _look_at_images(exported: ChatEncoder, encoder: ChatEncoder) -> Iterator[str]:
+    from PIL import Image
+
+    conversation, image = [{"role": "user", "content": SLOT}], Image.new("RGB", _PROBE)
+    found, expected = (each.encode_prompt(conversation, [image]) for each in (exported, encoder))
+    if found.tokens.tolist() != expected.tokens.tolist():
+        yield (
+            f"{_PROCESSOR} makes {len(found.tokens)} tokens of an image of {' x '.join(map(str, _PROBE))}; in training "
+            f"it was {len(expected.tokens)}. Scale images to data.min_pixels and data.max_pixels before you send them."
+        )
 
 
 def _look_at_weights(folder: Path, shapes: Shapes) -> Iterator[str]:

@@ -147,5 +147,6 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 def source_dtype(config: PretrainedConfig) -> torch.dtype:
     """The dtype of the checkpoint the model came from."""
-    dtype = getattr(config, "dtype", None)
-    return dtype if isinstance(dtype, torch.dtype) else torch.float32
+    # Qwen3-VL's folders name it for the decoder alone.
+    named = (getattr(part, "dtype", None) for part in (config, config.get_text_config()))
+    return next((dtype for dtype in named if isinstance(dtype, torch.dtype)), torch.float32)

@@ -1,11 +1,14 @@
 """Training state on disk: sharded, and re-shardable on load (torch.distributed.checkpoint).
 
 Only tensors go in, under Hugging Face names: the trained weights (with LoRA the adapters alone), and per weight the
-moments and the step count of AdamW.
+moments and the step count of AdamW. A vision tower that is not trained is that of the model, so it is not written; a
+run that trains its tower and one that does not can therefore not go on from each other without a word.
 """
 
 from __future__ import annotations
 
+import logging
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +17,10 @@ from torch import nn
 
 from rltrain.errors import CheckpointError
 from rltrain.models.forward import PackedModel
+from rltrain.models.vision import tower
 from rltrain.models.weights import huggingface_name
+
+log = logging.getLogger(__name__)
 
 
 def save_training_state(packed: PackedModel, optimizer: torch.optim.Optimizer, folder: str) -> None:
@@ -23,12 +29,47 @@ def save_training_state(packed: PackedModel, optimizer: torch.optim.Optimizer, f
 
 
 def load_training_state(packed: PackedModel, optimizer: torch.optim.Optimizer | None, folder: str) -> None:
-    """Read weights, and unless ``optimizer`` is None its state, into the shards of this run (a collective)."""
+    """Read weights, and unless ``optimizer`` is None its state, into the shards of this run (a collective).
+
+    Weights alone may come from a run that did not train its vision tower: the tower then stays as the model's folder
+    has it. Raises CheckpointError for what does not fit.
+    """
+    state = _state(packed, optimizer)
+    _settle_tower(packed, state, folder)
     try:
-        dcp.load(_state(packed, optimizer), checkpoint_id=folder)
+        dcp.load(state, checkpoint_id=folder)
     except dcp.api.CheckpointException as error:
         causes = "; ".join(f"rank {rank}: {failure}" for rank, failure in error.failures.items())
         raise CheckpointError(f"{folder} cannot be loaded into this model: {causes}") from error
+
+
+def _settle_tower(packed: PackedModel, state: dict[str, Any], folder: str) -> None:
+    """Take the weights of a tower that ``folder`` does not have out of ``state``, or refuse the folder."""
+    inside = {id(parameter) for part in tower(packed.model) for parameter in part.parameters()}
+    names = {
+        huggingface_name(name)
+        for name, parameter in packed.named_parameters()
+        if id(parameter) in inside and ".lora_" not in name
+    }
+    saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    missing = {name for name in state["model"] if f"model.{name}" not in saved}
+    if not names & state["model"].keys() and any(f"model.{name}" in saved for name in names):
+        raise CheckpointError(
+            f"{folder} was saved by a run that trained the vision tower, and this run does not: its prompts have no "
+            "images, or actor_rollout_ref.actor.freeze_vision_tower=True, or it trains adapters. A new run starts from "
+            f"all of these weights with actor_rollout_ref.model.path={Path(folder).with_name('huggingface')}."
+        )
+    if not missing or missing != names & state["model"].keys():  # what else is missing is told by the load
+        return
+    if "optimizer" in state:
+        raise CheckpointError(
+            f"{folder} was saved by a run that did not train the vision tower, and this run does. Set "
+            "actor_rollout_ref.actor.freeze_vision_tower=True, or start a new run from these weights with "
+            "trainer.resume_mode=resume_path trainer.resume_weights_only=True, under another trainer.experiment_name."
+        )
+    log.warning("%s has no vision tower, because its run did not train it: it starts as in model.path", folder)
+    for name in missing:
+        del state["model"][name]
 
 
 def _state(packed: PackedModel, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:

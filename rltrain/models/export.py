@@ -27,6 +27,7 @@ from rltrain.data.images import SLOT
 from rltrain.errors import ConfigError, DataError
 from rltrain.models.forward import PolicyModel
 from rltrain.models.load import empty_model, load_config, source_dtype
+from rltrain.models.vision import takes_images
 from rltrain.models.weights import whole_weights
 
 # The files of tokenizers, processors, chat templates and generation configs.
@@ -49,7 +50,7 @@ def export_huggingface(
 
     encoder: the one that wrote the training prompts. The small files of its model (a folder or a hub name) are copied
     byte for byte; a chat template that replaces the model's own is written over it, and so are bounds of pixels. card:
-    the text of README.md.
+    the text of README.md behind the kind of the model.
     Returns the problems that `find_problems` finds, on rank 0.
     """
     dtype = source_dtype(config)
@@ -67,7 +68,9 @@ def export_huggingface(
         if policy.sees and (encoder.min_pixels or encoder.max_pixels):
             _write_bounds(encoder, Path(folder))
         if card:
-            (Path(folder) / "README.md").write_text(card, encoding="utf-8")
+            task = "image-text-to-text" if takes_images(config) else "text-generation"
+            head = f"---\nlibrary_name: transformers\npipeline_tag: {task}\n"
+            (Path(folder) / "README.md").write_text(head + card, encoding="utf-8")
         problems = find_problems(Path(folder), encoder, shapes, sees=policy.sees)
     dist.barrier()
     return problems

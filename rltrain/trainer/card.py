@@ -9,7 +9,9 @@ from rltrain.env_report import command_line
 
 
 def model_card(cfg: Config, step: int) -> str:
-    """Base model, data, step and command, in the form that model hubs read."""
+    """Base model, data, step and command, in the form that model hubs read, behind the lines that say of what kind the
+    model is (`export_huggingface`).
+    """
     model, rollout, algorithm = cfg.actor_rollout_ref.model, cfg.actor_rollout_ref.rollout, cfg.algorithm
     rows = {
         "base model": model.path,
@@ -32,7 +34,6 @@ def model_card(cfg: Config, step: int) -> str:
     # A folder of this machine is no name that a hub could link.
     base = "" if model.path.startswith(("/", ".", "~")) else f"base_model: {model.path}\n"
     return (
-        "---\nlibrary_name: transformers\npipeline_tag: text-generation\n"
         f"{base}tags: [rltrain, reinforcement-learning]\n---\n\n"
         f"# {cfg.trainer.experiment_name}\n\nTrained with rltrain {__version__}.\n\n| | |\n|---|---|\n{table}\n\n"
         f"```bash\n{command_line()}\n```\n"

@@ -202,6 +202,7 @@ def test_others_may_read_what_a_run_saves_as_the_umask_says(reference_run):
 
 def test_the_export_says_where_it_comes_from(reference_run, tiny_model, arithmetic_files):
     card = (reference_run / "global_step_2" / "huggingface" / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [rltrain")
     for words in (f"| base model | {tiny_model} |", "| steps | 2 |", "grpo", str(arithmetic_files[0]), "pytest"):
         assert words in card
 

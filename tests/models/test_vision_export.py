@@ -70,7 +70,7 @@ def tower_names(policy) -> set[str]:
 
 
 def export(policy, folder: str, out: Path) -> list[str]:
-    return export_huggingface(policy, load_config(folder), ChatEncoder(folder), str(out))
+    return export_huggingface(policy, load_config(folder), ChatEncoder(folder), str(out), "tags: []\n---\n")
 
 
 def served(folder: str) -> torch.Tensor:
@@ -111,6 +111,7 @@ def test_an_export_says_of_images_what_was_trained(folder, mode, tmp_path):
     expected = trained(policy, ChatEncoder(folder))
     assert distance(served(str(out))[-1, ANSWERS], expected) < 1e-5
     assert distance(served(folder)[-1, ANSWERS], expected) > 1e-3
+    assert "pipeline_tag: image-text-to-text\ntags" in (out / "README.md").read_text()
     one, other = (AutoProcessor.from_pretrained(path).to_json_string() for path in (folder, out))
     assert one == other
 

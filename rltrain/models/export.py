@@ -161,7 +161,9 @@ def find_problems(folder: Path, encoder: ChatEncoder, shapes: Shapes, *, sees: b
         "tokenizer_config.json": lambda: _look_at_tokenizer(exported, encoder),
         _GENERATION: lambda: _look_at_ends(exported, encoder),
         "model.safetensors": lambda: _look_at_weights(folder, shapes),
-    } | ({_PROCESSOR: lambda: _look_at_images(exported, encoder)} if sees else {})
+    }
+    if sees:
+        looks[_PROCESSOR] = lambda: _look_at_images(exported, encoder)
     problems: list[str] = []
     for name, look in looks.items():
         try:

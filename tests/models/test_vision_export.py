@@ -1,5 +1,6 @@
 """What is exported of a model that was trained on images, and what its checkpoint brings into another run."""
 
+import gc
 import importlib.util
 import json
 import shutil
@@ -9,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 if not importlib.util.find_spec("torchvision"):
     pytest.skip("torchvision is not installed (scripts/test.sh installs it)", allow_module_level=True)
@@ -27,13 +29,15 @@ from rltrain.models.vision import tower
 from rltrain.ragged import Ragged
 from tests.distance import distance
 from tests.models.test_vision_packed import CPU, LORA, TEMPERATURE, loss_of, make, make_batch
-from tests.tiny_vision import FAMILIES, picture, save_tiny_vision_model
+from tests.tiny_vision import FAMILIES, TOKENS, picture, save_tiny_vision_model
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
 MODES = {"trained": {}, "frozen": {"tower": "frozen"}, "adapters": {"lora": LORA}}
 ANSWERS = [*range(6, 20)]
 QUESTION = [{"role": "user", "content": "1+<image>2<image>=?"}]
+# The same in parts; None is an image.
+QUESTION_PARTS = [text and {"type": "text", "text": text} for text in ("1+", None, "2", None, "=?")]
 PICTURES = [picture(60, 30), picture(84, 56, seed=1)]
 
 
@@ -76,8 +80,7 @@ def export(policy, folder: str, out: Path) -> list[str]:
 def served(folder: str) -> torch.Tensor:
     """Log-probs [tokens, vocabulary] of QUESTION, as a user of transformers gets them: no code of ours."""
     model, processor = AutoModelForImageTextToText.from_pretrained(folder).eval(), AutoProcessor.from_pretrained(folder)
-    parts = ["1+", None, "2", None, "=?"]
-    content = [{"type": "text", "text": part} if part else {"type": "image"} for part in parts]
+    content = [part or {"type": "image"} for part in QUESTION_PARTS]
     text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
     inputs = processor(text=[text], images=PICTURES, return_tensors="pt")
     with torch.no_grad():
@@ -252,3 +255,42 @@ def test_texts_and_a_frozen_tower_share_checkpoints(saved, folders):
     policy = make(folders["qwen2_5_vl"], tower="rests")
     load_training_state(policy, new(policy), folder)
     assert all(torch.equal(values, expected[name]) for name, values in whole(policy).items())
+
+
+# -- vLLM --------------------------------------------------------------------------------------------------------------
+
+
+def served_by_vllm(folder: str) -> tuple[list[int], torch.Tensor]:
+    """Tokens of QUESTION as vLLM makes them, and the log-probs [vocabulary] behind it."""
+    import vllm
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    server = vllm.LLM(
+        folder, dtype="float32", enforce_eager=True, max_model_len=256, block_size=32, max_logprobs=len(TOKENS),
+        limit_mm_per_prompt={"image": 2, "video": 0}, gpu_memory_utilization=0.1,
+    )  # fmt: skip
+    images = iter(PICTURES)
+    content = [part or {"type": "image_pil", "image_pil": next(images)} for part in QUESTION_PARTS]
+    sampling = vllm.SamplingParams(max_tokens=1, temperature=0, logprobs=-1)
+    (found,) = server.chat([{"role": "user", "content": content}], sampling, chat_template_content_format="openai")
+    del server
+    gc.collect()
+    cleanup_dist_env_and_memory()
+    # vLLM takes the group of this process with it.
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    log_probs = found.outputs[0].logprobs[0]
+    return list(found.prompt_token_ids), torch.tensor([log_probs[token].logprob for token in range(len(TOKENS))])
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="vLLM is not installed (scripts/test.sh installs it)")
+@pytest.mark.filterwarnings("ignore")
+def test_vllm_serves_an_export_as_it_was_trained(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    policy, encoder = make(folder), ChatEncoder(folder)
+    learn(policy, folder)
+    export(policy, folder, tmp_path)
+    expected = trained(policy, encoder)
+    tokens, log_probs = served_by_vllm(str(tmp_path))
+    assert tokens == encoder.encode_prompt(QUESTION, PICTURES).tokens.tolist()
+    assert distance(log_probs[ANSWERS], expected) < 1e-5

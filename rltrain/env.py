@@ -27,6 +27,8 @@ _NPU = {
     "HCCL_HOST_SOCKET_PORT_RANGE": "60000-60050",
     "HCCL_NPU_SOCKET_PORT_RANGE": "61000-61050",
     "TASK_QUEUE_ENABLE": "2",
+    # Early vllm-ascend puts code of its own in the place of Qwen2.5-VL's, which all published recipes turn off.
+    "USE_OPTIMIZED_MODEL": "0",
     # Weights in the NZ layout cannot be overwritten in place.
     "VLLM_ASCEND_ENABLE_NZ": "0",
 }

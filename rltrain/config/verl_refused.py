@@ -55,6 +55,7 @@ REFUSED = {
     "*.optim.lr_wsd_*": _LR_NAMES,
     "*.optim.lr_warmup_init": _LR_NAMES,
     "*.optim.min_lr": _LR_NAMES,
+    "*.model.modules_to_save": "adapters alone are trained beside lora_rank, no module in full: leave it out",
     "*.model.lora.rank": "this is Megatron's name: use model.lora_rank, lora_alpha and target_modules",
     _A + "model.tokenizer_path!=${actor_rollout_ref.model.path}": "save the tokenizer in the folder of model.path",
     _A + "model.hf_config_path!=${actor_rollout_ref.model.path}": "save config.json in the folder of model.path",

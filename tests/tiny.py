@@ -65,15 +65,18 @@ def save_tiny_adapter(folder: Path, model: Path) -> Path:
     return folder
 
 
-def write_arithmetic(file: Path, rows: Iterable[int], data_source: str = "rltrain/arithmetic") -> Path:
-    """Sums of small numbers in verl's schema."""
+def write_arithmetic(
+    file: Path, rows: Iterable[int], data_source: str = "rltrain/arithmetic", image: bytes | None = None
+) -> Path:
+    """Sums of small numbers in verl's schema. image: an encoded picture that stands before each."""
     records = []
     for index in rows:
         left, right = index % 7, index % 4
         records.append(
             {
                 "data_source": data_source,
-                "prompt": [{"role": "user", "content": f"{left}+{right}=?"}],
+                "prompt": [{"role": "user", "content": f"{'<image>' if image else ''}{left}+{right}=?"}],
+                **({"images": [{"bytes": image}]} if image else {}),
                 "ability": "math",
                 "reward_model": {"style": "rule", "ground_truth": str(left + right)},
                 "extra_info": {"index": index, "split": "train"},

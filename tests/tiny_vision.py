@@ -40,24 +40,34 @@ _VISION = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads":
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
 
 
-def _config(family: str, tied: bool):
+def _config(family: str, tied: bool, heads: int, kv_heads: int, positions: int):
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "hidden_size": 32 * heads}
+    of_text = _TEXT | sizes | {"max_position_embeddings": positions}
+    of_tower = _VISION | {"out_hidden_size": 32 * heads}
     if family == "internvl":
         vision = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
         vision |= {"image_size": [56, 56], "patch_size": [14, 14], "attention_dropout": 0.1}
-        text = {"model_type": "qwen3", **_TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+        text = {"model_type": "qwen3", **of_text, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
         return InternVLConfig(
             text_config=text, vision_config=vision, tie_word_embeddings=tied, image_token_id=IMAGE, image_seq_length=4,
             vision_feature_layer=-1,
         )  # fmt: skip
-    text = {name: value for name, value in _TEXT.items() if name != "head_dim"} | {"rope_parameters": _ROPE}
+    text = {name: value for name, value in of_text.items() if name != "head_dim"} | {"rope_parameters": _ROPE}
     if family == "qwen2_vl":
-        vision = {"depth": 2, "embed_dim": 64, "hidden_size": 64, "mlp_ratio": 2, "num_heads": 2, "patch_size": 14}
+        vision = {
+            "depth": 2,
+            "embed_dim": 64,
+            "hidden_size": 32 * heads,
+            "mlp_ratio": 2,
+            "num_heads": 2,
+            "patch_size": 14,
+        }
         return Qwen2VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=tied, **_IDS)
     if family == "qwen2_5_vl":
-        vision = _VISION | {"patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1]}
+        vision = of_tower | {"patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1]}
         return Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=tied, **_IDS)
-    text = _TEXT | {"rope_parameters": _ROPE | {"mrope_interleaved": True}}
-    vision = _VISION | {"patch_size": 16, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
+    text = of_text | {"rope_parameters": _ROPE | {"mrope_interleaved": True}}
+    vision = of_tower | {"patch_size": 16, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
     return Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=tied, **_IDS)
 
 
@@ -71,9 +81,11 @@ def randomize(model, seed: int) -> None:
         model.get_output_embeddings().weight[[IMAGE, VIDEO, START, END]] *= 3
 
 
-def save_tiny_vision_model(folder: Path, family: str, *, tied: bool, seed: int = 0) -> Path:
+def save_tiny_vision_model(
+    folder: Path, family: str, *, tied: bool, seed: int = 0, heads: int = 2, kv_heads: int = 1, positions: int = 512
+) -> Path:
     """Two layers of text and two of vision. family: one of FAMILIES."""
-    config = _config(family, tied)
+    config = _config(family, tied, heads, kv_heads, positions)
     model = AutoModelForImageTextToText.from_config(config)
     randomize(model, seed)
     model.save_pretrained(folder)

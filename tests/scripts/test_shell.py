@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
-SCRIPTS = sorted([*ROOT.glob("scripts/*.sh"), *ROOT.glob("examples/*.sh"), ROOT / ".ci" / "run"])
+SCRIPTS = sorted([*ROOT.glob("scripts/*.sh"), *ROOT.glob("examples/**/*.sh"), ROOT / ".ci" / "run"])
 LAUNCHERS = [
     ROOT / "examples" / name
     for name in ("grpo_7b_boba_64gpu.sh", "grpo_gsm8k_npu_8.sh", "ppo_gae_gsm8k_npu_8.sh", "dapo_math_npu_8.sh")

@@ -67,7 +67,9 @@ def words(tmp_path, made):
     return run
 
 
-@pytest.mark.parametrize(("script", "device"), [*((script, "npu") for script in RECIPES), (next(iter(RECIPES)), "cuda")])
+@pytest.mark.parametrize(
+    ("script", "device"), [*((script, "npu") for script in RECIPES), (next(iter(RECIPES)), "cuda")]
+)
 def test_a_recipe_would_run_on_its_devices(script, device, words, monkeypatch, capsys, tmp_path):
     # The devices and packages of the machine that it is for.
     monkeypatch.setattr(preflight, "_devices", lambda loaded: [])

@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import pyarrow.parquet as pq
 
@@ -18,7 +17,7 @@ from rltrain.config.check import as_list
 from rltrain.config.load import LoadedConfig
 from rltrain.config.schema import Config
 from rltrain.data.chat import chat_encoder
-from rltrain.data.rows import Rows, read_rows
+from rltrain.data.rows import Rows, keys_of, read_rows
 from rltrain.data_preprocess.lint import describe as describe_findings
 from rltrain.data_preprocess.lint import look_at
 from rltrain.errors import RltrainError
@@ -144,9 +143,10 @@ def _read(cfg: Config, found: Findings) -> tuple[dict[str, Rows], int | None, in
             if looked_at["train"] == wanted["train"]:
                 return rows, len(prompts), prompts.num_dropped
         else:
-            keys: dict[str, Any] = {"prompt_key": data.prompt_key, "reward_fn_key": data.reward_fn_key}
             rows = {
-                split: read_rows(files, max_rows=looked_at[split], **keys) for split, files in splits.items() if files
+                split: read_rows(files, max_rows=looked_at[split], **keys_of(data))
+                for split, files in splits.items()
+                if files
             }
     except RltrainError as error:
         found.problems.append(str(error))

@@ -106,11 +106,14 @@ def _each_key(config: Config) -> Iterator[str]:
 
 
 def _lists(config: Config) -> Iterator[str]:
-    """Lists and dictionaries whose items have rules of their own."""
+    """Lists, dictionaries and ranges whose items have rules of their own."""
     for name in config.trainer.callbacks:
         if ":" not in name:
             callbacks = f"trainer.callbacks={config.trainer.callbacks}"
             yield f"{callbacks}: '{name}' names no class or function. Give FILE.py:NAME."
+    low, high = config.data.min_pixels, config.data.max_pixels
+    if low and high and low > high:
+        yield f"data.min_pixels={low} is more than data.max_pixels={high}: no image lies between them."
     for section in (_A + "actor.optim", "critic.optim"):
         betas = get(config, f"{section}.betas")
         if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):

@@ -84,6 +84,12 @@ class DataConfig:
     both ends)."""
     prompt_key: str = "prompt"
     """Column with the chat messages."""
+    image_key: str = "images"
+    """Column with the images of a prompt: each {bytes} or {path}, which is relative to the folder of the file."""
+    min_pixels: int | None = key(None, least=1)
+    """Smaller images are scaled up to so many pixels (width times height); null: the processor's own bound alone."""
+    max_pixels: int | None = key(None, least=1)
+    """Larger images are scaled down to so many pixels; null: the processor's own bound alone."""
     reward_fn_key: str = "data_source"
     """Column that chooses the scorer."""
     shuffle: bool = True

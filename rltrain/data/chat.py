@@ -20,6 +20,7 @@ from rltrain.data.images import (
     PromptImages,
     blank_image,
     bounded,
+    bounded_size,
     family_of,
     mrope_positions,
     one_each,
@@ -88,37 +89,57 @@ class ChatEncoder:
         and images that do not fit, and for an image that cannot be read, which it counts from 1.
         """
         pictures = self.open_images(images)
-        tokens = np.asarray(self.expanded([messages], [[each.size for each in pictures]])[0], dtype=np.int32)
+        tokens = np.asarray(self.expanded([messages], [[each.size for each in pictures]])[0][0], dtype=np.int32)
         return self.with_pictures(tokens, pictures)
+
+    def can_see(self) -> None:
+        """Raise DataError, with the reason, where prompts with images cannot be used with the model."""
+        family_of(self._model_type)
+        _ = self.processor
 
     def open_images(self, images: Sequence[Any]) -> list[Any]:
         """PIL images in RGB, within the bounds. Raises DataError, which counts the image from 1."""
         if images:
-            family_of(self._model_type)
+            self.can_see()
         return [self._picture(*each, len(images)) for each in enumerate(images, 1)]
+
+    def bounded_size(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Width and height of an image within the bounds."""
+        return bounded_size(size, self.min_pixels, self.max_pixels, self._unit)
 
     def expanded(
         self, conversations: Sequence[Sequence[Message]], sizes: Sequence[Sequence[tuple[int, int]]]
-    ) -> list[list[int]]:
-        """Token ids of conversations, placeholders repeated for as many tokens as each image takes.
+    ) -> list[tuple[list[int], int, int]]:
+        """Token ids of conversations, placeholders repeated for as many tokens as each image takes; of these images,
+        the rows of pixels and the tokens.
 
         sizes: width and height of the images of each, within the bounds. No pixel is looked at.
         """
         parts = [with_parts(each, len(of)) for each, of in zip(conversations, sizes, strict=True)]
         plain = [place for place, of in enumerate(sizes) if not of]
-        found = dict(zip(plain, self.encode_batch([parts[place] for place in plain]) if plain else (), strict=True))
-        for place, of in enumerate(sizes):
-            if of:
-                found[place] = self._expand(self._templated([parts[place]], tokenize=False)[0], self.num_rows(of))
+        ids = self.encode_batch([parts[place] for place in plain]) if plain else []
+        found = {place: (tokens, 0, 0) for place, tokens in zip(plain, ids, strict=True)}
+        seeing = [place for place, of in enumerate(sizes) if of]
+        texts = self._templated([parts[place] for place in seeing], tokenize=False) if seeing else []
+        for place, text in zip(seeing, texts, strict=True):
+            num_rows = [self._num_rows(size) for size in sizes[place]]
+            tokens = self._expand(text, num_rows)
+            found[place] = (tokens, sum(num_rows), tokens.count(self.processor.image_token_id))
         return [found[place] for place in range(len(parts))]
 
-    def num_rows(self, sizes: Sequence[tuple[int, int]]) -> list[int]:
-        """Rows of pixels (patches or tiles) that the processor makes of images of these widths and heights."""
-        try:
-            turned = [(height, width) for width, height in sizes]
-            return list(self.processor._get_num_multimodal_tokens(image_sizes=turned)["num_image_patches"])
-        except ValueError as error:
-            raise DataError(f"the processor of {self.path!r} refuses the images: {error}") from error
+    def _num_rows(self, size: tuple[int, int]) -> int:
+        """Rows of pixels (patches or tiles) that the processor makes of an image of this width and height."""
+        if size not in self._known_sizes:
+            try:
+                counted = self.processor._get_num_multimodal_tokens(image_sizes=[size[::-1]])
+            except ValueError as error:
+                raise DataError(f"the processor of {self.path!r} refuses the images: {error}") from error
+            self._known_sizes[size] = int(counted["num_image_patches"][0])
+        return self._known_sizes[size]
+
+    @cached_property
+    def _known_sizes(self) -> dict[tuple[int, int], int]:
+        return {}
 
     def _expand(self, text: str, num_rows: Sequence[int]) -> list[int]:
         processor = self.processor
@@ -181,12 +202,16 @@ class ChatEncoder:
 
     def _picture(self, number: int, image: Any, count: int) -> Any:
         """Image ``number`` of ``count``, opened and within the bounds."""
-        of_processor = self.processor.image_processor
-        unit = getattr(of_processor, "patch_size", 1) * getattr(of_processor, "merge_size", 1)
         try:
-            return bounded(open_image(image), self.min_pixels, self.max_pixels, unit)
+            return bounded(open_image(image), self.min_pixels, self.max_pixels, self._unit)
         except DataError as error:
             raise DataError(f"image {number} of {count}: {error}") from error
+
+    @cached_property
+    def _unit(self) -> int:
+        """Pixels of the edge of a token."""
+        of_processor = self.processor.image_processor
+        return int(getattr(of_processor, "patch_size", 1) * getattr(of_processor, "merge_size", 1))
 
     @cached_property
     def processor(self) -> Any:
@@ -276,6 +301,8 @@ def chat_encoder(cfg: Config) -> ChatEncoder:
         trust_remote_code=model.trust_remote_code,
         chat_template=model.custom_chat_template,
         template_kwargs=dict(cfg.data.apply_chat_template_kwargs),
+        min_pixels=cfg.data.min_pixels,
+        max_pixels=cfg.data.max_pixels,
     )
 
 

@@ -1,19 +1,25 @@
 """What a file and a row of verl's parquet schema must hold."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow as pa
 
 from rltrain.errors import DataError
 
+# The column of videos, as in verl's files.
+VIDEOS = "videos"
+
 
 @dataclass(frozen=True)
 class Keys:
-    """Which columns hold the prompt and the data source (``data.prompt_key``, ``data.reward_fn_key``)."""
+    """Which columns hold the prompt, the data source and the images (``data.prompt_key``, ``data.reward_fn_key``,
+    ``data.image_key``)."""
 
     prompt: str
     source: str
+    # Fingerprints are made of the text of the others, and what images are stands in the rows.
+    image: str = field(default="images", repr=False)
 
     def required(self) -> tuple[str, ...]:
         """Columns without which a file is none of verl's."""
@@ -41,6 +47,22 @@ def check_schema(path: str, schema: pa.Schema, keys: Keys) -> None:
             f"{path!r}: column 'reward_model' is {reward}; it must be a struct such as "
             "{'style': 'rule', 'ground_truth': '72'}."
         )
+    if keys.image not in names:
+        if keys.image != "images":
+            raise DataError(f"{path!r} has no column data.image_key={keys.image!r}; it has {', '.join(names)}.")
+    elif not _holds_images(schema.field(keys.image).type):
+        raise DataError(
+            f"{path!r}: column {keys.image!r} is {schema.field(keys.image).type}; it must hold images, each "
+            "{'bytes': the file} or {'path': its name}, and be named by data.image_key."
+        )
+
+
+def _holds_images(kind: pa.DataType) -> bool:
+    while pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        kind = kind.value_type
+    tests = (pa.types.is_struct, pa.types.is_string, pa.types.is_large_string, pa.types.is_binary,
+             pa.types.is_large_binary, pa.types.is_null)  # fmt: skip
+    return any(test(kind) for test in tests)
 
 
 def row_problem(record: dict[str, Any], keys: Keys) -> str | None:
@@ -61,6 +83,7 @@ def row_problem(record: dict[str, Any], keys: Keys) -> str | None:
         ),
         ("ability", ability, isinstance(ability, str | None), "text or null"),
         ("extra_info", extra, isinstance(extra, dict | None), "a struct such as {'index': 0}"),
+        (VIDEOS, record.get(VIDEOS), not record.get(VIDEOS), "empty: videos are not in this version"),
     )
     wrong = (
         f"field {name!r} is {_short(value)}; it must be {wanted}." for name, value, fine, wanted in fields if not fine

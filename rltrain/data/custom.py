@@ -2,8 +2,9 @@
 
 Choice: a dataset class is asked for every row once, in the driver, before anything starts; what it gives becomes
 `Rows`. So checks, order, resuming and fingerprints are those of files, and no other process imports the class. Left
-out: what needs the class in the loop, as rows that change from epoch to epoch (``on_batch_end``), token ids or images
-of the class's own, and samplers that read verl's batch of tensors (``update``).
+out: what needs the class in the loop, as rows that change from epoch to epoch (``on_batch_end``), token ids and pixels
+of the class's own, and samplers that read verl's batch of tensors (``update``). Images that the class makes are kept as
+encoded files, in the driver and then in Ray's object store; paths are read where they are needed.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import operator
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +25,8 @@ from omegaconf import DictConfig, OmegaConf
 from rltrain.config.check import as_list
 from rltrain.config.schema import DataConfig
 from rltrain.data.order import BatchOrder
-from rltrain.data.rows import PromptRow, Rows, drawn, rows_of
+from rltrain.data.pictures import entries
+from rltrain.data.rows import PromptRow, Rows, drawn, keys_of, rows_of
 from rltrain.errors import ConfigError, DataError
 from rltrain.plugin import load_plugin, user_traceback
 
@@ -32,11 +36,12 @@ log = logging.getLogger(__name__)
 _OF_VERL: dict[str, Any] = {
     "tokenizer": None, "use_shm": False, "val_batch_size": None, "return_raw_input_ids": False, "return_raw_chat": True,
     "return_full_prompt": False, "dataloader_num_workers": 0, "validation_shuffle": False, "image_patch_size": 14,
-    "filter_overlong_prompts_workers": 1, "image_key": "images", "video_key": "videos", "audio_key": "audios",
+    "filter_overlong_prompts_workers": 1, "video_key": "videos", "audio_key": "audios",
     "trust_remote_code": False, "return_multi_modal_inputs": True, "mm_processor_kwargs": {}, "tool_config_path": None,
     "function_tool_path": None,
 }  # fmt: skip
-_MEDIA = ("images", "videos", "audios", "multi_modal_data", "multi_modal_inputs")
+# In a row's multi_modal_data.
+_OTHERS = ("video", "audio")
 _PLAIN = (bool, int, float, str, bytes, type(None))
 
 
@@ -50,8 +55,9 @@ def custom_rows(data: DataConfig, files: Any, tokenizer: Any, max_rows: int) -> 
     made = _dataset(data, files, tokenizer, max_rows)
     # Of a class that takes no max_samples; any other has chosen so many itself.
     numbers = drawn(len(made), max_rows, data.seed if data.shuffle else None)
-    keys = {"prompt_key": data.prompt_key, "reward_fn_key": data.reward_fn_key}
-    return rows_of((_record(made, row, data, name) for row in numbers.tolist()), name, numbers, **keys)
+    folder = Path((as_list(files) or ["."])[0]).expanduser().absolute().parent
+    records = (_record(made, row, data, name, folder) for row in numbers.tolist())
+    return rows_of(records, name, numbers, **keys_of(data))
 
 
 def class_config(data: DataConfig) -> DictConfig:
@@ -102,8 +108,8 @@ def _dataset(data: DataConfig, files: Any, tokenizer: Any, max_rows: int) -> Any
     return call_class(name, kind, offered | {"max_samples": max_rows})
 
 
-def _record(made: Any, row: int, data: DataConfig, name: str) -> dict[str, Any]:
-    """The fields of one row: ``raw_prompt`` (or the prompt's column) and the columns of verl's files."""
+def _record(made: Any, row: int, data: DataConfig, name: str, folder: Path) -> dict[str, Any]:
+    """The fields of one row: ``raw_prompt`` (or the prompt's column), the columns of verl's files, and images."""
     try:
         item = made[row]
     except (Exception, SystemExit) as error:  # noqa: BLE001 - user code
@@ -117,12 +123,48 @@ def _record(made: Any, row: int, data: DataConfig, name: str) -> dict[str, Any]:
             f"{name}: row {row} has neither 'raw_prompt' nor {data.prompt_key!r}; it has {', '.join(map(str, item))}. "
             "Messages are needed, because prompts are tokenised here; token ids of the class's own are not used."
         )
+    media = item.get("multi_modal_data") or {}
     # Not by their truth, which an array of several does not have.
-    if held := [column for column in _MEDIA if (value := item.get(column)) is not None and len(value)]:
-        raise DataError(f"{name}: row {row} holds {', '.join(held)}: vision prompts are not in this version.")
+    others = {each: item.get(each) for each in ("videos", "audios")} | {each: media.get(each) for each in _OTHERS}
+    if held := [kind for kind, value in others.items() if value is not None and len(value)]:
+        raise DataError(f"{name}: row {row} holds {', '.join(held)}: only images are in this version.")
+    images = next((each for each in (item.get(data.image_key), media.get("image")) if each is not None), None)
+    messages, inside = _taken_out(messages)
+    given = inside if images is None else list(images) if isinstance(images, list | tuple) else [images]
     columns = (data.reward_fn_key, "reward_model", "ability", "extra_info")
     fields = {data.prompt_key: messages} | {column: item.get(column) for column in columns}
-    return {column: _plain(value, f"{name}: row {row}: {column}") for column, value in fields.items()}
+    plain = {column: _plain(value, f"{name}: row {row}: {column}") for column, value in fields.items()}
+    return plain | {data.image_key: [_stored(image, folder) for image in given]}
+
+
+def _taken_out(messages: Any) -> tuple[Any, list[Any]]:
+    """The messages with bare places for the images that stand inside of them, as verl's newer classes write it."""
+    images: list[Any] = []
+
+    def bare(part: Any) -> Any:
+        if not isinstance(part, Mapping) or part.get("type") != "image":
+            return part
+        images.extend(part[name] for name in ("image", "path", "bytes") if part.get(name) is not None)
+        return {"type": "image"}
+
+    def each_bare(message: Any) -> Any:
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if not isinstance(content, list | tuple | np.ndarray):
+            return message
+        return {**message, "content": [bare(part) for part in content]}
+
+    found = list(map(each_bare, messages)) if isinstance(messages, list | tuple | np.ndarray) else messages
+    return found, images
+
+
+def _stored(image: Any, folder: Path) -> Any:
+    """An image as other processes can read it: the bytes of a file, or its whole path."""
+    if hasattr(image, "save"):  # a picture of Pillow's
+        file = BytesIO()
+        image.save(file, "PNG")
+        return {"bytes": file.getvalue(), "path": None}
+    (entry,) = entries(image, str(folder / "_"))
+    return entry if entry.get("bytes") else {"path": str(entry.get("path"))}
 
 
 def _plain(value: Any, where: str) -> Any:

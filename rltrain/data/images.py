@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -24,6 +26,10 @@ SLOT = "<image>"
 _VIDEO_SLOT = "<video>"
 # A file of a few kilobytes can claim to be gigabytes of pixels.
 _MOST_PIXELS = 1 << 26
+_MAGIC = re.compile(rb"\x89PNG\r\n\x1a\n|\xff\xd8\xff|GIF8[79]a|RIFF....WEBP|BM|II\*\0|MM\0\*", re.DOTALL)
+# Of EXIF: from the fifth value on, width and height are exchanged. In a PNG it may stand behind the pixels.
+_ORIENTATION, _FIRST_TURNED = 0x0112, 5
+_MARKS_OF_ORIENTATION = (b"eXIf", b"exif", b"adobe.xmp")
 
 
 @dataclass(frozen=True)
@@ -136,17 +142,11 @@ def open_image(image: Any) -> Any:
     """A PIL image in RGB, upright, whatever is see-through in white. image: {"bytes", "path"}, bytes, a path or a PIL
     image. Raises DataError for what cannot be read or is larger than any picture.
     """
-    try:
+    with _reading():
         from PIL import Image, ImageOps
-    except ImportError as error:
-        raise DataError("prompts have images, which Pillow reads: pip install pillow torchvision.") from error
-    try:
-        opened = image if isinstance(image, Image.Image) else Image.open(_source(image))
-        if opened.width * opened.height > _MOST_PIXELS:
-            raise DataError(
-                f"it is {opened.width} x {opened.height}, more than {_MOST_PIXELS:,} pixels: a decompression bomb, or "
-                "a picture to be scaled down before training."
-            )
+
+        opened = image if isinstance(image, Image.Image) else Image.open(BytesIO(_file_bytes(image)))
+        _refuse_bomb(opened)
         opened = ImageOps.exif_transpose(opened)
         if opened.mode in ("RGBA", "LA", "PA") or "transparency" in opened.info:
             opened = opened.convert("RGBA")
@@ -154,19 +154,79 @@ def open_image(image: Any) -> Any:
             white = Image.new("RGBA", opened.size, (255, 255, 255, 255))
             opened = Image.alpha_composite(white, opened)
         return opened.convert("RGB")
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise DataError(f"it cannot be read: {error}") from error
 
 
-def _source(image: Any) -> Any:
+def measured(image: Any) -> tuple[int, int]:
+    """Width and height of what `open_image` makes of a file, (0, 0) without Pillow. Raises DataError as it does.
+
+    They stand in the head of the file; the rest is looked through for damage. Only where neither checksums nor the end
+    of the file tell that it is whole, or where it may lie on its side, the pixels are decoded.
+    """
+    with _reading():
+        data = _file_bytes(image)
+        pillow = _pillow()
+        if pillow is None:
+            if not _MAGIC.match(data):
+                raise DataError("it does not begin as a file of an image does.")
+            return (0, 0)
+        with pillow.open(BytesIO(data)) as opened:
+            _refuse_bomb(opened)
+            width, height = opened.size
+            if not _is_whole(opened, data):
+                return open_image(data).size
+            # A PNG with an orientation was decoded.
+            turned = opened.format != "PNG" and opened.getexif().get(_ORIENTATION, 1) >= _FIRST_TURNED
+        return (height, width) if turned else (width, height)
+
+
+def _is_whole(opened: Any, data: bytes) -> bool:
+    if opened.format == "PNG":
+        if any(mark in data for mark in _MARKS_OF_ORIENTATION):
+            return False
+        opened.verify()
+        return True
+    if opened.format == "JPEG":
+        return data.rstrip(b"\0\r\n").endswith(b"\xff\xd9")
+    return opened.format == "WEBP" and int.from_bytes(data[4:8], "little") + 8 <= len(data)
+
+
+def _pillow() -> Any:
+    """PIL.Image, or None."""
+    try:
+        from PIL import Image
+    except ImportError:
+        return None
+    return Image
+
+
+@contextmanager
+def _reading() -> Iterator[None]:
+    bomb = getattr(_pillow(), "DecompressionBombError", ValueError)
+    try:
+        yield
+    except ImportError as error:
+        raise DataError("prompts have images, which Pillow reads: pip install pillow torchvision.") from error
+    except (OSError, SyntaxError, ValueError, struct.error, bomb) as error:
+        raise DataError(f"it cannot be read: {re.sub(r' <_io.*?>', '', str(error))}") from error
+
+
+def _refuse_bomb(opened: Any) -> None:
+    if opened.width * opened.height > _MOST_PIXELS:
+        raise DataError(
+            f"it is {opened.width} x {opened.height}, more than {_MOST_PIXELS:,} pixels: a decompression bomb, or "
+            "a picture to be scaled down before training."
+        )
+
+
+def _file_bytes(image: Any) -> bytes:
     entry: Mapping[str, Any] = (
         image if isinstance(image, Mapping) else {"bytes": image} if isinstance(image, bytes) else {"path": image}
     )
-    if entry.get("bytes"):
-        return BytesIO(entry["bytes"])
+    if isinstance(entry.get("bytes"), bytes) and entry["bytes"]:
+        return entry["bytes"]
     if not isinstance(entry.get("path"), (str, Path)):
         raise DataError(f"it is a {type(image).__name__} with neither bytes nor a path.")
-    return Path(entry["path"]).expanduser()
+    return Path(entry["path"]).expanduser().read_bytes()
 
 
 def blank_image() -> Any:
@@ -176,24 +236,31 @@ def blank_image() -> Any:
     return Image.new("RGB", (64, 64))
 
 
-def bounded(image: Any, min_pixels: int | None, max_pixels: int | None, unit: int) -> Any:
-    """A PIL image scaled, its proportions kept, to at least ``min_pixels`` and at most ``max_pixels`` (None: no bound).
+def bounded_size(size: tuple[int, int], min_pixels: int | None, max_pixels: int | None, unit: int) -> tuple[int, int]:
+    """Width and height scaled, their proportions kept, to at least ``min_pixels`` and at most ``max_pixels`` (None: no
+    bound).
 
     unit: pixels of the edge of one token; a scaled edge is a multiple of it, and what would be out of bounds when
     rounded to it is scaled as well. The formula is that of Qwen2-VL's processor, which then finds nothing to do.
     """
-    width, height = image.size
-    rounded = [max(unit, round(edge / unit) * unit) for edge in (width, height)]
+    width, height = size
+    rounded = [max(unit, round(edge / unit) * unit) for edge in size]
     area = math.prod(rounded)
     if max_pixels is not None and area > max_pixels:
         by = math.sqrt(width * height / max_pixels)
-        rounded = [max(unit, math.floor(edge / by / unit) * unit) for edge in (width, height)]
+        rounded = [max(unit, math.floor(edge / by / unit) * unit) for edge in size]
     elif min_pixels is not None and area < min_pixels:
         by = math.sqrt(min_pixels / (width * height))
-        rounded = [math.ceil(edge * by / unit) * unit for edge in (width, height)]
+        rounded = [math.ceil(edge * by / unit) * unit for edge in size]
     else:
-        return image
-    return image.resize(tuple(rounded), resample=3)  # bicubic, as the processors do
+        return size
+    return rounded[0], rounded[1]
+
+
+def bounded(image: Any, min_pixels: int | None, max_pixels: int | None, unit: int) -> Any:
+    """A PIL image scaled to its `bounded_size`."""
+    size = bounded_size(image.size, min_pixels, max_pixels, unit)
+    return image if size == image.size else image.resize(size, resample=3)  # bicubic, as the processors do
 
 
 # -- places and positions ----------------------------------------------------------------------------------------------

@@ -1,15 +1,21 @@
-"""Pictures of rows: where they stand, and reading those of one row when they are asked for.
+"""Pictures of rows: where they stand, a look at all of them before a run, and those of one row when they are asked for.
 
 Every process that needs a picture opens the parquet file itself, so that no picture passes through the driver or Ray's
 object store. Parquet is read by row group. Some groups stay in memory, because a batch takes rows from all over a file.
+The look before a run streams, reads the heads and seeks damage; it decodes only what it cannot judge otherwise.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
+import pickle
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -18,72 +24,172 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rltrain.data.images import measured
 from rltrain.errors import DataError
 
 # Of encoded pictures, in each process.
 _CACHE_BYTES = 256 << 20
+# Rows that are looked at together, and threads that do: decoders and disks let others work meanwhile.
+_LOOK_ROWS, _MOST_THREADS = 64, 16
+
+
+@dataclass(frozen=True)
+class PictureFile:
+    """A column of a parquet file."""
+
+    path: str
+    column: str
+
+    def value(self, number: int) -> Any:
+        """The field of row ``number``."""
+        return _GROUPS.value(self, number)
+
+    def stream(self, numbers: np.ndarray) -> Iterator[Any]:
+        """The fields of rows, by their ascending numbers. What is in memory does not grow with the file."""
+        file, ends = _opened(self.path)
+        groups = np.searchsorted(ends, numbers, side="right")
+        for group in np.unique(groups).tolist():
+            start = int(ends[group - 1]) if group else 0
+            wanted = numbers[groups == group] - start
+            for batch in file.iter_batches(_LOOK_ROWS, row_groups=[group], columns=[self.column]):
+                here = wanted[(wanted >= 0) & (wanted < batch.num_rows)]
+                yield from batch.column(0).take(pa.array(here)).to_pylist()
+                wanted = wanted - batch.num_rows
+
+
+@dataclass(frozen=True)
+class PictureTable:
+    """Pictures that a program has made: pickled fields, and the ascending numbers of their rows."""
+
+    path: str
+    values: pa.ChunkedArray
+    numbers: np.ndarray
+
+    def value(self, number: int) -> Any:
+        """See `PictureFile`."""
+        return pickle.loads(self.values[int(np.searchsorted(self.numbers, number))].as_py())
+
+    def stream(self, numbers: np.ndarray) -> Iterator[Any]:
+        """See `PictureFile`."""
+        return map(self.value, numbers.tolist())
 
 
 @dataclass(frozen=True)
 class Pictures:
-    """The pictures of rows. files: parquet files. column: that of pictures. file, number [rows]: where a row stands."""
+    """The pictures of rows. source [rows]: which of the ``sources``; number [rows]: of the row in it."""
 
-    files: tuple[str, ...]
-    column: str
-    file: np.ndarray
+    sources: tuple[PictureFile | PictureTable, ...]
+    source: np.ndarray
     number: np.ndarray
 
     def of(self, row: int) -> list[Any]:
         """The pictures of a row, as `open_image` takes them; a path is relative to the folder of the row's file."""
-        path = self.files[self.file[row]]
+        source = self.sources[self.source[row]]
         try:
-            found = _GROUPS.row(path, self.column, int(self.number[row]))
+            return entries(source.value(int(self.number[row])), source.path)
         except (OSError, IndexError, pa.ArrowException) as error:
-            raise DataError(f"the pictures in {self.origin(row)} cannot be read any more: {error}") from error
-        return [_beside(path, each) for each in found or ()]
+            raise DataError(f"its pictures cannot be read any more: {error}") from error
 
     def origin(self, row: int) -> str:
         """Where a row stands, for messages."""
-        return f"{self.files[self.file[row]]!r} row {self.number[row]}"
+        return f"{self.sources[self.source[row]].path!r} row {self.number[row]}"
+
+
+def entries(value: Any, path: str) -> list[Any]:
+    """The pictures of a field, be it one or a list of them.
+
+    A path without bytes is taken from the folder of the parquet file at ``path``.
+    """
+    return [_beside(path, each) for each in (value if isinstance(value, list) else [] if value is None else [value])]
 
 
 def _beside(path: str, image: Any) -> Any:
-    """An entry of the column, its path (if it has no bytes) taken from the folder of the parquet file."""
     entry = image if isinstance(image, Mapping) else {"path": image} if isinstance(image, str) else {"bytes": image}
-    if entry.get("bytes") or not entry.get("path"):
+    # verl's own files name a picture by "image".
+    name = entry.get("path") or entry.get("image")
+    if entry.get("bytes") or not isinstance(name, str):
         return entry
-    return {"path": Path(path).expanduser().parent / Path(entry["path"]).expanduser()}
+    return {"path": Path(path).expanduser().parent / Path(name.removeprefix("file://")).expanduser()}
+
+
+# -- the look before a run ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Look:
+    """content: the field, with digests for bytes. sizes: width and height of each picture. problem: of one, or None."""
+
+    content: Any
+    sizes: tuple[tuple[int, int], ...] = ()
+    problem: str | None = None
+
+
+def look_through(source: PictureFile | PictureTable, numbers: np.ndarray, column: str) -> Iterator[Look]:
+    """A look at the pictures of each row, by their ascending numbers."""
+    values = source.stream(numbers)
+    with ThreadPoolExecutor(min(_MOST_THREADS, len(os.sched_getaffinity(0)))) as threads:
+        while chunk := list(islice(values, _LOOK_ROWS)):
+            yield from threads.map(lambda value: _look(value, source.path, column), chunk)
+
+
+def _look(value: Any, path: str, column: str) -> Look:
+    content, sizes = _without_bytes(value), []
+    for number, entry in enumerate(entries(value, path)):
+        try:
+            sizes.append(measured(entry))
+        except DataError as error:
+            return Look(content, problem=f"field '{column}[{number}]': {error}")
+    return Look(content, tuple(sizes))
+
+
+def _without_bytes(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return hashlib.sha256(value).hexdigest()
+    if isinstance(value, Mapping):
+        return {key: _without_bytes(item) for key, item in value.items()}
+    return (
+        [_without_bytes(item) for item in value]
+        if isinstance(value, Sequence) and not isinstance(value, str)
+        else value
+    )
+
+
+# -- row groups --------------------------------------------------------------------------------------------------------
 
 
 class _Groups:
-    """Row groups of a column, the latest ones kept."""
+    """Row groups of columns, the latest ones kept."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[str, str, int], pa.ChunkedArray] = OrderedDict()
+        self._kept: OrderedDict[tuple[pq.ParquetFile, str, int], pa.ChunkedArray] = OrderedDict()
         self._lock = Lock()
 
-    def row(self, path: str, column: str, number: int) -> Any:
-        """The value of a row."""
+    def value(self, of: PictureFile, number: int) -> Any:
+        """The field of a row."""
         with self._lock:
-            file, ends = _opened(path)
+            file, ends = _opened(of.path)
             group = int(np.searchsorted(ends, number, side="right"))
             if group == len(ends):
-                raise IndexError(f"it has {ends[-1] if len(ends) else 0} rows")
-            values = self._kept.pop((path, column, group), None)
+                raise IndexError(f"it has no row {number}")
+            values = self._kept.pop((file, of.column, group), None)
             if values is None:
-                values = file.read_row_group(group, columns=[column]).column(column)
-            self._kept[path, column, group] = values
+                values = file.read_row_group(group, columns=[of.column]).column(of.column)
+            self._kept[file, of.column, group] = values
             while len(self._kept) > 1 and sum(each.nbytes for each in self._kept.values()) > _CACHE_BYTES:
                 self._kept.popitem(last=False)
-        start = int(ends[group - 1]) if group else 0
-        return values.slice(number - start, 1).to_pylist()[0]
+        return values[number - (int(ends[group - 1]) if group else 0)].as_py()
+
+
+def _opened(path: str) -> tuple[pq.ParquetFile, np.ndarray]:
+    """A file, and the number of the row behind each of its row groups."""
+    stat = Path(path).expanduser().stat()
+    return _opened_as_it_was(path, stat.st_mtime_ns, stat.st_size)
 
 
 @lru_cache(maxsize=16)
-def _opened(path: str) -> tuple[pq.ParquetFile, np.ndarray]:
+def _opened_as_it_was(path: str, changed_ns: int, num_bytes: int) -> tuple[pq.ParquetFile, np.ndarray]:
     file = pq.ParquetFile(Path(path).expanduser(), page_checksum_verification=True)
-    sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
-    return file, np.cumsum(sizes)
+    return file, np.cumsum([file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)])
 
 
 _GROUPS = _Groups()

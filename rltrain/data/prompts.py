@@ -137,7 +137,9 @@ def encode_prompts(
     of_images = np.ascontiguousarray(np.asarray(counts, dtype=np.int64).T)
     if not of_images.any():
         return store
-    return replace(store, counts=of_images, pictures=rows.select(row_index).pictures(), encoder=encoder)
+    store = replace(store, counts=of_images, pictures=rows.select(row_index).pictures(), encoder=encoder)
+    store.encoded(int(np.argmax(of_images[0] > 0)))  # what the processor does must be what was counted
+    return store
 
 
 def truncate(ids: list[int], limit: int, how: str) -> list[int]:
@@ -152,27 +154,31 @@ def truncate(ids: list[int], limit: int, how: str) -> list[int]:
     return ids[:head] + ids[len(ids) - (limit - head) :]
 
 
-_NO_IMAGES = (0, 0, 0)
 Encoded = tuple[list[int], tuple[int, int, int]]
 
 
 def _encode_rows(rows: Rows, encoder: ChatEncoder) -> Iterator[Encoded]:
     """Token ids and counts of images, row by row; in chunks, and again one by one where a chunk fails, to name the
     row."""
+    with_images = np.flatnonzero(rows.num_images)
+    if len(with_images):
+        try:
+            encoder.can_see()
+        except DataError as error:
+            raise DataError(f"{rows.origin(int(with_images[0]))} holds an image: {error}") from error
     stream: Iterator[PromptRow] = iter(rows)
-    has_images = any(rows.media(position) for position in range(len(rows)))
     for start in range(0, len(rows), _ENCODE_CHUNK_ROWS):
         prompts = [row.prompt for row in islice(stream, _ENCODE_CHUNK_ROWS)]
 
         def encode(first: int, chunk: list[Any]) -> list[Encoded]:
-            if not has_images:
-                return [(ids, _NO_IMAGES) for ids in encoder.encode_batch(chunk)]
-            media = [rows.media(first + place) for place in range(len(chunk))]
-            if any("videos" in each for each in media):
-                raise DataError("it holds videos, which are not in this version.")
-            sizes = [[image.size for image in encoder.open_images(each.get("images", ()))] for each in media]
-            found = encoder.expanded(chunk, sizes)
-            return [(ids, _counted(ids, of, encoder)) for ids, of in zip(found, sizes, strict=True)]
+            if not len(with_images):
+                return [(ids, (0, 0, 0)) for ids in encoder.encode_batch(chunk)]
+            sizes = [rows.image_sizes(position) for position in range(first, first + len(chunk))]
+            found = encoder.expanded(chunk, [[encoder.bounded_size(size) for size in each] for each in sizes])
+            return [
+                (ids, (len(of), num_rows, num_tokens))
+                for (ids, num_rows, num_tokens), of in zip(found, sizes, strict=True)
+            ]
 
         try:
             yield from encode(start, prompts)
@@ -183,12 +189,6 @@ def _encode_rows(rows: Rows, encoder: ChatEncoder) -> Iterator[Encoded]:
                 except DataError as error:
                     raise DataError(f"{rows.origin(position)}: {error}") from error
             raise
-
-
-def _counted(ids: list[int], sizes: list[tuple[int, int]], encoder: ChatEncoder) -> tuple[int, int, int]:
-    if not sizes:
-        return _NO_IMAGES
-    return len(sizes), sum(encoder.num_rows(sizes)), ids.count(encoder.processor.image_token_id)
 
 
 def _overlong_report(rows: Rows, overlong: list[tuple[int, int]], limit: int) -> str:

@@ -12,7 +12,8 @@ import json
 import pickle
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rltrain.data.checks import Keys, check_schema, row_problem
-from rltrain.data.pictures import Pictures
+from rltrain.config.schema import DataConfig
+from rltrain.data.checks import VIDEOS, Keys, check_schema, row_problem
+from rltrain.data.pictures import Look, PictureFile, Pictures, PictureTable, entries, look_through
 from rltrain.errors import DataError
 from rltrain.seeds import stream
-
-MEDIA_COLUMNS = ("images", "videos")
 
 _NUM_SHOWN = 5
 # Rows become Python objects to be checked, which take many times the memory of the table; a chunk at a time is enough.
@@ -47,11 +47,12 @@ class PromptRow:
 
 @dataclass(frozen=True)
 class _File:
-    """A file, the rows of it that are used, and their numbers in it."""
+    """A file, the rows of it that are used (without pictures), and their numbers in it. pictures: where these stand."""
 
     path: str
     table: pa.Table
     numbers: np.ndarray
+    pictures: PictureFile | PictureTable | None = None
 
     def records(self, names: Sequence[str], start: int, number: int = 1) -> list[dict[str, Any]]:
         """Columns ``names`` of ``number`` rows from ``start`` on."""
@@ -67,14 +68,23 @@ class _Pickled(_File):
         return [{name: pickle.loads(value) for name, value in record.items()} for record in packed]
 
 
+@dataclass(frozen=True)
+class _Checks:
+    """What was found out of each row. digests [rows, 16]: of the content. image_ends [rows], sizes [images, 2]."""
+
+    digests: np.ndarray
+    image_ends: np.ndarray
+    sizes: np.ndarray
+
+
 class Rows:
     """Rows of one or more parquet files, in file order: an immutable, picklable sequence of ``PromptRow``."""
 
-    def __init__(self, files: Sequence[_File], keys: Keys, index: np.ndarray, digests: np.ndarray):
+    def __init__(self, files: Sequence[_File], keys: Keys, index: np.ndarray, checks: _Checks):
         self._files = tuple(files)
         self._keys = keys
         self._index = index
-        self._digests = digests
+        self._checks = checks
         ends = np.cumsum([file.table.num_rows for file in self._files]).tolist()
         self._starts = [0, *ends[:-1]]
 
@@ -83,9 +93,7 @@ class Rows:
 
     def __getitem__(self, position: int) -> PromptRow:
         file, row = self._locate(position)
-        # Pictures are large and not part of a row; `media` fetches them.
-        names = [name for name in file.table.column_names if name not in MEDIA_COLUMNS]
-        return _build(file.records(names, row)[0], self._keys)
+        return _build(file.records(file.table.column_names, row)[0], self._keys)
 
     def __iter__(self) -> Iterator[PromptRow]:
         for position in range(len(self)):
@@ -104,22 +112,32 @@ class Rows:
         file, row = self._locate(position)
         return f"{file.path!r} row {file.numbers[row]}"
 
-    def media(self, position: int) -> dict[str, list[Any]]:
-        """The images and videos of a row, by column name; empty for a text row."""
+    @property
+    def num_images(self) -> np.ndarray:
+        """Images per row, int64."""
+        return np.diff(self._checks.image_ends, prepend=0)[self._index]
+
+    def image_sizes(self, position: int) -> list[tuple[int, int]]:
+        """Width and height of the images of a row, upright; (0, 0) where Pillow is not installed."""
+        row = int(self._index[position])
+        start = self._checks.image_ends[row - 1] if row else 0
+        return [(width, height) for width, height in self._checks.sizes[start : self._checks.image_ends[row]].tolist()]
+
+    def images(self, position: int) -> list[Any]:
+        """The images of a row, read now, as they stand in the file."""
         file, row = self._locate(position)
-        present = [name for name in MEDIA_COLUMNS if name in file.table.column_names]
-        values = file.records(present, row)[0] if present else {}
-        return {name: value for name, value in values.items() if value}
+        return entries(file.pictures.value(int(file.numbers[row])), file.path) if file.pictures else []
 
     def pictures(self) -> Pictures:
         """Where the images of these rows stand."""
+        sources = tuple(file.pictures or PictureFile(file.path, self._keys.image) for file in self._files)
         numbers = np.concatenate([file.numbers for file in self._files])[self._index]
-        file = np.searchsorted(self._starts, self._index, side="right") - 1
-        return Pictures(tuple(file.path for file in self._files), "images", file.astype(np.int32), numbers)
+        source = np.searchsorted(self._starts, self._index, side="right") - 1
+        return Pictures(sources, source.astype(np.int32), numbers)
 
     def select(self, indices: Sequence[int] | np.ndarray) -> "Rows":
         """The rows at ``indices``, in that order, as new ``Rows``. No data is copied."""
-        return Rows(self._files, self._keys, self._index[np.asarray(indices, dtype=np.int64)], self._digests)
+        return Rows(self._files, self._keys, self._index[np.asarray(indices, dtype=np.int64)], self._checks)
 
     def data_sources(self) -> dict[str, int]:
         """Position of the first row per data source."""
@@ -134,7 +152,7 @@ class Rows:
         """A digest of the rows' content and order. How they are spread over files, and other columns, do not matter."""
         digest = hashlib.sha256(f"{self._keys}\n".encode())
         # Digests per row, so that the order and a selection can change without reading the files again.
-        digest.update(np.ascontiguousarray(self._digests[self._index]).tobytes())
+        digest.update(np.ascontiguousarray(self._checks.digests[self._index]).tobytes())
         return f"rows:{digest.hexdigest()}"
 
     def identity(self) -> str:
@@ -154,6 +172,7 @@ def read_rows(
     *,
     prompt_key: str = "prompt",
     reward_fn_key: str = "data_source",
+    image_key: str = "images",
     max_rows: int = -1,
     seed: int | None = None,
 ) -> Rows:
@@ -162,7 +181,8 @@ def read_rows(
     ``max_rows`` keeps so many rows over all files (0 or less: all), drawn by ``seed`` (None: the first). Raises
     DataError naming file, row, field, what is wrong and what to do; up to five problems at once.
     """
-    return _usable(*scan_rows(files, prompt_key=prompt_key, reward_fn_key=reward_fn_key, max_rows=max_rows, seed=seed))
+    keys = {"prompt_key": prompt_key, "reward_fn_key": reward_fn_key, "image_key": image_key}
+    return _usable(*scan_rows(files, max_rows=max_rows, seed=seed, **keys))
 
 
 def rows_of(
@@ -172,18 +192,27 @@ def rows_of(
     *,
     prompt_key: str = "prompt",
     reward_fn_key: str = "data_source",
+    image_key: str = "images",
 ) -> Rows:
     """Rows that a program has made, of plain values, checked as those of a file.
 
-    ``name`` and ``numbers`` [n] are for messages. Raises DataError as `read_rows` does.
+    ``name`` and ``numbers`` [n], ascending, are for messages. Raises DataError as `read_rows` does.
     """
-    keys = Keys(prompt_key, reward_fn_key)
-    columns: dict[str, list[bytes]] = {column: [] for column in (*keys.required(), *keys.optional())}
+    keys = Keys(prompt_key, reward_fn_key, image_key)
+    columns: dict[str, list[bytes]] = {column: [] for column in (*keys.required(), *keys.optional(), keys.image)}
+    has_images = False
     for record in records:
         for column, values in columns.items():
             values.append(pickle.dumps(record.get(column)))
+        has_images = has_images or bool(record.get(keys.image))
     table = pa.table({column: pa.array(each, pa.large_binary()) for column, each in columns.items()})
-    return _usable(*_checked([_Pickled(name, table, numbers)], keys))
+    pictures = PictureTable(name, table.column(keys.image), numbers) if has_images else None
+    return _usable(*_checked([_Pickled(name, table.drop_columns(keys.image), numbers, pictures)], keys))
+
+
+def keys_of(data: DataConfig) -> dict[str, Any]:
+    """The names of columns that the configuration gives, as `read_rows` and `rows_of` take them."""
+    return {"prompt_key": data.prompt_key, "reward_fn_key": data.reward_fn_key, "image_key": data.image_key}
 
 
 def _usable(rows: Rows, problems: Sequence[str]) -> Rows:
@@ -199,6 +228,7 @@ def scan_rows(
     *,
     prompt_key: str = "prompt",
     reward_fn_key: str = "data_source",
+    image_key: str = "images",
     max_rows: int = -1,
     seed: int | None = None,
 ) -> tuple[Rows, list[str]]:
@@ -209,20 +239,25 @@ def scan_rows(
     paths = [files] if isinstance(files, (str, Path)) else list(files)
     if not paths:
         raise DataError("no data file was given. Try data.train_files=train.parquet data.val_files=test.parquet.")
-    keys = Keys(prompt_key, reward_fn_key)
+    keys = Keys(prompt_key, reward_fn_key, image_key)
     return _checked(_chosen([_open(path, keys) for path in map(str, paths)], max_rows, seed), keys)
 
 
 def _checked(files: Sequence[_File], keys: Keys) -> tuple[Rows, list[str]]:
     kept, problems, start = [], [], 0
-    digests = [np.zeros((0, _DIGEST_BYTES), dtype=np.uint8)]
+    digests = bytearray()
+    sizes: list[tuple[tuple[int, int], ...]] = []
     for file in files:
-        bad, found = _check_table(file, keys)
-        digests.append(found)
+        bad = _check_table(file, keys, digests, sizes)
         problems += list(bad.values())
         kept += [start + row for row in range(file.table.num_rows) if row not in bad]
         start += file.table.num_rows
-    return Rows(files, keys, np.asarray(kept, dtype=np.int64), np.concatenate(digests)), problems
+    checks = _Checks(
+        np.frombuffer(digests, dtype=np.uint8).reshape(-1, _DIGEST_BYTES),
+        np.cumsum([len(each) for each in sizes], dtype=np.int64),
+        np.array([size for each in sizes for size in each], dtype=np.int32).reshape(-1, 2),
+    )
+    return Rows(files, keys, np.asarray(kept, dtype=np.int64), checks), problems
 
 
 def drawn(total: int, most: int, seed: int | None) -> np.ndarray:
@@ -256,7 +291,7 @@ def _taken(file: _File, rows: np.ndarray) -> _File:
         batch.take(pa.array(_between(rows, start, end)))
         for batch, start, end in zip(batches, starts, starts[1:], strict=False)
     ]
-    return _File(file.path, pa.Table.from_batches(parts, file.table.schema), rows)
+    return replace(file, table=pa.Table.from_batches(parts, file.table.schema), numbers=rows)
 
 
 def _between(rows: np.ndarray, start: int, end: int) -> np.ndarray:
@@ -280,34 +315,51 @@ def _open(path: str, keys: Keys) -> _File:
             schema = source.schema_arrow
             check_schema(path, schema, keys)
             # Columns that nobody reads would only fill Ray's object store.
-            wanted = {*keys.required(), *keys.optional(), *MEDIA_COLUMNS}
+            wanted = {*keys.required(), *keys.optional(), VIDEOS} - {keys.image}
             table = source.read(columns=[name for name in schema.names if name in wanted])
     except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
-        raise DataError(
-            f"data file {path!r} cannot be read as parquet: it is truncated, damaged or of another format "
-            f"({_first_line(error)}). Write or copy it again."
-        ) from error
-    return _File(path, table, np.arange(table.num_rows))
+        raise _damaged(path, error) from error
+    pictures = PictureFile(path, keys.image) if keys.image in schema.names else None
+    return _File(path, table, np.arange(table.num_rows), pictures)
 
 
-def _check_table(file: _File, keys: Keys) -> tuple[dict[int, str], np.ndarray]:
-    """The problem per bad row, by row number, and a digest per row [n, 16]."""
+def _damaged(path: str, error: Exception) -> DataError:
+    return DataError(
+        f"data file {path!r} cannot be read as parquet: it is truncated, damaged or of another format "
+        f"({_first_line(error)}). Write or copy it again."
+    )
+
+
+def _looks(file: _File, keys: Keys) -> Iterator[Look]:
+    """A look at the pictures of every row of a file."""
+    try:
+        yield from look_through(file.pictures, file.numbers, keys.image) if file.pictures else repeat(Look(None))
+    except (OSError, pa.ArrowException) as error:
+        raise _damaged(file.path, error) from error
+
+
+def _check_table(
+    file: _File, keys: Keys, digests: bytearray, sizes: list[tuple[tuple[int, int], ...]]
+) -> dict[int, str]:
+    """The problem per bad row, by row number. A digest per row and the sizes of its images are put to the others."""
     bad: dict[int, str] = {}
-    digests = bytearray()
+    looks = _looks(file, keys)
     for start in range(0, file.table.num_rows, _READ_CHUNK_ROWS):
         try:
             records = file.records(file.table.column_names, start, _READ_CHUNK_ROWS)
         except UnicodeDecodeError as error:
             raise DataError(f"{file.path!r} rows {start} and after hold text that is not UTF-8 ({error}).") from error
-        for record in records:
-            # As JSON with sorted keys: the order of a struct's fields is the writing program's affair.
-            content = json.dumps(_plain(record), sort_keys=True, default=_digest_of_bytes)
-            digests += hashlib.blake2b(content.encode(), digest_size=_DIGEST_BYTES).digest()
         for row, record in enumerate(records, start):
-            problem = row_problem(record, keys)
+            look = next(looks)
+            sizes.append(look.sizes)
+            # As JSON with sorted keys: the order of a struct's fields is the writing program's affair.
+            whole = _plain(record | {keys.image: look.content})
+            content = json.dumps(whole, sort_keys=True, default=_digest_of_bytes)
+            digests += hashlib.blake2b(content.encode(), digest_size=_DIGEST_BYTES).digest()
+            problem = row_problem(record, keys) or look.problem
             if problem:
                 bad[row] = f"{file.path!r} row {file.numbers[row]}: {problem}"
-    return bad, np.frombuffer(digests, dtype=np.uint8).reshape(-1, _DIGEST_BYTES)
+    return bad
 
 
 def _plain(value: Any) -> Any:

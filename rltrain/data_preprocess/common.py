@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rltrain.data.images import measured
 from rltrain.data.rows import read_rows
 from rltrain.data_preprocess.sources import Hub, Record, open_splits
 from rltrain.errors import DataError, RltrainError
@@ -27,6 +28,8 @@ _MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
 _IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 # Arrow cannot nest more than 2 GiB in one array: pictures and tests of programs are written in groups of rows.
 _GROUP_ROWS = 512
+# A run reads pictures when it needs them, a group at a time.
+_PICTURE_GROUP_ROWS = 32
 _SHOWN_CHARS = 2000
 
 
@@ -118,6 +121,10 @@ def stored_images(values: Any, folder: Path) -> list[Record]:
             data = entry.get("bytes") or (folder / name).read_bytes()
         except OSError as error:
             raise Drop("an image that is not there") from error
+        try:
+            measured({"bytes": data})
+        except DataError as error:
+            raise Drop("an image that cannot be read") from error
         found.append({"bytes": data, "path": Path(name).name or None})
     return found
 
@@ -260,8 +267,9 @@ def _write(rows: Sequence[Row], path: Path) -> None:
         types["extra_info"] = pa.array([row["extra_info"] for row in rows]).type
         schema = pa.schema([(name, types[name]) for name in rows[0]])
         with pq.ParquetWriter(path, schema, write_page_checksum=True) as writer:
-            for start in range(0, len(rows), _GROUP_ROWS):
-                writer.write_table(pa.Table.from_pylist(rows[start : start + _GROUP_ROWS], schema))
+            size = _PICTURE_GROUP_ROWS if "images" in rows[0] else _GROUP_ROWS
+            for start in range(0, len(rows), size):
+                writer.write_table(pa.Table.from_pylist(rows[start : start + size], schema))
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
         raise DataError(f"extra_info changes its types from row to row ({error}); store it as JSON text.") from error
 

@@ -9,12 +9,10 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from io import BytesIO
-from pathlib import Path
 from typing import Any
 
 from rltrain.data.chat import ChatEncoder
-from rltrain.data.rows import MEDIA_COLUMNS, PromptRow, Rows, scan_rows
+from rltrain.data.rows import PromptRow, Rows, scan_rows
 from rltrain.data_preprocess.common import IMAGE_SLOT, at_least
 from rltrain.errors import DataError, RewardError, command
 from rltrain.rewards.custom import CustomReward
@@ -27,8 +25,6 @@ NUM_SHOWN = 3
 FULL_SCORE = 1.0
 # Every form is tried after a thinking block too.
 THOUGHT = "<think>\nThe reference.\n</think>\n"
-_SLOTS = {"images": IMAGE_SLOT, "videos": "<video>"}
-_MAGIC = re.compile(rb"\x89PNG\r\n\x1a\n|\xff\xd8\xff|GIF8[79]a|RIFF....WEBP|BM|II\*\0|MM\0\*", re.DOTALL)
 _OPEN_TAG = re.compile(r"<(\w+)>\s*\Z")
 
 
@@ -71,7 +67,7 @@ def look_at(
     findings: Findings = defaultdict(list)
     _check_duplicates(tables, findings)
     for rows in tables:
-        _check_media(rows, findings)
+        _check_slots(rows, findings)
     if grade:
         _check_answers(tables, encoder, custom, findings)
     return {kind: lines for kind, lines in findings.items() if lines}
@@ -80,57 +76,32 @@ def look_at(
 def _check_duplicates(tables: Sequence[Rows], findings: Findings) -> None:
     first: dict[bytes, str] = {}
     for rows, position, row in _each(tables):
-        key = hashlib.sha256(repr((row.prompt, rows.media(position))).encode()).digest()
+        key = hashlib.sha256(repr((row.prompt, rows.images(position))).encode()).digest()
         if key in first:
             findings["prompts that came before"].append(f"{rows.origin(position)}: as {first[key]}")
         first.setdefault(key, rows.origin(position))
 
 
-def _check_media(rows: Rows, findings: Findings) -> None:
+def _check_slots(rows: Rows, findings: Findings) -> None:
     for _, position, row in _each([rows]):
-        media, text = rows.media(position), str([message["content"] for message in row.prompt])
-        for name in MEDIA_COLUMNS:
-            # written into the text, or a part of its own: {"type": "image"}
-            num_slots = text.count(_SLOTS[name]) + text.count(f"'type': '{name.removesuffix('s')}'")
-            num_given = len(media.get(name, []))
-            if num_slots != num_given:
-                said = f"{rows.origin(position)}: {num_slots} {_SLOTS[name]} in the prompt, {num_given} {name}"
-                findings["media slots that do not fit"].append(said)
-        for image in media.get("images", []):
-            problem = _image_problem(image)
-            if problem:
-                findings["images that cannot be read"].append(f"{rows.origin(position)}: {problem}")
-
-
-def _image_problem(image: Any) -> str | None:
-    """What is wrong with an image: decoded where PIL is installed, else by its first bytes."""
-    entry: dict[str, Any] = (
-        image if isinstance(image, dict) else {"bytes": image} if isinstance(image, bytes) else {"path": image}
-    )
-    try:
-        data: bytes = entry.get("bytes") or Path(entry.get("path") or "").read_bytes()
-        from PIL import Image
-    except ImportError:
-        return None if _MAGIC.match(data) else "not the beginning of an image file"
-    except OSError as error:
-        return f"neither bytes nor a readable path ({error})"
-    try:
-        with Image.open(BytesIO(data)) as opened:
-            opened.load()
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        return str(error)
-    return None
+        text, num_given = str([message["content"] for message in row.prompt]), int(rows.num_images[position])
+        # written into the text, or a part of its own
+        num_slots = text.count(IMAGE_SLOT) + text.count("'type': 'image'")
+        if num_slots != num_given:
+            said = f"{rows.origin(position)}: {num_slots} {IMAGE_SLOT} in the prompt, {num_given} images"
+            findings["image slots that do not fit"].append(said)
 
 
 def _check_lengths(rows: Rows, encoder: ChatEncoder, limit: int, findings: Findings) -> None:
     for _, position, row in _each([rows]):
         try:
-            length = len(encoder.encode(row.prompt))
+            sizes = [encoder.bounded_size(size) for size in rows.image_sizes(position)]
+            length = len(encoder.expanded([row.prompt], [sizes])[0][0] if sizes else encoder.encode(row.prompt))
         except DataError as error:
             findings["prompts the chat template refuses"].append(f"{rows.origin(position)}: {error}")
             continue
-        if length > limit:  # what images add depends on the model's processor and is not counted
-            findings["prompts over the limit"].append(f"{rows.origin(position)}: {length} text tokens, limit {limit}")
+        if length > limit:
+            findings["prompts over the limit"].append(f"{rows.origin(position)}: {length} tokens, limit {limit}")
 
 
 def _check_answers(

@@ -29,7 +29,7 @@ from rltrain.data.chat import ChatEncoder, chat_encoder
 from rltrain.data.custom import EpochSampler, custom_rows
 from rltrain.data.order import BatchOrder
 from rltrain.data.prompts import PromptStore, encode_prompts
-from rltrain.data.rows import Rows, read_rows
+from rltrain.data.rows import Rows, keys_of, read_rows
 from rltrain.data.sampler import Sampler, make_sampler
 from rltrain.device import get_device, threads_per_worker
 from rltrain.env_report import device_facts, facts
@@ -299,8 +299,7 @@ def load_data(cfg: Config) -> Data:
         if data.custom_cls:
             found = custom_rows(data, files, encoder.tokenizer, limit)
         else:
-            keys: dict[str, Any] = {"prompt_key": data.prompt_key, "reward_fn_key": data.reward_fn_key}
-            found = read_rows(files, **keys, max_rows=limit, seed=data.seed if data.shuffle else None)
+            found = read_rows(files, **keys_of(data), max_rows=limit, seed=data.seed if data.shuffle else None)
         store = encode_prompts(found, encoder, data.max_prompt_length, data.filter_overlong_prompts, data.truncation)
         if not len(store):
             raise DataError(

@@ -10,6 +10,7 @@ from rltrain.data.chat import ChatEncoder
 from rltrain.data.prompts import encode_prompts, truncate
 from rltrain.data.rows import read_rows
 from rltrain.errors import DataError
+from tests.pictures import RED
 
 ASK = [{"role": "user", "content": "what is 3 + 4 ?"}]
 ASK_IDS = [1, 5, 8, 9, 15, 10, 16, 11, 2, 1, 6]
@@ -100,8 +101,8 @@ def test_a_refusing_template_names_file_and_row(tmp_path, write, good_row, token
 
 
 def test_vision_prompts_are_refused_by_name(tmp_path, write, good_row, encoder):
-    path = write(tmp_path / "v.parquet", [good_row(0, images=[]), good_row(1, images=[{"bytes": b"x"}])])
-    with pytest.raises(DataError, match=r"v\.parquet' row 1: .*prompts have images, and config.json in"):
+    path = write(tmp_path / "v.parquet", [good_row(0, images=[]), good_row(1, images=[{"bytes": RED}])])
+    with pytest.raises(DataError, match=r"v\.parquet' row 1 holds an image: prompts have images, and config.json in"):
         encode_prompts(read_rows(path), encoder, 99)
     with pytest.raises(DataError, match="vision prompts are not in this version"):
         encoder.encode([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what"}]}])

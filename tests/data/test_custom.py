@@ -66,7 +66,7 @@ def test_a_class_makes_the_rows_that_a_file_would_hold(made, tmp_path, write, go
     assert list(rows) == list(file)
     assert rows.fingerprint() == file.fingerprint()
     assert rows.data_sources() == {"openai/gsm8k": 0}
-    assert rows.media(0) == {}
+    assert rows.images(0) == []
     assert rows.origin(3).endswith("mine.py:Made of any.jsonl' row 3")
     assert len(made(GOOD, max_rows=2)) == 2
 
@@ -100,7 +100,8 @@ def test_an_older_class_without_max_samples_is_cut(made):
         ("return {", "return [item] or {", "row 0 is a list; it must be a dictionary"),
         ("return {", "return item / 0 or {", "row 0:\nTraceback"),
         ('"raw_prompt"', '"input_ids"', "neither 'raw_prompt' nor 'prompt'; it has data_source, input_ids"),
-        ('"raw_prompt": np', '"images": [b"x"], "raw_prompt": np', "row 0 holds images: vision prompts are not"),
+        ('"raw_prompt": np', '"images": [b"x"], "raw_prompt": np', "row 0: field 'images[0]': it cannot be read"),
+        ('"raw_prompt": np', '"videos": [b"x"], "raw_prompt": np', "row 0 holds videos: only images are in this"),
         ('"split": "train"', '"split": object()', "extra_info.split is a object; a row holds texts"),
         ('"data_source": "openai/gsm8k"', '"data_source": None', "row 0: field 'data_source' is null"),
         ('"ground_truth"', '"truth"', "field 'reward_model.ground_truth' is null; it must be the right answer"),

@@ -8,6 +8,7 @@ import pytest
 
 from rltrain.data.rows import read_rows, scan_rows
 from rltrain.errors import DataError
+from tests.pictures import BLUE, RED
 
 
 def problem(path, **options):
@@ -247,7 +248,8 @@ def test_rows_that_another_program_saved_again_are_the_same(tmp_path, write, goo
 
 def test_images_count_for_the_fingerprint(tmp_path, write, good_row):
     one, other = (
-        write(tmp_path / f"{pixel}.parquet", [good_row(0, images=[{"bytes": pixel.encode()}])]) for pixel in "xy"
+        write(tmp_path / f"{number}.parquet", [good_row(0, images=[{"bytes": image}])])
+        for number, image in enumerate((RED, BLUE))
     )
     assert read_rows(one).fingerprint() != read_rows(other).fingerprint()
 
@@ -261,7 +263,8 @@ def test_rows_survive_a_pickle(tmp_path, write, good_row):
 
 
 def test_images_are_kept_but_not_carried_by_a_row(tmp_path, write, good_row):
-    rows = read_rows(write(tmp_path / "a.parquet", [good_row(0, images=[{"bytes": b"x"}]), good_row(1, images=[])]))
-    assert rows.media(0) == {"images": [{"bytes": b"x"}]}
-    assert rows.media(1) == {}
+    rows = read_rows(write(tmp_path / "a.parquet", [good_row(0, images=[{"bytes": RED}]), good_row(1, images=[])]))
+    assert rows.images(0) == [{"bytes": RED}]
+    assert rows.images(1) == []
+    assert rows.num_images.tolist() == [1, 0]
     assert rows[0].ground_truth == "1"

@@ -198,14 +198,14 @@ def test_a_folder_with_several_files_asks_which(tmp_path, capsys):
 
 def test_images_and_texts_stay_as_they_are(tmp_path):
     rows = convert("geometry3k", [GEOMETRY], tmp_path / "a")
-    assert rows.media(0) == {"images": [{"bytes": RED, "path": None}]}
+    assert rows.images(0) == [{"bytes": RED, "path": None}]
     assert rows[0].prompt[0]["content"].startswith("<image>Find two different sides. ")
     rows = convert("virl39k", [VIRL], tmp_path / "b")
-    assert [image["bytes"] for image in rows.media(0)["images"]] == [RED, BLUE]
+    assert [image["bytes"] for image in rows.images(0)] == [RED, BLUE]
     assert rows[0].extra_info["PassRate_7BBase"] == 0.25
     assert rows[0].extra_info["category"] == "Spatial Reasoning"
     rows = convert("clevr_count", [CLEVR], tmp_path / "c")
-    assert rows.media(0)["images"][0]["bytes"] == BLUE
+    assert rows.images(0)[0]["bytes"] == BLUE
     assert "different items" in rows[0].prompt[0]["content"]
 
 
@@ -219,9 +219,7 @@ def test_there_is_one_slot_for_each_image(tmp_path, capsys):
         VIRL | {"answer": "A"},
     ]
     rows = convert("virl39k", records, tmp_path)
-    found = [
-        (row.prompt[0]["content"].count("<image>"), len(rows.media(i).get("images", []))) for i, row in enumerate(rows)
-    ]
+    found = [(row.prompt[0]["content"].count("<image>"), len(rows.images(i))) for i, row in enumerate(rows)]
     assert found == [(2, 2), (2, 2), (0, 0)]
     assert rows[1].prompt[0]["content"].startswith("<image><image>\nWhich?")
     assert [row.extra_info["index"] for row in rows] == [0, 1, 3]
@@ -233,10 +231,10 @@ def test_there_is_one_slot_for_each_image(tmp_path, capsys):
 
 
 def test_rows_are_written_in_groups_of_one_schema(tmp_path, monkeypatch):
-    monkeypatch.setattr(common, "_GROUP_ROWS", 2)
+    monkeypatch.setattr(common, "_PICTURE_GROUP_ROWS", 2)
     last = GEOMETRY | {"images": [{"bytes": BLUE, "path": "only-here.png"}]}
     rows = convert("geometry3k", [*[GEOMETRY] * 4, last], tmp_path)
-    assert [rows.media(i)["images"][0]["path"] for i in range(5)] == [None] * 4 + ["only-here.png"]
+    assert [rows.images(i)[0]["path"] for i in range(5)] == [None] * 4 + ["only-here.png"]
     assert pq.ParquetFile(tmp_path / "out/train.parquet").num_row_groups == 3
 
 
@@ -348,7 +346,7 @@ def test_columns_of_any_file_can_be_named(tmp_path, capsys):
     ]
     assert (rows[0].data_source, rows[0].ground_truth) == ("clevr_count/mine", ["4", "four"])
     assert rows[0].extra_info["level"] == 3
-    assert rows.media(0)["images"] == [{"bytes": RED, "path": "a.png"}]
+    assert rows.images(0) == [{"bytes": RED, "path": "a.png"}]
     pictures = convert(
         "jsonl",
         [{"prompt": "?", "answer": 1, "picture": BLUE}],
@@ -358,7 +356,7 @@ def test_columns_of_any_file_can_be_named(tmp_path, capsys):
         "--data-source",
         "x",
     )
-    assert pictures.media(0)["images"] == [{"bytes": BLUE, "path": None}]
+    assert pictures.images(0) == [{"bytes": BLUE, "path": None}]
     messages = [{"prompt": DAPO["prompt"], "answer": 0}, {"prompt": "text", "answer": None}]
     jsonl = importlib.import_module("rltrain.data_preprocess.jsonl")
     file = write(tmp_path / "two.parquet", messages[:1])
@@ -416,7 +414,7 @@ def test_without_a_local_file_the_hub_is_asked_for_stored_bytes(tmp_path, monkey
     main = importlib.import_module("rltrain.data_preprocess.geometry3k").main
     assert main(["--output", str(tmp_path)]) == 0
     assert asked == [("hiyouga/geometry3k", None, split) for split in ("train", "test")]
-    assert read_rows(str(tmp_path / "test.parquet")).media(0)["images"][0]["bytes"] == RED
+    assert read_rows(str(tmp_path / "test.parquet")).images(0)[0]["bytes"] == RED
 
 
 def test_the_instruction_can_be_replaced(tmp_path):

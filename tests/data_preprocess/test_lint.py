@@ -94,7 +94,7 @@ def test_prompts_over_the_limit_are_named_with_their_length(tmp_path, encoder, c
     file = write(tmp_path, [sum_row(1), sum_row(123456789)])
     limit = len(encoder.encode([{"role": "user", "content": "1+1=?"}]))
     _, findings = lint([file], encoder=encoder, max_prompt_length=limit)
-    assert findings == {"prompts over the limit": [f"{file!r} row 1: {limit + 8} text tokens, limit {limit}"]}
+    assert findings == {"prompts over the limit": [f"{file!r} row 1: {limit + 8} tokens, limit {limit}"]}
     with pytest.raises(SystemExit):
         main([file, "--max-prompt-length", "5"])
     assert "--tokenizer FOLDER" in capsys.readouterr().err
@@ -113,7 +113,7 @@ def test_image_slots_and_images_must_agree(tmp_path):
     given = rows[0] | {"prompt": [{"role": "user", "content": parts}]}
     pq.write_table(pa.Table.from_pylist([given]), tmp_path / "parts.parquet")
     assert lint([str(tmp_path / "parts.parquet")])[1] == {}
-    found = lint([file])[1]["media slots that do not fit"]
+    found = lint([file])[1]["image slots that do not fit"]
     assert [line.partition("row ")[2].split(" in")[0] for line in found] == [
         "1: 0 <image>",
         "2: 2 <image>",
@@ -136,9 +136,10 @@ def test_unreadable_images_are_named_with_and_without_pil(tmp_path, monkeypatch,
         {"bytes": None, "path": str(tmp_path / "gone.png")},
         {"bytes": None, "path": None},
     ]
-    file = write(tmp_path, [picture_row(f"<image> {i}", [image]) for i, image in enumerate(images)])
-    found = lint([file])[1]["images that cannot be read"]
-    bad = [1, 2, 4, 5] if has_pil else [1, 4, 5]  # only decoding sees that a picture is cut
+    rows = [picture_row(f"<image> {i}", [image]) for i, image in enumerate(images)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    found = lint([str(tmp_path / "a.parquet")])[1]["rows with schema errors"]
+    bad = [1, 2, 4, 5] if has_pil else [1, 4, 5]  # only Pillow sees that a picture is cut
     assert [int(line.split("row ")[1][0]) for line in found] == bad
 
 

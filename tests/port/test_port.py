@@ -405,12 +405,12 @@ def test_no_jail_means_nothing_is_run(tmp_path, monkeypatch, capsys):
 
 
 def test_classes_of_ones_own_come_with_their_keys(tmp_path):
-    own = "data.custom_cls.path=pkg://my.data data.custom_cls.name=Mine +data.hint.level=3 data.image_key=pics"
+    own = "data.custom_cls.path=pkg://my.data data.custom_cls.name=Mine +data.hint.level=3 data.video_key=clips"
     _, [settings], text = ported(tmp_path, GRPO.replace("actor_rollout_ref.rollout.n=5", own))
     assert "data.custom_cls=pkg://my.data:Mine" in settings
     assert "data.own_keys.hint.level=3" in settings
-    assert "data.own_keys.image_key=pics" in settings
-    assert load_config(settings).config.data.own_keys == {"hint": {"level": 3}, "image_key": "pics"}
+    assert "data.own_keys.video_key=clips" in settings
+    assert load_config(settings).config.data.own_keys == {"hint": {"level": 3}, "video_key": "clips"}
     assert "was data.custom_cls.path and data.custom_cls.name" in text
 
 

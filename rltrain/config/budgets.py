@@ -10,7 +10,7 @@ would mean something else on another number of devices.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rltrain.config.keys import get
@@ -23,17 +23,29 @@ _A = "actor_rollout_ref."
 class PassBudget:
     """What one forward on one data-parallel rank may hold: tokens, or samples.
 
-    num_longest: the tokens are those of this many sequences of the greatest length.
+    num_longest: the tokens are those of this many sequences of the greatest length. max_rows: patches (or tiles) of
+    images, where prompts have some.
     """
 
     max_tokens: int | None
     max_samples: int | None
     num_longest: int | None = None
+    max_rows: int | None = None
 
     def __str__(self) -> str:
         if not self.max_tokens:
             return f"{self.max_samples} samples"
-        return f"{self.max_tokens:,} tokens" + (f" ({self.num_longest} x the longest)" if self.num_longest else "")
+        images = f" and {self.max_rows:,} patches of images" if self.max_rows else ""
+        size = f" ({self.num_longest} x the longest)" if self.num_longest else ""
+        return f"{self.max_tokens:,} tokens{images}{size}"
+
+    def with_images(self, most_rows: int) -> PassBudget:
+        """This budget where the images of a prompt have up to ``most_rows`` patches (or tiles).
+
+        A number of longest sequences was tuned for as many prompts with their images. A number of tokens needs no
+        bound of its own: no micro-batch of it holds more images than one that encodes them per answer.
+        """
+        return replace(self, max_rows=self.num_longest * most_rows) if self.num_longest and most_rows else self
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from rltrain.models.attention import PLAN
 from rltrain.models.head import ReferenceStates, Scaling, TokenLogProbs, token_log_probs
 from rltrain.models.packing import PackedInputs
 from rltrain.models.ulysses import GROUP, share_of_row
-from rltrain.models.vision import read_with_images, tower
+from rltrain.models.vision import read_with_images, tower, tower_numbers
 
 
 class PackedModel(nn.Module):
@@ -115,12 +115,12 @@ def final_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     return Scaling.of(model.config).apply(model.get_output_embeddings()(hidden))
 
 
-def model_numbers(policy: PackedModel) -> dict[str, int]:
+def model_numbers(policy: PackedModel) -> dict[str, float]:
     """Sizes from which FLOPs are counted.
 
     num_parameters: all of them; trained_parameters: those with a gradient. matmul_parameters: those that a token is
     multiplied with (the head, not the input embedding or a vision tower; of the experts only those it is routed to).
-    attention_width: layers x heads x head size.
+    attention_width: layers x heads x head size. Where prompts may have images, also those of `tower_numbers`.
     """
     config = policy.model.config.get_text_config()
     known = config.to_dict()  # a config whose layers differ refuses to be asked for one head size
@@ -140,4 +140,5 @@ def model_numbers(policy: PackedModel) -> dict[str, int]:
         "trained_parameters": sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad),
         "matmul_parameters": total - aside - round(idle * in_experts),
         "attention_width": config.num_hidden_layers * config.num_attention_heads * head_size,
+        **(tower_numbers(policy.model) if policy.sees else {}),
     }

@@ -7,6 +7,7 @@ must call every part, so a row without images encodes a blank one, and its featu
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -45,6 +46,41 @@ def tower(model: PreTrainedModel) -> list[nn.Module]:
     return (
         [] if language is model.base_model else [each for each in model.base_model.children() if each is not language]
     )
+
+
+def tower_numbers(model: PreTrainedModel) -> dict[str, float]:
+    """What the tower costs, from its configuration and weights.
+
+    row_flops: FLOPs of a forward per row of pixels (patch or tile); pair_flops: per (query, key) pair of rows of one
+    image. A weight takes 2 FLOPs, and a pair of patches 4 per layer and channel, in both directions (Narayanan et al.
+    2021, appendix). A layer with windows counts whole ones, and a tile is a window of its own. backward_share: FLOPs of
+    the update (forward, gradients of activations and of weights) relative to those with all weights trained.
+    """
+    vision: Any = model.config.vision_config
+    merge = getattr(vision, "spatial_merge_size", None)
+    # Of Qwen2-VL's tower, `hidden_size` is the decoder's.
+    width = getattr(vision, "embed_dim", None) or vision.hidden_size
+    layers = getattr(vision, "depth", None) or vision.num_hidden_layers
+    share = 1 / merge**2 if merge else model.config.downsample_ratio**2
+    weights = trained = total = 0.0
+    for part_name, part in model.base_model.named_children():
+        if part is language_model(model):
+            continue
+        total += sum(each.numel() for each in part.parameters())
+        trained += sum(each.numel() for each in part.parameters() if each.requires_grad)
+        for name, layer in part.named_modules():
+            if isinstance(layer, nn.Linear | nn.Conv2d | nn.Conv3d):
+                # What projects features sees each of them once, and a feature is made of several patches.
+                is_after = "merger" in name or "projector" in part_name
+                weights += layer.weight.numel() * (share if is_after else 1)
+    backward = {"backward_share": (1 + (trained > 0) + trained / total) / 3}
+    if merge is None:
+        patches = math.prod(vision.image_size) // math.prod(vision.patch_size)
+        return {"row_flops": patches * (2 * weights + 4 * width * layers * patches), "pair_flops": 0.0, **backward}
+    whole = len(getattr(vision, "fullatt_block_indexes", None) or range(layers))
+    window = (getattr(vision, "window_size", 0) // vision.patch_size) ** 2
+    row = 2 * weights + 4 * width * (layers - whole) * window
+    return {"row_flops": row, "pair_flops": 4.0 * width * whole, **backward}
 
 
 def read_with_images(

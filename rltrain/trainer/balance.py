@@ -4,8 +4,9 @@ The driver decides for all ranks at once, from lengths alone: every rank gets th
 because a collective in one of them would otherwise wait for ever. Which samples share an optimizer step is settled
 before and does not change here.
 
-Answers to one prompt that meet in a micro-batch share its tokens (`models.packing.pack`). Keeping them together saves
-work but leaves coarser chunks to spread evenly; the cost model weighs one against the other.
+Answers to one prompt that meet in a micro-batch share its tokens (`models.packing.pack`) and its images, which are
+encoded once however many answers follow, also where an answer is too long to share the tokens. Keeping answers together
+saves work but leaves coarser chunks to spread evenly; the cost model weighs one against the other.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,13 +38,18 @@ class Workload:
     """Tokens and cost of n samples. owners [n]: samples of one owner share their prompt within a micro-batch.
 
     A token costs 1 and a (query, key) pair costs ``pair_cost``: the FLOPs of the pair relative to those of a token's
-    matrix products.
+    matrix products. Where prompts have images, samples of one group (groups [n]) share them within a micro-batch:
+    image_rows [n] is what the vision tower takes (patches or tiles) for the prompt of each sample, image_cost [n] what
+    it costs in tokens.
     """
 
     prompts: Ids
     answers: Ids
     owners: Ids
     pair_cost: float = 0.0
+    groups: Ids | None = None
+    image_rows: Ids | None = None
+    image_cost: NDArray[np.float64] | None = None
 
     @classmethod
     def of_groups(cls, prompts: Ids, answers: Ids, groups: Ids, pair_cost: float = 0.0) -> Workload:
@@ -51,6 +57,10 @@ class Workload:
         # Owners of their own, below 0 so that none of them is a group.
         alone = -1 - np.arange(len(groups))
         return cls(prompts, answers, np.where(pays_to_share(prompts, answers), groups, alone), pair_cost)
+
+    def with_images(self, groups: Ids, rows: Ids, cost: NDArray[np.float64]) -> Workload:
+        """This workload with the images of the prompts ``groups`` [n]."""
+        return replace(self, groups=groups, image_rows=rows, image_cost=cost)
 
     @cached_property
     def answer_cost(self) -> NDArray[np.float64]:
@@ -60,17 +70,33 @@ class Workload:
     def prompt_cost(self) -> NDArray[np.float64]:
         return self.prompts + self.pair_cost * np.square(self.prompts, dtype=np.float64) / 2
 
+    @cached_property
+    def keys(self) -> Ids:
+        """Samples with one key gain from meeting in a micro-batch: those of one owner, or with the same images."""
+        if self.image_rows is None or self.groups is None:
+            return self.owners
+        return np.where(self.image_rows > 0, self.groups, self.owners)
+
     def _once(self, ids: Ids) -> Ids:
         """One sample of each owner: it pays for the prompt."""
         return ids[np.unique(self.owners[ids], return_index=True)[1]]
+
+    def _of_images(self, values: NDArray[Any] | None, ids: Ids) -> float:
+        """Sum of ``values`` over the prompts of ``ids``."""
+        return 0.0 if values is None else float(values[ids[np.unique(self.keys[ids], return_index=True)[1]]].sum())
 
     def tokens(self, ids: Ids) -> int:
         """Tokens of one micro-batch, a shared prompt counted once."""
         return int(self.answers[ids].sum() + self.prompts[self._once(ids)].sum())
 
+    def rows(self, ids: Ids) -> int:
+        """What the vision tower takes in one micro-batch, in patches or tiles."""
+        return int(self._of_images(self.image_rows, ids))
+
     def cost(self, ids: Ids) -> float:
         """Cost of one micro-batch."""
-        return float(self.answer_cost[ids].sum() + self.prompt_cost[self._once(ids)].sum())
+        text = float(self.answer_cost[ids].sum() + self.prompt_cost[self._once(ids)].sum())
+        return text + self._of_images(self.image_cost, ids)
 
 
 @dataclass(frozen=True)
@@ -109,7 +135,7 @@ def spread(ids: Ids, work: Workload, num_ranks: int, budget: PassBudget) -> list
 
     Whole prompt groups are tried first, then ever smaller chunks of them; the cheapest result is taken.
     """
-    size = int(np.unique(work.owners[ids], return_counts=True)[1].max(initial=1))
+    size = int(np.unique(work.keys[ids], return_counts=True)[1].max(initial=1))
     # A lower bound: every prompt is computed once and all ranks are equally busy. Smaller chunks compute prompts more
     # often, so the search stops where they cannot win much.
     ideal = work.cost(ids) / num_ranks
@@ -132,36 +158,50 @@ def _time(ranks: list[list[Ids]], work: Workload) -> float:
 
 
 class _Chunk(NamedTuple):
-    """Samples of one owner that stay together. tokens and cost include the prompt's, which also stand alone."""
+    """Samples of one key that stay together. tokens, cost and rows include what another chunk of the key shares with
+    them: the prompt's and the images', which also stand alone.
+    """
 
     ids: list[int]
-    owner: int
+    key: int
     tokens: int
     cost: float
     prompt_tokens: int
     prompt_cost: float
+    rows: int
+    image_cost: float
 
 
 def _chunks(ids: Ids, work: Workload, size: int, budget: PassBudget) -> list[_Chunk]:
     """Chunks of up to ``size`` samples, each within the budget; the costliest first."""
     size = min(size, budget.max_samples or size)
-    # Neighbours of one owner become a chunk. The sort is stable, so a layout is a function of its inputs alone.
-    ids = ids[np.argsort(work.owners[ids], kind="stable")]
-    columns = (work.owners, work.answers, work.prompts, work.answer_cost, work.prompt_cost)
+    # Neighbours of one key become a chunk. The sort is stable, so a layout is a function of its inputs alone.
+    ids = ids[np.argsort(work.keys[ids], kind="stable")]
+    none = np.zeros(len(work.prompts), dtype=np.int64)
+    columns = (work.keys, work.owners, work.answers, work.prompts, work.answer_cost, work.prompt_cost)
+    columns += (
+        none if work.image_rows is None else work.image_rows,
+        none if work.image_cost is None else work.image_cost,
+    )
     chunks: list[_Chunk] = []
     for sample, *numbers in zip(ids.tolist(), *(column[ids].tolist() for column in columns), strict=True):
-        owner, answer, prompt, answer_cost, prompt_cost = numbers
+        key, owner, answer, prompt, answer_cost, prompt_cost, rows, image_cost = numbers
         last = chunks[-1] if chunks else None
-        if (
-            last is None
-            or owner != last.owner
-            or len(last.ids) == size
-            or last.tokens + answer > (budget.max_tokens or math.inf)
-        ):
-            chunks.append(_Chunk([sample], owner, prompt + answer, prompt_cost + answer_cost, prompt, prompt_cost))
-        else:
-            last.ids.append(sample)
-            chunks[-1] = last._replace(tokens=last.tokens + answer, cost=last.cost + answer_cost)
+        # An answer too long to share its prompt's tokens brings them along, even where it shares the images.
+        shares = key == owner
+        if last is not None and key == last.key and len(last.ids) < size:
+            pays = not (shares and last.prompt_tokens)
+            tokens = last.tokens + answer + pays * prompt
+            if tokens <= (budget.max_tokens or math.inf):
+                last.ids.append(sample)
+                cost = last.cost + answer_cost + pays * prompt_cost
+                chunks[-1] = last._replace(tokens=tokens, cost=cost)
+                if shares:
+                    chunks[-1] = chunks[-1]._replace(prompt_tokens=prompt, prompt_cost=prompt_cost)
+                continue
+        shared = (prompt, prompt_cost) if shares else (0, 0.0)
+        whole = prompt_cost + answer_cost + image_cost
+        chunks.append(_Chunk([sample], key, prompt + answer, whole, *shared, rows, image_cost))
     # The greedy rule of `_fill` is good only if the costliest come first: small ones then even out what is left.
     return sorted(chunks, key=lambda chunk: -chunk.cost)
 
@@ -203,22 +243,30 @@ class _Bin:
     def __init__(self) -> None:
         self.ids: list[int] = []
         self.cost = 0.0
-        self._tokens = 0
-        self._owners: set[int] = set()
+        self._tokens = self._rows = 0
+        # Keys whose prompt is in the bin, and keys whose images are.
+        self._prompts: set[int] = set()
+        self._images: set[int] = set()
 
     def take(self, chunk: _Chunk, budget: PassBudget) -> bool:
         """Add the chunk if there is room. A sample that alone is over the budget gets a bin of its own."""
-        known = chunk.owner in self._owners
+        known, seen = chunk.key in self._prompts, chunk.key in self._images
         tokens = chunk.tokens - known * chunk.prompt_tokens
+        rows = 0 if seen else chunk.rows
         crowded = budget.max_samples is not None and len(self.ids) + len(chunk.ids) > budget.max_samples
         heavy = budget.max_tokens is not None and self._tokens + tokens > budget.max_tokens
+        heavy = heavy or (budget.max_rows is not None and self._rows + rows > budget.max_rows)
         # An empty bin never refuses: a sample over the budget must be computed somewhere.
         if self.ids and (crowded or heavy):
             return False
         self.ids += chunk.ids
         self._tokens += tokens
-        self.cost += chunk.cost - known * chunk.prompt_cost
-        self._owners.add(chunk.owner)
+        self._rows += rows
+        self.cost += chunk.cost - known * chunk.prompt_cost - seen * chunk.image_cost
+        if chunk.prompt_tokens:
+            self._prompts.add(chunk.key)
+        if chunk.rows:
+            self._images.add(chunk.key)
         return True
 
 
@@ -254,8 +302,9 @@ class LayoutCost:
     """What a layout computes and how evenly.
 
     cost, tokens: of all micro-batches, where a shared prompt counts once. tokens_share: tokens per token of the
-    samples. ranks: work of the busiest rank relative to the mean (1: even). micro_batches: the same with the ranks in
-    step at every micro-batch.
+    samples; images_share: patches that are encoded per patch of the samples (of n answers, 1/n: once a prompt), None
+    without images. ranks: work of the busiest rank relative to the mean (1: even). micro_batches: the same with the
+    ranks in step at every micro-batch.
     """
 
     cost: float
@@ -263,10 +312,11 @@ class LayoutCost:
     tokens_share: float
     ranks: float
     micro_batches: float
+    images_share: float | None = None
 
     def metrics(self) -> dict[str, float]:
         """``perf/balance/*``."""
-        return {f"perf/balance/{name}": value for name, value in asdict(self).items()}
+        return {f"perf/balance/{name}": value for name, value in asdict(self).items() if value is not None}
 
 
 def cost_of(layout: Layout, work: Workload) -> LayoutCost:
@@ -275,6 +325,8 @@ def cost_of(layout: Layout, work: Workload) -> LayoutCost:
     costs = np.array([[work.cost(micro) for micro in micros] for micros in ranks])
     computed = sum(work.tokens(micro) for micros in ranks for micro in micros)
     total = sum(int((work.prompts + work.answers)[ids].sum()) for ids in layout.ids)
+    of_samples = 0 if work.image_rows is None else sum(int(work.image_rows[ids].sum()) for ids in layout.ids)
+    encoded = sum(work.rows(micro) for micros in ranks for micro in micros) if of_samples else 0
     # All samples may be silent, so that nothing is computed at all.
     mean = max(float(costs.sum(1).mean()), 1e-9)
     return LayoutCost(
@@ -283,4 +335,5 @@ def cost_of(layout: Layout, work: Workload) -> LayoutCost:
         tokens_share=computed / max(total, 1),
         ranks=float(costs.sum(1).max()) / mean,
         micro_batches=float(costs.max(0).sum()) / mean,
+        images_share=encoded / of_samples if of_samples else None,
     )

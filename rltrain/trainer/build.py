@@ -221,7 +221,7 @@ def make_trainer(
     rewards = Rewards(cfg, data.rows, pool, RewardModel(group) if cfg.reward_model.enable else None)
     experience = Experience(cfg, plan, policy, rewards, sampler_of(cfg, plan, data.rows["train"]))
     critic = Critic(group, plan.passes) if plan.passes.values and trains else None
-    return PPOTrainer(cfg, plan, policy, critic, rewards, experience, sizes, callbacks)
+    return PPOTrainer(cfg, plan, policy, critic, rewards, experience, sizes, callbacks, prompts=data.prompts["train"])
 
 
 def sampler_of(cfg: Config, plan: Plan, rows: Rows, *, trial: bool = False) -> Sampler:

@@ -252,8 +252,8 @@ def flops_metrics(costs: Mapping[str, LayoutCost], timing: Metrics, model: dict[
     """``perf/mfu/actor``: model FLOPs of the update without recompute / (seconds x devices x bf16 peak of a device).
 
     ``perf/mfu/actor_infer``: likewise of the old_log_prob pass, which is a forward. Nothing where the peak is unknown.
-    costs: by phase, in tokens, their attention included. A token takes 6 FLOPs per weight, without the input embedding
-    (Narayanan et al. 2021, appendix, halved for causality).
+    costs: by phase, in tokens, their attention and images included. A token takes 6 FLOPs per weight, without the input
+    embedding (Narayanan et al. 2021, appendix, halved for causality).
     """
     if not model.get("peak_flops"):
         return {}

@@ -18,6 +18,7 @@ from rltrain.algorithms.aggregation import Denominators
 from rltrain.algorithms.moments import Moments, join
 from rltrain.config.schema import Config
 from rltrain.controller.samples import Samples
+from rltrain.data.prompts import PromptStore
 from rltrain.models.optim import learning_rate
 from rltrain.seeds import stream
 from rltrain.stop import Stop
@@ -55,7 +56,7 @@ class StepRecord:
 
 
 class PPOTrainer:
-    """Drives policy, critic, reference and rewards through the steps of ``plan``."""
+    """Drives policy, critic, reference and rewards through the steps of ``plan``. prompts: to know their images."""
 
     def __init__(
         self,
@@ -68,6 +69,7 @@ class PPOTrainer:
         model_sizes: dict[str, float],
         callbacks: Callbacks | None = None,
         archive: Archive | None = None,
+        prompts: PromptStore | None = None,
     ) -> None:
         self.cfg = cfg
         self.plan = plan
@@ -79,6 +81,7 @@ class PPOTrainer:
         self.advantages = Advantages(cfg, plan.passes)
         self.callbacks = callbacks or Callbacks()
         self.model_sizes = model_sizes
+        self._prompts = prompts
         self._alarms = Alarms(cfg.actor_rollout_ref.rollout, model_sizes["log_prob_gap_limit"])
         self.on_phase: Callable[[str], None] = lambda name: None
 
@@ -147,7 +150,9 @@ class PPOTrainer:
         # Samples without gradient are left out only after everything was counted, so the loss stays the same.
         silent = self.advantages.silent(samples)
         mini_batches = [ids[~silent[ids]] for ids in mini_batches]
-        layout = lay_out(mini_batches, self._workload(samples), plan.data_parallel_size, plan.update_budget)
+        layout = lay_out(
+            mini_batches, self._workload(samples, updates=True), plan.data_parallel_size, plan.update_budget
+        )
         # As in verl the schedule begins with the first step in which the actor learns. All optimizer steps of a step
         # share one rate, so `ppo_epochs` and the mini-batch size do not stretch it.
         first = max(1, plan.passes.first_actor_step)
@@ -184,7 +189,8 @@ class PPOTrainer:
         mini_batches = cut_prompts(plan, size, cfg.ppo_epochs, step, self.cfg.data.seed if cfg.shuffle else None)
         counts = [self._denominators(samples, ids) for ids in mini_batches]
         # Silent samples stay in: an answer without advantage has returns all the same, and the critic learns from them.
-        layout = lay_out(mini_batches, self._workload(samples), plan.critic_data_parallel_size, plan.critic_budget)
+        work = self._workload(samples, updates=True)
+        layout = lay_out(mini_batches, work, plan.critic_data_parallel_size, plan.critic_budget)
         rate = learning_rate(step - 1, cfg.optim, plan.critic_lr_warmup_steps, plan.schedule_steps)
         results = critic.update(samples, layout, per_rank(layout, counts), rate)
         record.metrics |= m.update_metrics(results, np.array([count.tokens for count in counts]), "critic")
@@ -193,13 +199,17 @@ class PPOTrainer:
 
     def _report(self, samples: Samples, timer: StepTimer, record: StepRecord) -> Metrics:
         """The metrics of the step, to the archive and the callbacks too."""
-        cfg, plan, work = self.cfg, self.plan, self._workload(samples)
+        cfg, plan = self.cfg, self.plan
         metrics = timer.metrics() | record.metrics | m.policy_metrics(record.measured)
         # With a gap that only warns, or under `bypass`, this is the first time that all of it is known. An error here
         # comes before the step is saved.
         metrics |= self._alarms.gap(metrics)
         # No model runs in the phase adv, so it has no FLOPs to count.
-        costs = {phase: cost_of(layout, work) for phase, layout in record.layouts.items() if phase != "adv"}
+        costs = {
+            phase: cost_of(layout, self._workload(samples, updates=phase == "update_actor"))
+            for phase, layout in record.layouts.items()
+            if phase != "adv"
+        }
         metrics |= costs["update_actor"].metrics() if "update_actor" in costs else {}
         metrics |= m.throughput_metrics(samples, metrics, plan.num_devices)
         metrics |= m.flops_metrics(costs, metrics, self.model_sizes, plan.num_devices)
@@ -230,12 +240,23 @@ class PPOTrainer:
         seed = self.cfg.data.seed if cfg.shuffle else None
         return cut_prompts(self.plan, self.plan.prompts_per_mini_batch, cfg.ppo_epochs, step, seed)
 
-    def _workload(self, samples: Samples) -> Workload:
-        """A token costs 2 FLOPs per matmul weight; a (query, key) pair costs 4 x heads x head size FLOPs per layer."""
+    def _workload(self, samples: Samples, *, updates: bool = False) -> Workload:
+        """A token costs 2 FLOPs per matmul weight; a (query, key) pair costs 4 x heads x head size FLOPs per layer.
+
+        updates: gradients are taken too, which a frozen tower has none of (`tower_numbers`).
+        """
         # The ratio of the two costs above. It is the actor's for every pass: for a critic of another model the ranks
         # are balanced by an estimate, which costs time and changes no number.
-        pair_cost = 2 * self.model_sizes["attention_width"] / self.model_sizes["matmul_parameters"]
-        return Workload.of_groups(samples[c.PROMPT_LENGTH], samples[c.RESPONSE_LENGTH], samples[c.GROUP], pair_cost)
+        sizes, groups = self.model_sizes, samples[c.GROUP]
+        pair_cost = 2 * sizes["attention_width"] / sizes["matmul_parameters"]
+        work = Workload.of_groups(samples[c.PROMPT_LENGTH], samples[c.RESPONSE_LENGTH], groups, pair_cost)
+        if self._prompts is None or not self._prompts.has_images:
+            return work
+        rows, number = (each[samples[c.ROW]] for each in (self._prompts.image_rows, self._prompts.num_images))
+        # Exact where the images of a prompt are of one size, and otherwise a little less than they cost.
+        flops = sizes["row_flops"] * rows + sizes["pair_flops"] * rows**2 / np.maximum(number, 1)
+        share = sizes["backward_share"] if updates else 1.0
+        return work.with_images(groups, rows, share * flops / (2 * sizes["matmul_parameters"]))
 
     def _denominators(self, samples: Samples, ids: Ids) -> Denominators:
         horizon = self.cfg.actor_rollout_ref.actor.loss_scale_factor or self.cfg.data.max_response_length

@@ -12,18 +12,19 @@ import torch.distributed as dist
 if not importlib.util.find_spec("torchvision"):
     pytest.skip("torchvision is not installed (scripts/test.sh installs it)", allow_module_level=True)
 
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModel, AutoModelForImageTextToText
 
 from rltrain.batch import Batch, DictionaryColumn
 from rltrain.data.chat import ChatEncoder
 from rltrain.device import get_device
-from rltrain.models.forward import PolicyModel, ScalarModel
+from rltrain.models.forward import PolicyModel, ScalarModel, model_numbers
 from rltrain.models.lora import Lora
 from rltrain.models.packing import pack
 from rltrain.models.shard import sharded_model
 from rltrain.models.spec import ModelSpec
 from rltrain.models.ulysses import sequence_group
-from rltrain.models.vision import tower
+from rltrain.models.vision import tower, tower_numbers
 from rltrain.ragged import Ragged
 from tests.distance import distance
 from tests.ranks import run_on_ranks
@@ -233,6 +234,27 @@ def test_values_see_the_images(folder):
             states = model(**inputs, use_cache=False).last_hidden_state[0]
         expected.append((states @ head[0])[prompt - 1 : prompt - 1 + len(answer)])
     assert distance(critic(pack(batch, CPU)).detach(), torch.cat(expected)) < 1e-5
+
+
+@pytest.mark.parametrize("size", [(112, 112), (168, 56)], ids=str)
+def test_flops_of_the_tower_are_those_that_torch_counts(folder, size):
+    model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager")
+    images = ChatEncoder(folder).encode_prompt([{"role": "user", "content": "<image>"}], [picture(*size)]).images
+    grids = {} if images.grids is None else {"image_grid_thw": torch.from_numpy(images.grids)}
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model.base_model.get_image_features(pixel_values=torch.from_numpy(images.pixel_values), **grids)
+    numbers, rows = tower_numbers(model), len(images.pixel_values)
+    # The class token of InternVL's tiles is left out: one of 17 here, and of 1,025 in its models.
+    counted = numbers["row_flops"] * rows + numbers["pair_flops"] * rows**2
+    assert counted == pytest.approx(counter.get_total_flops(), rel=0.05 if images.grids is None else 0.01)
+    assert numbers["backward_share"] == 1
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_frozen_tower_costs_an_update_its_forward(folder):
+    shares = [model_numbers(make(folder, tower=tower))["backward_share"] for tower in ("frozen", "trained")]
+    assert shares == [pytest.approx(1 / 3), 1]
+    assert "backward_share" not in model_numbers(make(folder, tower="rests"))
 
 
 # -- two ranks ---------------------------------------------------------------------------------------------------------

@@ -4,8 +4,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rltrain.batch import Batch
+from rltrain.batch import Batch, DictionaryColumn
+from rltrain.data.images import PromptImages
 from rltrain.models.packing import pack
+from rltrain.ragged import Ragged
 from rltrain.trainer import balance
 from rltrain.trainer.balance import Workload, cost_of, lay_out, rank_tokens, spread
 from rltrain.trainer.plan import PassBudget
@@ -49,6 +51,93 @@ def test_every_sample_once_equal_counts_and_no_budget_broken(answers, prompt, nu
         # Packing drops the last token of an answer. What the budget counts is never less than what is computed.
         computed = len(pack(batch, torch.device("cpu")).tokens)
         assert work.tokens(micro) - len(micro) <= computed <= max(work.tokens(micro), 1)
+
+
+def with_images(work: Workload, groups, rows_of_group, cost=10.0) -> Workload:
+    rows = np.asarray(rows_of_group)[groups]
+    return work.with_images(groups, rows, cost * rows)
+
+
+def images_of(rows: int) -> PromptImages | None:
+    """What the tower takes of a prompt, all blank, for one token in front."""
+    one, place = np.array([1]), np.array([0])
+    return PromptImages(np.zeros((rows, 3), dtype=np.float32), None, one * rows, one, place, None) if rows else None
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 9), st.lists(st.integers(0, 50), min_size=1, max_size=6)), min_size=1, max_size=6
+    ),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.integers(40, 200),
+    st.integers(9, 20),
+)
+def test_the_tower_takes_what_the_driver_counts(groups, prompt, num_ranks, max_tokens, max_rows):
+    """Also where some answers are too long to share their prompt's tokens, and share its images all the same."""
+    rows, answers = [each for each, _ in groups], [each for _, each in groups]
+    work = groups_of(prompt, answers, 0.01)
+    owners = np.repeat(np.arange(len(groups)), [len(each) for each in answers])
+    work = with_images(work, owners, rows)
+    ranks = spread(np.arange(len(owners)), work, num_ranks, PassBudget(max_tokens, None, None, max_rows))
+    flat = [micro for rank in ranks for micro in rank]
+    assert sorted(np.concatenate(flat).tolist()) == list(range(len(owners)))
+    for micro in (micro for micro in flat if len(micro)):
+        assert work.rows(micro) <= max_rows
+        # A sample that alone is over the budget is computed alone.
+        assert work.tokens(micro) <= max_tokens or len(micro) == 1
+        index = torch.from_numpy(owners[micro])
+        prompts = Ragged.from_rows([torch.zeros(prompt, dtype=torch.int32) for _ in groups])
+        response = Ragged.from_rows([torch.zeros(int(work.answers[i]), dtype=torch.int32) for i in micro])
+        batch = Batch({
+            "prompt": DictionaryColumn(prompts, index),
+            "images": DictionaryColumn([images_of(each) for each in rows], index),
+            "response": response,
+            "response_mask": response.like(torch.ones(len(response.values), dtype=torch.bool)),
+        })  # fmt: skip
+        packed = pack(batch, torch.device("cpu"))
+        assert work.rows(micro) == (len(packed.images.pixel_values) if packed.images else 0)
+        assert work.tokens(micro) - len(micro) <= len(packed.tokens) <= work.tokens(micro)
+
+
+def test_a_prompts_images_cost_once_a_micro_batch():
+    groups = np.array([0, 0, 0, 1])
+    work = with_images(groups_of(20, [[30, 30, 400], [30]]), groups, [8, 0])
+    assert work.cost(np.arange(4)) == 20 + 30 + 30 + (20 + 400) + 80 + (20 + 30)
+    assert work.cost(np.array([0, 1])) == 20 + 60 + 80
+    assert work.cost(np.array([2, 3])) == 420 + 80 + 50
+    assert [work.rows(np.array(ids)) for ids in ([0, 2], [3], [0, 1, 2, 3])] == [8, 0, 8]
+
+
+@pytest.mark.parametrize("answer", [60, 400], ids=["shared tokens", "images alone"])
+def test_answers_to_a_picture_stay_together(answer):
+    """Ranks are even with the groups cut too, but then every picture would be encoded on both."""
+    groups = np.repeat(np.arange(8), 4)
+    work = groups_of(20, [[answer] * 4] * 8)
+    seeing = with_images(work, groups, [50] * 8)
+    layout = lay_out([np.arange(32)], seeing, 2, PassBudget(4 * (4 * 420), None))
+    assert cost_of(layout, seeing).images_share == 1 / 4
+    assert "perf/balance/images_share" not in cost_of(layout, work).metrics()
+
+
+def test_ranks_are_even_in_what_their_towers_do():
+    """Two prompts with large pictures and six texts: by tokens alone both pictures could meet on one rank."""
+    groups = np.repeat(np.arange(8), 2)
+    work = with_images(groups_of(20, [[40, 40]] * 8), groups, [60, 60, 0, 0, 0, 0, 0, 0])
+    layout = lay_out([np.arange(16)], work, 2, PassBudget(10_000, None))
+    assert [work.rows(ids) for ids in layout.ids] == [60, 60]
+    assert cost_of(layout, work).ranks == 1
+
+
+def test_a_budget_of_longest_sequences_holds_their_images():
+    budget = PassBudget(1000, None, num_longest=2).with_images(30)
+    assert budget == PassBudget(1000, None, 2, max_rows=60)
+    assert PassBudget(1000, None).with_images(30) == PassBudget(1000, None)
+    assert PassBudget(None, 4).with_images(30) == PassBudget(None, 4)
+    work = with_images(groups_of(20, [[10, 10]] * 6), np.repeat(np.arange(6), 2), [30] * 6)
+    (micros,) = spread(np.arange(12), work, 1, budget)
+    assert [work.rows(micro) for micro in micros] == [60] * 3
 
 
 def test_a_mini_batch_keeps_its_samples_on_any_number_of_ranks():

@@ -88,6 +88,22 @@ def test_a_report_of_nothing_says_what_to_give(tmp_path):
         report(tmp_path)
 
 
+@pytest.mark.parametrize(("backward_share", "passes"), [(1, 3), (1 / 3, 1)], ids=["trained", "frozen"])
+def test_mfu_counts_an_image_once_a_prompt(backward_share, passes):
+    """Two answers to one prompt with an image whose features take 50,000 FLOPs."""
+    model = {"matmul_parameters": 1000, "trained_parameters": 1000, "peak_flops": 1e6}
+    groups, rows = np.zeros(2, dtype=int), np.array([5, 5])
+    plain = Workload.of_groups(np.array([20, 20]), np.array([30, 30]), groups)
+    forward, update = (
+        plain.with_images(groups, rows, np.full(2, share * 50_000 / 2000)) for share in (1, backward_share)
+    )
+    layout = Layout([np.arange(2)], [[(2,)]])
+    costs = {"update_actor": cost_of(layout, update), "old_log_prob": cost_of(layout, forward)}
+    found = flops_metrics(costs, {"timing_s/update_actor": 2.0, "timing_s/old_log_prob": 1.0}, model, 1)
+    assert found["perf/mfu/actor"] == pytest.approx((6 * 1000 * 80 + passes * 50_000) / 2e6)
+    assert found["perf/mfu/actor_infer"] == pytest.approx((2 * 1000 * 80 + 50_000) / 1e6)
+
+
 def test_mfu_by_hand_and_only_where_the_peak_is_known():
     model = {"matmul_parameters": 1000, "trained_parameters": 1200, "attention_width": 8, "peak_flops": 1e6}
     work = Workload.of_groups(np.array([10, 20]), np.array([30, 20]), np.arange(2), pair_cost=2 * 8 / 1000)

@@ -239,12 +239,16 @@ def test_how_many_micro_batches_are_needed_is_found_in_few_tries(monkeypatch):
     assert len(tried) < 20
 
 
-def test_a_bin_knows_what_its_samples_weigh():
-    work = Workload.of_groups(
-        np.array([90, 90, 90, 40]), np.array([10, 200, 30, 50]), np.array([0, 0, 0, 1]), pair_cost=0.01
-    )
-    budget, chosen = PassBudget(1000, None), balance._Bin()
-    for chunk in balance._chunks(np.arange(4), work, 1, budget):
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("rows", [None, [7, 3]], ids=["texts", "images"])
+def test_a_bin_knows_what_its_samples_weigh(rows, size):
+    """The second answer is too long to share its prompt's tokens; it shares the images."""
+    groups = np.array([0, 0, 0, 1])
+    work = Workload.of_groups(np.array([90, 90, 90, 40]), np.array([10, 2000, 30, 50]), groups, pair_cost=0.01)
+    work = with_images(work, groups, rows) if rows else work
+    budget, chosen = PassBudget(10_000, None), balance._Bin()
+    for chunk in balance._chunks(np.arange(4), work, size, budget):
         assert chosen.take(chunk, budget)
     assert chosen.cost == pytest.approx(work.cost(np.arange(4)))
-    assert chosen._tokens == work.tokens(np.arange(4)) == 90 + 240 + 90
+    assert chosen._tokens == work.tokens(np.arange(4)) == 90 + 40 + 2090 + 90
+    assert chosen._rows == work.rows(np.arange(4)) == sum(rows or [])

@@ -178,11 +178,10 @@ def _chunks(ids: Ids, work: Workload, size: int, budget: PassBudget) -> list[_Ch
     # Neighbours of one key become a chunk. The sort is stable, so a layout is a function of its inputs alone.
     ids = ids[np.argsort(work.keys[ids], kind="stable")]
     none = np.zeros(len(work.prompts), dtype=np.int64)
-    columns = (work.keys, work.owners, work.answers, work.prompts, work.answer_cost, work.prompt_cost)
-    columns += (
-        none if work.image_rows is None else work.image_rows,
-        none if work.image_cost is None else work.image_cost,
-    )
+    columns: list[NDArray[Any]] = [
+        work.keys, work.owners, work.answers, work.prompts, work.answer_cost, work.prompt_cost,
+        none if work.image_rows is None else work.image_rows, none if work.image_cost is None else work.image_cost,
+    ]  # fmt: skip
     chunks: list[_Chunk] = []
     for sample, *numbers in zip(ids.tolist(), *(column[ids].tolist() for column in columns), strict=True):
         key, owner, answer, prompt, answer_cost, prompt_cost, rows, image_cost = numbers
@@ -199,9 +198,9 @@ def _chunks(ids: Ids, work: Workload, size: int, budget: PassBudget) -> list[_Ch
                 if shares:
                     chunks[-1] = chunks[-1]._replace(prompt_tokens=prompt, prompt_cost=prompt_cost)
                 continue
-        shared = (prompt, prompt_cost) if shares else (0, 0.0)
         whole = prompt_cost + answer_cost + image_cost
-        chunks.append(_Chunk([sample], key, prompt + answer, whole, *shared, rows, image_cost))
+        shared = shares * prompt, shares * prompt_cost
+        chunks.append(_Chunk([sample], key, prompt + answer, whole, shared[0], shared[1], rows, image_cost))
     # The greedy rule of `_fill` is good only if the costliest come first: small ones then even out what is left.
     return sorted(chunks, key=lambda chunk: -chunk.cost)
 

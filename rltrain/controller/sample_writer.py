@@ -134,6 +134,7 @@ class SampleWriter:
             "index": None if index is None else str(index),
             "question": _text(asked["content"]),
             "prompt": self._decoded(split, row, skip_special_tokens=False),
+            **self._images(split, row),
             "ground_truth": None if record.ground_truth is None else _text(record.ground_truth),
         }
 
@@ -141,7 +142,15 @@ class SampleWriter:
         """The prompt as the model saw it, or its messages where there is no tokenizer."""
         if self._tokenizer is None:
             return "\n".join(f"{each['role']}: {_text(each['content'])}" for each in self._rows[split][row].prompt)
-        return self._tokenizer.decode(self._prompts[split].prompt(row).tolist(), **options)
+        return self._tokenizer.decode(self._prompts[split].short(row).tolist(), **options)
+
+    def _images(self, split: str, row: int) -> dict[str, Any]:
+        """Where the images of a prompt are, in a run that has some."""
+        store = self._prompts[split]
+        if not store.pictures:
+            return {}
+        number = int(store.num_images[row])
+        return {"num_images": number, "images": store.pictures.origin(row) if number else None}
 
     def _as_verl_does(self, job: SampleJob, columns: Mapping[str, Any]) -> str:
         names = [name for name in job.numbers if name.startswith(c.SCORER)]

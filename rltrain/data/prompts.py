@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from rltrain.data.chat import ChatEncoder
-from rltrain.data.images import EncodedPrompt
+from rltrain.data.images import EncodedPrompt, one_each
 from rltrain.data.pictures import Pictures
 from rltrain.data.rows import PromptRow, Rows, first_of
 from rltrain.errors import DataError
@@ -30,7 +30,8 @@ class PromptStore:
 
     Prompt ``i`` is ``values[offsets[i]:offsets[i + 1]]`` (int32) and belongs to row ``row_index[i]`` of the rows it was
     made from; ``num_dropped`` rows were too long. ``counts`` [3, prompts]: of images, see the properties. ``pictures``
-    and ``encoder``: what the pixels are made from; all three None where no prompt has images.
+    and ``encoder``: what the pixels are made from. placeholder: the token that stands for a piece of an image. All four
+    are None where no prompt has images.
     """
 
     values: np.ndarray
@@ -40,6 +41,7 @@ class PromptStore:
     counts: np.ndarray | None = None
     pictures: Pictures | None = None
     encoder: ChatEncoder | None = None
+    placeholder: int | None = None
 
     def __len__(self) -> int:
         return len(self.row_index)
@@ -96,6 +98,11 @@ class PromptStore:
             raise IndexError(f"prompt {i} of {len(self)}")
         return self.values[self.offsets[i] : self.offsets[i + 1]]
 
+    def short(self, i: int) -> np.ndarray:
+        """Token ids of prompt ``i`` with one placeholder for each image: for people, and for engines that expand it."""
+        tokens = self.prompt(i)
+        return tokens if self.placeholder is None else one_each(tokens, self.placeholder)
+
 
 def encode_prompts(
     rows: Rows, encoder: ChatEncoder, max_prompt_length: int, filter_overlong: bool = False, truncation: str = "error"
@@ -137,7 +144,8 @@ def encode_prompts(
     of_images = np.ascontiguousarray(np.asarray(counts, dtype=np.int64).T)
     if not of_images.any():
         return store
-    store = replace(store, counts=of_images, pictures=rows.select(row_index).pictures(), encoder=encoder)
+    pictures, placeholder = rows.select(row_index).pictures(), encoder.processor.image_token_id
+    store = replace(store, counts=of_images, pictures=pictures, encoder=encoder, placeholder=placeholder)
     store.encoded(int(np.argmax(of_images[0] > 0)))  # what the processor does must be what was counted
     return store
 

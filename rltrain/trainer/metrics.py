@@ -270,12 +270,14 @@ def flops_metrics(costs: Mapping[str, LayoutCost], timing: Metrics, model: dict[
 
 
 def generation_metrics(results: Sequence[GenerationNumbers]) -> Metrics:
-    """Seconds of the rollout workers per phase (mean over ranks, ``_max``: slowest rank), and the weight sync."""
+    """Seconds of the rollout workers per phase (mean over ranks, ``_max``: slowest rank), pixels and weight sync."""
     metrics: Metrics = {}
     for name in results[0].seconds:
         seconds = [result.seconds[name] for result in results]
         metrics |= {f"timing_s/{name}": float(np.mean(seconds)), f"timing_s/{name}_max": max(seconds)}
     metrics["timing_s/update_weights"] = metrics["timing_s/reshard"]  # newer verl's name of it
+    if "read_images" in results[0].seconds:
+        metrics["perf/image_gb"] = sum(result.image_bytes for result in results) / 2**30
     syncs = [result.sync for result in results if result.sync]
     if syncs:
         # Every engine takes over the same weights, and the sync lasts as long as its slowest rank.

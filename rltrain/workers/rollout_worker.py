@@ -23,7 +23,6 @@ from rltrain.config.engines import ENGINES
 from rltrain.config.schema import Config
 from rltrain.config.step_passes import StepPasses
 from rltrain.data.chat import chat_encoder
-from rltrain.data.images import EncodedPrompt
 from rltrain.data.prompts import PromptStore
 from rltrain.device import Device, resolve_dtype
 from rltrain.errors import NonFiniteError
@@ -35,6 +34,7 @@ from rltrain.workers.residency import Residency
 from rltrain.workers.results import GenerationNumbers, SyncReport
 from rltrain.workers.roles import Rollout
 from rltrain.workers.rollout.base import Generation, Job, RolloutEngine
+from rltrain.workers.rollout.pictures import PicturesOfTask
 from rltrain.workers.rollout.queue import JobQueue, make_replica, samples_per_job
 from rltrain.workers.rollout.settings import EngineSettings, make_engine
 from rltrain.workers.tasks import Finished, GenerateTask
@@ -117,7 +117,8 @@ class RolloutWorker(Rollout):
         """
         reshard_s, sync = self._bring_weights()
         started = time.perf_counter()
-        queue = self._queue(task, _rows(begun, c.RESPONSE))
+        pictures = PicturesOfTask(self._prompts[task.split], task.rows) if self._images else None
+        queue = self._queue(task, _rows(begun, c.RESPONSE), pictures)
         tell = self._hand_out if task.stream and self._replica.leads else None
 
         def finished(job: Job, answers: list[list[int]]) -> None:
@@ -135,16 +136,23 @@ class RolloutWorker(Rollout):
             raise RuntimeError(
                 f"the rollout engine '{self._rollout.name}' gave up {int(generation.aborted.sum())} wanted answers"
             )
-        numbers = GenerationNumbers({"reshard": reshard_s, "generate_sequences": time.perf_counter() - started}, sync)
+        seconds = {"reshard": reshard_s, "generate_sequences": time.perf_counter() - started}
+        seconds |= {"read_images": pictures.seconds} if pictures else {}
+        numbers = GenerationNumbers(seconds, sync)
         if not queue.taken or not self._replica.leads:
             return Batch(), [], numbers
         self._validate_answers(generation.tokens, generation.log_probs)
         slots = np.concatenate([job.place * task.num_samples + job.samples for job in queue.taken])
         # Which replica took a job, and when, depends on time; the order of slots does not.
         order = np.argsort(slots)
+        payload = _payload(queue.taken, slots, generation, begun)
         # Nothing learns from other answers, so their pixels end here.
-        with_images = self._images and task.split == "train"
-        payload = _payload(queue.taken, slots, generation, begun, with_images).select(order)
+        if pictures and task.split == "train":
+            index = payload.dictionary(c.PROMPT).index
+            images = [pictures.of(place) for place in sorted({job.place for job in queue.taken})]
+            payload.update({c.IMAGES: DictionaryColumn(images, index)})
+            numbers = replace(numbers, image_bytes=sum(each.nbytes for each in images if each))
+        payload = payload.select(order)
         answers = payload.ragged(c.RESPONSE)
         prompts = payload.dictionary(c.PROMPT)
         assert isinstance(prompts.values, Ragged)
@@ -175,7 +183,7 @@ class RolloutWorker(Rollout):
         self._device.synchronize()
         return time.perf_counter() - started, report
 
-    def _queue(self, task: GenerateTask, begun: dict[int, Tensor]) -> JobQueue:
+    def _queue(self, task: GenerateTask, begun: dict[int, Tensor], pictures: PicturesOfTask | None) -> JobQueue:
         size = samples_per_job(len(task.rows), task.num_samples, self._replica.count, self._rollout.max_num_seqs)
         seeds = sample_seeds(task.seed, task.step, task.rows.tolist(), task.num_samples, task.split)
         seeds = seeds.reshape(-1, task.num_samples)
@@ -194,25 +202,9 @@ class RolloutWorker(Rollout):
         # Where one member takes all jobs, it agrees with nobody.
         alone = ENGINES[self._rollout.name].leader_serves
         replica = replace(self._replica, size=1, group=None) if alone else self._replica
-        key, prepare = f"rollout/{task.call}", self._with_images(task) if self._images else list
+        prepare = pictures.prepare if pictures else list
+        key = f"rollout/{task.call}"
         return JobQueue(jobs, num_dealt, replica, self._store, key, task.enough, task.must, prepare)
-
-    def _with_images(self, task: GenerateTask) -> Callable[[list[Job]], list[Job]]:
-        """Gives jobs their prompts with images. Only the replica that takes a job reads its images."""
-        store = self._prompts[task.split]
-        # Several jobs may answer one prompt; the trainer then gets its pixels once.
-        read: dict[int, EncodedPrompt] = {}
-
-        def prepared(job: Job) -> Job:
-            number = int(task.rows[job.place])
-            if not store.num_images[number]:
-                return job
-            if job.place not in read:
-                read[job.place] = store.encoded(number)
-            encoded = read[job.place]
-            return replace(job, prompt=encoded.short, images=tuple(encoded.pictures), encoded=encoded)
-
-        return lambda jobs: [prepared(job) for job in jobs]
 
     def _hand_out(self, job: Job, answers: list[list[int]]) -> None:
         if job.given:
@@ -271,9 +263,7 @@ def _rows(begun: Batch | None, name: str) -> dict[int, Tensor]:
     return {} if begun is None else dict(zip(begun.dense(c.SLOT).tolist(), begun.ragged(name).rows(), strict=True))
 
 
-def _payload(
-    jobs: Sequence[Job], slots: NDArray[np.int64], generation: Generation, begun: Batch | None, with_images: bool
-) -> Batch:
+def _payload(jobs: Sequence[Job], slots: NDArray[np.int64], generation: Generation, begun: Batch | None) -> Batch:
     """The columns of the answers to ``jobs``, those of earlier steps in front of the new tokens."""
     tokens = generation.tokens
     mask = tokens.like(torch.ones_like(tokens.values, dtype=torch.bool))
@@ -287,8 +277,4 @@ def _payload(
     # Values stand in the order of their places, so a search in the sorted places gives each answer's prompt.
     index = torch.from_numpy(np.searchsorted(list(asked), places))
     prompts = Ragged.from_rows([torch.from_numpy(np.asarray(job.tokens, dtype=np.int32)) for job in asked.values()])
-    payload = Batch({c.PROMPT: DictionaryColumn(prompts, index), **made})
-    if with_images:
-        images = [job.encoded and job.encoded.images for job in asked.values()]
-        payload.update({c.IMAGES: DictionaryColumn(images, index)})
-    return payload
+    return Batch({c.PROMPT: DictionaryColumn(prompts, index), **made})

@@ -1,4 +1,4 @@
-"""Runs on texts of models with a vision tower."""
+"""Runs of models with a vision tower, on texts and on prompts with pictures."""
 
 import importlib.util
 
@@ -14,15 +14,18 @@ from rltrain.main_ppo import main
 from rltrain.report import read_metrics
 from tests.e2e.test_train import largest_difference, stopped_after, weights
 from tests.tiny import small_run
-from tests.tiny_vision import save_tiny_vision_model
+from tests.tiny_vision import save_tiny_vision_model, write_pictures
 
 pytestmark = pytest.mark.usefixtures("joined")
 
 R = "actor_rollout_ref__rollout__"
+PICTURES = {"data__max_prompt_length": 48, "actor_rollout_ref__actor__ppo_max_token_len_per_gpu": 128}
+TWO = {"trainer__n_gpus_per_node": 2, "trainer__test_freq": 1}
+LORA = {"actor_rollout_ref__model__lora_rank": 4, "actor_rollout_ref__actor__optim__lr": 0.01}
 RUNS = {
     "grpo": ("qwen2_5_vl", {"algorithm__adv_estimator": "grpo"}),
-    "a critic, two processes": ("qwen3_vl", {"algorithm__adv_estimator": "gae", "trainer__n_gpus_per_node": 2}),
-    "adapters": ("qwen3_vl", {"actor_rollout_ref__model__lora_rank": 4, "actor_rollout_ref__actor__optim__lr": 0.01}),
+    "pictures, a critic, two processes": ("qwen3_vl", PICTURES | TWO | {"algorithm__adv_estimator": "gae"}),
+    "pictures, adapters": ("qwen2_5_vl", PICTURES | LORA),
     "vllm": ("qwen2_5_vl", {R + "name": "vllm", R + "engine_kwargs__vllm__block_size": 32}),
 }
 # vLLM starts in half a minute, and a checkpoint does not depend on the engine.
@@ -30,22 +33,28 @@ RESUMED = [name for name in RUNS if name != "vllm"]
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_model_with_a_vision_tower_learns_from_texts(name, arithmetic_files, tmp_path):
+def test_a_model_with_a_vision_tower_learns(name, arithmetic_files, tmp_path):
     family, changes = RUNS[name]
+    sees, files = changes.items() >= PICTURES.items(), arithmetic_files
+    if sees:
+        files = write_pictures(tmp_path / "train.parquet", range(24)), write_pictures(tmp_path / "t.parquet", range(6))
     model = save_tiny_vision_model(tmp_path / "model", family, tied=family == "qwen3_vl")
 
     def run(folder: str, **more) -> None:
         keys = {"trainer__save_freq": 1, **changes, **more}
-        assert main(small_run(model, arithmetic_files, tmp_path / folder, **keys)) == 0
+        assert main(small_run(model, files, tmp_path / folder, **keys)) == 0
 
     run("straight")
     for line in read_metrics(tmp_path / "straight"):
         assert line["rollout/log_prob_gap/mean"] < 1e-4
         assert line["actor/grad_norm"] > 0
+        # Of 16 samples. Neither pixels nor tokens pass through the driver.
+        assert line.get("perf/image_gb", 0) * 2**30 / 16 > 10_000 * sees
+        assert line["perf/driver_bytes_per_sample"] < 2000
     start, first, second = load_file(model / "model.safetensors"), *(weights(tmp_path / "straight", k) for k in (1, 2))
     moved = {key for key in start if not (start[key] == first[key]).all()}
     assert moved
-    assert not any("visual" in key for key in moved)
+    assert any("visual" in key for key in moved) == (sees and not changes.items() >= LORA.items())
     folder = tmp_path / "straight" / "global_step_2" / "huggingface"
     AutoModelForImageTextToText.from_pretrained(folder)
     AutoProcessor.from_pretrained(folder)

@@ -2,14 +2,19 @@
 
 import importlib.util
 import itertools
+import pickle
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 if not importlib.util.find_spec("torchvision"):
     pytest.skip("torchvision is not installed (scripts/test.sh installs it)", allow_module_level=True)
 
+from rltrain.controller.sample_writer import SampleWriter
 from rltrain.models.vision import tower
+from rltrain.trainer.archive import _job
 from tests.distance import distance
 from tests.local import local_trainer
 from tests.tiny import small_run
@@ -24,12 +29,10 @@ LORA = {MODEL + "lora_rank": 4, MODEL + "lora_alpha": 8, ACTOR + "optim__lr": 0.
 CARRY = {ROLLOUT + "tail": "carry_over", ROLLOUT + "oversample_ratio": 1.5}
 CARRY |= {"algorithm__rollout_correction__rollout_is": "token"}
 VARIANTS = {
-    "grpo, qwen2_vl": ("qwen2_vl", {}),
-    "grpo, qwen3_vl": ("qwen3_vl", {}),
     "frozen, exact kl": ("qwen2_5_vl", FROZEN | {ACTOR + "kl_loss_type": "full"}),
     "gae": ("qwen3_vl", GAE),
     "adapters, internvl": ("internvl", LORA),
-    "carry over": ("qwen2_5_vl", CARRY),
+    "carry over": ("qwen2_vl", CARRY),
 }
 
 
@@ -74,3 +77,29 @@ def test_steps_with_pictures_do_not_depend_on_the_cut(make, variant):
     for mine, theirs in zip(found[0][1], found[1][1], strict=True):
         assert mine["rollout/log_prob_gap/mean"] < 1e-4
         assert mine == pytest.approx(theirs, abs=2e-4, rel=2e-4)
+
+
+def test_a_step_brings_pixels_of_its_prompts_once(make):
+    trainer = make("qwen2_5_vl")
+    store, task = trainer.data.prompts["train"], trainer.experience_task()
+    samples, metrics = trainer.actor.generate(task)
+    (part,) = samples.parts_with("images")
+    pixels = [store.encoded(row).images for row in task.rows.tolist()]
+    assert [each and len(each) for each in part.ref.dictionary("images").values] == [None, 1, 2, None]
+    nbytes = sum(each.nbytes for each in pixels if each)
+    assert metrics["perf/image_gb"] == nbytes / 2**30
+    assert nbytes < len(pickle.dumps(part.ref)) < 1.2 * nbytes
+    assert samples.request(np.arange(16), ["rollout_log_probs"]).parts[0].columns == ("rollout_log_probs",)
+    answered, _ = trainer.actor.generate(replace(task, split="val", call=next(trainer.calls)))
+    assert not answered.parts_with("images")
+
+
+def test_kept_answers_say_where_the_pictures_are(make, files):
+    trainer = make("qwen2_5_vl")
+    data, samples = trainer.data, trainer.actor.generate(trainer.experience_task())[0]
+    samples.update({name: np.zeros(16) for name in ("score", "reward", "reward_failed")})
+    writer = SampleWriter(data.rows, data.prompts, data.encoder.backend, lambda reference: reference)
+    table = writer.columns(_job("train", 1, samples, np.arange(3), 4, most=1))
+    assert table["num_images"] == [0, 1, 2]
+    assert table["images"] == [None, *(f"{str(files[0])!r} row {row}" for row in (1, 2))]
+    assert [prompt.count("<|image_pad|>") for prompt in table["prompt"]] == [0, 1, 2]

@@ -1,0 +1,49 @@
+"""The pictures of a task's prompts, read by the process whose engine answers them.
+
+Opening and scaling a picture takes tens of milliseconds of a core, and an engine asks for many prompts at once. So
+several are read at the same time; only the replica that takes a job reads its pictures.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rltrain.data.images import EncodedPrompt, PromptImages
+from rltrain.data.prompts import PromptStore
+from rltrain.workers.rollout.base import Job
+
+
+class PicturesOfTask:
+    """Gives jobs their prompts with images. rows: of the task's prompts in the store. seconds: spent so far."""
+
+    def __init__(self, store: PromptStore, rows: NDArray[np.int32]) -> None:
+        self.seconds = 0.0
+        self._store, self._rows = store, rows
+        # By place: several jobs may answer one prompt, and the trainer then gets its pixels once.
+        self._read: dict[int, EncodedPrompt] = {}
+
+    def of(self, place: int) -> PromptImages | None:
+        """What the trainer gets of a prompt that a job has been taken for."""
+        return self._read[place].images if place in self._read else None
+
+    def prepare(self, jobs: Sequence[Job]) -> list[Job]:
+        """The jobs, those of prompts with images with these."""
+        started = time.perf_counter()
+        seeing = {job.place for job in jobs if self._store.num_images[self._rows[job.place]]}
+        new = sorted(seeing - self._read.keys())
+        with ThreadPoolExecutor(torch.get_num_threads()) as readers:
+            found = readers.map(self._store.encoded, self._rows[new].tolist())
+            self._read.update(zip(new, found, strict=True))
+        self.seconds += time.perf_counter() - started
+        return [self._with_images(job) if job.place in seeing else job for job in jobs]
+
+    def _with_images(self, job: Job) -> Job:
+        encoded = self._read[job.place]
+        return replace(job, prompt=encoded.short, images=encoded.pictures, encoded=encoded)

@@ -119,6 +119,17 @@ def with_parts(messages: Sequence[Mapping[str, Any]], num_images: int) -> list[d
     return found
 
 
+def without_parts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with texts alone, as a model that sees no images reads them: an image is ``<image>``."""
+    return [{**each, "content": _flat(each.get("content"))} for each in messages]
+
+
+def _flat(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join(SLOT if part["type"] == "image" else part["text"] for part in map(_part, content or ()))
+
+
 def _parts(text: str) -> list[dict[str, Any]]:
     if _VIDEO_SLOT in text:
         raise DataError(f"the prompt has a place for a video ({_VIDEO_SLOT}): videos are not in this version.")

@@ -1,4 +1,7 @@
-"""The reward model: a score of each whole answer, as its own tokenizer and chat template write the conversation."""
+"""The reward model: a score of each whole answer, as its own tokenizer and chat template write the conversation.
+
+It reads texts alone: where a prompt has an image, ``<image>``.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from rltrain.batch import Batch
 from rltrain.config.budgets import budgets
 from rltrain.config.schema import Config
 from rltrain.data.chat import ChatEncoder
+from rltrain.data.images import without_parts
 from rltrain.data.rows import Rows
 from rltrain.errors import ConfigError, DataError, NonFiniteError
 from rltrain.models.forward import ScalarModel
@@ -73,7 +77,7 @@ class RewardModelWorker(RewardModel):
         texts, places = batch[c.TEXT], batch.dense(c.ROW).tolist()
         assert isinstance(texts, list)
         conversations = [
-            [*self._rows[split][row].prompt, {"role": "assistant", "content": text}]
+            [*without_parts(self._rows[split][row].prompt), {"role": "assistant", "content": text}]
             for row, text in zip(places, texts, strict=True)
         ]
         return self._encoder.encode_batch(conversations, answered=True)

@@ -11,7 +11,16 @@ import pytest
 import torch
 from PIL import Image
 
-from rltrain.data.images import SLOT, answer_position, bounded, family_of, mrope_positions, open_image, with_parts
+from rltrain.data.images import (
+    SLOT,
+    answer_position,
+    bounded,
+    family_of,
+    mrope_positions,
+    open_image,
+    with_parts,
+    without_parts,
+)
 from rltrain.errors import DataError
 from tests.pictures import RED
 
@@ -246,3 +255,9 @@ def test_the_images_of_a_prompt_pickle(folder):
     again = pickle.loads(pickle.dumps(found))
     assert np.array_equal(again.pixel_values, found.pixel_values)
     assert repr(found).startswith("<PromptImages: 2 images")
+
+
+def test_a_model_of_texts_reads_a_slot_for_an_image():
+    parts = [{"type": "image", "text": None}, {"type": "text", "text": "1+1=?"}]
+    messages = [{"role": "system", "content": "<image>s"}, {"role": "user", "content": parts}]
+    assert [each["content"] for each in without_parts(messages)] == ["<image>s", "<image>1+1=?"]

@@ -12,9 +12,11 @@ import torch
 if not importlib.util.find_spec("torchvision"):
     pytest.skip("torchvision is not installed (scripts/test.sh installs it)", allow_module_level=True)
 
+from rltrain.config.load import load_config
 from rltrain.controller.sample_writer import SampleWriter
 from rltrain.models.vision import tower
 from rltrain.trainer.archive import _job
+from rltrain.trainer.preflight_models import Findings, look_at_images
 from tests.distance import distance
 from tests.local import local_trainer
 from tests.tiny import small_run
@@ -103,3 +105,29 @@ def test_kept_answers_say_where_the_pictures_are(make, files):
     assert table["num_images"] == [0, 1, 2]
     assert table["images"] == [None, *(f"{str(files[0])!r} row {row}" for row in (1, 2))]
     assert [prompt.count("<|image_pad|>") for prompt in table["prompt"]] == [0, 1, 2]
+
+
+REFUSED = {
+    "sglang": ({ROLLOUT + "name": "sglang"}, "takes text alone"),
+    "a critic of another family": (
+        {"algorithm__adv_estimator": "gae", "critic__model__path": "qwen3_vl"},
+        "is a qwen3_vl",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_takes_no_pictures_is_refused(models, files, tmp_path, name):
+    changes, message = REFUSED[name]
+    changes = {key: models.get(value, value) for key, value in changes.items()}
+    cfg = load_config(small_run(models["qwen2_5_vl"], files, tmp_path, **changes)).config
+    for has_images in (True, False):
+        look_at_images(cfg, found := Findings(has_images=has_images))
+        assert [message in problem for problem in found.problems] == [True] * has_images
+
+
+def test_a_frozen_tower_is_news_where_it_rests_anyway(models, files, tmp_path):
+    cfg = load_config(small_run(models["qwen2_5_vl"], files, tmp_path, **FROZEN)).config
+    for has_images in (True, False):
+        look_at_images(cfg, found := Findings(has_images=has_images))
+        assert ["no effect" in note for note in found.notes] == [True] * (not has_images)

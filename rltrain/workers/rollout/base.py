@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from rltrain.config.engines import ENGINES, engines_with
-from rltrain.data.images import EncodedPrompt, answer_position
+from rltrain.data.images import EncodedPrompt
 from rltrain.errors import ConfigError
 from rltrain.models.weights import Weight
 from rltrain.ragged import Ragged
@@ -41,10 +41,9 @@ class Job:
     place: of the prompt in the task. samples [k]: their numbers among the answers to the prompt. prompt: token ids.
     seeds [k]: the same seed gives the same answer, whatever else is in the batch and whichever replica serves it.
     given: per sample the tokens that it already has (None: no sample has any). They follow the prompt and count towards
-    ``max_tokens``, and the random numbers go on after theirs. images: PIL images or the bytes of image files, in the
-    order of their places in the prompt. ``prompt`` has ONE placeholder token per image; the engine replaces it by as
-    many as the image takes, and these count for ``max_model_len``. encoded: the same prompt as the trainer reads it,
-    for engines that have no processor of images (``prompt`` is its ``short``).
+    ``max_tokens``, and the random numbers go on after theirs. encoded: of a prompt with images, what the trainer reads
+    of it. Engines take these tokens and pixels, so none scales or cuts an image in its own way; all placeholders count
+    for ``max_model_len``.
     """
 
     place: int
@@ -52,18 +51,12 @@ class Job:
     prompt: NDArray[np.int32]
     seeds: NDArray[np.uint64]
     given: tuple[NDArray[np.int32], ...] | None = None
-    images: tuple[Any, ...] = ()
     encoded: EncodedPrompt | None = None
 
     @property
-    def tokens(self) -> NDArray[np.int32]:
-        """The prompt, with all placeholders where ``encoded`` is known."""
-        return self.prompt if self.encoded is None else self.encoded.tokens
-
-    @property
-    def position_shift(self) -> int:
-        """How far the positions of the answer are from its places."""
-        return answer_position(self.encoded.images, len(self.tokens)) - len(self.tokens) if self.encoded else 0
+    def asked(self) -> EncodedPrompt:
+        """The prompt with all placeholders, and its images."""
+        return EncodedPrompt(self.prompt, self.prompt) if self.encoded is None else self.encoded
 
 
 @dataclass(frozen=True)
@@ -122,8 +115,8 @@ class RolloutEngine(Protocol):
     def generate(self, source: Source, sampling: Sampling, finished: Finished | None = None) -> Generation:
         """Answer jobs until the source has no more. ``finished`` is called as soon as the last answer of a job ends."""
 
-    def log_probs(self, tokens: Sequence[int]) -> Tensor:
-        """log softmax(logits) of each of ``tokens[1:]`` given the tokens before it: [len(tokens) - 1] in fp32."""
+    def log_probs(self, text: EncodedPrompt) -> Tensor:
+        """log softmax(logits) of each of ``text.tokens[1:]`` given what stands before it: [tokens - 1] in fp32."""
 
     def sleep(self) -> bool:
         """Give the device memory of weights and caches back. Returns whether the weights are gone."""
@@ -131,7 +124,7 @@ class RolloutEngine(Protocol):
 
 def check_images(engine: str, jobs: Sequence[Job]) -> None:
     """Raises ConfigError where jobs have images and the engine (``rollout.name``) takes text alone."""
-    if not ENGINES[engine].images and any(job.images for job in jobs):
+    if not ENGINES[engine].images and any(job.asked.images for job in jobs):
         raise ConfigError(
             f"actor_rollout_ref.rollout.name={engine} takes text alone, and prompts have images. "
             f"Use {engines_with('images')}."

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 
+from rltrain.data.images import EncodedPrompt
 from rltrain.errors import ConfigError
 from rltrain.models.attention import PLAN, packed_attention
 from rltrain.models.forward import final_logits
@@ -98,11 +99,9 @@ class HFRollout:
         return True
 
     @torch.inference_mode()
-    def log_probs(self, tokens: Sequence[int]) -> Tensor:
-        ids = torch.tensor(tokens, device=self._device.torch_device)
-        hidden = self._forward(ids[None], torch.arange(len(ids))[None], **{PLAN: AttentionPlan.of_lengths([len(ids)])})[
-            0, :-1
-        ]
+    def log_probs(self, text: EncodedPrompt) -> Tensor:
+        ids = torch.from_numpy(text.tokens.astype(np.int64)).to(self._device.torch_device)
+        hidden = self._read(ids, [(text, 0, len(ids))], {PLAN: AttentionPlan.of_lengths([len(ids)])})[:-1]
         return torch.log_softmax(final_logits(self._model, hidden), -1).gather(-1, ids[1:, None])[:, 0].cpu()
 
     @torch.inference_mode()
@@ -168,12 +167,12 @@ class HFRollout:
         """
         prompts, counts, owners = [], [], []
         for job in jobs:
-            assert job.encoded or not job.images
             # Answers that go on from given tokens share no text.
-            texts = [np.concatenate([job.tokens, part]) for part in job.given] if job.given else [job.tokens]
+            asked = job.asked
+            texts = [np.concatenate([asked.tokens, part]) for part in job.given] if job.given else [asked.tokens]
             prompts += [torch.from_numpy(text.astype(np.int64)) for text in texts]
             counts += [1] * len(texts) if job.given else [len(job.samples)]
-            owners += [job] * len(texts)
+            owners += [asked] * len(texts)
         places = kv.add([len(prompt) for prompt in prompts], counts)
         last = []
         for pack in self._packs([len(prompt) for prompt in prompts]):
@@ -190,17 +189,19 @@ class HFRollout:
         self._check_layers(kv)
         return torch.stack(last).repeat_interleave(torch.tensor(counts, device=last[0].device), 0)
 
-    def _read(self, tokens: Tensor, parts: Sequence[tuple[Job, int, int]], arguments: dict[str, Any]) -> Tensor:
-        """Last hidden states [total, h] of ``tokens`` [total]: parts (start, stop) of the texts of jobs."""
+    def _read(
+        self, tokens: Tensor, parts: Sequence[tuple[EncodedPrompt, int, int]], arguments: dict[str, Any]
+    ) -> Tensor:
+        """Last hidden states [total, h] of ``tokens`` [total]: parts (start, stop) of texts that begin with prompts."""
         laid, positions, end = [], [], 0
-        for job, start, stop in parts:
+        for asked, start, stop in parts:
             places = torch.arange(start, stop)
-            images = job.encoded.images if job.encoded else None
+            images = asked.images
             if images is not None:
                 laid.append((images, end - start))
                 of_prompt = images.positions
                 if of_prompt is not None:
-                    own = places[max(len(job.tokens) - start, 0) :] + job.position_shift
+                    own = places[max(len(asked.tokens) - start, 0) :] + asked.position_shift
                     places = torch.cat([torch.from_numpy(of_prompt[:, start:stop]), own.expand(3, -1)], 1)
             positions.append(places)
             end += stop - start

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rltrain.data.images import EncodedPrompt
 from rltrain.env import chosen_devices, prepare_sglang, showing
 from rltrain.errors import ConfigError, SyncError
 from rltrain.models.weights import Weight
@@ -181,12 +182,12 @@ class SGLangRollout:
             )
         self._replica.agree(None)  # until then the engine reads from every member
 
-    def log_probs(self, tokens: Sequence[int]) -> Tensor:
-        return torch.tensor(self._replica.agree(self._score(tokens) if self._engine else None))
+    def log_probs(self, text: EncodedPrompt) -> Tensor:
+        return torch.tensor(self._replica.agree(self._score(text.tokens.tolist()) if self._engine else None))
 
-    def _score(self, tokens: Sequence[int]) -> list[float]:
+    def _score(self, tokens: list[int]) -> list[float]:
         output = self._engine.generate(
-            input_ids=list(tokens),
+            input_ids=tokens,
             sampling_params={"max_new_tokens": 0, "temperature": 0.0},
             return_logprob=True,
             logprob_start_len=0,

@@ -16,7 +16,6 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor
 
 from rltrain.config.engines import ENGINES
+from rltrain.data.images import EncodedPrompt
 from rltrain.env import prepare_vllm, shipped
 from rltrain.errors import ConfigError
 from rltrain.models.load import by_owner
@@ -39,6 +39,7 @@ from rltrain.workers.rollout.base import (
 )
 from rltrain.workers.rollout.queue import Replica
 from rltrain.workers.rollout.settings import EngineSettings
+from rltrain.workers.rollout.vllm_images import ImageInput, image_arguments
 from rltrain.workers.rollout.vllm_sampler import CountedSampler, RandomStream
 
 
@@ -61,15 +62,12 @@ class VLLMRollout:
         # vLLM refuses its sleep mode on a CPU.
         self._sleeps = rollout.free_cache_engine and not device.is_cpu
         prepare_vllm(replica.number * replica.size + replica.member, replica.count * replica.size)
-        self._takes_images = takes_images(config)
+        sees = takes_images(config)
         arguments = {
             "model": settings.model.path,
-            # Its processor of images needs the tokenizer.
-            "skip_tokenizer_init": not self._takes_images,
-            # Real weights come before the first answer. A model with a vision tower is read from disk all the same:
-            # vLLM's random weights (0.32) would overwrite its constants for normalizing pixels, and no sync brings
-            # those.
-            "load_format": "auto" if self._takes_images else "dummy",
+            # What it makes of a model with a vision tower at its start needs the tokenizer.
+            "skip_tokenizer_init": not sees,
+            "load_format": "dummy",  # the trainer's weights come before the first answer
             "dtype": str(settings.dtype).removeprefix("torch."),
             # Nothing is drawn with it: `CountedSampler` counts its own numbers.
             "seed": 0,
@@ -93,21 +91,20 @@ class VLLMRollout:
             "hf_overrides": by_owner(config, settings.model.override),
             "trust_remote_code": settings.model.trust_remote_code,
         }
-        if self._takes_images:
-            # Videos never come, so no memory is reserved for them; images keep vLLM's default.
-            arguments["limit_mm_per_prompt"] = {"video": 0}
         with _own_shared_memory(replica):
             given = rollout.engine_kwargs.get("vllm") or {}
             outdated = ENGINES["vllm"].outdated_arguments
-            self._llm = _make_llm(arguments | {name: given[name] for name in given if name not in outdated})
+            arguments |= {name: given[name] for name in given if name not in outdated}
+            self._llm = _make_llm(arguments, sees)
         # The call returns the worker object of this process itself.
         self._worker = self._llm.collective_rpc(lambda worker: worker)[0]
+        self._image_input = ImageInput(self._llm.llm_engine.model_config, settings.dtype) if sees else None
         never = torch.tensor(placeholder_ids(config), dtype=torch.long, device=device.torch_device)
         self._sampler = CountedSampler.put_into(self._worker.model_runner, never)
         # vllm-ascend makes new parameters for experts when it wakes, without their loaders.
         parameters = self._worker.model_runner.get_model().named_parameters()
         self._loaders = {name: p.weight_loader for name, p in parameters if hasattr(p, "weight_loader")}
-        self._num_requests = 0
+        self._num_requests = self._num_calls = 0
         self.sleep()
 
     def wake_weights(self) -> None:
@@ -148,10 +145,11 @@ class VLLMRollout:
             self._llm.sleep(level=2)
         return self._sleeps
 
-    def log_probs(self, tokens: Sequence[int]) -> Tensor:
+    def log_probs(self, text: EncodedPrompt) -> Tensor:
         # vLLM generates one token at least; only the log-probs of the text are read.
         params = self._params(max_tokens=1, temperature=0.0, prompt_logprobs=0)
-        self._add(tokens, params)
+        self._num_calls += 1
+        self._add(text.tokens.tolist(), params, self._images_of(text, f"{self._num_calls}"))
         outputs: list[Any] = []
         while not outputs:
             outputs = self._llm.llm_engine.step()
@@ -163,9 +161,11 @@ class VLLMRollout:
         answers: list[SampledAnswer] = []
         running: dict[str, tuple[SampledAnswer, RunningJob]] = {}
         self._sampler.begin(sampling)
+        self._num_calls += 1
         while True:
             for job in source.take(self._max_num_seqs - len(running)):
-                images = self._open(job)
+                # A place means another prompt in the next call.
+                images = self._images_of(job.asked, f"{self._num_calls}/{job.place}")
                 taken = RunningJob(job, finished)
                 answers += taken.answers
                 for number, answer in enumerate(taken.answers):
@@ -188,19 +188,20 @@ class VLLMRollout:
                     answer.seconds = time.perf_counter() - started
                 return generation_of(answers)
 
-    def _open(self, job: Job) -> list[Any]:
-        """The job's images as PIL images."""
-        if job.images and not self._takes_images:
+    def _images_of(self, prompt: EncodedPrompt, name: str) -> dict[str, Any]:
+        if prompt.images is None:
+            return {}
+        if self._image_input is None:
             raise ConfigError("prompts have images, and the model of actor_rollout_ref.model.path has no vision_config")
-        return [_opened(image) for image in job.images]
+        return self._image_input.of(prompt.tokens, prompt.images, name)
 
-    def _ask(self, job: Job, number: int, images: list[Any], sampling: Sampling, *, deltas: bool) -> str:
-        """Start one answer of a job, or go on with it. Where images lengthen the prompt, vLLM cuts at max_model_len."""
+    def _ask(self, job: Job, number: int, images: dict[str, Any], sampling: Sampling, *, deltas: bool) -> str:
+        """Start one answer of a job, or go on with it."""
         given = job.given[number].tolist() if job.given else []
         # top_k and top_p are not handed on: `CountedSampler` applies them itself, after the log-probs are taken.
         # logprobs=0 asks for the log-prob of the sampled token alone.
         params = self._params(
-            max_tokens=min(sampling.max_tokens, self._max_model_len - len(job.prompt)) - len(given),
+            max_tokens=min(sampling.max_tokens, self._max_model_len - len(job.asked.tokens)) - len(given),
             temperature=0.0 if sampling.greedy else sampling.temperature,
             extra_args=RandomStream(int(job.seeds[number]), len(given)).as_arguments(),
             logprobs=0,
@@ -208,7 +209,7 @@ class VLLMRollout:
             stop_token_ids=None if sampling.ignore_eos else self._eos,
             deltas=deltas,
         )
-        return self._add([*job.prompt.tolist(), *given], params, images)
+        return self._add([*job.asked.tokens.tolist(), *given], params, images)
 
     def _params(self, *, deltas: bool = False, **settings: Any) -> Any:
         from vllm import SamplingParams
@@ -218,17 +219,14 @@ class VLLMRollout:
         kind = RequestOutputKind.DELTA if deltas else RequestOutputKind.FINAL_ONLY
         return SamplingParams(detokenize=False, flat_logprobs=True, output_kind=kind, **settings)
 
-    def _add(self, tokens: Sequence[int], params: Any, images: Sequence[Any] = ()) -> str:
+    def _add(self, tokens: Sequence[int], params: Any, images: dict[str, Any]) -> str:
         self._num_requests += 1
         name = str(self._num_requests)
-        prompt: dict[str, Any] = {"prompt_token_ids": list(tokens)}
-        if images:
-            prompt["multi_modal_data"] = {"image": list(images)}
-        self._llm.llm_engine.add_request(name, prompt, params)
+        self._llm.llm_engine.add_request(name, {"prompt_token_ids": list(tokens), **images}, params)
         return name
 
 
-def _make_llm(arguments: dict[str, Any]) -> Any:
+def _make_llm(arguments: dict[str, Any], sees: bool) -> Any:
     try:
         from vllm import LLM
     except ImportError as error:
@@ -239,7 +237,7 @@ def _make_llm(arguments: dict[str, Any]) -> Any:
         ) from error
     state = torch.get_rng_state()  # vLLM seeds the global generator
     try:
-        return LLM(**arguments)
+        return LLM(**(image_arguments() | arguments if sees else arguments))
     except TypeError as error:
         raise ConfigError(f"actor_rollout_ref.rollout.engine_kwargs.vllm: {error}") from error
     except ValueError as error:
@@ -250,12 +248,6 @@ def _make_llm(arguments: dict[str, Any]) -> Any:
         ) from error
     finally:
         torch.set_rng_state(state)
-
-
-def _opened(image: Any) -> Any:
-    from PIL import Image  # comes with vLLM
-
-    return Image.open(BytesIO(image)) if isinstance(image, bytes) else image
 
 
 @contextmanager

@@ -1,0 +1,61 @@
+"""The images of a prompt as vLLM's model takes them, in place of what vLLM's own processor would make of a picture.
+
+vLLM would open, scale and cut every picture again, by its own code and once per process. Given the trainer's pixels
+and tokens, engine and trainer cannot differ in them, and a picture is processed once. vLLM takes such an input as one
+that has been through its processor (`EngineInput`, since vllm 0.17).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import BatchFeature
+
+from rltrain.data.images import PromptImages, runs
+
+
+def image_arguments() -> dict[str, Any]:
+    """The arguments of a vLLM whose model sees."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    # Videos never come, so no memory is reserved for them; nor for a cache of processed images.
+    arguments = {"limit_mm_per_prompt": {"video": 0}, "mm_processor_cache_gb": 0}
+    # The trainer's pixels are normalized. vllm 0.32 would do it in its model, earlier ones have no such argument.
+    own = "mm_device_do_normalize"
+    return arguments | ({own: False} if own in EngineArgs.__dataclass_fields__ else {})
+
+
+class ImageInput:
+    """Makes the inputs of one engine. model_config: vLLM's; dtype: that of the model."""
+
+    def __init__(self, model_config: Any, dtype: torch.dtype) -> None:
+        from vllm.multimodal import MULTIMODAL_REGISTRY
+
+        # It alone knows which fields of the model belong to which image.
+        self._fields_of = MULTIMODAL_REGISTRY.create_processor(model_config)._get_mm_fields_config
+        self._dtype = dtype
+
+    def of(self, tokens: np.ndarray, images: PromptImages, name: str) -> dict[str, Any]:
+        """What a request has beside its token ids. tokens [n] of the prompt, with all placeholders.
+
+        name: of these images alone. Under one name vLLM encodes an image once, and shares what it computes behind it.
+        """
+        from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
+
+        placeholder = int(tokens[images.places[0]])
+        # Copies: vLLM may keep them, and arrays from the object store are not to be written to.
+        inputs = {"pixel_values": torch.tensor(images.pixel_values, dtype=self._dtype)}
+        if images.grids is None:
+            inputs |= {"image_num_patches": torch.tensor(images.num_rows), "image_token_id": torch.tensor(placeholder)}
+        else:
+            inputs["image_grid_thw"] = torch.tensor(images.grids)
+        found = BatchFeature(inputs)
+        starts, lengths = (each.tolist() for each in runs(tokens, placeholder))
+        return {
+            "type": "multimodal",
+            "mm_kwargs": MultiModalKwargsItems.from_hf_inputs(found, self._fields_of(found, {})),
+            "mm_hashes": {"image": [f"{name}/{number}" for number in range(len(images))]},
+            "mm_placeholders": {"image": [PlaceholderRange(*each) for each in zip(starts, lengths, strict=True)]},
+        }

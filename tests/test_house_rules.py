@@ -33,10 +33,7 @@ LAYERS = [
 # Where a heavy package may be imported.
 HOMES = {
     "ray": ("main_ppo.py", "controller/", "rewards/processes/pool.py"),
-    "vllm": (
-        "workers/rollout/vllm.py",
-        "workers/rollout/vllm_sampler.py",
-    ),
+    "vllm": ("workers/rollout/vllm",),
     "sglang": ("workers/rollout/sglang.py",),
     "transformers": ("models/", "data/chat.py", "workers/rollout/hf.py"),
     "torch_npu": ("device.py",),

@@ -23,7 +23,6 @@ from rltrain.data.images import (
     bounded_size,
     family_of,
     mrope_positions,
-    one_each,
     open_image,
     runs,
     with_parts,
@@ -180,7 +179,7 @@ class ChatEncoder:
         tokens [n]: from `expanded`. pictures: from `open_images`. Raises DataError where the two do not fit.
         """
         if not pictures:
-            return EncodedPrompt(tokens, tokens)
+            return EncodedPrompt(tokens)
         processor = self.processor
         made = self._processed(processor.image_token * len(pictures), pictures)
         placeholder, pixels = processor.image_token_id, made["pixel_values"].numpy()
@@ -198,7 +197,7 @@ class ChatEncoder:
         positions = mrope_positions(tokens, placeholder, grids, merge) if mrope and grids is not None else None
         places = np.flatnonzero(tokens == placeholder)
         found = PromptImages(pixels, grids, num_rows, num_tokens, places, positions)
-        return EncodedPrompt(tokens, one_each(tokens, placeholder), found, tuple(pictures))
+        return EncodedPrompt(tokens, found)
 
     def _picture(self, number: int, image: Any, count: int) -> Any:
         """Image ``number`` of ``count``, opened and within the bounds."""

@@ -12,7 +12,7 @@ import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -89,18 +89,27 @@ class PromptImages:
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """tokens [n] (int32): placeholders repeated for as many tokens as each image takes. short: one placeholder each.
-    pictures: the PIL images, in RGB and within the bounds, for engines that have a processor of their own."""
+    """tokens [n] (int32): placeholders repeated for as many tokens as each image takes."""
 
     tokens: np.ndarray
-    short: np.ndarray
     images: PromptImages | None = None
-    pictures: tuple[Any, ...] = ()
 
     @property
     def position_shift(self) -> int:
         """How far the positions of an answer are from its places."""
         return answer_position(self.images, len(self.tokens)) - len(self.tokens)
+
+    @property
+    def image_end(self) -> int:
+        """Where the tokens of the last image end; 0 without images."""
+        return int(self.images.places[-1]) + 1 if self.images else 0
+
+    def until(self, stop: int) -> EncodedPrompt:
+        """The first tokens, all images among them."""
+        images = self.images
+        if images is not None and images.positions is not None:
+            images = replace(images, positions=images.positions[:, :stop])
+        return EncodedPrompt(self.tokens[:stop], images)
 
 
 # -- conversations -----------------------------------------------------------------------------------------------------
@@ -287,12 +296,6 @@ def runs(tokens: np.ndarray, placeholder: int) -> tuple[np.ndarray, np.ndarray]:
     is_one = np.concatenate([[False], tokens == placeholder, [False]])
     edges = np.flatnonzero(is_one[1:] != is_one[:-1])
     return edges[::2], edges[1::2] - edges[::2]
-
-
-def one_each(tokens: np.ndarray, placeholder: int) -> np.ndarray:
-    """``tokens`` with every run of ``placeholder`` shortened to one."""
-    again = np.concatenate([[False], (tokens[1:] == placeholder) & (tokens[:-1] == placeholder)])
-    return tokens[~again]
 
 
 def mrope_positions(tokens: np.ndarray, placeholder: int, grids: np.ndarray, merge: int) -> np.ndarray:

@@ -78,13 +78,13 @@ class PromptStore:
         return np.zeros(len(self), dtype=np.int64) if self.counts is None else self.counts[which]
 
     def encoded(self, i: int) -> EncodedPrompt:
-        """Prompt ``i`` with its pixels and pictures, which are read and processed now, in this process.
+        """Prompt ``i`` with its pixels, which are read and processed now, in this process.
 
         Raises DataError, naming file and row, for a picture that cannot be read any more or has changed.
         """
         tokens = self.prompt(i)
         if self.counts is None or not self.counts[0, i]:
-            return EncodedPrompt(tokens, tokens)
+            return EncodedPrompt(tokens)
         assert self.pictures is not None
         assert self.encoder is not None
         try:

@@ -23,6 +23,7 @@ from rltrain.batch import Batch, DictionaryColumn
 from rltrain.config.schema import Config
 from rltrain.config.step_passes import StepPasses
 from rltrain.data.chat import chat_encoder
+from rltrain.data.images import EncodedPrompt
 from rltrain.models.export import export_huggingface
 from rltrain.models.forward import PolicyModel, final_logits, model_numbers
 from rltrain.models.head import ReferenceStates
@@ -172,27 +173,32 @@ class ActorRefWorker(Actor):
         return log_prob, log_prob.like(torch.cat(all_entropy)) if with_entropy else log_prob
 
     @torch.no_grad()
-    def text_log_probs(self, tokens: Sequence[int]) -> Tensor:
-        """log pi(token) of ``tokens[1:]`` at temperature 1: [len(tokens) - 1].
+    def text_log_probs(self, text: EncodedPrompt) -> Tensor:
+        """log pi(token) at temperature 1 of all tokens but the first, or of those behind the last image.
 
         They are computed as the update computes: behind another text, and the second half as an answer that shares
         its prompt. Comparing them with an engine's therefore also finds a model that mixes the samples of a packed
         row.
         """
         self._policy.eval()
-        text, half = torch.tensor(tokens, dtype=torch.int32), max(len(tokens) // 2, 1)
-        # Sample 0 is the text backwards, a stranger in front of sample 1, the text itself. Samples 2 and 3 share its
-        # first half as their prompt.
-        prompts = Ragged.from_rows([text[-1:], text[:1], text[:half]])
-        answers = Ragged.from_rows([text.flip(0)[1:], text[1:], text[half:], text[half:]])
-        rows = Batch({c.PROMPT: DictionaryColumn(prompts, torch.tensor([0, 1, 2, 2])), c.RESPONSE: answers})
+        tokens, images = torch.tensor(text.tokens), text.images
+        half = text.image_end or max(len(tokens) // 2, 1)
+        # Sample 0 is a text backwards, a stranger in front of sample 1, the text itself. Samples 2 and 3 share its
+        # first half as their prompt. An image has no log-probs, so with one the text is what stands behind it.
+        whole = tokens[half if images else 0 :]
+        prompts = Ragged.from_rows([whole[-1:], whole[:1], tokens[:half]])
+        answers = Ragged.from_rows([whole.flip(0)[1:], whole[1:], tokens[half:], tokens[half:]])
+        index = torch.tensor([0, 1, 2, 2])
+        rows = Batch({c.PROMPT: DictionaryColumn(prompts, index), c.RESPONSE: answers})
+        if images:
+            rows.update({c.IMAGES: DictionaryColumn([None, None, text.until(half).images], index)})
         rows.update({c.RESPONSE_MASK: answers.like(torch.ones_like(answers.values, dtype=torch.bool))})
         log_probs: Tensor = self._policy(pack(rows, self._device.torch_device), 1.0).log_probs.cpu()
         reshard(self._policy)
         # Samples 1 and 3 are read: the text behind the stranger, and an answer whose prompt is not directly in front of
         # it.
-        whole, shared = log_probs.split([len(tokens) - 1] * 2 + [len(tokens) - half] * 2)[1::2]
-        return torch.cat([whole[: half - 1], shared])
+        alone, shared = log_probs.split(answers.lengths.tolist())[1::2]
+        return shared if images else torch.cat([alone[: half - 1], shared])
 
     def _compare(self, log_probs: Ragged, batch: Batch) -> tuple[dict[str, Ragged], dict[str, Moments]]:
         weighs, engine = self._passes.importance_weights, batch.ragged(c.ROLLOUT_LOG_PROBS)

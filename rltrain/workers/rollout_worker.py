@@ -23,6 +23,7 @@ from rltrain.config.engines import ENGINES
 from rltrain.config.schema import Config
 from rltrain.config.step_passes import StepPasses
 from rltrain.data.chat import chat_encoder
+from rltrain.data.images import EncodedPrompt
 from rltrain.data.prompts import PromptStore
 from rltrain.device import Device, resolve_dtype
 from rltrain.errors import NonFiniteError
@@ -40,7 +41,7 @@ from rltrain.workers.rollout.settings import EngineSettings, make_engine
 from rltrain.workers.tasks import Finished, GenerateTask
 from rltrain.workers.weight_sync import WeightSync
 
-# After every sync, engine and trainer are compared on this many tokens of the first training prompt.
+# After every sync, engine and trainer are compared on this many tokens of a prompt, behind its images.
 _CANARY_TOKENS = 64
 _NOTHING = np.zeros(0, dtype=np.int32)
 
@@ -60,7 +61,7 @@ class RolloutWorker(Rollout):
         prompts: dict[str, PromptStore],
         policy: PackedModel,
         version: Callable[[], int],
-        text_log_probs: Callable[[Sequence[int]], Tensor],
+        text_log_probs: Callable[[EncodedPrompt], Tensor],
     ) -> None:
         self._rollout = cfg.actor_rollout_ref.rollout
         self._images = passes.images
@@ -82,7 +83,7 @@ class RolloutWorker(Rollout):
             dtype,
             bucket_bytes=self._rollout.update_weights_bucket_megabytes << 20,
             gap_limit=log_prob_gap_limit(cfg, self._device),
-            canary=_canary(prompts),
+            canary=_canary(prompts, passes.images),
             log_probs=text_log_probs,
         )
         residency.add_engine(self._release)
@@ -251,11 +252,18 @@ def log_prob_gap_limit(cfg: Config, device: Device) -> float:
     return 1e-3 if exact else 0.1
 
 
-def _canary(prompts: dict[str, PromptStore]) -> list[int]:
-    """The start of the first prompt; at least two tokens."""
-    first = next((store.prompt(0).tolist() for store in prompts.values() if len(store)), [0])
+def _canary(prompts: dict[str, PromptStore], images: bool) -> EncodedPrompt:
+    """The start of the first prompt; at least two tokens. With ``images`` a prompt with one, to a little behind it."""
+    if images:
+        store = next(store for store in prompts.values() if store.has_images)
+        # The smallest image, because no budget counts the tokens of this forward.
+        tokens = np.where(store.num_images > 0, store.image_tokens, np.iinfo(np.int64).max)
+        prompt = store.encoded(int(tokens.argmin()))
+        if len(prompt.tokens) > prompt.image_end:
+            return prompt.until(prompt.image_end + _CANARY_TOKENS)
+    first = next((store.prompt(0) for store in prompts.values() if len(store)), np.zeros(1, dtype=np.int32))
     # The first token of a text has no log-prob, so a single one would leave nothing to compare.
-    return (first if len(first) > 1 else first * 2)[:_CANARY_TOKENS]
+    return EncodedPrompt((first if len(first) > 1 else first.repeat(2))[:_CANARY_TOKENS])
 
 
 def _rows(begun: Batch | None, name: str) -> dict[int, Tensor]:
@@ -276,5 +284,5 @@ def _payload(jobs: Sequence[Job], slots: NDArray[np.int64], generation: Generati
     places = np.repeat([job.place for job in jobs], [len(job.samples) for job in jobs])
     # Values stand in the order of their places, so a search in the sorted places gives each answer's prompt.
     index = torch.from_numpy(np.searchsorted(list(asked), places))
-    prompts = Ragged.from_rows([torch.from_numpy(np.asarray(job.tokens, dtype=np.int32)) for job in asked.values()])
+    prompts = Ragged.from_rows([torch.from_numpy(np.asarray(job.prompt, dtype=np.int32)) for job in asked.values()])
     return Batch({c.PROMPT: DictionaryColumn(prompts, index), **made})

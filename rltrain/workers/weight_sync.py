@@ -4,20 +4,21 @@ Trainer and engine share a device, and a gathered copy of the model beside both 
 bucket by bucket (`models.weights`), the engine takes each over before the next bucket comes, and the training copy
 leaves the device before the engine takes memory for its cache (the allgather-swap of MindSpeed RL).
 
-The proof is the canary: after the sync, engine and trainer compute the log-probs of a fixed text. Checksums of the
-weights were left out: vLLM fuses and repacks what it takes over, so only what was sent could be summed, and no sum
-shows whether the engine computes with it.
+The proof is the canary: after the sync, engine and trainer compute the log-probs of a fixed text. In a run with images
+it has one, so that the vision tower is compared as well. Checksums of the weights were left out: vLLM fuses and repacks
+what it takes over, so only what was sent could be summed, and no sum shows whether the engine computes with it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rltrain.data.images import EncodedPrompt
 from rltrain.device import Device
 from rltrain.errors import SyncError
 from rltrain.models.forward import PackedModel
@@ -30,8 +31,8 @@ class WeightSync:
     """Tracks which policy version the engine holds, and brings it the current one.
 
     The version is the number of optimizer updates since the start of the process; an engine that lost its weights has
-    none. canary: token ids of a fixed text. log_probs: the trainer's, of a text at temperature 1, as
-    `RolloutEngine.log_probs`. gap_limit: the largest distance between the two that is no SyncError.
+    none. canary: a fixed text. log_probs: the trainer's at temperature 1, of all tokens of a text or of its last ones.
+    gap_limit: the largest distance between these and `RolloutEngine.log_probs` that is no SyncError.
     """
 
     def __init__(
@@ -43,8 +44,8 @@ class WeightSync:
         *,
         bucket_bytes: int,
         gap_limit: float,
-        canary: Sequence[int],
-        log_probs: Callable[[Sequence[int]], Tensor],
+        canary: EncodedPrompt,
+        log_probs: Callable[[EncodedPrompt], Tensor],
     ) -> None:
         self.version: int | None = None
         self._policy = policy
@@ -53,7 +54,7 @@ class WeightSync:
         self._dtype = dtype
         self._bucket_bytes = bucket_bytes
         self._gap_limit = gap_limit
-        self._canary = list(canary)
+        self._canary = canary
         self._log_probs = log_probs
 
     def run(self, version: int, free_training_copy: Callable[[], object]) -> SyncReport:
@@ -92,13 +93,14 @@ class WeightSync:
         self.version = None
 
     def _compare(self, expected: Tensor, version: int) -> float:
-        found = self._engine.log_probs(self._canary).float().cpu()
+        found = self._engine.log_probs(self._canary).float().cpu()[-len(expected) :]
         gap = float((found - expected).abs().mean())
         # Not `gap > limit`: that is False for NaN, and a damaged engine would pass.
         if not gap <= self._gap_limit:
+            with_image = " with an image" if self._canary.images else ""
             raise SyncError(
                 f"after the sync of update {version} the rollout engine answers otherwise than the trainer: mean "
-                f"|log-prob gap| {gap:.3g} on a fixed text, limit {self._gap_limit:.3g} "
+                f"|log-prob gap| {gap:.3g} on a fixed text{with_image}, limit {self._gap_limit:.3g} "
                 "(actor_rollout_ref.rollout.log_prob_gap_limit). It does not generate with the current weights, or "
                 "computes with them in another way."
             )

@@ -67,8 +67,7 @@ def test_a_store_makes_pixels_when_asked(folder, file):
     for i, (text, images) in enumerate(PROMPTS):
         found, expected = again.encoded(i), encoder.encode_prompt([{"role": "user", "content": text}], images)
         assert found.tokens.tolist() == expected.tokens.tolist() == store.prompt(i).tolist()
-        assert found.short.tolist() == expected.short.tolist()
-        assert len(found.pictures) == store.num_images[i] == len(images)
+        assert store.num_images[i] == len(images)
         assert store.image_tokens[i] == np.count_nonzero(found.tokens == IMAGE)
         assert store.image_rows[i] == (found.images.num_rows.sum() if images else 0)
         if images:

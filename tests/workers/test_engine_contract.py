@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from rltrain.config import engines
 from rltrain.config.rollout_schema import RolloutConfig
+from rltrain.data.images import EncodedPrompt
 from rltrain.models.weights import Weight
 from rltrain.workers.rollout.base import Sampling
 from tests.distance import distance
@@ -289,9 +290,8 @@ def test_after_the_stop_no_further_job_is_begun(ready):
 
 def test_a_text_is_scored_as_by_the_trainer(ready, plain):
     tokens = [2, 5, 6, 3, 8, 1]
-    assert (
-        distance(ready.log_probs(tokens), log_probs_of(plain, np.array(tokens[:1], dtype=np.int32), tokens[1:])) < 1e-5
-    )
+    expected = log_probs_of(plain, np.array(tokens[:1], dtype=np.int32), tokens[1:])
+    assert distance(ready.log_probs(EncodedPrompt(np.array(tokens, dtype=np.int32))), expected) < 1e-5
 
 
 def test_new_weights_count_from_the_next_token_on(ready, other):

@@ -14,12 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rltrain.errors import ConfigError
 from rltrain.models.load import load_config
 from rltrain.models.vision import placeholder_ids, takes_images, tower
 from rltrain.models.weights import whole_weights
 from rltrain.seeds import sample_seeds
-from rltrain.workers.rollout.base import Job, Sampling, check_images
+from rltrain.workers.rollout.base import Job, Sampling
 
 if not importlib.util.find_spec("torchvision"):
     pytest.skip("torchvision is not installed (scripts/test.sh installs it)", allow_module_level=True)
@@ -90,7 +89,7 @@ def ready(made):
 def jobs_of(asked, num_samples: int, given=None) -> list[Job]:
     seeds = sample_seeds(7, 1, range(len(asked)), num_samples).reshape(-1, num_samples)
     return [
-        Job(place, np.arange(num_samples), each.short, seeds[place], given and given[place], each)
+        Job(place, np.arange(num_samples), each.tokens, seeds[place], given and given[place], each.images)
         for place, each in enumerate(asked)
     ]
 
@@ -215,15 +214,6 @@ def test_what_a_model_says_of_images(tiny_model, tmp_path):
     vision, text = load_config(str(path)), load_config(str(tiny_model))
     assert (takes_images(vision), placeholder_ids(vision)) == (True, sorted(PLACEHOLDERS))
     assert (takes_images(text), placeholder_ids(text)) == (False, [])
-
-
-def test_an_engine_for_text_refuses_images(tmp_path):
-    encoder = ChatEncoder(make_folder(tmp_path, "qwen2_vl"))
-    jobs = jobs_of([encoder.encode_prompt([{"role": "user", "content": text}], each) for text, each, _ in PROMPTS], 1)
-    check_images("vllm", jobs)
-    check_images("sglang", [job for job in jobs if not job.asked.images])
-    with pytest.raises(ConfigError, match="takes text alone"):
-        check_images("sglang", jobs)
 
 
 def test_letting_torchvision_in_costs_other_programs_nothing():

@@ -5,6 +5,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
+from rltrain.data.images import EncodedPrompt
 from rltrain.errors import ConfigError, DataError
 from rltrain.models.weights import Weight
 from rltrain.workers.rollout.base import Sampling
@@ -294,7 +295,7 @@ def test_the_training_weights_are_used_where_they_lie(plain):
 def test_scores_are_the_trainers(plain):
     text = [3, 9, 27, 11, 5, 8]
     expected = trainer_log_probs(plain, np.array(text[:1]), torch.tensor(text[1:]))
-    assert distance(make_engine(plain).log_probs(text), expected) < 1e-5
+    assert distance(make_engine(plain).log_probs(EncodedPrompt(np.array(text, dtype=np.int32))), expected) < 1e-5
 
 
 def test_fewer_answers_run_at_once_where_memory_is_short(plain, monkeypatch):

@@ -88,7 +88,7 @@ class RunningAnswers:
         """The numbers of the answers to these jobs. Raises DataError for a prompt that leaves no room for an answer."""
         counts = [len(job.samples) for job in jobs]
         total, before = sum(counts), len(self._answers)
-        prompt_lengths = np.repeat([len(job.asked.tokens) for job in jobs], counts)
+        prompt_lengths = np.repeat([len(job.prompt) for job in jobs], counts)
         given = np.array([len(part) for job in jobs for part in job.given or [()] * len(job.samples)], dtype=np.int64)
         # Both limits count given tokens: they are part of the answer, and the model sees them.
         limits = np.minimum(self._max_tokens, self._max_model_len - prompt_lengths) - given

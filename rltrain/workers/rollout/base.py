@@ -7,7 +7,7 @@ worker and the trainer know nothing more. Text is left out: nothing is decoded a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,9 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rltrain.config.engines import ENGINES, engines_with
-from rltrain.data.images import EncodedPrompt
-from rltrain.errors import ConfigError
+from rltrain.data.images import EncodedPrompt, PromptImages
 from rltrain.models.weights import Weight
 from rltrain.ragged import Ragged
 
@@ -38,12 +36,11 @@ class Sampling:
 class Job:
     """Samples of one prompt that are answered together.
 
-    place: of the prompt in the task. samples [k]: their numbers among the answers to the prompt. prompt: token ids.
-    seeds [k]: the same seed gives the same answer, whatever else is in the batch and whichever replica serves it.
-    given: per sample the tokens that it already has (None: no sample has any). They follow the prompt and count towards
-    ``max_tokens``, and the random numbers go on after theirs. encoded: of a prompt with images, what the trainer reads
-    of it. Engines take these tokens and pixels, so none scales or cuts an image in its own way; all placeholders count
-    for ``max_model_len``.
+    place: of the prompt in the task. samples [k]: their numbers among the answers to the prompt. prompt: token ids, all
+    placeholders of images among them. seeds [k]: the same seed gives the same answer, whatever else is in the batch and
+    whichever replica serves it. given: per sample the tokens that it already has (None: no sample has any). They follow
+    the prompt and count towards ``max_tokens``, and the random numbers go on after theirs. images: as the trainer sees
+    them, so that no engine scales or cuts a picture in its own way.
     """
 
     place: int
@@ -51,12 +48,12 @@ class Job:
     prompt: NDArray[np.int32]
     seeds: NDArray[np.uint64]
     given: tuple[NDArray[np.int32], ...] | None = None
-    encoded: EncodedPrompt | None = None
+    images: PromptImages | None = None
 
     @property
     def asked(self) -> EncodedPrompt:
-        """The prompt with all placeholders, and its images."""
-        return EncodedPrompt(self.prompt, self.prompt) if self.encoded is None else self.encoded
+        """The prompt with its images."""
+        return EncodedPrompt(self.prompt, self.images)
 
 
 @dataclass(frozen=True)
@@ -120,12 +117,3 @@ class RolloutEngine(Protocol):
 
     def sleep(self) -> bool:
         """Give the device memory of weights and caches back. Returns whether the weights are gone."""
-
-
-def check_images(engine: str, jobs: Sequence[Job]) -> None:
-    """Raises ConfigError where jobs have images and the engine (``rollout.name``) takes text alone."""
-    if not ENGINES[engine].images and any(job.asked.images for job in jobs):
-        raise ConfigError(
-            f"actor_rollout_ref.rollout.name={engine} takes text alone, and prompts have images. "
-            f"Use {engines_with('images')}."
-        )

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rltrain.data.images import EncodedPrompt, PromptImages
+from rltrain.data.images import PromptImages
 from rltrain.data.prompts import PromptStore
 from rltrain.workers.rollout.base import Job
 
@@ -27,11 +27,11 @@ class PicturesOfTask:
         self.seconds = 0.0
         self._store, self._rows = store, rows
         # By place: several jobs may answer one prompt, and the trainer then gets its pixels once.
-        self._read: dict[int, EncodedPrompt] = {}
+        self._read: dict[int, PromptImages | None] = {}
 
     def of(self, place: int) -> PromptImages | None:
         """What the trainer gets of a prompt that a job has been taken for."""
-        return self._read[place].images if place in self._read else None
+        return self._read.get(place)
 
     def prepare(self, jobs: Sequence[Job]) -> list[Job]:
         """The jobs, those of prompts with images with these."""
@@ -40,10 +40,6 @@ class PicturesOfTask:
         new = sorted(seeing - self._read.keys())
         with ThreadPoolExecutor(torch.get_num_threads()) as readers:
             found = readers.map(self._store.encoded, self._rows[new].tolist())
-            self._read.update(zip(new, found, strict=True))
+            self._read.update((place, each.images) for place, each in zip(new, found, strict=True))
         self.seconds += time.perf_counter() - started
-        return [self._with_images(job) if job.place in seeing else job for job in jobs]
-
-    def _with_images(self, job: Job) -> Job:
-        encoded = self._read[job.place]
-        return replace(job, prompt=encoded.short, images=encoded.pictures, encoded=encoded)
+        return [replace(job, images=self.of(job.place)) for job in jobs]

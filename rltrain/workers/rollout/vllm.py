@@ -201,7 +201,7 @@ class VLLMRollout:
         # top_k and top_p are not handed on: `CountedSampler` applies them itself, after the log-probs are taken.
         # logprobs=0 asks for the log-prob of the sampled token alone.
         params = self._params(
-            max_tokens=min(sampling.max_tokens, self._max_model_len - len(job.asked.tokens)) - len(given),
+            max_tokens=min(sampling.max_tokens, self._max_model_len - len(job.prompt)) - len(given),
             temperature=0.0 if sampling.greedy else sampling.temperature,
             extra_args=RandomStream(int(job.seeds[number]), len(given)).as_arguments(),
             logprobs=0,
@@ -209,7 +209,7 @@ class VLLMRollout:
             stop_token_ids=None if sampling.ignore_eos else self._eos,
             deltas=deltas,
         )
-        return self._add([*job.asked.tokens.tolist(), *given], params, images)
+        return self._add([*job.prompt.tolist(), *given], params, images)
 
     def _params(self, *, deltas: bool = False, **settings: Any) -> Any:
         from vllm import SamplingParams

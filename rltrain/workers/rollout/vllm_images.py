@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import BatchFeature
 
 from rltrain.data.images import PromptImages, runs
 
@@ -46,12 +45,11 @@ class ImageInput:
 
         placeholder = int(tokens[images.places[0]])
         # Copies: vLLM may keep them, and arrays from the object store are not to be written to.
-        inputs = {"pixel_values": torch.tensor(images.pixel_values, dtype=self._dtype)}
+        found: dict[str, Any] = {"pixel_values": torch.tensor(images.pixel_values, dtype=self._dtype)}
         if images.grids is None:
-            inputs |= {"image_num_patches": torch.tensor(images.num_rows), "image_token_id": torch.tensor(placeholder)}
+            found |= {"image_num_patches": torch.tensor(images.num_rows), "image_token_id": torch.tensor(placeholder)}
         else:
-            inputs["image_grid_thw"] = torch.tensor(images.grids)
-        found = BatchFeature(inputs)
+            found["image_grid_thw"] = torch.tensor(images.grids)
         starts, lengths = (each.tolist() for each in runs(tokens, placeholder))
         return {
             "type": "multimodal",

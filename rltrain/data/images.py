@@ -298,6 +298,12 @@ def runs(tokens: np.ndarray, placeholder: int) -> tuple[np.ndarray, np.ndarray]:
     return edges[::2], edges[1::2] - edges[::2]
 
 
+def one_each(tokens: np.ndarray, placeholder: int) -> np.ndarray:
+    """``tokens`` with every run of ``placeholder`` shortened to one."""
+    again = np.concatenate([[False], (tokens[1:] == placeholder) & (tokens[:-1] == placeholder)])
+    return tokens[~again]
+
+
 def mrope_positions(tokens: np.ndarray, placeholder: int, grids: np.ndarray, merge: int) -> np.ndarray:
     """Positions [3, n] of a prompt in time, height and width, as `get_rope_index` of Qwen2-VL and its successors.
 

@@ -45,7 +45,7 @@ class ImageInput:
 
         placeholder = int(tokens[images.places[0]])
         # Copies: vLLM may keep them, and arrays from the object store are not to be written to.
-        found: dict[str, Any] = {"pixel_values": torch.tensor(images.pixel_values, dtype=self._dtype)}
+        found: Any = {"pixel_values": torch.tensor(images.pixel_values, dtype=self._dtype)}
         if images.grids is None:
             found |= {"image_num_patches": torch.tensor(images.num_rows), "image_token_id": torch.tensor(placeholder)}
         else:

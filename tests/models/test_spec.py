@@ -4,8 +4,8 @@ import pytest
 
 from rltrain.config.load import load_config
 from rltrain.device import get_device
-from rltrain.models.spec import actor_spec, critic_spec
-from tests.tiny import save_tiny_model
+from rltrain.models.spec import actor_spec, critic_spec, reference_spec, reward_model_spec
+from tests.tiny import save_tiny_model, small_config
 
 
 @pytest.mark.parametrize(("spec", "section"), [(actor_spec, "actor_rollout_ref.model"), (critic_spec, "critic.model")])
@@ -16,3 +16,16 @@ def test_attention_cannot_be_overridden_and_other_fields_can(spec, section, tmp_
     made = spec(config, get_device("cpu"))
     made.load_config()
     assert made.override == {"max_position_embeddings": 256}
+
+
+@pytest.mark.parametrize(
+    ("images", "freeze", "towers"),
+    [(False, False, ["rests"] * 4), (True, False, ["trained", "trained", "frozen", "rests"]),
+     (True, True, ["frozen", "frozen", "frozen", "rests"])],
+)  # fmt: skip
+def test_towers_work_where_prompts_have_images(images, freeze, towers):
+    """That of the critic is frozen with the policy's; a reward model reads texts."""
+    config, device = small_config(), get_device("cpu")
+    config.actor_rollout_ref.actor.freeze_vision_tower = freeze
+    specs = [make(config, device, images) for make in (actor_spec, critic_spec, reference_spec)]
+    assert [spec.tower for spec in (*specs, reward_model_spec(config, device))] == towers

@@ -126,7 +126,7 @@ class Policy(_Remote):
         results = self._group.submit([call]).collect(stream=stream)
         samples = Samples(len(task.rows) * n)
         served = [(payload, texts, found.per_sample) for payload, texts, found in results if found.per_sample]
-        columns = (*c.GENERATED, c.IMAGES) if self._passes.images and task.split == "train" else c.GENERATED
+        columns = (*c.GENERATED, c.IMAGES) if self._passes.images and task.is_learnt_from else c.GENERATED
         for payload, texts, numbers in served:
             samples.attach([whole(payload, columns, numbers[c.SLOT]), whole(texts, (c.TEXT,), numbers[c.SLOT])])
         samples.update(_by_sample([numbers for *_, numbers in served], len(samples)))

@@ -148,7 +148,7 @@ class RolloutWorker(Rollout):
         order = np.argsort(slots)
         payload = _payload(queue.taken, slots, generation, begun)
         # Nothing learns from other answers, so their pixels end here.
-        if pictures and task.split == "train":
+        if pictures and task.is_learnt_from:
             index = payload.dictionary(c.PROMPT).index
             images = [pictures.of(place) for place in sorted({job.place for job in queue.taken})]
             payload.update({c.IMAGES: DictionaryColumn(images, index)})

@@ -48,6 +48,11 @@ class GenerateTask:
     must: int = 0
     todo: NDArray[np.bool_] | None = None
 
+    @property
+    def is_learnt_from(self) -> bool:
+        """Whether the trainer needs the images of the prompts."""
+        return self.split == "train"
+
 
 @dataclass(frozen=True)
 class Finished:

@@ -251,6 +251,8 @@ def _file_bytes(image: Any) -> bytes:
         return entry["bytes"]
     if not isinstance(entry.get("path"), (str, Path)):
         raise DataError(f"it is a {type(image).__name__} with neither bytes nor a path.")
+    if "://" in str(entry["path"]):
+        raise DataError(f"{str(entry['path'])!r} is a web address; copy the image to a local disk and give its path.")
     return Path(entry["path"]).expanduser().read_bytes()
 
 

@@ -28,7 +28,7 @@ from rltrain.data.images import measured
 from rltrain.errors import DataError
 
 # Of encoded pictures, in each process.
-_CACHE_BYTES = 256 << 20
+_CACHE_BYTES = 128 << 20
 # Rows that are looked at together, and threads that do: decoders and disks let others work meanwhile.
 _LOOK_ROWS, _MOST_THREADS = 64, 16
 
@@ -109,7 +109,8 @@ def _beside(path: str, image: Any) -> Any:
     name = entry.get("path") or entry.get("image")
     if entry.get("bytes") or not isinstance(name, str):
         return entry
-    return {"path": Path(path).expanduser().parent / Path(name.removeprefix("file://")).expanduser()}
+    name = name.removeprefix("file://")
+    return {"path": name if "://" in name else Path(path).expanduser().parent / Path(name).expanduser()}
 
 
 # -- the look before a run ---------------------------------------------------------------------------------------------

@@ -128,7 +128,11 @@ def encode_prompts(
         # int32 holds every vocabulary and is half of what every process maps.
         kept.append(np.asarray(ids, dtype=np.int32))
     if overlong and not filter_overlong:
-        raise DataError(_overlong_report(rows, overlong, max_prompt_length))
+        # A prompt with images is never cut: it would lose a part of an image, which no model can read.
+        instead = (
+            "data.truncation=left" if truncation == "error" else "smaller images (they are not cut, data.max_pixels)"
+        )
+        raise DataError(_overlong_report(rows, overlong, max_prompt_length, instead))
     if not kept:
         shortest = min(length for _, length in overlong)
         raise DataError(
@@ -199,10 +203,10 @@ def _encode_rows(rows: Rows, encoder: ChatEncoder) -> Iterator[Encoded]:
             raise
 
 
-def _overlong_report(rows: Rows, overlong: list[tuple[int, int]], limit: int) -> str:
+def _overlong_report(rows: Rows, overlong: list[tuple[int, int]], limit: int, instead: str) -> str:
     longest = max(length for _, length in overlong)
     title = (
         f"{len(overlong)} of {len(rows)} prompts are longer than data.max_prompt_length={limit} tokens. Try "
-        f"data.filter_overlong_prompts=True, data.max_prompt_length={longest}, or data.truncation=left."
+        f"data.filter_overlong_prompts=True, data.max_prompt_length={longest}, or {instead}."
     )
     return first_of(title, [f"{rows.origin(position)}: {length} tokens" for position, length in overlong])

@@ -2,12 +2,19 @@
 
 import importlib.util
 import io
+import os
 import pickle
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
+from rltrain.data import pictures as reading
+from rltrain.data.images import measured, open_image
 from rltrain.data.rows import read_rows
+from rltrain.errors import DataError
 
 if not importlib.util.find_spec("torchvision"):
     pytest.skip("torchvision is not installed (scripts/test.sh installs it)", allow_module_level=True)
@@ -18,10 +25,14 @@ from rltrain.data.prompts import encode_prompts
 from tests.tiny_vision import FAMILIES, IMAGE, picture, save_tiny_vision_model
 
 
-def png(width: int, height: int, seed: int = 0) -> bytes:
+def as_file(image: Image.Image, kind: str = "PNG", **options) -> bytes:
     file = io.BytesIO()
-    picture(width, height, seed).save(file, "PNG")
+    image.save(file, kind, **options)
     return file.getvalue()
+
+
+def png(width: int, height: int, seed: int = 0) -> bytes:
+    return as_file(picture(width, height, seed))
 
 
 # Texts with slots, and images.
@@ -46,16 +57,26 @@ def folder(request, folders) -> str:
 
 
 @pytest.fixture
-def file(tmp_path, write, good_row) -> str:
-    rows = [
-        good_row(
-            number,
-            prompt=[{"role": "user", "content": text}],
-            images=[{"bytes": each, "path": None} for each in images],
-        )
-        for number, (text, images) in enumerate(PROMPTS)
-    ]
-    return str(write(tmp_path / "train.parquet", rows))
+def make(tmp_path, write, good_row):
+    """Writes rows of texts and images (entries of the column); returns the path."""
+
+    def made(prompts, column="images", name="train"):
+        rows = [
+            good_row(number, prompt=[{"role": "user", "content": text}], **{column: images})
+            for number, (text, images) in enumerate(prompts)
+        ]
+        return write(tmp_path / f"{name}.parquet", rows)
+
+    return made
+
+
+def inside(*files: bytes) -> list[dict]:
+    return [{"bytes": file, "path": None} for file in files]
+
+
+@pytest.fixture
+def file(make) -> str:
+    return make([(text, inside(*images)) for text, images in PROMPTS])
 
 
 def test_a_store_makes_pixels_when_asked(folder, file):
@@ -72,3 +93,223 @@ def test_a_store_makes_pixels_when_asked(folder, file):
         assert store.image_rows[i] == (found.images.num_rows.sum() if images else 0)
         if images:
             assert np.array_equal(found.images.pixel_values, expected.images.pixel_values)
+
+
+# -- counting ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bounds", [(None, None), (5000, 9000)])
+def test_tokens_counted_from_sizes_are_the_processors(folder, bounds):
+    encoder = ChatEncoder(folder, min_pixels=bounds[0], max_pixels=bounds[1])
+    random = np.random.default_rng(0)
+    for _ in range(12):
+        sizes = [tuple(edges) for edges in random.integers(8, 500, (2, 2)).tolist()]
+        counted = encoder.expanded(
+            [[{"role": "user", "content": f"1{SLOT}2{SLOT}"}]], [[encoder.bounded_size(size) for size in sizes]]
+        )
+        images = encoder.open_images([Image.new("RGB", size) for size in sizes])
+        # Raises where an image takes another number of tokens or rows.
+        found = encoder.with_pictures(np.array(counted[0][0]), images)
+        assert counted[0][1:] == (found.images.num_rows.sum(), found.images.num_tokens.sum())
+
+
+def turned(orientation: int) -> Image.Exif:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return exif
+
+
+def test_sizes_are_read_from_heads_as_pictures_are_opened():
+    wide = picture(40, 24)
+    files = [as_file(wide, kind) for kind in ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")]
+    files += [
+        as_file(wide, kind, exif=turned(each)) for kind in ("PNG", "JPEG", "WEBP", "TIFF") for each in range(1, 9)
+    ]
+    files += [as_file(wide.convert(mode)) for mode in ("RGBA", "LA", "L", "P", "1", "I;16")]
+    files += [as_file(wide, "JPEG") + bytes(9), as_file(wide, "JPEG", progressive=True)]
+    # A PNG may say behind its pixels how it lies.
+    late = as_file(wide, exif=turned(6))
+    chunk = late[late.index(b"eXIf") - 4 :][: int.from_bytes(late[late.index(b"eXIf") - 4 :][:4], "big") + 12]
+    files.append(as_file(wide)[:-12] + chunk + as_file(wide)[-12:])
+    assert [measured({"bytes": file}) for file in files] == [open_image(file).size for file in files]
+    assert measured({"bytes": files[-1]}) == (24, 40)
+
+
+def test_a_whole_picture_is_not_decoded(monkeypatch):
+    files = [as_file(picture(40, 24), kind) for kind in ("PNG", "JPEG")]
+    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", lambda self: pytest.fail("decoded"))
+    assert [measured({"bytes": file}) for file in files] == [(40, 24)] * 2
+
+
+# -- pictures that cannot be used --------------------------------------------------------------------------------------
+
+
+def flipped(file: bytes) -> bytes:
+    return file[: len(file) // 2] + bytes([file[len(file) // 2] ^ 255]) + file[len(file) // 2 + 1 :]
+
+
+@pytest.mark.parametrize(("entry", "said"), [
+    *[({"bytes": as_file(picture(40, 24), kind)[:-9], "path": None}, "it cannot be read")
+      for kind in ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")],
+    *[({"bytes": png(40, 24)[:end], "path": None}, "it cannot be read") for end in (1, 20, 33, 60)],
+    ({"bytes": flipped(png(40, 24)), "path": None}, "it cannot be read: broken PNG file"),
+    ({"bytes": b"no picture", "path": None}, "it cannot be read: cannot identify image file"),
+    ({"bytes": None, "path": "gone.png"}, "No such file or directory: '.*/gone.png'"),
+    ({"bytes": None, "path": "http://host/a.png"}, "a web address"),
+    ({"bytes": None, "path": None}, "neither bytes nor a path"),
+    ({"bytes": png(1, 1).replace(b"\0\0\0\1" * 2, b"\0\0\x7f\xff" * 2, 1), "path": None}, "it cannot be read"),
+])  # fmt: skip
+def test_a_bad_picture_is_named_by_file_row_and_field(make, entry, said):
+    path = make([("1", []), (SLOT * 2, [*inside(png(9, 9)), entry])])
+    with pytest.raises(DataError, match=rf"1 bad row:\n  '{path}' row 1: field 'images\[1\]': .*{said}"):
+        read_rows(path)
+
+
+def test_a_decompression_bomb_is_refused_before_its_pixels(make, monkeypatch):
+    bomb = as_file(Image.new("1", (9000, 9000)))
+    assert len(bomb) < 20_000
+    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", lambda self: pytest.fail("decoded"))
+    with pytest.raises(DataError, match=r"row 0: field 'images\[0\]': it is 9000 x 9000, more than .*bomb"):
+        read_rows(make([(SLOT, inside(bomb))]))
+
+
+def test_a_column_of_another_kind_is_refused(make):
+    with pytest.raises(DataError, match="column 'images' is list<element: int64>; it must hold images"):
+        read_rows(make([("1", [3])]))
+    with pytest.raises(DataError, match=r"has no column data.image_key='pics'; it has .*images"):
+        read_rows(make([("1", [])]), image_key="pics")
+    with pytest.raises(DataError, match=r"field 'videos' is list .*: videos are not in this version"):
+        read_rows(make([("1", ["a.mp4"])], column="videos"))
+
+
+def test_slots_that_do_not_fit_name_the_row(folders, make):
+    path = make([(SLOT, inside(png(60, 60))), (f"{SLOT} {SLOT}", inside(png(60, 60)))])
+    with pytest.raises(DataError, match=rf"^'{path}' row 1: the prompt has 2 places"):
+        encode_prompts(read_rows(path), ChatEncoder(folders["qwen2_vl"]), 500)
+    path = make([(SLOT, inside(png(60, 60))), (SLOT, [])])
+    with pytest.raises(DataError, match=rf"^'{path}' row 1: the prompt has 1 places .* 0 images"):
+        encode_prompts(read_rows(path), ChatEncoder(folders["qwen2_vl"]), 500)
+
+
+def test_a_shape_that_the_processor_refuses_names_the_row(folders, make):
+    path = make([("1", []), (SLOT, inside(as_file(Image.new("RGB", (4000, 4)))))])
+    with pytest.raises(DataError, match=rf"^'{path}' row 1: .*refuses the images: absolute aspect ratio"):
+        encode_prompts(read_rows(path), ChatEncoder(folders["qwen3_vl"]), 500)
+
+
+def test_a_model_without_images_is_refused_once(make, tiny_model):
+    path = make([("1", []), (SLOT, inside(png(60, 60)))])
+    with pytest.raises(DataError, match=rf"^'{path}' row 1 holds an image: .*cannot be used with qwen3"):
+        encode_prompts(read_rows(path), ChatEncoder(str(tiny_model)), 500)
+
+
+# -- where pictures are ------------------------------------------------------------------------------------------------
+
+
+def test_paths_are_relative_to_the_folder_of_the_file(folders, make, tmp_path, monkeypatch):
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures/a.png").write_bytes(png(60, 60))
+    monkeypatch.chdir("/")
+    names = ["pictures/a.png", str(tmp_path / "pictures/a.png"), f"file://{tmp_path}/pictures/a.png"]
+    forms = (
+        [[{"bytes": None, "path": name}] for name in names],
+        [[name] for name in names],
+        names,
+        [[{"image": names[0]}]],
+    )
+    encoder = ChatEncoder(folders["qwen2_5_vl"])
+    expected = encoder.encode_prompt([{"role": "user", "content": SLOT}], [png(60, 60)])
+    for number, entries in enumerate(forms):
+        rows = read_rows(make([(SLOT, each) for each in entries], "pic", f"{number}"), image_key="pic")
+        store = encode_prompts(rows, encoder, 500)
+        for i in range(len(entries)):
+            assert np.array_equal(store.encoded(i).images.pixel_values, expected.images.pixel_values)
+
+
+def test_a_picture_that_changed_since_names_the_row(folders, make, tmp_path):
+    (tmp_path / "a.png").write_bytes(png(60, 60))
+    path = make([(SLOT, [{"path": "a.png"}])])
+    store = encode_prompts(read_rows(path), ChatEncoder(folders["qwen2_vl"]), 500)
+    (tmp_path / "a.png").write_bytes(png(60, 150))
+    with pytest.raises(DataError, match=rf"^'{path}' row 0: its images take \[10\] tokens, .* changed since"):
+        store.encoded(0)
+    (tmp_path / "a.png").unlink()
+    with pytest.raises(DataError, match=rf"^'{path}' row 0: image 1 of 1: it cannot be read: .*a.png"):
+        store.encoded(0)
+    os.unlink(path)
+    with pytest.raises(DataError, match=rf"^'{path}' row 0: its pictures cannot be read any more"):
+        store.encoded(0)
+
+
+def test_a_store_reads_the_rows_that_were_kept(folders, make):
+    long = (SLOT + "9" * 400, inside(png(60, 60)))
+    one = make([long, (SLOT, inside(png(60, 60, 1))), ("1", [])], name="one")
+    two = make([long, long, (SLOT + "2", inside(png(60, 60, 2)))], name="two")
+    encoder = ChatEncoder(folders["qwen2_vl"])
+    found = read_rows([one, two], max_rows=5, seed=3)
+    store = encode_prompts(found, encoder, 100, filter_overlong=True)
+    rows = found.select(store.row_index)
+    assert store.num_dropped > 0
+    for i in range(len(store)):
+        images = [each["bytes"] for each in rows.images(i)]
+        expected = encoder.encode_prompt(rows[i].prompt, images)
+        assert store.encoded(i).tokens.tolist() == expected.tokens.tolist()
+        if images:
+            assert np.array_equal(store.encoded(i).images.pixel_values, expected.images.pixel_values)
+
+
+# -- lengths -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_filter_counts_the_tokens_of_images(folders, make):
+    path = make([(SLOT, inside(png(60, 60))), (SLOT, inside(png(160, 160))), ("1" * 9, [])])
+    rows, encoder = read_rows(path), ChatEncoder(folders["qwen2_5_vl"])
+    assert encode_prompts(rows, encoder, 20, filter_overlong=True).row_index.tolist() == [0, 2]
+    # Bounds come before the filter.
+    small = ChatEncoder(folders["qwen2_5_vl"], max_pixels=56 * 56)
+    assert encode_prompts(rows, small, 20, filter_overlong=True).row_index.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("how", ["left", "right", "middle"])
+def test_a_prompt_with_images_is_never_cut(folders, make, how):
+    path = make([(SLOT, inside(png(160, 160))), ("1" * 60, [])])
+    with pytest.raises(DataError, match=r"1 of 2 prompts are longer .* not cut, .*(?s:.*)row 0: 29 tokens"):
+        encode_prompts(read_rows(path), ChatEncoder(folders["qwen2_vl"]), 20, truncation=how)
+
+
+# -- cost --------------------------------------------------------------------------------------------------------------
+
+
+def test_memory_of_pictures_does_not_grow_with_the_file(tmp_path, good_row, monkeypatch):
+    monkeypatch.setattr(reading, "_CACHE_BYTES", 4 << 20)
+    file = png(200, 200)  # 120 kB
+    row = good_row(0, images=inside(file))
+    path = tmp_path / "large.parquet"
+    with pq.ParquetWriter(path, pa.Table.from_pylist([row]).schema) as writer:
+        for _ in range(40):
+            writer.write_table(pa.Table.from_pylist([row] * 8), row_group_size=8)
+    total, group = 320 * len(file), 8 * len(file)
+    reading._GROUPS._kept.clear()
+    pool = pa.system_memory_pool()
+    before = pa.default_memory_pool()
+    pa.set_memory_pool(pool)
+    try:
+        start = pool.bytes_allocated()
+        rows = read_rows(str(path))
+        places = rows.pictures()
+        assert [len(places.of(i)) for i in np.random.default_rng(0).permutation(len(rows))] == [1] * 320
+        assert pool.max_memory() - start < 4 * group + (4 << 20) < total / 4
+        assert pool.bytes_allocated() - start < group + (4 << 20)
+    finally:
+        pa.set_memory_pool(before)
+    assert len(pickle.dumps(rows)) < 320 * 400
+
+
+def test_texts_load_no_processor(folders, make, monkeypatch):
+    monkeypatch.setattr(ChatEncoder, "processor", property(lambda self: pytest.fail("loaded")))
+    encoder = ChatEncoder(folders["qwen2_vl"])
+    store = encode_prompts(read_rows(make([("1+2", []), (SLOT, None)])), encoder, 500)
+    assert not store.has_images
+    assert store.counts is store.pictures is store.encoder is None
+    assert store.num_images.tolist() == store.image_rows.tolist() == store.image_tokens.tolist() == [0, 0]
+    assert store.encoded(0).tokens.tolist() == encoder.encode([{"role": "user", "content": "1+2"}])

@@ -241,10 +241,11 @@ def test_a_picture_that_changed_since_names_the_row(folders, make, tmp_path):
         store.encoded(0)
 
 
-def test_a_store_reads_the_rows_that_were_kept(folders, make):
+def test_a_store_reads_the_rows_that_were_kept(folders, make, monkeypatch):
+    monkeypatch.setattr(reading, "_LOOK_ROWS", 2)  # a row group is read in several pieces
     long = (SLOT + "9" * 400, inside(png(60, 60)))
-    one = make([long, (SLOT, inside(png(60, 60, 1))), ("1", [])], name="one")
-    two = make([long, long, (SLOT + "2", inside(png(60, 60, 2)))], name="two")
+    one = make([long, (SLOT, inside(png(60, 100, 1))), ("1", [])], name="one")
+    two = make([long, long, (SLOT + "2", inside(png(60, 160, 2)))], name="two")
     encoder = ChatEncoder(folders["qwen2_vl"])
     found = read_rows([one, two], max_rows=5, seed=3)
     store = encode_prompts(found, encoder, 100, filter_overlong=True)

@@ -19,6 +19,22 @@ def make(tiny_trainer):
     return lambda **changes: tiny_trainer(**LR, **changes)
 
 
+@pytest.fixture
+def make_seeing(make, tmp_path):
+    """The same over prompts with pictures."""
+    pytest.importorskip("torchvision", reason="torchvision is not installed (scripts/test.sh installs it)")
+    from tests.tiny_vision import save_tiny_vision_model, write_pictures
+
+    file = str(write_pictures(tmp_path / "pictures.parquet", range(24)))
+    keys = {"data__train_files": file, "data__val_files": file, "data__max_prompt_length": 48}
+
+    def trainer(family):
+        path = str(save_tiny_vision_model(tmp_path / "seeing", family, tied=False))
+        return make(actor_rollout_ref__model__path=path, **keys)
+
+    return trainer
+
+
 def own_weights(trainer):
     """The engine has weights of its own, as with several processes."""
     sync = trainer.worker.rollout._sync
@@ -81,6 +97,31 @@ def test_swapped_weights_are_noticed_by_the_canary(make):
     sync._engine.load_weights = lambda found: load(w._replace(name=names.get(w.name, w.name)) for w in found)
     with pytest.raises(SyncError, match="answers otherwise than the trainer"):
         trainer.step(1)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "internvl"])
+def test_a_damaged_tower_is_noticed_by_the_canary(make_seeing, family):
+    """The decoder is right: only an image can tell."""
+    trainer = make_seeing(family)
+    sync = own_weights(trainer)
+    load = sync._engine.load_weights
+    sync._engine.load_weights = lambda found: load(
+        w._replace(values=-w.values) if "visual.merger" in w.name or "projector" in w.name else w for w in found
+    )
+    with pytest.raises(SyncError, match="on a fixed text with an image"):
+        trainer.step(1)
+
+
+def test_a_forgotten_tower_is_noticed_by_the_canary(make_seeing):
+    """The weights of the tower are announced once, and never again."""
+    trainer = make_seeing("qwen2_5_vl")
+    sync = own_weights(trainer)
+    sync._engine.sleep = lambda: None
+    assert trainer.step(1)["rollout/canary_gap"] < 1e-4
+    load = sync._engine.load_weights
+    sync._engine.load_weights = lambda found: load(w for w in found if "visual" not in w.name)
+    with pytest.raises(SyncError, match="on a fixed text with an image"):
+        trainer.step(2)
 
 
 @pytest.mark.parametrize(("action", "stops"), [({}, False), (STOP, True)])

@@ -52,6 +52,13 @@ CUTS = {
 if importlib.util.find_spec("sglang"):  # the real one; it draws without seeds on the CPU
     keys = {R + "name": "sglang", R + "tensor_model_parallel_size": 2}
     CUTS["real sglang 2 as one replica"] = (2, keys, 2**14, "even")
+SEES = {"data__max_prompt_length": 48, R + "max_num_seqs": 16}
+SEEING = {
+    "images, hf 1": (1, SEES, 2**29),
+    "images, hf 2": (2, SEES, 2**14),
+    "images, vllm 2": (2, SEES | {R + "name": "vllm"}, 2**29),
+    "images, vllm 2 as one replica": (2, SEES | {R + "name": "vllm", R + "tensor_model_parallel_size": 2}, 2**29),
+}
 # Engines that draw alike: every cut answers as this one.
 LIKE = {"hf": "hf 1", "vllm": "hf 1", "lora,": "lora, hf 1", "sglang": "sglang 1"}
 
@@ -62,8 +69,10 @@ def run(folder: Path, changes: dict, bucket_bytes: int, model: str = "model") ->
     """
     files = (folder / "train.parquet", folder / "train.parquet")
     cfg = load_config(small_run(folder / model, files, folder, **changes)).config
-    worker = HybridWorker(cfg, {"train": encode_prompts(read_rows(str(files[0])), chat_encoder(cfg), 16, True)})
-    worker.init_models(make_step_passes(cfg))
+    rows = read_rows(str(files[0]))
+    prompts = encode_prompts(rows, chat_encoder(cfg), cfg.data.max_prompt_length, True)
+    worker = HybridWorker(cfg, {"train": prompts})
+    worker.init_models(make_step_passes(cfg, prompts.has_images))
     worker.rollout._sync._bucket_bytes = bucket_bytes
     versions = []
     for step in range(3):
@@ -96,11 +105,28 @@ def rank_main(rank: int, world: int, folder: Path, names: list[str]) -> None:
     if names[0].startswith("sglang"):
         sys.modules.update(sglang_double.MODULES)
     for name in names:
-        found = run(folder, *CUTS[name][1:])
+        found = run(folder, *(CUTS | SEEING)[name][1:])
         if rank == 0:
             torch.save(found, folder / f"{name}.pt")
         dist.barrier()
     os._exit(0)  # vLLM keeps threads
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_replicas_answer_to_pictures_as_one_does(family, tmp_path):
+    from tests.tiny_vision import save_tiny_vision_model, write_pictures
+
+    save_tiny_vision_model(tmp_path / "model", family, tied=False)
+    write_pictures(tmp_path / "train.parquet", range(24))
+    for name, (world, *_) in SEEING.items():
+        run_on_ranks(rank_main, world, tmp_path, [name])
+    alone = torch.load(tmp_path / "images, hf 1.pt", weights_only=False)
+    for name in SEEING:
+        versions = torch.load(tmp_path / f"{name}.pt", weights_only=False)
+        for version, expected in zip(versions, alone, strict=True):
+            assert by_sample(version) == by_sample(expected)
+            assert max(max(gap, canary) for _, _, gap, canary in version) < 1e-5
 
 
 @pytest.fixture(scope="module")

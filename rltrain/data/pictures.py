@@ -10,10 +10,11 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
+import socket
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -40,6 +41,11 @@ class PictureFile:
     path: str
     column: str
 
+    @property
+    def absolute(self) -> PictureFile:
+        """The same for a process whose current folder is another."""
+        return replace(self, path=str(Path(self.path).expanduser().absolute()))
+
     def value(self, number: int) -> Any:
         """The field of row ``number``."""
         return _GROUPS.value(self, number)
@@ -65,6 +71,11 @@ class PictureTable:
     values: pa.ChunkedArray
     numbers: np.ndarray
 
+    @property
+    def absolute(self) -> PictureTable:
+        """See `PictureFile`; it has no file."""
+        return self
+
     def value(self, number: int) -> Any:
         """See `PictureFile`."""
         return pickle.loads(self.values[int(np.searchsorted(self.numbers, number))].as_py())
@@ -89,6 +100,15 @@ class Pictures:
             return entries(source.value(int(self.number[row])), source.path)
         except (OSError, IndexError, pa.ArrowException) as error:
             raise DataError(f"its pictures cannot be read any more: {error}") from error
+
+    def check_here(self) -> None:
+        """Raises DataError for a file that this node does not have."""
+        for source in self.sources:
+            if isinstance(source, PictureFile) and not Path(source.path).exists():
+                raise DataError(
+                    f"data file {source.path!r} is not on node {socket.gethostname()}. Every node reads the pictures "
+                    "of its prompts: put the file into a folder that all nodes share, or under this path on each."
+                )
 
     def origin(self, row: int) -> str:
         """Where a row stands, for messages."""

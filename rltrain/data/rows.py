@@ -130,7 +130,7 @@ class Rows:
 
     def pictures(self) -> Pictures:
         """Where the images of these rows stand."""
-        sources = tuple(file.pictures or PictureFile(file.path, self._keys.image) for file in self._files)
+        sources = tuple((file.pictures or PictureFile(file.path, self._keys.image)).absolute for file in self._files)
         numbers = np.concatenate([file.numbers for file in self._files])[self._index]
         source = np.searchsorted(self._starts, self._index, side="right") - 1
         return Pictures(sources, source.astype(np.int32), numbers)

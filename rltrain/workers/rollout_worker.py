@@ -68,6 +68,9 @@ class RolloutWorker(Rollout):
         self._residency = residency
         self._device = residency.device
         self._prompts = prompts
+        for store in prompts.values():
+            if store.pictures:
+                store.pictures.check_here()
         self._version = version
         self._encoder = chat_encoder(cfg)
         self._replica = make_replica(self._rollout.tensor_model_parallel_size)

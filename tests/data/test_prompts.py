@@ -22,6 +22,7 @@ if not importlib.util.find_spec("torchvision"):
 from rltrain.data.chat import ChatEncoder
 from rltrain.data.images import SLOT
 from rltrain.data.prompts import encode_prompts
+from rltrain.errors import DataError
 from tests.tiny_vision import FAMILIES, IMAGE, picture, save_tiny_vision_model
 
 
@@ -314,3 +315,14 @@ def test_texts_load_no_processor(folders, make, monkeypatch):
     assert store.counts is store.pictures is store.encoder is None
     assert store.num_images.tolist() == store.image_rows.tolist() == store.image_tokens.tolist() == [0, 0]
     assert store.encoded(0).tokens.tolist() == encoder.encode([{"role": "user", "content": "1+2"}])
+
+
+def test_pictures_are_found_from_another_folder(folders, file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    store = encode_prompts(read_rows("train.parquet"), ChatEncoder(folders["qwen2_vl"]), 99)
+    monkeypatch.chdir("/")
+    assert len(store.encoded(0).images) == 2
+    store.pictures.check_here()
+    (tmp_path / "train.parquet").unlink()
+    with pytest.raises(DataError, match=r"train\.parquet' is not on node .*Every node reads the pictures"):
+        store.pictures.check_here()

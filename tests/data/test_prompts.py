@@ -22,7 +22,6 @@ if not importlib.util.find_spec("torchvision"):
 from rltrain.data.chat import ChatEncoder
 from rltrain.data.images import SLOT
 from rltrain.data.prompts import encode_prompts
-from rltrain.errors import DataError
 from tests.tiny_vision import FAMILIES, IMAGE, picture, save_tiny_vision_model
 
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from bench import gpu, phases, scale, step, workload
+from bench import gpu, phases, scale, step, vision, workload
 from bench.floor import Floor, Group
 from bench.idle_worker import IdleWorker
+from rltrain.models.packing import pack
 from tests.local import LocalGroup
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -102,3 +103,12 @@ def test_decode_work_is_the_weights_per_step_and_the_cache():
     assert found["forward"] == 6 * (2 * 1000 * 30 + 2 * 128 * 30**2)
     kept = 2 * 2 * 2 * 16 * 4  # keys and values x key heads x layers x head size x bytes
     assert found["read"] == 10 * 1000 * 4 + 6 * kept * (10 * 20 + 10**2 / 2)
+
+
+@pytest.mark.parametrize("family", vision.FAMILIES)
+def test_the_three_ways_to_see_compute_the_same(tmp_path, family):
+    vision.make_model(family, tmp_path, 128, 2)
+    case = vision.Case(family, 3, tmp_path, edge=168)
+    assert vision.differences(case) < 1e-5
+    rows = [pack(each, vision.CPU).images.pixel_values for each in (case.batch, vision.brought_along(case.batch))]
+    assert len(rows[1]) == vision.ANSWERS * len(rows[0])

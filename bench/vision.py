@@ -1,0 +1,251 @@
+"""Answers to a picture that is encoded once against answers that encode it each: time and peak memory of both passes.
+
+    python -m bench.vision                   prints the table and writes it to bench/results/
+
+Three ways, in one process and in turns: transformers' own forward over padded rows, the pixels repeated for every
+answer; packed rows that bring prompt and picture along; packed rows that share both, as a run computes them. Seconds
+are CPU seconds of the process, which other work on the machine disturbs less than the wall clock. Memory is the peak of
+a child process of its own (VmHWM) less what it had before the pass.
+"""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig, Qwen3VLConfig
+
+from bench.memory import peak_mib
+from rltrain.batch import Batch, DictionaryColumn
+from rltrain.data.images import PromptImages, mrope_positions
+from rltrain.device import get_device
+from rltrain.models.forward import PolicyModel, model_numbers
+from rltrain.models.load import recompute_activations
+from rltrain.models.packing import pack
+from rltrain.models.shard import sharded_model
+from rltrain.models.spec import ModelSpec
+from rltrain.ragged import Ragged
+
+CPU = torch.device("cpu")
+REPEATS, ANSWERS = 5, 8
+# Edge of the picture in pixels, tokens of the question around it, and of an answer.
+EDGE, QUESTION, LENGTHS = 448, 32, (128, 512)
+WAYS = ("padded", "packed", "shared")
+WORKS = {"log_prob": "log-prob pass", "update": "update (forward + backward)"}
+FAMILIES = {"Qwen2.5-VL": Qwen2_5_VLConfig, "Qwen3-VL": Qwen3VLConfig}
+IMAGE, _VOCABULARY, _MERGE = 4, 2048, 2
+_IDS = {"image_token_id": IMAGE, "video_token_id": 5, "vision_start_token_id": 2, "vision_end_token_id": 3}
+
+
+def make_model(family: str, folder: Path, size: int = 256, layers: int = 4) -> str:
+    """A random model. Its tower does for a patch about a fifth of what a token takes, as in Qwen2.5-VL-3B."""
+    text = {
+        "vocab_size": _VOCABULARY, "hidden_size": size, "intermediate_size": 3 * size, "num_hidden_layers": layers,
+        "num_attention_heads": size // 64, "num_key_value_heads": max(size // 128, 1), "head_dim": 64,
+        "max_position_embeddings": 4096, "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 12, 12]},
+    }  # fmt: skip
+    vision = {"depth": layers - 1, "hidden_size": size // 2, "intermediate_size": size, "num_heads": 2}
+    vision |= {"out_hidden_size": size}
+    if family == "Qwen2.5-VL":
+        text.pop("head_dim")
+        vision |= {"patch_size": 14, "window_size": 112, "fullatt_block_indexes": [layers - 2]}
+    else:
+        text["rope_parameters"] |= {"mrope_interleaved": True}
+        vision |= {"patch_size": 16, "num_position_embeddings": 1024, "deepstack_visual_indexes": [0]}
+    torch.manual_seed(0)
+    config = FAMILIES[family](text_config=text, vision_config=vision, tie_word_embeddings=False, **_IDS)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
+    return str(folder)
+
+
+def make_batch(policy: PolicyModel, length: int, edge: int) -> Batch:
+    """A question with one picture, and its answers."""
+    vision: Any = policy.model.config.vision_config
+    generator, side = torch.Generator().manual_seed(0), edge // vision.patch_size
+    patches, tokens = side**2, side**2 // _MERGE**2
+    words = torch.randint(8, _VOCABULARY, (QUESTION,), generator=generator, dtype=torch.int32)
+    prompt = torch.cat(
+        [words[: QUESTION // 2], torch.full((tokens,), IMAGE, dtype=torch.int32), words[QUESTION // 2 :]]
+    )
+    width, grids = 3 * vision.temporal_patch_size * vision.patch_size**2, np.array([[1, side, side]])
+    images = PromptImages(
+        torch.randn(patches, width, generator=generator).numpy(), grids, np.array([patches]), np.array([tokens]),
+        np.flatnonzero(prompt == IMAGE), mrope_positions(prompt.numpy(), IMAGE, grids, _MERGE),
+    )  # fmt: skip
+    answers = torch.randint(8, _VOCABULARY, (ANSWERS * length,), generator=generator, dtype=torch.int32)
+    response = Ragged(answers, torch.full((ANSWERS,), length))
+    once = torch.zeros(ANSWERS, dtype=torch.long)
+    mask = response.like(torch.ones(len(answers), dtype=torch.bool))
+    columns = {"prompt": DictionaryColumn(Ragged.from_rows([prompt]), once), "images": DictionaryColumn([images], once)}
+    return Batch({**columns, "response": response, "response_mask": mask})
+
+
+def brought_along(batch: Batch) -> Batch:
+    """The batch with a prompt and a picture per answer."""
+    (prompt, *_), (images, *_) = batch.dictionary("prompt").values, batch.dictionary("images").values
+    each = torch.arange(len(batch))
+    copies = DictionaryColumn([replace(images) for _ in each], each)
+    prompts = DictionaryColumn(Ragged.from_rows([prompt for _ in each]), each)
+    return Batch({**dict(batch.items()), "prompt": prompts, "images": copies})
+
+
+def padded_log_probs(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropy by transformers alone. The answers are of one length, so nothing is lost to padding."""
+    (prompt, *_), (images, *_) = batch.dictionary("prompt").values, batch.dictionary("images").values
+    answers = torch.stack(list(batch.ragged("response").rows())).long()
+    tokens = torch.cat([prompt.long().expand(len(answers), -1), answers], 1)
+    logits = model(
+        input_ids=tokens, attention_mask=torch.ones_like(tokens), mm_token_type_ids=(tokens == IMAGE).int(),
+        pixel_values=torch.from_numpy(images.pixel_values).repeat(len(answers), 1),
+        image_grid_thw=torch.from_numpy(images.grids).repeat(len(answers), 1), use_cache=False,
+        logits_to_keep=answers.shape[1] + 1,
+    ).logits[:, :-1]  # fmt: skip
+    log_pi = torch.log_softmax(logits, -1)
+    return log_pi.gather(-1, answers[..., None]).flatten(), -(log_pi.exp() * log_pi).sum(-1).flatten()
+
+
+class Case:
+    """One model and the answers of one length. ``run`` is a pass over them in one of the ways."""
+
+    def __init__(self, family: str, length: int, folder: Path | None = None, edge: int = EDGE) -> None:
+        folder = folder or Path(f"outputs/bench_vision/{family}")
+        if not (folder / "config.json").exists():
+            make_model(family, folder)
+        spec = ModelSpec(str(folder), gradient_checkpointing=True, tower="trained")
+        self.policy = sharded_model(PolicyModel, spec, get_device("cpu")).train()
+        self.plain = AutoModelForImageTextToText.from_pretrained(folder).train()
+        recompute_activations(self.plain)
+        self.batch = make_batch(self.policy, length, edge)
+        self._apart = brought_along(self.batch)
+
+    def run(self, way: str, work: str) -> Tensor:
+        """Log-probs [tokens of the answers]; the update takes the gradient of their sum with the entropy's."""
+        updates = work == "update"
+        with torch.set_grad_enabled(updates):
+            if way == "padded":
+                log_probs, entropy = padded_log_probs(self.plain, self.batch)
+            else:
+                batch, share = (self.batch, True) if way == "shared" else (self._apart, False)
+                log_probs, entropy, _ = self.policy(pack(batch, CPU, share=share), 1.0, True)
+            if updates:
+                (log_probs.sum() + 0.01 * entropy.sum()).backward()
+                (self.plain if way == "padded" else self.policy).zero_grad()
+        return log_probs.detach()
+
+
+def in_turns(run: Callable[[str, str], Any], work: str) -> list[list[float]]:
+    """CPU seconds of each way in each turn, after a warm one."""
+    turns = []
+    for _ in range(REPEATS + 1):
+        turn = []
+        for way in WAYS:
+            started = time.process_time()
+            run(way, work)
+            turn.append(time.process_time() - started)
+        turns.append(turn)
+    return [list(each) for each in zip(*turns[1:], strict=True)]
+
+
+def memory(family: str, length: int, work: str, way: str) -> float:
+    """MiB that the first pass of a process adds to it."""
+    case = Case(family, length)
+    before = peak_mib()
+    case.run(way, work)
+    return peak_mib() - before
+
+
+def in_a_child(*arguments: object) -> float:
+    """`memory` in a process of its own."""
+    command = [sys.executable, "-m", "bench.vision", *map(str, arguments)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return float(json.loads(done.stdout.splitlines()[-1]))
+
+
+def rows_of(family: str, length: int) -> list[str]:
+    """Table rows of one model and one length of answers."""
+    case, found = Case(family, length), []
+    vision: Any = case.policy.model.config.vision_config
+    patches = (EDGE // vision.patch_size) ** 2
+    for work, title in WORKS.items():
+        seconds = in_turns(case.run, work)
+        # Ratios of neighbours in time: what disturbs a turn disturbs all of it.
+        ratios = [
+            statistics.median(one / other for one, other in zip(each, seconds[-1], strict=True)) for each in seconds
+        ]
+        mib = [in_a_child(family, length, work, way) for way in WAYS]
+        cells = [f"{min(each):.2f}" for each in seconds] + [f"{each:.2f}" for each in ratios[:-1]]
+        cells += [f"{each:,.0f}" for each in mib] + [f"{each / mib[-1]:.2f}" for each in mib[:-1]]
+        shape = f"{patches:,} patches, {patches // _MERGE**2 + QUESTION} + {ANSWERS} x {length}"
+        found.append(f"| {family} | {shape} | {title} | {' | '.join(cells)} |")
+        sys.stderr.write(found[-1] + "\n")
+    return found
+
+
+def differences(case: Case) -> float:
+    """The largest difference between the log-probs of the three ways."""
+    one, *others = (case.run(way, "log_prob") for way in WAYS)
+    return max(float((one - other).abs().max()) for other in others)
+
+
+def start() -> None:
+    """One thread, and a process group of one for FSDP."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def main() -> None:
+    start()
+    cases = {family: Case(family, LENGTHS[0]) for family in FAMILIES}
+    apart = max(differences(case) for case in cases.values())
+    sizes = {family: model_numbers(case.policy) for family, case in cases.items()}
+    share = {family: each["row_flops"] / 2 / each["matmul_parameters"] for family, each in sizes.items()}
+    models = [f"{name} {each['num_parameters'] / 1e6:.1f} M weights, {share[name]:.2f}" for name, each in sizes.items()]
+    load = os.getloadavg()[0]
+    found = [row for family in FAMILIES for length in LENGTHS for row in rows_of(family, length)]
+    lines = [
+        f"`python -m bench.vision`, {date.today()}, {platform.processor() or platform.machine()}, {os.cpu_count()} "
+        f"cores (load {load:.0f} at the start), one thread, torch {torch.__version__}",
+        "",
+        f"{ANSWERS} answers to one picture of {EDGE} x {EDGE} pixels. Random models, and what the tower does for a "
+        f"patch in tokens: {', '.join(models)}. fp32, with entropy, tower trained, activations recomputed.",
+        "",
+        f"The three ways ran in turns. Seconds are CPU seconds, the least of {REPEATS}; times as fast is the median "
+        "over the turns. MiB: what a pass adds at its peak to a process of its own, gradients of the weights included. "
+        f"The log-probs of the three ways differ by at most {apart:.0e}.",
+        "",
+        "`padded`: transformers' forward, the picture encoded per answer. `packed`: rltrain's packed forward, prompt "
+        "and picture per answer. `shared`: what a run computes.",
+        "",
+        "| model | work on | pass | padded, s | packed, s | shared, s | times as fast as padded | as packed | "
+        "padded, MiB | packed, MiB | shared, MiB | padded / shared | packed / shared |",
+        "|---" * 13 + "|",
+        *found,
+    ]
+    text = "\n".join(lines) + "\n"
+    (Path(__file__).parent / "results" / "vision_cpu.md").write_text(text)
+    sys.stdout.write(text)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        start()
+        sys.stdout.write(json.dumps(memory(sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4])) + "\n")
+    else:
+        main()

@@ -48,7 +48,7 @@ def dry_run(loaded: LoadedConfig, notes: Sequence[str]) -> tuple[str, bool]:
     rows, num_prompts, num_too_long = _read(cfg, found)
     parts = []
     try:
-        plan = make_plan(cfg, num_prompts, num_too_long, images=found.has_images)
+        plan = make_plan(cfg, num_prompts, num_too_long, images=found.images)
         parts.append(describe(plan, cfg))
         if "train" in rows and len(rows["train"]) == num_prompts:
             sampler_of(cfg, plan, rows["train"], trial=True)
@@ -156,7 +156,7 @@ def _read(cfg: Config, found: Findings) -> tuple[dict[str, Rows], int | None, in
 
 def _load(cfg: Config, found: Findings) -> Data:
     read = load_data(cfg)
-    found.has_images = read.has_images
+    found.images = read.images
     look_at_images(cfg, found)
     return read
 

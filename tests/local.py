@@ -120,9 +120,7 @@ def local_trainer(arguments: list[str], twist=None) -> PPOTrainer:
     group, pool = LocalGroup(worker), LocalPool(data.rows)
     pool.twist = twist or pool.twist
     scorers = pool if cfg.reward_model.runs_scorers else None  # as `start_pool` has it
-    trainer = make_trainer(
-        cfg, make_plan(cfg, len(data.prompts["train"]), images=data.has_images), data, group, scorers
-    )
+    trainer = make_trainer(cfg, make_plan(cfg, len(data.prompts["train"]), images=data.images), data, group, scorers)
     policy = trainer.actor
     policy._calls = 1_000_000 * next(_RUNS)
     trainer.group, trainer.worker, trainer.pool, trainer.data = group, worker, pool, data

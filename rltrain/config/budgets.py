@@ -35,7 +35,7 @@ class PassBudget:
     def __str__(self) -> str:
         if not self.max_tokens:
             return f"{self.max_samples} samples"
-        images = f" and {self.max_rows:,} patches of images" if self.max_rows else ""
+        images = f" and {self.max_rows:,} patches or tiles" if self.max_rows else ""
         size = f" ({self.num_longest} x the longest)" if self.num_longest else ""
         return f"{self.max_tokens:,} tokens{images}{size}"
 

@@ -14,6 +14,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ from rltrain.trainer.callbacks import Callbacks
 from rltrain.trainer.changes import tell_changes, write_config
 from rltrain.trainer.checkpoint import RunFolder
 from rltrain.trainer.experience import Experience
-from rltrain.trainer.plan import Plan, describe, make_plan
+from rltrain.trainer.plan import ImageSizes, Plan, describe, make_plan
 from rltrain.trainer.ppo import PPOTrainer
 from rltrain.trainer.preflight import preflight
 from rltrain.trainer.preflight_models import Findings, look_at_images
@@ -68,10 +69,10 @@ class Data:
     prompts: dict[str, PromptStore]
     encoder: ChatEncoder
 
-    @property
-    def has_images(self) -> bool:
-        """Whether any prompt has images."""
-        return any(store.has_images for store in self.prompts.values())
+    @cached_property
+    def images(self) -> ImageSizes | None:
+        """Sizes of the images, or None where no prompt has any."""
+        return ImageSizes.of(self.prompts)
 
 
 def build(
@@ -96,12 +97,12 @@ def build(
             log.warning("note: %s", note)
         told = Callbacks(cfg.trainer.callbacks, callbacks)
         data = load_data(cfg)
-        look_at_images(cfg, of_rows := Findings(has_images=data.has_images))
+        look_at_images(cfg, of_rows := Findings(images=data.images))
         if of_rows.problems:
             raise ConfigError("\n".join(of_rows.problems))
         for note in of_rows.notes:
             log.warning("note: %s", note)
-        plan = make_plan(cfg, len(data.prompts["train"]), data.prompts["train"].num_dropped, images=data.has_images)
+        plan = make_plan(cfg, len(data.prompts["train"]), data.prompts["train"].num_dropped, images=data.images)
         log.info("%s", describe(plan, cfg))
         sampler_of(cfg, plan, data.rows["train"], trial=True)
         folder = RunFolder(cfg.trainer.default_local_dir)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+import numpy as np
 
 from rltrain.config.budgets import PassBudget, budgets
 from rltrain.config.check import uneven
 from rltrain.config.model_schema import OptimConfig
 from rltrain.config.schema import Config
 from rltrain.config.step_passes import StepPasses, make_step_passes
+from rltrain.data.prompts import PromptStore
 from rltrain.device import get_device
 from rltrain.env import cpu_quota
 from rltrain.errors import ConfigError
@@ -18,6 +22,50 @@ from rltrain.logs import count
 
 _MOST_REWARD_WORKERS_PER_NODE = 16
 _MOST_REWARD_WORKERS = 64
+
+
+@dataclass(frozen=True)
+class ImageSizes:
+    """Images of the training prompts (none where only prompts of the validation have some).
+
+    share: of the prompts, those that have any. most_images, most_rows, most_tokens: of one prompt; rows are patches or
+    tiles, tokens those that stand for them. mean_bytes: of the pixels of a prompt, over all prompts.
+    """
+
+    share: float = 0.0
+    most_images: int = 0
+    most_rows: int = 0
+    most_tokens: int = 0
+    mean_bytes: float = 0.0
+
+    @classmethod
+    def of(cls, stores: Mapping[str, PromptStore]) -> ImageSizes | None:
+        """stores: the prompts by split. None where no prompt of the run has images. Reads the images of one prompt."""
+        if not any(store.has_images for store in stores.values()):
+            return None
+        if not (train := stores["train"]).has_images:
+            return cls()
+        has = train.num_images > 0
+        images = train.encoded(int(np.argmax(has))).images
+        assert images is not None
+        row_bytes = images.nbytes / len(images.pixel_values)
+        most_images, most_rows, most_tokens = (
+            int(each.max()) for each in (train.num_images, train.image_rows, train.image_tokens)
+        )
+        mean_bytes = row_bytes * float(train.image_rows.mean())
+        return cls(float(has.mean()), most_images, most_rows, most_tokens, mean_bytes)
+
+    def describe(self, plan: Plan) -> str:
+        """In words and numbers."""
+        budget = plan.update_budget
+        most = budget.max_rows or (budget.max_samples or 0) * self.most_rows
+        # Of one family, every token stands for as many patches.
+        most = most or (budget.max_tokens or 0) * self.most_rows // self.most_tokens
+        return (
+            f"in {self.share:.0%} of the prompts, at most {count(self.most_images, 'image')} ({self.most_rows:,} "
+            f"patches or tiles, {self.most_tokens:,} tokens) in one; update_actor encodes up to {most:,} at once; "
+            f"pixels of a step: about {plan.prompts_per_step * self.mean_bytes / 2**20:,.0f} MiB"
+        )
 
 
 @dataclass(frozen=True)
@@ -58,13 +106,16 @@ class Plan:
     schedule_steps: int
     lr_warmup_steps: int
     critic_lr_warmup_steps: int
+    images: ImageSizes | None
 
 
-def make_plan(config: Config, num_prompts: int | None = None, num_too_long: int = 0, *, images: bool = False) -> Plan:
+def make_plan(
+    config: Config, num_prompts: int | None = None, num_too_long: int = 0, *, images: ImageSizes | None = None
+) -> Plan:
     """Count everything. Raises ConfigError where something does not divide.
 
     num_prompts: rows left after filtering (None: not known yet); num_too_long: rows that the filter took out. images:
-    some rows have images. Samples need not divide: passes are balanced over ranks sample by sample, and engines are
+    those of the prompts. Samples need not divide: passes are balanced over ranks sample by sample, and engines are
     given whole prompts. The run ends with the epochs or with ``trainer.total_training_steps``, whichever comes first;
     where neither is known, total_steps is 0. schedule_steps: the length of the learning rate's schedule, which is that
     key's alone where it is set, as in verl.
@@ -85,9 +136,9 @@ def make_plan(config: Config, num_prompts: int | None = None, num_too_long: int 
     epochs, wanted = (steps_per_epoch or 0) * config.trainer.total_epochs, config.trainer.total_training_steps
     total = min(wanted or epochs, epochs or wanted or 0)
     schedule = wanted or total
-    budget = budgets(config)
+    budget = {name: each.with_images(images.most_rows if images else 0) for name, each in budgets(config).items()}
     return Plan(
-        passes=make_step_passes(config, images),
+        passes=make_step_passes(config, images is not None),
         num_nodes=config.trainer.nnodes,
         devices_per_node=config.trainer.n_gpus_per_node,
         num_devices=devices,
@@ -123,6 +174,7 @@ def make_plan(config: Config, num_prompts: int | None = None, num_too_long: int 
         schedule_steps=schedule,
         lr_warmup_steps=_warmup_steps(actor.optim, schedule),
         critic_lr_warmup_steps=_warmup_steps(critic.optim, schedule),
+        images=images,
     )
 
 
@@ -214,7 +266,7 @@ def _micro_batches(plan: Plan, config: Config) -> list[str]:
 
 def _more_rows(plan: Plan, config: Config) -> list[tuple[str, str]]:
     """What only some algorithms have."""
-    rows = []
+    rows = [("images", plan.images.describe(plan))] if plan.images and plan.images.most_rows else []
     if plan.passes.values:
         steps = config.critic.ppo_epochs * (plan.prompts_per_step // plan.critic_prompts_per_mini_batch)
         rows.append(("critic", f"{count(steps, 'optimizer step')} per step"))

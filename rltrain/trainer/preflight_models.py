@@ -24,6 +24,7 @@ from rltrain.models.shard import empty_packed
 from rltrain.models.source import model_problem
 from rltrain.models.spec import ModelSpec, actor_spec, critic_spec, reward_model_spec
 from rltrain.models.ulysses import heads_problem
+from rltrain.trainer.plan import ImageSizes
 from rltrain.workers.reward_model import check_judge
 
 _R = "actor_rollout_ref.rollout."
@@ -31,14 +32,14 @@ _R = "actor_rollout_ref.rollout."
 
 @dataclass
 class Findings:
-    """problems: a run refuses. notes: it starts, but someone may want to know. has_images: known once rows are read."""
+    """problems: a run refuses. notes: it starts, but someone may want to know. images: known once rows are read."""
 
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     tokenizer_works: bool = False
     num_parameters: int = 0
     num_trained: int = 0
-    has_images: bool = False
+    images: ImageSizes | None = None
 
 
 def look_at_models(cfg: Config, found: Findings) -> None:
@@ -62,8 +63,8 @@ def look_at_models(cfg: Config, found: Findings) -> None:
 
 
 def look_at_images(cfg: Config, found: Findings) -> None:
-    """What follows from ``found.has_images``."""
-    if found.has_images:
+    """What follows from ``found.images``."""
+    if found.images:
         found.problems += _image_problems(cfg)
         if cfg.reward_model.enable:
             found.notes.append("the reward model reads texts alone; where a prompt has an image it reads <image>")

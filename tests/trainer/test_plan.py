@@ -4,7 +4,7 @@ from rltrain.config.budgets import budgets
 from rltrain.config.load import load_config
 from rltrain.errors import ConfigError
 from rltrain.models.optim import learning_rate
-from rltrain.trainer.plan import PassBudget, describe, make_plan
+from rltrain.trainer.plan import ImageSizes, PassBudget, describe, make_plan
 
 A = "actor_rollout_ref."
 
@@ -167,6 +167,30 @@ def test_the_plan_says_how_validation_answers(keys, said):
 def test_the_plan_says_what_a_size_is_read_as():
     config = load_config([*LENGTHS, f"{MICRO}=4"]).config
     assert "at most 1,600 tokens (4 x the longest) per data-parallel rank" in describe(make_plan(config), config)
+
+
+SIZES = ImageSizes(share=0.5, most_images=2, most_rows=80, most_tokens=20, mean_bytes=3 * 2**20)
+
+
+@pytest.mark.parametrize(
+    ("keys", "budget", "at_once"),
+    [
+        ([f"{MICRO}=4"], "1,600 tokens and 320 patches or tiles (4 x the longest)", 320),
+        ([f"{A}actor.ppo_max_token_len_per_gpu=1000"], "1,000 tokens", 4000),
+        ([f"{MICRO}=3", f"{A}actor.use_dynamic_bsz=False"], "3 samples", 240),
+    ],
+    ids=["longest sequences", "tokens", "samples"],
+)
+def test_the_plan_says_what_images_take(keys, budget, at_once):
+    config = load_config([*LENGTHS, *keys]).config
+    text = describe(make_plan(config, images=SIZES), config)
+    assert f"at most {budget} per data-parallel rank" in text
+    (row,) = [line for line in text.splitlines() if line.startswith("  images ")]
+    assert "in 50% of the prompts, at most 2 images (80 patches or tiles, 20 tokens) in one" in row
+    assert f"update_actor encodes up to {at_once:,} at once; pixels of a step: about 3,072 MiB" in row
+    texts = describe(make_plan(config, images=ImageSizes()), config)
+    assert texts == describe(make_plan(config), config)
+    assert "images " not in texts
 
 
 def test_micro_batches_by_count():

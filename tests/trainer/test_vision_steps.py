@@ -16,6 +16,7 @@ from rltrain.config.load import load_config
 from rltrain.controller.sample_writer import SampleWriter
 from rltrain.models.vision import tower
 from rltrain.trainer.archive import _job
+from rltrain.trainer.plan import ImageSizes
 from rltrain.trainer.preflight_models import Findings, look_at_images
 from tests.distance import distance
 from tests.local import local_trainer
@@ -97,6 +98,25 @@ def test_a_step_brings_pixels_of_its_prompts_once(make):
     assert "images" not in part.ref
 
 
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl"])
+def test_the_driver_knows_what_images_cost(make, family):
+    trainer = make(family, **{ACTOR + "ppo_max_token_len_per_gpu": 4096}, **FROZEN)
+    assert trainer.step(1)["perf/balance/images_share"] == 1 / 4
+    store, images, sizes = trainer.data.prompts["train"], trainer.data.images, trainer.model_sizes
+    assert images.share == 2 / 3
+    assert [images.most_images, images.most_rows] == [2, store.image_rows.max()]
+    pixels = [store.encoded(i).images for i in range(len(store))]
+    assert images.mean_bytes == pytest.approx(sum(each.nbytes for each in pixels if each) / len(store))
+    samples = trainer.actor.generate(trainer.experience_task())[0]
+    forward, update = (trainer._workload(samples, updates=updates) for updates in (False, True))
+    rows = store.image_rows[samples["row"]]
+    # The second prompt has one image.
+    flops = sizes["row_flops"] * rows[4] + sizes["pair_flops"] * rows[4] ** 2
+    assert forward.image_cost[4] == pytest.approx(flops / 2 / sizes["matmul_parameters"])
+    assert update.image_cost == pytest.approx(forward.image_cost / 3)
+    assert forward.rows(np.arange(16)) == rows[::4].sum()
+
+
 def test_kept_answers_say_where_the_pictures_are(make, files):
     trainer = make("qwen2_5_vl")
     data, samples = trainer.data, trainer.actor.generate(trainer.experience_task())[0]
@@ -122,13 +142,13 @@ def test_what_takes_no_pictures_is_refused(models, files, tmp_path, name):
     changes, message = REFUSED[name]
     changes = {key: models.get(value, value) for key, value in changes.items()}
     cfg = load_config(small_run(models["qwen2_5_vl"], files, tmp_path, **changes)).config
-    for has_images in (True, False):
-        look_at_images(cfg, found := Findings(has_images=has_images))
-        assert [message in problem for problem in found.problems] == [True] * has_images
+    for images in (ImageSizes(), None):
+        look_at_images(cfg, found := Findings(images=images))
+        assert [message in problem for problem in found.problems] == [True] * bool(images)
 
 
 def test_a_frozen_tower_is_news_where_it_rests_anyway(models, files, tmp_path):
     cfg = load_config(small_run(models["qwen2_5_vl"], files, tmp_path, **FROZEN)).config
-    for has_images in (True, False):
-        look_at_images(cfg, found := Findings(has_images=has_images))
-        assert ["no effect" in note for note in found.notes] == [True] * (not has_images)
+    for images in (ImageSizes(), None):
+        look_at_images(cfg, found := Findings(images=images))
+        assert ["no effect" in note for note in found.notes] == [True] * (not images)

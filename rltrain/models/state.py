@@ -7,7 +7,6 @@ run that trains its tower and one that does not can therefore not go on from eac
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -20,30 +19,29 @@ from rltrain.models.forward import PackedModel
 from rltrain.models.vision import tower
 from rltrain.models.weights import huggingface_name
 
-log = logging.getLogger(__name__)
-
 
 def save_training_state(packed: PackedModel, optimizer: torch.optim.Optimizer, folder: str) -> None:
     """Every rank writes its own shards (a collective)."""
     dcp.save(_state(packed, optimizer), checkpoint_id=folder)
 
 
-def load_training_state(packed: PackedModel, optimizer: torch.optim.Optimizer | None, folder: str) -> None:
+def load_training_state(packed: PackedModel, optimizer: torch.optim.Optimizer | None, folder: str) -> list[str]:
     """Read weights, and unless ``optimizer`` is None its state, into the shards of this run (a collective).
 
     Weights alone may come from a run that did not train its vision tower: the tower then stays as the model's folder
-    has it. Raises CheckpointError for what does not fit.
+    has it, which is the one thing that a returned note can say. Raises CheckpointError for what does not fit.
     """
     state = _state(packed, optimizer)
-    _settle_tower(packed, state, folder)
+    notes = _settle_tower(packed, state, folder)
     try:
         dcp.load(state, checkpoint_id=folder)
     except dcp.api.CheckpointException as error:
         causes = "; ".join(f"rank {rank}: {failure}" for rank, failure in error.failures.items())
         raise CheckpointError(f"{folder} cannot be loaded into this model: {causes}") from error
+    return notes
 
 
-def _settle_tower(packed: PackedModel, state: dict[str, Any], folder: str) -> None:
+def _settle_tower(packed: PackedModel, state: dict[str, Any], folder: str) -> list[str]:
     """Take the weights of a tower that ``folder`` does not have out of ``state``, or refuse the folder."""
     inside = {id(parameter) for part in tower(packed.model) for parameter in part.parameters()}
     names = {
@@ -60,16 +58,16 @@ def _settle_tower(packed: PackedModel, state: dict[str, Any], folder: str) -> No
             f"all of these weights with actor_rollout_ref.model.path={Path(folder).with_name('huggingface')}."
         )
     if not missing or missing != names & state["model"].keys():  # what else is missing is told by the load
-        return
+        return []
     if "optimizer" in state:
         raise CheckpointError(
             f"{folder} was saved by a run that did not train the vision tower, and this run does. Set "
             "actor_rollout_ref.actor.freeze_vision_tower=True, or start a new run from these weights with "
             "trainer.resume_mode=resume_path trainer.resume_weights_only=True, under another trainer.experiment_name."
         )
-    log.warning("%s has no vision tower, because its run did not train it: it starts as in model.path", folder)
     for name in missing:
         del state["model"][name]
+    return [f"{folder} has no vision tower, because its run did not train it: it starts as model.path has it"]
 
 
 def _state(packed: PackedModel, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:

@@ -25,14 +25,18 @@ log = logging.getLogger(__name__)
 # With LoRA a checkpoint holds the adapters alone: these say what they are adapters to.
 _LORA_KEYS = ("lora_rank", "lora_alpha", "target_modules", "exclude_modules", "lora_adapter_path")
 # A resumed run must agree on these, or "continues as if never stopped" would be a lie.
+_FREEZE = "actor_rollout_ref.actor.freeze_vision_tower"
 FROZEN_KEYS = (
     "actor_rollout_ref.model.path",
+    _FREEZE,
     "actor_rollout_ref.rollout.n",
     "data.train_batch_size",
     "data.seed",
     "data.shuffle",
     "data.sampler.name",
     "data.max_prompt_length",
+    "data.min_pixels",
+    "data.max_pixels",
 )
 
 
@@ -127,7 +131,8 @@ def _refuse_other_version(folder: Path, record: dict[str, Any]) -> None:
 
 
 def _refuse_other_run(cfg: Config, folder: Path, record: dict[str, Any], dataset: str | None) -> None:
-    now, then = frozen_values(cfg), record["frozen"]
+    # Checkpoints that were made before there was the key.
+    now, then = frozen_values(cfg), {_FREEZE: False} | record["frozen"]
     # Both sides: LoRA keys are there only in a run with adapters.
     keys = sorted(now.keys() | then.keys())
     changed = [f"{key}: {then.get(key)} then, {now.get(key)} now" for key in keys if then.get(key) != now.get(key)]

@@ -196,9 +196,9 @@ class Policy(_Remote):
         """Write model and optimizer."""
         self._group.call(roles.Actor.save, folder)
 
-    def load(self, folder: str, weights_only: bool) -> None:
-        """Read them back."""
-        self._group.call(roles.Actor.load, folder, weights_only)
+    def load(self, folder: str, weights_only: bool) -> list[str]:
+        """Read them back. Returns notes for the log."""
+        return self._group.call(roles.Actor.load, folder, weights_only)[0]
 
     def export(self, folder: str, card: str = "") -> list[str]:
         """Write the policy as a Hugging Face folder, with ``card`` as README.md. Returns problems of the folder."""
@@ -264,9 +264,9 @@ class Critic(_Remote):
         """Write model and optimizer."""
         self._group.call(roles.Critic.save, folder)
 
-    def load(self, folder: str, weights_only: bool) -> None:
-        """Read them back."""
-        self._group.call(roles.Critic.load, folder, weights_only)
+    def load(self, folder: str, weights_only: bool) -> list[str]:
+        """Read them back. Returns notes for the log."""
+        return self._group.call(roles.Critic.load, folder, weights_only)[0]
 
 
 class RewardModel(_Remote):

@@ -161,6 +161,7 @@ class Saver:
         """Bring every role to where the run starts."""
         if start.folder:
             for name, role in self._roles.items():
-                role.load(str(start.folder / name), self._cfg.trainer.resume_weights_only)
+                for note in role.load(str(start.folder / name), self._cfg.trainer.resume_weights_only):
+                    log.warning("note: %s", note)
         # The step that the run starts from is saved already, also for `rescue`.
         self.last_step = start.step

@@ -317,10 +317,10 @@ class ActorRefWorker(Actor):
         if self._model_cfg.uses_lora:
             save_adapter(self._policy.model, self._model_cfg.path, f"{folder}/lora_adapter")
 
-    def load(self, folder: str, weights_only: bool) -> None:
-        """Read model and optimizer back, on any number of ranks (a collective)."""
+    def load(self, folder: str, weights_only: bool) -> list[str]:
+        """Read model and optimizer back, on any number of ranks (a collective). Returns notes for the log."""
         self._residency.enter("save")
-        load_training_state(self._policy, None if weights_only else self._updater.optimizer, folder)
+        return load_training_state(self._policy, None if weights_only else self._updater.optimizer, folder)
 
     def export(self, folder: str, card: str) -> list[str]:
         """Write a Hugging Face folder with ``card`` as README.md (a collective). Returns its problems."""

@@ -75,7 +75,7 @@ class CriticWorker(Critic):
         self._residency.enter("save")
         save_training_state(self._model, self._updater.optimizer, folder)
 
-    def load(self, folder: str, weights_only: bool) -> None:
-        """Read them back, on any number of ranks (a collective)."""
+    def load(self, folder: str, weights_only: bool) -> list[str]:
+        """Read them back, on any number of ranks (a collective). Returns notes for the log."""
         self._residency.enter("save")
-        load_training_state(self._model, None if weights_only else self._updater.optimizer, folder)
+        return load_training_state(self._model, None if weights_only else self._updater.optimizer, folder)

@@ -39,8 +39,8 @@ class Actor(Protocol):
     def save(self, folder: str) -> None:
         """Write model and optimizer."""
 
-    def load(self, folder: str, weights_only: bool) -> None:
-        """Read them back."""
+    def load(self, folder: str, weights_only: bool) -> list[str]:
+        """Read them back. Returns notes for the log."""
 
     def export(self, folder: str, card: str) -> list[str]:
         """Write a Hugging Face folder with ``card`` as README.md. Returns what is wrong with it."""
@@ -75,8 +75,8 @@ class Critic(Protocol):
     def save(self, folder: str) -> None:
         """Write model and optimizer."""
 
-    def load(self, folder: str, weights_only: bool) -> None:
-        """Read them back."""
+    def load(self, folder: str, weights_only: bool) -> list[str]:
+        """Read them back. Returns notes for the log."""
 
 
 class RewardModel(Protocol):

@@ -126,6 +126,23 @@ def test_a_checkpoint_of_another_version_is_refused(folder, monkeypatch):
         find_start(cfg, folder, "rows:1 5 rows of a.parquet")
 
 
+@pytest.mark.parametrize(
+    ("key", "value"), [("actor_rollout_ref.actor.freeze_vision_tower", "True"), ("data.max_pixels", "9000")]
+)
+def test_what_is_made_of_pictures_must_stay(folder, monkeypatch, key, value):
+    grpo = "algorithm.adv_estimator=grpo"
+    saver, cfg = saver_of(folder, grpo)
+    saver.save(1, Progress())
+    record = progress.read_record(folder.step_folder(1))
+    # Checkpoints that were made before there was the key go on.
+    then = record["frozen"].pop(key)
+    monkeypatch.setattr(progress, "read_record", lambda _: record)
+    assert find_start(cfg, folder, None).step == 1
+    cfg = load_config([f"trainer.default_local_dir={folder.path}", grpo, f"{key}={value}"]).config
+    with pytest.raises(CheckpointError, match=f"{key}: {then} then, {value} now"):
+        find_start(cfg, folder, None)
+
+
 def test_other_training_data_is_refused_by_name(folder):
     grpo = "algorithm.adv_estimator=grpo"
     saver, cfg = saver_of(folder, grpo)

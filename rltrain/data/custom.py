@@ -15,6 +15,7 @@ import operator
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from enum import Enum
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ _OF_VERL: dict[str, Any] = {
 }  # fmt: skip
 # In a row's multi_modal_data.
 _OTHERS = ("video", "audio")
-_PLAIN = (bool, int, float, str, bytes, type(None))
+_PLAIN = (bool, int, float, str, bytes)
 
 
 def custom_rows(data: DataConfig, files: Any, tokenizer: Any, max_rows: int) -> Rows:
@@ -52,9 +53,9 @@ def custom_rows(data: DataConfig, files: Any, tokenizer: Any, max_rows: int) -> 
     that lack what a row of a file must have.
     """
     name = f"data.custom_cls={data.custom_cls} of {', '.join(as_list(files))}"
-    made = _dataset(data, files, tokenizer, max_rows)
+    made, count = _dataset(data, files, tokenizer, max_rows)
     # Of a class that takes no max_samples; any other has chosen so many itself.
-    numbers = drawn(len(made), max_rows, data.seed if data.shuffle else None)
+    numbers = drawn(count, max_rows, data.seed if data.shuffle else None)
     folder = Path((as_list(files) or ["."])[0]).expanduser().absolute().parent
     records = (_record(made, row, data, name, folder) for row in numbers.tolist())
     return rows_of(records, name, numbers, **keys_of(data))
@@ -93,7 +94,8 @@ def call_class(key: str, made: Callable[..., Any], offered: Mapping[str, Any]) -
         raise ConfigError(f"{key} cannot be made:\n{user_traceback(error)}") from None
 
 
-def _dataset(data: DataConfig, files: Any, tokenizer: Any, max_rows: int) -> Any:
+def _dataset(data: DataConfig, files: Any, tokenizer: Any, max_rows: int) -> tuple[Any, int]:
+    """What the class, or a function in its place, makes, and how many rows it has."""
     name = f"data.custom_cls={data.custom_cls}"
     kind = load_plugin("data.custom_cls", data.custom_cls or "")
     if hasattr(kind, "on_batch_end"):
@@ -101,11 +103,15 @@ def _dataset(data: DataConfig, files: Any, tokenizer: Any, max_rows: int) -> Any
             f"{name}: on_batch_end changes rows between steps, and rows are read once, before the first step. "
             "Leave it out, or choose rows with a sampler (data.sampler.name)."
         )
-    lacking = [each for each in ("__len__", "__getitem__") if not hasattr(kind, each)]
-    if isinstance(kind, type) and lacking:
-        raise ConfigError(f"{name} has no {' and no '.join(lacking)}: a dataset class says how many rows it has.")
     offered = {"data_files": files, "tokenizer": tokenizer, "config": class_config(data), "processor": None}
-    return call_class(name, kind, offered | {"max_samples": max_rows})
+    made = call_class(name, kind, offered | {"max_samples": max_rows})
+    lacking = [each for each in ("__len__", "__getitem__") if not hasattr(made, each)]
+    if lacking:
+        raise ConfigError(f"{name} has no {' and no '.join(lacking)}: a dataset class says how many rows it has.")
+    try:
+        return made, len(made)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - user code
+        raise ConfigError(f"{name} cannot say how many rows it has:\n{user_traceback(error)}") from None
 
 
 def _record(made: Any, row: int, data: DataConfig, name: str, folder: Path) -> dict[str, Any]:
@@ -168,11 +174,15 @@ def _stored(image: Any, folder: Path) -> Any:
 
 
 def _plain(value: Any, where: str) -> Any:
-    """Arrays and tensors as lists and numbers: other processes must read a row without the user's packages."""
-    if isinstance(value, _PLAIN):
-        return value
+    """Arrays, tensors and members of enums as lists, numbers and texts: other processes must read a row without the
+    user's packages."""
+    value = value.value if isinstance(value, Enum) else value
+    if value is None:
+        return None
+    if kind := next((each for each in _PLAIN if isinstance(value, each)), None):
+        return kind(value)
     if isinstance(value, Mapping):
-        return {str(key): _plain(item, f"{where}.{key}") for key, item in value.items()}
+        return {str(_plain(key, where)): _plain(item, f"{where}.{key}") for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item, where) for item in value]
     if hasattr(value, "tolist"):

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from transformers import PretrainedConfig
 
+from rltrain.config.budgets import longest_sequence
 from rltrain.config.model_schema import CriticModelConfig, FSDPConfig, ModelConfig, ShardingConfig
 from rltrain.config.schema import Config
 from rltrain.device import Device, resolve_dtype
@@ -110,8 +111,3 @@ def _trained(
 
 def _section(role: str) -> str:
     return role.split(".")[0] + ".model"
-
-
-def longest_sequence(cfg: Config) -> int:
-    """Tokens of the longest prompt with the longest answer."""
-    return cfg.data.max_prompt_length + cfg.data.max_response_length

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rltrain.config.budgets import longest_sequence
 from rltrain.config.engines import ENGINES, engines_with
 from rltrain.config.schema import Config
 from rltrain.config.step_passes import make_step_passes
@@ -137,8 +138,9 @@ def _sizes_of_policy(cfg: Config) -> dict[str, int]:
 def _positions(cfg: Config, config: Any, found: Findings) -> Iterator[str]:
     """Sequences longer than the positions that the model knows: vLLM refuses, elsewhere it is the user's to decide."""
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
-    rollout, data = cfg.actor_rollout_ref.rollout, cfg.data
-    longest = rollout.max_model_len or data.max_prompt_length + data.max_response_length
+    rollout = cfg.actor_rollout_ref.rollout
+    longest = rollout.max_model_len or longest_sequence(cfg)
+    what = f"{_R}max_model_len" if rollout.max_model_len else "data.max_prompt_length + data.max_response_length"
     budget = rollout.max_num_batched_tokens
     if ENGINES[rollout.name].strict_prefill and not rollout.enable_chunked_prefill and budget < longest:
         yield (
@@ -147,14 +149,11 @@ def _positions(cfg: Config, config: Any, found: Findings) -> Iterator[str]:
             f"max_num_batched_tokens={longest}."
         )
     if limit and longest > limit:
-        said = (
-            f"data.max_prompt_length + data.max_response_length = {longest:,} tokens, "
-            f"and the model knows {limit:,} positions"
-        )
+        said = f"{what} = {longest:,} tokens, and the model knows {limit:,} positions"
         if not ENGINES[rollout.name].beyond_positions:
             yield (
                 f"{said}, which {rollout.name} refuses. "
-                "Shorten one, or raise model.override_config.max_position_embeddings."
+                "Lower it, or raise actor_rollout_ref.model.override_config.max_position_embeddings."
             )
         else:
             found.notes.append(f"{said}: longer ones are beyond what it was trained for")

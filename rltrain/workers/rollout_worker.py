@@ -19,6 +19,7 @@ from torch import Tensor
 
 from rltrain import columns as c
 from rltrain.batch import Batch, DictionaryColumn
+from rltrain.config.budgets import longest_sequence
 from rltrain.config.engines import ENGINES
 from rltrain.config.schema import Config
 from rltrain.config.step_passes import StepPasses
@@ -28,7 +29,7 @@ from rltrain.data.prompts import PromptStore
 from rltrain.device import Device, resolve_dtype
 from rltrain.errors import NonFiniteError
 from rltrain.models.forward import PackedModel
-from rltrain.models.spec import actor_spec, longest_sequence
+from rltrain.models.spec import actor_spec
 from rltrain.ragged import Ragged
 from rltrain.seeds import sample_seeds
 from rltrain.workers.residency import Residency

@@ -83,6 +83,21 @@ def test_the_class_reads_its_config_as_in_verl(made):
     assert len(made(code, own_keys=own)) == 3
 
 
+def test_a_row_holds_no_object_of_the_users_own_classes(made):
+    code = GOOD.replace(
+        "import numpy as np", "import enum\n    import numpy as np\n    Of = enum.Enum('Of', {'A': 'a'}, type=str)"
+    )
+    code = code.replace('"openai/gsm8k"', "Of.A").replace('"split"', "Of.A").replace("np.str_(item + 1)", "Of.A")
+    [row, *_] = made(code)
+    assert {type(each) for each in (row.data_source, row.ground_truth, *row.extra_info)} == {str}
+    assert (row.data_source, row.extra_info) == ("a", {"index": 0, "a": "train"})
+
+
+def test_what_a_function_makes_is_judged_as_a_class_is(made):
+    with pytest.raises(ConfigError, match="Made has no __len__ and no __getitem__: a dataset class says"):
+        made("def Made(data_files):\n    return object()")
+
+
 def test_an_older_class_without_max_samples_is_cut(made):
     code = GOOD.replace(", max_samples=-1", "").replace(" if max_samples < 0 else max_samples", "")
     assert len(made(code, max_rows=2)) == 2
@@ -96,6 +111,8 @@ def test_an_older_class_without_max_samples_is_cut(made):
         ("def __len__", "def length", "has no __len__: a dataset class says how many rows it has"),
         ("def __len__", "def on_batch_end(self, batch): ...\n        def __len__", "rows are read once"),
         ("self.files = config", "self.files = 1 / 0", "ZeroDivisionError"),
+        ("return self.number", "return self.number / 0", "ZeroDivisionError"),
+        ("return self.number", "return 'many'", "TypeError: 'str' object cannot be interpreted as an integer"),
         ("self.files = config, tokenizer, data_files", "self.f = exit()", "SystemExit"),
         ("return {", "return [item] or {", "row 0 is a list; it must be a dictionary"),
         ("return {", "return item / 0 or {", "row 0:\nTraceback"),

@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bench import pictures
 from bench.table import write
 from bench.workload import ANSWERS, LIMITS, PROMPTS, make
 from rltrain.report import read_metrics
@@ -191,7 +192,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"GRPO, {PROMPTS} prompts x {ANSWERS} answers, two optimizer steps, KL in the loss; seconds, medians over "
         "steps. TRL 1.16. `gen` holds everything up to the answers (ours: also the weight sync and scoring), "
         "`update_actor` all of the two optimizer steps. The last column: tokens a second of ours over those of the "
-        "row. Lengths differ by chance in `long_tail`: compare by tokens.",
+        "row. Lengths differ by chance in `long_tail`: compare by tokens. `images`: a Qwen2.5-VL, its tower trained "
+        f"too, with a picture of {pictures.TOKENS} tokens before every prompt.",
         ["lengths", "system", *PHASES, "mean answer", "tokens/s", "ours is times as fast"],
         rows,
         options.note,

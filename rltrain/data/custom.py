@@ -136,7 +136,7 @@ def _record(made: Any, row: int, data: DataConfig, name: str, folder: Path) -> d
         raise DataError(f"{name}: row {row} holds {', '.join(held)}: only images are in this version.")
     images = next((each for each in (item.get(data.image_key), media.get("image")) if each is not None), None)
     messages, inside = _taken_out(messages)
-    given = inside if images is None else list(images) if isinstance(images, list | tuple) else [images]
+    given = inside if images is None else list(images) if isinstance(images, list | tuple | np.ndarray) else [images]
     columns = (data.reward_fn_key, "reward_model", "ability", "extra_info")
     fields = {data.prompt_key: messages} | {column: item.get(column) for column in columns}
     plain = {column: _plain(value, f"{name}: row {row}: {column}") for column, value in fields.items()}

@@ -4,12 +4,15 @@ import math
 
 import pytest
 import torch
-from transformers import Qwen3ForCausalLM
+from transformers import Qwen2_5_VLForConditionalGeneration, Qwen3ForCausalLM
 
-from bench import gpu, phases, scale, step, vision, workload
+from bench import gpu, phases, pictures, scale, step, vision, workload
 from bench.floor import Floor, Group
 from bench.idle_worker import IdleWorker
+from rltrain.data.chat import ChatEncoder
+from rltrain.data.rows import read_rows
 from rltrain.models.packing import pack
+from scripts.make_small_model import END
 from tests.local import LocalGroup
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -17,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("process_group")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folders = {kind: tmp_path_factory.mktemp(kind) for kind in workload.LIMITS}
+    folders = {kind: tmp_path_factory.mktemp(kind) for kind in ("equal", "long_tail")}
     for kind, each in folders.items():
         workload.make(each, kind, "test", 1)
     return folders
@@ -56,6 +59,19 @@ def test_the_weights_of_the_workload_decide_how_long_answers_get(folder):
             if kind == "long_tail":
                 over = float(probs[:, 512:].sum(-1).mean())
                 assert over == pytest.approx(1 / 60, rel=0.3) if not place else over > 0.98
+
+
+def test_with_images_no_answer_ends_or_holds_a_placeholder(tmp_path):
+    pytest.importorskip("torchvision")
+    workload.make(tmp_path, "images", "test", 1)
+    encoder, rows = ChatEncoder(str(tmp_path / "model")), read_rows(str(tmp_path / "train.parquet"))
+    asked = encoder.encode_prompt(rows[0].prompt, rows.images(0))
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(tmp_path / "model")
+    marks = encoder.tokenizer.convert_tokens_to_ids([*pictures.MARKS, END])
+    assert asked.tokens.tolist().count(model.config.image_token_id) == pictures.TOKENS
+    with torch.no_grad():
+        probs = model(torch.arange(300, 1000)[:, None]).logits[:, -1].softmax(-1)
+    assert float(probs[:, marks].max()) < 1e-6
 
 
 def test_the_drivers_part_of_a_step_needs_no_model():

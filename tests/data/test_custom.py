@@ -11,6 +11,7 @@ from rltrain.data.order import BatchOrder
 from rltrain.data.rows import read_rows
 from rltrain.data.sampler import make_sampler
 from rltrain.errors import ConfigError, DataError
+from tests.pictures import BLUE, RED
 
 GOOD = """
     import numpy as np
@@ -81,6 +82,14 @@ def test_the_class_reads_its_config_as_in_verl(made):
     code = GOOD.replace('config.get("number", 6) if max_samples < 0 else max_samples', body)
     own = {"number": 3, "sampler": {"group_key": "domain"}}
     assert len(made(code, own_keys=own)) == 3
+
+
+def test_images_may_come_as_an_array(made):
+    code = GOOD.replace('"raw_prompt": np', '"images": np.array([RED, BLUE], dtype=object), "raw_prompt": np')
+    code = code.replace("import numpy as np", f"import numpy as np\n    RED, BLUE = {RED}, {BLUE}").replace(
+        "what", "<image>" * 2
+    )
+    assert made(code).images(0) == [{"bytes": RED}, {"bytes": BLUE}]
 
 
 def test_a_row_holds_no_object_of_the_users_own_classes(made):

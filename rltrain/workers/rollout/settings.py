@@ -25,7 +25,8 @@ class EngineSettings:
     """The model, the keys under ``actor_rollout_ref.rollout``, and this process's part of the run.
 
     eos_token_ids: what ends an answer, whatever the model's files say. max_model_len: tokens of prompt and answer.
-    engines_sharing_memory: engines of this node that share one memory (on a CPU; else 1).
+    engines_sharing_memory: engines of this node that share one memory (on a CPU; else 1). images: prompts may have
+    some, each of at most ``max_pixels``.
     """
 
     rollout: RolloutConfig
@@ -36,6 +37,8 @@ class EngineSettings:
     eos_token_ids: Sequence[int]
     max_model_len: int
     engines_sharing_memory: int = 1
+    images: bool = True
+    max_pixels: int | None = None
 
     @property
     def eager(self) -> bool:

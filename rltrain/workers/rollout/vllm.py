@@ -95,10 +95,11 @@ class VLLMRollout:
             given = rollout.engine_kwargs.get("vllm") or {}
             outdated = ENGINES["vllm"].outdated_arguments
             arguments |= {name: given[name] for name in given if name not in outdated}
-            self._llm = _make_llm(arguments, sees)
+            self._llm = _make_llm(arguments, settings if sees else None)
         # The call returns the worker object of this process itself.
         self._worker = self._llm.collective_rpc(lambda worker: worker)[0]
-        self._image_input = ImageInput(self._llm.llm_engine.model_config, settings.dtype) if sees else None
+        takes = sees and settings.images
+        self._image_input = ImageInput(self._llm.llm_engine.model_config, settings.dtype) if takes else None
         never = torch.tensor(placeholder_ids(config), dtype=torch.long, device=device.torch_device)
         self._sampler = CountedSampler.put_into(self._worker.model_runner, never)
         # vllm-ascend makes new parameters for experts when it wakes, without their loaders.
@@ -222,11 +223,19 @@ class VLLMRollout:
     def _add(self, tokens: Sequence[int], params: Any, images: dict[str, Any]) -> str:
         self._num_requests += 1
         name = str(self._num_requests)
-        self._llm.llm_engine.add_request(name, {"prompt_token_ids": list(tokens), **images}, params)
+        try:
+            self._llm.llm_engine.add_request(name, {"prompt_token_ids": list(tokens), **images}, params)
+        except Exception as error:  # of a class that differs from version to version
+            if not images:
+                raise
+            raise ConfigError(
+                f"vLLM refuses a prompt with images: {error} Lower data.max_pixels, or raise "
+                "actor_rollout_ref.rollout.max_num_batched_tokens, which an image fits into."
+            ) from error
         return name
 
 
-def _make_llm(arguments: dict[str, Any], sees: bool) -> Any:
+def _make_llm(arguments: dict[str, Any], seeing: EngineSettings | None) -> Any:
     try:
         from vllm import LLM
     except ImportError as error:
@@ -237,7 +246,7 @@ def _make_llm(arguments: dict[str, Any], sees: bool) -> Any:
         ) from error
     state = torch.get_rng_state()  # vLLM seeds the global generator
     try:
-        return LLM(**(image_arguments() | arguments if sees else arguments))
+        return LLM(**(image_arguments(seeing) | arguments if seeing else arguments))
     except TypeError as error:
         raise ConfigError(f"actor_rollout_ref.rollout.engine_kwargs.vllm: {error}") from error
     except ValueError as error:

@@ -12,15 +12,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from rltrain.data.images import PromptImages, runs
+from rltrain.data.images import PromptImages, family_of, runs
+from rltrain.workers.rollout.settings import EngineSettings
 
 
-def image_arguments() -> dict[str, Any]:
-    """The arguments of a vLLM whose model sees."""
+def image_arguments(settings: EngineSettings) -> dict[str, Any]:
+    """The arguments of a vLLM whose model has a vision tower."""
     from vllm.engine.arg_utils import EngineArgs
 
-    # Videos never come, so no memory is reserved for them; nor for a cache of processed images.
-    arguments = {"limit_mm_per_prompt": {"video": 0}, "mm_processor_cache_gb": 0}
+    # No memory is reserved for what never comes: videos, a cache of processed images, larger or more images; and
+    # without any, vLLM leaves the tower out.
+    most = settings.rollout.limit_images if settings.images else 0
+    limits = {"video": 0} | ({} if most is None else {"image": most})
+    arguments: dict[str, Any] = {"limit_mm_per_prompt": limits, "mm_processor_cache_gb": 0}
+    if settings.images and settings.max_pixels and family_of(settings.model.load_config().model_type).mrope:
+        arguments["mm_processor_kwargs"] = {"max_pixels": settings.max_pixels}
     # The trainer's pixels are normalized. vllm 0.32 would do it in its model, earlier ones have no such argument.
     own = "mm_device_do_normalize"
     return arguments | ({own: False} if own in EngineArgs.__dataclass_fields__ else {})

@@ -11,7 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from rltrain.config.schema import DataConfig
 from rltrain.data import pictures as reading
+from rltrain.data.custom import custom_rows
 from rltrain.data.images import measured, open_image
 from rltrain.data.rows import read_rows
 from rltrain.errors import DataError
@@ -267,6 +269,54 @@ def test_a_store_reads_the_rows_that_were_kept(folders, make, monkeypatch):
         assert store.encoded(i).tokens.tolist() == expected.tokens.tolist()
         if images:
             assert np.array_equal(store.encoded(i).images.pixel_values, expected.images.pixel_values)
+
+
+# The same picture in every form in which a class may hand it over, and the messages.
+CLASS = """
+import pathlib
+
+import numpy as np
+from PIL import Image
+
+class Made:
+    def __init__(self, data_files, config):
+        self.folder = data_files[0].rpartition("/")[0]
+        file, slots = f"{self.folder}/a.png", [{"role": "user", "content": "1<image>2<image>"}]
+        with Image.open(file) as opened:
+            picture, data = opened.copy(), pathlib.Path(file).read_bytes()
+        parts = [{"type": "text", "text": "1"}, {"type": "image", "image": file}, {"type": "text", "text": "2"},
+                 {"type": "image", "image": picture}]
+        self.rows = [
+            {"raw_prompt": slots, "multi_modal_data": {"image": [picture, picture]}},
+            {"raw_prompt": np.array(slots, dtype=object), "images": [data, {"path": "a.png"}]},
+            {"prompt": [{"role": "user", "content": parts}]},
+            {"prompt": [{"role": "user", "content": "1"}]},
+        ]
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, item):
+        reward = {"style": "rule", "ground_truth": "1"}
+        return {"data_source": "openai/gsm8k", "reward_model": reward, "extra_info": {"index": item}} | self.rows[item]
+"""
+
+
+def test_a_class_of_ones_own_gives_images_in_any_form(folders, tmp_path):
+    (tmp_path / "a.png").write_bytes(png(60, 60))
+    (tmp_path / "mine.py").write_text(CLASS)
+    rows = custom_rows(DataConfig(custom_cls=f"{tmp_path}/mine.py:Made"), [f"{tmp_path}/a.jsonl"], None, -1)
+    encoder = ChatEncoder(folders["qwen2_5_vl"])
+    store = pickle.loads(pickle.dumps(encode_prompts(rows, encoder, 500)))
+    expected = encoder.encode_prompt([{"role": "user", "content": f"1{SLOT}2{SLOT}"}], [png(60, 60)] * 2)
+    assert store.num_images.tolist() == [2, 2, 2, 0]
+    for i in range(3):
+        found = store.encoded(i)
+        assert found.tokens.tolist() == expected.tokens.tolist()
+        assert np.array_equal(found.images.pixel_values, expected.images.pixel_values)
+    (tmp_path / "a.png").unlink()
+    with pytest.raises(DataError, match=r"mine.py:Made of .*' row 1: image 2 of 2: it cannot be read: .*/a.png"):
+        store.encoded(1)
 
 
 # -- lengths -----------------------------------------------------------------------------------------------------------

@@ -232,16 +232,16 @@ class EpochSampler:
     """
 
     def __init__(self, key: str, made: Callable[..., Any], data: DataConfig, order: BatchOrder, rows: Rows) -> None:
-        if callable(getattr(made, "update", None)):
+        self._made = call_class(key, made, {"data_source": RowTable(rows), "data_config": class_config(data)})
+        if callable(getattr(self._made, "update", None)):
             raise ConfigError(
                 f"{key}: update(batch) reads verl's batch of tensors, which no process has here. Write the class as "
                 "docs/plugins.md shows: observe(rows, solved) tells a sampler how its rows were answered."
             )
-        if not hasattr(made, "__iter__"):
+        if not hasattr(self._made, "__iter__"):
             raise ConfigError(f"{key} has no __iter__: a sampler names the rows of an epoch one by one.")
         self._key = key
         self._order = order
-        self._made = call_class(key, made, {"data_source": RowTable(rows), "data_config": class_config(data)})
         self._numbers: Iterator[Any] = iter(())
         self._epoch, self._draws, self._check = -1, 0, 0
 

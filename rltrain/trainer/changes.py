@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from rltrain.config.declarations import LOSS_KEY, POLICY_LOSSES, LossTraits
 from rltrain.config.keys import all_keys
 from rltrain.config.load import LoadedConfig, to_dict, to_yaml
 from rltrain.errors import ConfigError
@@ -94,8 +95,17 @@ def _changes(run: Path, loaded: LoadedConfig) -> list[tuple[str, Any, Any]]:
     now = OmegaConf.create(to_dict(loaded.config))
     found = []
     for key in all_keys():
-        one, other = (OmegaConf.select(each, key, default=_MISSING) for each in (before, now))
+        one, other = (_meant(each, key) for each in (before, now))
         # A key that a newer version has brought has its default in both runs, unless it is set now.
         if one != other and (one is not _MISSING or key in loaded.explicit):
             found.append((key, "(not known)" if one is _MISSING else one, other))
     return found
+
+
+def _meant(tree: Any, key: str) -> Any:
+    """The value of a key; where it is null, the one that the loss takes then: earlier versions wrote it out."""
+    value = OmegaConf.select(tree, key, default=_MISSING)
+    if value is not None or not key.endswith(".loss_agg_mode"):
+        return value
+    loss = OmegaConf.select(tree, LOSS_KEY) if key.startswith(_ACTOR) else None
+    return POLICY_LOSSES.get(loss or "vanilla", LossTraits()).aggregation

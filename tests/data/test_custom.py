@@ -171,6 +171,14 @@ def test_a_sampler_of_verls_names_the_rows_epoch_by_epoch(sampler):
     assert [(drawn.rows(draw), drawn.epoch(draw)) for draw in range(3)] == [([5, 4], 0), ([3, 2], 0), ([5, 4], 1)]
 
 
+def test_a_function_may_make_the_sampler(sampler):
+    code = (
+        SAMPLER.replace("class Down", "class Other")
+        + "\n    def Down(data_source, data_config):\n        return Other(data_source, data_config)"
+    )
+    assert sampler(code).rows(0) == [5, 4]
+
+
 def test_a_row_comes_once_in_a_batch(sampler):
     drawn = sampler(SAMPLER.replace("iter(range(", "iter([5, 5, 5, 1, 1, 0] or range("))
     assert [drawn.rows(draw) for draw in range(2)] == [[5, 1], [1, 0]]

@@ -234,6 +234,19 @@ def test_a_resumed_run_logs_changes_and_keeps_old_settings(folder, caplog):
     assert not (folder.path / "config.3.yaml").exists()
 
 
+def test_a_default_written_out_is_no_other_experiment(folder, caplog):
+    caplog.set_level(logging.INFO)
+    mode, gspo = "actor_rollout_ref.actor.loss_agg_mode", "actor_rollout_ref.actor.policy_loss.loss_mode=gspo"
+    start = Start(2, folder=folder.path / "global_step_2")
+    # As earlier versions wrote it, whose default was a name.
+    started(folder, f"{mode}=token-mean")
+    tell_changes(load_config([]), start)
+    assert not caplog.records
+    started(folder, f"{mode}=token-mean", gspo)
+    with pytest.raises(ConfigError, match=f"{mode}: token-mean -> seq-mean-token-mean"):
+        tell_changes(load_config([gspo]), start)
+
+
 def test_another_experiment_needs_a_name_to_resume(folder):
     started(folder, "algorithm.adv_estimator=grpo")
     start = Start(2, folder=folder.path / "global_step_2")

@@ -320,7 +320,9 @@ class Engine:
             if request in self._abort_before:
                 reason = "abort"
                 break
-            logits = await self._logits((*input_ids, *(entry[1] for entry in found)))
+            logits = (await self._logits((*input_ids, *(entry[1] for entry in found)))).clone()
+            for banned, bias in (sampling_params.get("logit_bias") or {}).items():
+                logits[..., int(banned)] += bias
             token, log_prob = self._draw(logits, len(input_ids) + len(found), sampling_params)
             found.append((log_prob, token, None))
             if token in self._eos and not sampling_params["ignore_eos"]:

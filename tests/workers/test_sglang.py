@@ -113,6 +113,18 @@ def test_the_engine_is_full_but_never_over_full(make, plain):  # noqa: F811
     assert engine._engine.most_running == 6
 
 
+def test_tokens_of_images_are_never_drawn(make, plain, monkeypatch):  # noqa: F811
+    def drawn() -> list[set[int]]:
+        load(engine := make(), weights_of(plain))
+        ways = (Sampling(30, temperature=2.0), Sampling(30, greedy=True))
+        return [set(generate(engine, sampling, PROMPTS, 4).tokens.values.tolist()) for sampling in ways]
+
+    often = set.intersection(*drawn())
+    assert often
+    monkeypatch.setattr(sglang, "placeholder_ids", lambda config: sorted(often))
+    assert not often & set.union(*drawn())
+
+
 def test_what_the_engine_raises_is_raised(make, plain, monkeypatch):  # noqa: F811
     engine = make()
     load(engine, weights_of(plain))

@@ -27,6 +27,7 @@ from torch import Tensor
 from rltrain.data.images import EncodedPrompt
 from rltrain.env import chosen_devices, prepare_sglang, showing
 from rltrain.errors import ConfigError, SyncError
+from rltrain.models.vision import placeholder_ids
 from rltrain.models.weights import Weight
 from rltrain.workers.rollout.answers import RunningJob, SampledAnswer, generation_of
 from rltrain.workers.rollout.base import (
@@ -47,6 +48,8 @@ _WEIGHTS, _CACHE = "weights", "kv_cache"
 _POLL_S = 0.05
 # The engine needs this much room behind the longest sequence, and is idle at the latest so long after its last answer.
 _SPARE_TOKENS, _IDLE_WITHIN_S = 2, 60.0
+# Added to a logit: a token that is never drawn.
+_NEVER = -1e4
 
 
 class SGLangRollout:
@@ -63,6 +66,9 @@ class SGLangRollout:
         self._max_num_seqs = rollout.max_num_seqs
         self._max_model_len = settings.max_model_len
         self._sleeps = rollout.free_cache_engine
+        # Tokens of images, for which a model that reads texts has no features. Unlike in the other engines they leave
+        # the softmax of the log-probs too.
+        self._bias = {str(token): _NEVER for token in placeholder_ids(settings.model.load_config())}
         self._released: set[str] = set()
         length = settings.max_model_len + _SPARE_TOKENS
         arguments = {
@@ -229,6 +235,8 @@ class SGLangRollout:
         prompt = [*job.prompt.tolist(), *given]
         most = min(sampling.max_tokens, self._max_model_len - len(job.prompt)) - len(given)
         params: dict[str, Any] = {"max_new_tokens": most, "ignore_eos": sampling.ignore_eos, "temperature": 0.0}
+        if self._bias:
+            params["logit_bias"] = self._bias
         if not sampling.greedy:
             params |= {
                 "temperature": sampling.temperature,

@@ -17,6 +17,7 @@ import numpy as np
 from rltrain.config.schema import Config
 from rltrain.data.images import (
     EncodedPrompt,
+    Family,
     PromptImages,
     blank_image,
     bounded,
@@ -93,7 +94,7 @@ class ChatEncoder:
 
     def can_see(self) -> None:
         """Raise DataError, with the reason, where prompts with images cannot be used with the model."""
-        family_of(self._model_type)
+        _ = self._family
         _ = self.processor
 
     def open_images(self, images: Sequence[Any]) -> list[Any]:
@@ -193,7 +194,7 @@ class ChatEncoder:
                 "changed since the run was started, or the processor does not do what it says of itself."
             )
         merge = getattr(processor.image_processor, "merge_size", 1)
-        mrope = family_of(self._model_type).mrope
+        mrope = self._family.mrope
         positions = mrope_positions(tokens, placeholder, grids, merge) if mrope and grids is not None else None
         places = np.flatnonzero(tokens == placeholder)
         found = PromptImages(pixels, grids, num_rows, num_tokens, places, positions)
@@ -230,15 +231,16 @@ class ChatEncoder:
         return processor
 
     @cached_property
-    def _model_type(self) -> str:
+    def _family(self) -> Family:
         from transformers import AutoConfig
 
         try:
-            return AutoConfig.from_pretrained(self.path, trust_remote_code=self.trust_remote_code).model_type
+            config = AutoConfig.from_pretrained(self.path, trust_remote_code=self.trust_remote_code)
         except (OSError, ValueError) as error:
             raise DataError(
                 f"prompts have images, and config.json in {self.path!r} names no model for them."
             ) from error
+        return family_of(config.model_type, hasattr(config, "vision_config"))
 
     def decode_batch(self, answers: Sequence[Sequence[int] | np.ndarray]) -> list[str]:
         """Texts of answers, special tokens left out."""

@@ -50,11 +50,12 @@ _BOTH_WAYS = "the tokens of an image see each other in both directions, and the 
 _REFUSED = {"gemma3": _BOTH_WAYS, "gemma3n": _BOTH_WAYS, "paligemma": _BOTH_WAYS}
 
 
-def family_of(model_type: str) -> Family:
+def family_of(model_type: str, has_tower: bool = True) -> Family:
     """The family of a configuration. Raises DataError with the reason where its images cannot be trained on."""
     if model_type in FAMILIES:
         return FAMILIES[model_type]
-    why = _REFUSED.get(model_type, "nobody has compared its image tokens and positions with transformers'")
+    unknown = "nobody has compared its image tokens and positions with transformers'"
+    why = _REFUSED.get(model_type, unknown if has_tower else "it is a model of texts alone")
     raise DataError(f"prompts with images cannot be used with {model_type}: {why}. Use {', '.join(FAMILIES)}.")
 
 

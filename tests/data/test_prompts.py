@@ -211,7 +211,9 @@ def test_a_shape_that_the_processor_refuses_names_the_row(folders, make):
 
 def test_a_model_without_images_is_refused_once(make, tiny_model):
     path = make([("1", []), (SLOT, inside(png(60, 60)))])
-    with pytest.raises(DataError, match=rf"^'{path}' row 1 holds an image: .*cannot be used with qwen3"):
+    with pytest.raises(
+        DataError, match=rf"^'{path}' row 1 holds an image: .*cannot be used with qwen3: it is a model of texts"
+    ):
         encode_prompts(read_rows(path), ChatEncoder(str(tiny_model)), 500)
 
 

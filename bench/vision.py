@@ -4,23 +4,23 @@
 
 Three ways, in one process and in turns: transformers' own forward over padded rows, the pixels repeated for every
 answer; packed rows that bring prompt and picture along; packed rows that share both, as a run computes them. Seconds
-are CPU seconds of the process, which other work on the machine disturbs less than the wall clock. Memory is the peak of
-a child process of its own (VmHWM) less what it had before the pass.
+are CPU seconds of the process, which other work on the machine disturbs less than the wall clock. Memory is that of the
+tensors that live at the peak of a pass, which is the same in every run and is what an accelerator would need.
 """
 
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import json
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import date
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig, Qwen3VLConfig
 
-from bench.memory import peak_mib
 from rltrain.batch import Batch, DictionaryColumn
 from rltrain.data.images import PromptImages, mrope_positions
 from rltrain.device import get_device
@@ -162,19 +162,13 @@ def in_turns(run: Callable[[str, str], Any], work: str) -> list[list[float]]:
     return [list(each) for each in zip(*turns[1:], strict=True)]
 
 
-def memory(family: str, length: int, work: str, way: str) -> float:
-    """MiB that the first pass of a process adds to it."""
-    case = Case(family, length)
-    before = peak_mib()
-    case.run(way, work)
-    return peak_mib() - before
-
-
-def in_a_child(*arguments: object) -> float:
-    """`memory` in a process of its own."""
-    command = [sys.executable, "-m", "bench.vision", *map(str, arguments)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    return float(json.loads(done.stdout.splitlines()[-1]))
+def peak_mib(action: Callable[[], Any]) -> float:
+    """MiB of the tensors that ``action`` makes and that live at one time, at most."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        action()
+    events = sorted(found.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    changes = [event.nbytes() for event in events if event.name() == "[memory]"]
+    return max(accumulate(changes)) / 2**20
 
 
 def rows_of(family: str, length: int) -> list[str]:
@@ -188,7 +182,7 @@ def rows_of(family: str, length: int) -> list[str]:
         ratios = [
             statistics.median(one / other for one, other in zip(each, seconds[-1], strict=True)) for each in seconds
         ]
-        mib = [in_a_child(family, length, work, way) for way in WAYS]
+        mib = [peak_mib(partial(case.run, way, work)) for way in WAYS]
         cells = [f"{min(each):.2f}" for each in seconds] + [f"{each:.2f}" for each in ratios[:-1]]
         cells += [f"{each:,.0f}" for each in mib] + [f"{each / mib[-1]:.2f}" for each in mib[:-1]]
         shape = f"{patches:,} patches, {patches // _MERGE**2 + QUESTION} + {ANSWERS} x {length}"
@@ -226,7 +220,7 @@ def main() -> None:
         f"patch in tokens: {', '.join(models)}. fp32, with entropy, tower trained, activations recomputed.",
         "",
         f"The three ways ran in turns. Seconds are CPU seconds, the least of {REPEATS}; times as fast is the median "
-        "over the turns. MiB: what a pass adds at its peak to a process of its own, gradients of the weights included. "
+        "over the turns. MiB: tensors that a pass makes and that live at its peak, gradients of the weights included. "
         f"The log-probs of the three ways differ by at most {apart:.0e}.",
         "",
         "`padded`: transformers' forward, the picture encoded per answer. `packed`: rltrain's packed forward, prompt "
@@ -244,8 +238,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        start()
-        sys.stdout.write(json.dumps(memory(sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4])) + "\n")
-    else:
-        main()
+    main()

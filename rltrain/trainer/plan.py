@@ -63,8 +63,9 @@ class ImageSizes:
         most = most or (budget.max_tokens or 0) * self.most_rows // self.most_tokens
         return (
             f"in {self.share:.0%} of the prompts, at most {count(self.most_images, 'image')} ({self.most_rows:,} "
-            f"patches or tiles, {self.most_tokens:,} tokens) in one; update_actor encodes up to {most:,} at once; "
-            f"pixels of a step: about {plan.prompts_per_step * self.mean_bytes / 2**20:,.0f} MiB"
+            f"patches or tiles, {self.most_tokens:,} tokens) in one; update_actor encodes up to {most:,} at once "
+            "(data.max_pixels bounds an image); "
+            f"pixels of a step: about {plan.prompts_per_step * self.mean_bytes / 2**20:,.1f} MiB"
         )
 
 

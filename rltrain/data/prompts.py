@@ -128,10 +128,9 @@ def encode_prompts(
         # int32 holds every vocabulary and is half of what every process maps.
         kept.append(np.asarray(ids, dtype=np.int32))
     if overlong and not filter_overlong:
-        # A prompt with images is never cut: it would lose a part of an image, which no model can read.
-        instead = (
-            "data.truncation=left" if truncation == "error" else "smaller images (they are not cut, data.max_pixels)"
-        )
+        # A prompt with images is never cut: no model could read the rest of an image.
+        seen = rows.num_images[[position for position, _ in overlong]].any()
+        instead = "a smaller data.max_pixels (a prompt with images is not cut)" if seen else "data.truncation=left"
         raise DataError(_overlong_report(rows, overlong, max_prompt_length, instead))
     if not kept:
         shortest = min(length for _, length in overlong)

@@ -319,7 +319,8 @@ def _open(path: str, keys: Keys) -> _File:
             table = source.read(columns=[name for name in schema.names if name in wanted])
     except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
         raise _damaged(path, error) from error
-    pictures = PictureFile(path, keys.image) if keys.image in schema.names else None
+    # Other processes, which read the pictures, may have another folder for their current one.
+    pictures = PictureFile(str(local.absolute()), keys.image) if keys.image in schema.names else None
     return _File(path, table, np.arange(table.num_rows), pictures)
 
 

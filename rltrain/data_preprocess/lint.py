@@ -83,8 +83,9 @@ def _check_duplicates(tables: Sequence[Rows], findings: Findings) -> None:
 
 
 def _check_slots(rows: Rows, findings: Findings) -> None:
+    num_images = rows.num_images.tolist()
     for _, position, row in _each([rows]):
-        text, num_given = str([message["content"] for message in row.prompt]), int(rows.num_images[position])
+        text, num_given = str([message["content"] for message in row.prompt]), num_images[position]
         # written into the text, or a part of its own
         num_slots = text.count(IMAGE_SLOT) + text.count("'type': 'image'")
         if num_slots != num_given:

@@ -1,4 +1,4 @@
-"""Ten launches of verl's scripts, run for two steps: the recorded words, and behind them smaller paths and sizes."""
+"""Launches of verl's scripts, run for two steps: the recorded words, and behind them smaller paths and sizes."""
 
 import math
 
@@ -7,7 +7,9 @@ import pytest
 from rltrain.main_ppo import main
 from rltrain.report import read_metrics
 from tests.config.test_launches import LAUNCHES, Launch
-from tests.tiny import save_tiny_reward_model
+from tests.pictures import RED
+from tests.tiny import save_tiny_reward_model, write_arithmetic
+from tests.tiny_vision import save_tiny_vision_model
 
 pytestmark = pytest.mark.usefixtures("joined")
 
@@ -24,6 +26,9 @@ RUNS = {
     "main examples/rollout_correction/run_qwen2_5_7b_fsdp_multi_rs.sh actor_rollout_ref.rollout.n=8": (
         "rollout_corr/rollout_rs_masked_fraction",
     ),
+    "main examples/grpo_trainer/run_qwen3_vl_8b_fsdp.sh": ("actor/kl_loss", "perf/image_gb"),
+    "0.5 tests/special_e2e/ppo_trainer/run_function_reward.sh MODEL_ID=Qwen/Qwen2-VL-2B-Instruct TRAIN_FILES=geo3k "
+    "ADV_ESTIMATOR=gae USE_KL=True SP_SIZE=2": ("critic/vf_loss", "perf/image_gb"),
     "0.5 tests/special_e2e/ppo_trainer/run_function_reward.sh ADV_ESTIMATOR=remax USE_KL=True": ("actor/kl_loss",),
 }
 # The last of them keeps its engine, vLLM over two devices; the others generate with hf, which starts at once.
@@ -66,16 +71,23 @@ def smaller(launch: Launch, paths: dict[str, object]) -> list[str]:
     return [*launch.words, *(f"{key}={value}" for key, value in ours.items())]
 
 
-# Every run of the suite makes four, `bash scripts/test.sh -m long` the other six.
+# Every run of the suite makes four of texts, `bash scripts/test.sh -m long` the others.
 _ALWAYS = ("grpo_trainer", "ppo_trainer")
+_SEEING = {"qwen3_vl": "qwen3_vl", "Qwen2-VL": "qwen2_vl"}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if any(each in name for each in _ALWAYS) else pytest.mark.long) for name in RUNS],
-)
+def _always(name: str) -> bool:
+    return any(each in name for each in _ALWAYS) and not any(each in name for each in _SEEING)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if _always(name) else pytest.mark.long) for name in RUNS])
 def test_a_launch_of_verls_runs_two_steps(name, tiny_model, arithmetic_files, tmp_path):
     (launch,) = (each for each in LAUNCHES if f"{each.version} {each.name}" == name)
+    if launch.kind == "images":
+        family = next(family for part, family in _SEEING.items() if part in name)
+        tiny_model = save_tiny_vision_model(tmp_path / "model", family, tied=True)
+        file = write_arithmetic(tmp_path / "data.parquet", range(20), "hiyouga/geometry3k", image=RED)
+        arithmetic_files = (file, file)
     paths = {
         "actor_rollout_ref.model.path": tiny_model,
         "critic.model.path": tiny_model,

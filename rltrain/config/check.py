@@ -345,8 +345,9 @@ def _engine(config: Config) -> Iterator[str]:
         if f"engine_kwargs.{name}" not in taking:
             yield f"{_R}engine_kwargs.{name}: arguments stand under an engine: {' or '.join(taking)}."
     for name, value in (rollout.engine_kwargs.get(rollout.name) or {}).items():
-        # vLLM spells what is off as null, 1 and so on.
-        if name in engine.refused_arguments and value not in (None, 1):
+        # vLLM spells what is off as null, 1 or false.
+        off = value is None or value is False or (value == 1 and value is not True)
+        if name in engine.refused_arguments and not off:
             key = f"{_R}engine_kwargs.{rollout.name}.{name}"
             yield f"{key}={shown(value)}: {engine.refused_arguments[name]}. Leave it out."
     if rollout.max_model_len is not None and rollout.max_model_len <= data.max_prompt_length:

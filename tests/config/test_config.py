@@ -380,6 +380,9 @@ def test_what_an_engine_would_not_share_with_the_trainer():
     assert f"{A}rollout.engine_kwargs.vllm.quantization=fp8: the engine is given the trainer's weights" in problems(
         *vllm
     )
+    pixels = f"{A}rollout.engine_kwargs.vllm.mm_device_do_normalize"
+    assert f"{pixels}=True: images come as the trainer sees them" in problems(vllm[0], f"+{pixels}=True")
+    assert pixels not in notes(vllm[0], f"+{pixels}=False")
     with pytest.raises(ConfigError, match=r"rollout.quantization=fp8: the engine is given"):
         load_config([f"{A}rollout.quantization=fp8"])
     sizes = (f"{A}rollout.name=vllm", f"{A}rollout.cudagraph_capture_sizes=[1,2,4]")

@@ -21,6 +21,7 @@ bench:  ## tables under bench/results (bench/README.md)
 
 bench-peers:  ## whole steps against TRL, which is installed into .bench-env (a few GB)
 	$(PYTHON) -m bench.step
+	$(PYTHON) -m bench.step --kinds images --peers hf --dtype float32 --steps 1 --rounds 2 --out vision_step_cpu.md
 
 quickstart:  ## environment, small model, GRPO until the reward has risen
 	bash scripts/quickstart.sh

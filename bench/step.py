@@ -48,7 +48,7 @@ def peer_python(folder: Path, with_vllm: bool, with_images: bool) -> Path:
     """The interpreter of TRL's environment, which is made first where it is not there."""
     python = folder / "bin" / "python"
     done = folder / ("with_vllm" if with_vllm else "with_images" if with_images else "without_vllm")
-    if done.exists() or (not with_images and (folder / "with_vllm").exists()):
+    if done.exists() or (folder / "with_vllm").exists():
         return python
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     install = [python, "-m", "pip", "install", "-q"]
@@ -152,9 +152,10 @@ def measure(kind: str, options: argparse.Namespace) -> dict[str, Steps]:
     folder = (options.work / kind).absolute()
     make(folder, kind, options.shape, options.steps + 1)
     limit = options.limit or LIMITS[kind]
-    python = (
-        peer_python(options.peer_env.absolute(), "vllm" in options.peers, kind == "images") if options.peers else Path()
-    )
+    with_images = kind == "images"
+    # Two environments, because the one with vLLM cannot have torchvision.
+    place = options.peer_env.absolute() / ("images" if with_images else "")
+    python = peer_python(place, "vllm" in options.peers, with_images) if options.peers else Path()
     measured: dict[str, Steps] = {}
     for _ in range(options.rounds):
         for peer in options.peers:

@@ -58,7 +58,7 @@ def check_schema(path: str, schema: pa.Schema, keys: Keys) -> None:
 
 
 def _holds_images(kind: pa.DataType) -> bool:
-    while pa.types.is_list(kind) or pa.types.is_large_list(kind):
+    while pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
         kind = kind.value_type
     tests = (pa.types.is_struct, pa.types.is_string, pa.types.is_large_string, pa.types.is_binary,
              pa.types.is_large_binary, pa.types.is_null)  # fmt: skip

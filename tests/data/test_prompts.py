@@ -194,6 +194,15 @@ def test_a_column_of_another_kind_is_refused(make):
         read_rows(make([("1", ["a.mp4"])], column="videos"))
 
 
+def test_lists_of_a_fixed_size_hold_images_too(make, tmp_path):
+    table = pq.read_table(make([(SLOT, inside(png(60, 60)))]))
+    place = table.schema.get_field_index("images")
+    fixed = pa.array(table["images"].to_pylist(), pa.list_(table["images"].type.value_type, 1))
+    pq.write_table(table.set_column(place, "images", fixed), tmp_path / "fixed.parquet")
+    [found] = read_rows(str(tmp_path / "fixed.parquet")).images(0)
+    assert found["bytes"] == png(60, 60)
+
+
 def test_slots_that_do_not_fit_name_the_row(folders, make):
     path = make([(SLOT, inside(png(60, 60))), (f"{SLOT} {SLOT}", inside(png(60, 60)))])
     with pytest.raises(DataError, match=rf"^'{path}' row 1: the prompt has 2 places"):

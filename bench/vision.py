@@ -214,7 +214,8 @@ def main() -> None:
     found = [row for family in FAMILIES for length in LENGTHS for row in rows_of(family, length)]
     lines = [
         f"`python -m bench.vision`, {date.today()}, {platform.processor() or platform.machine()}, {os.cpu_count()} "
-        f"cores (load {load:.0f} at the start{': others worked beside it' if load > 1 else ''}), one thread, torch {torch.__version__}",
+        f"cores (load {load:.0f} at the start{': others worked beside it' if load > 1 else ''}), one thread, "
+        f"torch {torch.__version__}",
         "",
         f"{ANSWERS} answers to one picture of {EDGE} x {EDGE} pixels. Random models, and what the tower does for a "
         f"patch in tokens: {', '.join(models)}. fp32, with entropy, tower trained, activations recomputed.",

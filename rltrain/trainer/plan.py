@@ -61,6 +61,7 @@ class ImageSizes:
         most = budget.max_rows or (budget.max_samples or 0) * self.most_rows
         # Of one family, every token stands for as many patches.
         most = most or (budget.max_tokens or 0) * self.most_rows // self.most_tokens
+        most = min(most, plan.prompts_per_mini_batch * self.most_rows)  # each image once
         return (
             f"in {self.share:.0%} of the prompts, at most {count(self.most_images, 'image')} ({self.most_rows:,} "
             f"patches or tiles, {self.most_tokens:,} tokens) in one; update_actor encodes up to {most:,} at once "

@@ -178,8 +178,9 @@ SIZES = ImageSizes(share=0.5, most_images=2, most_rows=80, most_tokens=20, mean_
         ([f"{MICRO}=4"], "1,600 tokens and 320 patches or tiles (4 x the longest)", 320),
         ([f"{A}actor.ppo_max_token_len_per_gpu=1000"], "1,000 tokens", 4000),
         ([f"{MICRO}=3", f"{A}actor.use_dynamic_bsz=False"], "3 samples", 240),
+        ([f"{A}actor.ppo_max_token_len_per_gpu=1000", f"{A}actor.ppo_mini_batch_size=16"], "1,000 tokens", 1280),
     ],
-    ids=["longest sequences", "tokens", "samples"],
+    ids=["longest sequences", "tokens", "samples", "a small mini-batch"],
 )
 def test_the_plan_says_what_images_take(keys, budget, at_once):
     config = load_config([*LENGTHS, *keys]).config

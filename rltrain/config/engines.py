@@ -84,6 +84,12 @@ ENGINES = {
             "quantization_config": FULL_PRECISION,
             "logprobs_mode": _LOG_PROBS,
             "mm_device_do_normalize": "images come as the trainer sees them",
+            # With these, vLLM would refuse an image in the middle of a run.
+            "limit_mm_per_prompt": "the most images of a prompt are actor_rollout_ref.rollout.limit_images=N, which "
+            "every row is checked against before the start, and vLLM gets it from there",
+            "mm_processor_kwargs": "vLLM gets finished pixels, the trainer's, and data.min_pixels and data.max_pixels "
+            "bound them for both",
+            "language_model_only": "where no prompt has images, vLLM leaves the vision tower out by itself",
             "tensor_parallel_size": _SPANS,
             "pipeline_parallel_size": _SPANS,
             "data_parallel_size": _SPANS,

@@ -383,6 +383,14 @@ def test_what_an_engine_would_not_share_with_the_trainer():
     pixels = f"{A}rollout.engine_kwargs.vllm.mm_device_do_normalize"
     assert f"{pixels}=True: images come as the trainer sees them" in problems(vllm[0], f"+{pixels}=True")
     assert pixels not in notes(vllm[0], f"+{pixels}=False")
+    for given, way_out in {
+        "limit_mm_per_prompt.image=1": "are actor_rollout_ref.rollout.limit_images=N",
+        "limit_mm_per_prompt={image: 5, video: 0}": "are actor_rollout_ref.rollout.limit_images=N",
+        "mm_processor_kwargs.max_pixels=200704": "data.min_pixels and data.max_pixels bound them",
+        "language_model_only=True": "leaves the vision tower out by itself",
+    }.items():
+        assert way_out in problems(vllm[0], f"+{A}rollout.engine_kwargs.vllm.{given}")
+    load_config([vllm[0], f"+{A}rollout.engine_kwargs.vllm.language_model_only=False"])
     with pytest.raises(ConfigError, match=r"rollout.quantization=fp8: the engine is given"):
         load_config([f"{A}rollout.quantization=fp8"])
     sizes = (f"{A}rollout.name=vllm", f"{A}rollout.cudagraph_capture_sizes=[1,2,4]")

@@ -232,15 +232,24 @@ class ChatEncoder:
 
     @cached_property
     def _family(self) -> Family:
+        if self._model is None:
+            raise DataError(f"prompts have images, and config.json in {self.path!r} names no model for them.")
+        return family_of(self._model.model_type, self.has_tower)
+
+    @property
+    def has_tower(self) -> bool:
+        """Whether the model sees images, by its config.json alone."""
+        return getattr(self._model, "vision_config", None) is not None
+
+    @cached_property
+    def _model(self) -> Any:
+        """The configuration of the model, or None."""
         from transformers import AutoConfig
 
         try:
-            config = AutoConfig.from_pretrained(self.path, trust_remote_code=self.trust_remote_code)
-        except (OSError, ValueError) as error:
-            raise DataError(
-                f"prompts have images, and config.json in {self.path!r} names no model for them."
-            ) from error
-        return family_of(config.model_type, hasattr(config, "vision_config"))
+            return AutoConfig.from_pretrained(self.path, trust_remote_code=self.trust_remote_code)
+        except (OSError, ValueError):
+            return None
 
     def decode_batch(self, answers: Sequence[Sequence[int] | np.ndarray]) -> list[str]:
         """Texts of answers, special tokens left out."""
@@ -313,7 +322,9 @@ def _refuse_media(messages: Sequence[Message]) -> None:
         kinds = {part.get("type") for part in content if isinstance(part, dict)} if isinstance(content, list) else set()
         if kinds - {"text"}:
             held = ", ".join(sorted(map(str, kinds - {"text"})))
-            raise DataError(f"a message holds {held}: vision prompts are not in this version.")
+            if kinds <= {"text", "image"}:
+                raise DataError("a message holds an image, and the row has none. Does data.image_key name its column?")
+            raise DataError(f"a message holds {held}: known are text and image.")
 
 
 def _is_template_error(error: Exception) -> bool:

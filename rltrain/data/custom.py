@@ -25,6 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from rltrain.config.check import as_list
 from rltrain.config.schema import DataConfig
+from rltrain.data.images import open_image
 from rltrain.data.order import BatchOrder
 from rltrain.data.pictures import entries
 from rltrain.data.rows import PromptRow, Rows, drawn, keys_of, rows_of
@@ -140,7 +141,10 @@ def _record(made: Any, row: int, data: DataConfig, name: str, folder: Path) -> d
     columns = (data.reward_fn_key, "reward_model", "ability", "extra_info")
     fields = {data.prompt_key: messages} | {column: item.get(column) for column in columns}
     plain = {column: _plain(value, f"{name}: row {row}: {column}") for column, value in fields.items()}
-    return plain | {data.image_key: [_stored(image, folder) for image in given]}
+    try:
+        return plain | {data.image_key: [_stored(image, folder) for image in given]}
+    except DataError as error:
+        raise DataError(f"{name}: row {row}: an image: {error}") from error
 
 
 def _taken_out(messages: Any) -> tuple[Any, list[Any]]:
@@ -167,9 +171,13 @@ def _stored(image: Any, folder: Path) -> Any:
     """An image as other processes can read it: the bytes of a file, or its whole path."""
     if hasattr(image, "save"):  # a picture of Pillow's
         file = BytesIO()
-        image.save(file, "PNG")
+        open_image(image).save(file, "PNG")
         return {"bytes": file.getvalue(), "path": None}
-    (entry,) = entries(image, str(folder / "_"))
+    if not isinstance(image, str | bytes | Path | Mapping):
+        raise DataError(
+            f"it is a {type(image).__name__}, and neither a picture of Pillow's, a file's bytes nor a path."
+        )
+    (entry,) = entries(str(image) if isinstance(image, Path) else image, str(folder / "_"))
     return entry if entry.get("bytes") else {"path": str(entry.get("path"))}
 
 

@@ -125,13 +125,27 @@ def with_parts(messages: Sequence[Mapping[str, Any]], num_images: int) -> list[d
     num_slots = 0
     for message in messages:
         content = message.get("content")
+        if num_images and isinstance(content, str) and _VIDEO_SLOT in content:
+            raise DataError(f"the prompt has a place for a video ({_VIDEO_SLOT}): videos are not in this version.")
         parts = _parts(content) if isinstance(content, str) else [_part(each) for each in content or ()]
         slots = sum(part["type"] == "image" for part in parts)
         num_slots += slots
         found.append({**message, "content": parts} if slots or not isinstance(content, str) else dict(message))
     if num_slots != num_images:
-        raise DataError(f"the prompt has {num_slots} places for images ({SLOT}) and the row has {num_images} images.")
+        hint = "" if num_images else " Does data.image_key name the column of its images?"
+        raise DataError(
+            f"the prompt has {num_slots} places for images ({SLOT}) and the row has {num_images} images.{hint}"
+        )
     return found
+
+
+def has_slot(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a message has a place for an image."""
+    contents = [message.get("content") or "" for message in messages]
+    parts = [part for content in contents if not isinstance(content, str) for part in content]
+    return any(isinstance(content, str) and SLOT in content for content in contents) or any(
+        isinstance(part, Mapping) and part.get("type") == "image" for part in parts
+    )
 
 
 def without_parts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -146,8 +160,6 @@ def _flat(content: Any) -> str:
 
 
 def _parts(text: str) -> list[dict[str, Any]]:
-    if _VIDEO_SLOT in text:
-        raise DataError(f"the prompt has a place for a video ({_VIDEO_SLOT}): videos are not in this version.")
     pieces = [piece for piece in re.split(f"({SLOT})", text) if piece]
     return [{"type": "image"} if piece == SLOT else {"type": "text", "text": piece} for piece in pieces]
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from rltrain.data.chat import ChatEncoder
-from rltrain.data.images import EncodedPrompt, one_each
+from rltrain.data.images import EncodedPrompt, has_slot, one_each, with_parts
 from rltrain.data.pictures import Pictures
 from rltrain.data.rows import PromptRow, Rows, first_of
 from rltrain.errors import DataError
@@ -193,6 +193,10 @@ def _encode_rows(rows: Rows, encoder: ChatEncoder) -> Iterator[Encoded]:
 
         def encode(first: int, chunk: list[Any]) -> list[Encoded]:
             if not len(with_images):
+                # Else a model that could see would be trained on the word.
+                for messages in filter(has_slot, chunk):
+                    if encoder.has_tower:
+                        with_parts(messages, 0)
                 return [(ids, (0, 0, 0)) for ids in encoder.encode_batch(chunk)]
             sizes = [rows.image_sizes(position) for position in range(first, first + len(chunk))]
             found = encoder.expanded(chunk, [[encoder.bounded_size(size) for size in each] for each in sizes])

@@ -212,6 +212,27 @@ def test_slots_that_do_not_fit_name_the_row(folders, make):
         encode_prompts(read_rows(path), ChatEncoder(folders["qwen2_vl"]), 500)
 
 
+@pytest.mark.parametrize("content", [f"1{SLOT}", [{"type": "image"}, {"type": "text", "text": "1"}]])
+@pytest.mark.parametrize("column", ["image", "images"])
+def test_a_model_that_sees_is_never_trained_blind(folders, tmp_path, write, good_row, column, content):
+    # In a column that nobody named, or in none.
+    images = inside(png(60, 60)) if column == "image" else None
+    prompts = [[{"role": "user", "content": content}], [{"role": "user", "content": content}]]
+    path = write(tmp_path / "r.parquet", [good_row(prompt=each, **{column: images}) for each in prompts])
+    with pytest.raises(DataError, match=rf"^'{path}' row 0: the prompt has 1 places .* 0 images. .*data.image_key"):
+        encode_prompts(read_rows(path), ChatEncoder(folders["qwen2_vl"]), 500)
+
+
+def test_a_model_of_texts_reads_the_word_of_a_slot(make, tiny_model):
+    path = make([(f"1{SLOT}", None), ("2<video>", None)])
+    assert not encode_prompts(read_rows(path), ChatEncoder(str(tiny_model)), 500).has_images
+
+
+def test_a_text_beside_images_may_say_video(folders, make):
+    path = make([(SLOT, inside(png(60, 60))), ("2<video>", [])])
+    assert len(encode_prompts(read_rows(path), ChatEncoder(folders["qwen2_vl"]), 500)) == 2
+
+
 def test_a_shape_that_the_processor_refuses_names_the_row(folders, make):
     path = make([("1", []), (SLOT, inside(as_file(Image.new("RGB", (4000, 4)))))])
     with pytest.raises(DataError, match=rf"^'{path}' row 1: .*refuses the images: absolute aspect ratio"):
@@ -339,6 +360,22 @@ def test_a_class_of_ones_own_gives_images_in_any_form(folders, tmp_path):
         store.encoded(1)
 
 
+@pytest.mark.parametrize(("picture", "said"), [
+    ("Image.new('CMYK', (60, 60))", None), ("None", "it is a NoneType, and neither"), ("3", "it is a int, and neither"),
+])  # fmt: skip
+def test_pictures_of_a_class_are_made_rgb_or_refused(tmp_path, picture, said):
+    row = '{"data_source": "openai/gsm8k", "reward_model": {"style": "rule", "ground_truth": "1"}, "extra_info": {}, '
+    row += '"prompt": [{"role": "user", "content": "<image>"}], "images": [' + picture + "]}"
+    source = f"from PIL import Image\ndef made(data_files):\n    return [{row}]\n"
+    (tmp_path / "mine.py").write_text(source)
+    data = DataConfig(custom_cls=f"{tmp_path}/mine.py:made")
+    if said:
+        with pytest.raises(DataError, match=rf"mine.py:made.*: row 0: an image: {said}"):
+            custom_rows(data, ["a"], None, -1)
+    else:
+        assert open_image(custom_rows(data, ["a"], None, -1).images(0)[0]).mode == "RGB"
+
+
 # -- lengths -----------------------------------------------------------------------------------------------------------
 
 
@@ -389,7 +426,7 @@ def test_memory_of_pictures_does_not_grow_with_the_file(tmp_path, good_row, monk
 def test_texts_load_no_processor(folders, make, monkeypatch):
     monkeypatch.setattr(ChatEncoder, "processor", property(lambda self: pytest.fail("loaded")))
     encoder = ChatEncoder(folders["qwen2_vl"])
-    store = encode_prompts(read_rows(make([("1+2", []), (SLOT, None)])), encoder, 500)
+    store = encode_prompts(read_rows(make([("1+2", []), ("3", None)])), encoder, 500)
     assert not store.has_images
     assert store.counts is store.pictures is store.encoder is None
     assert store.num_images.tolist() == store.image_rows.tolist() == store.image_tokens.tolist() == [0, 0]

@@ -27,6 +27,8 @@ _VIDEO_SLOT = "<video>"
 # A file of a few kilobytes can claim to be gigabytes of pixels.
 _MOST_PIXELS = 1 << 26
 _MAGIC = re.compile(rb"\x89PNG\r\n\x1a\n|\xff\xd8\xff|GIF8[79]a|RIFF....WEBP|BM|II\*\0|MM\0\*", re.DOTALL)
+# The same for Pillow, which would start Ghostscript for EPS.
+_FORMATS = ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF")
 # Of EXIF: from the fifth value on, width and height are exchanged. In a PNG it may stand behind the pixels.
 _ORIENTATION, _FIRST_TURNED = 0x0112, 5
 _MARKS_OF_ORIENTATION = (b"eXIf", b"exif", b"adobe.xmp")
@@ -183,15 +185,31 @@ def open_image(image: Any) -> Any:
     with _reading():
         from PIL import Image, ImageOps
 
-        opened = image if isinstance(image, Image.Image) else Image.open(BytesIO(_file_bytes(image)))
+        opened = image if isinstance(image, Image.Image) else _opened(_file_bytes(image))
         _refuse_bomb(opened)
-        opened = ImageOps.exif_transpose(opened)
+        opened = _of_eight_bits(ImageOps.exif_transpose(opened), opened.format)
         if opened.mode in ("RGBA", "LA", "PA") or "transparency" in opened.info:
             opened = opened.convert("RGBA")
             # Black lines on nothing are a usual figure; on black they would be gone.
             white = Image.new("RGBA", opened.size, (255, 255, 255, 255))
             opened = Image.alpha_composite(white, opened)
         return opened.convert("RGB")
+
+
+def _of_eight_bits(image: Any, kind: str | None) -> Any:
+    """Greys of 16 bits as 8 bits; Pillow would make them white. kind: of the file."""
+    # Older Pillows open a PNG of 16 bits as "I".
+    if image.mode == "F" or (image.mode == "I" and kind != "PNG"):
+        raise DataError(
+            f"its greys are numbers of 32 bits (Pillow's mode {image.mode!r}), and nothing says which of them is "
+            "white: save it as a PNG of 8 or 16 bits."
+        )
+    if not image.mode.startswith("I"):
+        return image
+    values = np.asarray(image)
+    greys = np.round(values / 257)
+    greys[values == image.info.get("transparency")] = 255  # see-through
+    return _pillow().fromarray(greys.astype(np.uint8))
 
 
 def measured(image: Any) -> tuple[int, int]:
@@ -207,7 +225,7 @@ def measured(image: Any) -> tuple[int, int]:
             if not _MAGIC.match(data):
                 raise DataError("it does not begin as a file of an image does.")
             return (0, 0)
-        with pillow.open(BytesIO(data)) as opened:
+        with _opened(data) as opened:
             _refuse_bomb(opened)
             width, height = opened.size
             if not _is_whole(opened, data):
@@ -226,6 +244,10 @@ def _is_whole(opened: Any, data: bytes) -> bool:
     if opened.format == "JPEG":
         return data.rstrip(b"\0\r\n").endswith(b"\xff\xd9")
     return opened.format == "WEBP" and int.from_bytes(data[4:8], "little") + 8 <= len(data)
+
+
+def _opened(data: bytes) -> Any:
+    return _pillow().open(BytesIO(data), formats=_FORMATS)
 
 
 def _pillow() -> Any:

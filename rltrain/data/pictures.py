@@ -8,6 +8,7 @@ The look before a run streams, reads the heads and seeks damage; it decodes only
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import pickle
 import socket
@@ -28,8 +29,12 @@ import pyarrow.parquet as pq
 from rltrain.data.images import measured
 from rltrain.errors import DataError
 
+log = logging.getLogger(__name__)
+
 # Of encoded pictures, in each process.
 _CACHE_BYTES = 128 << 20
+# Of a row group: Arrow cannot put more into one array of a nested column.
+_MOST_GROUP_BYTES = (2 << 30) - 1
 # Rows that are looked at together, and threads that do: decoders and disks let others work meanwhile.
 _LOOK_ROWS, _MOST_THREADS = 64, 16
 
@@ -49,6 +54,27 @@ class PictureFile:
     def value(self, number: int) -> Any:
         """The field of row ``number``."""
         return _GROUPS.value(self, number)
+
+    def check_groups(self) -> None:
+        """Raises DataError for a row group too large to be read, and warns of one larger than what is kept: Arrow
+        decodes groups whole, whatever part of them is asked for.
+        """
+        metadata = _opened(self.path)[0].metadata
+        largest = max((self._group_bytes(metadata.row_group(i)) for i in range(metadata.num_row_groups)), default=0)
+        if largest <= _CACHE_BYTES:
+            return
+        said = (
+            f"{self.path!r} holds {largest / 2**20:,.0f} MiB of column {self.column!r} in one row group, %s. Write it "
+            "again with small ones: row_group_size=32 in pyarrow (docs/data.md has the lines)."
+        )
+        if largest > _MOST_GROUP_BYTES:
+            raise DataError(said % "more than can be read")
+        log.warning(said, "and every process that reads pictures keeps one and takes three times as much to read it")
+
+    def _group_bytes(self, group: Any) -> int:
+        leaves = map(group.column, range(group.num_columns))
+        of_column = (leaf for leaf in leaves if f"{leaf.path_in_schema}.".startswith(f"{self.column}."))
+        return sum(leaf.total_uncompressed_size for leaf in of_column)
 
     def stream(self, numbers: np.ndarray) -> Iterator[Any]:
         """The fields of rows, by their ascending numbers. What is in memory does not grow with the file."""
@@ -76,6 +102,9 @@ class PictureTable:
         """See `PictureFile`; it has no file."""
         return self
 
+    def check_groups(self) -> None:
+        """See `PictureFile`; it has none."""
+
     def value(self, number: int) -> Any:
         """See `PictureFile`."""
         return pickle.loads(self.values[int(np.searchsorted(self.numbers, number))].as_py())
@@ -100,6 +129,10 @@ class Pictures:
             return entries(source.value(int(self.number[row])), source.path)
         except (OSError, IndexError, pa.ArrowException) as error:
             raise DataError(f"its pictures cannot be read any more: {error}") from error
+
+    def as_they_stand(self, rows: np.ndarray) -> np.ndarray:
+        """Places of ``rows`` in the order in which their pictures are read fastest, [rows]."""
+        return np.lexsort((self.number[rows], self.source[rows]))
 
     def check_here(self) -> None:
         """Raises DataError for a file that this node does not have."""
@@ -147,6 +180,7 @@ class Look:
 
 def look_through(source: PictureFile | PictureTable, numbers: np.ndarray, column: str) -> Iterator[Look]:
     """A look at the pictures of each row, by their ascending numbers."""
+    source.check_groups()
     values = source.stream(numbers)
     with ThreadPoolExecutor(min(_MOST_THREADS, len(os.sched_getaffinity(0)))) as threads:
         while chunk := list(islice(values, _LOOK_ROWS)):

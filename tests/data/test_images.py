@@ -16,6 +16,7 @@ from rltrain.data.images import (
     answer_position,
     bounded,
     family_of,
+    measured,
     mrope_positions,
     open_image,
     with_parts,
@@ -198,6 +199,34 @@ def test_what_is_see_through_is_white_and_pictures_are_upright():
     exif[0x0112] = 6  # to be turned by 90 degrees
     assert open_image(as_file(picture(8, 4), "JPEG", exif=exif)).size == (4, 8)
     assert open_image(as_file(Image.new("L", (3, 3), 7))).getpixel((0, 0)) == (7, 7, 7)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF"])
+@pytest.mark.parametrize("order", ["<", ">"])
+def test_greys_of_16_bits_keep_their_shades(kind, order):
+    greys = np.arange(0, 65536, 257, dtype=np.uint16).reshape(16, 16)
+    found = np.asarray(open_image(as_file(Image.fromarray(greys.astype(f"{order}u2")), kind)))
+    assert np.array_equal(found, np.repeat(greys[..., None] // 257, 3, axis=-1))
+
+
+def test_see_through_greys_of_16_bits_are_white():
+    greys = Image.fromarray(np.array([[0, 514, 771]], dtype=np.uint16))
+    assert np.asarray(open_image(as_file(greys, transparency=514)))[0, :, 0].tolist() == [0, 255, 3]
+
+
+@pytest.mark.parametrize("mode", ["I", "F"])
+def test_greys_of_unknown_range_are_refused(mode):
+    with pytest.raises(DataError, match="nothing says which of them is white: save it as a PNG of 8 or 16"):
+        open_image(as_file(Image.new(mode, (3, 3), 7), "TIFF"))
+
+
+def test_a_file_that_starts_a_program_is_not_opened(monkeypatch):
+    figure = as_file(Image.new("RGB", (3, 3)), "EPS")
+    monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *args, **kwargs: pytest.fail("started"))
+    with pytest.raises(DataError, match="cannot identify image file"):
+        open_image(figure)
+    with pytest.raises(DataError, match="cannot identify image file"):
+        measured(figure)
 
 
 def bomb() -> bytes:

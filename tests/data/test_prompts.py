@@ -24,6 +24,8 @@ if not importlib.util.find_spec("torchvision"):
 from rltrain.data.chat import ChatEncoder
 from rltrain.data.images import SLOT
 from rltrain.data.prompts import check_limit_images, encode_prompts
+from rltrain.workers.rollout.base import Job
+from rltrain.workers.rollout.pictures import PicturesOfTask
 from tests.tiny_vision import FAMILIES, IMAGE, picture, save_tiny_vision_model
 
 
@@ -421,6 +423,39 @@ def test_memory_of_pictures_does_not_grow_with_the_file(tmp_path, good_row, monk
     finally:
         pa.set_memory_pool(before)
     assert len(pickle.dumps(rows)) < 320 * 400
+
+
+def test_large_row_groups_are_named_with_their_cure(make, monkeypatch, caplog):
+    path = make([(SLOT, inside(png(60, 60, seed))) for seed in range(4)])
+    monkeypatch.setattr(reading, "_CACHE_BYTES", 20 << 10)
+    read_rows(path)
+    assert "column 'images' in one row group, and every process" in caplog.text
+    assert "row_group_size=32" in caplog.text
+    caplog.clear()
+    monkeypatch.setattr(reading, "_MOST_GROUP_BYTES", 21 << 10)
+    with pytest.raises(DataError, match=f"'{path}' holds .*, more than can be read.*row_group_size=32"):
+        read_rows(path)
+    pq.write_table(pq.read_table(path), path, row_group_size=1)
+    read_rows(path)
+    assert not caplog.text
+
+
+def test_a_task_reads_each_row_group_once(folders, make, monkeypatch):
+    path = make([(SLOT, inside(png(60, 60, seed))) for seed in range(12)])
+    pq.write_table(pq.read_table(path), path, row_group_size=3)
+    store = encode_prompts(read_rows(path), ChatEncoder(folders["qwen2_vl"]), 500)
+    rows = np.random.default_rng(0).permutation(12).astype(np.int32)
+    expected = [store.encoded(row).images for row in rows]
+    monkeypatch.setattr(reading, "_CACHE_BYTES", 0)
+    reading._GROUPS._kept.clear()
+    groups, read = [], pq.ParquetFile.read_row_group
+    monkeypatch.setattr(pq.ParquetFile, "read_row_group", lambda self, i, **of: groups.append(i) or read(self, i, **of))
+    monkeypatch.setattr("torch.get_num_threads", lambda: 1)
+    jobs = [Job(place, np.arange(1), store.prompt(row), np.zeros(1, np.uint64)) for place, row in enumerate(rows)]
+    found = PicturesOfTask(store, rows).prepare(jobs)
+    assert groups == [0, 1, 2, 3]
+    for job, images in zip(found, expected, strict=True):
+        assert np.array_equal(job.images.pixel_values, images.pixel_values)
 
 
 def test_texts_load_no_processor(folders, make, monkeypatch):

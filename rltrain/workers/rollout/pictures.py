@@ -37,9 +37,13 @@ class PicturesOfTask:
         """The jobs, those of prompts with images with these."""
         started = time.perf_counter()
         seeing = {job.place for job in jobs if self._store.num_images[self._rows[job.place]]}
-        new = sorted(seeing - self._read.keys())
+        new = np.array(sorted(seeing - self._read.keys()), dtype=np.int64)
+        if len(new):
+            # A batch takes rows from all over a file, and each row group should be read once.
+            assert self._store.pictures is not None
+            new = new[self._store.pictures.as_they_stand(self._rows[new])]
         with ThreadPoolExecutor(torch.get_num_threads()) as readers:
             found = readers.map(self._store.encoded, self._rows[new].tolist())
-            self._read.update((place, each.images) for place, each in zip(new, found, strict=True))
+            self._read.update((place, each.images) for place, each in zip(new.tolist(), found, strict=True))
         self.seconds += time.perf_counter() - started
         return [replace(job, images=self.of(job.place)) for job in jobs]

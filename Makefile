@@ -19,7 +19,7 @@ bench:  ## tables under bench/results (bench/README.md)
 	$(PYTHON) -m bench.rewards
 	$(PYTHON) -m bench.learning
 
-bench-peers:  ## whole steps against TRL, which is installed into .bench-env (a few GB)
+bench-peers:  ## whole steps against TRL, which is installed into .bench-env (a few GB) and, for pictures, .bench-env/images
 	$(PYTHON) -m bench.step
 	$(PYTHON) -m bench.step --kinds images --peers hf --dtype float32 --steps 1 --rounds 2 --out vision_step_cpu.md
 

@@ -3,11 +3,11 @@
     python -m bench.step [--peer-env .bench-env] [--kinds equal,long_tail] [--peers hf,vllm]
                          [--dtype bfloat16] [--steps 3] [--rounds 1]
 
-TRL runs in an environment of its own that is made in --peer-env when it is not there (downloads a few GB). Systems take
-turns within a round, each as its own process with one torch thread: ours is `python -m rltrain.main_ppo`, with the
-driver and one scoring process beside it. GRPO, 32 prompts x 8 answers, two optimizer steps, KL to a reference in the
-loss, bench/workload.py's model. The first step of a process warms up and is not counted. Writes
-bench/results/step_cpu.md.
+TRL runs in an environment of its own that is made in --peer-env when it is not there (downloads a few GB), with
+pictures (--kinds images --peers hf) in another, in its folder images. Systems take turns within a round, each as its
+own process with one torch thread: ours is `python -m rltrain.main_ppo`, with the driver and one scoring process beside
+it. GRPO, 32 prompts x 8 answers, two optimizer steps, KL to a reference in the loss, bench/workload.py's model. The
+first step of a process warms up and is not counted. Writes bench/results/step_cpu.md, or what --out says.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import argparse
 import platform
 import statistics
 import sys
@@ -204,6 +205,7 @@ def start() -> None:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__.split("\n")[0]).parse_args()  # it takes minutes, and --help must not
     start()
     cases = {family: Case(family, LENGTHS[0]) for family in FAMILIES}
     apart = max(differences(case) for case in cases.values())

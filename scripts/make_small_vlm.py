@@ -1,7 +1,8 @@
 """A small vision-language model to train on a CPU: random weights, 0.3 million of them, with processor and tokenizer.
 
-It has two layers of text and two of vision, and sees a picture of 84 x 84 pixels as 9 tokens. Nothing is downloaded;
-the same options give the same folder. Its processor needs the packages pillow and torchvision.
+It has two layers of text and two of vision, and sees a picture of 84 x 84 pixels as 9 tokens. A token is a character,
+and a text of it reads with spaces between them: `3 9`. Nothing is downloaded; the same options give the same folder.
+Its processor needs the packages pillow and torchvision.
 """
 
 import argparse

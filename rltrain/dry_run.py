@@ -87,7 +87,9 @@ def _look_at_folder(loaded: LoadedConfig, rows: dict[str, Rows], plan: Plan, fou
     run, start = Checkpoints(cfg.trainer.default_local_dir), Start()
     taken = run.problem()
     try:
-        start = find_start(cfg, run, rows["train"].identity() if rows else None)
+        train = rows["train"] if rows else None
+        images = train is None or bool(train.num_images.any())
+        start = find_start(cfg, run, train.identity() if train else None, images=images)
         tell_changes(loaded, start)
     except RltrainError as error:
         found.problems.append(str(error))

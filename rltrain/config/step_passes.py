@@ -30,8 +30,8 @@ class StepPasses:
     follow from the policy as it is updated, otherwise from the old log-probs.
     policy_loss: the loss that runs. aggregation: how its token losses become one. selects: it treats some tokens of the
     mini-batch differently. skips_silent: samples without advantage are left out of the update. first_actor_step: until
-    then only the critic learns. images: some prompt of the run has some, so every forward of policy, reference and
-    critic calls the vision tower.
+    then only the critic learns. images: some prompt of the run has some, so every forward of the policy calls the
+    vision tower. images_in_training: a training prompt has some, so reference and critic call theirs, and towers learn.
     """
 
     estimator: EstimatorTraits
@@ -52,6 +52,7 @@ class StepPasses:
     skips_silent: bool
     first_actor_step: int
     images: bool = False
+    images_in_training: bool = False
 
     @property
     def values(self) -> bool:
@@ -109,8 +110,11 @@ class StepPasses:
         yield f"update_actor ({', '.join(more)})" if more else "update_actor"
 
 
-def make_step_passes(config: Config, images: bool = False) -> StepPasses:
-    """Decide the passes of ``config``. images: whether prompts have any, which their files say alone."""
+def make_step_passes(config: Config, images: bool = False, images_in_training: bool | None = None) -> StepPasses:
+    """Decide the passes of ``config``. images: whether prompts have any, which their files say alone.
+
+    images_in_training: whether training prompts have any (None: as ``images``).
+    """
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     correction, estimator = algorithm.rollout_correction, estimator_traits(algorithm.adv_estimator)
     reinforce = correction.bypass_mode and correction.loss_type == "reinforce"
@@ -149,6 +153,7 @@ def make_step_passes(config: Config, images: bool = False) -> StepPasses:
         # Without a critic nothing would learn in the steps of a warm-up.
         first_actor_step=config.trainer.critic_warmup if estimator.values else 0,
         images=images,
+        images_in_training=images if images_in_training is None else images_in_training,
     )
 
 

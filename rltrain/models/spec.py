@@ -47,14 +47,15 @@ class ModelSpec:
         return load_config(self.path, _section(self.role), trust_remote_code=trust, override=self.override)
 
 
-# In the functions below, ``images`` says that prompts of the run have some.
+# In the functions below, ``images`` says that prompts have some.
 
 
-def actor_spec(cfg: Config, device: Device, images: bool = False) -> ModelSpec:
-    """The policy that is trained."""
+def actor_spec(cfg: Config, device: Device, images: bool = False, learns_from_them: bool = True) -> ModelSpec:
+    """The policy that is trained. Where it only answers prompts with images, the tower is frozen."""
     roles = cfg.actor_rollout_ref
     size = roles.actor.ulysses_sequence_parallel_size
-    return _trained(cfg, "actor_rollout_ref.actor", roles.model, roles.actor.fsdp_config, size, device, images)
+    spec = _trained(cfg, "actor_rollout_ref.actor", roles.model, roles.actor.fsdp_config, size, device, images)
+    return spec if learns_from_them or not images else replace(spec, tower="frozen")
 
 
 def reference_spec(cfg: Config, device: Device, images: bool = False) -> ModelSpec:

@@ -96,7 +96,8 @@ def read_with_images(
     features, deep = _encode(model, pixels.to(tokens.device, embeddings.dtype), grids)
     if images is None:
         # Not left out: the backward pass of the tower is a collective as well.
-        embeddings = embeddings + 0.0 * sum(each.sum() for each in (features, *deep))
+        for each in (features, *deep):  # a sum in half precision may overflow
+            embeddings = embeddings + (0.0 * each.float().sum()).to(embeddings.dtype)
     else:
         embeddings = embeddings.index_copy(0, images.places, features[images.features].to(embeddings.dtype))
         if deep:

@@ -110,7 +110,7 @@ def build(
         logs.open_train_log(folder.path)
         # Before Ray: a checkpoint that does not fit this run is refused within seconds, not after the models are
         # loaded.
-        start = find_start(cfg, folder, data.rows["train"].identity())
+        start = find_start(cfg, folder, data.rows["train"].identity(), images=plan.passes.images_in_training)
         tell_changes(loaded, start)
         owes_validation = _owes_validation(cfg, plan, folder, start)
         if start.step >= plan.total_steps and not (cfg.trainer.val_only or owes_validation):

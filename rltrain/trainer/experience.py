@@ -177,7 +177,13 @@ class Experience:
         rows = samples[c.ROW][::n]
         with timer("gen_max"):
             task = GenerateTask(
-                "train", rows, 1, self._sampling(self._rollout, greedy=True), self._seed, self.batches_drawn
+                "train",
+                rows,
+                1,
+                self._sampling(self._rollout, greedy=True),
+                self._seed,
+                self.batches_drawn,
+                is_learnt_from=False,
             )
             greedy, _ = self._policy.generate(task)
             samples.update({c.BASELINE: self._rewards.score("train", greedy)[c.SCORE].repeat(n)})
@@ -193,7 +199,8 @@ class Experience:
         parts = []
         for first in range(0, len(rows), at_once):
             mine = rows[first : first + at_once]
-            task = GenerateTask("val", mine, num_samples, self._sampling(val, greedy=val.greedy), self._seed, step)
+            sampling = self._sampling(val, greedy=val.greedy)
+            task = GenerateTask("val", mine, num_samples, sampling, self._seed, step, is_learnt_from=False)
             parts.append(self._policy.generate(task)[0])
             if stop.requested:
                 return None

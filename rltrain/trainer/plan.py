@@ -140,7 +140,7 @@ def make_plan(
     schedule = wanted or total
     budget = {name: each.with_images(images.most_rows if images else 0) for name, each in budgets(config).items()}
     return Plan(
-        passes=make_step_passes(config, images is not None),
+        passes=make_step_passes(config, images is not None, bool(images and images.most_images)),
         num_nodes=config.trainer.nnodes,
         devices_per_node=config.trainer.n_gpus_per_node,
         num_devices=devices,

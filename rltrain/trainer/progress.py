@@ -26,17 +26,16 @@ log = logging.getLogger(__name__)
 _LORA_KEYS = ("lora_rank", "lora_alpha", "target_modules", "exclude_modules", "lora_adapter_path")
 # A resumed run must agree on these, or "continues as if never stopped" would be a lie.
 _FREEZE = "actor_rollout_ref.actor.freeze_vision_tower"
+_OF_IMAGES = (_FREEZE, "data.min_pixels", "data.max_pixels")
 FROZEN_KEYS = (
     "actor_rollout_ref.model.path",
-    _FREEZE,
     "actor_rollout_ref.rollout.n",
     "data.train_batch_size",
     "data.seed",
     "data.shuffle",
     "data.sampler.name",
     "data.max_prompt_length",
-    "data.min_pixels",
-    "data.max_pixels",
+    *_OF_IMAGES,
 )
 
 
@@ -76,10 +75,11 @@ class Start:
     folder: Path | None = None
 
 
-def find_start(cfg: Config, run: Checkpoints, dataset: str | None) -> Start:
+def find_start(cfg: Config, run: Checkpoints, dataset: str | None, *, images: bool = True) -> Start:
     """What ``trainer.resume_mode`` points at. Raises CheckpointError where this run cannot go on from there.
 
-    dataset: the training rows; None where they are not known, so that they are not compared.
+    dataset: the training rows; None where they are not known, so that they are not compared. images: whether they may
+    have images.
     """
     trainer = cfg.trainer
     folder = run.newest() if trainer.resume_mode == "auto" else None
@@ -95,7 +95,7 @@ def find_start(cfg: Config, run: Checkpoints, dataset: str | None) -> Start:
             with np.load(folder / "sampler.npz", allow_pickle=False) as arrays:
                 progress = Progress(record["batches_drawn"], record["kl_coef"], dict(arrays), record["in_flight"])
             start = Start(int(record["global_step"]), progress, folder)
-            _refuse_other_run(cfg, folder, record, dataset)
+            _refuse_other_run(cfg, folder, record, dataset, images)
         # Asked here, because the workers would find it out only after the models are loaded.
         if cfg.algorithm.needs_critic and not (folder / "critic").is_dir():
             raise CheckpointError(
@@ -130,11 +130,11 @@ def _refuse_other_version(folder: Path, record: dict[str, Any]) -> None:
         )
 
 
-def _refuse_other_run(cfg: Config, folder: Path, record: dict[str, Any], dataset: str | None) -> None:
+def _refuse_other_run(cfg: Config, folder: Path, record: dict[str, Any], dataset: str | None, images: bool) -> None:
     # Checkpoints that were made before there was the key.
     now, then = frozen_values(cfg), {_FREEZE: False} | record["frozen"]
     # Both sides: LoRA keys are there only in a run with adapters.
-    keys = sorted(now.keys() | then.keys())
+    keys = sorted((now.keys() | then.keys()) - (set() if images else set(_OF_IMAGES)))
     changed = [f"{key}: {then.get(key)} then, {now.get(key)} now" for key in keys if then.get(key) != now.get(key)]
     digest, _, described = record["dataset"].partition(" ")
     # What stands behind the digest is for the message alone and may be worded anew.

@@ -62,7 +62,8 @@ class ActorRefWorker(Actor):
 
     def _load_models(self, trains: bool) -> None:
         model_cfg, fsdp = self._model_cfg, self._actor_cfg.fsdp_config
-        self._spec = actor_spec(self._cfg, self._device, self._passes.images)
+        passes = self._passes
+        self._spec = actor_spec(self._cfg, self._device, passes.images, passes.images_in_training)
         self._policy = sharded_model(PolicyModel, self._spec, self._device)
         self._trains = trains
         if not trains:  # the engines get these weights once, and nothing else needs them
@@ -77,7 +78,7 @@ class ActorRefWorker(Actor):
         if model_cfg.uses_lora:
             self._reference = self._policy  # with its adapters off
         elif self._passes.reference:
-            spec = reference_spec(self._cfg, self._device, self._passes.images)
+            spec = reference_spec(self._cfg, self._device, passes.images_in_training)
             self._reference = sharded_model(PolicyModel, spec, self._device).requires_grad_(False).eval()
             offload = self._cfg.actor_rollout_ref.ref.fsdp_config.param_offload
             phases = ("ref", "train_actor") if self._passes.exact_kl_in_loss else ("ref",)

@@ -49,7 +49,7 @@ class HybridWorker(Models, Advantages):
         )
         self.roles += [self.actor, self.rollout]
         if passes.values and trains:
-            self.critic = CriticWorker(self._cfg, residency, images=passes.images)
+            self.critic = CriticWorker(self._cfg, residency, images=passes.images_in_training)
             self.roles.append(self.critic)
         if self._cfg.reward_model.enable:
             assert self._rows is not None

@@ -124,12 +124,15 @@ class RolloutWorker(Rollout):
         """
         reshard_s, sync = self._bring_weights()
         started = time.perf_counter()
-        pictures = PicturesOfTask(self._prompts[task.split], task.rows) if self._images else None
+        keep = task.is_learnt_from and self._replica.leads
+        pictures = PicturesOfTask(self._prompts[task.split], task.rows, keep=keep) if self._images else None
         queue = self._queue(task, _rows(begun, c.RESPONSE), pictures)
         tell = self._hand_out if task.stream and self._replica.leads else None
 
         def finished(job: Job, answers: list[list[int]]) -> None:
             queue.ended(job)
+            if pictures:
+                pictures.ended(job)
             if tell:
                 tell(job, answers)
 

@@ -32,7 +32,8 @@ class GenerateTask:
     prompt indices, the first to start in front (None: as they are). call: unique within the run, the prefix of the
     replicas' shared counters. stream: texts are handed out as soon as all answers to a prompt have ended
     (`take_finished`). enough: generation stops when this many prompts are complete and the first ``must`` are among
-    them. todo [p, num_samples]: the answers that are asked for (None: all).
+    them. todo [p, num_samples]: the answers that are asked for (None: all). is_learnt_from: the trainer will read the
+    answers, and with them the images of their prompts.
     """
 
     split: str
@@ -47,11 +48,7 @@ class GenerateTask:
     enough: int | None = None
     must: int = 0
     todo: NDArray[np.bool_] | None = None
-
-    @property
-    def is_learnt_from(self) -> bool:
-        """Whether the trainer needs the images of the prompts."""
-        return self.split == "train"
+    is_learnt_from: bool = True
 
 
 @dataclass(frozen=True)

@@ -29,3 +29,9 @@ def test_towers_work_where_prompts_have_images(images, freeze, towers):
     config.actor_rollout_ref.actor.freeze_vision_tower = freeze
     specs = [make(config, device, images) for make in (actor_spec, critic_spec, reference_spec)]
     assert [spec.tower for spec in (*specs, reward_model_spec(config, device))] == towers
+
+
+@pytest.mark.parametrize("images", [False, True])
+def test_a_tower_that_only_validation_needs_learns_nothing(images):
+    spec = actor_spec(small_config(), get_device("cpu"), images, learns_from_them=False)
+    assert spec.tower == ("frozen" if images else "rests")

@@ -3,6 +3,7 @@
 import importlib.util
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from rltrain.models.packing import pack
 from rltrain.models.shard import sharded_model
 from rltrain.models.spec import ModelSpec
 from rltrain.models.ulysses import sequence_group
-from rltrain.models.vision import tower, tower_numbers
+from rltrain.models.vision import read_with_images, tower, tower_numbers
 from rltrain.ragged import Ragged
 from tests.distance import distance
 from tests.ranks import run_on_ranks
@@ -183,6 +184,17 @@ def test_texts_alone_are_read_as_by_a_model_that_sees_nothing(folder):
     found.sum().backward()
     tower_gradients = [each.grad for part in tower(seeing.model) for each in part.parameters()]
     assert all(each is not None and not each.full_tensor().any() for each in tower_gradients)
+
+
+def test_a_blank_image_counts_for_nothing_in_half_precision(folders):
+    model = AutoModelForImageTextToText.from_pretrained(folders["qwen2_5_vl"]).half()
+    base, tokens = model.base_model, torch.tensor([3, 4, 5])
+    # Each feature is finite, and their sum is not.
+    base.get_image_features = lambda **_: SimpleNamespace(pooler_output=torch.full((4, 32), 6e4, dtype=torch.half))
+    base.language_model.forward = lambda inputs_embeds, **_: SimpleNamespace(last_hidden_state=inputs_embeds)
+    found = read_with_images(model, tokens, torch.arange(3).expand(3, -1), None)
+    assert found.dtype == torch.half
+    assert torch.equal(found, model.get_input_embeddings()(tokens))
 
 
 @pytest.mark.usefixtures("process_group")

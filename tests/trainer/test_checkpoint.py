@@ -139,6 +139,7 @@ def test_what_is_made_of_pictures_must_stay(folder, monkeypatch, key, value):
     monkeypatch.setattr(progress, "read_record", lambda _: record)
     assert find_start(cfg, folder, None).step == 1
     cfg = load_config([f"trainer.default_local_dir={folder.path}", grpo, f"{key}={value}"]).config
+    assert find_start(cfg, folder, None, images=False).step == 1
     with pytest.raises(CheckpointError, match=f"{key}: {then} then, {value} now"):
         find_start(cfg, folder, None)
 

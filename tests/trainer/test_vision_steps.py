@@ -20,7 +20,7 @@ from rltrain.trainer.plan import ImageSizes
 from rltrain.trainer.preflight_models import Findings, look_at_images
 from tests.distance import distance
 from tests.local import local_trainer
-from tests.tiny import small_run
+from tests.tiny import small_run, write_arithmetic
 from tests.tiny_vision import FAMILIES, save_tiny_vision_model, write_pictures
 from tests.trainer.steps import ACTOR, GAE, Moved, numbers_of, weights
 
@@ -93,9 +93,36 @@ def test_a_step_brings_pixels_of_its_prompts_once(make):
     assert metrics["perf/image_gb"] == nbytes / 2**30
     assert nbytes < len(pickle.dumps(part.ref)) < 1.2 * nbytes
     assert samples.request(np.arange(16), ["rollout_log_probs"]).parts[0].columns == ("rollout_log_probs",)
-    answered, _ = trainer.actor.generate(replace(task, split="val", call=next(trainer.calls)))
+    answered, _ = trainer.actor.generate(replace(task, is_learnt_from=False, call=next(trainer.calls)))
     (part,) = answered.parts_with("prompt")
     assert "images" not in part.ref
+
+
+def test_greedy_answers_of_remax_bring_no_pixels(make, monkeypatch):
+    trainer, brought = make("qwen2_5_vl", algorithm__adv_estimator="remax"), []
+    generate = trainer.actor.generate
+
+    def spied(*args):
+        samples, metrics = generate(*args)
+        brought.append(bool(samples.parts_with("images")))
+        return samples, metrics
+
+    monkeypatch.setattr(trainer.actor, "generate", spied)
+    trainer.step(1)
+    assert brought == [True, False]
+
+
+def test_pictures_in_validation_alone_train_no_tower(make, tmp_path):
+    texts = write_arithmetic(tmp_path / "texts.parquet", range(24))
+    trainer = make("qwen3_vl", **GAE, data__train_files=texts)
+    before = [weights(part) for part in tower(trainer.worker.actor.policy.model)]
+    trainer.step(1)
+    trained = {id(each) for group in trainer.worker.actor._updater.optimizer.param_groups for each in group["params"]}
+    parts = tower(trainer.worker.actor.policy.model)
+    assert not trained & {id(each) for part in parts for each in part.parameters()}
+    assert all(torch.equal(weights(part), then) for part, then in zip(parts, before, strict=True))
+    assert not trainer.worker.critic._model.sees
+    assert trainer.worker.actor.policy.sees
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl"])

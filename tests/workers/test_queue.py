@@ -1,17 +1,47 @@
 import threading
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch.distributed as dist
 
+from rltrain.data.images import EncodedPrompt
+from rltrain.workers.rollout.answers import RunningJob
 from rltrain.workers.rollout.base import Job
+from rltrain.workers.rollout.pictures import PicturesOfTask
 from rltrain.workers.rollout.queue import JobQueue, Replica
-from tests.workers.engines import queue_of
+from tests.workers.engines import ALONE, queue_of
 
 PROMPT = np.array([2, 5], dtype=np.int32)
 
 
 def job(place, *samples):
     return Job(place, np.array(samples), PROMPT, np.zeros(len(samples), dtype=np.uint64))
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_pixels_end_with_their_last_job_unless_they_are_kept(keep):
+    jobs = [job(0, 0), job(0, 1), job(1, 0)]
+    store = SimpleNamespace(num_images=np.array([0, 1, 1]), encoded=lambda row: EncodedPrompt(PROMPT, f"of {row}"))
+    pictures = PicturesOfTask(store, np.array([2, 0], dtype=np.int32), keep=keep)
+    queue = JobQueue(jobs, 3, ALONE, dist.HashStore(), "call", prepare=pictures.prepare)
+    taken = queue.take(3)
+    assert [each.images for each in taken] == ["of 2", "of 2", None]
+    assert [each.images for each in queue.taken] == [None] * 3
+    found = []
+    for each in taken:
+        pictures.ended(each)
+        found.append(pictures.of(0))
+    assert found == ["of 2", *(["of 2"] * 2 if keep else [None] * 2)]
+
+
+def test_a_job_is_reported_without_its_pixels():
+    reported = []
+    running = RunningJob(replace(job(0, 0), images="pixels"), lambda job, answers: reported.append(job))
+    running.answers[0].reason = "stop"
+    running.end()
+    assert [each.images for each in reported] == [None]
 
 
 def test_a_prompt_counts_when_all_its_jobs_have_ended():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -37,7 +37,7 @@ class RunningJob:
 
     def __init__(self, job: Job, finished: Finished | None) -> None:
         self.answers = [SampledAnswer() for _ in job.samples]
-        self._job = job
+        self._job = replace(job, images=None)  # known until the call ends, and pixels are large
         self._finished = finished
         self._num_running = len(self.answers)
 

@@ -7,6 +7,7 @@ several are read at the same time; only the replica that takes a job reads its p
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -21,11 +22,15 @@ from rltrain.workers.rollout.base import Job
 
 
 class PicturesOfTask:
-    """Gives jobs their prompts with images. rows: of the task's prompts in the store. seconds: spent so far."""
+    """Gives jobs their prompts with images. rows: of the task's prompts in the store. seconds: spent so far.
 
-    def __init__(self, store: PromptStore, rows: NDArray[np.int32]) -> None:
+    keep: the pixels are wanted after the last job of a prompt has ended.
+    """
+
+    def __init__(self, store: PromptStore, rows: NDArray[np.int32], *, keep: bool) -> None:
         self.seconds = 0.0
-        self._store, self._rows = store, rows
+        self._store, self._rows, self._keep = store, rows, keep
+        self._num_running: Counter[int] = Counter()
         # By place: several jobs may answer one prompt, and the trainer then gets its pixels once.
         self._read: dict[int, PromptImages | None] = {}
 
@@ -36,6 +41,7 @@ class PicturesOfTask:
     def prepare(self, jobs: Sequence[Job]) -> list[Job]:
         """The jobs, those of prompts with images with these."""
         started = time.perf_counter()
+        self._num_running.update(job.place for job in jobs)
         seeing = {job.place for job in jobs if self._store.num_images[self._rows[job.place]]}
         new = np.array(sorted(seeing - self._read.keys()), dtype=np.int64)
         if len(new):
@@ -47,3 +53,9 @@ class PicturesOfTask:
             self._read.update((place, each.images) for place, each in zip(new.tolist(), found, strict=True))
         self.seconds += time.perf_counter() - started
         return [replace(job, images=self.of(job.place)) for job in jobs]
+
+    def ended(self, job: Job) -> None:
+        """A job that was prepared here has ended."""
+        self._num_running[job.place] -= 1
+        if not self._keep and not self._num_running[job.place]:
+            self._read.pop(job.place, None)

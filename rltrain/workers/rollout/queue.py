@@ -116,9 +116,9 @@ class JobQueue:
         if self._empty or most < self._largest or self.stopped():
             return []
         numbers, self._empty = self._replica.agree(self._draw(most) if self._replica.leads else None)
-        jobs = self._prepare([self._jobs[number] for number in numbers])
-        self.taken += jobs
-        return jobs
+        jobs = [self._jobs[number] for number in numbers]
+        self.taken += jobs  # as they are, because what preparing adds may be large
+        return self._prepare(jobs)
 
     def _draw(self, most: int) -> tuple[list[int], bool]:
         """Numbers of jobs, and whether no more follow."""

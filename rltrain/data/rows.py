@@ -13,7 +13,7 @@ import pickle
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import repeat
+from itertools import pairwise, repeat
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +134,10 @@ class Rows:
         numbers = np.concatenate([file.numbers for file in self._files])[self._index]
         source = np.searchsorted(self._starts, self._index, side="right") - 1
         return Pictures(sources, source.astype(np.int32), numbers)
+
+    def without_pictures(self) -> "Rows":
+        """These rows for who reads their texts alone: the pictures that a program has made are not pickled along."""
+        return Rows([replace(file, pictures=None) for file in self._files], self._keys, self._index, self._checks)
 
     def select(self, indices: Sequence[int] | np.ndarray) -> "Rows":
         """The rows at ``indices``, in that order, as new ``Rows``. No data is copied."""
@@ -278,19 +282,15 @@ def _chosen(files: list[_File], max_rows: int, seed: int | None) -> list[_File]:
         return files
     rows = drawn(total, max_rows, seed)
     starts = np.cumsum([0, *(len(file.numbers) for file in files)])
-    return [
-        _taken(file, _between(rows, start, end)) for file, start, end in zip(files, starts, starts[1:], strict=False)
-    ]
+    return [_taken(file, _between(rows, *ends)) for file, ends in zip(files, pairwise(starts), strict=True)]
 
 
 def _taken(file: _File, rows: np.ndarray) -> _File:
     # Batch by batch: Arrow may join all chunks of a column before it takes rows, which pictures are too large for.
     batches = file.table.to_batches()
     starts = np.cumsum([0, *(batch.num_rows for batch in batches)])
-    parts = [
-        batch.take(pa.array(_between(rows, start, end)))
-        for batch, start, end in zip(batches, starts, starts[1:], strict=False)
-    ]
+    pieces = zip(batches, pairwise(starts), strict=True)
+    parts = [batch.take(pa.array(_between(rows, *ends))) for batch, ends in pieces]
     return replace(file, table=pa.Table.from_batches(parts, file.table.schema), numbers=rows)
 
 

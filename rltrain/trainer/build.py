@@ -151,8 +151,9 @@ def _start(
     """Workers, models, scorers and trackers of a run that has steps to make."""
     cfg = loaded.config
     device = get_device(cfg.trainer.device)
-    # Rows and prompts go into the object store once. As plain arguments they would be copied per process.
-    splits = {name: share(each) for name, each in data.rows.items()}
+    # Rows and prompts go into the object store once. As plain arguments they would be copied per process. Pictures
+    # that a class has made go with the prompts, which alone are asked for them.
+    splits = {name: share(each.without_pictures()) for name, each in data.rows.items()}
     prompts = share(data.prompts)
     devices = logs.count(plan.num_devices, f"{device.kind.upper()} device")
     with logs.waiting(f"waiting for {devices} on {logs.count(cfg.trainer.nnodes, 'node')}"):

@@ -357,6 +357,10 @@ def test_a_class_of_ones_own_gives_images_in_any_form(folders, tmp_path):
         found = store.encoded(i)
         assert found.tokens.tolist() == expected.tokens.tolist()
         assert np.array_equal(found.images.pixel_values, expected.images.pixel_values)
+    # Workers get rows and prompts, and the pictures with one of them.
+    bare = rows.without_pictures()
+    assert list(bare) == list(rows)
+    assert len(pickle.dumps(bare)) < len(pickle.dumps(rows)) - 2 * len(png(60, 60))
     (tmp_path / "a.png").unlink()
     with pytest.raises(DataError, match=r"mine.py:Made of .*' row 1: image 2 of 2: it cannot be read: .*/a.png"):
         store.encoded(1)

@@ -456,7 +456,7 @@ def test_a_task_reads_each_row_group_once(folders, make, monkeypatch):
     monkeypatch.setattr(pq.ParquetFile, "read_row_group", lambda self, i, **of: groups.append(i) or read(self, i, **of))
     monkeypatch.setattr("torch.get_num_threads", lambda: 1)
     jobs = [Job(place, np.arange(1), store.prompt(row), np.zeros(1, np.uint64)) for place, row in enumerate(rows)]
-    found = PicturesOfTask(store, rows).prepare(jobs)
+    found = PicturesOfTask(store, rows, keep=True).prepare(jobs)
     assert groups == [0, 1, 2, 3]
     for job, images in zip(found, expected, strict=True):
         assert np.array_equal(job.images.pixel_values, images.pixel_values)

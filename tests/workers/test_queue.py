@@ -24,6 +24,7 @@ def job(place, *samples):
 def test_pixels_end_with_their_last_job_unless_they_are_kept(keep):
     jobs = [job(0, 0), job(0, 1), job(1, 0)]
     store = SimpleNamespace(num_images=np.array([0, 1, 1]), encoded=lambda row: EncodedPrompt(PROMPT, f"of {row}"))
+    store.pictures = SimpleNamespace(as_they_stand=lambda rows: np.arange(len(rows)))
     pictures = PicturesOfTask(store, np.array([2, 0], dtype=np.int32), keep=keep)
     queue = JobQueue(jobs, 3, ALONE, dist.HashStore(), "call", prepare=pictures.prepare)
     taken = queue.take(3)

@@ -278,6 +278,12 @@ def _refuse_bomb(opened: Any) -> None:
         )
 
 
+def file_bytes(image: Any) -> bytes:
+    """The file of an image, whatever it holds. Raises DataError where there is none."""
+    with _reading():
+        return _file_bytes(image)
+
+
 def _file_bytes(image: Any) -> bytes:
     entry: Mapping[str, Any] = (
         image if isinstance(image, Mapping) else {"bytes": image} if isinstance(image, bytes) else {"path": image}

@@ -26,7 +26,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rltrain.data.images import measured
+from rltrain.data.images import file_bytes, measured
 from rltrain.errors import DataError
 
 log = logging.getLogger(__name__)
@@ -116,19 +116,31 @@ class PictureTable:
 
 @dataclass(frozen=True)
 class Pictures:
-    """The pictures of rows. source [rows]: which of the ``sources``; number [rows]: of the row in it."""
+    """The pictures of rows. source [rows]: which of the ``sources``; number [rows]: of the row in it; seal [rows]: of
+    what the look before the run has seen."""
 
     sources: tuple[PictureFile | PictureTable, ...]
     source: np.ndarray
     number: np.ndarray
+    seal: np.ndarray
 
-    def of(self, row: int) -> list[Any]:
-        """The pictures of a row, as `open_image` takes them; a path is relative to the folder of the row's file."""
+    def of(self, row: int) -> list[bytes]:
+        """The files of the pictures of a row. Raises DataError where they are not those of before the run."""
         source = self.sources[self.source[row]]
         try:
-            return entries(source.value(int(self.number[row])), source.path)
+            found = entries(source.value(int(self.number[row])), source.path)
         except (OSError, IndexError, pa.ArrowException) as error:
             raise DataError(f"its pictures cannot be read any more: {error}") from error
+        files = []
+        for number, entry in enumerate(found, 1):
+            try:
+                files.append(file_bytes(entry))
+            except DataError as error:
+                raise DataError(f"image {number} of {len(found)}: {error}") from error
+        # Other pictures of as many tokens would go unnoticed.
+        if seal([_digest(file) for file in files]) != self.seal[row]:
+            raise DataError("its pictures have changed since the run was started.")
+        return files
 
     def as_they_stand(self, rows: np.ndarray) -> np.ndarray:
         """Places of ``rows`` in the order in which their pictures are read fastest, [rows]."""
@@ -171,9 +183,9 @@ def _beside(path: str, image: Any) -> Any:
 
 @dataclass(frozen=True)
 class Look:
-    """content: the field, with digests for bytes. sizes: width and height of each picture. problem: of one, or None."""
+    """content: a digest per file, or None. sizes: width and height of each picture. problem: of one, or None."""
 
-    content: Any
+    content: list[str] | None = None
     sizes: tuple[tuple[int, int], ...] = ()
     problem: str | None = None
 
@@ -188,25 +200,25 @@ def look_through(source: PictureFile | PictureTable, numbers: np.ndarray, column
 
 
 def _look(value: Any, path: str, column: str) -> Look:
-    content, sizes = _without_bytes(value), []
+    content: list[str] = []
+    sizes: list[tuple[int, int]] = []
     for number, entry in enumerate(entries(value, path)):
         try:
-            sizes.append(measured(entry))
+            file = file_bytes(entry)
+            sizes.append(measured({**entry, "bytes": file}))
         except DataError as error:
             return Look(content, problem=f"field '{column}[{number}]': {error}")
-    return Look(content, tuple(sizes))
+        content.append(_digest(file))
+    return Look(None if value is None else content, tuple(sizes))
 
 
-def _without_bytes(value: Any) -> Any:
-    if isinstance(value, bytes):
-        return hashlib.sha256(value).hexdigest()
-    if isinstance(value, Mapping):
-        return {key: _without_bytes(item) for key, item in value.items()}
-    return (
-        [_without_bytes(item) for item in value]
-        if isinstance(value, Sequence) and not isinstance(value, str)
-        else value
-    )
+def _digest(file: bytes) -> str:
+    return hashlib.sha256(file).hexdigest()
+
+
+def seal(content: Sequence[str] | None) -> int:
+    """64 bits for the pictures of a row, by their digests."""
+    return int.from_bytes(hashlib.blake2b("".join(content or ()).encode(), digest_size=8).digest(), "big")
 
 
 # -- row groups --------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 
 from rltrain.config.schema import DataConfig
 from rltrain.data.checks import VIDEOS, Keys, check_schema, row_problem
-from rltrain.data.pictures import Look, PictureFile, Pictures, PictureTable, entries, look_through
+from rltrain.data.pictures import Look, PictureFile, Pictures, PictureTable, entries, look_through, seal
 from rltrain.errors import DataError
 from rltrain.seeds import stream
 
@@ -70,11 +70,12 @@ class _Pickled(_File):
 
 @dataclass(frozen=True)
 class _Checks:
-    """What was found out of each row. digests [rows, 16]: of the content. image_ends [rows], sizes [images, 2]."""
+    """What was found of each row. digests [rows, 16]: of the content; image_ends, seals [rows], sizes [images, 2]."""
 
     digests: np.ndarray
     image_ends: np.ndarray
     sizes: np.ndarray
+    seals: np.ndarray
 
 
 class Rows:
@@ -133,7 +134,7 @@ class Rows:
         sources = tuple((file.pictures or PictureFile(file.path, self._keys.image)).absolute for file in self._files)
         numbers = np.concatenate([file.numbers for file in self._files])[self._index]
         source = np.searchsorted(self._starts, self._index, side="right") - 1
-        return Pictures(sources, source.astype(np.int32), numbers)
+        return Pictures(sources, source.astype(np.int32), numbers, self._checks.seals[self._index])
 
     def without_pictures(self) -> "Rows":
         """These rows for who reads their texts alone: the pictures that a program has made are not pickled along."""
@@ -250,16 +251,17 @@ def scan_rows(
 def _checked(files: Sequence[_File], keys: Keys) -> tuple[Rows, list[str]]:
     kept, problems, start = [], [], 0
     digests = bytearray()
-    sizes: list[tuple[tuple[int, int], ...]] = []
+    looks: list[Look] = []
     for file in files:
-        bad = _check_table(file, keys, digests, sizes)
+        bad = _check_table(file, keys, digests, looks)
         problems += list(bad.values())
         kept += [start + row for row in range(file.table.num_rows) if row not in bad]
         start += file.table.num_rows
     checks = _Checks(
         np.frombuffer(digests, dtype=np.uint8).reshape(-1, _DIGEST_BYTES),
-        np.cumsum([len(each) for each in sizes], dtype=np.int64),
-        np.array([size for each in sizes for size in each], dtype=np.int32).reshape(-1, 2),
+        np.cumsum([len(look.sizes) for look in looks], dtype=np.int64),
+        np.array([size for look in looks for size in look.sizes], dtype=np.int32).reshape(-1, 2),
+        np.array([seal(look.content) for look in looks], dtype=np.uint64),
     )
     return Rows(files, keys, np.asarray(kept, dtype=np.int64), checks), problems
 
@@ -334,25 +336,23 @@ def _damaged(path: str, error: Exception) -> DataError:
 def _looks(file: _File, keys: Keys) -> Iterator[Look]:
     """A look at the pictures of every row of a file."""
     try:
-        yield from look_through(file.pictures, file.numbers, keys.image) if file.pictures else repeat(Look(None))
+        yield from look_through(file.pictures, file.numbers, keys.image) if file.pictures else repeat(Look())
     except (OSError, pa.ArrowException) as error:
         raise _damaged(file.path, error) from error
 
 
-def _check_table(
-    file: _File, keys: Keys, digests: bytearray, sizes: list[tuple[tuple[int, int], ...]]
-) -> dict[int, str]:
-    """The problem per bad row, by row number. A digest per row and the sizes of its images are put to the others."""
+def _check_table(file: _File, keys: Keys, digests: bytearray, looks: list[Look]) -> dict[int, str]:
+    """The problem per bad row, by row number. A digest per row and the look at its images are put to the others."""
     bad: dict[int, str] = {}
-    looks = _looks(file, keys)
+    coming = _looks(file, keys)
     for start in range(0, file.table.num_rows, _READ_CHUNK_ROWS):
         try:
             records = file.records(file.table.column_names, start, _READ_CHUNK_ROWS)
         except UnicodeDecodeError as error:
             raise DataError(f"{file.path!r} rows {start} and after hold text that is not UTF-8 ({error}).") from error
         for row, record in enumerate(records, start):
-            look = next(looks)
-            sizes.append(look.sizes)
+            look = next(coming)
+            looks.append(look)
             # As JSON with sorted keys: the order of a struct's fields is the writing program's affair.
             whole = _plain(record | {keys.image: look.content})
             content = json.dumps(whole, sort_keys=True, default=_digest_of_bytes)

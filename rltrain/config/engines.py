@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,11 @@ class Engine:
     arguments: str = ""
     refused_arguments: Mapping[str, str] = field(default_factory=dict)
     outdated_arguments: tuple[str, ...] = ()
+
+    def handed_on(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of a user's arguments that the engine gets. One that is refused can only be off, and switching it off
+        must not undo what the adapter sets."""
+        return {name: given[name] for name in given if name not in {*self.outdated_arguments, *self.refused_arguments}}
 
 
 FULL_PRECISION = "the engine is given the trainer's weights every step, and a quantised one does not take them"

@@ -9,6 +9,7 @@ import pytest
 from rltrain.config.budgets import PassBudget, budgets
 from rltrain.config.check import check, missing_files
 from rltrain.config.effects import without_effect
+from rltrain.config.engines import ENGINES
 from rltrain.config.keys import all_keys, free_form_parent, get, is_known
 from rltrain.config.load import load_config, masked_command, to_yaml
 from rltrain.config.verl_keys import ALIASES, NO_EFFECT
@@ -391,6 +392,8 @@ def test_what_an_engine_would_not_share_with_the_trainer():
     }.items():
         assert way_out in problems(vllm[0], f"+{A}rollout.engine_kwargs.vllm.{given}")
     load_config([vllm[0], f"+{A}rollout.engine_kwargs.vllm.language_model_only=False"])
+    # What is off is said to no engine: null would undo what the adapter sets.
+    assert ENGINES["vllm"].handed_on({"limit_mm_per_prompt": None, "swap_space": 4, "seed": 3}) == {"seed": 3}
     with pytest.raises(ConfigError, match=r"rollout.quantization=fp8: the engine is given"):
         load_config([f"{A}rollout.quantization=fp8"])
     sizes = (f"{A}rollout.name=vllm", f"{A}rollout.cudagraph_capture_sizes=[1,2,4]")

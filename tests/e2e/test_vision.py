@@ -56,7 +56,8 @@ def test_a_model_with_a_vision_tower_learns(name, arithmetic_files, tmp_path):
     assert moved
     assert any("visual" in key for key in moved) == (sees and not changes.items() >= LORA.items())
     folder = tmp_path / "straight" / "global_step_2" / "huggingface"
-    AutoModelForImageTextToText.from_pretrained(folder)
+    _, told = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
+    assert not any(told.values())  # keys that are missing, left over or of another shape
     AutoProcessor.from_pretrained(folder)
     if name in RESUMED:
         (tmp_path / "resumed").mkdir()

@@ -173,8 +173,11 @@ def test_an_image_is_encoded_once_for_all_answers(ready):
     run(engine, asked, Sampling(2, ignore_eos=True), 4)
     handle.remove()
     expected = sum(len(each.images.pixel_values) for each in asked if each.images is not None)
-    # A prompt in parts is encoded again for every part in which the image has tokens.
-    assert sum(rows) == expected or "parts" in os.environ["PYTEST_CURRENT_TEST"]
+    if "parts" in os.environ["PYTEST_CURRENT_TEST"]:
+        # Encoded again for every part in which the image has tokens, and still not for each of the four answers.
+        assert expected < sum(rows) < 4 * expected
+    else:
+        assert sum(rows) == expected
 
 
 def test_a_prompt_with_images_is_scored_as_by_the_trainer(ready):

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rltrain.config.engines import ENGINES
 from rltrain.data.images import EncodedPrompt
 from rltrain.env import chosen_devices, prepare_sglang, showing
 from rltrain.errors import ConfigError, SyncError
@@ -108,7 +109,7 @@ class SGLangRollout:
         current = multiprocessing.current_process()
         current.authkey = settings.replica.agree(bytes(current.authkey))
         devices = settings.replica.gather(_own_device(settings))  # and all have made room
-        arguments |= rollout.engine_kwargs.get("sglang") or {}
+        arguments |= ENGINES["sglang"].handed_on(rollout.engine_kwargs.get("sglang") or {})
         self._engine: Any = _start(arguments, device.kind, devices) if settings.replica.leads else None
         self.sleep()
 

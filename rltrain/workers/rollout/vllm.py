@@ -92,9 +92,7 @@ class VLLMRollout:
             "trust_remote_code": settings.model.trust_remote_code,
         }
         with _own_shared_memory(replica):
-            given = rollout.engine_kwargs.get("vllm") or {}
-            outdated = ENGINES["vllm"].outdated_arguments
-            arguments |= {name: given[name] for name in given if name not in outdated}
+            arguments |= ENGINES["vllm"].handed_on(rollout.engine_kwargs.get("vllm") or {})
             self._llm = _make_llm(arguments, settings if sees else None)
         # The call returns the worker object of this process itself.
         self._worker = self._llm.collective_rpc(lambda worker: worker)[0]

@@ -107,6 +107,14 @@ def save_tiny_vision_model(
     return folder
 
 
+def save_tiny_families(factory) -> dict[str, str]:
+    """A model folder for each family, one of them with tied embeddings. factory: pytest's tmp_path_factory."""
+    return {
+        family: str(save_tiny_vision_model(factory.mktemp(family), family, tied=family == "qwen3_vl"))
+        for family in FAMILIES
+    }
+
+
 def _processor(family: str, patch: int, tokenizer):
     from transformers import (
         GotOcr2ImageProcessor,

@@ -32,7 +32,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from rltrain.data.chat import ChatEncoder
-from tests.tiny_vision import FAMILIES, IMAGE, picture, save_tiny_vision_model
+from tests.tiny_vision import FAMILIES, IMAGE, picture, save_tiny_families
 
 SMALL, WIDE, TALL = picture(60, 60), picture(160, 60, seed=1), picture(60, 120, seed=2)
 # Texts with slots, and images: several, none, one at the very end, one that is alone.
@@ -47,9 +47,7 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    return {
-        family: str(save_tiny_vision_model(tmp_path_factory.mktemp(family), family, tied=True)) for family in FAMILIES
-    }
+    return save_tiny_families(tmp_path_factory)
 
 
 @pytest.fixture(params=FAMILIES)

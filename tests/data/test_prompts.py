@@ -26,7 +26,7 @@ from rltrain.data.images import SLOT
 from rltrain.data.prompts import check_limit_images, encode_prompts
 from rltrain.workers.rollout.base import Job
 from rltrain.workers.rollout.pictures import PicturesOfTask
-from tests.tiny_vision import FAMILIES, IMAGE, picture, save_tiny_vision_model
+from tests.tiny_vision import FAMILIES, IMAGE, picture, save_tiny_families
 
 
 def as_file(image: Image.Image, kind: str = "PNG", **options) -> bytes:
@@ -50,9 +50,7 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    return {
-        family: str(save_tiny_vision_model(tmp_path_factory.mktemp(family), family, tied=True)) for family in FAMILIES
-    }
+    return save_tiny_families(tmp_path_factory)
 
 
 @pytest.fixture(params=FAMILIES)

@@ -29,7 +29,7 @@ from rltrain.models.vision import tower
 from rltrain.ragged import Ragged
 from tests.distance import distance
 from tests.models.test_vision_packed import CPU, LORA, TEMPERATURE, loss_of, make, make_batch
-from tests.tiny_vision import FAMILIES, TOKENS, picture, save_tiny_vision_model
+from tests.tiny_vision import FAMILIES, TOKENS, picture, save_tiny_families
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -43,10 +43,7 @@ PICTURES = [picture(60, 30), picture(84, 56, seed=1)]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    return {
-        family: str(save_tiny_vision_model(tmp_path_factory.mktemp(family), family, tied=family == "qwen3_vl"))
-        for family in FAMILIES
-    }
+    return save_tiny_families(tmp_path_factory)
 
 
 @pytest.fixture(params=FAMILIES)

@@ -26,7 +26,7 @@ from rltrain.models.weights import whole_weights
 from rltrain.workers.rollout.base import Sampling
 from tests.batches import batch_of_rows, rows_of
 from tests.distance import distance
-from tests.tiny_vision import FAMILIES, TOKENS, save_tiny_vision_model
+from tests.tiny_vision import FAMILIES, TOKENS, save_tiny_families
 from tests.workers.engines import engine_of, generate
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -39,10 +39,7 @@ GROUPS = [(5, [7, 3]), (4, [0]), (9, [6])]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    return {
-        family: str(save_tiny_vision_model(tmp_path_factory.mktemp(family), family, tied=family == "qwen3_vl"))
-        for family in FAMILIES
-    }
+    return save_tiny_families(tmp_path_factory)
 
 
 @pytest.fixture(params=FAMILIES)

@@ -15,22 +15,9 @@ from typing import Any
 
 import torch
 
+from rltrain.chips import Chip, find_chip
 from rltrain.env import chosen_threads, cpu_quota
 from rltrain.errors import ConfigError
-
-# Dense bf16 peak in FLOP/s, from the vendors' data sheets.
-_PEAK_FLOPS = {
-    "H100": 989e12,
-    "H200": 989e12,
-    "H800": 989e12,
-    "B200": 2250e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "H20": 148e12,
-    "L40": 181e12,
-    "Ascend910": 354e12,
-    "910B": 354e12,
-}
 
 # How long a rank waits for others. The driver has deadlines of its own, which come first and say more.
 COLLECTIVE_TIMEOUT = timedelta(days=7)
@@ -115,13 +102,14 @@ class Device:
             memory["perf/max_memory_reserved_gb"] = self._module().max_memory_reserved() / 2**30
         return memory
 
-    def peak_flops(self) -> float | None:
-        """Dense bf16 FLOP/s of this device, or None when unknown (always on CPU)."""
-        if self.is_cpu:
-            return None
-        name = self._module().get_device_name(0)
-        # Reversed, so that a longer name comes before its own beginning: "H20" is also a part of "H200".
-        return next((flops for key, flops in sorted(_PEAK_FLOPS.items(), reverse=True) if key in name), None)
+    @property
+    def name(self) -> str:
+        """What torch calls this device: "NVIDIA H200", "Ascend910B3", "CPU"."""
+        return "CPU" if self.is_cpu else str(self._module().get_device_name(0))
+
+    def chip(self) -> Chip | None:
+        """What this device reaches at most, or None when unknown (always on CPU)."""
+        return find_chip(self.name)
 
 
 DEVICES = {

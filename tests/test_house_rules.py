@@ -28,7 +28,7 @@ LAYERS = [
     {"ragged", "device", "report", "view", "collect", "env_report", "help", "seeds", "columns"},
     {"config", "stop"},
     {"logs", "plugin"},
-    {"env", "errors"},
+    {"env", "errors", "chips"},
 ]
 # Where a heavy package may be imported.
 HOMES = {

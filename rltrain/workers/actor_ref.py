@@ -96,7 +96,9 @@ class ActorRefWorker(Actor):
 
     def sizes(self) -> dict[str, Any]:
         """Sizes of the policy, for the log and for counting FLOPs."""
-        return model_numbers(self._policy) | {"peak_flops": self._device.peak_flops()}
+        chip = self._device.chip()
+        peaks = {"peak_flops": chip.peak_flops, "peak_bandwidth": chip.peak_bandwidth} if chip else {}
+        return model_numbers(self._policy) | peaks
 
     # -- scoring -------------------------------------------------------------------------------------------------------
 

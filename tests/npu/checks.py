@@ -1,0 +1,118 @@
+"""What the tests of the stand-in run in a process that has it. Each function is one such process."""
+
+import pytest
+import torch
+import torch_npu
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from rltrain.device import detect, get_device
+
+_SMALL = {
+    "vocab_size": 32, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 16, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def _trained(device: str) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(Qwen3Config(**_SMALL), attn_implementation="eager").to(device)
+    # Moving to a device that torch does not build in makes a new parameter of each name.
+    model.tie_weights()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    tokens = torch.arange(24).reshape(2, 12).to(device)
+    for _ in range(3):
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [loss.detach().cpu(), *(weight.detach().cpu() for weight in model.parameters())]
+
+
+def trains() -> None:
+    """A model trained on the device has the weights of one trained on the CPU, bit for bit."""
+    assert detect() == "npu"
+    assert get_device("auto").count == 2
+    for own, expected in zip(_trained("npu"), _trained("cpu"), strict=True):
+        assert torch.equal(own, expected)
+
+
+def is_strict() -> None:
+    """What is an error on hardware is one here."""
+    there, here = torch.ones(3, device="npu"), torch.ones(3)
+    for wrong in (
+        lambda: there + here,
+        lambda: there[torch.tensor([1])],
+        lambda: torch.cat([there, here]),
+        lambda: torch.nn.functional.embedding(torch.tensor([1]), there[:, None]),
+        lambda: torch.where(here > 0, there, there),
+        lambda: there @ torch.ones(3, device="npu:1"),
+    ):
+        with pytest.raises((RuntimeError, IndexError), match="same device"):
+            wrong()
+    assert (there + torch.tensor(2.0)).device.type == "npu", "a number on the host may enter a kernel"
+    with pytest.raises(RuntimeError, match="invalid device ordinal"):
+        torch.ones(3, device="npu:2")
+    assert torch.empty(1000, device="npu").isnan().all(), "memory that nobody has written is no zeros"
+
+
+def counts_memory() -> None:
+    """Live bytes, peak, cache and cap are counted per device and owner; 1 MiB is the cap here."""
+    standin = torch_npu.npu.standin
+    standin.exchange_owner(3)
+    weights = torch.zeros(1 << 16, device="npu")
+    standin.exchange_owner(0)
+    passing = torch.zeros(1 << 17, device="npu")
+    assert torch.npu.memory_allocated() == 3 << 18
+    assert torch.npu.memory_allocated(1) == 0
+    del passing
+    assert torch.npu.memory_allocated() == standin.by_owner(0)[3] == 1 << 18
+    assert standin.by_owner_at_peak(0)[:4] == [1 << 19, 0, 0, 1 << 18]
+    assert torch.npu.mem_get_info() == (1 << 18, 1 << 20), "the cache still holds what was freed"
+    torch.npu.empty_cache()
+    assert torch.npu.mem_get_info() == (3 << 18, 1 << 20)
+    assert torch.npu.max_memory_allocated() == 3 << 18
+    torch.npu.reset_peak_memory_stats()
+    assert torch.npu.max_memory_allocated() == 1 << 18
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate 1048576 bytes"):
+        torch.zeros(1 << 18, device="npu")
+    weights.resize_(0)
+    weights.untyped_storage().resize_(0)
+    assert torch.npu.memory_allocated() == 0
+
+
+def has_streams_and_randomness() -> None:
+    """Pinned copies arrive when the host waits; events have times; generators are the device's own."""
+    reasons: list[str] = []
+    torch_npu.npu.standin.listen(reasons.append)
+    pinned = torch.zeros(3).pin_memory()
+    assert pinned.is_pinned()
+    assert pinned[1:].is_pinned()
+    assert not torch.zeros(3).is_pinned()
+    pinned.copy_(torch.ones(3, device="npu"), non_blocking=True)
+    assert pinned.isnan().all()
+    assert reasons == []
+    done = torch.npu.Event(enable_timing=True)
+    done.record()
+    done.synchronize()
+    assert pinned.tolist() == [1, 1, 1]
+    assert done.query()
+    again = torch.npu.Event(enable_timing=True)
+    again.record()
+    assert done.elapsed_time(again) >= 0
+    torch.ones(2, device="npu").sum().item()
+    torch.ones(2).to("npu")
+    pinned.to("npu", non_blocking=True)
+    assert reasons == ["synchronize event", "item", "copy of pageable memory"]
+    torch_npu.npu.standin.listen(None)
+    own = torch.npu.Stream()
+    with torch.npu.stream(own):
+        assert torch.npu.current_stream() == own
+    assert torch.npu.current_stream() == torch.npu.default_stream()
+    torch.manual_seed(4)
+    drawn = torch.rand(3, device="npu")
+    torch.rand(2)
+    torch.npu.manual_seed(4)
+    assert torch.equal(drawn, torch.rand(3, device="npu"))
+    one, other = (torch.Generator(device).manual_seed(3) for device in ("npu", "cpu"))
+    assert torch.equal(torch.randn(3, device="npu", generator=one).cpu(), torch.randn(3, generator=other))

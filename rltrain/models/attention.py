@@ -5,26 +5,27 @@ registers an attention implementation with transformers that computes segment by
 through its attention interface is then trained without padding. The plan of segments travels as a keyword argument of
 the forward call: it holds host integers, so it costs no device sync, and gradient checkpointing replays it.
 
-The device's row in `rltrain.device` names the kernel: scaled dot products per block, variable-length flash attention
-on CUDA, npu_fusion_attention on Ascend. The last two are written against the real signatures and have not been run.
+The device's row in `rltrain.device` names the kernel: scaled dot products per block here, those of accelerators in
+`models.varlen`. No fused product knows soft-capped scores, and not all know sinks: where the kernel does not, plain
+products take its place, computed again in the backward pass so that memory does not grow with the square either.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator
-from functools import cache, lru_cache
+from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
+from transformers import AttentionInterface, PretrainedConfig
 
-from rltrain.device import device_of, npu_fusion_attention
 from rltrain.errors import ConfigError
 from rltrain.models.packing import AttentionPlan
+from rltrain.models.scores import Kind, masked, tempered
 from rltrain.models.ulysses import share_of_heads, share_of_tokens
+from rltrain.models.varlen import kernel_for
 
 NAME = "rltrain_packed"
 # transformers hands unknown keywords of a forward call on to the attention function, whose parameter has this name.
@@ -34,31 +35,24 @@ _BLOCK = 256
 # On a CPU, half precision prepares a kernel per length and is slow for short products: a backward pass over varying
 # lengths takes two to three times as long. So segments that see at most this many keys are computed in fp32.
 _FEW_KEYS = 1024
-# npu_fusion_attention takes at most this many segments per call.
-_NPU_SEGMENTS = 1024
+_PLAIN = Kind()
 
 
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    plan: AttentionPlan,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-) -> Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, kind: Kind = _PLAIN) -> Tensor:
     """Attention by ``plan``, through the kernel of the device.
 
     query [1, heads, tokens, d]; key, value [1, kv heads, tokens, d]; ``plan`` covers the tokens. Returns
-    [1, tokens, heads, d]. ``sliding_window``: a token sees that many keys, itself among them. Causality is
-    bottom-right: the last query sees every key.
+    [1, tokens, heads, d]. Causality is bottom-right: the last query sees every key.
     """
-    kernel = _kernel(query)
+    if kind.chunk is not None:
+        plan = plan.chunked(kind.chunk)
     # A window that hides nothing is dropped, so that kernels take the plain causal way.
-    window = None if sliding_window is None or sliding_window >= max(plan.key_lengths) else sliding_window
-    if kernel is not None:
-        return kernel(query, key, value, plan, scaling, window)
+    if kind.window is not None and kind.window >= max(plan.key_lengths):
+        kind = kind._replace(window=None)
+    if (kernel := kernel_for(query, kind)) is not None:
+        return kernel(query, key, value, plan, kind)
     parts = (query.split(plan.query_lengths, dim=2), _keys(key, plan), _keys(value, plan))
-    outputs = [_segment(*part, scaling, window) for part in zip(*parts, strict=True)]
+    outputs = [_segment(*part, kind) for part in zip(*parts, strict=True)]
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
 
 
@@ -72,6 +66,7 @@ def packed_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     rltrain_plan: AttentionPlan | None = None,
     rltrain_group: ProcessGroup | None = None,
     **unused: Any,
@@ -86,24 +81,27 @@ def packed_attention(
             f"{type(module).__name__} does not hand keyword arguments on to its attention, so packed sequences "
             "cannot be trained"
         )
-    if softcap is not None or unused.get("s_aux") is not None:
-        raise NotImplementedError("attention with soft-capping or sinks is not supported on packed sequences")
     if dropout or attention_mask is not None:
         raise NotImplementedError(
             f"{type(module).__name__} asks for {'dropout' if dropout else 'a mask of its own'}, which packed "
             "sequences do not get"
         )
-    if rltrain_group is None:
-        return attend(query, key, value, rltrain_plan, scaling, sliding_window), None
-    query, key, value = share_of_heads(rltrain_group, query, key, value)
-    output = attend(query, key, value, rltrain_plan, scaling, sliding_window)
-    return share_of_tokens(rltrain_group, output), None
+    kind = Kind.of(module, scaling, sliding_window, softcap, s_aux)
+    if rltrain_group is not None:
+        query, key, value = share_of_heads(rltrain_group, query, key, value)
+        if s_aux is not None:
+            kind = kind._replace(sinks=s_aux.chunk(rltrain_group.size())[rltrain_group.rank()])
+    query = tempered(module, query, rltrain_plan.places)
+    output = attend(query, key, value, rltrain_plan, kind)
+    return output if rltrain_group is None else share_of_tokens(rltrain_group, output), None
 
 
 def register() -> None:
-    """Make ``attn_implementation="rltrain_packed"`` known; no mask is ever built for it."""
+    """Make ``attn_implementation="rltrain_packed"`` known.
+
+    No mask is registered for it: transformers then returns at once, and does not look at positions to build none.
+    """
     AttentionInterface.register(NAME, packed_attention)
-    AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
 
 
 def check_layers(config: PretrainedConfig, longest: int | None = None) -> None:
@@ -122,11 +120,11 @@ def check_layers(config: PretrainedConfig, longest: int | None = None) -> None:
             f"(rope_type={rope['rope_type']}), so samples of one forward would change each other. Keep "
             f"data.max_prompt_length + data.max_response_length (now {longest}) within {limit}."
         )
-    kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention", "chunked_attention"}
     if kinds:
         raise ConfigError(
             f"{type(config).__name__} has layers of kind {', '.join(sorted(kinds))}, which rltrain cannot train on "
-            "packed sequences. Use a model with full or sliding-window attention."
+            "packed sequences. Use a model with full, sliding-window or chunked attention."
         )
 
 
@@ -147,20 +145,21 @@ def _keys(tensor: Tensor, plan: AttentionPlan) -> list[Tensor]:
     ]
 
 
-def _segment(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
+def _segment(query: Tensor, key: Tensor, value: Tensor, kind: Kind) -> Tensor:
     """query [1, heads, n, d] of the last n places of key, value [1, kv heads, m, d]."""
-    groups, own = query.shape[1] // key.shape[1], query.shape[2]
+    groups, own, window = query.shape[1] // key.shape[1], query.shape[2], kind.window
     if query.is_cpu and query.dtype.itemsize < 4 and key.shape[2] <= _FEW_KEYS:
-        return _segment(query.float(), key.float(), value.float(), scaling, window).to(query.dtype)
+        return _segment(query.float(), key.float(), value.float(), kind).to(query.dtype)
     product = nn.functional.scaled_dot_product_attention
+    fused = kind.softcap is None and kind.sinks is None
     # is_causal counts from the top left corner, which is the bottom right one only where there are as many queries as
     # keys.
-    if own == key.shape[2] and (window is None or own <= window):
+    if fused and own == key.shape[2] and (window is None or own <= window):
         if groups > 1 and not query.is_cpu:
             # Where the flash kernel does not fit, enable_gqa leaves only a kernel that builds the whole product at
             # once.
             key, value, groups = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), 1
-        return product(query, key, value, is_causal=True, scale=scaling, enable_gqa=groups > 1)
+        return product(query, key, value, is_causal=True, scale=kind.scaling, enable_gqa=groups > 1)
     # Heads that share keys become neighbouring queries, so that a key is read and its gradient written once for them
     # all.
     query = query.unflatten(1, (-1, groups)).transpose(2, 3)
@@ -168,9 +167,7 @@ def _segment(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, w
     for queries, keys in _blocks(own, key.shape[2], groups, window):
         before = key.shape[2] - own + queries.start - keys.start
         mask = _band(queries.stop - queries.start, before, groups, window, query)
-        part = product(
-            query[:, :, queries].flatten(2, 3), key[:, :, keys], value[:, :, keys], attn_mask=mask, scale=scaling
-        )
+        part = masked(query[:, :, queries].flatten(2, 3), key[:, :, keys], value[:, :, keys], mask, kind)
         parts.append(part.unflatten(2, (-1, groups)))
     return torch.cat(parts, 2).transpose(2, 3).flatten(1, 2)
 
@@ -210,89 +207,3 @@ def _template(
     distance = i - torch.arange(-before, block, dtype=torch.int32, device=device)
     hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
     return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
-
-
-# -- variable-length kernels of accelerators (not run) -----------------------------------------------------------------
-
-Kernel = Callable[[Tensor, Tensor, Tensor, AttentionPlan, float | None, int | None], Tensor]
-
-
-def _kernel(query: Tensor) -> Kernel | None:
-    """The device's own kernel for such queries, or None. Flash kernels compute in half precision alone."""
-    kernel = device_of(query).attention
-    if kernel == "npu":
-        return _npu
-    half = query.dtype in (torch.float16, torch.bfloat16)
-    return _cuda if kernel == "flash" and half and query.shape[-1] <= 256 and _flash() else None
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    """[1, heads, tokens, d] -> [tokens, heads, d]."""
-    return tensor[0].transpose(0, 1)
-
-
-def _cuda(
-    query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scaling: float | None, window: int | None
-) -> Tensor:
-    query_starts, key_starts, where = plan.on_device(query.device)
-    rows = [_rows(tensor)[where] if plan.has_prefixes else _rows(tensor).contiguous() for tensor in (key, value)]
-    flash, width = _flash(), value.shape[-1]
-    assert flash is not None
-    # The kernel knows one head size; multi-head latent attention has narrower values.
-    rows[1] = nn.functional.pad(rows[1], (0, query.shape[-1] - width))
-    return flash(
-        _rows(query).contiguous(), *rows, query_starts, key_starts, max(plan.query_lengths), max(plan.key_lengths),
-        # The kernel counts the keys to the left of a token; our window counts the token itself too.
-        scale=scaling, left=-1 if window is None else window - 1, grouped=query.shape[1] != key.shape[1],
-    )[None, ..., :width]  # fmt: skip
-
-
-@cache
-def _flash() -> Callable[..., Any] | None:
-    """torch's own variable-length attention (torch >= 2.11), else that of the flash-attn package, else None."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-
-        if {"window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys():
-            return lambda *tensors, scale, left, grouped: varlen_attn(
-                *tensors, scale=scale, window_size=(left, 0), enable_gqa=grouped
-            )
-    except ImportError:
-        pass
-    try:
-        from flash_attn import flash_attn_varlen_func
-    except ImportError:
-        return None
-    return lambda *tensors, scale, left, grouped: flash_attn_varlen_func(
-        *tensors, softmax_scale=scale, causal=True, window_size=(left, 0)
-    )
-
-
-def _npu(
-    query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scaling: float | None, window: int | None
-) -> Tensor:
-    """Layout TND with host lengths; sparse_mode 3 is causal and 4 a band, both counted from the bottom right."""
-    rows = [_rows(tensor) for tensor in (key, value)]
-    if plan.has_prefixes:
-        where = plan.on_device(query.device)[2]
-        rows = [each[where] for each in rows]
-    band = {"sparse_mode": 3} if window is None else {"sparse_mode": 4, "pre_tockens": window - 1, "next_tockens": 0}
-    outputs = []
-    for first in range(0, len(plan.segments), _NPU_SEGMENTS):
-        q_ends, kv_ends = (ends[first : first + _NPU_SEGMENTS] for ends in (plan.query_ends, plan.key_ends))
-        # The kernel takes cumulative lengths, which start anew with each call.
-        q_start, kv_start = (ends[first - 1] if first else 0 for ends in (plan.query_ends, plan.key_ends))
-        some = (each[kv_start : kv_ends[-1]].contiguous() for each in rows)
-        outputs.append(npu_fusion_attention()(
-            _rows(query)[q_start : q_ends[-1]].contiguous(), *some, query.shape[1], "TND",
-            atten_mask=_upper_triangle(query.device), scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-            actual_seq_qlen=tuple(end - q_start for end in q_ends),
-            actual_seq_kvlen=tuple(end - kv_start for end in kv_ends), **band,
-        )[0])  # fmt: skip
-    return torch.cat(outputs)[None]
-
-
-@cache
-def _upper_triangle(device: torch.device) -> Tensor:
-    """The fixed mask from which npu_fusion_attention takes its blocks."""
-    return torch.ones(2048, 2048, dtype=torch.bool, device=device).triu(1)

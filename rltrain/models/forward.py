@@ -39,7 +39,7 @@ class PackedModel(nn.Module):
         arguments = {"use_cache": False, PLAN: inputs.plan, GROUP: self.group}
         if self.sees:
             return read_with_images(self.model, inputs.tokens, inputs.positions, inputs.images, **arguments)
-        return self.model.base_model(
+        return trunk(self.model)(
             input_ids=inputs.tokens[None], position_ids=inputs.positions[None], **arguments
         ).last_hidden_state[0]
 
@@ -108,6 +108,13 @@ class ScalarModel(PackedModel):
         # Calling the head would multiply in the compute dtype, to which FSDP casts the gathered weight.
         values = hidden[inputs.predictors].float() @ self.score.weight[0].float()
         return collect(values if inputs.labels.numel() else values + 0.0 * hidden.float().sum())
+
+
+def trunk(model: PreTrainedModel) -> nn.Module:
+    """The model without its head."""
+    base = model.base_model
+    # Llama 4's text model names the part as it is called beside a vision tower, and then has none of that name.
+    return model.get_submodule("model") if base is model and model.get_output_embeddings() is not None else base
 
 
 def final_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:

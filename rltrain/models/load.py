@@ -23,6 +23,7 @@ from transformers.utils import cached_file
 
 from rltrain.config.renames import turned_off
 from rltrain.errors import ConfigError
+from rltrain.models.scores import count_places_here
 from rltrain.models.vision import takes_images
 
 _HEAD = "score.weight"
@@ -121,9 +122,11 @@ def empty_model(
     attn = {"": attention, "text_config": attention, "vision_config": "sdpa"} if takes_images(config) else attention
     try:
         with torch.device("meta"):
-            return kind.from_config(config, dtype=dtype, attn_implementation=attn, trust_remote_code=trust_remote_code)
+            model = kind.from_config(config, dtype=dtype, attn_implementation=attn, trust_remote_code=trust_remote_code)
     except ValueError as error:
         raise ConfigError(f"transformers cannot build {type(config).__name__} as {kind.__name__}: {error}") from error
+    count_places_here(model)
+    return model
 
 
 def recompute_activations(model: PreTrainedModel) -> None:

@@ -9,7 +9,7 @@ batch's dictionary-encoded prompt column says who shares. Images stand beside th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -35,6 +35,11 @@ class Segment(NamedTuple):
     @property
     def prefix_length(self) -> int:
         return self.prefix[1] - self.prefix[0]
+
+    @property
+    def length(self) -> int:
+        """With the prefix."""
+        return self.prefix_length + self.stop - self.start
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,7 @@ class AttentionPlan:
 
     @cached_property
     def key_lengths(self) -> tuple[int, ...]:
-        return tuple(segment.prefix_length + segment.stop - segment.start for segment in self.segments)
+        return tuple(segment.length for segment in self.segments)
 
     @cached_property
     def query_ends(self) -> tuple[int, ...]:
@@ -82,6 +87,41 @@ class AttentionPlan:
     def on_device(self) -> _OnDevice:
         return _OnDevice(self)
 
+    def chunked(self, size: int) -> AttentionPlan:
+        """This plan for layers where a token sees only keys of the same ``size`` places of its sample.
+
+        Each such stretch becomes a segment. An answer's first one goes on from the last of its prompt.
+        """
+        if size not in self._chunked:
+            self._chunked[size] = AttentionPlan(tuple(piece for each in self.segments for piece in _pieces(each, size)))
+        return self._chunked[size]
+
+    @cached_property
+    def _chunked(self) -> dict[int, AttentionPlan]:
+        return {}
+
+    def places(self, device: torch.device) -> Tensor:
+        """Of every token in its sample [tokens]."""
+        if device not in self._places:
+            spans = [torch.arange(each.prefix_length, each.length) for each in self.segments]
+            self._places[device] = torch.cat(spans).to(device)
+        return self._places[device]
+
+    @cached_property
+    def _places(self) -> dict[torch.device, Tensor]:
+        return {}
+
+
+def _pieces(segment: Segment, size: int) -> Iterator[Segment]:
+    """What of a segment lies between two multiples of ``size``, in places of its sample."""
+    start, place = segment.start, segment.prefix_length
+    seen = place % size
+    prefix = (segment.prefix[1] - seen, segment.prefix[1]) if seen else (0, 0)
+    while start < segment.stop:
+        stop = min(segment.stop, start + size - place % size)
+        yield Segment(start, stop, prefix)
+        start, place, prefix = stop, place + stop - start, (0, 0)
+
 
 class _OnDevice:
     """The plan's tensors, made once per device rather than once per layer."""
@@ -91,12 +131,17 @@ class _OnDevice:
         self._made: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
 
     def __call__(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Cumulative query and key lengths [segments + 1] (int32); the rows of all segments' keys [keys]."""
+        """Cumulative query and key lengths [segments + 1] (int32); the rows of all segments' keys [keys], none where no
+        segment has a prefix.
+        """
         if device not in self._made:
             plan = self._plan
-            rows = [torch.arange(*part) for each in plan.segments for part in (each.prefix, (each.start, each.stop))]
-            ends = (torch.tensor((0, *ends), dtype=torch.int32) for ends in (plan.query_ends, plan.key_ends))
-            queries, keys, where = (each.to(device) for each in (*ends, torch.cat(rows)))
+            queries, where = torch.tensor((0, *plan.query_ends), dtype=torch.int32).to(device), torch.zeros(0)
+            keys = queries  # The very same tensor, by which torch knows that its fastest kernel will do.
+            if plan.has_prefixes:
+                parts = [part for each in plan.segments for part in (each.prefix, (each.start, each.stop))]
+                keys = torch.tensor((0, *plan.key_ends), dtype=torch.int32).to(device)
+                where = torch.cat([torch.arange(*part) for part in parts]).to(device)
             self._made[device] = queries, keys, where
         return self._made[device]
 

@@ -1,17 +1,20 @@
 """Packed attention against attention with a full mask."""
 
 import inspect
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import varlen as torchs
 from transformers import Qwen2Config
 
 from rltrain.errors import ConfigError
-from rltrain.models import attention
+from rltrain.models import attention, varlen
 from rltrain.models.attention import attend
 from rltrain.models.packing import AttentionPlan, Segment
+from rltrain.models.scores import Kind
 
 # A prompt of 5 with answers of 3 and 1; a segment of its own; a prompt of 2 with an answer of 6.
 PLAN = AttentionPlan(
@@ -27,28 +30,46 @@ def tensors(plan, heads=4, kv_heads=2, size=8):
     return [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
 
 
-def with_a_full_mask(query, key, value, plan, scaling=None, window=None):
+def with_a_full_mask(query, key, value, plan, kind):
     """The definition: token by token, which keys it sees and how far they are."""
+    scaling, window, chunk, softcap, sinks = kind
     mask = torch.zeros(plan.num_tokens, plan.num_tokens, dtype=torch.bool)
     for segment in plan.segments:
         keys = [*range(*segment.prefix), *range(segment.start, segment.stop)]
         for place, token in enumerate(range(segment.start, segment.stop)):
             seen = keys[: segment.prefix_length + place + 1]
+            seen = seen[(len(seen) - 1) // chunk * chunk :] if chunk else seen
             mask[token, seen[-window:] if window else seen] = True
     repeats = query.shape[1] // key.shape[1]
     scores = query @ key.repeat_interleave(repeats, 1).transpose(-1, -2) * (scaling or query.shape[-1] ** -0.5)
-    return (scores.masked_fill(~mask, -torch.inf).softmax(-1) @ value.repeat_interleave(repeats, 1)).transpose(1, 2)
+    scores = torch.tanh(scores / softcap) * softcap if softcap else scores
+    exponentials = scores.masked_fill(~mask, -torch.inf).exp()
+    sums = exponentials.sum(-1, keepdim=True) + (0 if sinks is None else sinks.exp()[:, None, None])
+    return (exponentials / sums @ value.repeat_interleave(repeats, 1)).transpose(1, 2)
+
+
+def kinds():
+    """By name; sinks of 4 heads."""
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64, requires_grad=True)
+    found = {f"window {window}": Kind(0.3, window) for window in (None, 1, 3, 100)}
+    found |= {f"chunk {chunk}": Kind(chunk=chunk) for chunk in (1, 3, 4, 100)}
+    found |= {"capped": Kind(0.3, softcap=0.5), "sinks": Kind(sinks=sinks), "all": Kind(2.0, 3, 4, 0.7, sinks)}
+    return found
 
 
 @pytest.mark.parametrize("block", [2, 512])
-@pytest.mark.parametrize("window", [None, 1, 3, 100])
+@pytest.mark.parametrize("kind", kinds().values(), ids=kinds())
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-def test_packed_attention_is_attention_with_a_full_mask(plan, window, block, monkeypatch):
+def test_packed_attention_is_attention_with_a_full_mask(plan, kind, block, monkeypatch):
     monkeypatch.setattr(attention, "_BLOCK", block)
     inputs = tensors(plan)
-    found, expected = attend(*inputs, plan, 0.3, window), with_a_full_mask(*inputs, plan, 0.3, window)
+    found, expected = attend(*inputs, plan, kind), with_a_full_mask(*inputs, plan, kind)
     assert found.shape == (1, plan.num_tokens, 4, 8)
     assert torch.allclose(found, expected, atol=1e-12)
+    same_gradients(found, expected, [*inputs, *([] if kind.sinks is None else [kind.sinks])])
+
+
+def same_gradients(found, expected, inputs):
     weights = torch.randn_like(found)
     for one, other in zip(
         torch.autograd.grad((found * weights).sum(), inputs),
@@ -58,15 +79,30 @@ def test_packed_attention_is_attention_with_a_full_mask(plan, window, block, mon
         assert torch.allclose(one, other, atol=1e-12)
 
 
+def test_memory_of_plain_products_does_not_grow_with_the_square():
+    """Autograd keeps inputs, outputs and a mask that all layers share. The scores alone would be 46 MB."""
+    kept = {}
+    plan = AttentionPlan.of_lengths([1200])
+    inputs = tensors(plan)
+
+    def keep(each):
+        kept[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
+        return each
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda each: each):
+        attend(*inputs, plan, Kind(softcap=5.0))
+    assert sum(kept.values()) < 46e6 / 4
+
+
 @pytest.mark.parametrize("prefix", [1023, 1100])
 def test_prefixes_of_any_length_after_a_call_without_gradients(prefix):
     plan = AttentionPlan((Segment(0, prefix), Segment(prefix, prefix + 4, (0, prefix))))
     inputs = tensors(plan)
-    expected = with_a_full_mask(*inputs, plan, 0.3, None)
+    expected = with_a_full_mask(*inputs, plan, Kind(0.3))
     attention._template.cache_clear()
     with torch.inference_mode():
-        assert torch.allclose(attend(*inputs, plan, 0.3), expected, atol=1e-12)
-    attend(*inputs, plan, 0.3).sum().backward()
+        assert torch.allclose(attend(*inputs, plan, Kind(0.3)), expected, atol=1e-12)
+    attend(*inputs, plan, Kind(0.3)).sum().backward()
     assert all(each.grad is not None for each in inputs)
 
 
@@ -94,71 +130,143 @@ def test_new_lengths_prepare_no_kernels_on_a_cpu(capfd):
 def test_long_segments_in_halves_are_the_same_attention(few, monkeypatch):
     monkeypatch.setattr(attention, "_FEW_KEYS", few)
     halves = [each.detach().bfloat16() for each in tensors(PLAN)]
-    expected = with_a_full_mask(*(each.double() for each in halves), PLAN)
+    expected = with_a_full_mask(*(each.double() for each in halves), PLAN, Kind())
     assert torch.allclose(attend(*halves, PLAN).double(), expected, atol=0.02)
 
 
-@pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-def test_accelerator_kernels_are_given_the_same_attention(plan, window, monkeypatch):
-    """Kernels that follow the documented meaning of their arguments stand for those that cannot be run here."""
+def by_sequence(query, key, value, query_ends, key_ends, scale, left, sinks=None):
+    """Attention [tokens, heads, d] as the kernels of accelerators define it, with the log of the softmax's sums."""
+    outputs, totals, places = [], [], zip((0, *query_ends[:-1]), query_ends, (0, *key_ends[:-1]), key_ends, strict=True)
+    for q0, q1, k0, k1 in places:
+        distance = torch.arange(q1 - q0)[:, None] + (k1 - k0) - (q1 - q0) - torch.arange(k1 - k0)
+        mask = (distance >= 0) & (distance <= left)
+        q, k, v = (each.transpose(0, 1) for each in (query[q0:q1], key[k0:k1], value[k0:k1]))
+        k, v = (each.repeat_interleave(len(q) // len(k), 0) for each in (k, v))
+        scores = (q @ k.mT * (scale or q.shape[-1] ** -0.5)).masked_fill(~mask, -torch.inf)
+        total = scores.logsumexp(-1)
+        totals.append(total if sinks is None else torch.logaddexp(total, sinks[:, None]))
+        outputs.append(((scores - totals[-1][..., None]).exp() @ v).transpose(0, 1))
+    return torch.cat(outputs), torch.cat(totals, 1)
 
-    def by_sequence(query, key, value, query_ends, key_ends, scale, left):
-        outputs, places = [], zip((0, *query_ends[:-1]), query_ends, (0, *key_ends[:-1]), key_ends, strict=True)
-        for q0, q1, k0, k1 in places:
+
+def fusion(q, k, v, head_num, input_layout, *, atten_mask, scale, actual_seq_qlen, actual_seq_kvlen, sparse_mode,
+           pre_tockens=2147483647, next_tockens=2147483647, sink=None):  # fmt: skip
+    assert (head_num, input_layout, atten_mask.shape) == (4, "TND", (2048, 2048))
+    assert torch.equal(atten_mask[:2, :2], torch.tensor([[False, True], [False, False]]))
+    assert (sparse_mode, next_tockens) in ((3, 2147483647), (4, 0))
+    assert sink is None or sink.dtype == torch.float32
+    return (by_sequence(q, k, v, actual_seq_qlen, actual_seq_kvlen, scale, pre_tockens, sink)[0],)
+
+
+def varlen_attn(q, k, v, starts_q, starts_k, longest_q, longest_k, *, scale, window_size, enable_gqa=True):
+    assert (longest_q, longest_k) == (int(starts_q.diff().max()), int(starts_k.diff().max()))
+    assert enable_gqa
+    assert (starts_q is starts_k) == torch.equal(starts_q, starts_k)
+    assert starts_q.dtype == torch.int32
+    left, right = window_size
+    assert right == 0
+    ends = starts_q[1:].tolist(), starts_k[1:].tolist()
+    return by_sequence(q, k, v, *ends, scale, 10**6 if left < 0 else left)[0]
+
+
+def varlen_attn_of_211(q, k, v, starts_q, starts_k, longest_q, longest_k, *, scale, window_size):
+    return varlen_attn(q, k, v, starts_q, starts_k, longest_q, longest_k, scale=scale, window_size=window_size)
+
+
+def flash_forward(q, k, v, starts_q, starts_k, longest_q, longest_k, dropout, causal, *, return_debug_mask, scale,
+                  window_size_left, window_size_right):  # fmt: skip
+    assert (dropout, causal, return_debug_mask, window_size_right) == (0.0, window_size_left < 0, False, 0)
+    ends = starts_q[1:].tolist(), starts_k[1:].tolist()
+    left = 10**6 if window_size_left < 0 else window_size_left
+    return *by_sequence(q, k, v, *ends, scale, left), torch.zeros(2), torch.zeros(0), None
+
+
+def flash_backward(gradient, q, k, v, output, totals, starts_q, starts_k, longest_q, longest_k, dropout, causal, state,
+                   unused, *, scale, window_size_left, window_size_right):  # fmt: skip
+    """Flash's way: probabilities by the totals that it is given, and <gradient, output> as it is given."""
+    found, repeats = [torch.zeros_like(each) for each in (q, k, v)], q.shape[1] // k.shape[1]
+    starts_q, starts_k = starts_q.tolist(), starts_k.tolist()
+    for q0, q1, k0, k1 in zip(starts_q, starts_q[1:], starts_k, starts_k[1:], strict=False):
+        for head in range(q.shape[1]):
+            mine = head // repeats
+            own, seen, seen_values = q[q0:q1, head], k[k0:k1, mine], v[k0:k1, mine]
             distance = torch.arange(q1 - q0)[:, None] + (k1 - k0) - (q1 - q0) - torch.arange(k1 - k0)
-            mask = (distance >= 0) & (distance <= left)
-            rows = (each.transpose(0, 1) for each in (query[q0:q1], key[k0:k1], value[k0:k1]))
-            product = torch.nn.functional.scaled_dot_product_attention
-            outputs.append(product(*rows, attn_mask=mask, scale=scale, enable_gqa=True).transpose(0, 1))
-        return torch.cat(outputs)
+            hidden = (distance < 0) | ((distance > window_size_left) & (window_size_left >= 0))
+            share = (own @ seen.mT * scale - totals[head, q0:q1, None]).masked_fill(hidden, -torch.inf).exp()
+            coming = gradient[q0:q1, head]
+            inner = (coming * output[q0:q1, head]).sum(-1, keepdim=True)
+            of_scores = share * (coming @ seen_values.mT - inner) * scale
+            found[0][q0:q1, head] = of_scores @ seen
+            found[1][k0:k1, mine] += of_scores.mT @ own
+            found[2][k0:k1, mine] += share.mT @ coming
+    return found
 
-    def varlen(q, k, v, starts_q, starts_k, longest_q, longest_k, *, scale, left, grouped):
-        assert (longest_q, longest_k) == (int(starts_q.diff().max()), int(starts_k.diff().max()))
-        assert grouped
-        assert starts_q.dtype == torch.int32
-        return by_sequence(q, k, v, starts_q[1:].tolist(), starts_k[1:].tolist(), scale, 10**6 if left < 0 else left)
 
-    def fusion(q, k, v, head_num, input_layout, *, atten_mask, scale, actual_seq_qlen, actual_seq_kvlen, sparse_mode,
-               pre_tockens=2147483647, next_tockens=2147483647):  # fmt: skip
-        assert (head_num, input_layout, atten_mask.shape) == (4, "TND", (2048, 2048))
-        assert torch.equal(atten_mask[:2, :2], torch.tensor([[False, True], [False, False]]))
-        assert (sparse_mode, next_tockens) in ((3, 2147483647), (4, 0))
-        return (by_sequence(q, k, v, actual_seq_qlen, actual_seq_kvlen, scale, pre_tockens),)
+ACCELERATED = {name: kind for name, kind in kinds().items() if name in ("window None", "window 3", "chunk 4", "sinks")}
+ACCELERATED["all but a cap"] = kinds()["all"]._replace(softcap=None)
 
+
+@pytest.mark.parametrize("public", [varlen_attn, varlen_attn_of_211, None])
+@pytest.mark.parametrize("kind", ACCELERATED.values(), ids=ACCELERATED)
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_accelerator_kernels_are_given_the_same_attention(plan, kind, public, monkeypatch):
+    """Kernels that follow the documented meaning of their arguments stand for those that cannot be run here."""
     query, key, value = tensors(plan)
     inputs = (query, key, value[..., :6])  # values narrower than keys, as in multi-head latent attention
-    expected = attend(*inputs, plan, 0.3, window)
-    monkeypatch.setattr(attention, "_NPU_SEGMENTS", 2)
-    monkeypatch.setattr(attention, "_flash", lambda: varlen)
-    monkeypatch.setattr(attention, "npu_fusion_attention", lambda: fusion)
-    for kernel in (attention._cuda, attention._npu):
-        assert torch.allclose(kernel(*inputs, plan, 0.3, window), expected, atol=1e-12)
+    monkeypatch.setattr(torchs, "varlen_attn", public or (lambda: None))
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    monkeypatch.setattr(varlen, "_operators", lambda: (flash_forward, flash_backward))
+    monkeypatch.setattr(varlen, "_NPU_SEGMENTS", 2)
+    monkeypatch.setattr(varlen, "npu_fusion_attention", lambda: fusion)
+    varlen._flash.cache_clear()
+    for kernel in (varlen._cuda, varlen._npu):
+        monkeypatch.setattr(attention, "kernel_for", lambda query, kind, kernel=kernel: kernel)
+        found, expected = attend(*inputs, plan, kind), with_a_full_mask(*inputs, plan, kind)
+        assert torch.allclose(found, expected, atol=1e-12)
+        same_gradients(found, expected, [*inputs[:2], value, *([] if kind.sinks is None else [kind.sinks])])
+    varlen._flash.cache_clear()
 
 
-def test_varlen_attention_of_torch_takes_our_arguments(monkeypatch):
-    varlen = pytest.importorskip("torch.nn.attention.varlen")
-    calls = []
+def test_varlen_attention_of_torch_takes_our_arguments():
+    ours, theirs = (inspect.signature(each).parameters for each in (varlen_attn, torchs.varlen_attn))
+    assert len(list(theirs)[:7]) == 7
+    assert {"scale", "window_size", "enable_gqa"} <= set(theirs)
+    assert list(ours)[7:] == ["scale", "window_size", "enable_gqa"]
+    for name, double, given in (
+        ("forward", flash_forward, 9), ("backward", flash_backward, 14)
+    ):  # fmt: skip
+        arguments = getattr(torch.ops.aten, f"_flash_attention_{name}").default._schema.arguments
+        by_name = {each.name for each in arguments if each.kwarg_only}
+        asked = inspect.signature(double).parameters.values()
+        assert sum(not each.kwarg_only for each in arguments) - (name == "forward") == given
+        assert sum(each.kind != each.KEYWORD_ONLY for each in asked) == given
+        assert {each.name for each in asked if each.kind == each.KEYWORD_ONLY} - {"return_debug_mask"} <= by_name
 
-    def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa):
-        calls.append(SimpleNamespace(**locals()))
 
-    real = varlen.varlen_attn
-    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
-    attention._flash.cache_clear()
-    attention._flash()(*range(7), scale=0.5, left=-1, grouped=True)
-    attention._flash.cache_clear()
-    (call,) = calls
-    assert (call.query, call.max_k, call.scale, call.window_size, call.enable_gqa) == (0, 6, 0.5, (-1, 0), True)
-    parameters = inspect.signature(real).parameters
-    assert list(parameters)[:7] == list(vars(call))[:7]
-    assert {"scale", "window_size", "enable_gqa"} <= set(parameters)
+@pytest.mark.parametrize(
+    ("dtype", "size", "kind", "said"),
+    [
+        (torch.float32, 64, Kind(), "half precision"),
+        (torch.bfloat16, 320, Kind(), "heads of size 320"),
+        (torch.bfloat16, 64, Kind(softcap=5.0), "the package flash-attn"),
+        (torch.bfloat16, 64, Kind(), None),
+    ],
+)
+def test_a_missing_kernel_is_said_once(dtype, size, kind, said, monkeypatch, caplog):
+    monkeypatch.setattr(varlen, "device_of", lambda query: SimpleNamespace(attention="flash"))
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    varlen._slow.cache_clear()
+    query = torch.zeros(1, 2, 3, size, dtype=dtype)
+    found = [varlen.kernel_for(query, kind) for _ in range(2)]
+    assert found == ([varlen._cuda] * 2 if said is None else [None] * 2)
+    assert len(caplog.records) == (said is not None)
+    assert said is None or said in caplog.text
 
 
 def test_layers_that_would_mix_samples_are_refused():
     attention.check_layers(Qwen2Config(num_hidden_layers=2, layer_types=["full_attention", "sliding_attention"]))
-    with pytest.raises(ConfigError, match="layers of kind chunked_attention"):
-        attention.check_layers(Qwen2Config(num_hidden_layers=2, layer_types=["full_attention", "chunked_attention"]))
+    with pytest.raises(ConfigError, match="layers of kind conv"):
+        attention.check_layers(Qwen2Config(num_hidden_layers=2, layer_types=["full_attention", "conv"]))
 
 
 @pytest.mark.parametrize(("longest", "fits"), [(128, True), (129, False), (None, False)])

@@ -16,6 +16,7 @@ from rltrain.models.spec import ModelSpec
 from rltrain.models.ulysses import sequence_group
 from tests.batches import batch_of_rows
 from tests.distance import distance
+from tests.models.kinds import KINDS, plain_model
 from tests.models.test_forward import FAMILIES, SIZES, make_batch
 from tests.ranks import run_on_ranks
 
@@ -24,9 +25,11 @@ MODELS = {
     **FAMILIES,
     # Keys and values of 3 heads are repeated to 6 heads for 2 ranks, and to 12 for 4.
     "qwen3_uneven_heads": Qwen3Config(**SIZES | {"num_attention_heads": 12, "num_key_value_heads": 3}, head_dim=8),
+    **{name: KINDS[name] for name in ("granite_swa, sinks", "llama4, chunks and temperature")},
 }
 # Odd inputs: one family, and the critic.
 CASES = [(name, "packed") for name in MODELS] + [("mistral_sliding_window", "shared prompt")]
+CASES += [(name, "shared prompt") for name in MODELS if name in KINDS]
 CASES += [
     (name, which) for name in ("qwen2_tied", "critic") for which in ("shared prompt", "fewer tokens than ranks", "idle")
 ]
@@ -103,7 +106,8 @@ def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ulysses")
     for name, config in MODELS.items():
         torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
+        model = plain_model(name) if name in KINDS else AutoModelForCausalLM.from_config(config)
+        model.save_pretrained(folder / name)
     run_on_ranks(rank_main, WORLD, folder)
     return [torch.load(folder / f"rank_{rank}.pt") for rank in (0, WORLD - 1)]
 

@@ -12,6 +12,8 @@ from rltrain.workers.rollout.base import Sampling
 from rltrain.workers.rollout.hf import HFRollout
 from rltrain.workers.rollout.kv import ROOM
 from tests.distance import distance
+from tests.models.kinds import KINDS
+from tests.models.kinds import plain_model as plain_kind
 from tests.workers.engines import EOS, jobs_of, queue_of, rollout_of, settings_of
 from tests.workers.engines import generate as serve
 
@@ -40,6 +42,8 @@ LONG = Sampling(80, ignore_eos=True)
 
 
 def plain_model(family="qwen3", dtype=torch.float32):
+    if family in KINDS:
+        return plain_kind(family)
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(FAMILIES[family].__class__(**FAMILIES[family].to_dict())).to(dtype).eval()
 
@@ -90,8 +94,9 @@ def test_greedy_equals_transformers_while_rows_leave_and_enter(plain):
         assert answer == expected[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("block", [4, 64])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "block"), [*itertools.product(FAMILIES, (4, 64)), *((family, 4) for family in KINDS)]
+)
 def test_greedy_takes_the_likeliest_token_of_every_family(family, block):
     plain = plain_model(family)
     limits = {"max_num_seqs": 2, "block": block, "max_model_len": 60, "max_num_batched_tokens": 8}
@@ -103,7 +108,7 @@ def test_greedy_takes_the_likeliest_token_of_every_family(family, block):
         assert answer.tolist() == logits.argmax(-1).tolist()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *KINDS])
 def test_log_probs_are_the_trainers_at_the_sampling_temperature(family):
     plain = plain_model(family)
     engine = make_engine(plain, max_num_seqs=7, block=8, max_num_batched_tokens=6)

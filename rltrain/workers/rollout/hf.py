@@ -15,15 +15,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
+from transformers import AttentionInterface, PretrainedConfig
 
 from rltrain.data.images import EncodedPrompt
 from rltrain.errors import ConfigError
 from rltrain.models.attention import PLAN, packed_attention
-from rltrain.models.forward import final_logits
+from rltrain.models.forward import final_logits, trunk
 from rltrain.models.load import empty_model
 from rltrain.models.packed_images import PackedImages
 from rltrain.models.packing import AttentionPlan
+from rltrain.models.scores import Kind, tempered
 from rltrain.models.vision import placeholder_ids, read_with_images
 from rltrain.models.weights import Weight
 from rltrain.workers.rollout.answers import RunningAnswers
@@ -244,7 +245,7 @@ class HFRollout:
     def _forward(self, tokens: Tensor, positions: Tensor, **arguments: Any) -> Tensor:
         """[rows, tokens] -> last hidden states [rows, tokens, h]."""
         device = self._device.torch_device
-        return self._model.base_model(
+        return trunk(self._model)(
             input_ids=tokens.to(device), position_ids=positions.to(device), use_cache=False, **arguments
         ).last_hidden_state
 
@@ -257,26 +258,30 @@ def rollout_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     rltrain_cache: KeyValues | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attention over the cache; without a cache, and within whole prompts, the trainer's packed attention."""
     if rltrain_cache is not None:
-        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        kind = Kind.of(module, scaling, sliding_window, softcap, s_aux)
         layer = int(module.layer_idx)  # type: ignore[arg-type]
         if not rltrain_cache.is_prefill:
-            return rltrain_cache.decode(layer, query, key, value, scaling, sliding_window), None
+            query = tempered(module, query, rltrain_cache.places)
+            return rltrain_cache.decode(layer, query, key, value, kind), None
         rltrain_cache.store(layer, key, value)
         if rltrain_cache.continues:
-            return rltrain_cache.prefill_rest(layer, query, scaling, sliding_window), None
+            query = tempered(module, query, rltrain_cache.places)
+            return rltrain_cache.prefill_rest(layer, query, kind), None
     return packed_attention(
-        module, query, key, value, attention_mask, scaling=scaling, sliding_window=sliding_window, **others
-    )
+        module, query, key, value, attention_mask, scaling=scaling, sliding_window=sliding_window, softcap=softcap,
+        s_aux=s_aux, **others,
+    )  # fmt: skip
 
 
 def _register() -> None:
     AttentionInterface.register(_ATTENTION, rollout_attention)
-    AttentionMaskInterface.register(_ATTENTION, lambda *args, **kwargs: None)
 
 
 def bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:

@@ -20,7 +20,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
+
+from rltrain.models.scores import Kind, capped, masked, weights
 
 Ints = NDArray[np.int64]
 # Memory of `KeyValues` relative to its rows at their longest: room to grow, and rows of answers that have ended.
@@ -76,7 +78,7 @@ class KeyValues:
         self._first_column = 0
         self._chunks: Sequence[PromptChunk] = ()
         self._seats: _Seats | None = None
-        self._masks: dict[int | None, Tensor] = {}
+        self._masks: dict[tuple[int | None, int | None], Tensor] = {}
 
     @property
     def num_rows(self) -> int:
@@ -159,7 +161,14 @@ class KeyValues:
         """Whether the announced chunk has a beginning that was computed before."""
         return bool(self._chunks) and self._chunks[0].start > 0
 
-    def prefill_rest(self, layer: int, query: Tensor, scaling: float, window: int | None) -> Tensor:
+    def places(self, device: torch.device) -> Tensor:
+        """Of the tokens of this forward pass in their samples [tokens] or [rows]."""
+        if self.is_prefill:
+            return torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in self._chunks]).to(device)
+        assert self._seats is not None
+        return self._seats.prompt_lengths + self._column - self._seats.born
+
+    def prefill_rest(self, layer: int, query: Tensor, kind: Kind) -> Tensor:
         """Attention of a chunk of a prompt to all of the prompt up to itself.
 
         query [1, heads, n, d] -> [1, n, heads, d'].
@@ -167,21 +176,21 @@ class KeyValues:
         (chunk,) = self._chunks
         keys, values = (each[chunk.place : chunk.place + 1, :, : chunk.stop] for each in self._layers[layer].prompts)
         everywhere = torch.arange(chunk.stop, device=query.device)
+        grouped = query.unflatten(1, (keys.shape[1], -1)).transpose(2, 3)
         parts = []
         for first in range(0, chunk.length, _QUERIES):
-            some = query[:, :, first : first + _QUERIES]
+            some = grouped[:, :, first : first + _QUERIES]
             places = chunk.start + first + torch.arange(some.shape[2], device=query.device)[:, None]
-            mask = (everywhere <= places) & (everywhere > places - (window or chunk.stop))
-            parts.append(
-                nn.functional.scaled_dot_product_attention(
-                    some, keys, values, attn_mask=mask, scale=scaling, enable_gqa=query.shape[1] != keys.shape[1]
-                )
-            )
-        return torch.cat(parts, 2).transpose(1, 2)
+            hidden, reach = everywhere > places, kind.reach(places)
+            if reach is not None:
+                hidden |= everywhere <= places - reach
+            mask = torch.zeros_like(hidden, dtype=query.dtype).masked_fill_(hidden, -torch.inf)
+            mask = mask.repeat_interleave(some.shape[3], 0)
+            parts.append(masked(some.flatten(2, 3), keys, values, mask, kind).unflatten(2, some.shape[2:4]))
+        # Some models ask for a view of it.
+        return torch.cat(parts, 2).transpose(1, 2).flatten(2, 3).contiguous()
 
-    def decode(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
-    ) -> Tensor:
+    def decode(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kind: Kind) -> Tensor:
         """One token per row: query [rows, heads, 1, d]; key, value [rows, kv heads, 1, d] -> [rows, 1, heads, d']."""
         assert self._seats is not None
         rows, kv_heads = key.shape[:2]
@@ -195,35 +204,37 @@ class KeyValues:
             )
         for whole, new in zip(held.blocks[-1], (key, value), strict=True):
             whole[:rows, :, column] = new[:, :, 0]
-        queries = (query * scaling).reshape(rows, kv_heads, -1, query.shape[3])
+        queries = (query * kind.scale(query.shape[3])).reshape(rows, kv_heads, -1, query.shape[3])
         prompts = Pair(*(each[: len(self._prompt_lengths)] for each in held.prompts))
         blocks = [Pair(*(each[:rows] for each in block)) for block in held.blocks]
         # Products with prompt and own columns stand side by side, because they share one softmax.
         products = [self._seats.to_rows(self._seats.to_prompts(queries) @ prompts.keys.mT)]
         products += [queries @ block.keys.mT for block in blocks]
-        weights = torch.softmax(torch.cat(products, -1).add_(self._mask(window, key.dtype)), -1)
-        of_prompt, *of_blocks = weights.split([self._width] + [self._block] * len(blocks), -1)
+        scores = capped(torch.cat(products, -1), kind.softcap).add_(self._mask(kind, key.dtype))
+        of_prompt, *of_blocks = weights(scores, kind.sinks).split([self._width] + [self._block] * len(blocks), -1)
         output = self._seats.to_rows(self._seats.to_prompts(of_prompt) @ prompts.values)
         for some, block in zip(of_blocks, blocks, strict=True):
             output += some @ block.values
         return output.reshape(rows, 1, -1, value.shape[3])
 
-    def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+    def _mask(self, kind: Kind, dtype: torch.dtype) -> Tensor:
         """0 where a row sees a column (first those of its prompt), else -inf: [rows, 1, 1, columns]."""
-        # Made once per step, as all layers with the same window use it.
-        if window not in self._masks:
+        # Made once per step, as all layers that see equally far use it.
+        name = kind.window, kind.chunk
+        if name not in self._masks:
             assert self._seats is not None
             lengths, born = self._seats.prompt_lengths[:, None], self._seats.born[:, None]
             prompt = torch.arange(self._width, device=self._device)
             num_blocks = (self._column - self._first_column) // self._block + 1
             own = torch.arange(self._first_column, self._first_column + num_blocks * self._block, device=self._device)
             in_prompt, in_own = prompt >= lengths, (own < born) | (own > self._column)
-            if window is not None:
-                in_prompt |= prompt <= lengths + self._column - born - window
-                in_own |= own <= self._column - window
+            places = lengths + self._column - born
+            if (reach := kind.reach(places)) is not None:
+                in_prompt |= prompt <= places - reach
+                in_own |= own <= self._column - reach
             hidden = torch.cat([in_prompt, in_own], 1)[:, None, None]
-            self._masks[window] = torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, -torch.inf)
-        return self._masks[window]
+            self._masks[name] = torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, -torch.inf)
+        return self._masks[name]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,52 @@
+"""Attention that is more than causal, trained on packed sequences, against plain transformers one sample at a time."""
+
+import pytest
+import torch
+
+from rltrain.device import get_device
+from rltrain.models.forward import PolicyModel
+from rltrain.models.packing import pack
+from rltrain.models.shard import sharded_model
+from rltrain.models.spec import ModelSpec
+from tests.batches import rows_of
+from tests.distance import distance
+from tests.models.kinds import KINDS, plain_model
+from tests.models.test_forward import GROUPS, make_groups
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+
+def by_transformers(model, batch):
+    log_probs, lengths = [], [(prompt, answer) for prompt, answers in GROUPS for answer in answers]
+    for row, (prompt, answer) in zip(rows_of(batch), lengths, strict=True):
+        log_pi = torch.log_softmax(model(row.long()[None], use_cache=False).logits[0].float() / 0.7, -1)
+        log_probs.append(log_pi[prompt - 1 : prompt + answer - 1].gather(-1, row.long()[prompt:, None])[:, 0])
+    return torch.cat(log_probs)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_packed_log_probs_and_gradients_are_transformers(name, tmp_path):
+    plain, batch = plain_model(name), make_groups()
+    plain.save_pretrained(tmp_path)
+    policy = sharded_model(PolicyModel, ModelSpec(str(tmp_path), gradient_checkpointing=True), get_device("cpu"))
+    expected = by_transformers(plain.train(), batch)
+    weights = torch.linspace(-1, 1, len(expected))
+    (expected * weights).sum().backward()
+    of_plain = {name: weight.grad for name, weight in plain.named_parameters() if weight.grad is not None}
+    for share in (True, False):
+        inputs = pack(batch, torch.device("cpu"), share=share)
+        assert inputs.plan.has_prefixes == share
+        with torch.no_grad():
+            assert distance(policy.eval()(inputs, 0.7)[0], expected) < 1e-5
+        found = policy.train()(inputs, 0.7)[0]
+        assert distance(found, expected) < 1e-5
+        (found * weights).sum().backward()
+        gradients = {
+            name.removeprefix("model."): weight.grad.full_tensor()
+            for name, weight in policy.named_parameters()
+            if weight.grad is not None
+        }
+        policy.zero_grad()
+        assert distance(gradients, of_plain) < 1e-5
+        sinks = {path: gradient for path, gradient in of_plain.items() if path.endswith("sinks")}
+        assert distance({path: gradients[path] for path in sinks}, sinks) < 1e-5 if sinks else "sinks" not in name

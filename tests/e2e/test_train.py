@@ -81,13 +81,17 @@ def reference_run(tiny_model, arithmetic_files, tmp_path_factory):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"actor_rollout_ref__actor__ppo_max_token_len_per_gpu": 25},
-        {
-            "actor_rollout_ref__actor__use_dynamic_bsz": False,
-            "actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu": 3,
-            "actor_rollout_ref__rollout__log_prob_micro_batch_size_per_gpu": 5,
-            "actor_rollout_ref__ref__log_prob_micro_batch_size_per_gpu": 2,
-        },
+        # Cuts within a process: tests/trainer/test_step.py has them in every run of the suite.
+        pytest.param({"actor_rollout_ref__actor__ppo_max_token_len_per_gpu": 25}, marks=pytest.mark.long),
+        pytest.param(
+            {
+                "actor_rollout_ref__actor__use_dynamic_bsz": False,
+                "actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu": 3,
+                "actor_rollout_ref__rollout__log_prob_micro_batch_size_per_gpu": 5,
+                "actor_rollout_ref__ref__log_prob_micro_batch_size_per_gpu": 2,
+            },
+            marks=pytest.mark.long,
+        ),
         {"trainer__n_gpus_per_node": 2},
         {
             "trainer__n_gpus_per_node": 2,

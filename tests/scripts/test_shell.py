@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from rltrain.main_ppo import main
+
 ROOT = Path(__file__).parent.parent.parent
 SCRIPTS = sorted([*ROOT.glob("scripts/*.sh"), *ROOT.glob("examples/**/*.sh"), ROOT / ".ci" / "run"])
 LAUNCHERS = [
@@ -36,14 +38,19 @@ def test_the_script_parses_and_stops_on_the_first_error(script):
 
 
 @pytest.mark.parametrize("script", LAUNCHERS, ids=lambda script: script.name)
-def test_the_commands_of_the_examples_are_accepted(script, tmp_path):
-    (tmp_path / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+def test_the_commands_of_the_examples_are_accepted(script, tmp_path, capsys):
+    (tmp_path / "python").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     (tmp_path / "python").chmod(0o755)
     done = run("bash", str(script), "--dry-run", PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert (done.returncode, done.stderr) == (0, "")
+    option, module, *arguments = done.stdout.splitlines()
+    assert (option, module) == ("-m", "rltrain.main_ppo")
     # The keys are accepted; a run would refuse only for what this machine lacks.
-    assert (done.returncode, done.stderr) == (2, "")
-    assert "samples per step" in done.stdout
-    assert "a run would refuse" in done.stdout
+    code = main(arguments)
+    out, error = capsys.readouterr()
+    assert (code, error) == (2, "")
+    assert "samples per step" in out
+    assert "a run would refuse" in out
 
 
 @pytest.mark.parametrize(

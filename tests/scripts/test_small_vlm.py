@@ -2,7 +2,6 @@
 
 import importlib.util
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,14 +15,15 @@ from transformers import AutoModelForImageTextToText
 from rltrain.data.chat import ChatEncoder
 from rltrain.data.images import FAMILIES
 from rltrain.data_preprocess import rectangles
+from rltrain.main_ppo import main
 
 ROOT = Path(__file__).parent.parent.parent
 # In place of the real one, which installs packages.
 SETUP = f"""
-REPO={ROOT} PYTHON={sys.executable}
-setup_env() {{ :; }}
-say() {{ :; }}
-handing_on_signals() {{ "$@"; }}
+REPO={ROOT} PYTHON={{python}}
+setup_env() {{{{ :; }}}}
+say() {{{{ :; }}}}
+handing_on_signals() {{{{ "$@"; }}}}
 """
 
 
@@ -53,13 +53,26 @@ def test_a_small_model_sees_every_square_as_one_token(script, family, tmp_path):
     assert all(torch.equal(value, again[name]) for name, value in model.state_dict().items())
 
 
-def test_the_command_of_the_example_is_accepted(tmp_path):
+def test_the_commands_of_the_example_are_accepted(script, tmp_path, capsys):
     for name in ("scripts", "examples"):
         (tmp_path / name).mkdir()
-    (tmp_path / "scripts" / "setup_env.sh").write_text(SETUP)
-    script = tmp_path / "examples" / "vlm_cpu.sh"
-    script.write_text((ROOT / "examples" / "vlm_cpu.sh").read_text())
-    command = ["env", "FAMILY=qwen3_vl", "BLANK=1", f"OUT={tmp_path}/out", "bash", str(script), "--dry-run"]
+    (tmp_path / "scripts" / "setup_env.sh").write_text(SETUP.format(python=tmp_path / "python"))
+    # Tells its arguments; the example hides what its converter prints.
+    (tmp_path / "python").write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" --end-- >>{tmp_path}/commands\n')
+    (tmp_path / "python").chmod(0o755)
+    example = tmp_path / "examples" / "vlm_cpu.sh"
+    example.write_text((ROOT / "examples" / "vlm_cpu.sh").read_text())
+    command = ["env", "FAMILY=qwen3_vl", "BLANK=1", f"OUT={tmp_path}/out", "bash", str(example), "--dry-run"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "a run would start" in done.stdout
+    convert, make, train = (lines.split("\n") for lines in (tmp_path / "commands").read_text().split("--end--\n")[:3])
+    assert convert[:2] == ["-m", "rltrain.data_preprocess.rectangles"]
+    assert rectangles.main(convert[2:-1]) == 0
+    assert make[0] == "scripts/make_small_vlm.py"
+    assert script.main(make[1:-1]) == 0
+    assert train[:2] == ["-m", "rltrain.main_ppo"]
+    capsys.readouterr()
+    assert main(train[2:-1]) == 0
+    out, error = capsys.readouterr()
+    assert "a run would start" in out
+    assert not error

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rltrain.device import send
 from rltrain.ragged import Ragged
 
 Values: TypeAlias = Ragged | Tensor | list[Any]
@@ -48,7 +49,7 @@ class DictionaryColumn:
         )
 
     def to(self, device: torch.device | str) -> DictionaryColumn:
-        return DictionaryColumn(_to(self.values, device), self.index.to(device))
+        return DictionaryColumn(_to(self.values, device), send(self.index, torch.device(device)))
 
 
 Column: TypeAlias = Values | DictionaryColumn
@@ -157,7 +158,9 @@ def _select(column: _AnyColumn, rows: RowNumbers) -> _AnyColumn:
 
 
 def _to(column: _AnyColumn, device: torch.device | str) -> _AnyColumn:
-    return column if isinstance(column, list) else column.to(device)  # type: ignore[return-value]
+    if isinstance(column, list):
+        return column
+    return send(column, torch.device(device)) if isinstance(column, Tensor) else column.to(device)  # type: ignore[return-value]
 
 
 def _split(column: Column, counts: Sequence[int]) -> Sequence[Column]:

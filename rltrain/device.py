@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import resource
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -76,6 +77,19 @@ class Device:
         if not self.is_cpu:
             self._module().synchronize()
 
+    def new_stream(self) -> Any:
+        """A queue of work beside that of the kernels (accelerators alone)."""
+        return self._module().Stream()
+
+    def current_stream(self) -> Any:
+        """The queue that work of this thread goes to (accelerators alone)."""
+        return self._module().current_stream()
+
+    def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
+        """Work goes to ``stream`` (accelerators alone)."""
+        manager: AbstractContextManager[Any] = self._module().stream(stream)
+        return manager
+
     def empty_cache(self) -> None:
         """Hand cached blocks back, so that another allocator can have them."""
         if not self.is_cpu:
@@ -122,6 +136,17 @@ DEVICES = {
 def device_of(tensor: torch.Tensor) -> Device:
     """The device that holds a tensor."""
     return DEVICES[tensor.device.type]
+
+
+def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``tensor`` on ``device``, at once where it is there already.
+
+    To an accelerator the host goes on while the copy waits its turn behind the queued kernels. A copy from ordinary
+    memory would make it wait, so the tensor goes through page-locked memory, which torch keeps until the copy is done.
+    """
+    if device.type == "cpu" or not tensor.is_cpu:
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _machine_memory() -> dict[str, int]:

@@ -1,7 +1,9 @@
 """Ragged: n rows of different length, stored end to end.
 
 Answers differ widely in length, so a padded tensor would be padding for a large part, and every sum would need a mask.
-Here there is neither. Left out: arithmetic, which is done on ``values``; `Ragged.like` gives the result its rows back.
+Here there is neither. Lengths stay on the host, because whoever needs one on an accelerator to decide something makes
+the host wait for all its kernels. Left out: arithmetic, which is done on ``values``; `Ragged.like` gives the result its
+rows back.
 """
 
 from __future__ import annotations
@@ -14,47 +16,79 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rltrain.device import send
+
+
+class _Rows:
+    """Lengths [n] on the host, and what was made of them on a device: shared by everything of the same rows."""
+
+    __slots__ = ("ids", "lengths", "sent", "total")
+
+    def __init__(self, lengths: Tensor) -> None:
+        self.lengths = lengths.cpu()
+        self.total = int(self.lengths.sum())
+        self.sent: dict[torch.device, Tensor] = {}
+        self.ids: dict[torch.device, Tensor] = {}
+
+    def __reduce__(self) -> tuple[type[_Rows], tuple[Tensor]]:
+        return _Rows, (self.lengths,)  # what can be made again does not travel
+
+    def lengths_on(self, device: torch.device) -> Tensor:
+        if device not in self.sent:
+            self.sent[device] = send(self.lengths, device)
+        return self.sent[device]
+
+    def ids_on(self, device: torch.device) -> Tensor:
+        if device not in self.ids:
+            # On the host, because a device would be asked how long the result is.
+            self.ids[device] = send(torch.arange(len(self.lengths)).repeat_interleave(self.lengths), device)
+        return self.ids[device]
+
 
 class Ragged:
     """Rows of different length in one tensor.
 
-    ``values`` has shape [total, ...] and ``lengths`` shape [n] (int64, same device), with ``lengths.sum() == total``.
-    Row i is ``values[offsets[i] : offsets[i + 1]]``. Rows may be empty.
+    ``values`` has shape [total, ...] and ``lengths`` shape [n] (int64, on the host), with ``lengths.sum() == total``.
+    Row i is ``values[offsets[i] : offsets[i + 1]]``. Rows may be empty. What is computed from rows (sums, row numbers)
+    is where the values are.
     """
 
-    __slots__ = ("lengths", "values")
+    __slots__ = ("_rows", "values")
 
-    def __init__(self, values: Tensor, lengths: Tensor) -> None:
-        total = int(lengths.sum())
-        if lengths.dim() != 1 or values.dim() < 1 or values.shape[0] != total:
+    def __init__(self, values: Tensor, lengths: Tensor | _Rows) -> None:
+        rows = lengths if isinstance(lengths, _Rows) else _Rows(lengths)
+        if rows.lengths.dim() != 1 or values.dim() < 1 or values.shape[0] != rows.total:
             raise ValueError(
-                f"lengths {tuple(lengths.shape)} add up to {total}, values have shape {tuple(values.shape)}"
+                f"lengths {tuple(rows.lengths.shape)} add up to {rows.total}, values have shape {tuple(values.shape)}"
             )
         self.values = values
-        self.lengths = lengths
+        self._rows = rows
 
     @classmethod
     def from_rows(cls, rows: Sequence[Tensor]) -> Ragged:
         """Join tensors of shape [length_i, ...] (at least one, of one dtype)."""
-        lengths = torch.tensor([len(row) for row in rows], dtype=torch.long, device=rows[0].device)
-        return cls(torch.cat(list(rows)), lengths)
+        return cls(torch.cat(list(rows)), torch.tensor([len(row) for row in rows], dtype=torch.long))
+
+    @property
+    def lengths(self) -> Tensor:
+        """Values of each row: shape [n], on the host."""
+        return self._rows.lengths
 
     @property
     def offsets(self) -> Tensor:
-        """Start of every row and the end of the last: shape [n + 1]."""
+        """Start of every row and the end of the last: shape [n + 1], on the host."""
         return torch.nn.functional.pad(self.lengths.cumsum(0), (1, 0))
 
     @property
     def row_ids(self) -> Tensor:
         """The row that each value belongs to: shape [total]."""
-        rows = torch.arange(len(self), device=self.lengths.device)
-        # Without output_size, repeat_interleave waits for the device to learn how long its result is.
-        return rows.repeat_interleave(self.lengths, output_size=self.values.shape[0])
+        return self._rows.ids_on(self.values.device)
 
     @property
     def positions(self) -> Tensor:
         """The place of each value in its row, counted from 0: shape [total]."""
-        return torch.arange(self.values.shape[0], device=self.lengths.device) - self.offsets[:-1][self.row_ids]
+        starts = send(self.offsets[:-1], self.values.device)
+        return torch.arange(self.values.shape[0], device=self.values.device) - starts[self.row_ids]
 
     def __len__(self) -> int:
         return self.lengths.shape[0]
@@ -71,13 +105,13 @@ class Ragged:
 
     def select(self, rows: Tensor | Sequence[int] | NDArray[np.integer[Any]]) -> Ragged:
         """The given rows, in the given order; a row may be taken more than once."""
-        index = torch.as_tensor(rows, dtype=torch.long, device=self.lengths.device)
+        index = torch.as_tensor(rows, dtype=torch.long, device="cpu")
         lengths = self.lengths[index]
         total = int(lengths.sum())
         # All values of a row move by the same distance, so one index for all rows takes the place of a loop over them.
         shift = self.offsets[:-1][index] - torch.nn.functional.pad(lengths.cumsum(0), (1, 0))[:-1]
-        where = shift.repeat_interleave(lengths, output_size=total) + torch.arange(total, device=lengths.device)
-        return Ragged(self.values[where], lengths)
+        where = shift.repeat_interleave(lengths, output_size=total) + torch.arange(total)
+        return Ragged(self.values[send(where, self.values.device)], lengths)
 
     def split(self, counts: Sequence[int]) -> list[Ragged]:
         """Consecutive parts of ``counts[i]`` rows."""
@@ -96,19 +130,20 @@ class Ragged:
 
     def mean(self) -> Tensor:
         """Mean of each row: shape [n, ...]; the mean of an empty row is 0."""
-        count = self.lengths.clamp(min=1).view(-1, *[1] * (self.values.dim() - 1))
+        count = self._rows.lengths_on(self.values.device).clamp(min=1).view(-1, *[1] * (self.values.dim() - 1))
         return self.sum() / count
 
     def broadcast(self, per_row: Tensor) -> Ragged:
         """One number per row, repeated over its values: [n] -> the lengths of this Ragged."""
-        return Ragged(per_row[self.row_ids], self.lengths)
+        return Ragged(per_row[self.row_ids], self._rows)
 
     def like(self, values: Tensor) -> Ragged:
         """Other values of the same row lengths."""
-        return Ragged(values, self.lengths)
+        return Ragged(values, self._rows)
 
     def to(self, device: torch.device | str) -> Ragged:
-        return Ragged(self.values.to(device), self.lengths.to(device))
+        """The values on another device (to an accelerator without waiting: see `device.send`)."""
+        return self.like(send(self.values, torch.device(device)))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Ragged):

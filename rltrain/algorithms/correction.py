@@ -60,23 +60,32 @@ def _reduce(values: Ragged, over: str) -> Tensor:
     return values.sum() if over == "seq_sum" else values.mean()
 
 
-def compare(
-    train: Ragged, engine: Ragged, cfg: RolloutCorrectionConfig, carried: Tensor | None = None, *, weighs: bool
-) -> tuple[dict[str, Ragged], dict[str, Moments]]:
-    """Columns ``is_weights`` and ``loss_mask`` where the loss uses them, and the moments of mismatch and correction.
-
-    carried [n]: tokens from earlier policies, see `fresh_gap`. weighs: importance weights enter the loss.
-    """
+def correct(train: Ragged, engine: Ragged, cfg: RolloutCorrectionConfig, *, weighs: bool) -> dict[str, Ragged]:
+    """Columns ``is_weights`` and ``loss_mask`` where the loss uses them. weighs: importance weights enter the loss."""
     log_ratio = train.like(train.values - engine.values)
     columns: dict[str, Ragged] = {}
     if weighs:
         columns[c.IS_WEIGHTS] = importance_weights(log_ratio, cfg)
     if cfg.rollout_rs:
         columns[c.LOSS_MASK] = accepted(log_ratio, cfg.rejection_rules())
+    return columns
+
+
+def compare(
+    train: Ragged,
+    engine: Ragged,
+    columns: dict[str, Ragged],
+    cfg: RolloutCorrectionConfig,
+    carried: Tensor | None = None,
+) -> dict[str, Moments]:
+    """The moments of mismatch, and of the correction in ``columns``. carried [n]: tokens from earlier policies, see
+    `fresh_gap`.
+    """
+    log_ratio = train.like(train.values - engine.values)
     moments = mismatch(train, engine)
     moments |= correction(columns.get(c.IS_WEIGHTS), columns.get(c.LOSS_MASK), log_ratio, cfg)
     # Carried tokens differ by what the policy has learnt since, which must not set off the alarm on the engine's gap.
-    return columns, moments if carried is None else moments | {"gap": fresh_gap(train, engine, carried)}
+    return moments if carried is None else moments | {"gap": fresh_gap(train, engine, carried)}
 
 
 def mismatch(train: Ragged, engine: Ragged) -> dict[str, Moments]:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from torch import Tensor
 
 from rltrain.algorithms.aggregation import Denominators, token_weights
-from rltrain.algorithms.moments import Moments, join
 from rltrain.algorithms.policy_losses import PolicyLossFunction, PolicyLossInputs
+from rltrain.batch import Batch
 from rltrain.config.declarations import TOKEN_MEAN
 from rltrain.config.schema import ActorConfig
 from rltrain.ragged import Ragged
+
+# Samples with the log-probs of their policy tokens, and the entropy where it was computed.
+Measured: TypeAlias = tuple[Batch, Tensor, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -19,14 +23,14 @@ class LossShare:
     """loss: this micro-batch's share of the mini-batch loss (scalar, differentiable).
 
     shares: parts of the loss that add up over micro-batches and ranks. token_sums: sums over tokens, to be divided by
-    the token count of the mini-batch. measured: moments of the difference between engine and trainer, where the
-    update measures it.
+    the token count of the mini-batch. measured: samples whose difference between engine and trainer is still to be
+    measured, because no pass has done it; on the device, as whoever looks at them makes the host wait.
     """
 
     loss: Tensor
     shares: dict[str, Tensor] = field(default_factory=dict)
     token_sums: dict[str, Tensor] = field(default_factory=dict)
-    measured: dict[str, Moments] = field(default_factory=dict)
+    measured: tuple[Measured, ...] = ()
 
     def __add__(self, other: LossShare) -> LossShare:
         """Both micro-batches together."""
@@ -34,7 +38,7 @@ class LossShare:
             self.loss + other.loss,
             _add(self.shares, other.shares),
             _add(self.token_sums, other.token_sums),
-            join([self.measured, other.measured]),
+            self.measured + other.measured,
         )
 
 

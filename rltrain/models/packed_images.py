@@ -18,9 +18,10 @@ from rltrain.data.images import PromptImages
 
 @dataclass(frozen=True)
 class PackedImages:
-    """pixel_values [rows, ...] and grids [images, 3] of all images (see `PromptImages`). num_rows, num_tokens [images],
-    on the host: rows of pixels, and features, of each. places [n], ascending: the tokens of the row that are
-    placeholders; features [n]: the number of the feature that goes there, counted over all images.
+    """All of it on the host. pixel_values [rows, ...] and grids [images, 3] of all images (see `PromptImages`).
+
+    num_rows, num_tokens [images]: rows of pixels, and features, of each. places [n], ascending: the tokens of the row
+    that are placeholders; features [n]: the number of the feature that goes there, counted over all images.
     """
 
     pixel_values: Tensor
@@ -31,7 +32,7 @@ class PackedImages:
     features: Tensor
 
     @classmethod
-    def of(cls, laid: Sequence[tuple[PromptImages, int]], device: torch.device) -> PackedImages | None:
+    def of(cls, laid: Sequence[tuple[PromptImages, int]]) -> PackedImages | None:
         """laid: the images of a prompt, and where its tokens begin in the row, in the order of the row."""
         if not laid:
             return None
@@ -45,33 +46,32 @@ class PackedImages:
         features = [torch.arange(len(images.places)) + first[id(images)] for images, _ in laid]
         grids = [images.grids for images in each if images.grids is not None]
         return cls(
-            torch.from_numpy(np.concatenate([images.pixel_values for images in each])).to(device),
-            torch.from_numpy(np.concatenate(grids)).to(device) if grids else None,
+            torch.from_numpy(np.concatenate([images.pixel_values for images in each])),
+            torch.from_numpy(np.concatenate(grids)) if grids else None,
             torch.from_numpy(np.concatenate([images.num_rows for images in each])),
             torch.from_numpy(np.concatenate([images.num_tokens for images in each])),
-            torch.cat(places).to(device),
-            torch.cat(features).to(device),
+            torch.cat(places),
+            torch.cat(features),
         )
 
     def within(self, start: int, length: int) -> PackedImages | None:
         """The images that have tokens in a slice of the row, places counted from its start; None where none has."""
         mine = ((self.places >= start) & (self.places < start + length)).nonzero()[:, 0]
-        features = self.features[mine].cpu()
+        features = self.features[mine]
         owner = torch.arange(len(self.num_tokens)).repeat_interleave(self.num_tokens)
         kept = owner[features].unique()
         if not len(kept):
             return None
         is_kept = torch.zeros(len(self.num_tokens), dtype=torch.bool)
         is_kept[kept] = True
-        device = self.places.device
         # Features keep their order, so the number of one among the kept is how many kept ones come before it.
         number = is_kept[owner].cumsum(0) - 1
         return replace(
             self,
-            pixel_values=self.pixel_values[is_kept.repeat_interleave(self.num_rows).to(device)],
-            grids=None if self.grids is None else self.grids[is_kept.to(device)],
+            pixel_values=self.pixel_values[is_kept.repeat_interleave(self.num_rows)],
+            grids=None if self.grids is None else self.grids[is_kept],
             num_rows=self.num_rows[is_kept],
             num_tokens=self.num_tokens[is_kept],
             places=self.places[mine] - start,
-            features=number[features].to(device),
+            features=number[features],
         )

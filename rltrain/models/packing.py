@@ -21,6 +21,7 @@ from torch import Tensor
 from rltrain import columns as c
 from rltrain.batch import Batch
 from rltrain.data.images import PromptImages, answer_position
+from rltrain.device import send
 from rltrain.models.packed_images import PackedImages
 from rltrain.ragged import Ragged
 
@@ -136,12 +137,12 @@ class _OnDevice:
         """
         if device not in self._made:
             plan = self._plan
-            queries, where = torch.tensor((0, *plan.query_ends), dtype=torch.int32).to(device), torch.zeros(0)
+            queries, where = send(torch.tensor((0, *plan.query_ends), dtype=torch.int32), device), torch.zeros(0)
             keys = queries  # The very same tensor, by which torch knows that its fastest kernel will do.
             if plan.has_prefixes:
                 parts = [part for each in plan.segments for part in (each.prefix, (each.start, each.stop))]
-                keys = torch.tensor((0, *plan.key_ends), dtype=torch.int32).to(device)
-                where = torch.cat([torch.arange(*part) for part in parts]).to(device)
+                keys = send(torch.tensor((0, *plan.key_ends), dtype=torch.int32), device)
+                where = send(torch.cat([torch.arange(*part) for part in parts]), device)
             self._made[device] = queries, keys, where
         return self._made[device]
 
@@ -151,8 +152,9 @@ class PackedInputs:
     """One micro-batch as the model sees it.
 
     tokens, positions: [total]; plan: who sees whom (host integers). predictors, labels: [policy tokens], the place of
-    the hidden state that predicts each token of the policy, and that token. images: those of the prompts, if any; the
-    positions may then be [3, total], in time, height and width.
+    the hidden state that predicts each token of the policy, and that token. host_predictors: the same places on the
+    host, where Ulysses decides by them. images: those of the prompts, if any, on the host; the positions may then be
+    [3, total], in time, height and width.
     """
 
     tokens: Tensor
@@ -160,6 +162,7 @@ class PackedInputs:
     plan: AttentionPlan
     predictors: Tensor
     labels: Tensor
+    host_predictors: Tensor
     images: PackedImages | None = None
 
 
@@ -183,7 +186,7 @@ def pack(batch: Batch, device: torch.device, *, share: bool = True) -> PackedInp
     if not len(batch):
         # A rank without samples computes one token, because FSDP's gathers in the forward need every rank.
         one = torch.zeros(1, dtype=torch.long, device=device)
-        return PackedInputs(one, one, AttentionPlan.of_lengths([1]), one[:0], one[:0])
+        return PackedInputs(one, one, AttentionPlan.of_lengths([1]), one[:0], one[:0], torch.zeros(0).long())
     prompts, answers = batch.dictionary(c.PROMPT), batch.ragged(c.RESPONSE)
     assert isinstance(prompts.values, Ragged)
     prompt_starts, prompt_lengths = prompts.values.offsets.tolist(), prompts.values.lengths.tolist()
@@ -212,13 +215,15 @@ def pack(batch: Batch, device: torch.device, *, share: bool = True) -> PackedInp
             predictors += [torch.tensor([prefix[1] - 1] * (length > 0)), torch.arange(end - own[1], end)]
     # As one tensor, so that a single gather lays out the whole row.
     source, kept = torch.cat([prompts.values.values, answers.values]), batch.ragged(c.RESPONSE_MASK).values
+    places = torch.cat(predictors).long()[kept]
     return PackedInputs(
-        tokens=source[torch.cat(laid.rows)].long().to(device),
-        positions=torch.cat(laid.positions, -1).to(device),
+        tokens=send(source[torch.cat(laid.rows)], device).long(),
+        positions=send(torch.cat(laid.positions, -1), device),
         plan=AttentionPlan(tuple(laid.segments)),
-        predictors=torch.cat(predictors).long()[kept].to(device),
-        labels=answers.values[kept].long().to(device),
-        images=PackedImages.of([(images[prompt], start) for prompt, start in laid.with_images], device),
+        predictors=send(places, device),
+        labels=send(answers.values[kept], device).long(),
+        host_predictors=places,
+        images=PackedImages.of([(images[prompt], start) for prompt, start in laid.with_images]),
     )
 
 
@@ -288,9 +293,10 @@ def pack_whole(rows: Sequence[Sequence[int]], device: torch.device) -> PackedInp
     positions = torch.cat([torch.arange(len(row)) for row in rows])
     ends = lengths.cumsum(0) - 1
     return PackedInputs(
-        tokens.to(device),
-        positions.to(device),
+        send(tokens, device),
+        send(positions, device),
         AttentionPlan.of_lengths(lengths.tolist()),
-        ends.to(device),
-        tokens[ends].to(device),
+        send(ends, device),
+        send(tokens[ends], device),
+        ends,
     )

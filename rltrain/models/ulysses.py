@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
 from transformers import PretrainedConfig
 
+from rltrain.device import send
 from rltrain.errors import ConfigError
 from rltrain.models.packing import PackedInputs
 
@@ -126,10 +127,11 @@ def share_of_row(inputs: PackedInputs, group: ProcessGroup | None) -> tuple[Pack
     )
     images = None if inputs.images is None else inputs.images.within(start, length)
     # Places within the slice; predictors of other ranks fall outside of it.
-    predictors = inputs.predictors - start
-    places = ((predictors >= 0) & (predictors < length)).nonzero()[:, 0]
-    mine = replace(inputs, tokens=tokens, positions=positions, plan=plan, images=images)
-    mine = replace(mine, predictors=predictors[places], labels=inputs.labels[places])
+    here = inputs.host_predictors - start
+    found = ((here >= 0) & (here < length)).nonzero()[:, 0]
+    places = send(found, tokens.device)
+    mine = replace(inputs, tokens=tokens, positions=positions, plan=plan, images=images, host_predictors=here[found])
+    mine = replace(mine, predictors=inputs.predictors[places] - start, labels=inputs.labels[places])
     num_answer_tokens = len(inputs.labels)
 
     def collect(values: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from rltrain.device import send
 from rltrain.models.packed_images import PackedImages
 
 _KINDS = ("image", "video", "vision", "audio", "boi", "eoi")
@@ -93,19 +94,20 @@ def read_with_images(
     """
     embeddings = model.get_input_embeddings()(tokens)
     pixels, grids = _blank(model) if images is None else (images.pixel_values, images.grids)
-    features, deep = _encode(model, pixels.to(tokens.device, embeddings.dtype), grids)
+    features, deep = _encode(model, send(pixels, tokens.device).to(embeddings.dtype), grids)
     if images is None:
         # Not left out: the backward pass of the tower is a collective as well.
         for each in (features, *deep):  # a sum in half precision may overflow
             embeddings = embeddings + (0.0 * each.float().sum()).to(embeddings.dtype)
     else:
-        embeddings = embeddings.index_copy(0, images.places, features[images.features].to(embeddings.dtype))
+        places, order = send(images.places, tokens.device), send(images.features, tokens.device)
+        embeddings = embeddings.index_copy(0, places, features[order].to(embeddings.dtype))
         if deep:
             is_image = torch.zeros(tokens.shape, dtype=torch.bool, device=tokens.device)
-            is_image[images.places] = True
+            is_image[places] = True
             # Places ascend, which is the order in which the decoder reads the mask.
             arguments["visual_pos_masks"] = is_image[None]
-            arguments["deepstack_visual_embeds"] = [each[images.features] for each in deep]
+            arguments["deepstack_visual_embeds"] = [each[order] for each in deep]
     rows = positions[:, None] if positions.dim() == 2 else positions[None]
     decoder = language_model(model)
     return decoder(inputs_embeds=embeddings[None], position_ids=rows, **arguments).last_hidden_state[0]
@@ -115,7 +117,7 @@ def _encode(model: PreTrainedModel, pixels: Tensor, grids: Tensor | None) -> tup
     """Features [n, hidden] of all images, one after the other, and those for the first layers of the decoder."""
     base: Any = model.base_model
     trains = any(each.requires_grad for part in tower(model) for each in part.parameters())
-    where = {} if grids is None else {"image_grid_thw": grids.to(pixels.device)}
+    where = {} if grids is None else {"image_grid_thw": send(grids, pixels.device)}
     # A frozen tower keeps no activations.
     with torch.set_grad_enabled(trains and torch.is_grad_enabled()):
         found = base.get_image_features(pixel_values=pixels, return_dict=True, **where)

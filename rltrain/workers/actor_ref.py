@@ -14,10 +14,10 @@ from torch import Tensor
 
 from rltrain import columns as c
 from rltrain.algorithms.aggregation import loss_mask
-from rltrain.algorithms.correction import accepted, compare, importance_weights
+from rltrain.algorithms.correction import accepted, compare, correct, importance_weights
 from rltrain.algorithms.kl import kl_per_token
-from rltrain.algorithms.losses import LossShare, actor_loss
-from rltrain.algorithms.moments import Moments
+from rltrain.algorithms.losses import LossShare, Measured, actor_loss
+from rltrain.algorithms.moments import Moments, join
 from rltrain.algorithms.policy_losses import PolicyLossInputs, find_policy_loss
 from rltrain.batch import Batch, DictionaryColumn
 from rltrain.config.schema import Config
@@ -39,6 +39,10 @@ from rltrain.workers.roles import Actor
 from rltrain.workers.selection import noise, select
 from rltrain.workers.tasks import MiniBatch, UpdateTask
 from rltrain.workers.updater import Updater, idle
+
+# Prompts, answers and images reach the device packed.
+_IN_LOSS = (c.OLD_LOG_PROBS, c.ROLLOUT_LOG_PROBS, c.REF_LOG_PROBS, c.ADVANTAGE, c.ADVANTAGES, c.IS_WEIGHTS, c.LOSS_MASK,
+            c.SELECTED)  # fmt: skip
 
 
 class ActorRefWorker(Actor):
@@ -132,8 +136,8 @@ class ActorRefWorker(Actor):
                 columns[c.REF_LOG_PROBS], _ = self._run_pass(self._reference, batch, micro_sizes, with_entropy=False)
         if passes.exact_kl_in_reward:
             self._policy.eval()
-            found = [self._exact_kl(micro) for micro in batch.split(micro_sizes)]
-            columns[c.REF_KL] = per_policy_token(torch.cat(found), batch)
+            found = torch.cat([self._exact_kl(micro) for micro in batch.split(micro_sizes)])
+            columns[c.REF_KL] = per_policy_token(found.cpu(), batch)
             reshard(self._reference)
             reshard(self._policy)
         if not len(batch) or not passes.kl_in_reward:
@@ -147,7 +151,7 @@ class ActorRefWorker(Actor):
 
     def _exact_kl(self, micro: Batch) -> Tensor:
         inputs = pack(micro, self._device.torch_device)
-        return self._policy(inputs, self._rollout_cfg.temperature, False, self._reference_states(inputs)).kl.cpu()
+        return self._policy(inputs, self._rollout_cfg.temperature, False, self._reference_states(inputs)).kl
 
     def _reference_states(self, inputs: PackedInputs) -> ReferenceStates:
         with torch.no_grad(), adapters_off(self._reference):
@@ -164,16 +168,19 @@ class ActorRefWorker(Actor):
     def _run_pass(
         self, model: PolicyModel, batch: Batch, micro_sizes: Sequence[int], with_entropy: bool
     ) -> tuple[Ragged, Ragged]:
+        found = self._forward(model, batch.split(micro_sizes), with_entropy)
+        log_prob = per_policy_token(found[0], batch)
+        return log_prob, log_prob.like(found[1]) if with_entropy else log_prob
+
+    def _forward(self, model: PolicyModel, micros: Sequence[Batch], with_entropy: bool) -> list[Tensor]:
+        """Log-probs, and entropy where it is asked for, of all policy tokens, on the host."""
         model.eval()
-        all_log_probs, all_entropy = [], []
-        for micro in batch.split(micro_sizes):
-            inputs = pack(micro, self._device.torch_device)
-            log_probs, entropy, _ = model(inputs, self._rollout_cfg.temperature, with_entropy)
-            all_log_probs.append(log_probs.cpu())
-            all_entropy.append(entropy.cpu() if entropy is not None else log_probs[:0].cpu())
+        temperature, device = self._rollout_cfg.temperature, self._device.torch_device
+        found = [model(pack(micro, device), temperature, with_entropy) for micro in micros]
         reshard(model)
-        log_prob = per_policy_token(torch.cat(all_log_probs), batch)
-        return log_prob, log_prob.like(torch.cat(all_entropy)) if with_entropy else log_prob
+        # Fetched once, at the end, so that the host never waits for the device between micro-batches.
+        kinds = [[each.log_probs for each in found], [each.entropy for each in found] if with_entropy else []]
+        return [torch.cat(each).cpu() for each in kinds if each]
 
     @torch.no_grad()
     def text_log_probs(self, text: EncodedPrompt) -> Tensor:
@@ -204,8 +211,9 @@ class ActorRefWorker(Actor):
         return shared if images else torch.cat([alone[: half - 1], shared])
 
     def _compare(self, log_probs: Ragged, batch: Batch) -> tuple[dict[str, Ragged], dict[str, Moments]]:
-        weighs, engine = self._passes.importance_weights, batch.ragged(c.ROLLOUT_LOG_PROBS)
-        return compare(log_probs, engine, self._correction, _given(batch), weighs=weighs)
+        engine = batch.ragged(c.ROLLOUT_LOG_PROBS)
+        columns = correct(log_probs, engine, self._correction, weighs=self._passes.importance_weights)
+        return columns, compare(log_probs, engine, columns, self._correction, _given(batch))
 
     def _old(self, batch: Batch) -> Ragged:
         """log pi_old: the trainer's own, or with ``bypass`` the engine's."""
@@ -222,6 +230,7 @@ class ActorRefWorker(Actor):
             task.learning_rate,
             lambda micro, mini: self._loss(micro, mini, task),
             (lambda micros, mini: self._select(micros, mini, task)) if self._passes.selects else None,
+            self._measure,
         )
         if self._passes.exact_kl_in_loss:
             # `_reference_states` has gathered the reference's head, and nothing else frees it.
@@ -237,9 +246,13 @@ class ActorRefWorker(Actor):
         log_probs, entropy, kl = self._policy(inputs, temperature, with_entropy or measures, reference)
         if not len(micro):
             return idle(log_probs)
-        measured = self._measure(micro, log_probs, entropy) if measures else {}
-        # Only now: rows are laid out and moments are taken on the host.
-        micro = micro.to(self._device.torch_device)
+        measured = ((micro, log_probs.detach(), None if entropy is None else entropy.detach()),) if measures else ()
+        micro = self._for_loss(micro)
+        if not mini.has_old_log_probs and not self._passes.bypass:
+            engine = micro.ragged(c.ROLLOUT_LOG_PROBS)
+            old = engine.like(log_probs.detach())
+            columns = correct(old, engine, self._correction, weighs=self._passes.importance_weights)
+            micro.update({c.OLD_LOG_PROBS: old, **columns})
         if self._passes.sampled_kl_in_loss:
             kl = kl_per_token(log_probs, micro.ragged(c.REF_LOG_PROBS).values, self._actor_cfg.kl_loss_type)
         mask, weights = self._correct(micro, log_probs.detach(), task)
@@ -259,13 +272,20 @@ class ActorRefWorker(Actor):
         )
         return replace(share, measured=measured)
 
-    def _measure(self, micro: Batch, log_probs: Tensor, entropy: Tensor | None) -> dict[str, Moments]:
-        """What the old_log_prob pass would measure, from the update's forward; without bypass also its columns."""
-        log_prob = micro.ragged(c.ROLLOUT_LOG_PROBS).like(log_probs.detach().cpu())
-        columns, moments = self._compare(log_prob, micro)
-        if not self._passes.bypass:
-            micro.update({c.OLD_LOG_PROBS: log_prob, **columns})
-        return moments if entropy is None else moments | {"entropy": Moments.of(entropy.detach().cpu())}
+    def _for_loss(self, micro: Batch) -> Batch:
+        """The columns that the loss reads, on the device."""
+        columns = {name: micro[name] for name in _IN_LOSS if name in micro}
+        if c.ADVANTAGE in columns:
+            columns[c.ADVANTAGE] = micro.dense(c.ADVANTAGE).float()  # not every accelerator has float64
+        return Batch(columns).to(self._device.torch_device)
+
+    def _measure(self, measured: Sequence[Measured]) -> dict[str, Moments]:
+        """What the old_log_prob pass would measure, from the update's forward on the first mini-batch."""
+        parts = []
+        for micro, log_probs, entropy in measured:
+            moments = self._compare(micro.ragged(c.ROLLOUT_LOG_PROBS).like(log_probs.cpu()), micro)[1]
+            parts.append(moments if entropy is None else moments | {"entropy": Moments.of(entropy.cpu())})
+        return join(parts)
 
     def _correct(self, micro: Batch, log_probs: Tensor, task: UpdateTask) -> tuple[Ragged, Tensor | None]:
         """(tokens that count, importance weights). With ``bypass`` both follow from the current policy."""
@@ -287,9 +307,9 @@ class ActorRefWorker(Actor):
             current = [micro.ragged(c.OLD_LOG_PROBS).values for micro in having]
         else:
             # Idle micro-batches run too, because the forward is a collective.
-            passes = [self._run_pass(self._policy, micro, [len(micro)], False)[0].values for micro in micros]
-            current = [each for each, micro in zip(passes, micros, strict=True) if len(micro)]
-            # `_run_pass` has left the model in eval mode, in which transformers does not recompute activations.
+            (found,) = self._forward(self._policy, micros, False)
+            current = list(found.split([len(self._old(micro).values) for micro in having]))
+            # `_forward` has left the model in eval mode, in which transformers does not recompute activations.
             self._policy.train()
         empty = torch.zeros(0)
         masks = [self._correct(micro, each, task)[0].to("cpu") for micro, each in zip(having, current, strict=True)]

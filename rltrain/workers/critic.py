@@ -48,9 +48,9 @@ class CriticWorker(Critic):
         """V of the state in which each answer token was chosen."""
         self._residency.enter("values")
         self._model.eval()
-        found = [self._model(pack(micro, self._device.torch_device)).cpu() for micro in batch.split(micro_sizes)]
+        found = [self._model(pack(micro, self._device.torch_device)) for micro in batch.split(micro_sizes)]
         reshard(self._model)
-        return Batch({c.VALUES: per_policy_token(torch.cat(found), batch)}), PassNumbers()
+        return Batch({c.VALUES: per_policy_token(torch.cat(found).cpu(), batch)}), PassNumbers()
 
     def update(self, batch: Batch, mini_batches: Sequence[MiniBatch], learning_rate: float) -> UpdateNumbers:
         """One optimizer step per mini-batch."""
@@ -62,7 +62,8 @@ class CriticWorker(Critic):
         values = self._model(pack(micro, device))
         if not len(micro):
             return idle(values)
-        micro = micro.to(device)
+        columns = {name: micro[name] for name in (c.VALUES, c.RETURNS, c.LOSS_MASK) if name in micro}
+        micro = Batch(columns).to(device)
         # The values of the pass, not of the current weights: the clip holds the critic close to what it said then.
         old, returns = micro.ragged(c.VALUES), micro.ragged(c.RETURNS).values
         mask = loss_mask(micro, old)

@@ -66,7 +66,7 @@ class RewardModelWorker(RewardModel):
             self._model(pack_whole([rows[i] for i in micro], self._residency.device.torch_device)) for micro in micros
         ]
         reshard(self._model)
-        scores = torch.cat([each.cpu() for each in found]).double().numpy()
+        scores = torch.cat(found).cpu().double().numpy()
         if not np.isfinite(scores).all():
             raise NonFiniteError(f"the reward model {self._cfg.model.path} gave scores that are not finite.")
         return scores
@@ -94,6 +94,6 @@ class RewardModelWorker(RewardModel):
                 room = self._budget.max_tokens or self._budget.max_samples or 1
             micros[-1].append(place)
             room -= cost
-        count = torch.tensor(len(micros), device=self._residency.device.torch_device)
+        count = torch.tensor(len(micros))
         dist.all_reduce(count, dist.ReduceOp.MAX)
         return micros + [[] for _ in range(max(int(count), 1) - len(micros))]

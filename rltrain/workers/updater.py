@@ -7,6 +7,7 @@ of the loss, which training in float16 would need.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rltrain.algorithms.losses import LossShare
+from rltrain.algorithms.losses import LossShare, Measured
+from rltrain.algorithms.moments import Moments
 from rltrain.batch import Batch
 from rltrain.config.model_schema import OptimConfig
 from rltrain.config.schema import TrainerConfig
@@ -29,6 +31,7 @@ from rltrain.workers.tasks import MiniBatch
 
 LossFunction = Callable[[Batch, MiniBatch], LossShare]
 Preparation = Callable[[Sequence[Batch], MiniBatch], None]
+Measurement = Callable[[Sequence[Measured]], dict[str, Moments]]
 
 
 class _Step(NamedTuple):
@@ -56,10 +59,12 @@ class Updater:
         learning_rate: float,
         loss: LossFunction,
         prepare: Preparation | None = None,
+        measure: Measurement | None = None,
     ) -> UpdateNumbers:
         """One optimizer step per mini-batch. ``batch`` holds their samples in order, micro-batch after micro-batch.
 
-        ``prepare`` sees all micro-batches of a mini-batch before the first is differentiated.
+        ``prepare`` sees all micro-batches of a mini-batch before the first is differentiated; ``measure`` what the
+        losses of the first mini-batch have left to be measured.
         """
         self._model.train()
         for group in self.optimizer.param_groups:
@@ -78,7 +83,7 @@ class Updater:
             skipped=np.array([float(step.skipped) for step in steps]),
             shares=_stacked([_parts(share) for share in shares]),
             token_sums=_stacked([share.token_sums for share in shares]),
-            measured=shares[0].measured if shares else {},
+            measured=measure(shares[0].measured) if measure and shares else {},
             memory_gb=self._device.peak_memory_gb(),
         )
 
@@ -94,16 +99,19 @@ class Updater:
         assert total is not None  # every rank has a micro-batch, if only an idle one
         norm = clip_gradients(self._model.parameters(), self._clip_grad)
         health = torch.stack([total.loss, norm.to(total.loss.device)])
+        own_norm = health[1].clone()
         # One number that is not finite spoils the sum on every rank, so all ranks take the same branch below.
         dist.all_reduce(health)
-        finite = bool(health.isfinite().all())
+        # The one place where the host waits for the device: once per optimizer step.
+        *sums, grad_norm = torch.cat([health, own_norm[None]]).tolist()
+        finite = all(map(math.isfinite, sums))
         if finite:
             self.optimizer.step()
             self.num_steps += 1
         elif self._trainer.on_nonfinite == "stop":
             self._report_nonfinite(micros, total)
         self.optimizer.zero_grad(set_to_none=True)
-        return _Step(total, float(norm), not finite)
+        return _Step(total, grad_norm, not finite)
 
     def _report_nonfinite(self, micros: Sequence[Batch], share: LossShare) -> None:
         folder = Path(self._trainer.default_local_dir) / "incidents"
@@ -130,4 +138,9 @@ def _parts(share: LossShare) -> dict[str, Tensor]:
 def _stacked(steps: Sequence[dict[str, Tensor]]) -> dict[str, Array]:
     """One entry per step; 0 where a step, which was idle on this rank, lacks the name."""
     names = dict.fromkeys(name for step in steps for name in step)
-    return {name: np.array([float(step.get(name, 0.0)) for step in steps]) for name in names}
+    having = [(name, step) for name in names for step in steps]
+    known = [step[name] for name, step in having if name in step]
+    # As one tensor, so that they are fetched from the device at once.
+    values = iter(torch.stack(known).tolist() if known else ())
+    found = [next(values) if name in step else 0.0 for name, step in having]
+    return {name: np.array(found[i * len(steps) : (i + 1) * len(steps)]) for i, name in enumerate(names)}

@@ -128,7 +128,7 @@ def test_the_gap_leaves_out_tokens_of_earlier_policies():
 
     def metrics(carried):
         carried = torch.tensor(carried) if carried else None
-        return mismatch_metrics(compare(train, engine, RolloutCorrectionConfig(), carried, weighs=False)[1])
+        return mismatch_metrics(compare(train, engine, {}, RolloutCorrectionConfig(), carried))
 
     means, largest = "rollout/log_prob_gap/mean", "rollout/log_prob_gap/max"
     some, nothing = metrics([2, 0, 1]), metrics([3, 2, 1])

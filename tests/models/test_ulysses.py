@@ -43,10 +43,10 @@ def shared_prompt() -> PackedInputs:
     starts, lengths = [5, 9, 10], [4, 1, 3]
     answers = [Segment(start, start + n, (0, 5)) for start, n in zip(starts, lengths, strict=True)]
     predictors = [[4, *range(start, start + n - 1)] for start, n in zip(starts, lengths, strict=True)]
+    places = torch.tensor([each for row in predictors for each in row])
     return PackedInputs(
         tokens, torch.cat([torch.arange(5), *(torch.arange(5, 5 + n) for n in lengths)]),
-        AttentionPlan((Segment(0, 5), *answers)), torch.tensor([each for row in predictors for each in row]),
-        tokens[5:],
+        AttentionPlan((Segment(0, 5), *answers)), places, tokens[5:], places,
     )  # fmt: skip
 
 

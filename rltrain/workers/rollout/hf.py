@@ -209,7 +209,7 @@ class HFRollout:
         device = self._device.torch_device
         if any(each.dim() > 1 for each in positions):
             positions = [each.expand(3, -1) for each in positions]
-        rows, packed = torch.cat(positions, -1).to(device), PackedImages.of(laid, device)
+        rows, packed = torch.cat(positions, -1).to(device), PackedImages.of(laid)
         # A part of a long prompt has some of its images, or none.
         if packed is None or (packed := packed.within(0, end)) is None:
             return self._forward(tokens[None], rows[None] if rows.dim() == 1 else rows[:, None], **arguments)[0]

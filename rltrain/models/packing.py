@@ -105,7 +105,7 @@ class AttentionPlan:
         """Of every token in its sample [tokens]."""
         if device not in self._places:
             spans = [torch.arange(each.prefix_length, each.length) for each in self.segments]
-            self._places[device] = torch.cat(spans).to(device)
+            self._places[device] = send(torch.cat(spans), device)
         return self._places[device]
 
     @cached_property

@@ -1,16 +1,17 @@
-"""FSDP2: shard a model over the ranks, and fill the shards from one copy of the weights on rank 0."""
+"""FSDP2: shard a model over the ranks, and fill each shard with the rows of the checkpoint that it holds."""
 
 from __future__ import annotations
 
-from typing import TypeVar
+import logging
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import PretrainedConfig, PreTrainedModel
+from torch.distributed.tensor import DTensor
+from transformers import PretrainedConfig
 
 from rltrain.device import Device
 from rltrain.models import attention
@@ -24,12 +25,16 @@ from rltrain.models.load import (
     without_dropout,
 )
 from rltrain.models.lora import add_adapters, first_adapters
+from rltrain.models.slices import NotSliceable, SlicedCheckpoint
 from rltrain.models.spec import ModelSpec
 from rltrain.models.ulysses import sequence_group
 from rltrain.models.vision import tower
 from rltrain.models.weights import huggingface_name
 
 Model = TypeVar("Model", PolicyModel, ScalarModel)
+log = logging.getLogger(__name__)
+# What is sent at once where rank 0 reads for all.
+_PIECE_BYTES = 256 << 20
 
 
 def make_mesh(device: Device, fsdp_size: int = -1) -> DeviceMesh:
@@ -65,16 +70,12 @@ def empty_packed(kind: type[Model], spec: ModelSpec, config: PretrainedConfig) -
 
 
 def sharded_model(kind: type[Model], spec: ModelSpec, device: Device) -> Model:
-    """The model, one shard per rank. Only rank 0 reads the weights, on the host; devices get them one by one."""
+    """The model, one shard per rank. No rank ever holds a whole weight of it, but for files that cannot be sliced."""
     config = spec.load_config()
     key = f"{spec.role}.ulysses_sequence_parallel_size"
     group = sequence_group(config, spec.sequence_parallel_size, key)
     packed = empty_packed(kind, spec, config)
     packed.group, model = group, packed.model
-    # Memory that is never written costs nothing: this reserves address space, and fully_shard touches only the shard.
-    packed.to_empty(device="cpu")
-    # to_empty gives tied weights a memory each.
-    model.tie_weights()
     if spec.gradient_checkpointing:
         recompute_activations(model)
     mesh = make_mesh(device, spec.fsdp.fsdp_size)
@@ -85,20 +86,48 @@ def sharded_model(kind: type[Model], spec: ModelSpec, device: Device) -> Model:
     # Embedding and head stay gathered from the forward to the end of the backward pass, and over forward-only passes
     # until `reshard`; otherwise they would be gathered twice per micro-batch.
     fully_shard(packed, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
-    source: dict[str, Tensor] | None = None
-    if dist.get_rank() == 0:
-        kinds = {"decoder_only": issubclass(kind, ScalarModel), "trust_remote_code": spec.trust_remote_code}
-        plain: PreTrainedModel = read_weights(spec.path, without_dropout(config), spec.master_dtype, **kinds)
-        # Buffers too: those that are in no checkpoint, such as rotary frequencies, were emptied with the model.
-        source = dict([*plain.named_parameters(), *plain.named_buffers()])
-        if spec.lora:
-            source |= first_adapters(model, spec.lora)
-        if isinstance(packed, ScalarModel):
-            head = read_score_head(spec.path)
-            # A new critic says 0 of every state; random weights would make advantages of noise.
-            source["score.weight"] = torch.zeros(packed.score.weight.shape) if head is None else head
-    _fill(packed, source, device)
+    # Cut while it is on the meta device, the model gets memory for its shards alone.
+    packed.to_empty(device=device.torch_device)
+    # to_empty gives tied weights a memory each.
+    model.tie_weights()
+    _load(packed, spec, config)
     return packed
+
+
+def _load(packed: PackedModel, spec: ModelSpec, config: PretrainedConfig) -> None:
+    own = first_adapters(packed.model, spec.lora) if spec.lora else {}
+    if isinstance(packed, ScalarModel):
+        head = read_score_head(spec.path)
+        # A new critic says 0 of every state; random weights would make advantages of noise.
+        own["score.weight"] = torch.zeros(packed.score.weight.shape) if head is None else head
+    config = without_dropout(config)
+    kinds: dict[str, Any] = {
+        "trust_remote_code": spec.trust_remote_code,
+        "decoder_only": isinstance(packed, ScalarModel),
+    }
+    try:
+        plain = empty_model(config, attention.NAME, spec.master_dtype, **kinds)
+        checkpoint, why = SlicedCheckpoint(spec.path, plain), ""
+    except NotSliceable as error:
+        checkpoint, why = None, str(error)
+    # All ranks take the same road, also where the files of one node differ.
+    whole = torch.tensor(int(bool(why)))
+    dist.all_reduce(whole, dist.ReduceOp.MAX)
+    if checkpoint and not whole:
+        for name, parameter in packed.named_parameters():
+            name, (first, last) = huggingface_name(name), _rows_here(parameter)
+            found = own[name][first:last] if name in own else checkpoint.rows(name, first, last, parameter.dtype)
+            _local(parameter).copy_(found)
+        for name, buffer in packed.named_buffers():
+            buffer.copy_(checkpoint.buffers[huggingface_name(name)])
+        return
+    if dist.get_rank() == 0:
+        why = why or "another rank finds no such files"
+        log.warning("note: ranks cannot read slices of %s (%s): rank 0 reads it whole, for all", spec.path, why)
+        model = read_weights(spec.path, config, spec.master_dtype, **kinds)
+        # Buffers too: those that are in no checkpoint, such as rotary frequencies, were emptied with the model.
+        own |= dict([*model.named_parameters(), *model.named_buffers()]) | own
+    _hand_out(packed, own if dist.get_rank() == 0 else None)
 
 
 def reshard(packed: PackedModel) -> None:
@@ -108,17 +137,36 @@ def reshard(packed: PackedModel) -> None:
             module.reshard()
 
 
-def _fill(packed: PackedModel, source: dict[str, Tensor] | None, device: Device) -> None:
-    """Shard by shard from rank 0, which alone has ``source``."""
-    with torch.no_grad():
-        for name, parameter in packed.named_parameters():
-            assert isinstance(parameter, DTensor)
-            # distribute_tensor sends what rank 0 has; on the others only the shape counts.
-            full = source[huggingface_name(name)] if source else torch.empty(parameter.shape)
-            full = full.detach().to(device.torch_device, parameter.dtype)
-            shard = distribute_tensor(full, parameter.device_mesh, parameter.placements)
-            parameter.to_local().copy_(shard.to_local())
-        for name, buffer in packed.named_buffers():
+@torch.no_grad()
+def _hand_out(packed: PackedModel, source: dict[str, Tensor] | None) -> None:
+    """Fill the shards from rank 0, which alone has ``source``, some rows at a time."""
+    for name, parameter in packed.named_parameters():
+        local, (first, last) = _local(parameter), _rows_here(parameter)
+        step = max(1, _PIECE_BYTES // max(parameter[:1].numel() * parameter.element_size(), 1))
+        for at in range(0, parameter.shape[0], step):
+            end = min(at + step, parameter.shape[0])
+            piece = torch.empty(end - at, *parameter.shape[1:], dtype=parameter.dtype, device=local.device)
             if source:
-                buffer.copy_(source[huggingface_name(name)])
-            dist.broadcast(buffer, src=0)
+                piece.copy_(source[huggingface_name(name)][at:end])
+            dist.broadcast(piece, src=0)
+            inside = slice(max(at, first), min(end, last))
+            if inside.start < inside.stop:
+                local[inside.start - first : inside.stop - first] = piece[inside.start - at : inside.stop - at]
+    for name, buffer in packed.named_buffers():
+        if source:
+            buffer.copy_(source[huggingface_name(name)])
+        dist.broadcast(buffer, src=0)
+
+
+def _local(parameter: nn.Parameter) -> Tensor:
+    assert isinstance(parameter, DTensor)
+    return parameter.to_local().detach()
+
+
+def _rows_here(parameter: nn.Parameter) -> tuple[int, int]:
+    """The rows of a weight that this rank holds. FSDP2 cuts as torch.chunk: full shards, a shorter one, then none."""
+    assert isinstance(parameter, DTensor)
+    # The last dimension of the mesh has the shards; with HSDP, the first one has the replicas.
+    mesh, dim = parameter.device_mesh, parameter.device_mesh.ndim - 1
+    first = min(mesh.get_local_rank(dim) * -(-parameter.shape[0] // mesh.size(dim)), parameter.shape[0])
+    return first, first + len(_local(parameter))

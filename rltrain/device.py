@@ -95,6 +95,14 @@ class Device:
         if not self.is_cpu:
             self._module().empty_cache()
 
+    def grow_segments(self) -> None:
+        """Let cached memory grow in place from now on (expandable segments). For an NPU on which vLLM is up: before,
+        vllm-ascend refuses it, and elsewhere the environment has said so (`rltrain.env`). Not run on hardware.
+        """
+        change = getattr(self._module().memory, "_set_allocator_settings", None) if self.kind == "npu" else None
+        if change:
+            change("expandable_segments:True")
+
     def free_memory_bytes(self) -> int:
         """Memory that is free now: of the device, or what the operating system says programs can still have."""
         if self.is_cpu:
@@ -102,6 +110,10 @@ class Device:
         # The device counts blocks that torch only caches as used.
         self.empty_cache()
         return int(self._module().mem_get_info()[0])
+
+    def total_memory_bytes(self) -> int:
+        """Memory of the device, or of the machine."""
+        return _machine_memory()["MemTotal"] if self.is_cpu else int(self._module().mem_get_info()[1])
 
     def peak_memory_gb(self) -> dict[str, float]:
         """``perf/*memory*`` metrics in GiB: peaks of this process since it started, and what is used on the machine

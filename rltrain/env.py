@@ -13,7 +13,7 @@ import math
 import os
 import socket
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
@@ -23,16 +23,14 @@ _NPU = {
     "HCCL_CONNECT_TIMEOUT": "1500",
     # Longer than the driver's own deadline, whose message names who is late (trainer.hang_floor_s).
     "HCCL_EXEC_TIMEOUT": "17340",
-    # Without ranges of ports the many processes of a node collide.
-    "HCCL_HOST_SOCKET_PORT_RANGE": "60000-60050",
-    "HCCL_NPU_SOCKET_PORT_RANGE": "61000-61050",
-    "TASK_QUEUE_ENABLE": "2",
+    # Processes of a node collide at a fixed port, and a range of our own might be one that Linux gives to others.
+    "HCCL_HOST_SOCKET_PORT_RANGE": "auto",
+    "HCCL_NPU_SOCKET_PORT_RANGE": "auto",
     # Early vllm-ascend puts code of its own in the place of Qwen2.5-VL's, which all published recipes turn off.
     "USE_OPTIMIZED_MODEL": "0",
     # Weights in the NZ layout cannot be overwritten in place.
     "VLLM_ASCEND_ENABLE_NZ": "0",
 }
-_CUDA = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 # Activations come and go: their memory must not go back to the kernel each time. Waiting OpenMP threads must not spin.
 _CPU = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "1073741824", "OMP_WAIT_POLICY": "PASSIVE"}
 # A user who sets one of these for the driver means the workers too, on every node,
@@ -49,7 +47,9 @@ _ACCELERATORS = {
 }
 # Linux's request for the IPv4 address of a network card.
 _SIOCGIFADDR = 0x8915
-_BY_DEVICE = {"npu": _NPU, "cuda": _CUDA, "cpu": _CPU}
+_BY_DEVICE = {"npu": _NPU, "cuda": {}, "cpu": _CPU}
+# Micro-batches differ in length, so an allocator of fixed segments is left with holes that no tensor fits into.
+_GROWING = "expandable_segments:True"
 
 
 def shipped(name: str) -> str:
@@ -63,9 +63,20 @@ def shipped(name: str) -> str:
     return str(Path(str(placed[0].locate())).resolve()) if placed else name
 
 
-def worker_environment(device: str, threads: int) -> dict[str, str]:
-    """Environment of a worker process on ``device`` (npu, cuda, cpu) with ``threads`` CPU threads."""
+def worker_environment(device: str, threads: int, engine: str = "hf", *, graphs: bool = False) -> dict[str, str]:
+    """Environment of a worker process on ``device`` (npu, cuda, cpu) with ``threads`` CPU threads.
+
+    graphs: the ``engine`` captures some on an accelerator.
+    """
     wanted = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", **_BY_DEVICE[device]}
+    if device == "npu":
+        # Level 2 launches fastest, but torch_npu captures no graph under it.
+        wanted["TASK_QUEUE_ENABLE"] = "1" if graphs else "2"
+    # SGLang's memory saver does not go together with it. vLLM switches it off around its own memory; vllm-ascend
+    # refuses the variable, so there it is set once the engine is up (`Device.grow_segments`).
+    if (device, engine) in (("cuda", "hf"), ("cuda", "vllm"), ("npu", "hf")):
+        names = [f"PYTORCH_{device.upper()}_ALLOC_CONF", "PYTORCH_ALLOC_CONF"]
+        wanted |= {names[0]: _GROWING} if not any(name in os.environ for name in names) else {}
     # This becomes Ray's runtime environment, which overrides what is set elsewhere, so the user's own value has to be
     # in it.
     return {name: os.environ.get(name, value) for name, value in wanted.items()}
@@ -93,10 +104,10 @@ def chosen_threads() -> int | None:
 
 
 def use_interface(address: str) -> None:
-    """Make gloo talk over the network card with this address, unless the user has named one.
+    """Make gloo, NCCL and HCCL meet over the network card with this address, unless the user has named another.
 
-    By itself it takes the address of the host's name, which many a system's /etc/hosts says is 127.0.1.1: no other node
-    gets there.
+    By itself gloo takes the address of the host's name, which many a system's /etc/hosts says is 127.0.1.1: no other
+    node gets there. The other two take the first card they find, be it a bridge of containers.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as line:
         for _, name in socket.if_nameindex():
@@ -107,7 +118,20 @@ def use_interface(address: str) -> None:
             except OSError:  # a card without an address
                 continue
             if socket.inet_ntoa(found[20:24]) == address:
-                os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+                # "=": this card, and not all whose names begin so. Only the meeting goes over it, data over RoCE too.
+                for variable, value in (("GLOO", name), ("NCCL", f"={name}"), ("HCCL", f"={name}")):
+                    os.environ.setdefault(f"{variable}_SOCKET_IFNAME", value)
+
+
+def see_own_device(given: Mapping[str, Sequence[str]]) -> None:
+    """In a worker, before torch looks for devices: see those that Ray has given it, by resource (NPU, GPU).
+
+    Ray does so itself, but not where RAY_EXPERIMENTAL_NOSET_*_VISIBLE_DEVICES is set, as launchers of verl's do: all
+    workers of a node would then take its first device.
+    """
+    for kind, resource in (("npu", "NPU"), ("cuda", "GPU")):
+        if devices := given.get(resource):
+            os.environ[_ACCELERATORS[kind][0]] = ",".join(devices)
 
 
 def devices_here(device: str, none: int = 1) -> int:

@@ -7,7 +7,8 @@
 #   RANK=r ray_start.sh                    head on rank 0, worker elsewhere
 #
 # ARGS, which begin with --, are handed to `ray start`: --num-cpus=8 --temp-dir=/scratch/ray
-# Environment: HEAD_FILE (a file on shared storage), HEAD_ADDRESS (host or host:port), RAY_PORT (6379), WAIT_S (360).
+# Environment: HEAD_FILE (a file on shared storage), HEAD_ADDRESS (host or host:port), RAY_PORT (6379), WAIT_S (360),
+# NODE_IP (the address of this node that others reach; the first of `hostname -I`, which may be a bridge of containers).
 #
 # Ray runs what it is sent, so a token keeps strangers out (RAY_AUTH_MODE=token): RAY_AUTH_TOKEN, or a file RAY_AUTH_TOKEN_PATH, or
 # ~/.ray/auth_token, which the head makes where there is none. Workers also find it in HEAD_FILE.token, which the head writes for its
@@ -47,7 +48,7 @@ write() { (umask 077 && mkdir -p "$(dirname "$1")" && printf '%s\n' "$2" >"$1.tm
 case "$role" in
 head)
     need_ray
-    ip="$(hostname -I 2>/dev/null | awk '{print $1}')"
+    ip="${NODE_IP:-$(hostname -I 2>/dev/null | awk '{print $1}')}"
     [ -n "$ip" ] || fail "this node's address is not known: 'hostname -I' prints nothing"
     # What an earlier head has left behind is not for the workers of this one.
     [ -z "${HEAD_FILE:-}" ] || rm -f "$HEAD_FILE" "$TOKEN_FILE"
@@ -85,7 +86,7 @@ worker)
         fi
     fi
     echo "joining $address"
-    "$ray" start --address="$address" "${resources[@]}" "$@"
+    "$ray" start --address="$address" ${NODE_IP:+--node-ip-address="$NODE_IP"} "${resources[@]}" "$@"
     ;;
 -h | --help) usage ;;
 "") usage >&2 && fail "say head or worker, or set RANK" ;;

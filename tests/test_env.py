@@ -8,7 +8,7 @@ import pytest
 from rltrain import device
 from rltrain.config.load import load_config, to_yaml
 from rltrain.device import threads_per_worker
-from rltrain.env import adopt, cpu_quota, driver_environment, use_interface, worker_environment
+from rltrain.env import adopt, cpu_quota, driver_environment, see_own_device, use_interface, worker_environment
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "npu"])
@@ -18,6 +18,46 @@ def test_what_the_user_has_set_is_left_alone(device, monkeypatch):
     found = worker_environment(device, threads=8)
     assert found["OMP_NUM_THREADS"] == "3"
     assert found["TOKENIZERS_PARALLELISM"] == "false"
+
+
+@pytest.mark.parametrize(
+    ("device", "engine", "graphs", "queue", "grows"),
+    [
+        # torch_npu captures no graph under level 2 of its task queue.
+        ("npu", "vllm", True, "1", None),
+        ("npu", "vllm", False, "2", None),
+        ("npu", "hf", False, "2", "PYTORCH_NPU_ALLOC_CONF"),
+        ("cuda", "vllm", True, None, "PYTORCH_CUDA_ALLOC_CONF"),
+        ("cuda", "hf", False, None, "PYTORCH_CUDA_ALLOC_CONF"),
+        ("cuda", "sglang", True, None, None),
+        ("cpu", "hf", False, None, None),
+    ],
+)
+def test_the_engine_decides_queue_and_allocator(device, engine, graphs, queue, grows, monkeypatch):
+    for name in ("TASK_QUEUE_ENABLE", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NPU_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    found = worker_environment(device, 1, engine, graphs=graphs)
+    assert found.get("TASK_QUEUE_ENABLE") == queue
+    assert {name: value for name, value in found.items() if "ALLOC_CONF" in name} == (
+        {grows: "expandable_segments:True"} if grows else {}
+    )
+    # It would keep the all-gathers of FSDP2 from overlapping with computation.
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in found
+    # The variable of all devices is the same choice.
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:512")
+    monkeypatch.setenv("TASK_QUEUE_ENABLE", "0")
+    found = worker_environment(device, 1, engine, graphs=graphs)
+    assert not any("ALLOC_CONF" in name for name in found)
+    assert found.get("TASK_QUEUE_ENABLE") in (None, "0")
+
+
+def test_a_worker_sees_its_device_where_ray_hides_none(monkeypatch):
+    monkeypatch.delenv("ASCEND_RT_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    see_own_device({})
+    assert (os.environ["CUDA_VISIBLE_DEVICES"], os.environ.get("ASCEND_RT_VISIBLE_DEVICES")) == ("4,5,6,7", None)
+    see_own_device({"GPU": ["6"], "NPU": ["3"]})
+    assert (os.environ["CUDA_VISIBLE_DEVICES"], os.environ["ASCEND_RT_VISIBLE_DEVICES"]) == ("6", "3")
 
 
 def test_threads_are_the_users_choice_or_a_share_of_the_cores(monkeypatch):
@@ -85,15 +125,19 @@ def test_what_a_node_sets_itself_stays(monkeypatch):
     assert (os.environ["NCCL_DEBUG"], os.environ["HF_TOKEN"]) == ("node", "driver")
 
 
-def test_gloo_gets_the_card_that_has_the_nodes_address(monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
+@pytest.mark.parametrize(("library", "card"), [("GLOO", "lo"), ("NCCL", "=lo"), ("HCCL", "=lo")])
+def test_nodes_meet_on_the_card_with_their_address(library, card, monkeypatch):
+    name = f"{library}_SOCKET_IFNAME"
+    for other in ("GLOO", "NCCL", "HCCL"):
+        # Set and deleted, so that it is put back afterwards.
+        monkeypatch.setenv(f"{other}_SOCKET_IFNAME", "mine")
     use_interface("127.0.0.1")
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "mine"
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    assert os.environ[name] == "mine"
+    monkeypatch.delenv(name)
     use_interface("203.0.113.9")
-    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    assert name not in os.environ
     use_interface("127.0.0.1")
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    assert os.environ[name] == card
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,8 @@ def _errors(waiting: dict[Any, int]) -> dict[int, Exception]:
 class WorkerGroup:
     """The workers of a run.
 
-    check(): called every now and then while the driver waits for workers. What it raises ends the wait.
+    check(): called every now and then while the driver waits for workers. What it raises ends the wait. environment: of
+    the workers' processes (None: `worker_environment` for the device and threads).
     """
 
     def __init__(
@@ -163,11 +164,13 @@ class WorkerGroup:
         logs: Path | None = None,
         check: Callable[[], None] = lambda: None,
         deadlines: Deadlines | None = None,
+        environment: dict[str, str] | None = None,
     ) -> None:
         self._role = role
         self.deadlines = deadlines or Deadlines()
         self.check = check
         self._device = device
+        self._environment = environment or worker_environment(device.kind, threads)
         self._logs = logs
         self.bytes_through_driver = 0
         bundles = [(group, index) for group in placement for index in range(group.bundle_count)]
@@ -185,7 +188,7 @@ class WorkerGroup:
             demand["resources"] = {resource: 1}
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
         # Ray sets OMP_NUM_THREADS to the CPU slots of an actor, here 1, unless its environment has it already.
-        environment = {"env_vars": worker_environment(self._device.kind, threads)}
+        environment = {"env_vars": self._environment}
         return HOST.options(scheduling_strategy=strategy, runtime_env=environment, **demand).remote(
             rank, self.world, threads, str(self._logs) if self._logs else None, driver_environment()
         )

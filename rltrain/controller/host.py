@@ -25,7 +25,7 @@ import torch.distributed as dist
 from rltrain.controller.calls import Call
 from rltrain.controller.samples import Request, assemble
 from rltrain.device import COLLECTIVE_TIMEOUT
-from rltrain.env import adopt, use_interface
+from rltrain.env import adopt, see_own_device, use_interface
 from rltrain.logs import open_worker_log
 
 log = logging.getLogger(__name__)
@@ -37,6 +37,7 @@ class _Host:
         # background (`&`) inherits that this signal is ignored, and would wait for ever.
         signal.signal(signal.SIGQUIT, signal.SIG_DFL)
         adopt(environment)
+        see_own_device(ray.get_runtime_context().get_accelerator_ids())
         self._rank, self._world, self._threads = rank, world, threads
         if logs:
             open_worker_log(logs, rank)

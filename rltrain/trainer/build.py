@@ -33,6 +33,7 @@ from rltrain.data.prompts import PromptStore, check_limit_images, encode_prompts
 from rltrain.data.rows import Rows, keys_of, read_rows
 from rltrain.data.sampler import Sampler, make_sampler
 from rltrain.device import get_device, threads_per_worker
+from rltrain.env import worker_environment
 from rltrain.env_report import device_facts, facts
 from rltrain.errors import ConfigError, DataError, RltrainError
 from rltrain.plugin import is_plugin, user_traceback
@@ -166,7 +167,10 @@ def _start(
     # A scorer that does not work is better known before models are loaded.
     with logs.waiting("trying the scorers on a row of every data source"):
         pool = start_pool(cfg, plan.num_reward_workers, splits, folder.path)
-    group = WorkerGroup("hybrid", placement, device, threads, folder.path / "logs", stop.check, deadlines)
+    rollout = cfg.actor_rollout_ref.rollout
+    graphs = rollout.name != "hf" and not rollout.enforce_eager
+    environment = worker_environment(device.kind, threads, rollout.name, graphs=graphs)
+    group = WorkerGroup("hybrid", placement, device, threads, folder.path / "logs", stop.check, deadlines, environment)
     # After an error an orderly end would wait for workers that hang.
     closing.push(lambda kind, error, where: group.stop() if error is None else group.kill())
     # With a signal that stops at once, scorers end with Ray too: an answer that is being scored would be waited for.

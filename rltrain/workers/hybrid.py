@@ -9,11 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 from rltrain.batch import Batch
+from rltrain.config.engines import ENGINES
+from rltrain.config.rollout_schema import RolloutConfig
 from rltrain.config.schema import Config
 from rltrain.config.step_passes import StepPasses
 from rltrain.data.prompts import PromptStore
 from rltrain.data.rows import Rows
 from rltrain.device import get_device
+from rltrain.errors import ConfigError
 from rltrain.workers.actor_ref import ActorRefWorker
 from rltrain.workers.critic import CriticWorker
 from rltrain.workers.residency import Residency
@@ -55,8 +58,35 @@ class HybridWorker(Models, Advantages):
             assert self._rows is not None
             self.reward_model = RewardModelWorker(self._cfg, residency, self._rows)
             self.roles.append(self.reward_model)
+        if trains:
+            check_room(self._cfg.actor_rollout_ref.rollout, residency)
         return self.actor.sizes() | {"log_prob_gap_limit": log_prob_gap_limit(self._cfg, device)}
 
     def advantages(self, batch: Batch, kl_coef: float) -> tuple[Batch, PassNumbers]:
         """Token-level advantages and returns of this rank's samples."""
         return token_advantages(batch, self._cfg.algorithm, kl_coef)
+
+
+def check_room(rollout: RolloutConfig, residency: Residency) -> None:
+    """Once all models are loaded and the engine sleeps: ConfigError where the second generation would lack memory.
+
+    An engine compares its share with what is free when it starts. Optimizers take their memory only in the first
+    update, and where they are not offloaded, they have it while the engine generates.
+    """
+    device = residency.device
+    if device.is_cpu or not ENGINES[rollout.name].package:  # the embedded engine takes what it finds
+        return
+    residency.enter("rollout")
+    free, total = device.free_memory_bytes(), device.total_memory_bytes()
+    engine = rollout.gpu_memory_utilization * total if rollout.free_cache_engine else 0.0
+    to_come = residency.bytes_to_come()
+    if engine + to_come > free:
+        key = "actor_rollout_ref.rollout.gpu_memory_utilization"
+        fits = max(free - to_come, 0) / total - 0.005
+        lower = f"Set {key}={fits:.2f}, or" if engine and fits > 0.05 else "Set"
+        raise ConfigError(
+            f"after the first update this device would lack {(engine + to_come - free) / 2**30:.1f} GiB to generate: "
+            f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB are free, {key}={rollout.gpu_memory_utilization} asks for "
+            f"{engine / 2**30:.1f}, and the optimizer will take {to_come / 2**30:.1f}. {lower} "
+            "actor_rollout_ref.actor.fsdp_config.optimizer_offload=True (critic.model.fsdp_config likewise)."
+        )

@@ -13,6 +13,7 @@ from typing import Literal
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from rltrain.device import Device
 
@@ -32,6 +33,7 @@ class Residency:
     def __init__(self, device: Device) -> None:
         self.device = device
         self._residents: list[_Resident] = []
+        self._staying: list[torch.optim.Optimizer] = []
 
     def add_engine(self, release: Callable[[], object]) -> None:
         """Register a rollout engine: it takes memory when weights are loaded, and releases it outside generation."""
@@ -49,6 +51,7 @@ class Residency:
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer, *phases: Phase, offload: bool) -> None:
         """Register the state of an optimizer, likewise."""
+        self._staying += [] if offload else [optimizer]
         self._residents.append(
             _Resident(
                 frozenset(phases),
@@ -56,6 +59,11 @@ class Residency:
                 (lambda: move_optimizer(optimizer, torch.device("cpu"))) if offload else lambda: None,
             )
         )
+
+    def bytes_to_come(self) -> int:
+        """What optimizers will take in their first step and keep on the device: two moments of every weight (AdamW)."""
+        weights = [each for one in self._staying for group in one.param_groups for each in group["params"]]
+        return sum(2 * (each.to_local() if isinstance(each, DTensor) else each).nbytes for each in weights)
 
     def enter(self, phase: Phase) -> None:
         """Make the device ready for ``phase``."""

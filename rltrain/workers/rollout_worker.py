@@ -108,7 +108,10 @@ class RolloutWorker(Rollout):
             images=self._images,
             max_pixels=cfg.data.max_pixels,
         )
-        return make_engine(settings)
+        engine = make_engine(settings)
+        if self._rollout.name == "vllm":
+            self._device.grow_segments()
+        return engine
 
     def _release(self) -> None:
         if self._engine.sleep():

@@ -95,6 +95,12 @@ def test_a_new_head_makes_a_token_for_its_user_alone(ray, tmp_path):
     assert len(token.read_text().strip()) == 64
 
 
+@pytest.mark.parametrize(("role", "more"), [("head", []), ("worker", ["10.0.0.1"])])
+def test_a_nodes_address_can_be_named(ray, role, more):
+    done = ray("one", role, *more, NODE_IP="10.0.0.7", RAY_AUTH_TOKEN="abc")
+    assert "--node-ip-address=10.0.0.7" in done.stdout
+
+
 def test_workers_find_the_head_and_ignore_an_earlier_one(ray, tmp_path):
     shared = tmp_path / "head"
     shared.write_text("127.0.0.1:1\n")  # nobody answers there

@@ -1,0 +1,51 @@
+"""An engine's share of memory is compared with what the optimizers will leave, not with what is free at the start."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rltrain.config.rollout_schema import RolloutConfig
+from rltrain.device import DEVICES
+from rltrain.errors import ConfigError
+from rltrain.workers.hybrid import check_room
+from rltrain.workers.residency import Residency
+
+VLLM = RolloutConfig(name="vllm", gpu_memory_utilization=0.5)
+
+
+class Card:
+    """A device of 100 MiB."""
+
+    is_cpu, torch_device, free = False, torch.device("cpu"), 0
+
+    def empty_cache(self) -> None: ...
+
+    def free_memory_bytes(self) -> int:
+        return self.free << 20
+
+    def total_memory_bytes(self) -> int:
+        return 100 << 20
+
+
+def room(free: int, *, offload: bool = False) -> Residency:
+    """With an optimizer over 4 MiB of weights, which will need 8."""
+    found = Residency(Card())
+    found.device.free = free
+    weights = torch.nn.Parameter(torch.zeros(1 << 20))
+    found.add_optimizer(torch.optim.AdamW([weights]), "train_actor", offload=offload)
+    return found
+
+
+def test_the_optimizer_to_come_counts_at_the_engines_start():
+    check_room(VLLM, room(free=58))
+    with pytest.raises(ConfigError) as error:
+        check_room(VLLM, room(free=57))
+    assert "gpu_memory_utilization=0.48, or actor_rollout_ref.actor.fsdp_config.optimizer_offload" in str(error.value)
+    check_room(VLLM, room(free=50, offload=True))
+    # It holds its memory already.
+    check_room(replace(VLLM, free_cache_engine=False), room(free=8))
+    with pytest.raises(ConfigError, match=r"generate: .* Set actor_rollout_ref"):
+        check_room(replace(VLLM, free_cache_engine=False), room(free=7))
+    check_room(replace(VLLM, name="hf"), room(free=0))
+    assert Residency(DEVICES["cpu"]).bytes_to_come() == 0

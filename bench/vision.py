@@ -131,7 +131,7 @@ class Case:
         spec = ModelSpec(str(folder), gradient_checkpointing=True, tower="trained")
         self.policy = sharded_model(PolicyModel, spec, get_device("cpu")).train()
         self.plain = AutoModelForImageTextToText.from_pretrained(folder).train()
-        recompute_activations(self.plain)
+        recompute_activations(self.plain, "actor_rollout_ref.model")
         self.batch = make_batch(self.policy, length, edge)
         self._apart = brought_along(self.batch)
 

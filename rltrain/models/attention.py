@@ -30,6 +30,8 @@ from rltrain.models.varlen import kernel_for
 NAME = "rltrain_packed"
 # transformers hands unknown keywords of a forward call on to the attention function, whose parameter has this name.
 PLAN = "rltrain_plan"
+# Kinds of layers that compute each token alone.
+STATELESS = {"moe", "mlp"}
 # Queries are processed in blocks, so that a mask has at most this many rows (queries x heads per kv head).
 _BLOCK = 256
 # On a CPU, half precision prepares a kernel per length and is slow for short products: a backward pass over varying
@@ -112,15 +114,20 @@ def check_layers(config: PretrainedConfig, longest: int | None = None) -> None:
     longest sequence of a forward pass.
     """
     text = config.get_text_config()
-    rope = getattr(text, "rope_parameters", None) or {}
-    limit: int = rope.get("original_max_position_embeddings") or getattr(text, "max_position_embeddings", None) or 0
-    if rope.get("rope_type") in ("longrope", "dynamic") and (longest is None or longest > limit):
+    whole = getattr(text, "rope_parameters", None) or {}
+    # In some families every kind of layer has its own.
+    for rope in (whole, *(part for part in whole.values() if isinstance(part, dict))):
+        limit: int = rope.get("original_max_position_embeddings") or getattr(text, "max_position_embeddings", None) or 0
+        if rope.get("rope_type") not in ("longrope", "dynamic") or (longest is not None and longest <= limit):
+            continue
         raise ConfigError(
             f"{type(config).__name__} has other rotary frequencies beyond {limit} tokens "
             f"(rope_type={rope['rope_type']}), so samples of one forward would change each other. Keep "
             f"data.max_prompt_length + data.max_response_length (now {longest}) within {limit}."
         )
-    kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention", "chunked_attention"}
+    # Griffin calls them block types.
+    kinds = {*(getattr(text, "layer_types", None) or getattr(text, "block_types", None) or ())}
+    kinds -= {"full_attention", "sliding_attention", "chunked_attention", "attention", *STATELESS}
     if kinds:
         raise ConfigError(
             f"{type(config).__name__} has layers of kind {', '.join(sorted(kinds))}, which rltrain cannot train on "

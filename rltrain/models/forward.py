@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from rltrain.errors import ConfigError
 from rltrain.models.attention import PLAN
 from rltrain.models.head import ReferenceStates, Scaling, TokenLogProbs, token_log_probs
+from rltrain.models.load import decoder_layers
 from rltrain.models.packing import PackedInputs
 from rltrain.models.ulysses import GROUP, share_of_row
 from rltrain.models.vision import read_with_images, tower, tower_numbers
@@ -32,6 +33,18 @@ class PackedModel(nn.Module):
         super().__init__()
         self.model = model
         self.group = group
+        # Now, as sharding gives their classes other names.
+        self._layers = decoder_layers(model)
+
+    def train(self, mode: bool = True) -> PackedModel:
+        """Training recomputes activations, which layers decide, and computes nothing else: noise of a router inside
+        them would make the importance ratio of an unchanged policy differ from 1.
+        """
+        super().train(mode)
+        for layer in self._layers:
+            for part in layer.children():
+                part.eval()
+        return self
 
     def hidden(self, inputs: PackedInputs) -> Tensor:
         """Last hidden states [total, hidden]."""

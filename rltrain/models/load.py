@@ -27,6 +27,7 @@ from rltrain.models.scores import count_places_here
 from rltrain.models.vision import takes_images
 
 _HEAD = "score.weight"
+_KEEP_ARGUMENTS = ("NemotronDecoderLayer", "StableLmDecoderLayer")
 
 
 def load_config(
@@ -69,7 +70,7 @@ def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
     return config
 
 
-def _kind(config: PretrainedConfig, decoder_only: bool) -> Any:
+def model_kind(config: PretrainedConfig, decoder_only: bool) -> Any:
     """The class that builds the model: with its vision tower, where it has one, and with or without a head."""
     if decoder_only:
         return AutoModel
@@ -86,7 +87,7 @@ def read_weights(
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """The model with its weights, on the CPU, in ``dtype``. ``decoder_only``: without any head."""
-    kind = _kind(config, decoder_only)
+    kind = model_kind(config, decoder_only)
     return kind.from_pretrained(path, config=config, dtype=dtype, trust_remote_code=trust_remote_code)
 
 
@@ -117,20 +118,54 @@ def empty_model(
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """The module structure on the meta device: no memory, no weights. attention: of the decoder's layers."""
-    kind = _kind(config, decoder_only)
+    kind = model_kind(config, decoder_only)
     # Patches see each other in both directions, which no packed attention knows.
     attn = {"": attention, "text_config": attention, "vision_config": "sdpa"} if takes_images(config) else attention
     try:
         with torch.device("meta"):
             model = kind.from_config(config, dtype=dtype, attn_implementation=attn, trust_remote_code=trust_remote_code)
+    except KeyError as error:
+        if error.args != (attention,):
+            raise
+        raise ConfigError(
+            f"{type(config).__name__} computes attention outside of transformers' attention interface, so packed "
+            "sequences cannot be trained. Use a model of a family that works (docs/models.md)."
+        ) from error
     except ValueError as error:
         raise ConfigError(f"transformers cannot build {type(config).__name__} as {kind.__name__}: {error}") from error
     count_places_here(model)
+    return _hand_on(model)
+
+
+def _hand_on(model: PreTrainedModel) -> PreTrainedModel:
+    """Some families' layers keep the keyword arguments of a forward to themselves; their attention gets ours here."""
+    layer: Any
+    for layer in model.modules():
+        if type(layer).__name__ in _KEEP_ARGUMENTS:
+            layer.register_forward_pre_hook(_keep_ours, with_kwargs=True)
+            layer.self_attn.register_forward_pre_hook(_give_ours, with_kwargs=True)
     return model
 
 
-def recompute_activations(model: PreTrainedModel) -> None:
-    """Gradient checkpointing of every decoder layer (transformers renamed the method on its way from 5.5 to 5.23)."""
+def _keep_ours(layer: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    # Called again when activations are recomputed, with the arguments of that forward.
+    layer.self_attn.of_layer = {name: value for name, value in kwargs.items() if name.startswith("rltrain_")}
+
+
+def _give_ours(attention: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    return args, kwargs | vars(attention).pop("of_layer")
+
+
+def recompute_activations(model: PreTrainedModel, section: str) -> None:
+    """Gradient checkpointing of every decoder layer (transformers renamed the method on its way from 5.5 to 5.23).
+
+    Raises ConfigError for a model without. section: its part of the config.
+    """
+    if not model.supports_gradient_checkpointing:
+        raise ConfigError(
+            f"{type(model).__name__} cannot recompute activations in transformers. "
+            f"Set {section}.enable_gradient_checkpointing=False."
+        )
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     # The reentrant kind needs an input with a gradient; under LoRA the embeddings are frozen, and the first hidden
     # states have none.

@@ -77,7 +77,7 @@ def sharded_model(kind: type[Model], spec: ModelSpec, device: Device) -> Model:
     packed = empty_packed(kind, spec, config)
     packed.group, model = group, packed.model
     if spec.gradient_checkpointing:
-        recompute_activations(model)
+        recompute_activations(model, spec.section)
     mesh = make_mesh(device, spec.fsdp.fsdp_size)
     precision = MixedPrecisionPolicy(param_dtype=spec.compute_dtype, reduce_dtype=torch.float32)
     # Layers first: the root then takes the parameters that no layer holds.

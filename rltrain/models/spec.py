@@ -41,10 +41,15 @@ class ModelSpec:
     longest: int | None = None
     tower: Tower = "rests"
 
+    @property
+    def section(self) -> str:
+        """The part of the config that names the model."""
+        return _section(self.role)
+
     def load_config(self) -> PretrainedConfig:
         """The Hugging Face config with the user's overrides. Raises ConfigError."""
         trust = self.trust_remote_code
-        return load_config(self.path, _section(self.role), trust_remote_code=trust, override=self.override)
+        return load_config(self.path, self.section, trust_remote_code=trust, override=self.override)
 
 
 # In the functions below, ``images`` says that prompts have some.

@@ -1,7 +1,8 @@
 """The models of a run, looked at before anything is loaded: files, structure, sizes, and whether they can be trained.
 
 Choice: every role builds its model on the meta device by the function that a worker builds it with (`empty_packed`), so
-whatever a worker would refuse after minutes is known within a second, without memory or weights.
+whatever a worker would refuse after minutes is known within a second, without memory or weights. And a small copy of it
+shows whether the numbers are right (`workers.model_check`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from rltrain.models.source import model_problem
 from rltrain.models.spec import ModelSpec, actor_spec, critic_spec, reward_model_spec
 from rltrain.models.ulysses import heads_problem
 from rltrain.trainer.plan import ImageSizes
+from rltrain.workers.model_check import check_numbers
 from rltrain.workers.reward_model import check_judge
 
 _R = "actor_rollout_ref.rollout."
@@ -108,6 +110,9 @@ def _look_at(kind: type[Any], spec: ModelSpec, cfg: Config, found: Findings) -> 
     if kind is PolicyModel:
         total = sum(weight.numel() for weight in packed.model.parameters())
         found.num_parameters, found.num_trained = total - (trained if spec.lora else 0), trained
+    decodes = kind is PolicyModel and cfg.actor_rollout_ref.rollout.name == "hf"
+    untried = check_numbers(kind, spec, config, decodes=decodes)
+    found.notes += [untried] if untried else []
     if spec.lora:
         if spec.lora.path:
             first_adapters(packed.model, spec.lora)

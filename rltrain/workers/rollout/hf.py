@@ -19,7 +19,7 @@ from transformers import AttentionInterface, PretrainedConfig
 
 from rltrain.data.images import EncodedPrompt
 from rltrain.errors import ConfigError
-from rltrain.models.attention import PLAN, packed_attention
+from rltrain.models.attention import PLAN, STATELESS, packed_attention
 from rltrain.models.forward import final_logits, trunk
 from rltrain.models.load import empty_model
 from rltrain.models.packed_images import PackedImages
@@ -216,8 +216,10 @@ class HFRollout:
         return read_with_images(self._model, tokens.to(device), rows, packed, use_cache=False, **arguments)
 
     def _check_layers(self, kv: KeyValues) -> None:
-        expected = self._model.config.get_text_config().num_hidden_layers
-        if kv.num_layers != expected:
+        text = self._model.config.get_text_config()
+        kinds = getattr(text, "layer_types", None) or [""] * text.num_hidden_layers
+        expected = sum(kind not in STATELESS for kind in kinds)
+        if kv.num_layers < expected:
             raise ConfigError(
                 f"{kv.num_layers} of the {expected} layers of {type(self._model).__name__} keep keys and values "
                 "through transformers' attention interface; the engine "
@@ -266,7 +268,7 @@ def rollout_attention(
     """Attention over the cache; without a cache, and within whole prompts, the trainer's packed attention."""
     if rltrain_cache is not None:
         kind = Kind.of(module, scaling, sliding_window, softcap, s_aux)
-        layer = int(module.layer_idx)  # type: ignore[arg-type]
+        layer = rltrain_cache.call_of(int(module.layer_idx))  # type: ignore[arg-type]
         if not rltrain_cache.is_prefill:
             query = tempered(module, query, rltrain_cache.places)
             return rltrain_cache.decode(layer, query, key, value, kind), None
@@ -287,6 +289,14 @@ def _register() -> None:
 def bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:
     """Keys and values of one token in all layers."""
     text = config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return 2 * text.num_hidden_layers * heads * size * dtype.itemsize
+    # Gemma 4 has heads of several sizes, and refuses to be asked for one.
+    layers = getattr(text, "per_layer_config", None) or [text] * text.num_hidden_layers
+    return dtype.itemsize * sum(_numbers_per_token(layer) for layer in layers)
+
+
+def _numbers_per_token(layer: Any) -> int:
+    heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
+    size = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+    if getattr(layer, "qk_nope_head_dim", None):  # multi-head latent attention, whose keys are kept at full width
+        heads, size = layer.num_attention_heads, layer.qk_nope_head_dim + layer.qk_rope_head_dim
+    return heads * (size + (getattr(layer, "v_head_dim", None) or size))

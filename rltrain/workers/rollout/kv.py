@@ -13,6 +13,7 @@ one product, and with the answers' own columns. Grouped-query attention and slid
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -25,6 +26,8 @@ from torch import Tensor
 from rltrain.models.scores import Kind, capped, masked, weights
 
 Ints = NDArray[np.int64]
+# A layer, and the how-manieth call of attention this is of it in a forward pass.
+Call = tuple[int, int]
 # Memory of `KeyValues` relative to its rows at their longest: room to grow, and rows of answers that have ended.
 ROOM = 1.3
 # Prompts get room in steps of this many tokens, because each new width copies the prompts that are there.
@@ -69,7 +72,8 @@ class KeyValues:
     def __init__(self, device: torch.device, block: int) -> None:
         self._device = device
         self._block = block
-        self._layers: dict[int, _Layer] = {}
+        self._layers: dict[Call, _Layer] = {}
+        self._calls: Counter[int] = Counter()
         self._prompt_lengths: Ints = np.zeros(0, dtype=np.int64)
         self._width = 0
         self._place_of_row: Ints = np.zeros(0, dtype=np.int64)
@@ -87,7 +91,12 @@ class KeyValues:
     @property
     def num_layers(self) -> int:
         """Layers that have stored anything."""
-        return len(self._layers)
+        return len({layer for layer, _ in self._layers})
+
+    def call_of(self, layer: int) -> Call:
+        """Attention of ``layer`` is called, which some layers do more than once, with other keys or values."""
+        self._calls[layer] += 1
+        return layer, self._calls[layer]
 
     def add(self, prompt_lengths: Sequence[int], num_rows: Sequence[int]) -> range:
         """Make room for new prompts and for the answers to each, behind the others. Returns the prompts' places."""
@@ -126,10 +135,12 @@ class KeyValues:
     def begin_prefill(self, chunks: Sequence[PromptChunk]) -> None:
         """Announce that the next forward pass computes these chunks, packed. One that does not start at 0 is alone."""
         self._chunks = chunks
+        self._calls.clear()
 
     def begin_step(self) -> None:
         """Announce that the next forward pass computes one token per row."""
         self._chunks = ()
+        self._calls.clear()
         self._column += 1
         self._masks = {}
         # A row sees no column from before its birth, so nobody reads such a block any more.
@@ -144,7 +155,7 @@ class KeyValues:
     def is_prefill(self) -> bool:
         return bool(self._chunks)
 
-    def store(self, layer: int, keys: Tensor, values: Tensor) -> None:
+    def store(self, layer: Call, keys: Tensor, values: Tensor) -> None:
         """Keep keys and values [1, kv heads, tokens, d] of the announced chunks."""
         if layer not in self._layers:
             places = len(self._prompt_lengths)
@@ -168,7 +179,7 @@ class KeyValues:
         assert self._seats is not None
         return self._seats.prompt_lengths + self._column - self._seats.born
 
-    def prefill_rest(self, layer: int, query: Tensor, kind: Kind) -> Tensor:
+    def prefill_rest(self, layer: Call, query: Tensor, kind: Kind) -> Tensor:
         """Attention of a chunk of a prompt to all of the prompt up to itself.
 
         query [1, heads, n, d] -> [1, n, heads, d'].
@@ -190,7 +201,7 @@ class KeyValues:
         # Some models ask for a view of it.
         return torch.cat(parts, 2).transpose(1, 2).flatten(2, 3).contiguous()
 
-    def decode(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kind: Kind) -> Tensor:
+    def decode(self, layer: Call, query: Tensor, key: Tensor, value: Tensor, kind: Kind) -> Tensor:
         """One token per row: query [rows, heads, 1, d]; key, value [rows, kv heads, 1, d] -> [rows, 1, heads, d']."""
         assert self._seats is not None
         rows, kv_heads = key.shape[:2]

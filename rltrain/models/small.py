@@ -1,0 +1,184 @@
+"""A small copy of a model: the class and the kinds of layers of its configuration, narrow, with random weights.
+
+Whether rltrain computes a family as transformers does can be seen only by computing it, and a model of 72B cannot be
+tried at the start of a run. Families differ in their code and in the kinds of their layers, not in widths. So widths
+shrink by the names of the fields, and of the layers those stay that differ from each other. What is learnt in training
+starts so large that a mistake shows.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from rltrain.models.load import model_kind, without_dropout
+
+HIDDEN, _HEADS, _HEAD_SIZE, VOCABULARY = 128, 4, 32, 64
+# By the end of a field's name; the first that fits counts. Fields that are absent, None or smaller stay.
+_SIZES = {
+    "vocab_size": VOCABULARY, "vocab_size_per_layer_input": VOCABULARY, "linear_num_key_heads": 2,
+    "num_key_value_heads": 2, "num_kv_heads": 2, "num_global_key_value_heads": 2, "heads": _HEADS, "n_head": _HEADS,
+    "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 24, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16, "head_dim": _HEAD_SIZE, "kv_channels": _HEAD_SIZE, "rotary_dim": 16,
+    "lora_rank": 32, "laurel_rank": 8, "hidden_size_per_layer_input": 16, "intermediate_size": 64,
+    "intermediate_size_mlp": 64, "ffn_dim": 64, "n_inner": 64, "ffn_hidden_size": 64, "ffn_embed_dim": 64,
+    "expert_ffn_hidden_size": 64, "experts_per_tok": 2, "experts_per_token": 2, "moe_topk": 2, "moe_k": 2,
+    "num_experts": 8, "num_local_experts": 8, "routed_experts": 8, "zero_expert_num": 2, "n_group": 2,
+    "num_expert_group": 2, "topk_group": 1, "shared_experts": 1, "sliding_window": 5, "sliding_window_size": 5,
+    "attention_window_size": 5, "attention_chunk_size": 8, "dense_replace": 1, "num_dense_layers": 1,
+    "num_layers_per_stack": 2,
+}  # fmt: skip
+_DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")
+# Every so many layers are of another kind.
+_PERIODS = ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval", "no_rope_layer_interval")
+_MOST_LAYERS = 8
+_MOST_WEIGHTS = 30_000_000
+
+
+def small_copy(config: PretrainedConfig) -> PretrainedConfig:
+    """A copy of ``config`` in which every width is small, and of the layers a few of each kind are left."""
+    small = without_dropout(config)
+    text = small.get_text_config()
+    for part in {id(each): each for each in (text, small, getattr(small, "vision_config", None)) if each}.values():
+        _shrink(part, is_decoder=part is text)
+    return small
+
+
+def random_model(config: PretrainedConfig, *, decoder_only: bool, trust_remote_code: bool) -> PreTrainedModel:
+    """A plain model on the CPU in float32, one sample at a time in mind; torch's own random numbers stay as they are.
+
+    Matrices keep the size of what they multiply, and every other weight differs from what it starts with.
+    """
+    kind = model_kind(config, decoder_only)
+    if (count := _num_weights(kind, config, trust_remote_code)) > _MOST_WEIGHTS:
+        raise ValueError(f"it still has {count:,} weights")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model: PreTrainedModel = kind.from_config(
+            copy.deepcopy(config), dtype=torch.float32, attn_implementation="eager", trust_remote_code=trust_remote_code
+        )
+        with torch.no_grad():
+            for module in model.modules():
+                for weight in module.parameters(recurse=False):
+                    if isinstance(module, nn.Embedding):
+                        weight.normal_()
+                    elif weight.dim() > 1:
+                        weight.normal_(std=1.2 / math.sqrt(weight.shape[-1]))
+                    else:
+                        weight.add_(0.2 * torch.randn_like(weight))
+    return model.eval()
+
+
+def _num_weights(kind: Any, config: PretrainedConfig, trust_remote_code: bool) -> int:
+    with torch.device("meta"):
+        model = kind.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
+    return sum(weight.numel() for weight in model.parameters())
+
+
+def _shrink(config: PretrainedConfig, is_decoder: bool) -> None:
+    known = {name: value for name, value in vars(config).items() if not name.startswith("_")}
+    own = _take_own_fields(config)
+    depth = next((name for name in _DEPTHS if isinstance(known.get(name), int)), None)
+    layers = _kept_layers(known, own, known[depth]) if depth else []
+    for name, value in known.items():
+        setattr(config, name, len(layers) if name == depth else _small(name, value, known, depth, layers))
+    if is_decoder and known.get("qk_rope_head_dim"):
+        for name, size in (("qk_head_dim", config.qk_nope_head_dim + config.qk_rope_head_dim),
+                           ("head_dim", config.qk_rope_head_dim)):  # fmt: skip
+            if known.get(name):
+                setattr(config, name, size)
+    _one_head_each(config, known)
+    if any(own.values()):
+        # Twice as large as elsewhere shows as well as any other size.
+        config.per_layer_config = {
+            place: {name: getattr(config, name) * (2 if name == "head_dim" else 1) for name in own[layer]}
+            for place, layer in enumerate(layers)
+        }
+
+
+def _small(name: str, value: Any, known: dict[str, Any], depth: str | None, layers: list[int]) -> Any:
+    """What the field ``name`` of a config becomes whose fields are ``known``, if only ``layers`` stay."""
+    if isinstance(value, list) and depth and len(value) == known[depth]:
+        size = _size_of(name, None)
+        return [each if each is None or size is None else min(each, size) for each in (value[n] for n in layers)]
+    if name.endswith(("_token_id", "_token_index")):
+        return _token(value)
+    if isinstance(value, list) and name in ("mlp_only_layers", "moe_layers"):
+        return [layer for layer in value if layer < len(layers)]
+    if name.startswith("rope_") and isinstance(value, dict):
+        return _rope(value, known)
+    if not isinstance(value, int) or isinstance(value, bool):
+        return value
+    if name == "num_kv_shared_layers":
+        return len(layers) // 2 if value else 0
+    if value in (known.get(hidden) for hidden in ("hidden_size", "n_embd", "d_model")):
+        return HIDDEN
+    return min(value, _size_of(name, value))
+
+
+def _one_head_each(config: PretrainedConfig, known: dict[str, Any]) -> None:
+    """Multi-head attention stays so, and multi-query attention too."""
+    for heads, shared in (
+        ("num_attention_heads", "num_key_value_heads"),
+        ("linear_num_value_heads", "linear_num_key_heads"),
+    ):
+        if known.get(shared) and known[shared] == known.get(heads):
+            setattr(config, shared, getattr(config, heads))
+
+
+def _size_of(name: str, otherwise: Any) -> Any:
+    return next((size for end, size in _SIZES.items() if name == end or name.endswith(f"_{end}")), otherwise)
+
+
+def _token(value: Any) -> Any:
+    """A special token of the small vocabulary. Samples are made of ids below those."""
+    if isinstance(value, list):
+        return [_token(each) for each in value]
+    return VOCABULARY - 16 + value % 16 if isinstance(value, int) and value >= VOCABULARY - 16 else value
+
+
+def _take_own_fields(config: PretrainedConfig) -> dict[int, dict[str, Any]]:
+    """The fields that single layers have for themselves; ``config`` has none from now on."""
+    if not getattr(config, "is_heterogeneous", False):
+        return {}
+    config.allow_global_per_layer_attribute_access = True
+    names = config.per_layer_attributes or ()
+    own = {
+        number: {name: each for name in names if (each := getattr(layer, name)) != getattr(config, name)}
+        for number, layer in enumerate(config.per_layer_config)
+    }
+    config.per_layer_config, config.allow_global_per_layer_attribute_access = None, False
+    return own
+
+
+def _kept_layers(known: dict[str, Any], own: dict[int, dict[str, Any]], depth: int) -> list[int]:
+    """The first layers up to where every kind has occurred, or where these are many, one of each kind."""
+    lists = [value for value in known.values() if isinstance(value, list) and len(value) == depth]
+    lists += [[own.get(layer) for layer in range(depth)]]
+    kinds = [tuple(map(str, kind)) for kind in zip(*lists, strict=True)]
+    firsts = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
+    periods = [known.get(name) or 1 for name in _PERIODS] + [min(known.get("first_k_dense_replace") or 0, 1) + 1]
+    last = max(firsts[-1] + 1, 2, *periods)
+    kept = list(range(min(last, depth))) if last <= _MOST_LAYERS else firsts
+    # The second half reads the keys and values of the first.
+    return [*kept, *kept] if known.get("num_kv_shared_layers") else kept
+
+
+def _rope(value: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
+    """Lists with an entry per frequency become as short as the small heads."""
+    value = copy.deepcopy(value)
+    for rope in (value, *(each for each in value.values() if isinstance(each, dict))):
+        share = rope.get("partial_rotary_factor") or known.get("partial_rotary_factor") or 1.0
+        half = int((16 if known.get("qk_rope_head_dim") else _HEAD_SIZE) * share) // 2
+        for name in ("short_factor", "long_factor"):
+            if rope.get(name):
+                rope[name] = rope[name][:half]
+        if rope.get("mrope_section"):
+            rest = half // 3
+            rope["mrope_section"] = [half - 2 * rest, rest, rest]
+    return value

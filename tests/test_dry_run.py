@@ -6,11 +6,12 @@ from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
+from transformers import AutoModelForCausalLM, BloomConfig
 
 from rltrain.env import installed
 from rltrain.main_ppo import main
 from rltrain.trainer.checkpoint import RunFolder
-from tests.tiny import save_tiny_model, small_run, write_arithmetic
+from tests.tiny import save_tiny_model, save_tiny_tokenizer, small_run, write_arithmetic
 
 M = "actor_rollout_ref__model__"
 R = "actor_rollout_ref__rollout__"
@@ -395,3 +396,12 @@ def test_what_is_wrong_with_such_classes_is_shown(dry, tmp_path, changes, words)
     more = ["trainer.total_training_steps=null"] if "one of the data" in words else []
     found = refused(dry, *of_verl(tmp_path, *more, **changes))
     assert found.count(words) == 1
+
+
+def test_a_family_with_wrong_numbers_is_refused_before_anything_starts(dry, tmp_path):
+    config = BloomConfig(vocab_size=20, hidden_size=16, n_layer=1, n_head=2, eos_token_id=1)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "bloom")
+    save_tiny_tokenizer(tmp_path / "bloom")
+    said = refused(dry, **{M + "path": tmp_path / "bloom"})
+    assert f"{tmp_path / 'bloom'}: Bloom computes attention outside of transformers' attention interface" in said
+    assert said.rstrip().endswith("Use a model of a family that works (docs/models.md).")

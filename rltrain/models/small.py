@@ -19,17 +19,20 @@ from transformers import PretrainedConfig, PreTrainedModel
 from rltrain.models.load import model_kind, without_dropout
 
 HIDDEN, _HEADS, _HEAD_SIZE, VOCABULARY = 128, 4, 32, 64
-# By the end of a field's name; the first that fits counts. Fields that are absent, None or smaller stay.
+# By the end of a field's name; the first that fits counts. Fields that are absent, None or 0 stay.
 _SIZES = {
-    "vocab_size": VOCABULARY, "vocab_size_per_layer_input": VOCABULARY, "linear_num_key_heads": 2,
-    "num_key_value_heads": 2, "num_kv_heads": 2, "num_global_key_value_heads": 2, "heads": _HEADS, "n_head": _HEADS,
+    "vocab_size": VOCABULARY, "vocab_size_per_layer_input": VOCABULARY, "heads": _HEADS, "n_head": _HEADS,
     "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 24, "linear_key_head_dim": 16,
     "linear_value_head_dim": 16, "head_dim": _HEAD_SIZE, "kv_channels": _HEAD_SIZE, "rotary_dim": 16,
     "lora_rank": 32, "laurel_rank": 8, "hidden_size_per_layer_input": 16, "intermediate_size": 64,
     "intermediate_size_mlp": 64, "ffn_dim": 64, "n_inner": 64, "ffn_hidden_size": 64, "ffn_embed_dim": 64,
-    "expert_ffn_hidden_size": 64, "experts_per_tok": 2, "experts_per_token": 2, "moe_topk": 2, "moe_k": 2,
-    "num_experts": 8, "num_local_experts": 8, "routed_experts": 8, "zero_expert_num": 2, "n_group": 2,
-    "num_expert_group": 2, "topk_group": 1, "shared_experts": 1, "sliding_window": 5, "sliding_window_size": 5,
+    "expert_ffn_hidden_size": 64,
+}  # fmt: skip
+# Those that are smaller stay too.
+_LIMITS = {
+    "key_value_heads": 2, "num_kv_heads": 2, "linear_num_key_heads": 2, "experts_per_tok": 2, "experts_per_token": 2,
+    "moe_topk": 2, "moe_k": 2, "num_experts": 8, "num_local_experts": 8, "routed_experts": 8, "zero_expert_num": 2,
+    "n_group": 2, "num_expert_group": 2, "topk_group": 1, "shared_experts": 1, "sliding_window": 5, "sliding_window_size": 5,
     "attention_window_size": 5, "attention_chunk_size": 8, "dense_replace": 1, "num_dense_layers": 1,
     "num_layers_per_stack": 2,
 }  # fmt: skip
@@ -104,8 +107,7 @@ def _shrink(config: PretrainedConfig, is_decoder: bool) -> None:
 def _small(name: str, value: Any, known: dict[str, Any], depth: str | None, layers: list[int]) -> Any:
     """What the field ``name`` of a config becomes whose fields are ``known``, if only ``layers`` stay."""
     if isinstance(value, list) and depth and len(value) == known[depth]:
-        size = _size_of(name, None)
-        return [each if each is None or size is None else min(each, size) for each in (value[n] for n in layers)]
+        return [_size_of(name, value[layer]) for layer in layers]
     if name.endswith(("_token_id", "_token_index")):
         return _token(value)
     if isinstance(value, list) and name in ("mlp_only_layers", "moe_layers"):
@@ -118,7 +120,7 @@ def _small(name: str, value: Any, known: dict[str, Any], depth: str | None, laye
         return len(layers) // 2 if value else 0
     if value in (known.get(hidden) for hidden in ("hidden_size", "n_embd", "d_model")):
         return HIDDEN
-    return min(value, _size_of(name, value))
+    return _size_of(name, value)
 
 
 def _one_head_each(config: PretrainedConfig, known: dict[str, Any]) -> None:
@@ -131,8 +133,13 @@ def _one_head_each(config: PretrainedConfig, known: dict[str, Any]) -> None:
             setattr(config, shared, getattr(config, heads))
 
 
-def _size_of(name: str, otherwise: Any) -> Any:
-    return next((size for end, size in _SIZES.items() if name == end or name.endswith(f"_{end}")), otherwise)
+def _size_of(name: str, value: Any) -> Any:
+    if not value or not isinstance(value, int) or isinstance(value, bool):
+        return value
+    limit = next((size for end, size in _LIMITS.items() if name == end or name.endswith(f"_{end}")), None)
+    if limit is not None:
+        return min(value, limit)
+    return next((size for end, size in _SIZES.items() if name == end or name.endswith(f"_{end}")), value)
 
 
 def _token(value: Any) -> Any:

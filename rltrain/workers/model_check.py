@@ -44,6 +44,7 @@ _PROMPTS, _ANSWERS, _PROMPT_OF = (9, 6), (7, 4, 8), (0, 0, 1)
 _TOKENS = range(2, 48)
 # Answers of the embedded engine; its prompts are computed in parts of at most so many tokens.
 _NEW_TOKENS, _CHUNK = 6, 5
+_OUTSIDE = "computes attention outside of transformers' attention interface, so packed sequences cannot be trained"
 _ELSE = "Use a model of a family that works (docs/models.md)."
 
 
@@ -110,7 +111,9 @@ def differences(kind: type[Any], spec: ModelSpec, config: Any, *, decodes: bool)
     except (Wrong, ConfigError):
         raise
     except Exception as error:
-        raise Wrong(f"cannot be trained on packed sequences: {_first_line(error)}. {_ELSE}") from error
+        # Families without this mark may work all the same, but where one fails, this is why.
+        why = "fails on packed sequences" if getattr(plain, "_supports_attention_backend", True) else _OUTSIDE
+        raise Wrong(f"{why} ({_first_line(error)}). {_ELSE}") from error
 
 
 def _compared(
@@ -151,7 +154,7 @@ def _why(packed: PackedModel, plain: Any, samples: Batch, expected: Tensor) -> s
             return "has a head that is more than a matrix, and log-probs need one that is"
     alone = torch.cat([_packed_scores(packed, samples.select([each])) for each in range(len(samples))])
     if _distance(alone, expected) > _FAR:
-        return "computes attention outside of transformers' attention interface, so packed sequences cannot be trained"
+        return _OUTSIDE
     return "takes a packed row for one text, as recurrent layers and positions that are counted in the model do"
 
 

@@ -217,8 +217,8 @@ class HFRollout:
 
     def _check_layers(self, kv: KeyValues) -> None:
         text = self._model.config.get_text_config()
-        kinds = getattr(text, "layer_types", None) or [""] * text.num_hidden_layers
-        expected = sum(kind not in STATELESS for kind in kinds)
+        stateless = sum(kind in STATELESS for kind in getattr(text, "layer_types", None) or ())
+        expected = text.num_hidden_layers - stateless
         if kv.num_layers < expected:
             raise ConfigError(
                 f"{kv.num_layers} of the {expected} layers of {type(self._model).__name__} keep keys and values "

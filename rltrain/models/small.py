@@ -26,15 +26,15 @@ _SIZES = {
     "linear_value_head_dim": 16, "head_dim": _HEAD_SIZE, "kv_channels": _HEAD_SIZE, "rotary_dim": 16,
     "lora_rank": 32, "laurel_rank": 8, "hidden_size_per_layer_input": 16, "intermediate_size": 64,
     "intermediate_size_mlp": 64, "ffn_dim": 64, "n_inner": 64, "ffn_hidden_size": 64, "ffn_embed_dim": 64,
-    "expert_ffn_hidden_size": 64,
+    "expert_ffn_hidden_size": 64, "embed_dim": HIDDEN,
 }  # fmt: skip
 # Those that are smaller stay too.
 _LIMITS = {
     "key_value_heads": 2, "num_kv_heads": 2, "linear_num_key_heads": 2, "experts_per_tok": 2, "experts_per_token": 2,
     "moe_topk": 2, "moe_k": 2, "num_experts": 8, "num_local_experts": 8, "routed_experts": 8, "zero_expert_num": 2,
-    "n_group": 2, "num_expert_group": 2, "topk_group": 1, "shared_experts": 1, "sliding_window": 5, "sliding_window_size": 5,
-    "attention_window_size": 5, "attention_chunk_size": 8, "dense_replace": 1, "num_dense_layers": 1,
-    "num_layers_per_stack": 2,
+    "n_group": 2, "num_expert_group": 2, "topk_group": 1, "shared_experts": 1, "sliding_window": 5,
+    "sliding_window_size": 5, "attention_window_size": 5, "attention_chunk_size": 8, "dense_replace": 1,
+    "num_dense_layers": 1, "num_layers_per_stack": 2,
 }  # fmt: skip
 _DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")
 # Every so many layers are of another kind.

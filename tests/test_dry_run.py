@@ -84,7 +84,7 @@ def test_what_a_run_refuses_ends_with_two(dry, changes, words, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({M + "override_config__layer_types": "[full_attention,chunked_attention]"}, "has layers of kind chunked"),
+        ({M + "override_config__layer_types": "[full_attention,conv]"}, "has layers of kind conv"),
         ({M + "override_config__mine": 1}, "mine: Qwen3Config has no such"),
         ({"critic__model__override_config__mine": 1}, "critic.model.override_config.mine: Qwen3Config has no such"),
         ({"critic__model__path": "/no/critic"}, "critic.model.path=/no/critic: there is no such folder"),

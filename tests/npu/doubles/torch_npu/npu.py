@@ -1,5 +1,6 @@
 """``torch.npu`` of the stand-in: torch_npu's names, over the counting device of ``tests/npu/device.cpp``."""
 
+import importlib.util
 import os
 import sys
 from collections.abc import Iterator
@@ -11,11 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-import build
-
-sys.path.pop(0)
-standin = build.load()
+_spec = importlib.util.spec_from_file_location("_standin_build", Path(__file__).parents[2] / "build.py")
+assert _spec is not None
+assert _spec.loader is not None
+_build = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(_build)
+standin = _build.load()
 
 Stream, Event, OutOfMemoryError = torch.Stream, torch.Event, torch.OutOfMemoryError
 _NAME = "Ascend910B3"

@@ -185,6 +185,12 @@ def _npu_available() -> bool:
     return bool(torch.get_device_module("npu").is_available())
 
 
+def load_backend(backend: str) -> None:
+    """Import what brings the process group's backend. Torch does it by itself unless TORCH_DEVICE_BACKEND_AUTOLOAD=0."""
+    if "hccl" in backend:
+        import torch_npu  # noqa: F401
+
+
 def npu_fusion_attention() -> Any:
     """torch_npu's fused attention, forward and backward."""
     import torch_npu

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from rltrain.controller.calls import Call
 from rltrain.controller.samples import Request, assemble
-from rltrain.device import COLLECTIVE_TIMEOUT
+from rltrain.device import COLLECTIVE_TIMEOUT, load_backend
 from rltrain.env import adopt, see_own_device, use_interface
 from rltrain.logs import open_worker_log
 
@@ -59,6 +59,7 @@ class _Host:
         if num_nodes > 1:
             use_interface(ray.util.get_node_ip_address())
         torch.set_num_threads(self._threads)
+        load_backend(backend)
         store = self._store if self._rank == 0 else dist.TCPStore(host, port, self._world, False, COLLECTIVE_TIMEOUT)
         dist.init_process_group(backend, None, COLLECTIVE_TIMEOUT, self._world, self._rank, store)
 

@@ -229,6 +229,14 @@ at::Tensor& set_storage(
 at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& source) { return at::native::set_tensor_(self, source); }
 void record_stream(at::Tensor&, Stream) {}
 
+// Whether `parameter.data = other` may change the device of a parameter: with torch_npu it may.
+bool takes_data_of(const at::Tensor& self, const at::Tensor& from) {
+  auto is_plain = [](const at::Tensor& each) {
+    return each.key_set().has(DispatchKey::CPU) || each.key_set().has(DispatchKey::PrivateUse1);
+  };
+  return self.key_set() == from.key_set() || (is_plain(self) && is_plain(from));
+}
+
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", empty);
   m.impl("empty_strided", empty_strided);
@@ -245,7 +253,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("view_as_real", at::native::view_as_real);
   m.impl("view_as_complex", at::native::view_as_complex);
   m.impl("record_stream", record_stream);
+  m.impl("_has_compatible_shallow_copy_type", takes_data_of);
 }
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) { m.impl("_has_compatible_shallow_copy_type", takes_data_of); }
 
 // Everything else runs on the same bytes as the CPU's kernel.
 class HostCall {

@@ -186,7 +186,7 @@ def _npu_available() -> bool:
 
 
 def load_backend(backend: str) -> None:
-    """Import what brings the process group's backend. Torch does it by itself unless TORCH_DEVICE_BACKEND_AUTOLOAD=0."""
+    """Import what brings the process group's backend. Torch does so unless TORCH_DEVICE_BACKEND_AUTOLOAD=0."""
     if "hccl" in backend:
         import torch_npu  # noqa: F401
 

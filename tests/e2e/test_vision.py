@@ -32,7 +32,8 @@ RUNS = {
 RESUMED = [name for name in RUNS if name != "vllm"]
 
 
-@pytest.mark.parametrize("name", RUNS)
+# Prompts without pictures: tests/models/test_vision_text.py has them in every run of the suite.
+@pytest.mark.parametrize("name", [pytest.param("grpo", marks=pytest.mark.long), *list(RUNS)[1:]])
 def test_a_model_with_a_vision_tower_learns(name, arithmetic_files, tmp_path):
     family, changes = RUNS[name]
     sees, files = changes.items() >= PICTURES.items(), arithmetic_files

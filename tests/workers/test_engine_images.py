@@ -48,7 +48,11 @@ ENGINES = {
 }
 
 
-@pytest.fixture(scope="module", params=ENGINES)
+# vLLM takes seconds to start, and shows a model of Qwen2-VL to the same code as one of Qwen2.5-VL.
+ALWAYS = [pytest.param(name, marks=pytest.mark.long if name == "vllm qwen2_vl" else ()) for name in ENGINES]
+
+
+@pytest.fixture(scope="module", params=ALWAYS)
 def made(request, tmp_path_factory):
     """(engine, policy, prompts)."""
     name, family, *how = request.param.split()

@@ -1,0 +1,96 @@
+"""Runs through the real command with ``trainer.device=npu``, beside one on the CPU with the same arithmetic."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.npu.standin import environment
+from tests.tiny import small_run
+
+STEPS = 3
+A = "actor_rollout_ref__actor__"
+CHANGES = {
+    "trainer__n_gpus_per_node": 2,
+    "trainer__save_freq": 1,
+    "trainer__total_training_steps": STEPS,
+    "actor_rollout_ref__rollout__name": "hf",
+    "actor_rollout_ref__rollout__dtype": "float32",
+    A + "policy_loss__loss_mode": f"{Path(__file__).parent / 'probe.py'}:usual",
+    A + "fsdp_config__compute_dtype": "float32",
+    A + "fsdp_config__param_offload": True,
+    A + "fsdp_config__optimizer_offload": True,
+    "actor_rollout_ref__ref__fsdp_config__param_offload": True,
+}
+
+
+def command(arguments: list[str]) -> list[str]:
+    return [sys.executable, "-m", "rltrain.main_ppo", *arguments]
+
+
+def finished(arguments: list[str], variables: dict[str, str]) -> None:
+    done = subprocess.run(command(arguments), env=variables, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"[-6000:]
+
+
+def weights(folder: Path, step: int = STEPS) -> dict[str, torch.Tensor]:
+    return load_file(folder / f"global_step_{step}" / "huggingface" / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def on_npu(tiny_model, arithmetic_files, tmp_path_factory):
+    """(run folder, lines of the report of each rank). Killed by signal 9 after its first checkpoint, then resumed."""
+    folder = tmp_path_factory.mktemp("npu")
+    report = folder / "report"
+    report.mkdir()
+    variables = environment(count=2) | {"RLTRAIN_STANDIN_REPORT": str(report)}
+    arguments = small_run(tiny_model, arithmetic_files, folder, trainer__device="npu", **CHANGES)
+    with (folder / "first.out").open("w") as output:
+        first = subprocess.Popen(command(arguments), env=variables, stdout=output, stderr=subprocess.STDOUT)
+        deadline = time.monotonic() + 200
+        while not (folder / "global_step_1" / "manifest.json").is_file():
+            assert first.poll() is None, (folder / "first.out").read_text()[-6000:]
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        first.kill()
+        first.wait()
+    for file in report.iterdir():
+        file.unlink()
+    finished(arguments, variables)
+    return folder, [[json.loads(line) for line in file.read_text().splitlines()] for file in sorted(report.iterdir())]
+
+
+@pytest.fixture(scope="module")
+def on_cpu(tiny_model, arithmetic_files, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cpu")
+    finished(small_run(tiny_model, arithmetic_files, folder, trainer__device="cpu", **CHANGES), environment())
+    return folder
+
+
+def test_weights_are_those_of_the_cpu_bit_for_bit(on_npu, on_cpu):
+    own, expected = weights(on_npu[0]), weights(on_cpu)
+    assert own.keys() == expected.keys()
+    assert [name for name in own if not torch.equal(own[name], expected[name])] == []
+
+
+def test_offloaded_memory_is_gone_before_other_memory_comes(on_npu, tiny_model):
+    """After each move the device holds what the phase needs, and never more than the larger of before and after."""
+    shard = sum(each.nbytes for each in load_file(tiny_model / "model.safetensors").values()) // 2
+    # In shards: the actor; beside it AdamW's two moments; the reference; the engine, which has all weights.
+    needed = {"sync": 1, "rollout": 2, "log_prob": 1, "ref": 1, "train_actor": 3, "save": 3}
+    # Prompts, positions and what the caches of attention hold, but for its mask of 2048 x 2048.
+    scraps, mask = shard // 4, 2048 * 2048
+    _, reports = on_npu
+    assert len(reports) == 2
+    for lines in reports:
+        assert {line["phase"] for line in lines} == set(needed)
+        # At the very beginning no engine has any weights, and the optimizer has none of its state.
+        for line in lines[lines.index(next(line for line in lines if line["phase"] == "sync")) :]:
+            held = line["after"] - (mask if line["after"] >= mask else 0)
+            assert needed[line["phase"]] * shard <= held < needed[line["phase"]] * shard + scraps, line
+            assert line["peak_of_move"] <= max(line["before"], line["after"]), line

@@ -1,6 +1,6 @@
 PYTHON := $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
 
-.PHONY: check test bench bench-peers quickstart format
+.PHONY: check test conformance oldest bench bench-peers quickstart format
 
 check:  ## format, lint, types, house rules
 	$(PYTHON) -m ruff format --check .
@@ -10,6 +10,13 @@ check:  ## format, lint, types, house rules
 
 test:  ## environment and all tests
 	bash scripts/test.sh
+
+conformance:  ## what the adapters use, in the wheels of all supported versions: records it, then checks it
+	$(PYTHON) -m tests.conformance.record
+	$(PYTHON) -m pytest tests/conformance
+
+oldest:  ## the tests of models with the transformers that Ascend's set pins, in an environment of its own
+	bash scripts/test_oldest.sh
 
 bench:  ## tables under bench/results (bench/README.md)
 	$(PYTHON) -m bench.phases

@@ -20,7 +20,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -33,9 +32,17 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rltrain.config.rollout_schema import RolloutConfig
 from rltrain.workers.rollout.base import RolloutEngine, Sampling
 from rltrain.workers.rollout.sampling import choose, random_numbers
+from tests.conformance.record import recorded
+from tests.conformance.uses import SGLANG
 from tests.workers.engines import engine_of
 
-API = json.loads(Path(__file__).with_name("sglang_api.json").read_text())
+# What is recorded of the real one (tests/conformance), by the names that are used here.
+_ENGINE, _MANAGER = "sglang.srt.entrypoints.engine:Engine", "sglang.srt.managers.tokenizer_manager:TokenizerManager"
+_LISTED = {
+    "ServerArgs": "sglang.srt.server_args:*",
+    "SamplingParams": "sglang.srt.sampling.sampling_params:SamplingParams",
+    "memory tags": "sglang.srt.constants",
+}
 FUSED = {
     "q_proj": "qkv_proj",
     "k_proj": "qkv_proj",
@@ -58,10 +65,14 @@ def sglang_engine(path: str, rollout: RolloutConfig, *, double: bool) -> Iterato
     engine.close()
 
 
-def known(recorded: str, names) -> None:
+def known(what: str, names) -> None:
     """The real one would not take others."""
-    if unknown := set(names) - set(API[recorded]):
-        raise TypeError(f"{recorded} got an unexpected keyword argument {sorted(unknown)}")
+    if what in _LISTED:
+        takes = SGLANG.texts[_LISTED[what]].split()
+    else:
+        takes = recorded("sglang", what.replace("Engine.", f"{_ENGINE}.").replace("TokenizerManager.", f"{_MANAGER}."))
+    if unknown := set(names) - set(takes):
+        raise TypeError(f"{what} got an unexpected keyword argument {sorted(unknown)}")
 
 
 def as_recorded(method):
@@ -258,7 +269,7 @@ class Engine:
     @as_recorded
     def release_memory_occupation(self, tags) -> None:
         assert not self._running
-        assert set(tags) <= set(API["memory tags"])
+        known("memory tags", tags)
         assert not self._released & set(tags)
         self._released |= set(tags)
         if "weights" in tags:

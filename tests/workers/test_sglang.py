@@ -1,6 +1,5 @@
 """The SGLang adapter beyond the contract of all engines: what it passes exists in the real API, and how it fails."""
 
-import importlib.util
 import multiprocessing
 import os
 import sys
@@ -18,7 +17,6 @@ from rltrain.workers.rollout.queue import Replica
 from rltrain.workers.rollout.settings import make_engine
 from tests.workers import sglang_double
 from tests.workers.engines import engine_of, generate, rollout_of, settings_of
-from tests.workers.record_sglang_api import record
 from tests.workers.test_engine_contract import PROMPTS, load, plain, weights_of  # noqa: F401
 
 
@@ -38,17 +36,9 @@ def make(tiny_model, monkeypatch):
         engine.close()
 
 
-if importlib.util.find_spec("sglang"):
-
-    @pytest.mark.filterwarnings("ignore")
-    def test_the_recorded_api_is_that_of_the_installed_version():
-        assert record() == sglang_double.API
-
-
 @pytest.mark.parametrize("device", ["cpu", "cuda", "npu"])
-def test_every_setting_is_one_that_sglang_has(device, make):
+def test_settings_of_the_contract_follow_the_device(device, make):
     engine = make(device)._engine
-    assert set(engine.settings) <= set(sglang_double.API["ServerArgs"])
     # What the contract needs, and what cannot be had on the CPU.
     assert (
         engine.settings["enable_deterministic_inference"] == engine.settings["enable_memory_saver"] == (device != "cpu")

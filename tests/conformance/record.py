@@ -1,0 +1,116 @@
+"""What the supported versions offer of all that `uses` lists: ``python -m tests.conformance.record`` writes api.json.
+
+The tests check the adapters by the recorded file on any machine; where a package index can be reached they also check
+that the file is what the wheels say.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import logging
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tests.conformance.api import Api, parameters
+from tests.conformance.scan import Scan, Use
+from tests.conformance.uses import PACKAGES, Package
+from tests.conformance.wheels import Wheel
+
+ROOT = Path(__file__).parents[2] / "rltrain"
+FILE = Path(__file__).with_name("api.json")
+
+
+def scans(package: Package) -> dict[str, Scan]:
+    """Of the adapters that are there."""
+    return {name: Scan(ROOT / name, package.foreign, package.makers) for name in package.files}
+
+
+def used(package: Package) -> list[Use]:
+    return [use for scan in scans(package).values() for use in scan.uses]
+
+
+def listed(package: Package) -> list[str]:
+    """Paths of the listed attributes; ? behind those that not every version has."""
+    return [f"{owner}{'' if owner.endswith(':') else '.'}{name}"
+            for owner, names in package.attributes.items() for name in names.split()]  # fmt: skip
+
+
+def own_parameters(file: str, path: str) -> list[str]:
+    """Of a method of ours, ``Class.method``."""
+    name, _, method = path.partition(".")
+    owner = next(node for node in ast.parse((ROOT / file).read_text()).body if getattr(node, "name", "") == name)
+    return parameters(next(node for node in owner.body if getattr(node, "name", "") == method))[1:]
+
+
+def places(package: Package, set_of_wheels: tuple[str, ...]) -> dict[str, str]:
+    """path as it is listed (``owner.name``, an import) -> where it stands in this set."""
+    imported = [use.name for use in used(package) if ":" in use.name]
+    return {
+        path: _replaced(package, set_of_wheels, path)
+        for path in sorted({*(path.rstrip("?") for path in listed(package)), *imported, *package.called.values()})
+    }
+
+
+def _replaced(package: Package, set_of_wheels: tuple[str, ...], path: str) -> str:
+    """The path in a package that derives from the one that is listed."""
+    derived = len(set_of_wheels) > 1
+    owner = next(
+        (owner for owner in package.replaced if derived and (path == owner or path.startswith(f"{owner}."))), ""
+    )
+    return package.replaced[owner] + path[len(owner) :] if owner else path
+
+
+def record(package: Package) -> dict[str, Any]:
+    """takes: path -> versions -> what it takes. texts: place -> versions -> those of the listed texts that it has."""
+    takes: dict[str, dict[str, Any]] = {}
+    texts: dict[str, dict[str, Any]] = {}
+    for names in package.versions:
+        key = " + ".join(names)
+        api = Api([Wheel(*name.split()) for name in names])
+        for path, place in places(package, names).items():
+            found = api.takes(place)
+            _join(takes.setdefault(path, {}), key, None if found is None else " ".join(found))
+        for place, wanted in package.texts.items():
+            where = _replaced(package, names, place)
+            if where.split(".")[0] not in api.packages:
+                continue
+            have = api.names(where) if ":" in where else None
+            found = [text for text in wanted.replace("?", "").split()
+                     if (api.holds(where, text) if have is None else text in have)]  # fmt: skip
+            _join(texts.setdefault(place, {}), key, " ".join(found))
+    return {"takes": takes, "texts": texts}
+
+
+def _join(versions: dict[str, Any], key: str, value: Any) -> None:
+    """Versions that say the same stand together."""
+    same = next((names for names, other in versions.items() if other == value), None)
+    if same is not None:
+        versions[f"{same}, {key}"] = versions.pop(same)
+    else:
+        versions[key] = value
+
+
+def recorded(package: str, path: str) -> list[str]:
+    """Names that the newest recorded version takes at this path. What stands in for it in tests takes no others."""
+    takes = list(_api()[package]["takes"][path].values())[-1]
+    return [name.strip("=*") for name in takes.split()]
+
+
+@cache
+def _api() -> dict[str, Any]:
+    return json.loads(FILE.read_text())
+
+
+def main() -> None:
+    logging.getLogger("pip").setLevel(logging.ERROR)
+    FILE.write_text(json.dumps({name: record(package) for name, package in PACKAGES.items()}, indent=1) + "\n")
+    sys.stdout.write(
+        f"{FILE}: recorded from {', '.join(sorted({v for p in PACKAGES.values() for s in p.versions for v in s}))}\n"
+    )
+
+
+if __name__ == "__main__":
+    main()

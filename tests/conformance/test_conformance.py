@@ -1,0 +1,86 @@
+"""What the adapters use exists in all supported versions of vllm, vllm-ascend, sglang and torch_npu.
+
+None of it needs these packages; `uses` says how it is kept.
+"""
+
+import json
+import re
+
+import pytest
+
+from tests.conformance import record
+from tests.conformance.api import refusal
+from tests.conformance.uses import PACKAGES, Package
+from tests.conformance.wheels import Unreachable
+
+API = json.loads(record.FILE.read_text())
+each_package = pytest.mark.parametrize("name", PACKAGES)
+
+
+def words(*lists: str) -> set[str]:
+    return set(" ".join(lists).replace("?", "").split())
+
+
+def texts(package: Package) -> set[str]:
+    found = {text for scan in record.scans(package).values() for text in scan.texts()}
+    return {text for text in found if re.fullmatch(package.only, text)}
+
+
+def calls(package: Package) -> list[tuple[str, int, tuple[str, ...]]]:
+    """Of all calls: the path of what is called, the number of positional arguments and the keywords."""
+    paths = {path.replace(":", ".").split(".")[-1]: path for path in record.listed(package)}
+    return [
+        (use.name if ":" in use.name else paths[use.name], use.num_positional, use.keywords)
+        for use in record.used(package) if use.num_positional is not None and (":" in use.name or use.name in paths)
+    ]  # fmt: skip
+
+
+@each_package
+def test_every_use_of_an_adapter_is_listed(name):
+    package = PACKAGES[name]
+    used = {use.name for use in record.used(package) if ":" not in use.name} | texts(package)
+    assert used == words(*package.attributes.values(), *package.texts.values(), package.ours), "see uses.py"
+
+
+@each_package
+def test_every_version_has_all_that_is_listed(name):
+    package, api = PACKAGES[name], API[name]
+    optional = {path for path in record.listed(package) if path.endswith("?")}
+    missing = [
+        f"{path} in {versions}" for path, found in api["takes"].items() for versions, takes in found.items()
+        if takes is None and f"{path}?" not in optional
+    ]  # fmt: skip
+    for place, wanted in package.texts.items():
+        must = {word for word in wanted.split() if not word.endswith("?")}
+        for versions, found in api["texts"][place].items():
+            missing += [f"{text} of {place} in {versions}" for text in must - set(found.split())]
+    assert not missing
+
+
+@each_package
+def test_every_version_takes_the_arguments(name):
+    package, refused = PACKAGES[name], []
+    for path, num_positional, keywords in calls(package):
+        sure = set(keywords) - words(package.optional)
+        for versions, takes in API[name]["takes"][path].items():
+            if takes is not None and (why := refusal(takes.split(), num_positional, sorted(sure))):
+                refused.append(f"{path} in {versions} {why}")
+    assert not refused
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"), [(name, ours) for name, package in PACKAGES.items() for ours in package.called]
+)
+def test_our_methods_stand_in_for_theirs(name, ours):
+    theirs = PACKAGES[name].called[ours]
+    file, _, path = ours.partition(":")
+    own = record.own_parameters(file, path)
+    assert all(own == takes.split() for takes in API[name]["takes"][theirs].values())
+
+
+@each_package
+def test_the_record_is_what_the_wheels_say(name):
+    try:
+        assert record.record(PACKAGES[name]) == API[name], "make conformance records what the wheels say now"
+    except Unreachable as error:
+        pytest.skip(f"no package index: the recorded file is checked, not the wheels ({error})")

@@ -1,0 +1,186 @@
+"""What our adapters use of packages that cannot be run here, with the places in those packages where it stands.
+
+`test_conformance` fails where an adapter uses something that is not listed here (or no longer uses what is), and where
+a supported version of the package has it not, or would not take the arguments. After a change of an adapter: list the
+new use at the class, module or file of the package that has it, then ``make conformance``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Package:
+    """One package as several adapters use it.
+
+    foreign: the packages or modules that are meant. versions: wheels that are installed together. attributes: owner
+    (``module:Class``, or ``module:`` for functions) -> names; ? behind a name: not in every version, and the
+    adapter asks. replaced: the owner's place in a package that derives from it. texts: place (``module:Class`` for
+    its fields, ``module`` for its constants) -> texts. ours: texts that name nothing of the package's. called: our
+    method -> theirs, in whose place it is called. optional: keywords that an adapter asks for before it hands them
+    on. makers: functions of ours -> what they return. only: which texts could be the package's.
+    """
+
+    files: tuple[str, ...]
+    foreign: tuple[str, ...]
+    versions: tuple[tuple[str, ...], ...]
+    attributes: dict[str, str]
+    texts: dict[str, str] = field(default_factory=dict)
+    ours: str = ""
+    replaced: dict[str, str] = field(default_factory=dict)
+    called: dict[str, str] = field(default_factory=dict)
+    optional: str = ""
+    makers: dict[str, str] = field(default_factory=dict)
+    only: str = r"[A-Za-z][\w.]+"
+
+
+# fmt: off
+_IMAGES = "vllm.multimodal"
+VLLM = Package(
+    files=("workers/rollout/vllm.py", "workers/rollout/vllm_sampler.py", "workers/rollout/vllm_images.py"),
+    foreign=("vllm", "vllm_ascend"),
+    versions=(
+        ("vllm 0.20.0",),
+        ("vllm 0.23.0",),
+        ("vllm 0.32.0",),
+        ("vllm 0.33.0",),
+        ("vllm-ascend 0.23.0", "vllm 0.23.0"),
+    ),
+    attributes={
+        "vllm.entrypoints.llm:LLM": "collective_rpc llm_engine reset_prefix_cache sleep wake_up",
+        "vllm.v1.engine.llm_engine:LLMEngine": "abort_request add_request model_config step",
+        "vllm.v1.worker.gpu_worker:Worker": "model_runner",
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner":
+            "get_model input_batch rejection_sampler reload_weights requests sampler",
+        "vllm.v1.worker.gpu_input_batch:InputBatch": "req_ids",
+        "vllm.v1.worker.gpu_input_batch:CachedRequestState": "output_token_ids sampling_params",
+        "vllm.v1.sample.sampler:Sampler": "greedy_sample topk_topp_sampler",
+        "vllm.v1.spec_decode.metadata:SpecDecodeMetadata": "draft_token_ids num_draft_tokens target_logits_indices",
+        "vllm.sampling_params:SamplingParams": "extra_args",
+        "vllm.sampling_params:RequestOutputKind": "DELTA FINAL_ONLY",
+        "vllm.outputs:RequestOutput": "finished outputs prompt_logprobs request_id",
+        "vllm.outputs:CompletionOutput": "finish_reason token_ids",
+        "vllm.logprobs:FlatLogprobs": "logprobs",
+        "vllm.model_executor.models.qwen2:Qwen2ForCausalLM": "load_weights",
+        "vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistributed": "make_group_name",
+        "vllm.distributed.device_communicators.cpu_communicator:": "_CPUSHMDistributed",
+        f"{_IMAGES}.registry:MultiModalRegistry": "create_processor",
+        f"{_IMAGES}.processing:BaseMultiModalProcessor": "_get_mm_fields_config",
+        f"{_IMAGES}.inputs:MultiModalKwargsItems": "from_hf_inputs",
+    },
+    texts={
+        "vllm.engine.arg_utils:EngineArgs":
+            "disable_custom_all_reduce disable_log_stats distributed_executor_backend dtype enable_chunked_prefill "
+            ""
+        "enable_prefix_caching enable_sleep_mode enforce_eager gpu_memory_utilization hf_overrides "
+        "limit_mm_per_prompt load_format logprobs_mode max_model_len max_num_batched_tokens max_num_seqs "
+        "mm_processor_cache_gb mm_processor_kwargs model seed skip_tokenizer_init speculative_config "
+        "tensor_parallel_size trust_remote_code mm_device_do_normalize?",
+        "vllm.v1.engine.llm_engine:LLMEngine": "reset_encoder_cache reset_mm_cache",
+        "vllm.v1.worker.gpu_worker": "kv_cache weights",
+        "vllm.config.model": "processed_logprobs",
+        "vllm.config.parallel": "external_launcher",
+        "vllm.model_executor.model_loader": "dummy",
+        "vllm.model_executor.layers.linear": "weight_loader",
+        "vllm.inputs.engine": "mm_hashes mm_kwargs mm_placeholders multimodal prompt_token_ids type",
+        "vllm.model_executor.models.qwen2_vl": "image_grid_thw pixel_values",
+        "vllm.model_executor.models.internvl": "image_num_patches image_token_id",
+    },
+    # Names of weights, of the model's configuration, of arguments of its image processor, and of our own.
+    ours=
+        "__dataclass_fields__ embed_tokens.weight image lm_head.weight max_pixels rltrain tie_word_embeddings "
+        "torch. "
+    "video vllm vllm.distributed.device_communicators.cpu_communicator",
+    replaced={
+        "vllm.v1.worker.gpu_worker:Worker": "vllm_ascend.worker.worker:NPUWorker",
+        "vllm.v1.worker.gpu_worker": "vllm_ascend.worker.worker",
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner": "vllm_ascend.worker.model_runner_v1:NPUModelRunner",
+        "vllm.v1.worker.gpu_input_batch:InputBatch": "vllm_ascend.worker.npu_input_batch:NPUInputBatch",
+        "vllm.v1.sample.sampler:Sampler": "vllm_ascend.sample.sampler:AscendSampler",
+        "vllm.v1.sample.ops.topk_topp_sampler:TopKTopPSampler": "vllm_ascend.sample.sampler:AscendTopKTopPSampler",
+        "vllm.v1.sample.rejection_sampler:RejectionSampler":
+            "vllm_ascend.sample.rejection_sampler:AscendRejectionSampler",
+    },
+    called={
+        "workers/rollout/vllm_sampler.py:CountedSampler.forward":
+            "vllm.v1.sample.ops.topk_topp_sampler:TopKTopPSampler.forward_native",
+        "workers/rollout/vllm_sampler.py:CountedSampler.verify":
+            "vllm.v1.sample.rejection_sampler:RejectionSampler.forward",
+    },
+)
+
+SGLANG = Package(
+    files=("workers/rollout/sglang.py", "workers/rollout/sglang_weights.py"),
+    foreign=("sglang",),
+    versions=(("sglang 0.5.23",),),
+    attributes={
+        "sglang.srt.entrypoints.engine:Engine":
+            "async_generate begin_weight_update end_weight_update flush_cache generate loop "
+            "release_memory_occupation "
+        "resume_memory_occupation shutdown tokenizer_manager update_weights_from_tensor",
+        "sglang.srt.managers.tokenizer_manager:TokenizerManager": "abort_request",
+        "sglang.srt.managers.io_struct:FlushCacheReqOutput": "success",
+        "sglang.srt.utils:MultiprocessingSerializer": "serialize",
+        "sglang.srt.models.qwen2:Qwen2ForCausalLM": "load_weights",
+    },
+    texts={
+        "sglang.srt.server_args:*":
+            "attention_backend chunked_prefill_size context_length custom_weight_loader device disable_cuda_graph "
+        "disable_radix_cache dtype enable_deterministic_inference enable_memory_saver json_model_override_args "
+        "load_format log_level max_prefill_tokens max_running_requests max_total_tokens mem_fraction_static "
+        "model_path random_seed sampling_backend skip_tokenizer_init sleep_on_idle tp_size trust_remote_code",
+        "sglang.srt.sampling.sampling_params:SamplingParams":
+            "ignore_eos logit_bias max_new_tokens sampling_seed temperature top_k top_p",
+        "sglang.srt.constants": "kv_cache weights",
+        "sglang.srt.managers.tokenizer_manager": "finish_reason input_token_logprobs meta_info output_token_logprobs",
+        "sglang.srt.managers.schedule_batch": "type",
+        "sglang.srt.arg_groups.choices": "pytorch torch_native",
+        "sglang.srt.configs.load_config": "dummy",
+    },
+    ours="eos_token_id error model refused run_until_complete sglang torch.",
+)
+
+TORCH_NPU = Package(
+    files=("device.py", "models/attention.py"),
+    foreign=("torch_npu",),
+    versions=(("torch-npu 2.10.0.post4",), ("torch-npu 2.13.0",)),
+    attributes={
+        "torch_npu.npu:":
+            "device_count empty_cache get_device_name max_memory_allocated max_memory_reserved mem_get_info "
+            "set_device "
+        "synchronize",
+        "torch_npu:": "npu_fusion_attention",
+    },
+    makers={"npu_fusion_attention": "torch_npu:npu_fusion_attention"},
+    only=r"(?!)",
+)
+
+ENVIRONMENT = Package(
+    files=("env.py",),
+    foreign=(),
+    versions=(
+        ("vllm 0.20.0",),
+        ("vllm 0.33.0",),
+        ("vllm-ascend 0.23.0", "vllm 0.23.0"),
+        ("sglang 0.5.23",),
+        ("torch-npu 2.10.0.post4",),
+    ),
+    attributes={},
+    texts={
+        "vllm.envs":
+            "VLLM_CPU_KVCACHE_SPACE VLLM_CPU_OMP_THREADS_BIND VLLM_ENABLE_V1_MULTIPROCESSING VLLM_LOGGING_LEVEL "
+        "VLLM_NO_USAGE_STATS VLLM_USE_V2_MODEL_RUNNER",
+        "vllm_ascend.envs": "VLLM_ASCEND_ENABLE_NZ",
+        "sglang.srt.environ:Envs":
+            "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK",
+        "sglang.srt.utils.numa_utils": "SGLANG_CPU_OMP_THREADS_BIND",
+        "torch_npu.npu": "ASCEND_RT_VISIBLE_DEVICES",
+        "torch_npu._init.core.optional_features": "TASK_QUEUE_ENABLE",
+    },
+    # Read by CANN, which is no Python package.
+    ours="HCCL_CONNECT_TIMEOUT HCCL_EXEC_TIMEOUT HCCL_HOST_SOCKET_PORT_RANGE HCCL_NPU_SOCKET_PORT_RANGE",
+    only=r"(VLLM|SGLANG|ASCEND|HCCL|TASK|PYTORCH)_[A-Z0-9_]+[A-Z0-9]",
+)
+
+PACKAGES = {"vllm": VLLM, "sglang": SGLANG, "torch-npu": TORCH_NPU, "environment": ENVIRONMENT}

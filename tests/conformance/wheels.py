@@ -1,0 +1,106 @@
+"""Sources out of the wheels of other packages, by version, without installing or even downloading them.
+
+pip finds the wheel in whatever index it is configured for, and reads from it by ranges, as it does itself to learn what
+a wheel needs: a file is a request or two, where a whole wheel would be up to 400 MB. What was read is kept in a cache
+outside the repository. Without ranges (or with a pip whose inner parts are others) the whole wheel is downloaded.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+from zipfile import ZipFile
+
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rltrain" / "wheels"
+# Wheels of one Python version have the sources of all.
+_FOR = ("--no-deps", "--only-binary", ":all:", "--python-version", "3.11")
+_RESOURCES = contextlib.ExitStack()
+
+
+class Unreachable(Exception):
+    """The index has no such wheel, or there is no index."""
+
+
+class Wheel:
+    """The sources of ``name`` (as pip calls it) in ``version``."""
+
+    def __init__(self, name: str, version: str) -> None:
+        self.name, self.version = name, version
+        self._folder = CACHE / f"{name}-{version}"
+        self._trees: dict[str, ast.Module | None] = {}
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.version}"
+
+    def text(self, path: str) -> str | None:
+        """A file of the wheel, or None where it has no such file."""
+        file, missing = self._folder / path, self._folder / f"{path}.missing"
+        if file.is_file():
+            return file.read_text()
+        if missing.exists():
+            return None
+        archive = _archive(self.name, self.version)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if path not in archive.namelist():
+            missing.touch()
+            return None
+        # Whole or not at all: others may read it, and this process may be stopped.
+        part = file.with_name(f"{file.name}.{os.getpid()}")
+        part.write_bytes(archive.read(path))
+        part.replace(file)
+        return file.read_text()
+
+    def module(self, name: str) -> ast.Module | None:
+        """The syntax tree of a module, or None where there is none."""
+        if name not in self._trees:
+            base = name.replace(".", "/")
+            text = next(
+                (found for end in ("/__init__.py", ".py") if (found := self.text(base + end)) is not None), None
+            )
+            self._trees[name] = None if text is None else ast.parse(text)
+        return self._trees[name]
+
+    def is_package(self, name: str) -> bool:
+        """Whether a module is a folder, whose relative imports start one level lower."""
+        return self.text(name.replace(".", "/") + "/__init__.py") is not None
+
+
+@cache
+def _archive(name: str, version: str) -> ZipFile:
+    try:
+        return ZipFile(_RESOURCES.enter_context(_ranges(name, version)))
+    except (ImportError, AttributeError, TypeError):
+        pass  # another pip: whole wheels
+    except Exception as error:  # of pip's own and of the network
+        if type(error).__name__ != "HTTPRangeRequestUnsupported":
+            raise Unreachable(f"{name} {version}: {error}") from error
+    folder = CACHE / "whole"
+    command = [sys.executable, "-m", "pip", "download", "--quiet", *_FOR, "--dest", str(folder), f"{name}=={version}"]
+    found = subprocess.run(command, capture_output=True, text=True)
+    if found.returncode:
+        raise Unreachable(f"{name} {version}: {found.stderr.strip().splitlines()[-1]}")
+    return ZipFile(next(folder.glob(f"{name.replace('-', '_')}-{version}-*.whl")))
+
+
+def _ranges(name: str, version: str) -> Any:
+    """The wheel as a file that is read by ranges, with pip's own index, session and proxy."""
+    from pip._internal.cli.cmdoptions import make_target_python
+    from pip._internal.commands import create_command
+    from pip._internal.network.lazy_wheel import LazyZipOverHTTP
+
+    command: Any = create_command("download")
+    options, _ = command.parse_args([*_FOR, "--quiet", "--quiet", "--retries", "1", "--timeout", "10", name])
+    _RESOURCES.enter_context(command.main_context())
+    session = command.get_default_session(options)
+    target = make_target_python(options)
+    finder = command._build_package_finder(options, session, target_python=target, ignore_requires_python=True)
+    found = [each for each in finder.find_all_candidates(name) if str(each.version) == version and each.link.is_wheel]
+    if not found:
+        raise Unreachable(f"the package index has no wheel of {name} {version} for this machine")
+    return LazyZipOverHTTP(found[0].link.url, session)

@@ -1,9 +1,9 @@
-"""What our adapters use of packages that cannot be run here, with the places in those packages where it stands.
+            """What our adapters use of packages that cannot be run here, with the places in those packages where it stands.
 
 `test_conformance` fails where an adapter uses something that is not listed here (or no longer uses what is), and where
 a supported version of the package has it not, or would not take the arguments. After a change of an adapter: list the
 new use at the class, module or file of the package that has it, then ``make conformance``.
-"""
+            """
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Package:
-    """One package as several adapters use it.
+            """One package as several adapters use it.
 
     foreign: the packages or modules that are meant. versions: wheels that are installed together. attributes: owner
     (``module:Class``, or ``module:`` for functions) -> names; ? behind a name: not in every version, and the
@@ -20,7 +20,7 @@ class Package:
     its fields, ``module`` for its constants) -> texts. ours: texts that name nothing of the package's. called: our
     method -> theirs, in whose place it is called. optional: keywords that an adapter asks for before it hands them
     on. makers: functions of ours -> what they return. only: which texts could be the package's.
-    """
+            """
 
     files: tuple[str, ...]
     foreign: tuple[str, ...]
@@ -72,11 +72,10 @@ VLLM = Package(
     texts={
         "vllm.engine.arg_utils:EngineArgs":
             "disable_custom_all_reduce disable_log_stats distributed_executor_backend dtype enable_chunked_prefill "
-            ""
-        "enable_prefix_caching enable_sleep_mode enforce_eager gpu_memory_utilization hf_overrides "
-        "limit_mm_per_prompt load_format logprobs_mode max_model_len max_num_batched_tokens max_num_seqs "
-        "mm_processor_cache_gb mm_processor_kwargs model seed skip_tokenizer_init speculative_config "
-        "tensor_parallel_size trust_remote_code mm_device_do_normalize?",
+            "enable_prefix_caching enable_sleep_mode enforce_eager gpu_memory_utilization hf_overrides "
+            "limit_mm_per_prompt load_format logprobs_mode max_model_len max_num_batched_tokens max_num_seqs "
+            "mm_processor_cache_gb mm_processor_kwargs model seed skip_tokenizer_init speculative_config "
+            "tensor_parallel_size trust_remote_code mm_device_do_normalize?",
         "vllm.v1.engine.llm_engine:LLMEngine": "reset_encoder_cache reset_mm_cache",
         "vllm.v1.worker.gpu_worker": "kv_cache weights",
         "vllm.config.model": "processed_logprobs",
@@ -89,9 +88,9 @@ VLLM = Package(
     },
     # Names of weights, of the model's configuration, of arguments of its image processor, and of our own.
     ours=
-        "__dataclass_fields__ embed_tokens.weight image lm_head.weight max_pixels rltrain tie_word_embeddings "
-        "torch. "
-    "video vllm vllm.distributed.device_communicators.cpu_communicator",
+            "__dataclass_fields__ embed_tokens.weight image lm_head.weight max_pixels rltrain tie_word_embeddings "
+            "torch. "
+            "video vllm vllm.distributed.device_communicators.cpu_communicator",
     replaced={
         "vllm.v1.worker.gpu_worker:Worker": "vllm_ascend.worker.worker:NPUWorker",
         "vllm.v1.worker.gpu_worker": "vllm_ascend.worker.worker",
@@ -118,7 +117,7 @@ SGLANG = Package(
         "sglang.srt.entrypoints.engine:Engine":
             "async_generate begin_weight_update end_weight_update flush_cache generate loop "
             "release_memory_occupation "
-        "resume_memory_occupation shutdown tokenizer_manager update_weights_from_tensor",
+            "resume_memory_occupation shutdown tokenizer_manager update_weights_from_tensor",
         "sglang.srt.managers.tokenizer_manager:TokenizerManager": "abort_request",
         "sglang.srt.managers.io_struct:FlushCacheReqOutput": "success",
         "sglang.srt.utils:MultiprocessingSerializer": "serialize",
@@ -127,9 +126,9 @@ SGLANG = Package(
     texts={
         "sglang.srt.server_args:*":
             "attention_backend chunked_prefill_size context_length custom_weight_loader device disable_cuda_graph "
-        "disable_radix_cache dtype enable_deterministic_inference enable_memory_saver json_model_override_args "
-        "load_format log_level max_prefill_tokens max_running_requests max_total_tokens mem_fraction_static "
-        "model_path random_seed sampling_backend skip_tokenizer_init sleep_on_idle tp_size trust_remote_code",
+            "disable_radix_cache dtype enable_deterministic_inference enable_memory_saver json_model_override_args "
+            "load_format log_level max_prefill_tokens max_running_requests max_total_tokens mem_fraction_static "
+            "model_path random_seed sampling_backend skip_tokenizer_init sleep_on_idle tp_size trust_remote_code",
         "sglang.srt.sampling.sampling_params:SamplingParams":
             "ignore_eos logit_bias max_new_tokens sampling_seed temperature top_k top_p",
         "sglang.srt.constants": "kv_cache weights",
@@ -149,7 +148,7 @@ TORCH_NPU = Package(
         "torch_npu.npu:":
             "device_count empty_cache get_device_name max_memory_allocated max_memory_reserved mem_get_info "
             "set_device "
-        "synchronize",
+            "synchronize",
         "torch_npu:": "npu_fusion_attention",
     },
     makers={"npu_fusion_attention": "torch_npu:npu_fusion_attention"},
@@ -170,7 +169,7 @@ ENVIRONMENT = Package(
     texts={
         "vllm.envs":
             "VLLM_CPU_KVCACHE_SPACE VLLM_CPU_OMP_THREADS_BIND VLLM_ENABLE_V1_MULTIPROCESSING VLLM_LOGGING_LEVEL "
-        "VLLM_NO_USAGE_STATS VLLM_USE_V2_MODEL_RUNNER",
+            "VLLM_NO_USAGE_STATS VLLM_USE_V2_MODEL_RUNNER",
         "vllm_ascend.envs": "VLLM_ASCEND_ENABLE_NZ",
         "sglang.srt.environ:Envs":
             "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK",

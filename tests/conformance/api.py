@@ -156,7 +156,9 @@ class Api:
         if not schema:
             return None
         # "Tensor query, int head_num, *, Tensor? pse=None": a type, a name and perhaps a default.
-        return [each if each == "*" else re.sub(r"^\S+ (\w+=?).*", r"\1", each) for each in schema[1].split(", ")]
+        # Python calls the tensor that C++ calls self: input.
+        names = [each if each == "*" else re.sub(r"^\S+ (\w+=?).*", r"\1", each) for each in schema[1].split(", ")]
+        return ["input" if each == "self" else each for each in names]
 
 
 def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:

@@ -72,11 +72,26 @@ class Scan:
             and id(node) not in documented | annotations and re.fullmatch(r"[A-Za-z][\w.]+", node.value)
         }  # fmt: skip
 
+    def _keys(self, name: str) -> Iterator[str]:
+        """Of a dict that the function around puts together and hands on as keywords."""
+        for node in ast.walk(self._scope):
+            target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+            if isinstance(target, ast.Name) and target.id == name:
+                for each in ast.walk(node):
+                    yield from (str(key.value) for key in getattr(each, "keys", ()) if isinstance(key, ast.Constant))
+            elif isinstance(target, ast.Subscript) and ast.unparse(target.value) == name:
+                yield from (str(key.value) for key in [target.slice] if isinstance(key, ast.Constant))
+
     def _in(self, scope: ast.AST) -> list[Use]:
+        self._scope = scope
         names = set(self._imported)
         if isinstance(scope, Function):
             self._around = scope.name, scope.args
-            names |= {each.arg for each in [*scope.args.args, *scope.args.kwonlyargs] if _any(each.annotation)}
+            names |= {
+                each.arg
+                for each in [*scope.args.args, *scope.args.kwonlyargs]
+                if _any(each.annotation) and each.arg != "ctx"
+            }  # autograd's, which runs anywhere
         for _ in range(3):  # until nothing new is found
             for node in ast.walk(scope):
                 self._assign(node, names)
@@ -123,7 +138,9 @@ class Scan:
         if not isinstance(node, ast.Call):
             return
         given = len([each for each in node.args if not isinstance(each, ast.Starred)])
-        keywords = tuple(each.arg for each in node.keywords if each.arg)
+        keywords = tuple(name for each in node.keywords for name in (
+            [each.arg] if each.arg else self._keys(each.value.id) if isinstance(each.value, ast.Name) else []
+        ))  # fmt: skip
         called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
         if called in self._hands_on:
             to, own = self._hands_on[called]

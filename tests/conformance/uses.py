@@ -1,9 +1,9 @@
-            """What our adapters use of packages that cannot be run here, with the places in those packages where it stands.
+"""What our adapters use of packages that cannot be run here, with the places in those packages where it stands.
 
 `test_conformance` fails where an adapter uses something that is not listed here (or no longer uses what is), and where
 a supported version of the package has it not, or would not take the arguments. After a change of an adapter: list the
 new use at the class, module or file of the package that has it, then ``make conformance``.
-            """
+"""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Package:
-            """One package as several adapters use it.
+    """One package as several adapters use it.
 
     foreign: the packages or modules that are meant. versions: wheels that are installed together. attributes: owner
     (``module:Class``, or ``module:`` for functions) -> names; ? behind a name: not in every version, and the
@@ -20,7 +20,7 @@ class Package:
     its fields, ``module`` for its constants) -> texts. ours: texts that name nothing of the package's. called: our
     method -> theirs, in whose place it is called. optional: keywords that an adapter asks for before it hands them
     on. makers: functions of ours -> what they return. only: which texts could be the package's.
-            """
+    """
 
     files: tuple[str, ...]
     foreign: tuple[str, ...]
@@ -87,10 +87,8 @@ VLLM = Package(
         "vllm.model_executor.models.internvl": "image_num_patches image_token_id",
     },
     # Names of weights, of the model's configuration, of arguments of its image processor, and of our own.
-    ours=
-            "__dataclass_fields__ embed_tokens.weight image lm_head.weight max_pixels rltrain tie_word_embeddings "
-            "torch. "
-            "video vllm vllm.distributed.device_communicators.cpu_communicator",
+    ours="__dataclass_fields__ embed_tokens.weight image lm_head.weight max_pixels rltrain tie_word_embeddings torch. "
+    "video vllm vllm.distributed.device_communicators.cpu_communicator",
     replaced={
         "vllm.v1.worker.gpu_worker:Worker": "vllm_ascend.worker.worker:NPUWorker",
         "vllm.v1.worker.gpu_worker": "vllm_ascend.worker.worker",
@@ -141,7 +139,7 @@ SGLANG = Package(
 )
 
 TORCH_NPU = Package(
-    files=("device.py", "models/attention.py"),
+    files=("device.py", "models/varlen.py"),
     foreign=("torch_npu",),
     versions=(("torch-npu 2.10.0.post4",), ("torch-npu 2.13.0",)),
     attributes={
@@ -151,7 +149,18 @@ TORCH_NPU = Package(
             "synchronize",
         "torch_npu:": "npu_fusion_attention",
     },
+    # Those of the doubles.
+    called={f"tests:{name}": f"torch_npu:{name}" for name in ("npu_rms_norm", "npu_rotary_mul", "npu_swiglu")},
     makers={"npu_fusion_attention": "torch_npu:npu_fusion_attention"},
+    only=r"(?!)",
+)
+
+TORCH = Package(
+    files=("models/varlen.py",),
+    foreign=("torch.nn.attention.varlen",),
+    versions=(("torch 2.11.0",), ("torch 2.13.0",), ("torch 2.14.0",), ("torch 2.15.0",)),
+    attributes={},
+    optional="enable_gqa",
     only=r"(?!)",
 )
 
@@ -182,4 +191,4 @@ ENVIRONMENT = Package(
     only=r"(VLLM|SGLANG|ASCEND|HCCL|TASK|PYTORCH)_[A-Z0-9_]+[A-Z0-9]",
 )
 
-PACKAGES = {"vllm": VLLM, "sglang": SGLANG, "torch-npu": TORCH_NPU, "environment": ENVIRONMENT}
+PACKAGES = {"vllm": VLLM, "sglang": SGLANG, "torch-npu": TORCH_NPU, "torch": TORCH, "environment": ENVIRONMENT}

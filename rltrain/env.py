@@ -56,11 +56,20 @@ def shipped(name: str) -> str:
     """The path of a page or script of the project: ``docs/rewards.md`` in a checkout, else where pip has put it."""
     if (Path(__file__).parent.parent / name).is_file():
         return name
+    file = shipped_file(name)
+    return str(file) if file else name
+
+
+def shipped_file(name: str) -> Path | None:
+    """Where a page or script of the project is, from wherever this runs; None where it was not installed."""
+    here = Path(__file__).parent.parent / name
+    if here.is_file():
+        return here
     try:
         placed = [file for file in files("rltrain") or () if file.as_posix().endswith(f"share/rltrain/{name}")]
     except PackageNotFoundError:
-        placed = []
-    return str(Path(str(placed[0].locate())).resolve()) if placed else name
+        return None
+    return Path(str(placed[0].locate())).resolve() if placed else None
 
 
 def worker_environment(device: str, threads: int, engine: str = "hf", *, graphs: bool = False) -> dict[str, str]:

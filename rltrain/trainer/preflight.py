@@ -23,6 +23,7 @@ from rltrain.errors import RltrainError
 from rltrain.plugin import is_plugin, load_plugin
 from rltrain.trainer.advantage import check_plugins
 from rltrain.trainer.preflight_models import Findings, look_at_models
+from rltrain.versions import misfits, others
 
 _NAMES = {"cuda": "CUDA", "npu": "NPU"}
 
@@ -39,6 +40,10 @@ def preflight(loaded: LoadedConfig) -> Findings:
         )
     found.notes += other_meanings(loaded)
     found.notes += _chosen_engine(loaded)
+    device = get_device(cfg.trainer.device)
+    if device.count and not device.is_cpu:  # on a login node the packages of the others are not known
+        found.problems += misfits(device.kind)
+        found.notes += [note for note in [others(device.kind)] if note]
     # One check's error does not hide what the other finds.
     for check in (_plugins, look_at_models):
         try:

@@ -17,6 +17,7 @@ from rltrain.config.rollout_schema import RolloutConfig
 from rltrain.device import Device
 from rltrain.models.spec import ModelSpec
 from rltrain.workers.rollout.base import RolloutEngine
+from rltrain.versions import check_build
 from rltrain.workers.rollout.queue import Replica
 
 
@@ -47,7 +48,9 @@ class EngineSettings:
 
 
 def make_engine(settings: EngineSettings) -> RolloutEngine:
-    """The engine that ``rollout.name`` says."""
+    """The engine that ``rollout.name`` says. Raises ConfigError where it was built for another device than this."""
+    if settings.device.kind == "npu" and ENGINES[settings.rollout.name].package == "vllm":
+        check_build(settings.device.name)
     module, _, name = ENGINES[settings.rollout.name].factory.partition(":")
     factory: Callable[[EngineSettings], RolloutEngine] = getattr(importlib.import_module(module), name)
     return factory(settings)

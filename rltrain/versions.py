@@ -1,0 +1,80 @@
+"""Which versions of packages fit together, and what of the installed ones does not.
+
+The sets are the constraints files under scripts/, which pip reads too. Other versions may do: of those there is a note.
+Pairs that cannot work together, and an engine that was built for another chip, are an error with the way out.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from rltrain.env import shipped_file
+from rltrain.errors import ConfigError
+
+# Built for each other: their releases up to the second or third number agree.
+_PAIRS = {"npu": (("torch", "torch-npu", 3), ("vllm", "vllm-ascend", 2))}
+
+
+def package_set(device: str) -> dict[str, str]:
+    """package -> version, of the set for npu, cuda or cpu; empty where the file was not installed."""
+    file = shipped_file(constraints(device))
+    lines = file.read_text().splitlines() if file else []
+    return dict(line.split("==") for line in lines if "==" in line and not line.startswith("#"))
+
+
+def constraints(device: str) -> str:
+    """The file of a set, as `shipped` takes it."""
+    return f"scripts/constraints-{device}.txt"
+
+
+def installed_version(package: str) -> str | None:
+    """Without the part that says how it was built: 2.13.0 for 2.13.0+cpu."""
+    try:
+        return version(package).partition("+")[0]
+    except PackageNotFoundError:
+        return None
+
+
+def others(device: str) -> str | None:
+    """A note on installed packages whose version is not that of the set."""
+    found = {name: (installed_version(name), wanted) for name, wanted in package_set(device).items()}
+    differ = [f"{name} {have} ({wanted})" for name, (have, wanted) in found.items() if have not in (None, wanted)]
+    if not differ:
+        return None
+    return (
+        f"versions other than those of the set for {device}, which were checked together: {', '.join(differ)}. If "
+        f"something fails, install that set: docs/{device}.md"
+    )
+
+
+def misfits(device: str) -> Iterator[str]:
+    """Installed packages that cannot work together."""
+    for one, other, numbers in _PAIRS.get(device, ()):
+        have = installed_version(one), installed_version(other)
+        parts = [re.split(r"\.(?=\D)", each)[0].split(".")[:numbers] for each in have if each]
+        if len(parts) == 2 and parts[0] != parts[1]:
+            wanted = package_set(device)
+            yield (
+                f"{one} {have[0]} and {other} {have[1]} do not fit: they are built for each other release by release. "
+                f"Install {one}=={wanted.get(one)} and {other}=={wanted.get(other)} (docs/{device}.md)."
+            )
+
+
+def check_build(chip: str) -> None:
+    """Raises ConfigError where the installed vllm-ascend was built for another series than this chip's.
+
+    chip: as torch calls it, "Ascend910B3". Its wheel in the usual index is built for A2 alone. Nothing is imported.
+    """
+    series = next((name for part, name in (("910B", "A2"), ("910_93", "A3")) if part in chip), None)
+    spec = importlib.util.find_spec("vllm_ascend")
+    file = Path(((spec and spec.submodule_search_locations) or [""])[0], "_build_info.py")
+    built = re.search(r"__device_type__ *= *['\"](\w+)", file.read_text()) if spec and file.is_file() else None
+    if series and built and built[1] != series:
+        raise ConfigError(
+            f"vllm-ascend is built for {built[1]}, and this device is a {chip} ({series}). Install the build for "
+            f"{series} (docs/npu.md), or use actor_rollout_ref.rollout.name=hf."
+        )

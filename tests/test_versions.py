@@ -103,7 +103,7 @@ def test_dockerfiles_name_what_is_there(file):
     """They cannot be built without a Docker daemon: files, extras and stages are those of the checkout."""
     lines = re.sub(r"\\\n", " ", file.read_text()).splitlines()
     words = [line.split(maxsplit=1) for line in lines if line and not line.startswith("#")]
-    assert [word for word, _ in words if word not in ("ARG",)][0] == "FROM"
+    assert next(word for word, _ in words if word != "ARG") == "FROM"
     assert {word for word, _ in words} <= {"ARG", "FROM", "RUN", "WORKDIR", "COPY", "ENV"}
     text = "\n".join(rest for _, rest in words)
     for name in re.findall(r"(?:scripts|docs)/[\w./-]+", text):

@@ -41,7 +41,9 @@ def calls(package: Package) -> list[tuple[str, int, tuple[str, ...]]]:
 def test_every_use_of_an_adapter_is_listed(name):
     package = PACKAGES[name]
     used = {use.name for use in record.used(package) if ":" not in use.name} | texts(package)
-    assert used == words(*package.attributes.values(), *package.texts.values(), package.ours), "see uses.py"
+    known = words(*package.attributes.values(), *package.texts.values(), package.ours)
+    assert not used - known, f"not listed in uses.py: {sorted(used - known)}"
+    assert not known - used, f"listed in uses.py and not used: {sorted(known - used)}"
 
 
 @each_package

@@ -144,12 +144,13 @@ TORCH_NPU = Package(
     versions=(("torch-npu 2.10.0.post4",), ("torch-npu 2.13.0",)),
     attributes={
         "torch_npu.npu:":
-            "device_count empty_cache get_device_name max_memory_allocated max_memory_reserved mem_get_info "
-            "set_device "
-            "synchronize",
+            "Stream current_stream device_count empty_cache get_device_name max_memory_allocated max_memory_reserved "
+            "mem_get_info set_device stream synchronize",
+        "torch_npu.npu.memory:": "_set_allocator_settings",
         "torch_npu:": "npu_fusion_attention",
     },
     # Those of the doubles.
+    ours="memory",  # the module of that function
     called={f"tests:{name}": f"torch_npu:{name}" for name in ("npu_rms_norm", "npu_rotary_mul", "npu_swiglu")},
     makers={"npu_fusion_attention": "torch_npu:npu_fusion_attention"},
     only=r"(?!)",
@@ -186,8 +187,9 @@ ENVIRONMENT = Package(
         "torch_npu.npu": "ASCEND_RT_VISIBLE_DEVICES",
         "torch_npu._init.core.optional_features": "TASK_QUEUE_ENABLE",
     },
-    # Read by CANN, which is no Python package.
-    ours="HCCL_CONNECT_TIMEOUT HCCL_EXEC_TIMEOUT HCCL_HOST_SOCKET_PORT_RANGE HCCL_NPU_SOCKET_PORT_RANGE",
+    # Read by CANN, which is no Python package, and by torch's C++.
+    ours="HCCL_CONNECT_TIMEOUT HCCL_EXEC_TIMEOUT HCCL_HOST_SOCKET_PORT_RANGE HCCL_NPU_SOCKET_PORT_RANGE "
+    "PYTORCH_ALLOC_CONF",
     only=r"(VLLM|SGLANG|ASCEND|HCCL|TASK|PYTORCH)_[A-Z0-9_]+[A-Z0-9]",
 )
 

@@ -16,8 +16,8 @@ from rltrain.config.engines import ENGINES
 from rltrain.config.rollout_schema import RolloutConfig
 from rltrain.device import Device
 from rltrain.models.spec import ModelSpec
-from rltrain.workers.rollout.base import RolloutEngine
 from rltrain.versions import check_build
+from rltrain.workers.rollout.base import RolloutEngine
 from rltrain.workers.rollout.queue import Replica
 
 

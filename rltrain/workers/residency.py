@@ -1,30 +1,32 @@
 """Which models, optimizer states and engines are on the device in each phase.
 
 The roles of a process need more memory together than the device has. Each registers what it owns and the phases that
-need it; `enter` first sends everything else to the host, so that the two are never on the device together. Left out:
-moving single layers, and copies that overlap with computation.
+need it; `enter` first sends everything else to the host, so that the two are never on the device together.
+
+The bus is the slowest part of this, so nothing waits for it that need not. Host memory is page-locked and kept, because
+copies from and to other memory go through a buffer of the driver's at a fraction of the speed. What comes back comes
+layer by layer in a queue of its own: a forward waits at each layer for that layer, an optimizer's state arrives while
+the gradients are computed. Weights that nothing has written to are not copied out again. Left out: copies out that
+overlap with the phase that follows, which could not have their memory meanwhile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from rltrain.device import Device
 
 Phase = Literal["sync", "rollout", "log_prob", "ref", "values", "reward", "train_actor", "train_critic", "save"]
-
-
-@dataclass(frozen=True)
-class _Resident:
-    phases: frozenset[str]
-    to_device: Callable[[], object]
-    to_host: Callable[[], object]
+# What reads weights in these does not come through a forward.
+_READ_AT_ONCE = ("sync", "save")
 
 
 class Residency:
@@ -32,33 +34,25 @@ class Residency:
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        self._residents: list[_Resident] = []
         self._staying: list[torch.optim.Optimizer] = []
+        self._engines: list[tuple[frozenset[str], Callable[[], object]]] = []
+        self._residents: list[tuple[frozenset[str], _Resident]] = []
+        self._queue = None if device.is_cpu else device.new_stream()
 
     def add_engine(self, release: Callable[[], object]) -> None:
         """Register a rollout engine: it takes memory when weights are loaded, and releases it outside generation."""
-        self._residents.append(_Resident(frozenset({"sync", "rollout"}), lambda: None, release))
+        self._engines.append((frozenset({"sync", "rollout"}), release))
 
     def add_model(self, model: nn.Module, *phases: Phase, offload: bool) -> None:
-        """Register a model that ``phases`` need; with ``offload`` it rests on the host in all others."""
-        self._residents.append(
-            _Resident(
-                frozenset(phases),
-                lambda: model.to(self.device.torch_device),
-                (lambda: model.to("cpu")) if offload else lambda: None,
-            )
-        )
+        """Register a sharded model that ``phases`` need; with ``offload`` it rests on the host in all others."""
+        if offload and self._queue is not None:
+            self._residents.append((frozenset(phases), _Model(model, self.device, self._queue)))
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer, *phases: Phase, offload: bool) -> None:
         """Register the state of an optimizer, likewise."""
         self._staying += [] if offload else [optimizer]
-        self._residents.append(
-            _Resident(
-                frozenset(phases),
-                lambda: move_optimizer(optimizer, self.device.torch_device),
-                (lambda: move_optimizer(optimizer, torch.device("cpu"))) if offload else lambda: None,
-            )
-        )
+        if offload and self._queue is not None:
+            self._residents.append((frozenset(phases), _State(optimizer, self.device, self._queue)))
 
     def bytes_to_come(self) -> int:
         """What optimizers will take in their first step and keep on the device: two moments of every weight (AdamW)."""
@@ -67,18 +61,179 @@ class Residency:
 
     def enter(self, phase: Phase) -> None:
         """Make the device ready for ``phase``."""
-        for resident in self._residents:
-            if phase not in resident.phases:
-                resident.to_host()
+        leaving = [resident for phases, resident in self._residents if phase not in phases and resident.is_here]
+        for resident in leaving:
+            resident.copy_out()
+        for phases, release in self._engines:
+            if phase not in phases:
+                release()
+        if leaving and self._queue is not None:
+            self._queue.synchronize()
+        for resident in leaving:
+            resident.leave()
         self.device.empty_cache()
-        for resident in self._residents:
-            if phase in resident.phases:
-                resident.to_device()
+        for phases, resident in self._residents:
+            if phase in phases and not resident.is_here:
+                resident.come()
+        if self._queue is not None and phase in _READ_AT_ONCE:
+            self.device.current_stream().wait_stream(self._queue)
 
 
-def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Move the state tensors of every parameter; step counters, which are scalars, stay on the host."""
-    for state in optimizer.state.values():
-        for name, value in state.items():
-            if isinstance(value, torch.Tensor) and value.dim():
-                state[name] = value.to(device, non_blocking=True)
+@dataclass
+class _Twin:
+    """Where a tensor rests. versions: those of the tensor when it last equalled this copy."""
+
+    host: Tensor
+    versions: tuple[int, int] | None = None
+
+
+@dataclass
+class _Resident:
+    """Tensors that are on the device, or rest in host memory of their own. queue: the stream of the copies."""
+
+    owner: Any
+    device: Device
+    queue: Any
+    is_here: bool = True
+    _twins: dict[Any, _Twin] = field(default_factory=dict)
+    # By part, what its last copy has recorded.
+    _underway: dict[int, Any] = field(default_factory=dict)
+
+    def parts(self) -> list[dict[Any, Tensor]]:
+        """Tensors that are needed together, by name, in the order in which they are needed."""
+        raise NotImplementedError
+
+    def put(self, tensors: Mapping[Any, Tensor]) -> None:
+        """Replace the tensors of these names."""
+        raise NotImplementedError
+
+    def copy_out(self) -> None:
+        """Queue the copies to the host. The tensors are to be left alone until the queue is empty."""
+        self.arrive()
+        self.queue.wait_stream(self.device.current_stream())
+        tensors = self._tensors()
+        missing = [tensor for name, tensor in tensors.items() if name not in self._twins]
+        hosts = iter(_page_locked([_local(tensor) for tensor in missing]))
+        with self.device.on_stream(self.queue):
+            for name, tensor in tensors.items():
+                twin = self._twins.get(name) or self._twins.setdefault(name, _Twin(next(hosts)))
+                is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+                if not is_frozen or twin.versions != _versions(tensor):
+                    twin.host.copy_(_local(tensor), non_blocking=True)
+
+    def leave(self) -> None:
+        """Go on with the copies on the host, which gives the device's memory back."""
+        self.put({name: _like(tensor, self._twins[name].host) for name, tensor in self._tensors().items()})
+        self.is_here = False
+
+    def come(self) -> None:
+        """Queue the copies back, part by part."""
+        parts, device = self.parts(), self.device.torch_device
+        # Memory belongs to the kernels' queue, and may be in use there by what was freed a moment ago.
+        locals = {name: torch.empty_like(self._twins[name].host, device=device) for part in parts for name in part}
+        self.queue.wait_stream(self.device.current_stream())
+        for number, part in enumerate(parts):
+            for name, tensor in part.items():
+                # FSDP copies a shard that it has to pad, in the kernels' queue.
+                stream = self.device.current_stream() if _is_uneven(tensor) else self.queue
+                with self.device.on_stream(stream):
+                    locals[name].copy_(self._twins[name].host, non_blocking=True)
+            self._underway[number] = self.queue.record_event()
+        self.put({name: _like(tensor, locals[name]) for part in parts for name, tensor in part.items()})
+        self.is_here = True
+        for name, tensor in self._tensors().items():
+            self._twins[name].versions = _versions(tensor)
+
+    def arrive(self, part: int | None = None) -> None:
+        """Wait until a part is there, or all of them. The host waits, as no stream can speak for those of FSDP."""
+        for number in [part] if part is not None else list(self._underway):
+            if event := self._underway.pop(number, None):
+                event.synchronize()
+
+    def _tensors(self) -> dict[Any, Tensor]:
+        return {name: tensor for part in self.parts() for name, tensor in part.items()}
+
+
+class _Model(_Resident):
+    """The parameters of a model that FSDP2 has sharded. Buffers are small, and stay."""
+
+    def __init__(self, model: nn.Module, device: Device, queue: Any) -> None:
+        super().__init__(model, device, queue)
+        # The root first: it gathers embedding and head before any layer runs.
+        units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        unit_of = {id(each): number for number, unit in enumerate(units) for each in unit.parameters()}
+        self._names: list[list[str]] = [[] for _ in units]
+        for name, parameter in model.named_parameters():
+            self._names[unit_of[id(parameter)]].append(name)
+        for number, unit in enumerate(units):
+            # In front of FSDP's own, which gathers the weights.
+            unit.register_forward_pre_hook(lambda *_, part=number: self.arrive(part), prepend=True)
+
+    def parts(self) -> list[dict[Any, Tensor]]:
+        parameters = dict(self.owner.named_parameters())
+        return [{name: parameters[name] for name in names} for names in self._names]
+
+    def put(self, tensors: Mapping[Any, Tensor]) -> None:
+        parameters = dict(self.owner.named_parameters())
+        new = {id(parameters[name]): tensor for name, tensor in tensors.items()}
+        # What `Module.to` does: parameters stay the same objects, and FSDP notices.
+        self.owner._apply(lambda tensor: new.get(id(tensor), tensor))
+
+
+class _State(_Resident):
+    """The state of an optimizer; step counters, which are scalars, are on the host anyway."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, device: Device, queue: Any) -> None:
+        super().__init__(optimizer, device, queue)
+        optimizer.register_step_pre_hook(lambda *_: self.arrive())
+
+    def parts(self) -> list[dict[Any, Tensor]]:
+        states = self.owner.state.items()
+        return [
+            {
+                (id(parameter), name): value
+                for parameter, state in states
+                for name, value in state.items()
+                if isinstance(value, Tensor) and value.dim()
+            }
+        ]
+
+    def put(self, tensors: Mapping[Any, Tensor]) -> None:
+        for parameter, state in self.owner.state.items():
+            state.update({name: tensors[id(parameter), name] for name in state if (id(parameter), name) in tensors})
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def _like(tensor: Tensor, local: Tensor) -> Tensor:
+    """A tensor that is spread as ``tensor`` is, of which this rank has ``local``."""
+    # Not `from_local`, which would bring what is on the host back to the device.
+    return DTensor(local, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else local
+
+
+def _is_uneven(tensor: Tensor) -> bool:
+    if not isinstance(tensor, DTensor):
+        return False
+    placed = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    shards = prod(size for size, placement in placed if placement.is_shard())
+    return _local(tensor).numel() * shards != tensor.numel()
+
+
+def _versions(tensor: Tensor) -> tuple[int, int]:
+    """They rise when the tensor is written to: in place of all ranks, or of this rank's part alone."""
+    return tensor._version, (tensor._local_tensor if isinstance(tensor, DTensor) else tensor)._version
+
+
+def _page_locked(tensors: list[Tensor]) -> list[Tensor]:
+    """Host tensors of these shapes. They are cut from blocks of 2^k bytes, to which torch would round up each one."""
+    sizes = [-(-tensor.nbytes // 64) * 64 for tensor in tensors]
+    left, block, made = sum(sizes), torch.empty(0, dtype=torch.uint8), []
+    for tensor, size in zip(tensors, sizes, strict=True):
+        if size > len(block):
+            exponent = max(left.bit_length() - 1, (size - 1).bit_length())
+            block = torch.empty(1 << exponent, dtype=torch.uint8, pin_memory=True)
+        made.append(block[: tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+        block, left = block[size:], left - size
+    return made

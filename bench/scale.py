@@ -77,7 +77,7 @@ def make_trainer(group: WorkerGroup, workers: int, samples: int, tokens: int) ->
         None,
         rewards,
         Experience(cfg, plan, policy, rewards, sampler),
-        {"log_prob_gap_limit": 1.0, "attention_width": 1, "matmul_parameters": 1},
+        {"log_prob_gap_limit": 1.0, "attention_width": 1, "matmul_parameters": 1, "trained_parameters": 1},
     )
 
 

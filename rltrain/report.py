@@ -27,6 +27,7 @@ ROWS = [
     ("gen throughput", "perf/gen_throughput", "tokens/s/device, response, generate_sequences"),
     ("old_log_prob throughput", "perf/old_log_prob_throughput", "tokens/s/device, prompt and response"),
     ("mfu actor", "perf/mfu/actor", "of the device's bf16 peak, without recompute"),
+    ("mbu rollout", "perf/mbu/rollout", "of the device's memory bandwidth, at least"),
 ]
 
 

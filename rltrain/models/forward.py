@@ -140,17 +140,22 @@ def model_numbers(policy: PackedModel) -> dict[str, float]:
 
     num_parameters: all of them; trained_parameters: those with a gradient. matmul_parameters: those that a token is
     multiplied with (the head, not the input embedding or a vision tower; of the experts only those it is routed to).
-    attention_width: layers x heads x head size. Where prompts may have images, also those of `tower_numbers`.
+    attention_width: layers x heads x head size. cache_width: numbers that an engine keeps of a token. Where prompts may
+    have images, also those of `tower_numbers`.
     """
     config = policy.model.config.get_text_config()
     known = config.to_dict()  # a config whose layers differ refuses to be asked for one head size
     total = sum(parameter.numel() for parameter in policy.parameters())
     embedding = next(policy.model.get_input_embeddings().parameters())
-    tied = embedding is next(policy.model.get_output_embeddings().parameters())
+    output = policy.model.get_output_embeddings()  # a critic's decoder has none
+    tied = output is not None and embedding is next(output.parameters())
     head_size = known.get("head_dim") or config.hidden_size // config.num_attention_heads
     experts = next(
         (known[name] for name in ("num_experts", "num_local_experts", "n_routed_experts") if known.get(name)), 0
     )
+    kept = 2 * (known.get("num_key_value_heads") or config.num_attention_heads) * head_size
+    if known.get("kv_lora_rank"):  # latent attention (DeepSeek-AI 2024): one vector for all heads
+        kept = known["kv_lora_rank"] + known["qk_rope_head_dim"]
     idle = 1 - known.get("num_experts_per_tok", experts) / experts if experts else 0.0
     aside = sum(parameter.numel() for part in tower(policy.model) for parameter in part.parameters())
     aside += 0 if tied else embedding.numel()
@@ -160,5 +165,6 @@ def model_numbers(policy: PackedModel) -> dict[str, float]:
         "trained_parameters": sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad),
         "matmul_parameters": total - aside - round(idle * in_experts),
         "attention_width": config.num_hidden_layers * config.num_attention_heads * head_size,
+        "cache_width": config.num_hidden_layers * kept,
         **(tower_numbers(policy.model) if policy.sees else {}),
     }

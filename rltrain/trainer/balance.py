@@ -303,7 +303,7 @@ class LayoutCost:
     cost, tokens: of all micro-batches, where a shared prompt counts once. tokens_share: tokens per token of the
     samples; images_share: patches that are encoded per patch of the samples (of n answers, 1/n: once a prompt), None
     without images. ranks: work of the busiest rank relative to the mean (1: even). micro_batches: the same with the
-    ranks in step at every micro-batch.
+    ranks in step at every micro-batch. repeated_cost, repeated_tokens: were no prompt and no image shared.
     """
 
     cost: float
@@ -312,10 +312,13 @@ class LayoutCost:
     ranks: float
     micro_batches: float
     images_share: float | None = None
+    repeated_cost: float = 0.0
+    repeated_tokens: float = 0.0
 
     def metrics(self) -> dict[str, float]:
         """``perf/balance/*``."""
-        return {f"perf/balance/{name}": value for name, value in asdict(self).items() if value is not None}
+        shown = {name: value for name, value in asdict(self).items() if not name.startswith("repeated")}
+        return {f"perf/balance/{name}": value for name, value in shown.items() if value is not None}
 
 
 def cost_of(layout: Layout, work: Workload) -> LayoutCost:
@@ -326,6 +329,7 @@ def cost_of(layout: Layout, work: Workload) -> LayoutCost:
     total = sum(int((work.prompts + work.answers)[ids].sum()) for ids in layout.ids)
     of_samples = 0 if work.image_rows is None else sum(int(work.image_rows[ids].sum()) for ids in layout.ids)
     encoded = sum(work.rows(micro) for micros in ranks for micro in micros) if of_samples else 0
+    alone = work.prompt_cost + work.answer_cost + (0 if work.image_cost is None else work.image_cost)
     # All samples may be silent, so that nothing is computed at all.
     mean = max(float(costs.sum(1).mean()), 1e-9)
     return LayoutCost(
@@ -335,4 +339,6 @@ def cost_of(layout: Layout, work: Workload) -> LayoutCost:
         ranks=float(costs.sum(1).max()) / mean,
         micro_batches=float(costs.max(0).sum()) / mean,
         images_share=encoded / of_samples if of_samples else None,
+        repeated_cost=sum(float(alone[ids].sum()) for ids in layout.ids),
+        repeated_tokens=float(total),
     )

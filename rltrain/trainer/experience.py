@@ -87,7 +87,8 @@ class Experience:
                     "the place of the others (algorithm.filter_groups.max_num_gen_batches)", have, wanted, len(rounds)
                 )  # fmt: skip
             samples, found = self._choose([each.samples for each in rounds], useful)
-        shape = m.rollout_metrics([each.generated for each in rounds], self._plan.num_engine_replicas)
+        replicas, at_once = self._plan.num_engine_replicas, self._rollout.max_num_seqs
+        shape = m.rollout_metrics([each.generated for each in rounds], replicas, at_once)
         return samples, m.join_rounds([each.metrics for each in rounds]) | shape | found
 
     def _round(self, timer: StepTimer) -> _Round:

@@ -8,7 +8,7 @@ how.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from rltrain import columns as c
 from rltrain.algorithms.moments import Moments
 from rltrain.controller.samples import Samples
-from rltrain.trainer.balance import LayoutCost
 from rltrain.workers.results import GenerationNumbers, UpdateNumbers, largest
 
 Metrics = dict[str, float]
@@ -248,27 +247,6 @@ def throughput_metrics(samples: Samples, timing: Metrics, num_devices: int) -> M
     return metrics
 
 
-def flops_metrics(costs: Mapping[str, LayoutCost], timing: Metrics, model: dict[str, Any], num_devices: int) -> Metrics:
-    """``perf/mfu/actor``: model FLOPs of the update without recompute / (seconds x devices x bf16 peak of a device).
-
-    ``perf/mfu/actor_infer``: likewise of the old_log_prob pass, which is a forward. Nothing where the peak is unknown.
-    costs: by phase, in tokens, their attention and images included. A token takes 6 FLOPs per weight, without the input
-    embedding (Narayanan et al. 2021, appendix, halved for causality).
-    """
-    if not model.get("peak_flops"):
-        return {}
-    possible, weights = num_devices * model["peak_flops"], model["matmul_parameters"]
-    metrics: Metrics = {}
-    if scored := costs.get("old_log_prob"):
-        metrics["perf/mfu/actor_infer"] = 2 * weights * scored.cost / (timing["timing_s/old_log_prob"] * possible)
-    if update := costs.get("update_actor"):
-        # Forward and gradient of the activations, two each; that of the weights two more (LoRA: of the adapters alone).
-        frozen = weights - min(model["trained_parameters"], weights)
-        flops = 6 * weights * update.cost - 2 * frozen * update.tokens
-        metrics["perf/mfu/actor"] = float(flops / (timing["timing_s/update_actor"] * possible))
-    return metrics
-
-
 def generation_metrics(results: Sequence[GenerationNumbers]) -> Metrics:
     """Seconds of the rollout workers per phase (mean over ranks, ``_max``: slowest rank), pixels and weight sync."""
     metrics: Metrics = {}
@@ -288,14 +266,16 @@ def generation_metrics(results: Sequence[GenerationNumbers]) -> Metrics:
     return metrics
 
 
-def rollout_metrics(rounds: Sequence[Samples], num_replicas: int) -> Metrics:
+def rollout_metrics(rounds: Sequence[Samples], num_replicas: int, at_once: int) -> Metrics:
     """Lengths of the answers, and how long replicas waited for the last of them, over one or more rounds of generation.
 
     rollout/response_length/p*: percentiles over answers that ended. perf/rollout_tail_s: time from the end of 90 % of
     the answers to the end of the last, summed over rounds. perf/rollout_idle_share: share of the replicas' time, from
-    the start of a round to the end of its last answer, in which a replica had nothing left to do.
+    the start of a round to the end of its last answer, in which a replica had nothing left to do. perf/decode_steps:
+    the fewest in which the replicas can make these tokens, ``at_once`` answers at a time, added up over replicas.
+    perf/decode_context_tokens: tokens in front of each of them, added up over all, which its attention reads.
     """
-    tail = busy = total = 0.0
+    tail = busy = total = steps = context = 0.0
     lengths = []
     for samples in rounds:
         # Answers kept from earlier steps have no end time in this one.
@@ -307,9 +287,19 @@ def rollout_metrics(rounds: Sequence[Samples], num_replicas: int) -> Metrics:
         busy += float(last.sum())
         total += float(last.max()) * num_replicas
         lengths.append(samples[c.RESPONSE_LENGTH][served & samples[c.COMPLETE]])
+        made, engines = samples[c.RESPONSE_LENGTH][served], samples[c.ENGINE][served]
+        longest = np.zeros(num_replicas)
+        np.maximum.at(longest, engines, made)
+        steps += float(np.maximum(longest, np.ceil(np.bincount(engines, made, num_replicas) / at_once)).sum())
+        context += float((made * (samples[c.PROMPT_LENGTH][served] + made / 2)).sum())
     all_lengths = np.concatenate(lengths)
     percentiles = {f"rollout/response_length/p{q}": float(np.percentile(all_lengths, q)) for q in (50, 90, 99)}
-    return {"perf/rollout_tail_s": tail, "perf/rollout_idle_share": 1 - busy / max(total, 1e-9)} | percentiles
+    return percentiles | {
+        "perf/rollout_tail_s": tail,
+        "perf/rollout_idle_share": 1 - busy / max(total, 1e-9),
+        "perf/decode_steps": steps,
+        "perf/decode_context_tokens": context,
+    }
 
 
 def join_rounds(rounds: Sequence[Metrics]) -> Metrics:

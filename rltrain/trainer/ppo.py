@@ -28,6 +28,7 @@ from rltrain.trainer.alarms import Alarms
 from rltrain.trainer.archive import Archive
 from rltrain.trainer.balance import Ids, Layout, Workload, cost_of, lay_out, rank_tokens
 from rltrain.trainer.callbacks import Callbacks
+from rltrain.trainer.efficiency import decode_metrics, flops_metrics
 from rltrain.trainer.experience import Experience
 from rltrain.trainer.metrics import Metrics
 from rltrain.trainer.mini_batches import cut_prompts, denominators, num_tokens, per_rank
@@ -104,13 +105,13 @@ class PPOTrainer:
                     self._old_log_probs(samples, record)
             if passes.ref:
                 with timer("ref"):  # log pi_ref(y | x)
-                    self.actor.ref_log_probs(
-                        samples, self._lay_out(samples, plan.ref_budget, plan.ref_data_parallel_size)
-                    )
+                    record.layouts["ref"] = self._lay_out(samples, plan.ref_budget, plan.ref_data_parallel_size)
+                    self.actor.ref_log_probs(samples, record.layouts["ref"])
             if self.critic:
                 with timer("values"):  # V(x, y_<t)
                     ranks = plan.critic_data_parallel_size
-                    self.critic.values(samples, self._lay_out(samples, plan.values_budget, ranks))
+                    record.layouts["values"] = self._lay_out(samples, plan.values_budget, ranks)
+                    self.critic.values(samples, record.layouts["values"])
             with timer("adv"):  # A(x, y)
                 # Estimators have no micro-batches. The layout says on which rank an answer's tokens are put together,
                 # and the report measures on it how evenly tokens are spread.
@@ -194,6 +195,7 @@ class PPOTrainer:
         rate = learning_rate(step - 1, cfg.optim, plan.critic_lr_warmup_steps, plan.schedule_steps)
         results = critic.update(samples, layout, per_rank(layout, counts), rate)
         record.metrics |= m.update_metrics(results, np.array([count.tokens for count in counts]), "critic")
+        record.layouts["update_critic"] = layout
         record.metrics["critic/lr"] = rate
         self._alarms.skipped("critic", record.metrics)
 
@@ -206,13 +208,14 @@ class PPOTrainer:
         metrics |= self._alarms.gap(metrics)
         # No model runs in the phase adv, so it has no FLOPs to count.
         costs = {
-            phase: cost_of(layout, self._workload(samples, updates=phase == "update_actor"))
+            phase: cost_of(layout, self._workload(samples, updates=phase.startswith("update")))
             for phase, layout in record.layouts.items()
             if phase != "adv"
         }
         metrics |= costs["update_actor"].metrics() if "update_actor" in costs else {}
         metrics |= m.throughput_metrics(samples, metrics, plan.num_devices)
-        metrics |= m.flops_metrics(costs, metrics, self.model_sizes, plan.num_devices)
+        metrics |= flops_metrics(costs, metrics, self.model_sizes, plan.num_devices)
+        metrics |= decode_metrics(metrics, self.model_sizes, plan.num_devices)
         if self.archive:
             self.archive.keep("train", record.step, samples, plan.answers_per_prompt)
         metrics |= m.sample_metrics(samples, cfg.data.max_prompt_length)

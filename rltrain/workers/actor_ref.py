@@ -24,6 +24,7 @@ from rltrain.config.schema import Config
 from rltrain.config.step_passes import StepPasses
 from rltrain.data.chat import chat_encoder
 from rltrain.data.images import EncodedPrompt
+from rltrain.device import resolve_dtype
 from rltrain.models.export import export_huggingface
 from rltrain.models.forward import PolicyModel, final_logits, model_numbers
 from rltrain.models.head import ReferenceStates
@@ -99,10 +100,15 @@ class ActorRefWorker(Actor):
         return self._updater.num_steps if self._trains else 0
 
     def sizes(self) -> dict[str, Any]:
-        """Sizes of the policy, for the log and for counting FLOPs."""
-        chip = self._device.chip()
+        """Sizes of the policy and peaks of the device, for the log and for counting FLOPs and bytes."""
+        chip, size = self._device.chip(), resolve_dtype(self._rollout_cfg.dtype, self._device).itemsize
         peaks = {"peak_flops": chip.peak_flops, "peak_bandwidth": chip.peak_bandwidth} if chip else {}
-        return model_numbers(self._policy) | peaks
+        found = model_numbers(self._policy)
+        decode = {
+            "decode_bytes": size * found["matmul_parameters"],
+            "cache_bytes_per_token": size * found["cache_width"],
+        }
+        return found | decode | peaks
 
     # -- scoring -------------------------------------------------------------------------------------------------------
 

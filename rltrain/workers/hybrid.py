@@ -17,6 +17,7 @@ from rltrain.data.prompts import PromptStore
 from rltrain.data.rows import Rows
 from rltrain.device import get_device
 from rltrain.errors import ConfigError
+from rltrain.models.forward import model_numbers
 from rltrain.workers.actor_ref import ActorRefWorker
 from rltrain.workers.critic import CriticWorker
 from rltrain.workers.residency import Residency
@@ -60,7 +61,10 @@ class HybridWorker(Models, Advantages):
             self.roles.append(self.reward_model)
         if trains:
             check_room(self._cfg.actor_rollout_ref.rollout, residency)
-        return self.actor.sizes() | {"log_prob_gap_limit": log_prob_gap_limit(self._cfg, device)}
+        sizes = self.actor.sizes()
+        if passes.values and trains:
+            sizes |= {f"critic_{name}": each for name, each in model_numbers(self.critic.model).items()}
+        return sizes | {"log_prob_gap_limit": log_prob_gap_limit(self._cfg, device)}
 
     def advantages(self, batch: Batch, kl_coef: float) -> tuple[Batch, PassNumbers]:
         """Token-level advantages and returns of this rank's samples."""

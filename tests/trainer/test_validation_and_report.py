@@ -9,7 +9,7 @@ from rltrain.errors import DataError
 from rltrain.report import learning_summary, phase_table, read_metrics, report
 from rltrain.report import main as report_main
 from rltrain.trainer.balance import Layout, Workload, cost_of
-from rltrain.trainer.metrics import flops_metrics
+from rltrain.trainer.efficiency import decode_metrics, flops_metrics
 from rltrain.trainer.tracking import JsonLines
 
 
@@ -104,19 +104,45 @@ def test_mfu_counts_an_image_once_a_prompt(backward_share, passes):
     assert found["perf/mfu/actor_infer"] == pytest.approx((2 * 1000 * 80 + 50_000) / 1e6)
 
 
-def test_mfu_by_hand_and_only_where_the_peak_is_known():
+def test_flops_by_hand_and_mfu_only_where_the_peak_is_known():
     model = {"matmul_parameters": 1000, "trained_parameters": 1200, "attention_width": 8, "peak_flops": 1e6}
     work = Workload.of_groups(np.array([10, 20]), np.array([30, 20]), np.arange(2), pair_cost=2 * 8 / 1000)
     costs = {"update_actor": cost_of(Layout([np.arange(2)], [[(2,)]]), work)}
     seconds = {"timing_s/update_actor": 2.0}
     # 80 tokens, both sequences 40 long: 6 * 1000 * 80 + 6 * 8 * 2 * 1600 FLOPs in 2 s on 4 devices
-    found = flops_metrics(costs, seconds, model, 4)["perf/mfu/actor"]
-    assert found == pytest.approx((480_000 + 153_600) / (2 * 4 * 1e6))
+    rate = (480_000 + 153_600) / (2 * 4)
+    found = flops_metrics(costs, seconds, model, 4)
+    assert found["perf/mfu/actor"] == found["perf/mfu/actor_prompts_repeated"] == pytest.approx(rate / 1e6)
     # LoRA: weight gradients of 10 parameters alone
     found = flops_metrics(costs, seconds, model | {"trained_parameters": 10}, 4)["perf/mfu/actor"]
     assert found == pytest.approx((321_600 + 153_600) / (2 * 4 * 1e6))
-    assert flops_metrics(costs, seconds, model | {"peak_flops": None}, 4) == {}
+    unknown = flops_metrics(costs, seconds, {name: each for name, each in model.items() if name != "peak_flops"}, 4)
+    assert unknown == {"perf/tflops/actor": pytest.approx(rate / 1e12)}
     # a forward over half of the tokens and pairs
     half = {"old_log_prob": cost_of(Layout([np.array([0])], [[(1,)]]), work)}
     found = flops_metrics(half, {"timing_s/old_log_prob": 1.0}, model, 4)
-    assert found == {"perf/mfu/actor_infer": pytest.approx((80_000 + 25_600) / (4 * 1e6))}
+    assert found["perf/mfu/actor_infer"] == pytest.approx((80_000 + 25_600) / (4 * 1e6))
+
+
+def test_a_shared_prompt_counts_once_or_for_every_answer():
+    model = {"matmul_parameters": 1000, "trained_parameters": 1000, "attention_width": 8, "peak_flops": 1e6}
+    model |= {"critic_matmul_parameters": 500, "critic_trained_parameters": 500, "critic_attention_width": 4}
+    work = Workload.of_groups(np.array([100] * 2), np.array([20] * 2), np.zeros(2, dtype=int), pair_cost=2 * 8 / 1000)
+    cost = cost_of(Layout([np.arange(2)], [[(2,)]]), work)
+    found = flops_metrics({"ref": cost, "values": cost}, {"timing_s/ref": 1.0, "timing_s/values": 1.0}, model, 1)
+    # 4 FLOPs per pair and width: 100^2 / 2 pairs in a prompt, 20 x 100 + 20^2 / 2 in an answer
+    once, repeated = 2000 * 140 + 32 * (5000 + 2 * 2200), 2000 * 240 + 32 * 2 * (5000 + 2200)
+    assert found["perf/mfu/ref"] == pytest.approx(once / 1e6)
+    assert found["perf/mfu/ref_prompts_repeated"] == pytest.approx(repeated / 1e6)
+    # A critic of half the width and half the weights takes half.
+    assert found["perf/mfu/critic_infer"] == pytest.approx(once / 2e6)
+    assert found["perf/tflops/ref"] == pytest.approx(once / 1e12)
+
+
+def test_decode_reads_weights_once_a_step_and_every_context():
+    sizes = {"peak_bandwidth": 1e6, "decode_bytes": 2000.0, "cache_bytes_per_token": 64.0}
+    metrics = {"perf/decode_steps": 10.0, "perf/decode_context_tokens": 500.0, "timing_s/generate_sequences": 0.5}
+    read = 10 * 2000 + 500 * 64
+    assert decode_metrics(metrics, sizes, 2) == {"perf/mbu/rollout": pytest.approx(read / (0.5 * 2 * 1e6))}
+    assert decode_metrics(metrics | {"rollout/tail/carried_tokens": 3.0}, sizes, 2) == {}
+    assert decode_metrics(metrics, sizes | {"peak_bandwidth": 0}, 2) == {}

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from safetensors.torch import load_file, save_file
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import (
@@ -17,7 +18,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     DeepseekV3Config,
-    HrmTextConfig,
     MixtralConfig,
     PreTrainedConfig,
     Qwen2Config,
@@ -51,12 +51,13 @@ CONFIGS = {
         **SIZES | {"num_key_value_heads": 2}, **EXPERTS, **LATENT, n_routed_experts=4, n_group=1, topk_group=1,
         first_k_dense_replace=1,
     ),
-    # Files have one entry for four weights; heads are counted, so that it divides.
-    "hrm_text": HrmTextConfig(
-        vocab_size=67, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, head_dim=16
-    ),
     **{family: _config(family, family == "qwen3_vl", 2, 1, 64) for family in VISION},
 }  # fmt: skip
+
+if hasattr(transformers, "HrmTextConfig"):  # newer than the oldest supported; files have one entry for four weights
+    CONFIGS["hrm_text"] = transformers.HrmTextConfig(
+        vocab_size=67, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, head_dim=16
+    )
 
 
 def made(config: PreTrainedConfig, folder: Path, kind=None):

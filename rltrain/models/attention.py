@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroup
 from transformers import AttentionInterface, PretrainedConfig
 
 from rltrain.errors import ConfigError
+from rltrain.models import recurrent
 from rltrain.models.packing import AttentionPlan
 from rltrain.models.scores import Kind, masked, tempered
 from rltrain.models.ulysses import share_of_heads, share_of_tokens
@@ -128,6 +129,7 @@ def check_layers(config: PretrainedConfig, longest: int | None = None) -> None:
     # Griffin calls them block types.
     kinds = {*(getattr(text, "layer_types", None) or getattr(text, "block_types", None) or ())}
     kinds -= {"full_attention", "sliding_attention", "chunked_attention", "attention", *STATELESS}
+    kinds -= {"linear_attention"} if text.model_type in recurrent.FAMILIES else set()
     if kinds:
         raise ConfigError(
             f"{type(config).__name__} has layers of kind {', '.join(sorted(kinds))}, which rltrain cannot train on "

@@ -23,6 +23,7 @@ from transformers.utils import cached_file
 
 from rltrain.config.renames import turned_off
 from rltrain.errors import ConfigError
+from rltrain.models.recurrent import adopt
 from rltrain.models.scores import count_places_here
 from rltrain.models.vision import takes_images
 
@@ -133,6 +134,7 @@ def empty_model(
         ) from error
     except ValueError as error:
         raise ConfigError(f"transformers cannot build {type(config).__name__} as {kind.__name__}: {error}") from error
+    adopt(model)
     count_places_here(model)
     return _hand_on(model)
 

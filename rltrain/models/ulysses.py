@@ -41,11 +41,14 @@ def sequence_group(config: PretrainedConfig, size: int, key: str) -> ProcessGrou
 
 def heads_problem(config: PretrainedConfig, size: int, key: str) -> str | None:
     """What is wrong with ``size`` parts of the model's attention, which ``key`` asks for, or None."""
-    heads = config.get_text_config().num_attention_heads
-    if heads % size == 0:
-        return None
-    fits = ", ".join(str(each) for each in range(1, heads + 1) if heads % each == 0)
-    return f"{key}={size} does not divide the {heads} attention heads of the model. Use one of {fits}."
+    text = config.get_text_config()
+    # Of recurrent layers, the heads of the values are those that have a state.
+    for name, kind in (("num_attention_heads", "attention"), ("linear_num_value_heads", "recurrent")):
+        heads = getattr(text, name, None) or size
+        if heads % size:
+            fits = ", ".join(str(each) for each in range(1, heads + 1) if heads % each == 0)
+            return f"{key}={size} does not divide the {heads} {kind} heads of the model. Use one of {fits}."
+    return None
 
 
 @cache

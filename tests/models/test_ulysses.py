@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3Config
 
 from rltrain.batch import Batch
 from rltrain.device import get_device
@@ -25,7 +25,7 @@ MODELS = {
     **FAMILIES,
     # Keys and values of 3 heads are repeated to 6 heads for 2 ranks, and to 12 for 4.
     "qwen3_uneven_heads": Qwen3Config(**SIZES | {"num_attention_heads": 12, "num_key_value_heads": 3}, head_dim=8),
-    **{name: KINDS[name] for name in ("granite_swa, sinks", "llama4, chunks and temperature")},
+    **{name: KINDS[name] for name in ("gpt_oss, sinks", "llama4, chunks and temperature", "qwen3_5, gated delta net")},
 }
 # Odd inputs: one family, and the critic.
 CASES = [(name, "packed") for name in MODELS] + [("mistral_sliding_window", "shared prompt")]
@@ -134,3 +134,6 @@ def test_heads_that_do_not_divide_are_refused_before_loading():
     with pytest.raises(ConfigError, match=message):
         sequence_group(MODELS["llama"], 3, "actor.size")
     assert sequence_group(MODELS["llama"], 1, "actor.size") is None
+    hybrid = Qwen3_5TextConfig(num_attention_heads=6, linear_num_value_heads=4)
+    with pytest.raises(ConfigError, match=r"divide the 4 recurrent heads of the model\. Use one of 1, 2, 4\."):
+        sequence_group(hybrid, 3, "actor.size")

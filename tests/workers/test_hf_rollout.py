@@ -7,10 +7,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 
 from rltrain.data.images import EncodedPrompt
 from rltrain.errors import ConfigError, DataError
+from rltrain.models.recurrent import bytes_per_row
 from rltrain.models.weights import Weight
 from rltrain.workers.rollout.base import Sampling
-from rltrain.workers.rollout.hf import HFRollout
-from rltrain.workers.rollout.kv import ROOM
+from rltrain.workers.rollout.hf import HFRollout, bytes_per_token
+from rltrain.workers.rollout.kv import ROOM, KeyValues
 from tests.distance import distance
 from tests.models.kinds import KINDS
 from tests.models.kinds import plain_model as plain_kind
@@ -313,6 +314,18 @@ def test_fewer_answers_run_at_once_where_memory_is_short(plain, monkeypatch):
     assert found.tokens == generate(make_engine(plain), 4, Sampling(20)).tokens
     with pytest.raises(ConfigError, match=r"holds 7 answers of up to 128 tokens .* 8 answers .*max_num_seqs=7,"):
         generate(engine, 8, Sampling(20))
+
+
+@pytest.mark.parametrize("family", [name for name in KINDS if "delta" in name])
+def test_memory_is_planned_for_the_states_of_a_row(family):
+    plain = plain_model(family)
+    engine, cache = make_engine(plain), KeyValues(torch.device("cpu"), 4)
+    engine._prefill(jobs_of(PROMPTS, 2), cache)
+    cache.keep(np.ones(12, dtype=bool))
+    taken = sum(each.nbytes for state in cache._states._rows.values() for each in state)
+    assert taken == 12 * bytes_per_row(plain.config, torch.float32)
+    (layer,) = cache._layers.values()  # the other one keeps no keys
+    assert bytes_per_token(plain.config, torch.float32) == sum(each[0, :, 0].nbytes for each in layer.prompts)
 
 
 def test_an_engine_without_weights_refuses(plain):

@@ -24,6 +24,7 @@ from rltrain.models.forward import final_logits, trunk
 from rltrain.models.load import empty_model
 from rltrain.models.packed_images import PackedImages
 from rltrain.models.packing import AttentionPlan
+from rltrain.models.recurrent import bytes_per_row
 from rltrain.models.scores import Kind, tempered
 from rltrain.models.vision import placeholder_ids, read_with_images
 from rltrain.models.weights import Weight
@@ -76,6 +77,7 @@ class HFRollout:
         budget = self._memory_share * self._device.free_memory_bytes() / ROOM
         # An answer may begin in the middle of a block, and then takes part of one block more.
         longest = (self._max_model_len + self._block) * bytes_per_token(self._model.config, self._dtype)
+        longest += bytes_per_row(self._model.config, self._dtype)
         self._most_rows = min(self._rollout.max_num_seqs, int(budget / longest))
 
     def load_weights(self, weights: Iterator[Weight]) -> None:
@@ -287,11 +289,12 @@ def _register() -> None:
 
 
 def bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:
-    """Keys and values of one token in all layers."""
+    """Keys and values of one token in all layers that keep them."""
     text = config.get_text_config()
     # Gemma 4 has heads of several sizes, and refuses to be asked for one.
     layers = getattr(text, "per_layer_config", None) or [text] * text.num_hidden_layers
-    return dtype.itemsize * sum(_numbers_per_token(layer) for layer in layers)
+    recurrent = [kind == "linear_attention" for kind in getattr(text, "layer_types", None) or ()]
+    return dtype.itemsize * sum(_numbers_per_token(layer) for layer in layers[sum(recurrent) :])
 
 
 def _numbers_per_token(layer: Any) -> int:

@@ -23,7 +23,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rltrain.models.recurrent import State
 from rltrain.models.scores import Kind, capped, masked, weights
+from rltrain.workers.rollout.state import RowStates
 
 Ints = NDArray[np.int64]
 # A layer, and the how-manieth call of attention this is of it in a forward pass.
@@ -74,6 +76,7 @@ class KeyValues:
         self._block = block
         self._layers: dict[Call, _Layer] = {}
         self._calls: Counter[int] = Counter()
+        self._states = RowStates()
         self._prompt_lengths: Ints = np.zeros(0, dtype=np.int64)
         self._width = 0
         self._place_of_row: Ints = np.zeros(0, dtype=np.int64)
@@ -91,7 +94,7 @@ class KeyValues:
     @property
     def num_layers(self) -> int:
         """Layers that have stored anything."""
-        return len({layer for layer, _ in self._layers})
+        return len({layer for layer, _ in self._layers}) + self._states.num_layers
 
     def call_of(self, layer: int) -> Call:
         """Attention of ``layer`` is called, which some layers do more than once, with other keys or values."""
@@ -110,6 +113,7 @@ class KeyValues:
             layer.prompts = _enlarged(layer.prompts, places.stop, self._width)
             layer.blocks = [_enlarged(block, self.num_rows, self._block) for block in layer.blocks]
         self._seats = None
+        self._states.add(places, num_rows)
         return places
 
     def keep(self, alive: NDArray[np.bool_]) -> Ints:
@@ -118,6 +122,8 @@ class KeyValues:
         Returns the old number of each row that is left.
         """
         rows = _without_holes(alive)
+        self._states.enter()
+        self._states.keep(torch.from_numpy(rows))
         answered = np.zeros(len(self._prompt_lengths), dtype=bool)
         answered[self._place_of_row[rows]] = True
         places = _without_holes(answered)
@@ -141,6 +147,7 @@ class KeyValues:
         """Announce that the next forward pass computes one token per row."""
         self._chunks = ()
         self._calls.clear()
+        self._states.enter()
         self._column += 1
         self._masks = {}
         # A row sees no column from before its birth, so nobody reads such a block any more.
@@ -171,6 +178,19 @@ class KeyValues:
     def continues(self) -> bool:
         """Whether the announced chunk has a beginning that was computed before."""
         return bool(self._chunks) and self._chunks[0].start > 0
+
+    def state_before(self, layer: int) -> State | None:
+        """What a recurrent layer goes on from: the rows' states, or that of the announced chunk; None for prompts."""
+        if not self.is_prefill:
+            return self._states.of_rows(layer)
+        return self._states.of_prompt(layer, self._chunks[0].place) if self.continues else None
+
+    def keep_state(self, layer: int, state: State) -> None:
+        """What a recurrent layer has come to."""
+        if self.is_prefill:
+            self._states.keep_prompts(layer, [chunk.place for chunk in self._chunks], state)
+        else:
+            self._states.keep_rows(layer, state)
 
     def places(self, device: torch.device) -> Tensor:
         """Of the tokens of this forward pass in their samples [tokens] or [rows]."""

@@ -123,7 +123,7 @@ class Scan:
         if isinstance(node, ast.Call):
             name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
             reached = name in ("getattr", "next", "iter", "ref") and self._is(node.args[0], names)
-            return reached or name in self._makers or self._is(node.func, names)
+            return reached or name in {*self._makers, *self._returned} or self._is(node.func, names)
         if isinstance(node, ast.Subscript | ast.Await | ast.Starred | ast.NamedExpr):
             return self._is(node.value, names)
         if isinstance(node, ast.IfExp):

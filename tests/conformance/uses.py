@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 class Package:
     """One package as several adapters use it.
 
-    foreign: the packages or modules that are meant. versions: wheels that are installed together. attributes: owner
+    files: patterns below rltrain/. foreign: the packages or modules that are meant. versions: wheels that are installed together. attributes: owner
     (``module:Class``, or ``module:`` for functions) -> names; ? behind a name: not in every version, and the
     adapter asks. replaced: the owner's place in a package that derives from it. texts: place (``module:Class`` for
     its fields, ``module`` for its constants) -> texts. ours: texts that name nothing of the package's. called: our
@@ -38,7 +38,7 @@ class Package:
 # fmt: off
 _IMAGES = "vllm.multimodal"
 VLLM = Package(
-    files=("workers/rollout/vllm.py", "workers/rollout/vllm_sampler.py", "workers/rollout/vllm_images.py"),
+    files=("workers/rollout/vllm*.py",),
     foreign=("vllm", "vllm_ascend"),
     versions=(
         ("vllm 0.20.0",),
@@ -108,7 +108,7 @@ VLLM = Package(
 )
 
 SGLANG = Package(
-    files=("workers/rollout/sglang.py", "workers/rollout/sglang_weights.py"),
+    files=("workers/rollout/sglang*.py",),
     foreign=("sglang",),
     versions=(("sglang 0.5.23",),),
     attributes={
@@ -139,7 +139,7 @@ SGLANG = Package(
 )
 
 TORCH_NPU = Package(
-    files=("device.py", "models/varlen.py"),
+    files=("device.py", "models/varlen.py", "models/kernels.py"),
     foreign=("torch_npu",),
     versions=(("torch-npu 2.10.0.post4",), ("torch-npu 2.13.0",)),
     attributes={
@@ -152,7 +152,7 @@ TORCH_NPU = Package(
     # Those of the doubles.
     ours="memory",  # the module of that function
     called={f"tests:{name}": f"torch_npu:{name}" for name in ("npu_rms_norm", "npu_rotary_mul", "npu_swiglu")},
-    makers={"npu_fusion_attention": "torch_npu:npu_fusion_attention"},
+    makers={"npu_fusion_attention": "torch_npu:npu_fusion_attention", "torch_npu": "torch_npu:"},
     only=r"(?!)",
 )
 

@@ -26,7 +26,7 @@ FILE = Path(__file__).with_name("api.json")
 def scans(package: Package) -> dict[str, Scan]:
     """Of the adapters, by file."""
     files = [file for pattern in package.files for file in sorted(ROOT.glob(pattern))]
-    return {str(file.relative_to(ROOT)): Scan(file, package.foreign, package.makers) for file in files}
+    return {str(file.relative_to(ROOT)): Scan(file, package.foreign, package.makers, package.objects) for file in files}
 
 
 def used(package: Package) -> list[Use]:

@@ -31,14 +31,17 @@ class Use(NamedTuple):
 
 
 class Scan:
-    """A file's uses of the packages or modules ``foreign``. makers: functions of other files -> what they return."""
+    """A file's uses of the packages or modules ``foreign``.
 
-    def __init__(self, file: Path, foreign: Sequence[str], makers: Mapping[str, str]) -> None:
-        self._foreign, self._returned = foreign, makers
+    makers: functions of other files -> what they return. objects: what is annotated ``Any`` is foreign, too.
+    """
+
+    def __init__(self, file: Path, foreign: Sequence[str], makers: Mapping[str, str], objects: bool) -> None:
+        self._foreign, self._returned, self._objects = foreign, makers, objects
         self._tree = ast.parse(file.read_text())
         self._makers = {
             node.name for node in ast.walk(self._tree)
-            if isinstance(node, Function) and node.returns is not None and _any(node.returns)
+            if objects and isinstance(node, Function) and _any(node.returns)
         }  # fmt: skip
         self._own: set[str] = set()  # attributes of self that hold foreign objects
         self._hands_on: dict[str, tuple[str, set[str]]] = {}  # ours -> the foreign function that gets its **keywords
@@ -90,7 +93,7 @@ class Scan:
             names |= {
                 each.arg
                 for each in [*scope.args.args, *scope.args.kwonlyargs]
-                if _any(each.annotation) and each.arg != "ctx"
+                if self._objects and _any(each.annotation) and each.arg != "ctx"
             }  # autograd's, which runs anywhere
         for _ in range(3):  # until nothing new is found
             for node in ast.walk(scope):
@@ -100,7 +103,7 @@ class Scan:
     def _assign(self, node: ast.AST, names: set[str]) -> None:
         if isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr):
             foreign = (node.value is not None and self._is(node.value, names)) or (
-                isinstance(node, ast.AnnAssign) and _any(node.annotation)
+                self._objects and isinstance(node, ast.AnnAssign) and _any(node.annotation)
             )
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         elif isinstance(node, ast.For | ast.AsyncFor | ast.comprehension):

@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 class Package:
     """One package as several adapters use it.
 
-    files: patterns below rltrain/. foreign: the packages or modules that are meant. versions: wheels that are installed together. attributes: owner
-    (``module:Class``, or ``module:`` for functions) -> names; ? behind a name: not in every version, and the
-    adapter asks. replaced: the owner's place in a package that derives from it. texts: place (``module:Class`` for
-    its fields, ``module`` for its constants) -> texts. ours: texts that name nothing of the package's. called: our
-    method -> theirs, in whose place it is called. optional: keywords that an adapter asks for before it hands them
-    on. makers: functions of ours -> what they return. only: which texts could be the package's.
+    files: patterns below rltrain/. foreign: the packages or modules that are meant. versions: wheels that are
+    installed together. attributes: owner (``module:Class``, or ``module:`` for functions) -> names; ? behind a
+    name: not in every version, and the adapter asks. replaced: the owner's place in a package that derives from it.
+    texts: place (``module:Class`` for its fields, ``module`` for its constants) -> texts. ours: texts that name
+    nothing of the package's. called: our method -> theirs, in whose place it is called. optional: keywords that an
+    adapter asks for before it hands them on. makers: functions of ours -> what they return. only: which texts could
+    be the package's. objects: what is annotated ``Any`` is the package's.
     """
 
     files: tuple[str, ...]
@@ -33,6 +34,7 @@ class Package:
     optional: str = ""
     makers: dict[str, str] = field(default_factory=dict)
     only: str = r"[A-Za-z][\w.]+"
+    objects: bool = True
 
 
 # fmt: off

@@ -76,16 +76,7 @@ def sharded_model(kind: type[Model], spec: ModelSpec, device: Device) -> Model:
     group = sequence_group(config, spec.sequence_parallel_size, key)
     packed = empty_packed(kind, spec, config)
     packed.group, model = group, packed.model
-    if spec.gradient_checkpointing:
-        recompute_activations(model, spec.section)
-    mesh = make_mesh(device, spec.fsdp.fsdp_size)
-    precision = MixedPrecisionPolicy(param_dtype=spec.compute_dtype, reduce_dtype=torch.float32)
-    # Layers first: the root then takes the parameters that no layer holds.
-    for layer in decoder_layers(model):
-        fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=spec.fsdp.reshard_after_forward)
-    # Embedding and head stay gathered from the forward to the end of the backward pass, and over forward-only passes
-    # until `reshard`; otherwise they would be gathered twice per micro-batch.
-    fully_shard(packed, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+    spread(packed, spec, make_mesh(device, spec.fsdp.fsdp_size))
     # Cut while it is on the meta device, the model gets memory for its shards alone.
     packed.to_empty(device=device.torch_device)
     # to_empty gives tied weights a memory each.
@@ -128,6 +119,19 @@ def _load(packed: PackedModel, spec: ModelSpec, config: PretrainedConfig) -> Non
         # Buffers too: those that are in no checkpoint, such as rotary frequencies, were emptied with the model.
         own |= dict([*model.named_parameters(), *model.named_buffers()]) | own
     _hand_out(packed, own if dist.get_rank() == 0 else None)
+
+
+def spread(packed: PackedModel, spec: ModelSpec, mesh: DeviceMesh) -> None:
+    """Cut the weights over ``mesh``, whatever device they are on, and set what is recomputed."""
+    if spec.gradient_checkpointing:
+        recompute_activations(packed.model, spec.section)
+    precision = MixedPrecisionPolicy(param_dtype=spec.compute_dtype, reduce_dtype=torch.float32)
+    # Layers first: the root then takes the parameters that no layer holds.
+    for layer in decoder_layers(packed.model):
+        fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=spec.fsdp.reshard_after_forward)
+    # Embedding and head stay gathered from the forward to the end of the backward pass, and over forward-only passes
+    # until `reshard`; otherwise they would be gathered twice per micro-batch.
+    fully_shard(packed, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
 
 
 def reshard(packed: PackedModel) -> None:

@@ -76,11 +76,11 @@ def _state(packed: PackedModel, optimizer: torch.optim.Optimizer | None) -> dict
     parameters = {huggingface_name(name): parameter for name, parameter in trained}
     state: dict[str, Any] = {"model": {name: parameter.detach() for name, parameter in parameters.items()}}
     if optimizer is not None:
-        state["optimizer"] = {name: _moments(optimizer, parameter) for name, parameter in parameters.items()}
+        state["optimizer"] = {name: moments(optimizer, parameter) for name, parameter in parameters.items()}
     return state
 
 
-def _moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+def moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
     """AdamW's state of one weight.
 
     Before the first step it is made here as AdamW would make it, so that it can be loaded.

@@ -2,7 +2,7 @@
 
 Choice: it calls the functions that a run calls at its start (`preflight`, `load_data`, `make_plan`, `missing_room`,
 `check_columns`, `find_start`), so that the two do not drift apart; every problem is collected instead of ending at the
-first. Left out: what only a start can show, such as memory, other nodes and rows beyond the first 20,000.
+first. Left out: what only a start can show, such as other nodes and rows beyond the first 20,000.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from rltrain.rewards.processes.slot import Slot
 from rltrain.trainer.build import Data, check_columns, load_data, sampler_of
 from rltrain.trainer.changes import tell_changes
 from rltrain.trainer.checkpoint import Checkpoints
+from rltrain.trainer.memory_room import look_at_memory
 from rltrain.trainer.plan import Plan, describe, make_plan
 from rltrain.trainer.preflight import preflight
 from rltrain.trainer.preflight_models import Findings, look_at_images
@@ -53,6 +54,9 @@ def dry_run(loaded: LoadedConfig, notes: Sequence[str]) -> tuple[str, bool]:
         if "train" in rows and len(rows["train"]) == num_prompts:
             sampler_of(cfg, plan, rows["train"], trial=True)
         parts += _look_at_folder(loaded, rows if len(rows.get("train", ())) == num_prompts else {}, plan, found)
+        told, too_large = look_at_memory(cfg, plan)
+        parts[1:1] = told
+        found.problems += [too_large] if too_large else []
     except RltrainError as error:
         found.problems.append(str(error))
     parts += _try_reward(cfg, rows, found)

@@ -300,6 +300,8 @@ class TrainerConfig:
 
     device: Literal["auto", "npu", "cuda", "cpu"] = "auto"
     """The accelerator; auto: the first of npu and cuda that is there, else the CPU."""
+    device_memory_gb: float | None = key(None, over=0, only_with={"device!=cpu": "a CPU has the memory of the machine"})
+    """Memory of one device in GiB, for a --dry-run where there is none; null: asked of the device here."""
     nnodes: int = key(1, least=1)
     """Nodes."""
     n_gpus_per_node: int = key("${devices_here:${trainer.device}}", least=1)

@@ -67,11 +67,11 @@ class Ledger(TorchDispatchMode):
         finally:
             self._owner = before
 
-    def claim(self, owner: str, tensors: Iterable[Tensor]) -> None:
-        """The storages of ``tensors`` belong to ``owner`` from here on."""
+    def claim(self, owner: str, tensors: Iterable[Tensor], but: str = "") -> None:
+        """The storages of ``tensors``, but those that belong to ``but``, are ``owner``'s from here on."""
         for tensor in tensors:
             storage = local(tensor).untyped_storage()
-            if id(storage) in self._held:
+            if id(storage) in self._held and self._held[id(storage)][1] != but:
                 self._forget(id(storage))
                 self._hold(storage, owner)
 

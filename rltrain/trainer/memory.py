@@ -1,0 +1,264 @@
+"""Device memory of every phase by owner, foretold from the configuration and the model's config alone.
+
+What rests on a device follows from sizes and from `workers.residency`'s rules; what a pass holds on top is learnt from
+the worker's own code on tensors without memory (`models.shadow`), at the fullest micro-batch that its budget allows.
+Left out: what drivers, communicators and fragments take, for which a share of the device is kept free.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from rltrain import columns as c
+from rltrain.batch import Batch, DictionaryColumn
+from rltrain.config.budgets import PassBudget, budgets, longest_sequence
+from rltrain.config.model_schema import OptimConfig
+from rltrain.config.schema import Config
+from rltrain.device import Device, get_device, resolve_dtype
+from rltrain.models.forward import PolicyModel, ScalarModel
+from rltrain.models.packing import pays_to_share
+from rltrain.models.shadow import Owners, Work, forward_only, peak_of, shadow, update
+from rltrain.models.shard import empty_packed
+from rltrain.models.spec import ModelSpec, actor_spec, critic_spec, reference_spec, reward_model_spec
+from rltrain.models.weights import whole_weights
+from rltrain.ragged import Ragged
+from rltrain.trainer.plan import Plan
+from rltrain.workers.rollout.hf import bytes_per_token
+from rltrain.workers.rollout.kv import ROOM
+
+OWNERS = ("weights", "gradients", "optimizer", "engine weights", "cache", "gathered", "activations")
+_CANARY_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class _Role:
+    """A model on a device and its optimizer, in bytes of one rank. phases, learns: those that need the one, the other.
+    """
+
+    kind: type[Any]
+    spec: ModelSpec
+    phases: tuple[str, ...]
+    offload: bool
+    ranks: int
+    learns: tuple[str, ...] = ()
+    optimizer_offload: bool = False
+    optim: OptimConfig | None = None
+
+    @cached_property
+    def sizes(self) -> tuple[int, int, int]:
+        """Bytes of the weights, of those that learn, and the number of all elements on all ranks."""
+        shards = self.ranks if self.spec.fsdp.fsdp_size in (-1, 0) else min(self.spec.fsdp.fsdp_size, self.ranks)
+        packed = empty_packed(self.kind, self.spec, self.spec.load_config())
+        weights = learning = 0
+        for each in packed.parameters():
+            # FSDP2 cuts rows, and the first rank's part is the largest.
+            size = -(-len(each) // shards) * math.prod(each.shape[1:]) * each.dtype.itemsize
+            weights += size
+            learning += size if each.requires_grad else 0
+        return weights, learning, sum(each.numel() for name, each in packed.named_parameters() if ".lora_" not in name)
+
+    def resting(self, phase: str) -> Owners:
+        """What is there in ``phase``, whatever it computes."""
+        weights, learning, _ = self.sizes
+        return Counter({
+            "weights": weights if phase in self.phases or not self.offload else 0,
+            "optimizer": 2 * learning if self.learns and (phase in self.learns or not self.optimizer_offload) else 0,
+        })  # fmt: skip
+
+    def peak(self, device: Device, batch: Batch, work: Work, key: str) -> Owners:
+        """See `peak_of`; what was run once is not run again."""
+        known = f"{self.kind} {self.spec} {device} {self.ranks} {key}"
+        if known not in _PEAKS:
+            # A tower's forward depends on numbers, so it is counted apart.
+            _PEAKS[known] = peak_of(self.kind, replace(self.spec, tower="rests"), device, self.ranks, batch, work)
+        return _PEAKS[known]
+
+
+_PEAKS: dict[str, Owners] = {}
+
+
+def forecast(cfg: Config, plan: Plan, device_bytes: int | None) -> dict[str, Owners]:
+    """Bytes by owner at the peak of every phase of a step, on the fullest device.
+
+    device_bytes: of one device; None: unknown, and the engine's share of it is left out.
+    """
+    device = get_device(cfg.trainer.device)
+    roles = _roles(cfg, plan, device)
+
+    def together(phase: str, own: Mapping[str, int]) -> Owners:
+        resting = sum((role.resting(phase) for role in roles.values()), Counter())
+        return Counter(dict(own) | {"weights": resting["weights"], "optimizer": resting["optimizer"]})
+
+    found = {phase: together(phase, own) for phase, own in _passes(cfg, plan, device, roles)}
+    load, engine_weights = _load(cfg, device, roles["actor"])
+    found["sync"] = together("sync", load)
+    others = together("gen", {})
+    found["gen"] = others + _generation(cfg, plan, device, roles["actor"], engine_weights, others, device_bytes)
+    found["save"] = together("save", {})
+    order = ("sync", "gen", "reward", "old_log_prob", "ref", "values", "update_critic", "update_actor", "save")
+    return {phase: found[phase] for phase in order if phase in found}
+
+
+def _roles(cfg: Config, plan: Plan, device: Device) -> dict[str, _Role]:
+    """The models of a run, with the phases in which `Residency` has them on the device."""
+    roles, passes, ranks = cfg.actor_rollout_ref, plan.passes, plan.num_devices
+    spec = actor_spec(cfg, device, passes.images, passes.images_in_training)
+    fsdp, lora = roles.actor.fsdp_config, roles.model.uses_lora
+    phases = ("sync", "old_log_prob", "update_actor", "save")
+    phases += ("ref",) if passes.exact_kl_in_reward or lora else ()
+    learns = ("update_actor", "save")
+    offloads = fsdp.param_offload, ranks, learns, fsdp.optimizer_offload
+    found = {"actor": _Role(PolicyModel, spec, phases, *offloads, roles.actor.optim)}
+    if passes.reference and not lora:
+        spec = reference_spec(cfg, device, passes.images_in_training)
+        phases = ("ref", "update_actor") if passes.exact_kl_in_loss else ("ref",)
+        found["ref"] = _Role(PolicyModel, spec, phases, roles.ref.fsdp_config.param_offload, ranks)
+    if passes.values:
+        spec, fsdp = critic_spec(cfg, device, passes.images_in_training), cfg.critic.model.fsdp_config
+        learns = ("update_critic", "save")
+        offloads = fsdp.param_offload, ranks, learns, fsdp.optimizer_offload
+        found["critic"] = _Role(ScalarModel, spec, ("values", *learns), *offloads, cfg.critic.optim)
+    if cfg.reward_model.enable:
+        spec = reward_model_spec(cfg, device)
+        found["judge"] = _Role(ScalarModel, spec, ("reward",), spec.fsdp.param_offload, ranks)
+    return found
+
+
+# -- passes ------------------------------------------------------------------------------------------------------------
+
+
+def _passes(cfg: Config, plan: Plan, device: Device, roles: Mapping[str, _Role]) -> Iterator[tuple[str, Owners]]:
+    """What each pass of a step holds."""
+    passes, critic = plan.passes, plan.critic_data_parallel_size
+    of_step = -(-plan.samples_per_step // plan.data_parallel_size)
+    of_critic = -(-plan.critic_prompts_per_mini_batch * plan.answers_per_prompt // critic)
+    policy = roles["actor"]
+
+    def pass_of(role: _Role, budget: PassBudget, samples: int, entropy: bool = False) -> Owners:
+        return role.peak(device, fullest(cfg, budget, samples), forward_only(entropy), f"{budget} {samples} {entropy}")
+
+    def update_of(role: _Role, budget: PassBudget, samples: int, entropy: bool, entropy_learns: bool) -> Owners:
+        batch = fullest(cfg, budget, samples)
+        assert role.optim is not None
+        work = update(role.optim, -(-samples // len(batch)), entropy, entropy_learns)
+        return role.peak(device, batch, work, f"{budget} {samples} {entropy} {entropy_learns} learns")
+
+    if passes.old_log_probs != "none" and (passes.old_log_probs == "all" or plan.num_mini_batches > 1):
+        yield "old_log_prob", pass_of(policy, plan.log_prob_budget, of_step, True)
+    if passes.ref:
+        samples = -(-plan.samples_per_step // plan.ref_data_parallel_size)
+        yield "ref", pass_of(roles.get("ref", policy), plan.ref_budget, samples)
+    if "judge" in roles:
+        samples = -(-plan.samples_per_step // plan.num_devices)
+        yield "reward", pass_of(roles["judge"], budgets(cfg)["reward_model"], samples)
+    if "critic" in roles:
+        yield "values", pass_of(roles["critic"], plan.values_budget, -(-plan.samples_per_step // critic))
+        yield "update_critic", update_of(roles["critic"], plan.critic_budget, of_critic, False, False)
+    learns = cfg.actor_rollout_ref.actor.entropy_coeff != 0
+    measures = learns or passes.bypass or passes.old_log_probs == "all but the first mini-batch"
+    samples = -(-plan.samples_per_mini_batch // plan.data_parallel_size)
+    own = Counter(update_of(policy, plan.update_budget, samples, measures, learns))
+    if passes.exact_kl_in_loss:
+        # The reference's embedding and head stay gathered beside the update.
+        own["gathered"] += pass_of(roles.get("ref", policy), plan.update_budget, samples)["gathered"]
+    if passes.images_in_training and plan.images:
+        own["activations"] += _of_tower(policy.spec, plan)
+    yield "update_actor", own
+
+
+def fullest(cfg: Config, budget: PassBudget, num_samples: int) -> Batch:
+    """The samples of one micro-batch that fills ``budget``: longest prompts with longest answers, up to
+    ``num_samples``; the last answer is as long as there is room.
+    """
+    prompt, answer, together = cfg.data.max_prompt_length, cfg.data.max_response_length, cfg.actor_rollout_ref.rollout.n
+    most, room = min(budget.max_samples or num_samples, num_samples), budget.max_tokens or math.inf
+    lengths: list[int] = []
+    while len(lengths) < most:
+        shares = len(lengths) % together and pays_to_share(prompt, answer)
+        own = 0 if shares else prompt
+        length = int(min(answer, room - own))
+        if length < 1:
+            break
+        lengths.append(length)
+        room -= own + length
+    lengths = lengths or [answer]
+    index = torch.arange(len(lengths)) // together
+    prompts = Ragged(torch.zeros((int(index[-1]) + 1) * prompt, dtype=torch.int32), torch.full((int(index[-1]) + 1,), prompt))
+    answers = Ragged(torch.zeros(sum(lengths), dtype=torch.int32), torch.tensor(lengths))
+    mask = answers.like(torch.ones(len(answers.values), dtype=torch.bool))
+    return Batch({c.PROMPT: DictionaryColumn(prompts, index), c.RESPONSE: answers, c.RESPONSE_MASK: mask})
+
+
+def _of_tower(spec: ModelSpec, plan: Plan) -> int:
+    """Activations of a vision tower, roughly: a state per row and layer where it learns, and one layer's own."""
+    config: Any = spec.load_config().vision_config
+    assert plan.images
+    width = getattr(config, "embed_dim", None) or config.hidden_size
+    layers = getattr(config, "depth", None) or config.num_hidden_layers
+    rows = plan.update_budget.max_rows or plan.prompts_per_mini_batch * plan.images.most_rows
+    return int(rows * width * spec.compute_dtype.itemsize * ((layers if spec.tower == "trained" else 1) + 16))
+
+
+# -- the engine --------------------------------------------------------------------------------------------------------
+
+
+def _load(cfg: Config, device: Device, policy: _Role) -> tuple[Owners, int]:
+    """What a sync holds at its peak, and what the engine has afterwards."""
+    rollout = cfg.actor_rollout_ref.rollout
+    dtype = resolve_dtype(rollout.dtype, device)
+    rows = PassBudget(None, 4)
+    short = deepcopy(cfg)
+    short.data.max_prompt_length = short.data.max_response_length = _CANARY_TOKENS // 2
+    canary = policy.peak(device, fullest(short, rows, 4), forward_only(False), "canary")
+    known = f"load {policy.spec} {device} {policy.ranks} {rollout}"
+    if known not in _PEAKS:
+        with shadow(PolicyModel, policy.spec, device, policy.ranks) as (packed, ledger, _):
+            kept = []
+            with ledger.owner("gathered"):
+                for weight in whole_weights(packed, dtype, rollout.update_weights_bucket_megabytes << 20):
+                    if rollout.name == "hf":
+                        kept.append(weight.values)  # the engine keeps the tensor itself
+                        ledger.claim("engine weights", [weight.values], but="weights")
+            _PEAKS[known] = ledger.cut()
+            _PEAKS[f"{known} after"] = Counter(ledger.live)
+    load, after = Counter(_PEAKS[known]), _PEAKS[f"{known} after"]["engine weights"]
+    if rollout.name != "hf":
+        after = policy.sizes[2] * dtype.itemsize // rollout.tensor_model_parallel_size
+        load["engine weights"] = after
+    return max(load, canary, key=Counter.total), after
+
+
+def _generation(
+    cfg: Config, plan: Plan, device: Device, policy: _Role, weights: int, others: Owners, device_bytes: int | None
+) -> Owners:
+    """What the engine holds while it generates. others: what rests beside it."""
+    rollout, config = cfg.actor_rollout_ref.rollout, policy.spec.load_config()
+    dtype = resolve_dtype(rollout.dtype, device)
+    if rollout.name != "hf":
+        cache = 0 if device_bytes is None else round(rollout.gpu_memory_utilization * device_bytes) - weights
+        return Counter({"engine weights": weights, "cache": max(cache, 0)})
+    longest = rollout.max_model_len or longest_sequence(cfg)
+    of_token, block = bytes_per_token(config, dtype), device.cache_columns
+    rows = min(rollout.max_num_seqs, plan.samples_per_replica)
+    if device_bytes is not None:
+        free = device_bytes - others.total() - weights
+        rows = min(rows, int(rollout.gpu_memory_utilization * free / ROOM / ((longest + block) * of_token)))
+    rows = max(rows, 0)
+    columns = -(-cfg.data.max_response_length // block) * block
+    columns += block if rows < plan.samples_per_replica else 0  # rows of several ages
+    prompts = -(-rows // rollout.n) * cfg.data.max_prompt_length
+    logits = rows * config.get_text_config().vocab_size
+    drawn = min(logits, device.sampling_elements)
+    return Counter({
+        "engine weights": weights,
+        "cache": (rows * columns + prompts) * of_token,
+        "activations": logits * (4 + dtype.itemsize) + 8 * drawn,
+    })  # fmt: skip

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_iter
 from rltrain.batch import Batch
 from rltrain.config.model_schema import OptimConfig
 from rltrain.device import DEVICES, Device
-from rltrain.models import forward
+from rltrain.models import attention, forward, varlen
 from rltrain.models.forward import PackedModel, PolicyModel
 from rltrain.models.optim import clip_gradients, make_optimizer
 from rltrain.models.packing import PackedInputs, pack
@@ -39,7 +39,7 @@ from rltrain.models.spec import ModelSpec
 from rltrain.models.state import moments
 from rltrain.models.ulysses import sequence_group, share_of_row
 
-# Models with more layers than twice this are run with as many, and with twice as many.
+# Models with more layers are run with as many, and with twice as many. With two, FSDP gathers both at once.
 _LAYERS = 3
 Owners = Counter[str]
 
@@ -188,6 +188,8 @@ def shadow(
         spread(packed, spec, make_mesh(DEVICES["cpu"], spec.fsdp.fsdp_size))
         enter(patch.dict(DEVICES, cpu=replace(device, kind="cpu")))
         enter(patch.dict(sys.modules, torch_npu=_Kernels))
+        stack.callback(_forget_masks)
+        _forget_masks()
         enter(patch("torch.optim.adam._get_value", lambda step: 1))  # AdamW counts its steps
         enter(FakeTensorMode(allow_non_fake_inputs=True))
         ledger = enter(Ledger())
@@ -196,6 +198,12 @@ def shadow(
         ledger.claim("weights", [*packed.parameters(), *packed.buffers()])
         ledger.cut()
         yield packed, ledger, inputs
+
+
+def _forget_masks() -> None:
+    """Tensors that are made once must not be fake in one place and real in another."""
+    attention._template.cache_clear()
+    varlen._upper_triangle.cache_clear()
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Container, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -35,13 +35,13 @@ from rltrain.workers.rollout.hf import bytes_per_token
 from rltrain.workers.rollout.kv import ROOM
 
 OWNERS = ("weights", "gradients", "optimizer", "engine weights", "cache", "gathered", "activations")
+PHASES = ("sync", "gen", "reward", "old_log_prob", "ref", "values", "update_critic", "update_actor", "save")
 _CANARY_TOKENS = 64
 
 
 @dataclass(frozen=True)
 class _Role:
-    """A model on a device and its optimizer, in bytes of one rank. phases, learns: those that need the one, the other.
-    """
+    """A model on a device and its optimizer, in bytes of one rank. phases, learns: those that need the one or other."""
 
     kind: type[Any]
     spec: ModelSpec
@@ -85,8 +85,8 @@ class _Role:
 _PEAKS: dict[str, Owners] = {}
 
 
-def forecast(cfg: Config, plan: Plan, device_bytes: int | None) -> dict[str, Owners]:
-    """Bytes by owner at the peak of every phase of a step, on the fullest device.
+def forecast(cfg: Config, plan: Plan, device_bytes: int | None, phases: Container[str] = PHASES) -> dict[str, Owners]:
+    """Bytes by owner at the peak of the ``phases`` that a step has, on the fullest device.
 
     device_bytes: of one device; None: unknown, and the engine's share of it is left out.
     """
@@ -97,14 +97,15 @@ def forecast(cfg: Config, plan: Plan, device_bytes: int | None) -> dict[str, Own
         resting = sum((role.resting(phase) for role in roles.values()), Counter())
         return Counter(dict(own) | {"weights": resting["weights"], "optimizer": resting["optimizer"]})
 
-    found = {phase: together(phase, own) for phase, own in _passes(cfg, plan, device, roles)}
-    load, engine_weights = _load(cfg, device, roles["actor"])
-    found["sync"] = together("sync", load)
-    others = together("gen", {})
-    found["gen"] = others + _generation(cfg, plan, device, roles["actor"], engine_weights, others, device_bytes)
+    passes = {phase: own for phase, own in _passes(cfg, plan, device, roles).items() if phase in phases}
+    found = {phase: together(phase, own()) for phase, own in passes.items()}
+    if "sync" in phases or "gen" in phases:
+        load, engine_weights = _load(cfg, device, roles["actor"])
+        others = together("gen", {})
+        own = _generation(cfg, plan, device, roles["actor"], engine_weights, others, device_bytes)
+        found |= {"sync": together("sync", load), "gen": others + own}
     found["save"] = together("save", {})
-    order = ("sync", "gen", "reward", "old_log_prob", "ref", "values", "update_critic", "update_actor", "save")
-    return {phase: found[phase] for phase in order if phase in found}
+    return {phase: found[phase] for phase in PHASES if phase in found and phase in phases}
 
 
 def _roles(cfg: Config, plan: Plan, device: Device) -> dict[str, _Role]:
@@ -135,43 +136,47 @@ def _roles(cfg: Config, plan: Plan, device: Device) -> dict[str, _Role]:
 # -- passes ------------------------------------------------------------------------------------------------------------
 
 
-def _passes(cfg: Config, plan: Plan, device: Device, roles: Mapping[str, _Role]) -> Iterator[tuple[str, Owners]]:
-    """What each pass of a step holds."""
+def _passes(cfg: Config, plan: Plan, device: Device, roles: Mapping[str, _Role]) -> dict[str, Callable[[], Owners]]:
+    """What tells of each pass of a step what it holds."""
     passes, critic = plan.passes, plan.critic_data_parallel_size
-    of_step = -(-plan.samples_per_step // plan.data_parallel_size)
-    of_critic = -(-plan.critic_prompts_per_mini_batch * plan.answers_per_prompt // critic)
-    policy = roles["actor"]
+    policy, of_step = roles["actor"], plan.samples_per_step
 
-    def pass_of(role: _Role, budget: PassBudget, samples: int, entropy: bool = False) -> Owners:
+    def forward(role: _Role, budget: PassBudget, ranks: int, entropy: bool = False) -> Owners:
+        samples = -(-of_step // ranks)
         return role.peak(device, fullest(cfg, budget, samples), forward_only(entropy), f"{budget} {samples} {entropy}")
 
-    def update_of(role: _Role, budget: PassBudget, samples: int, entropy: bool, entropy_learns: bool) -> Owners:
+    def learn(role: _Role, budget: PassBudget, samples: int, entropy: bool = False, learns: bool = False) -> Owners:
         batch = fullest(cfg, budget, samples)
         assert role.optim is not None
-        work = update(role.optim, -(-samples // len(batch)), entropy, entropy_learns)
-        return role.peak(device, batch, work, f"{budget} {samples} {entropy} {entropy_learns} learns")
+        work = update(role.optim, -(-samples // len(batch)), entropy, learns)
+        return role.peak(device, batch, work, f"{budget} {samples} {entropy} {learns} learns")
 
+    found: dict[str, Callable[[], Owners]] = {}
     if passes.old_log_probs != "none" and (passes.old_log_probs == "all" or plan.num_mini_batches > 1):
-        yield "old_log_prob", pass_of(policy, plan.log_prob_budget, of_step, True)
+        found["old_log_prob"] = lambda: forward(policy, plan.log_prob_budget, plan.data_parallel_size, True)
     if passes.ref:
-        samples = -(-plan.samples_per_step // plan.ref_data_parallel_size)
-        yield "ref", pass_of(roles.get("ref", policy), plan.ref_budget, samples)
+        found["ref"] = lambda: forward(roles.get("ref", policy), plan.ref_budget, plan.ref_data_parallel_size)
     if "judge" in roles:
-        samples = -(-plan.samples_per_step // plan.num_devices)
-        yield "reward", pass_of(roles["judge"], budgets(cfg)["reward_model"], samples)
+        found["reward"] = lambda: forward(roles["judge"], budgets(cfg)["reward_model"], plan.num_devices)
     if "critic" in roles:
-        yield "values", pass_of(roles["critic"], plan.values_budget, -(-plan.samples_per_step // critic))
-        yield "update_critic", update_of(roles["critic"], plan.critic_budget, of_critic, False, False)
-    learns = cfg.actor_rollout_ref.actor.entropy_coeff != 0
-    measures = learns or passes.bypass or passes.old_log_probs == "all but the first mini-batch"
-    samples = -(-plan.samples_per_mini_batch // plan.data_parallel_size)
-    own = Counter(update_of(policy, plan.update_budget, samples, measures, learns))
-    if passes.exact_kl_in_loss:
-        # The reference's embedding and head stay gathered beside the update.
-        own["gathered"] += pass_of(roles.get("ref", policy), plan.update_budget, samples)["gathered"]
-    if passes.images_in_training and plan.images:
-        own["activations"] += _of_tower(policy.spec, plan)
-    yield "update_actor", own
+        samples = -(-plan.critic_prompts_per_mini_batch * plan.answers_per_prompt // critic)
+        found["values"] = lambda: forward(roles["critic"], plan.values_budget, critic)
+        found["update_critic"] = lambda: learn(roles["critic"], plan.critic_budget, samples)
+
+    def update_actor() -> Owners:
+        learns = cfg.actor_rollout_ref.actor.entropy_coeff != 0
+        measures = learns or passes.bypass or passes.old_log_probs == "all but the first mini-batch"
+        samples = -(-plan.samples_per_mini_batch // plan.data_parallel_size)
+        own = Counter(learn(policy, plan.update_budget, samples, measures, learns))
+        if passes.exact_kl_in_loss:
+            # The reference's embedding and head stay gathered beside the update.
+            ref = roles.get("ref", policy)
+            own["gathered"] += forward(ref, plan.update_budget, plan.data_parallel_size)["gathered"]
+        if passes.images_in_training and plan.images:
+            own["activations"] += _of_tower(policy.spec, plan)
+        return own
+
+    return found | {"update_actor": update_actor}
 
 
 def fullest(cfg: Config, budget: PassBudget, num_samples: int) -> Batch:
@@ -191,7 +196,9 @@ def fullest(cfg: Config, budget: PassBudget, num_samples: int) -> Batch:
         room -= own + length
     lengths = lengths or [answer]
     index = torch.arange(len(lengths)) // together
-    prompts = Ragged(torch.zeros((int(index[-1]) + 1) * prompt, dtype=torch.int32), torch.full((int(index[-1]) + 1,), prompt))
+    prompts = Ragged(
+        torch.zeros((int(index[-1]) + 1) * prompt, dtype=torch.int32), torch.full((int(index[-1]) + 1,), prompt)
+    )
     answers = Ragged(torch.zeros(sum(lengths), dtype=torch.int32), torch.tensor(lengths))
     mask = answers.like(torch.ones(len(answers.values), dtype=torch.bool))
     return Batch({c.PROMPT: DictionaryColumn(prompts, index), c.RESPONSE: answers, c.RESPONSE_MASK: mask})

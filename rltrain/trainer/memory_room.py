@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import reduce
 from typing import Any
 
-from rltrain.config.budgets import longest_sequence
+from rltrain.config.budgets import budget_problems, longest_sequence
+from rltrain.config.keys import get
 from rltrain.config.schema import Config
 from rltrain.device import get_device
 from rltrain.errors import RltrainError
 from rltrain.models.shadow import Owners
-from rltrain.models.ulysses import heads_problem
 from rltrain.trainer.memory import OWNERS, forecast
 from rltrain.trainer.plan import Plan, make_plan
 
 # Of a device, what its driver, communicators and the gaps between blocks take.
 _KEPT_FREE = 0.08
-_A, _R, _C = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "critic."
+_A, _R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 _GIB = 2**30
 
 
@@ -27,7 +27,7 @@ def device_bytes(cfg: Config) -> int | None:
     if cfg.trainer.device_memory_gb:
         return round(cfg.trainer.device_memory_gb * _GIB)
     device = get_device(cfg.trainer.device)
-    return None if device.is_cpu or not device.count else device.memory_bytes
+    return None if device.is_cpu or not device.count else device.total_memory_bytes()
 
 
 def look_at_memory(cfg: Config, plan: Plan) -> tuple[list[str], str]:
@@ -41,7 +41,7 @@ def look_at_memory(cfg: Config, plan: Plan) -> tuple[list[str], str]:
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
         return [f"memory of a device: not foretold, as this model's forward depends on numbers ({said})"], ""
     over = too_large(found, size)
-    problem = f"{_over(found, over, size)} {_way_out(cfg, plan, size)}" if size and over else ""
+    problem = f"{_over(found, over, size)} {_way_out(cfg, plan, size, found)}" if size and over else ""
     return [table(found, size)], problem
 
 
@@ -72,64 +72,75 @@ def _over(found: Mapping[str, Owners], phases: list[str], size: int) -> str:
     return f"{needs} of a device's {(1 - _KEPT_FREE) * size / _GIB:,.1f}."
 
 
-def _way_out(cfg: Config, plan: Plan, size: int) -> str:
-    """The keys with which all phases fit, as computed: one that is enough, or several together."""
-    alone, together, all_ = [], [], deepcopy(cfg)
-    before = forecast(cfg, plan, size)
-    for key, value in _changes(cfg):
-        changed = _with(cfg, key, value)
-        found = _again(changed, plan, size)
-        if found is None or not any(found[phase].total() < before[phase].total() for phase in too_large(before, size)):
+def _way_out(cfg: Config, plan: Plan, size: int, before: Mapping[str, Owners]) -> str:
+    """The keys with which all phases fit, as computed: such as are enough alone, or several together."""
+    alone: list[str] = []
+    settings: dict[str, Any] = {}
+    over = too_large(before, size)
+    for change in _changes(cfg):
+        found = _again(_with(cfg, change), plan, size, over)
+        if found is None or not any(found[phase].total() < before[phase].total() for phase in over):
             continue
         if not too_large(found, size):
-            most = max(found.values(), key=lambda row: row.total()).total()
-            alone.append(f"{key}={_text(value)} ({most / _GIB:,.1f})")
-            continue
-        all_ = _with(all_, key, value)
-        together = [each for each in together if each[0] != key] + [(key, value)]
-        found = _again(all_, plan, size)
-        if not alone and found is not None and not too_large(found, size):
-            words = " ".join(f"{name}={_text(setting)}" for name, setting in together)
-            return f"These together make it fit: {words}."
+            alone.append(f"{_text(change)} ({_most(found)})")
+            if len(alone) == 3:
+                break
+        elif not alone:
+            settings |= change
+            found = _again(_with(cfg, settings), plan, size, over) if len(settings) > len(change) else found
+            if found is not None and not too_large(found, size):
+                return f"Together these make it fit: {_text(settings)} ({_most(found)})."
     if alone:
-        return f"Any one of these makes it fit (GiB then): {', '.join(alone)}."
+        return f"{'Any one of these makes' if len(alone) > 1 else 'This makes'} it fit: {'; '.join(alone)}."
     return "No key that keeps the algorithm makes it fit: use more devices, or a smaller model."
 
 
-def _again(cfg: Config, plan: Plan, size: int) -> dict[str, Owners] | None:
+def _most(found: Mapping[str, Owners]) -> str:
+    return f"{max(row.total() for row in found.values()) / _GIB:,.1f} GiB"
+
+
+def _again(cfg: Config, plan: Plan, size: int, phases: Sequence[str]) -> dict[str, Owners] | None:
+    """What these phases need then; None where the settings do not go together."""
+    if any(budget_problems(cfg)):
+        return None
     try:
-        return forecast(cfg, make_plan(cfg, plan.num_prompts, images=plan.images), size)
+        return forecast(cfg, make_plan(cfg, plan.num_prompts, images=plan.images), size, phases)
     except (RltrainError, RuntimeError):
         return None
 
 
-def _changes(cfg: Config) -> Iterator[tuple[str, Any]]:
+def _changes(cfg: Config) -> Iterator[dict[str, Any]]:
     """Settings that need less memory, the ones that cost least time first."""
     roles, critic = cfg.actor_rollout_ref, cfg.algorithm.needs_critic
-    yield "actor_rollout_ref.model.enable_gradient_checkpointing", True
-    offloads = [f"{_A}fsdp_config.optimizer_offload", "actor_rollout_ref.ref.fsdp_config.param_offload"]
-    offloads += [f"{_C}model.fsdp_config.{each}_offload" for each in ("optimizer", "param")] if critic else []
-    for key in (*offloads, f"{_A}fsdp_config.param_offload"):
-        yield key, True
+    fsdp = "fsdp_config."
+    offloads = [f"{_A}{fsdp}optimizer_offload", f"actor_rollout_ref.ref.{fsdp}param_offload"]
+    offloads += [f"critic.model.{fsdp}{each}_offload" for each in ("optimizer", "param")] if critic else []
+    switches = ["actor_rollout_ref.model.enable_gradient_checkpointing", *offloads, f"{_A}{fsdp}param_offload"]
+    yield from ({key: True} for key in switches if get(cfg, key) is False)
     for share in (0.4, 0.3, 0.2, 0.1):
         if share < roles.rollout.gpu_memory_utilization:
-            yield f"{_R}gpu_memory_utilization", share
-    tokens, group = roles.actor.ppo_max_token_len_per_gpu, roles.actor.ulysses_sequence_parallel_size
-    while tokens and tokens // 2 * group >= longest_sequence(cfg):
-        tokens //= 2
-        yield f"{_A}ppo_max_token_len_per_gpu", tokens
-    for parts in (2, 4, 8):
-        if parts > group and cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node % parts == 0:
-            yield f"{_A}ulysses_sequence_parallel_size", parts
-    yield "actor_rollout_ref.model.lora_rank", 32
+            yield {f"{_R}gpu_memory_utilization": share}
+    if tokens := roles.actor.ppo_max_token_len_per_gpu:
+        group, longest = roles.actor.ulysses_sequence_parallel_size, longest_sequence(cfg)
+        if tokens * group // 2 > longest:
+            yield {f"{_A}ppo_max_token_len_per_gpu": tokens // 2}
+        if tokens * group > longest:
+            yield {f"{_A}ppo_max_token_len_per_gpu": -(-longest // group)}
+        devices = cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node
+        for parts in (each for each in (2, 4, 8) if each > group and devices % each == 0):
+            parted = {f"{_A}ulysses_sequence_parallel_size": parts}
+            yield parted | {f"{_A}ppo_max_token_len_per_gpu": -(-longest // parts)}
+    if not roles.model.uses_lora:
+        yield {"actor_rollout_ref.model.lora_rank": 32}
 
 
-def _with(cfg: Config, key: str, value: Any) -> Config:
+def _with(cfg: Config, settings: Mapping[str, Any]) -> Config:
     changed = deepcopy(cfg)
-    section, _, leaf = key.rpartition(".")
-    setattr(reduce(getattr, section.split("."), changed), leaf, value)
+    for key, value in settings.items():
+        section, _, leaf = key.rpartition(".")
+        setattr(reduce(getattr, section.split("."), changed), leaf, value)
     return changed
 
 
-def _text(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+def _text(settings: Mapping[str, Any]) -> str:
+    return " ".join(f"{key}={value}" for key, value in settings.items())

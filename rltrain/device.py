@@ -111,6 +111,10 @@ class Device:
         self.empty_cache()
         return int(self._module().mem_get_info()[0])
 
+    def allocated_bytes(self) -> int:
+        """What tensors of this process have now; 0 on a CPU, where nobody counts."""
+        return 0 if self.is_cpu else int(self._module().memory_allocated())
+
     def total_memory_bytes(self) -> int:
         """Memory of the device, or of the machine."""
         return _machine_memory()["MemTotal"] if self.is_cpu else int(self._module().mem_get_info()[1])

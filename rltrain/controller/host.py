@@ -85,9 +85,12 @@ class _Host:
             return getattr(role, call.method.__name__)(
                 *map(_assembled, call.args), **{key: _assembled(value) for key, value in call.kwargs.items()}
             )
-        except Exception:
+        except Exception as error:
             # The driver tells only the error that caused the others; this one stays in the rank's own log.
             log.exception("%s failed", call.name)
+            told = self._worker.explain(error) if hasattr(self._worker, "explain") else error
+            if told is not error:
+                raise told from None
             raise
 
     @ray.method(concurrency_group="control")

@@ -20,7 +20,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -41,6 +41,8 @@ from rltrain.models.ulysses import sequence_group, share_of_row
 
 # Models with more layers are run with as many, and with twice as many. With two, FSDP gathers both at once.
 _LAYERS = 3
+# It takes as much as its input while it runs, which no operator within shows.
+_TAKES_AS_MUCH = torch.ops.aten.logsumexp.default
 Owners = Counter[str]
 
 
@@ -113,6 +115,8 @@ class Ledger(TorchDispatchMode):
         # What a DTensor does to its own shard comes here by itself.
         if DTensor in types:
             return NotImplemented
+        if func is _TAKES_AS_MUCH and isinstance(args[0], FakeTensor):
+            self._hold(torch.empty_like(args[0]).untyped_storage(), self._owner)
         found = func(*args, **(kwargs or {}))
         for each in () if self._looks_away else tree_iter(found):
             if isinstance(each, Tensor) and each.device.type == self._kind:
@@ -127,7 +131,10 @@ class Ledger(TorchDispatchMode):
     def _told(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def told(*args: Any, **kwargs: Any) -> Any:
             with self.owner("gathered"):
-                return method(*args, **kwargs)
+                found = method(*args, **kwargs)
+            reduced = (each.sharded_param.grad for each in args[0].fsdp_params)
+            self.claim("gradients", [each for each in reduced if each is not None])
+            return found
 
         return told
 
@@ -320,8 +327,6 @@ def update(optim: OptimConfig, num_micro_batches: int, with_entropy: bool, entro
             loss.backward()
             del loss
             stretches.append(ledger.cut())
-            ledger.claim("gradients", [each.grad for each in trained if each.grad is not None])
-            ledger.cut()
         clip_gradients(trained, optim.clip_grad)
         optimizer.step()
         return [*stretches, ledger.cut()]

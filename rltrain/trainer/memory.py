@@ -95,7 +95,9 @@ def forecast(cfg: Config, plan: Plan, device_bytes: int | None, phases: Containe
 
     def together(phase: str, own: Mapping[str, int]) -> Owners:
         resting = sum((role.resting(phase) for role in roles.values()), Counter())
-        return Counter(dict(own) | {"weights": resting["weights"], "optimizer": resting["optimizer"]})
+        # The mask of npu_fusion_attention is made once, and stays.
+        own = dict(own) | {"activations": max(own.get("activations", 0), 2048**2 * (device.attention == "npu"))}
+        return Counter(own | {"weights": resting["weights"], "optimizer": resting["optimizer"]})
 
     passes = {phase: own for phase, own in _passes(cfg, plan, device, roles).items() if phase in phases}
     found = {phase: together(phase, own()) for phase, own in passes.items()}

@@ -20,6 +20,7 @@ from rltrain.errors import ConfigError
 from rltrain.models.forward import model_numbers
 from rltrain.workers.actor_ref import ActorRefWorker
 from rltrain.workers.critic import CriticWorker
+from rltrain.workers.full_device import device_is_full, is_out_of_memory
 from rltrain.workers.residency import Residency
 from rltrain.workers.results import PassNumbers
 from rltrain.workers.reward_model import RewardModelWorker
@@ -46,7 +47,7 @@ class HybridWorker(Models, Advantages):
         """Load every model that the passes of a step need, or without ``trains`` those of a rollout. Returns sizes."""
         device = get_device(self._cfg.trainer.device)
         device.activate()
-        residency = Residency(device)
+        self._residency = residency = Residency(device)
         self.actor = actor = ActorRefWorker(self._cfg, passes, residency, trains=trains)
         self.rollout = RolloutWorker(
             self._cfg, passes, residency, self._prompts, actor.policy, lambda: actor.num_updates, actor.text_log_probs
@@ -65,6 +66,10 @@ class HybridWorker(Models, Advantages):
         if passes.values and trains:
             sizes |= {f"critic_{name}": each for name, each in model_numbers(self.critic.model).items()}
         return sizes | {"log_prob_gap_limit": log_prob_gap_limit(self._cfg, device)}
+
+    def explain(self, error: Exception) -> Exception:
+        """What a user should read of an error of this process: a full device says what was on it, and what to type."""
+        return device_is_full(error, self._cfg, self._residency) if is_out_of_memory(error) else error
 
     def advantages(self, batch: Batch, kl_coef: float) -> tuple[Batch, PassNumbers]:
         """Token-level advantages and returns of this rank's samples."""

@@ -34,6 +34,9 @@ class Residency:
 
     def __init__(self, device: Device) -> None:
         self.device = device
+        self.phase = "start"
+        self.models: list[nn.Module] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
         self._staying: list[torch.optim.Optimizer] = []
         self._engines: list[tuple[frozenset[str], Callable[[], object]]] = []
         self._residents: list[tuple[frozenset[str], _Resident]] = []
@@ -45,11 +48,13 @@ class Residency:
 
     def add_model(self, model: nn.Module, *phases: Phase, offload: bool) -> None:
         """Register a sharded model that ``phases`` need; with ``offload`` it rests on the host in all others."""
+        self.models.append(model)
         if offload and self._queue is not None:
             self._residents.append((frozenset(phases), _Model(model, self.device, self._queue)))
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer, *phases: Phase, offload: bool) -> None:
         """Register the state of an optimizer, likewise."""
+        self.optimizers.append(optimizer)
         self._staying += [] if offload else [optimizer]
         if offload and self._queue is not None:
             self._residents.append((frozenset(phases), _State(optimizer, self.device, self._queue)))
@@ -61,6 +66,7 @@ class Residency:
 
     def enter(self, phase: Phase) -> None:
         """Make the device ready for ``phase``."""
+        self.phase = phase
         leaving = [resident for phases, resident in self._residents if phase not in phases and resident.is_here]
         for resident in leaving:
             resident.copy_out()

@@ -1,0 +1,273 @@
+"""Device memory of every phase of a step by owner: foretold, and counted by an allocator.
+
+    python -m bench.device_memory                 prints the table; writes it and a picture to bench/results/
+
+Two processes with real workers make two steps without Ray, with the longest prompts and answers that the budgets allow.
+Where no device is, they have the stand-in of the tests, whose allocator counts every byte. The second step counts:
+optimizer state is there then.
+"""
+
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from bench.table import write
+from rltrain.algorithms.aggregation import Denominators
+from rltrain.batch import Batch
+from rltrain.config.load import load_config
+from rltrain.data.chat import chat_encoder
+from rltrain.data.prompts import encode_prompts
+from rltrain.data.rows import read_rows
+from rltrain.device import get_device
+from rltrain.models.shadow import Ledger
+from rltrain.trainer.memory import OWNERS, forecast
+from rltrain.trainer.plan import make_plan
+from rltrain.workers.hybrid import HybridWorker
+from rltrain.workers.residency import Residency
+from rltrain.workers.rollout import kv
+from rltrain.workers.rollout.base import Sampling
+from rltrain.workers.tasks import GenerateTask, MiniBatch, UpdateTask
+from tests.tiny import save_tiny_tokenizer, small_run, write_arithmetic
+
+RANKS, PROMPT, ANSWER, ANSWERS, PROMPTS = 2, 32, 128, 4, 8
+_A, _R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
+_FSDP = "actor_rollout_ref.actor.fsdp_config."
+OFFLOAD = {f"{_FSDP}param_offload": True, f"{_FSDP}optimizer_offload": True,
+           "actor_rollout_ref.ref.fsdp_config.param_offload": True}  # fmt: skip
+CRITIC = {"algorithm.adv_estimator": "gae", "critic.model.fsdp_config.param_offload": True,
+          "critic.model.fsdp_config.optimizer_offload": True}  # fmt: skip
+CASES: dict[str, dict[str, object]] = {
+    "grpo, all offloaded": OFFLOAD,
+    "grpo, nothing offloaded": {},
+    "gae, all offloaded": OFFLOAD | CRITIC,
+    "grpo, Ulysses 2": OFFLOAD
+    | {f"{_A}ulysses_sequence_parallel_size": 2, f"{_A}ppo_max_token_len_per_gpu": (PROMPT + ANSWERS * ANSWER) // 2},
+    "grpo, LoRA": OFFLOAD | {"actor_rollout_ref.model.lora_rank": 8},
+    "grpo, no recomputation": OFFLOAD | {"actor_rollout_ref.model.enable_gradient_checkpointing": False},
+}
+_STEP = {"rollout": "gen", "log_prob": "old_log_prob", "train_actor": "update_actor", "train_critic": "update_critic"}
+
+
+def arguments(folder: Path, case: str) -> list[str]:
+    """The run's settings."""
+    file = folder / "train.parquet"
+    keys = {
+        "data.train_batch_size": PROMPTS, "data.max_prompt_length": PROMPT, "data.max_response_length": ANSWER,
+        f"{_A}ppo_mini_batch_size": PROMPTS // 2, f"{_A}ppo_max_token_len_per_gpu": PROMPT + ANSWERS * ANSWER,
+        f"{_A}entropy_coeff": 0, f"{_R}update_weights_bucket_megabytes": 4, "trainer.device": "npu",
+        "trainer.n_gpus_per_node": RANKS, f"{_R}name": "hf", "trainer.device_memory_gb": 4,
+    } | CASES[case]  # fmt: skip
+    return small_run(folder / "model", (file, file), folder, **{key.replace(".", "__"): v for key, v in keys.items()})
+
+
+def prepare(folder: Path) -> None:
+    """A model of 7 layers, and prompts of exactly the longest length."""
+    save_tiny_tokenizer(folder / "model")
+    config = Qwen3Config(
+        vocab_size=4096, hidden_size=256, intermediate_size=768, num_hidden_layers=7, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=32, max_position_embeddings=1024, tie_word_embeddings=False, eos_token_id=1,
+        pad_token_id=0, bos_token_id=None,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
+    rows = write_arithmetic(folder / "train.parquet", range(PROMPTS))
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    records = pq.read_table(rows).to_pylist()
+    for number, record in enumerate(records):  # one token a character, and two of the template
+        record["prompt"][0]["content"] = str(number) * (PROMPT - 2)
+    pq.write_table(pa.Table.from_pylist(records), rows, write_page_checksum=True)
+
+
+# -- a rank ------------------------------------------------------------------------------------------------------------
+
+
+class _Kernel(torch.autograd.Function):
+    """The stand-in's attention as the real one takes memory: it works in its own, and keeps what `shadow` says."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, others: Any, more: Any) -> Tensor:
+        ctx.others, ctx.more = others, more
+        output = _compute((query, key, value), others, more).to(query.device)
+        ctx.save_for_backward(query, key, value, output, query.new_empty(2, *query.shape[:-1], 8, dtype=torch.float32))
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        inputs = [each.cpu().requires_grad_() for each in ctx.saved_tensors[:3]]
+        with torch.enable_grad():
+            found = torch.autograd.grad(_compute(inputs, ctx.others, ctx.more), inputs, gradients[0].cpu())
+        return (*(each.to(gradients[0].device) for each in found), None, None)
+
+
+def _compute(inputs: Any, others: Any, more: Any) -> Tensor:
+    from torch_npu.kernels import npu_fusion_attention
+
+    more = more | {"atten_mask": more["atten_mask"].cpu()}
+    return npu_fusion_attention(*(each.cpu() for each in inputs), *others, **more)[0]
+
+
+def rank_main(rank: int, folder: Path, case: str, steps: int) -> None:
+    """Steps on one rank; writes the peaks of the last."""
+    import torch_npu
+
+    torch_npu.npu_fusion_attention = lambda q, k, v, *others, **more: (_Kernel.apply(q, k, v, others, more),)
+    torch.set_num_threads(1)
+    cfg = load_config(arguments(folder, case)).config
+    device = get_device(cfg.trainer.device)
+    dist.init_process_group(
+        device.backend, store=dist.FileStore(f"{folder}/{case}", RANKS), rank=rank, world_size=RANKS
+    )
+    prompts = encode_prompts(read_rows(str(folder / "train.parquet")), chat_encoder(cfg), PROMPT, True)
+    worker = HybridWorker(cfg, {"train": prompts})
+    module, ledger = device._module(), Ledger(device.kind)
+    found: dict[str, tuple[int, Counter[str]]] = {}
+    phases = ["start"]
+    enter = Residency.enter
+
+    def entered(self: Residency, phase: str) -> None:
+        found[_STEP.get(phases[-1], phases[-1])] = (module.max_memory_allocated(), ledger.cut())
+        module.reset_peak_memory_stats()
+        phases.append(phase)
+        before = module.memory_allocated()
+        enter(self, phase)
+        claim(worker, ledger)
+        # What leaves is gone before anything comes.
+        most = max(before, module.memory_allocated())
+        found["moving"] = max(found.get("moving", (0, Counter())), (module.max_memory_allocated() - most, Counter()))
+        module.reset_peak_memory_stats()
+        ledger.cut()
+
+    Residency.enter = entered
+    decode = kv.KeyValues.decode
+
+    def decoded(self: Any, layer: int, *rest: Any) -> Tensor:
+        output = decode(self, layer, *rest)
+        held = self._layers[layer]
+        ledger.claim("cache", [each for pair in (held.prompts, held.blocks[-1]) for each in pair])
+        return output
+
+    kv.KeyValues.decode = decoded
+    with ledger:
+        worker.init_models(make_plan(cfg, len(prompts)).passes)
+        for step in range(steps):
+            try:
+                make_step(worker, cfg, step)
+            except RuntimeError as error:
+                raise worker.explain(error) from None
+            worker.actor.save(str(folder / f"{case} {step}"))
+        entered(worker.rollout._residency, "sync")
+    (folder / f"{case}.{rank}.pickle").write_bytes(pickle.dumps(found))
+    dist.barrier()
+
+
+def claim(worker: HybridWorker, ledger: Ledger) -> None:
+    """Whose the tensors are that stay."""
+    for role in (getattr(worker, "actor", None), getattr(worker, "critic", None)):
+        for model in ("_policy", "_reference", "_model"):
+            if role is not None and hasattr(role, model):
+                ledger.claim("weights", getattr(role, model).parameters())
+        for state in role._updater.optimizer.state.values() if role is not None else ():
+            ledger.claim("optimizer", [each for each in state.values() if isinstance(each, Tensor) and each.dim()])
+    if hasattr(worker, "rollout"):
+        own = worker.rollout._engine._model.parameters()
+        ledger.claim("engine weights", [each for each in own if not each.is_meta], but="weights")
+
+
+def make_step(worker: HybridWorker, cfg: Any, step: int) -> None:
+    """Every phase once, as the driver calls them."""
+    import numpy as np
+
+    sampling = Sampling(ANSWER, 1.0, ignore_eos=True)
+    task = GenerateTask(
+        "train", np.arange(PROMPTS, dtype=np.int32), ANSWERS, sampling, seed=1, step=step, call=step + 1
+    )
+    batch, _, _ = worker.rollout.generate(task)
+    if cfg.actor_rollout_ref.actor.ulysses_sequence_parallel_size > 1:
+        everyone: list[Any] = [None] * RANKS
+        dist.all_gather_object(everyone, batch)
+        batch = Batch.concat(everyone)
+    micros = [ANSWERS] * (len(batch) // ANSWERS)
+    batch.update(worker.actor.log_probs(batch, micros)[0])
+    batch.update(worker.actor.ref_log_probs(batch, micros)[0])
+    batch.update({"advantage": torch.randn(len(batch))})
+    half = len(micros) // 2
+    counts = Denominators(PROMPTS * ANSWERS * ANSWER // 2, PROMPTS * ANSWERS // 2, ANSWER)
+    minis = (MiniBatch((ANSWERS,) * half, counts, False), MiniBatch((ANSWERS,) * half, counts))
+    if hasattr(worker, "critic"):
+        batch.update(worker.critic.values(batch, micros)[0])
+        values = batch.ragged("values")
+        batch.update({"returns": values.like(torch.randn(len(values.values))),
+                      "advantages": values.like(torch.randn(len(values.values)))})  # fmt: skip
+        worker.critic.update(batch, minis, 1e-5)
+    worker.actor.update(batch, UpdateTask(minis, 1e-5))
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+def measured(folder: Path, case: str, cap: int | None = None, steps: int = 2) -> dict[str, tuple[int, Counter[str]]]:
+    """Peak of every phase on rank 0: by the allocator, and by owner. cap: bytes of a device."""
+    from tests.npu.standin import environment
+
+    command = [sys.executable, "-m", "bench.device_memory"]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(folder), case, str(steps)],
+            env=environment(RANKS, cap),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(RANKS)
+    ]
+    said = [rank.communicate()[1] for rank in ranks]
+    if any(rank.returncode for rank in ranks):
+        raise RuntimeError("\n".join(said))
+    found: dict[str, tuple[int, Counter[str]]] = pickle.loads((folder / f"{case}.0.pickle").read_bytes())
+    return found
+
+
+def compare(folder: Path, case: str) -> list[tuple[str, Counter[str], Counter[str], int]]:
+    """Phase, foretold by owner, counted by owner, and the allocator's own peak."""
+    cfg = load_config(arguments(folder, case)).config
+    told, found = forecast(cfg, make_plan(cfg, PROMPTS), 4 << 30), measured(folder, case)
+    return [(phase, told[phase], found[phase][1], found[phase][0]) for phase in told]
+
+
+def main() -> None:
+    rows = []
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        prepare(folder)
+        for case in CASES:
+            for phase, told, found, peak in compare(folder, case):
+                cells = [f"{told[owner] / 1e6:.1f} / {found[owner] / 1e6:.1f}" for owner in OWNERS]
+                total = f"{told.total() / 1e6:.1f} / {peak / 1e6:.1f} | {told.total() / peak - 1:+.1%}"
+                rows.append(f"| {case} | {phase} | {' | '.join(cells)} | {total} |")
+                sys.stderr.write(rows[-1] + "\n")
+    what = "MB on a device at the peak of each phase: foretold / counted by owner, and the allocator's own count."
+    write(
+        "device_memory_standin.md",
+        "python -m bench.device_memory",
+        what,
+        ["run", "phase", *OWNERS, "all", "off by"],
+        rows,
+    )
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        rank_main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
+        sys.stdout.flush()
+        os._exit(0)
+    main()

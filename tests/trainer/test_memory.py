@@ -1,0 +1,93 @@
+"""Memory foretold from a config.json alone: sums by hand, and settings that keep their promise."""
+
+import json
+
+import pytest
+import torch
+
+from rltrain.config.load import load_config
+from rltrain.config.model_schema import OptimConfig
+from rltrain.device import DEVICES
+from rltrain.models import shadow
+from rltrain.models.forward import PolicyModel
+from rltrain.models.spec import ModelSpec
+from rltrain.trainer.memory import forecast, fullest
+from rltrain.trainer.memory_room import look_at_memory, table
+from rltrain.trainer.plan import make_plan
+from tests.tiny import small_run
+
+# Qwen2.5-7B with fewer layers: what a layer holds is the same.
+SHAPE = {
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944,
+    "num_hidden_layers": 8, "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
+    "tie_word_embeddings": False, "max_position_embeddings": 32768, "torch_dtype": "bfloat16",
+}  # fmt: skip
+LAYER = 3584 * (2 * 3584 + 2 * 512 + 3 * 18944 + 2) + 3584 + 2 * 512
+PARAMETERS = 8 * LAYER + 2 * 152064 * 3584 + 3584
+A, R = "actor_rollout_ref__actor__", "actor_rollout_ref__rollout__"
+
+
+@pytest.fixture
+def planned(tmp_path):
+    """Makes (config, plan) for 64 devices, from a config.json alone."""
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+
+    def make(**changes):
+        keys = {
+            "data__train_batch_size": 128, "data__max_prompt_length": 1024, "data__max_response_length": 3072,
+            A + "ppo_mini_batch_size": 128, A + "ppo_max_token_len_per_gpu": 8192, A + "use_kl_loss": True,
+            R + "name": "vllm", "trainer__device": "npu", "trainer__n_gpus_per_node": 8, "trainer__nnodes": 8,
+            "trainer__device_memory_gb": 60.9,
+        } | changes  # fmt: skip
+        cfg = load_config(small_run(tmp_path, (tmp_path, tmp_path), tmp_path, **keys)).config
+        return cfg, make_plan(cfg, 1000)
+
+    return make
+
+
+def test_what_rests_is_the_sum_by_hand(planned):
+    cfg, plan = planned(actor_rollout_ref__ref__fsdp_config__param_offload=True)
+    found = forecast(cfg, plan, None, ("sync", "gen", "save"))
+    # Rows of vectors do not divide evenly, hence a little more.
+    assert found["save"] == {
+        "weights": pytest.approx(PARAMETERS * 4 / 64, rel=1e-3),
+        "optimizer": pytest.approx(PARAMETERS * 8 / 64, rel=1e-3),
+        "activations": 2048**2,
+    }
+    assert found["gen"]["engine weights"] == pytest.approx(PARAMETERS * 2, rel=1e-6)
+    # Embedding and head exceed half a bucket, and are gathered alone; a bucket may follow before one is freed.
+    alone = 152064 * 3584 * 2 * (1 + 1 / 64)
+    assert alone <= found["sync"]["gathered"] <= alone + (512 << 20)
+
+
+def test_short_models_tell_the_memory_of_a_long_one(planned, monkeypatch):
+    cfg, plan = planned(data__max_response_length=512, actor_rollout_ref__actor__ppo_max_token_len_per_gpu=4096)
+    spec = ModelSpec(cfg.actor_rollout_ref.model.path, gradient_checkpointing=True, compute_dtype=torch.bfloat16)
+    batch = fullest(cfg, plan.update_budget, 8)
+
+    def peak():
+        work = shadow.update(OptimConfig(), 2, True, False)
+        return shadow.peak_of(PolicyModel, spec, DEVICES["npu"], 64, batch, work).total()
+
+    short = peak()
+    monkeypatch.setattr(shadow, "_LAYERS", 100)
+    assert short == pytest.approx(peak(), rel=0.01)
+
+
+def test_the_settings_that_are_named_make_it_fit(planned):
+    cfg, plan = planned(trainer__device_memory_gb=7.5)
+    told, problem = look_at_memory(cfg, plan)
+    assert "update_actor needs" in problem, told
+    settings = problem.partition("fit: ")[2].split("; ")[0].split(" (")[0].split()
+    changed, plan = planned(
+        trainer__device_memory_gb=7.5,
+        **{key.replace(".", "__"): value for key, value in (s.split("=") for s in settings)},
+    )
+    assert look_at_memory(changed, plan)[1] == ""
+
+
+def test_a_device_of_unknown_size_gets_a_table_without_a_verdict(planned):
+    cfg, plan = planned(trainer__device_memory_gb="null")
+    found = forecast(cfg, plan, None, ("save",))
+    assert "set trainer.device_memory_gb" in table(found, None)
+    assert "save" in table(found, 60 << 30)

@@ -54,8 +54,8 @@ def dry_run(loaded: LoadedConfig, notes: Sequence[str]) -> tuple[str, bool]:
         if "train" in rows and len(rows["train"]) == num_prompts:
             sampler_of(cfg, plan, rows["train"], trial=True)
         parts += _look_at_folder(loaded, rows if len(rows.get("train", ())) == num_prompts else {}, plan, found)
-        told, too_large = look_at_memory(cfg, plan)
-        parts[1:1] = told
+        memory, too_large = look_at_memory(cfg, plan)
+        parts[1:1] = memory
         found.problems += [too_large] if too_large else []
     except RltrainError as error:
         found.problems.append(str(error))

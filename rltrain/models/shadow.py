@@ -271,6 +271,7 @@ def peak_of(kind: type[Any], spec: ModelSpec, device: Device, num_ranks: int, ba
 
     def stretches(lengths: Mapping[int, int]) -> list[Owners]:
         with shadow(kind, spec, device, num_ranks, lengths, batch) as (packed, ledger, inputs):
+            assert inputs is not None
             return work(packed, ledger, inputs)
 
     short = {place: min(number, _LAYERS) for place, number in enumerate(numbers)}

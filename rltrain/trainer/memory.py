@@ -115,7 +115,7 @@ def _roles(cfg: Config, plan: Plan, device: Device) -> dict[str, _Role]:
     roles, passes, ranks = cfg.actor_rollout_ref, plan.passes, plan.num_devices
     spec = actor_spec(cfg, device, passes.images, passes.images_in_training)
     fsdp, lora = roles.actor.fsdp_config, roles.model.uses_lora
-    phases = ("sync", "old_log_prob", "update_actor", "save")
+    phases: tuple[str, ...] = ("sync", "old_log_prob", "update_actor", "save")
     phases += ("ref",) if passes.exact_kl_in_reward or lora else ()
     learns = ("update_actor", "save")
     offloads = fsdp.param_offload, ranks, learns, fsdp.optimizer_offload

@@ -1,6 +1,7 @@
 """The benches measure what they say: the same work on both sides, exact floors, and they run."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from rltrain.data.rows import read_rows
 from rltrain.models.packing import pack
 from scripts.make_small_model import END
 from tests.local import LocalGroup
+from tests.npu import standin
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -99,26 +101,60 @@ def test_passes_over_unequal_lengths_compare_per_token():
     assert "64 tokens on average" in title
 
 
-def test_the_accelerator_bench_runs_on_a_cpu(tmp_path):
-    options = {"shape": "tiny", "device": "cpu", "prompts": 2, "answers": 2, "prompt-tokens": 40, "response-tokens": 6,
-               "steps": 1,
-               "work": tmp_path, "out": tmp_path / "gpu.md"}  # fmt: skip
-    gpu.main([word for name, value in options.items() for word in (f"--{name}", str(value))])
-    text = (tmp_path / "gpu.md").read_text()
-    for phase in ("generate_sequences", "old_log_prob", "update_actor", "step"):
-        (row,) = [line for line in text.splitlines() if line.startswith(f"| {phase} |")]
-        assert float(row.split("|")[3].replace(",", "")) > 0
+TINY = {
+    "shape": "tiny", "prompts": 2, "answers": 2, "prompt-tokens": 40, "response-tokens": 6, "steps": 1,
+}  # fmt: skip
 
 
-def test_decode_work_is_the_weights_per_step_and_the_cache():
-    class Options:
-        shape, prompts, answers, response_tokens, device = "tiny", 2, 3, 10, "cpu"
+def accelerator_bench(device: str, folder: Path, *more: str) -> list[str]:
+    options = TINY | {"device": device, "work": folder, "out": folder / "gpu.md"}
+    return [*(word for name, value in options.items() for word in (f"--{name}", str(value))), *more]
 
-    sizes = {"matmul_parameters": 1000, "attention_width": 2 * 4 * 16}
-    found = gpu.work(Options, sizes, prompt=20.0)
-    assert found["forward"] == 6 * (2 * 1000 * 30 + 2 * 128 * 30**2)
-    kept = 2 * 2 * 2 * 16 * 4  # keys and values x key heads x layers x head size x bytes
-    assert found["read"] == 10 * 1000 * 4 + 6 * kept * (10 * 20 + 10**2 / 2)
+
+def rows_in(folder: Path) -> dict[str, list[str]]:
+    """Of each stage, its rows."""
+    found: dict[str, list[str]] = {}
+    for line in (folder / "gpu.md").read_text().splitlines():
+        if line.startswith("| ") and not line.startswith("| stage"):
+            found.setdefault(line.split("|")[1].strip(), []).append(line)
+    return found
+
+
+def test_the_first_hour_runs_on_a_cpu_and_says_what_does_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "installed", lambda package: False)
+    gpu.main(accelerator_bench("cpu", tmp_path, "--here", "--stages", "kernels", "step", "eager", "graphs"))
+    found = rows_in(tmp_path)
+    assert [name for name, rows in found.items() if "**not run**" in rows[0]] == [
+        "eager",
+        "graphs",
+        "devices",
+        "reshard",
+    ]
+    assert "vLLM is not installed here" in found["eager"][0]
+    assert "a CPU captures no graphs" in found["graphs"][0]
+    assert "not asked for" in found["devices"][0]
+    for what in ("generate_sequences", "old_log_prob", "update_actor", "step"):
+        (value,) = [line.split("|")[3] for line in found["step"] if line.split("|")[2].strip() == what]
+        assert float(value.split()[0]) > 0
+
+
+@pytest.mark.long
+def test_a_stage_that_crashes_leaves_its_reason_and_the_others(tmp_path):
+    argv = accelerator_bench("cpu", tmp_path, "--stages", "step", "--set", "trainer.no_such_key=1")
+    gpu.main(argv)
+    (row,) = rows_in(tmp_path)["step"]
+    assert "**not run**" in row
+    assert "unknown key 'trainer.no_such_key'" in row
+
+
+@pytest.mark.long
+def test_the_first_hour_runs_on_the_stand_in(tmp_path):
+    argv = accelerator_bench("npu", tmp_path, "--here", "--stages", "kernels", "step")
+    standin.run(f"import torch_npu\nfrom bench import gpu\ngpu.main({argv!r})")
+    found = rows_in(tmp_path)
+    (row,) = [line for line in found["step"] if "max_memory_reserved_gb" in line]
+    assert float(row.split("|")[3].split()[0]) > 0
+    assert "kernels" in found
 
 
 @pytest.mark.parametrize("family", vision.FAMILIES)

@@ -1,7 +1,6 @@
 """Slices of a checkpoint's files are what transformers reads, and no rank holds more than its own."""
 
 import itertools
-import json
 import math
 import os
 from pathlib import Path
@@ -24,6 +23,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from bench.zeros import write_zeros
 from rltrain.config.model_schema import ShardingConfig
 from rltrain.device import get_device
 from rltrain.models.forward import PolicyModel, ScalarModel
@@ -157,22 +157,6 @@ QWEN_7B = Qwen2Config(
     hidden_size=3584, intermediate_size=18_944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
     vocab_size=152_064, tie_word_embeddings=False, dtype="bfloat16",
 )  # fmt: skip
-
-
-def write_zeros(config: PreTrainedConfig, folder: Path) -> int:
-    """A checkpoint of zeros that takes no room: a header, and a hole of that length. Returns its bytes."""
-    with torch.device("meta"):
-        weights = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).state_dict()
-    header, end = {}, 0
-    for name, weight in weights.items():
-        header[name] = {"dtype": "BF16", "shape": list(weight.shape), "data_offsets": [end, end + weight.nbytes]}
-        end += weight.nbytes
-    text = json.dumps(header).encode()
-    with (folder / "model.safetensors").open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + end)
-    config.save_pretrained(folder)
-    return end
 
 
 def peak_bytes() -> int:

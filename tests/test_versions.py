@@ -3,11 +3,17 @@
 import ast
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from rltrain import versions
+from rltrain.config.schema import Config
+from rltrain.device import DEVICES, Device
 from rltrain.errors import ConfigError
+from rltrain.trainer import preflight
+from rltrain.trainer.preflight_models import Findings
+from rltrain.workers.rollout.settings import make_engine
 from tests.conformance.uses import PACKAGES
 
 ROOT = Path(__file__).parent.parent
@@ -92,6 +98,29 @@ def test_an_engine_for_another_chip_is_an_error(built, chip, fits, tmp_path, mon
         return
     with pytest.raises(ConfigError, match=rf"built for {built}, and this device is a {chip} \(A[23]\).*docs/npu.md"):
         versions.check_build(chip)
+
+
+def test_a_run_is_told_what_does_not_fit(installed, monkeypatch):
+    installed(torch="2.15.0", transformers="5.23.0")
+    found = Findings([])
+    monkeypatch.setattr(preflight, "get_device", lambda name: SimpleNamespace(count=8, is_cpu=False, kind="npu"))
+    preflight._versions(Config(), found)
+    assert "do not fit" in "".join(found.problems)
+    assert "transformers 5.23.0 (5.5.4)" in "".join(found.notes)
+    monkeypatch.setattr(preflight, "get_device", lambda name: SimpleNamespace(count=0, is_cpu=False, kind="npu"))
+    preflight._versions(Config(), login := Findings([]))
+    assert login == Findings([])
+
+
+def test_the_engine_is_compared_before_it_is_imported(tmp_path, monkeypatch):
+    (tmp_path / "vllm_ascend").mkdir()
+    (tmp_path / "vllm_ascend" / "__init__.py").write_text("")
+    (tmp_path / "vllm_ascend" / "_build_info.py").write_text("__device_type__ = 'A2'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(Device, "name", "Ascend910_9391")
+    settings = SimpleNamespace(device=DEVICES["npu"], rollout=SimpleNamespace(name="vllm"))
+    with pytest.raises(ConfigError, match="built for A2"):
+        make_engine(settings)
 
 
 def test_without_an_engine_nothing_is_compared():

@@ -40,10 +40,7 @@ def preflight(loaded: LoadedConfig) -> Findings:
         )
     found.notes += other_meanings(loaded)
     found.notes += _chosen_engine(loaded)
-    device = get_device(cfg.trainer.device)
-    if device.count and not device.is_cpu:  # on a login node the packages of the others are not known
-        found.problems += misfits(device.kind)
-        found.notes += [note for note in [others(device.kind)] if note]
+    _versions(cfg, found)
     # One check's error does not hide what the other finds.
     for check in (_plugins, look_at_models):
         try:
@@ -53,6 +50,13 @@ def preflight(loaded: LoadedConfig) -> Findings:
     # Roles often share a model, and then say the same of it.
     found.problems[:] = dict.fromkeys(loaded.as_written(problem, follow=False) for problem in found.problems)
     return found
+
+
+def _versions(cfg: Config, found: Findings) -> None:
+    device = get_device(cfg.trainer.device)
+    if device.count and not device.is_cpu:  # on a login node the packages of the others are not known
+        found.problems += misfits(device.kind)
+        found.notes += [note for note in [others(device.kind)] if note]
 
 
 def _plugins(cfg: Config, found: Findings) -> None:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.nn.functional import conv1d, softplus
+from torch.nn.functional import softplus
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 
@@ -242,21 +242,27 @@ def _convolve(
     if before is None:
         before = channels.new_zeros(len(lengths), width, channels.shape[1])
     if max(lengths) == 1:
-        tokens = torch.cat([before.to(channels.dtype), channels[:, None]], 1)
-        found = (tokens.float() * weights.filters.mT.float()).sum(1).to(weights.filters.dtype)
-        found = found if weights.bias is None else found + weights.bias
-        return ACT2FN[activation](found).to(channels.dtype), tokens[:, 1:]
+        row = torch.cat([before.to(channels.dtype), channels[:, None]], 1)
+        return _filtered(row, weights, activation)[:, 0], row[:, 1:]
     # Every segment behind its own past, so that one convolution without borders serves the row.
     where, out, last = _laid(tuple(lengths), width, channels.device)
     row = torch.cat([before.to(channels.dtype).flatten(0, 1), channels]).index_select(0, where)
     kernel = _fused_convolution() if _on_cuda(row) else None
     if kernel is not None:
-        found = kernel(row.mT[None], weights.filters, weights.bias, activation=activation)[0, :, width:]
+        found = kernel(row.mT[None], weights.filters, weights.bias, activation=activation)[0, :, width:].mT
     else:
-        filters = weights.filters[:, None]
-        found = conv1d(row.mT[None].to(filters.dtype), filters, weights.bias, groups=len(filters))[0]
-        found = ACT2FN[activation](found)
-    return found.mT.index_select(0, out).to(channels.dtype), row.index_select(0, last).unflatten(0, (-1, width))
+        found = _filtered(row, weights, activation)
+    return found.index_select(0, out), row.index_select(0, last).unflatten(0, (-1, width))
+
+
+def _filtered(row: Tensor, weights: Weights, activation: str) -> Tensor:
+    """row [..., n, channels] -> [..., n - width + 1, channels], summed in fp32 as kernels do."""
+    filters = weights.filters.float().mT
+    length = row.shape[-2] - len(filters) + 1
+    # Products, because not every device has a convolution with a filter per channel.
+    found = sum(row.narrow(-2, first, length).float() * each for first, each in enumerate(filters))
+    found = found if weights.bias is None else found + weights.bias
+    return ACT2FN[activation](found.to(row.dtype))
 
 
 @lru_cache(8)

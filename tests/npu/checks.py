@@ -41,7 +41,7 @@ def is_strict() -> None:
     there, here = torch.ones(3, device="npu"), torch.ones(3)
     for wrong in (
         lambda: there + here,
-        lambda: there[torch.tensor([1])],
+        lambda: here[torch.tensor([1], device="npu")],
         lambda: torch.cat([there, here]),
         lambda: torch.nn.functional.embedding(torch.tensor([1]), there[:, None]),
         lambda: torch.where(here > 0, there, there),

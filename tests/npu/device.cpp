@@ -293,7 +293,9 @@ class HostCall {
       else if (each.isTensorList()) for (const auto& part : each.toTensorVector()) look_at(part);
       else if (each.isOptionalTensorList())
         for (const std::optional<at::Tensor>& part : each.toOptionalTensorList()) {
-          if (part) look_at(*part);
+          // Indices may lie on the host; they are brought, and the host waits for that.
+          if (part && part->defined() && part->device().is_cpu()) host_waits("index on the host");
+          else if (part) look_at(*part);
         }
       else if (each.isDevice() && !found_) device_ = here(each.toDevice());
     }
@@ -388,6 +390,30 @@ class HostCall {
 };
 
 void fallback(const OperatorHandle& op, torch::jit::Stack* stack) { HostCall(op, stack).run(); }
+
+// Torch asks a new device for convolutions under these names.
+at::Tensor convolution(
+    const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias, IntArrayRef stride,
+    IntArrayRef padding, IntArrayRef dilation, bool transposed, IntArrayRef output_padding, int64_t groups) {
+  auto own = bias && bias->defined() ? std::make_optional(on_host(*bias)) : std::nullopt;
+  auto made = at::convolution(
+      on_host(input), on_host(weight), own, stride, padding, dilation, transposed, output_padding, groups);
+  return on_device(made, input.device());
+}
+std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
+    const at::Tensor& gradient, const at::Tensor& input, const at::Tensor& weight, IntArrayRef stride,
+    IntArrayRef padding, IntArrayRef dilation, bool transposed, IntArrayRef output_padding, int64_t groups,
+    std::array<bool, 3> wanted) {
+  auto [of_input, of_weight, of_bias] = at::convolution_backward(
+      on_host(gradient), on_host(input), on_host(weight), at::IntArrayRef{weight.size(0)}, stride, padding, dilation,
+      transposed, output_padding, groups, wanted);
+  auto place = input.device();
+  return {on_device(of_input, place), on_device(of_weight, place), on_device(of_bias, place)};
+}
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("convolution_overrideable", convolution);
+  m.impl("convolution_backward_overrideable", convolution_backward);
+}
 
 // Torch would take these apart for a new device; real ones have kernels, and so has the CPU.
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {

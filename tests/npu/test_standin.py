@@ -14,6 +14,25 @@ def test_memory_is_counted_and_ends():
     run("tests.npu.checks:counts_memory", cap=1 << 20)
 
 
+@pytest.mark.parametrize(
+    "some",
+    [
+        ("grpo", "reward model", "tis"),
+        ("exact kl in reward, gae", "adapters"),
+        ("half precision", "carry over", "exact kl"),
+        pytest.param((), marks=pytest.mark.long),
+    ],
+    ids=lambda some: " and ".join(some) or "all",
+)
+def test_steps_move_weights_as_on_the_cpu_bit_for_bit(some):
+    run("tests.npu.variants:texts", *some, timeout=280)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", pytest.param("internvl", marks=pytest.mark.long)])
+def test_a_tower_learns_on_the_device_as_on_the_cpu(family):
+    run("tests.npu.variants:pictures", family)
+
+
 def test_without_a_compiler_the_tests_fail_with_the_way_out(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))

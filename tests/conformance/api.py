@@ -45,7 +45,7 @@ class Api:
             return schema
         found = self.find(module, name)
         if found is None:
-            return None
+            return ["module"] if not member and self._tree(f"{module}.{name}") else None
         if not member:
             return self._constructor(found) if isinstance(found.node, ast.ClassDef) else parameters(found.node)
         node = self.members(found).get(member)

@@ -93,4 +93,4 @@ def test_offloaded_memory_is_gone_before_other_memory_comes(on_npu, tiny_model):
         for line in lines[lines.index(next(line for line in lines if line["phase"] == "sync")) :]:
             held = line["after"] - (mask if line["after"] >= mask else 0)
             assert needed[line["phase"]] * shard <= held < needed[line["phase"]] * shard + scraps, line
-            assert line["peak_of_move"] <= max(line["before"], line["after"]), line
+            assert line["peak_of_move"] < max(line["before"], line["after"]) + scraps, line

@@ -5,20 +5,29 @@ the weights. One generator undoes all three. Small weights share the all-gather 
 would wait for the network hundreds of times; a weight larger than half a bucket has a gather to itself. Beside the
 model there are at most one bucket and one weight.
 
+In memory transformers gives some families other names and layouts than their checkpoints have: the experts of a layer
+are one weight there. Whoever knows checkpoints (an engine, a folder) gets theirs by the conversion that save_pretrained
+uses (`CheckpointNames`), a weight at a time, which adds a copy of the largest weight where its layout differs.
+
 Left out: weights in parts. A large embedding would then need no memory of its own, but every engine loads whole
 weights, so each would have to put the parts together again.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key, revert_weight_conversion
 
 from rltrain.models.lora import lora_layers, merged
 
@@ -47,43 +56,97 @@ def huggingface_name(name: str) -> str:
     return name.removeprefix(_PREFIX).replace(_BASE_LAYER, ".")
 
 
-def whole_weights(packed: nn.Module, dtype: torch.dtype, bucket_bytes: int = _BUCKET_BYTES) -> Iterator[Weight]:
+class CheckpointNames:
+    """The names and layouts that the weights of ``model`` have in a checkpoint, as save_pretrained writes them."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model: Any = model
+        if getattr(model, "_weight_conversions", None) is None:
+            # As save_pretrained does with a model that was not read from a file: what cannot be told without one, such
+            # as a prefix that some files lack, stays as it is. Kept, or it would be looked for with every weight.
+            found = get_model_conversion_mapping(model, add_legacy=False)
+            self._model._weight_conversions = [each for each in found if type(each).__name__ != "PrefixChange"]
+        conversions = self._model._weight_conversions
+        # Since 5.6 the last conversion is undone first.
+        self._order = {"reverse": True} if "reverse" in inspect.signature(rename_source_key).parameters else {}
+        undone = [each.reverse_transform() for each in (conversions[::-1] if self._order else conversions)]
+        self._renamings = [each for each in undone if isinstance(each, WeightRenaming)]
+        self._converters = [each for each in undone if isinstance(each, WeightConverter)]
+
+    def unit(self, name: str) -> str:
+        """The same for weights in memory that are one weight in a checkpoint."""
+        return rename_source_key(name, self._renamings, self._converters, **self._order)[0]
+
+    def __call__(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Whole units under the names in memory -> what a checkpoint has instead."""
+        return revert_weight_conversion(self._model, dict(weights))
+
+
+def whole_weights(
+    packed: nn.Module, dtype: torch.dtype, bucket_bytes: int = _BUCKET_BYTES, names: CheckpointNames | None = None
+) -> Iterator[Weight]:
     """Every parameter in ``dtype``, then every buffer as it is. A collective: every rank must exhaust the iterator.
 
     The order is the same on all ranks. Tied weights come once, under their first name; LoRA adapters come merged. A
-    weight that this rank holds whole and in ``dtype`` is not copied.
+    weight that this rank holds whole and in ``dtype`` is not copied, unless its layout changes. names: of a checkpoint;
+    None: those in memory.
     """
     # Asked for its state, FSDP2 frees the weights that a forward pass has gathered; the parameters are shards from here
     # on.
     in_checkpoint = packed.state_dict().keys()
     # Half a bucket is received; the other half is room for this rank's share of it, which is sent.
-    for bucket in _buckets(packed, dtype, bucket_bytes // 2):
-        yield from _gathered(bucket, dtype)
+    for bucket, units in _buckets(packed, dtype, bucket_bytes // 2, names):
+        yield from _gathered(bucket, dtype) if names is None else _renamed(_gathered(bucket, dtype), units, names)
     for name, buffer in packed.named_buffers():
-        yield Weight(huggingface_name(name), buffer, name in in_checkpoint)
+        weight = Weight(huggingface_name(name), buffer, name in in_checkpoint)
+        yield from _renamed([weight], [1], names) if names and weight.in_checkpoint else [weight]
 
 
-def _buckets(packed: nn.Module, dtype: torch.dtype, most_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """Weights that take at most ``most_bytes`` together, or a single one."""
+def _renamed(weights: Iterable[Weight], units: Iterable[int], names: CheckpointNames) -> Iterator[Weight]:
+    """units: how many neighbouring weights are converted together, again and again."""
+    left = iter(weights)
+    for size in units:
+        found = names({weight.name: weight.values for weight in islice(left, size)})
+        while found:  # so that nothing is held here that its reader has done with
+            name = next(iter(found))
+            yield Weight(name, found.pop(name))
+
+
+Bucket = list[tuple[str, Tensor]]
+
+
+def _buckets(
+    packed: nn.Module, dtype: torch.dtype, most_bytes: int, names: CheckpointNames | None
+) -> Iterator[tuple[Bucket, list[int]]]:
+    """Units of weights that take at most ``most_bytes`` together, or a single one; and the number of weights in each
+    unit.
+    """
     layers = {f"{name}{_BASE_LAYER}weight": layer for name, layer in lora_layers(packed)}
-    bucket: list[tuple[str, Tensor]] = []
-    filled = 0
+    units: dict[str, list[tuple[str, Tensor]]] = {}
     for name, parameter in packed.named_parameters():
-        if ".lora_" in name:
-            continue
-        size = _num_shards(parameter) * _shard_size(parameter) * dtype.itemsize
+        if ".lora_" not in name:
+            short = huggingface_name(name)
+            units.setdefault(names.unit(short) if names else short, []).append((name, parameter))
+    bucket: Bucket = []
+    sizes: list[int] = []
+    filled = 0
+    for unit in units.values():
+        size = sum(_num_shards(weight) * _shard_size(weight) for _, weight in unit) * dtype.itemsize
         if bucket and filled + size > most_bytes:
-            yield bucket
-            bucket, filled = [], 0
+            yield bucket, sizes
+            bucket, sizes, filled = [], [], 0
         # Merged while its bucket is filled, so that merged copies never take more than a bucket.
-        weight = merged(layers[name], parameter) if name in layers else parameter
-        bucket.append((huggingface_name(name), weight.detach()))
+        bucket += [
+            (huggingface_name(name), (merged(layers[name], weight) if name in layers else weight).detach())
+            for name, weight in unit
+        ]
+        sizes.append(len(unit))
         filled += size
     if bucket:
-        yield bucket
+        yield bucket, sizes
 
 
-def _gathered(bucket: list[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[Weight]:
+def _gathered(bucket: Bucket, dtype: torch.dtype) -> Iterator[Weight]:
     # All weights of a model are sharded over one mesh, so the first speaks for its bucket.
     first, ranks = bucket[0][1], _num_shards(bucket[0][1])
     if ranks == 1:

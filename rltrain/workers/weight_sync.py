@@ -22,7 +22,7 @@ from rltrain.data.images import EncodedPrompt
 from rltrain.device import Device
 from rltrain.errors import SyncError
 from rltrain.models.forward import PackedModel
-from rltrain.models.weights import Weight, whole_weights
+from rltrain.models.weights import CheckpointNames, Weight, whole_weights
 from rltrain.workers.results import SyncReport
 from rltrain.workers.rollout.base import RolloutEngine
 
@@ -50,6 +50,7 @@ class WeightSync:
         self.version: int | None = None
         self._policy = policy
         self._engine = engine
+        self._names = None if engine.names_in_memory else CheckpointNames(policy.model)
         self._device = device
         self._dtype = dtype
         self._bucket_bytes = bucket_bytes
@@ -75,7 +76,7 @@ class WeightSync:
 
         def counted() -> Iterator[Weight]:
             nonlocal num_bytes
-            for weight in whole_weights(self._policy, self._dtype, self._bucket_bytes):
+            for weight in whole_weights(self._policy, self._dtype, self._bucket_bytes, self._names):
                 num_bytes += weight.values.nbytes
                 yield weight
 

@@ -94,7 +94,7 @@ def engine(request, tiny_model):
     packed, kernels._supports_onednn = kernels._supports_onednn, kernels._supports_onednn and not in_place
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     engine = engine_of("vllm", str(tiny_model), rollout)
-    engine._reload = not in_place
+    engine._loader.reload = not in_place
     yield engine
     kernels._supports_onednn = packed
     del engine

@@ -76,7 +76,7 @@ def made(request, tmp_path_factory):
     rollout.engine_kwargs = {"vllm": {"block_size": 32}}  # so that short prompts fill blocks, which are cached
     packed, kernels._supports_onednn = kernels._supports_onednn, kernels._supports_onednn and not in_place
     engine = engine_of("vllm", folder, rollout, max_model_len=LONGEST)
-    engine._reload = not in_place
+    engine._loader.reload = not in_place
     yield engine, make(folder), asked
     kernels._supports_onednn = packed
     del engine

@@ -95,7 +95,12 @@ Finished = Callable[[Job, list[list[int]]], None]
 
 
 class RolloutEngine(Protocol):
-    """Calls come in this order: wake_weights, load_weights, wake_cache, then generate and log_probs; then sleep."""
+    """Calls come in this order: wake_weights, load_weights, wake_cache, then generate and log_probs; then sleep.
+
+    names_in_memory: weights come under the names that the trainer's model gives them, not those of its checkpoint.
+    """
+
+    names_in_memory: bool
 
     def wake_weights(self) -> None:
         """Take the device memory of the weights."""

@@ -51,6 +51,8 @@ class HFRollout:
     enter.
     """
 
+    names_in_memory = True
+
     def __init__(self, settings: EngineSettings) -> None:
         _register()
         config, self._dtype, self._device = settings.model.load_config(), settings.dtype, settings.device

@@ -60,6 +60,8 @@ class SGLangRollout:
     Triton). Where both are set, top_p is a share of all tokens, not of the ``top_k`` likeliest.
     """
 
+    names_in_memory = False
+
     def __init__(self, settings: EngineSettings) -> None:
         rollout, device = settings.rollout, settings.device
         self._device = device

@@ -41,6 +41,7 @@ from rltrain.workers.rollout.queue import Replica
 from rltrain.workers.rollout.settings import EngineSettings
 from rltrain.workers.rollout.vllm_images import ImageInput, image_arguments
 from rltrain.workers.rollout.vllm_sampler import CountedSampler, RandomStream
+from rltrain.workers.rollout.vllm_weights import WeightLoader, derived_weights, refuse_on_npu
 
 
 class VLLMRollout:
@@ -49,16 +50,16 @@ class VLLMRollout:
     The default process group must exist; replicas are neighbouring ranks, as vLLM cuts the world itself.
     """
 
+    names_in_memory = False
+
     def __init__(self, settings: EngineSettings) -> None:
         rollout, replica, device = settings.rollout, settings.replica, settings.device
         config = settings.model.load_config()
         self._eos = sorted(settings.eos_token_ids)
         self._max_num_seqs = rollout.max_num_seqs
         self._max_model_len = settings.max_model_len
-        self._tied = bool(getattr(config, "tie_word_embeddings", False))
-        # vLLM's CPU kernels repack their weights, which only its own reload undoes. On accelerators the weights are
-        # written in place.
-        self._reload = device.is_cpu
+        if device.kind == "npu":
+            refuse_on_npu(config)
         # vLLM refuses its sleep mode on a CPU.
         self._sleeps = rollout.free_cache_engine and not device.is_cpu
         prepare_vllm(replica.number * replica.size + replica.member, replica.count * replica.size)
@@ -91,6 +92,9 @@ class VLLMRollout:
             "hf_overrides": by_owner(config, settings.model.override),
             "trust_remote_code": settings.model.trust_remote_code,
         }
+        if device.is_cpu and derived_weights(config) == "latent attention":
+            # Where a CPU has matrix units vLLM prefers a kernel that takes half precision alone.
+            arguments["attention_backend"] = "CPU_MLA"
         with _own_shared_memory(replica):
             arguments |= ENGINES["vllm"].handed_on(rollout.engine_kwargs.get("vllm") or {})
             self._llm = _make_llm(arguments, settings if sees else None)
@@ -100,9 +104,7 @@ class VLLMRollout:
         self._image_input = ImageInput(self._llm.llm_engine.model_config, settings.dtype) if takes else None
         never = torch.tensor(placeholder_ids(config), dtype=torch.long, device=device.torch_device)
         self._sampler = CountedSampler.put_into(self._worker.model_runner, never)
-        # vllm-ascend makes new parameters for experts when it wakes, without their loaders.
-        parameters = self._worker.model_runner.get_model().named_parameters()
-        self._loaders = {name: p.weight_loader for name, p in parameters if hasattr(p, "weight_loader")}
+        self._loader = WeightLoader(self._worker, config, on_cpu=device.is_cpu)
         self._num_requests = self._num_calls = 0
         self.sleep()
 
@@ -111,22 +113,7 @@ class VLLMRollout:
             self._llm.wake_up(tags=["weights"])
 
     def load_weights(self, weights: Iterator[Weight]) -> None:
-        if self._reload:
-            self._worker.model_runner.reload_weights(weights_iterator=self._with_head(weights))
-            return
-        model = self._worker.model_runner.get_model()
-        for name, parameter in model.named_parameters():
-            if name in self._loaders and not hasattr(parameter, "weight_loader"):
-                parameter.weight_loader = self._loaders[name]
-        model.load_weights((weight.name, weight.values) for weight in weights if weight.in_checkpoint)
-
-    def _with_head(self, weights: Iterator[Weight]) -> Iterator[tuple[str, Tensor]]:
-        for name, values, in_checkpoint in weights:
-            if in_checkpoint:
-                yield name, values
-            if self._tied and name.endswith("embed_tokens.weight"):
-                # The CPU backend keeps a packed copy of the head, tied or not.
-                yield "lm_head.weight", values
+        self._loader.load(weights)
 
     def wake_cache(self) -> None:
         if self._sleeps:

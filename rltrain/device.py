@@ -32,7 +32,8 @@ class Device:
     training and sampling work on at a time. Accelerators want many (2^26 are 256 MiB; a pass holds about three such
     tensors): a launch costs, and the gradient of the head is read and written once per chunk. A CPU wants what its
     caches hold. cache_columns: columns per block of the embedded engine's key-value cache; few on a CPU, where reading
-    masked columns costs. attention: the kernel for packed sequences (`models.attention`).
+    masked columns costs. attention: the kernel for packed sequences (`models.attention`). searches: it finds places in
+    sorted rows by a kernel of its own (on an NPU torch_npu leaves that to its host processor).
     """
 
     kind: str
@@ -42,6 +43,7 @@ class Device:
     logits_elements: int = 2**26
     sampling_elements: int = 2**26
     cache_columns: int = 512
+    searches: bool = True
 
     @property
     def torch_device(self) -> torch.device:
@@ -145,7 +147,7 @@ class Device:
 DEVICES = {
     "cpu": Device("cpu", "gloo", "CPU", "products", logits_elements=2**24, sampling_elements=2**21, cache_columns=64),
     "cuda": Device("cuda", "cpu:gloo,cuda:nccl", "GPU", "flash"),
-    "npu": Device("npu", "cpu:gloo,npu:hccl", "NPU", "npu"),
+    "npu": Device("npu", "cpu:gloo,npu:hccl", "NPU", "npu", searches=False),
 }
 
 

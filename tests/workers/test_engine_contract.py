@@ -1,5 +1,6 @@
 """What every rollout engine must do, run on each of them for real."""
 
+import contextlib
 import copy
 import gc
 import importlib.util
@@ -25,13 +26,14 @@ from tests.workers.sglang_double import sglang_engine
 
 LONGEST = 64
 PROMPTS = [np.array(ids, dtype=np.int32) for ids in ([2, 5, 6, 3], [2, 7, 3], [2, 8, 9, 10, 11, 3], [4])]
-# On accelerators vLLM's weights are written in place, on the CPU it must load them anew, unless its packed kernels are
-# off. SGLang's real engine takes a minute to start; its double takes what the real one takes, and computes with
-# transformers. "vllm drafts" decodes speculatively, and has so few tokens in a step that prompts come in pieces.
+# On accelerators vLLM's weights are written in place, and it schedules a step before it has seen the tokens of the
+# last; on the CPU it must load them anew, unless its packed kernels are off. SGLang's real engine takes a minute to
+# start; its double takes what the real one takes, and computes with transformers. "vllm drafts" decodes speculatively,
+# and has so few tokens in a step that prompts come in pieces.
 ENGINES = [
     "hf",
     "vllm",
-    "vllm in place",
+    "vllm as on accelerators",
     "vllm drafts",
     "sglang double",
     *(["sglang"] if importlib.util.find_spec("sglang") else []),
@@ -88,13 +90,15 @@ def engine(request, tiny_model):
     import vllm._custom_ops as kernels
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    in_place = request.param == "vllm in place"
+    accelerated = request.param == "vllm as on accelerators"
+    if accelerated:
+        request.getfixturevalue("asynchronous")
     if request.param == "vllm drafts":
         rollout.tail, rollout.max_num_batched_tokens = "exact", 16
-    packed, kernels._supports_onednn = kernels._supports_onednn, kernels._supports_onednn and not in_place
+    packed, kernels._supports_onednn = kernels._supports_onednn, kernels._supports_onednn and not accelerated
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     engine = engine_of("vllm", str(tiny_model), rollout)
-    engine._loader.reload = not in_place
+    engine._loader.reload = not accelerated
     yield engine
     kernels._supports_onednn = packed
     del engine
@@ -104,6 +108,36 @@ def engine(request, tiny_model):
     # process.
     for name in [name for name in sys.modules if name.partition(".")[0] in ("llvmlite", "numba")]:
         del sys.modules[name]
+
+
+class _Queue:
+    """A stream or an event of a device that computes at once."""
+
+    def __init__(self, **options) -> None:
+        pass
+
+    def __getattr__(self, name: str):
+        return lambda *_: None
+
+
+@pytest.fixture(scope="module")
+def asynchronous():
+    """vLLM schedules on the CPU as it does on accelerators."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    plain = CpuPlatform.check_and_update_config
+
+    def check_and_update(config) -> None:
+        plain(config)
+        config.scheduler_config.async_scheduling = True
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CpuPlatform, "check_and_update_config", staticmethod(check_and_update))
+        patch.setattr(torch.cuda, "current_stream", _Queue)
+        patch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+        for name in ("Stream", "Event"):
+            patch.setattr(torch.cuda, name, _Queue)
+        yield
 
 
 @pytest.fixture
@@ -211,6 +245,14 @@ def test_sampled_answers_are_those_of_the_embedded_engine(ready, plain, tiny_mod
         expected, found = (generate(one, sampling, [*PROMPTS, longest], 3) for one in (embedded, ready))
         assert answers(found) == answers(expected)
         assert distance(found.log_probs.values, expected.log_probs.values) < 2e-5
+
+
+def test_vllm_runs_a_step_ahead_where_it_is_told_to(ready, request):
+    name = request.node.callspec.params["engine"]
+    if "vllm" not in name:
+        return
+    ahead = ready._llm.llm_engine.engine_core.engine_core.batch_queue is not None
+    assert ahead == (name == "vllm as on accelerators")
 
 
 def test_drafts_are_accepted_where_they_are_right(ready, request):

@@ -1,4 +1,4 @@
-"""Experts and latent attention in vLLM: it computes with the trainer's weights after every sync, or says what it lacks."""
+"""Experts and latent attention in vLLM: after every sync it has the trainer's weights, or says what it lacks."""
 
 import gc
 import importlib.util
@@ -148,4 +148,3 @@ def test_derived_weights_are_refused_on_the_npu(family):
     with pytest.raises(ConfigError, match=r"rollout.name=vllm on an NPU does not take over .* Use rollout.name=hf"):
         refuse_on_npu(CONFIGS[family])
     assert not derived_weights(Qwen3MoeConfig(num_experts=0))
-

@@ -87,7 +87,7 @@ class Source(Protocol):
         """Whether `stopped` can ever be true."""
 
     def stopped(self) -> bool:
-        """Whether the answers that are running are no longer wanted. An engine asks after every token."""
+        """Whether the answers that are running are no longer wanted. An engine asks every few tokens."""
 
 
 # Called when a job has ended, with the new token ids of its answers.

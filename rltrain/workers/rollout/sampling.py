@@ -74,15 +74,22 @@ def _search(weights: Tensor, sums: Tensor, noise: Tensor) -> Tensor:
     """The first token [n, 1] at which the running total exceeds ``noise`` times the total: block first, then token."""
     totals = sums.cumsum(-1)
     target = noise * totals[:, -1:]
-    # right=True finds the first total that is greater, so a block or token without mass is never chosen.
-    block = torch.searchsorted(totals, target, right=True)
+    block = _first_above(totals, target)
     before = torch.cat([torch.zeros_like(target), totals], -1).gather(-1, block)
     places = block * _BLOCK + torch.arange(_BLOCK, device=weights.device)
     outside = places >= weights.shape[-1]
     inside = weights.gather(-1, places.masked_fill(outside, 0)).masked_fill_(outside, 0).cumsum(-1)
     # The two sums round differently, and the remainder must stay below the block's own total.
     left = torch.minimum(target - before, inside[:, -1:] * _BELOW_ONE)
-    return block * _BLOCK + torch.searchsorted(inside, left, right=True)
+    return block * _BLOCK + _first_above(inside, left)
+
+
+def _first_above(totals: Tensor, target: Tensor) -> Tensor:
+    """Where growing totals [n, m] first exceed the target [n, 1]: a block or token without mass is never chosen."""
+    if device_of(totals).searches:
+        return torch.searchsorted(totals, target, right=True)
+    # Exact up to 2^24 columns. Sums of bool are no quicker there than a search.
+    return (totals <= target).float().sum(-1, keepdim=True).long()
 
 
 def restrict(weights: Tensor, top_k: int, top_p: float) -> Tensor:

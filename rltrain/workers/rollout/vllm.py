@@ -12,6 +12,7 @@ builds. Not run on CUDA or Ascend hardware.
 from __future__ import annotations
 
 import importlib
+import itertools
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -42,6 +43,9 @@ from rltrain.workers.rollout.settings import EngineSettings
 from rltrain.workers.rollout.vllm_images import ImageInput, image_arguments
 from rltrain.workers.rollout.vllm_sampler import CountedSampler, RandomStream
 from rltrain.workers.rollout.vllm_weights import WeightLoader, derived_weights, refuse_on_npu
+
+# Steps between two questions whether answers are still wanted, because asking waits for other processes.
+_ASK_EVERY = 16
 
 
 class VLLMRollout:
@@ -148,7 +152,7 @@ class VLLMRollout:
         running: dict[str, tuple[SampledAnswer, RunningJob]] = {}
         self._sampler.begin(sampling)
         self._num_calls += 1
-        while True:
+        for step in itertools.count(1):
             for job in source.take(self._max_num_seqs - len(running)):
                 # A place means another prompt in the next call.
                 images = self._images_of(job.asked, f"{self._num_calls}/{job.place}")
@@ -168,7 +172,7 @@ class VLLMRollout:
                     answer.reason, answer.seconds = output.outputs[0].finish_reason, time.perf_counter() - started
                     taken.end()
             # All ranks of the replica ask here, after the same step, so they agree to stop at the same token.
-            if running and source.stopped():
+            if running and source.may_stop and step % _ASK_EVERY == 0 and source.stopped():
                 engine.abort_request(list(running))
                 for answer, _ in running.values():
                     answer.seconds = time.perf_counter() - started

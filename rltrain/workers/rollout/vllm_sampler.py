@@ -8,14 +8,15 @@ draft is accepted exactly where it is what would have been drawn. vLLM's model r
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from rltrain.device import send
 from rltrain.workers.rollout.base import Sampling
 from rltrain.workers.rollout.sampling import choose, random_numbers
 
@@ -47,6 +48,9 @@ class CountedSampler(nn.Module):
         self._never = never
         # One for all requests of a call: vLLM's own top_k and top_p per request are not used.
         self._sampling = Sampling(1)
+        # Of the requests of the last step, in the order of their rows.
+        self._names: list[str] = []
+        self._seeds, self._starts = np.zeros(0, dtype=np.uint64), np.zeros(0, dtype=np.int64)
 
     @classmethod
     def put_into(cls, runner: Any, never: Tensor) -> CountedSampler:
@@ -60,6 +64,8 @@ class CountedSampler(nn.Module):
         if len(never):
             greedy = sampler.greedy_sample
             sampler.greedy_sample = lambda logits: greedy(counted._without_never(logits))
+        # vllm-ascend's ignores the mode it is asked for, and would compute log-probs that nobody reads.
+        sampler.logprobs_mode = "processed_logprobs"
         if hasattr(runner, "rejection_sampler"):
             runner.rejection_sampler = counted.verify
         return counted
@@ -73,7 +79,7 @@ class CountedSampler(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """logits [rows, vocabulary], divided by the temperature -> token ids [rows], log-probs [rows, vocabulary]."""
         log_probs = torch.log_softmax(logits, -1, dtype=torch.float32)
-        return self._draw(logits, [1] * len(logits)), log_probs
+        return self._draw(logits), log_probs
 
     def verify(self, metadata: Any, draft_probs: Any, logits: Tensor, sampling_metadata: Any) -> Any:
         """Replaces vLLM's rejection sampler: a draft is accepted while it is what would have been drawn without it.
@@ -85,15 +91,18 @@ class CountedSampler(nn.Module):
         from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 
         scaled = logits.float() / (1.0 if self._sampling.greedy else self._sampling.temperature)
-        counts = [drafts + 1 for drafts in metadata.num_draft_tokens]
+        counts = np.array(metadata.num_draft_tokens) + 1
+        requests = np.repeat(np.arange(len(counts)), counts)
+        steps = np.arange(len(requests)) - np.repeat(counts.cumsum() - counts, counts)
+        places = [send(torch.from_numpy(each), logits.device) for each in (requests, steps)]
         log_probs = torch.log_softmax(scaled, -1)
-        drawn = self._draw(scaled, counts)
+        drawn = self._draw(scaled, requests, steps)
         log_probs = log_probs.gather(-1, drawn[:, None])[:, 0]
         drafts = torch.full_like(drawn, -1)
         drafts[metadata.target_logits_indices.long()] = metadata.draft_token_ids.long()
 
         def table(rows: Tensor, padding: float) -> Tensor:
-            return nn.utils.rnn.pad_sequence(list(rows.split(counts)), batch_first=True, padding_value=padding)
+            return rows.new_full((len(counts), int(counts.max())), padding).index_put_(places, rows)
 
         accepted = table((drawn == drafts).long(), 0).cumprod(1)
         tokens = table(drawn, -1)
@@ -102,25 +111,30 @@ class CountedSampler(nn.Module):
         ranks = torch.zeros_like(ids[:, 0])  # nobody reads them
         return SamplerOutput(tokens.int(), LogprobsTensors(ids, table(log_probs, 0.0).view(-1, 1), ranks))
 
-    def _draw(self, logits: Tensor, counts: Sequence[int]) -> Tensor:
+    def _draw(self, logits: Tensor, requests: Any = slice(None), steps: NDArray[np.int64] | int = 0) -> Tensor:
         """logits [rows, vocabulary], divided by the temperature -> token ids [rows]. Overwrites the logits.
 
-        counts: rows per request.
+        requests: the request of each row, where it has several. steps: how many of its tokens come before this row's.
         """
         runner = self._runner()
         assert runner is not None
-        seeds, places = np.zeros(len(logits), dtype=np.uint64), np.zeros(len(logits), dtype=np.int64)
-        row = 0
+        batch = runner.input_batch
+        if batch.req_ids != self._names:  # else every request keeps its row, and none is asked
+            self._names = list(batch.req_ids)
+            streams = [RandomStream.of(runner.requests[name].sampling_params) for name in self._names]
+            self._seeds = np.array([stream.seed for stream in streams], dtype=np.uint64)
+            self._starts = np.array([stream.start for stream in streams], dtype=np.int64)
+        count = len(self._names)
+        # Counted from the tokens that a request has, so a rejected draft uses up no number. With asynchronous
+        # scheduling tokens that the host has not seen yet are counted as well.
+        tokens = batch.num_tokens_no_spec[:count] - batch.num_prompt_tokens[:count]
+        found = random_numbers(self._seeds[requests], (self._starts + tokens)[requests] + steps)
         # There are no requests while vLLM profiles itself.
-        for name, count in zip(runner.input_batch.req_ids, counts, strict=False):
-            request = runner.requests[name]
-            stream = RandomStream.of(request.sampling_params)
-            seeds[row : row + count] = stream.seed
-            # Counted from the tokens that the request has, so a rejected draft uses up no number.
-            places[row : row + count] = stream.start + len(request.output_token_ids) + np.arange(count)
-            row += count
-        noise = torch.from_numpy(random_numbers(seeds, places)).to(logits.device)
-        return choose(self._without_never(logits), noise, replace(self._sampling, temperature=1.0))[0]
+        noise = np.zeros(len(logits), dtype=np.float32)
+        noise[: len(found)] = found
+        # The numbers do not depend on the logits, so the host need not wait for the forward pass.
+        noise_there = send(torch.from_numpy(noise), logits.device)
+        return choose(self._without_never(logits), noise_there, replace(self._sampling, temperature=1.0))[0]
 
     def _without_never(self, logits: Tensor) -> Tensor:
         return logits.index_fill(-1, self._never, -torch.inf) if len(self._never) else logits

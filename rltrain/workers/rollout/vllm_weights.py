@@ -5,9 +5,9 @@ latent attention (MLA), once, when a model is loaded. What is derived so would s
 were only overwritten. Its reload derives it anew, layer by layer, in the memory that graphs know; one layer is there
 twice meanwhile. Where nothing is derived, writing in place is quicker and needs no memory.
 
-vLLM drops weights whose names it does not know, without a word in some families. So what its model says it has loaded is
-compared with what it has. Not run on CUDA. On the NPU vllm-ascend has no reload that survives its sleep, so models with
-derived weights are refused there.
+vLLM drops weights whose names it does not know, without a word in some families. So what its model says it has loaded
+is compared with what it has. Not run on CUDA. On the NPU vllm-ascend has no reload that survives its sleep, so models
+with derived weights are refused there.
 """
 
 from __future__ import annotations

@@ -60,15 +60,18 @@ class CheckpointNames:
     """The names and layouts that the weights of ``model`` have in a checkpoint, as save_pretrained writes them."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._model: Any = model
-        if getattr(model, "_weight_conversions", None) is None:
+        self._model = model
+        conversions: list[Any] | None = getattr(model, "_weight_conversions", None)
+        if conversions is None:
             # As save_pretrained does with a model that was not read from a file: what cannot be told without one, such
             # as a prefix that some files lack, stays as it is. Kept, or it would be looked for with every weight.
             found = get_model_conversion_mapping(model, add_legacy=False)
-            self._model._weight_conversions = [each for each in found if type(each).__name__ != "PrefixChange"]
-        conversions = self._model._weight_conversions
+            conversions = [each for each in found if type(each).__name__ != "PrefixChange"]
+            vars(model)["_weight_conversions"] = conversions
         # Since 5.6 the last conversion is undone first.
-        self._order = {"reverse": True} if "reverse" in inspect.signature(rename_source_key).parameters else {}
+        self._order: dict[str, Any] = (
+            {"reverse": True} if "reverse" in inspect.signature(rename_source_key).parameters else {}
+        )
         undone = [each.reverse_transform() for each in (conversions[::-1] if self._order else conversions)]
         self._renamings = [each for each in undone if isinstance(each, WeightRenaming)]
         self._converters = [each for each in undone if isinstance(each, WeightConverter)]

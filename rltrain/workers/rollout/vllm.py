@@ -12,7 +12,6 @@ builds. Not run on CUDA or Ascend hardware.
 from __future__ import annotations
 
 import importlib
-import itertools
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -152,7 +151,8 @@ class VLLMRollout:
         running: dict[str, tuple[SampledAnswer, RunningJob]] = {}
         self._sampler.begin(sampling)
         self._num_calls += 1
-        for step in itertools.count(1):
+        step = 0
+        while True:
             for job in source.take(self._max_num_seqs - len(running)):
                 # A place means another prompt in the next call.
                 images = self._images_of(job.asked, f"{self._num_calls}/{job.place}")
@@ -163,6 +163,7 @@ class VLLMRollout:
                     running[name] = (answer, taken)
             if not running:
                 return generation_of(answers)
+            step += 1
             for output in engine.step():
                 answer, taken = running[output.request_id]
                 answer.tokens += output.outputs[0].token_ids

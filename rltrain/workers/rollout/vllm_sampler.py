@@ -94,7 +94,7 @@ class CountedSampler(nn.Module):
         counts = np.array(metadata.num_draft_tokens) + 1
         requests = np.repeat(np.arange(len(counts)), counts)
         steps = np.arange(len(requests)) - np.repeat(counts.cumsum() - counts, counts)
-        places = [send(torch.from_numpy(each), logits.device) for each in (requests, steps)]
+        places = tuple(send(torch.from_numpy(each), logits.device) for each in (requests, steps))
         log_probs = torch.log_softmax(scaled, -1)
         drawn = self._draw(scaled, requests, steps)
         log_probs = log_probs.gather(-1, drawn[:, None])[:, 0]

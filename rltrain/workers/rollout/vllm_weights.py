@@ -16,7 +16,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
-from transformers import PretrainedConfig
 
 from rltrain.errors import ConfigError, SyncError
 from rltrain.models.weights import Weight
@@ -24,7 +23,7 @@ from rltrain.models.weights import Weight
 _COUNTS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
-def derived_weights(config: PretrainedConfig) -> str:
+def derived_weights(config: Any) -> str:
     """What of a model vLLM computes from its weights when they are loaded: "experts", "latent attention", or ""."""
     known = config.get_text_config().to_dict()
     if known.get("kv_lora_rank"):
@@ -32,7 +31,7 @@ def derived_weights(config: PretrainedConfig) -> str:
     return "experts" if any(known.get(name) for name in _COUNTS_OF_EXPERTS) else ""
 
 
-def refuse_on_npu(config: PretrainedConfig) -> None:
+def refuse_on_npu(config: Any) -> None:
     """Raises ConfigError for a model whose weights vllm-ascend derives at its start, and not again at a sync."""
     if what := derived_weights(config):
         raise ConfigError(
@@ -44,7 +43,7 @@ def refuse_on_npu(config: PretrainedConfig) -> None:
 class WeightLoader:
     """Brings weights under the names of checkpoints into the model of a vLLM worker."""
 
-    def __init__(self, worker: Any, config: PretrainedConfig, *, on_cpu: bool) -> None:
+    def __init__(self, worker: Any, config: Any, *, on_cpu: bool) -> None:
         self.reload = on_cpu or bool(derived_weights(config))
         self._worker = worker
         self._on_cpu = on_cpu
@@ -102,6 +101,6 @@ class WeightLoader:
 def _forget_packed_experts(model: Any) -> None:
     """vLLM packs experts for its CPU kernel when it makes that kernel; later ones it would write over them unpacked."""
     for module in model.modules():
-        method = getattr(module, "quant_method", None)
+        method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
             method.moe_kernel = None

@@ -29,6 +29,7 @@ from rltrain.models.ulysses import heads_problem
 from rltrain.trainer.plan import ImageSizes
 from rltrain.workers.model_check import check_numbers
 from rltrain.workers.reward_model import check_judge
+from rltrain.workers.rollout.vllm_weights import refuse_on_npu
 
 _R = "actor_rollout_ref.rollout."
 
@@ -97,6 +98,8 @@ def _look_at(kind: type[Any], spec: ModelSpec, cfg: Config, found: Findings) -> 
     if kind is PolicyModel:
         _chat(cfg, found)
         found.problems += _positions(cfg, config, found)
+        if cfg.actor_rollout_ref.rollout.name == "vllm" and get_device(cfg.trainer.device).kind == "npu":
+            refuse_on_npu(config)
         sizes |= _sizes_of_policy(cfg)
     problems = [heads_problem(config, size, key) for key, size in sizes.items()]
     found.problems += [problem for problem in problems if problem]

@@ -72,6 +72,36 @@ def other(plain):
     return changed
 
 
+class _Queue:
+    """A stream or an event of a device that computes at once."""
+
+    def __init__(self, **options) -> None:
+        pass
+
+    def __getattr__(self, name: str):
+        return lambda *_: None
+
+
+@contextlib.contextmanager
+def asynchronous():
+    """vLLM schedules on the CPU as it does on accelerators."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    plain = CpuPlatform.check_and_update_config
+
+    def check_and_update(config) -> None:
+        plain(config)
+        config.scheduler_config.async_scheduling = True
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CpuPlatform, "check_and_update_config", staticmethod(check_and_update))
+        patch.setattr(torch.cuda, "current_stream", _Queue)
+        patch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+        for name in ("Stream", "Event"):
+            patch.setattr(torch.cuda, name, _Queue)
+        yield
+
+
 @pytest.fixture(scope="module", params=ENGINES)
 def engine(request, tiny_model):
     rollout = RolloutConfig()
@@ -91,15 +121,14 @@ def engine(request, tiny_model):
     from vllm.distributed import cleanup_dist_env_and_memory
 
     accelerated = request.param == "vllm as on accelerators"
-    if accelerated:
-        request.getfixturevalue("asynchronous")
     if request.param == "vllm drafts":
         rollout.tail, rollout.max_num_batched_tokens = "exact", 16
     packed, kernels._supports_onednn = kernels._supports_onednn, kernels._supports_onednn and not accelerated
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    engine = engine_of("vllm", str(tiny_model), rollout)
-    engine._loader.reload = not accelerated
-    yield engine
+    with asynchronous() if accelerated else contextlib.nullcontext():
+        engine = engine_of("vllm", str(tiny_model), rollout)
+        engine._loader.reload = not accelerated
+        yield engine
     kernels._supports_onednn = packed
     del engine
     gc.collect()  # what ends with an engine must not end the next one
@@ -108,36 +137,6 @@ def engine(request, tiny_model):
     # process.
     for name in [name for name in sys.modules if name.partition(".")[0] in ("llvmlite", "numba")]:
         del sys.modules[name]
-
-
-class _Queue:
-    """A stream or an event of a device that computes at once."""
-
-    def __init__(self, **options) -> None:
-        pass
-
-    def __getattr__(self, name: str):
-        return lambda *_: None
-
-
-@pytest.fixture(scope="module")
-def asynchronous():
-    """vLLM schedules on the CPU as it does on accelerators."""
-    from vllm.platforms.cpu import CpuPlatform
-
-    plain = CpuPlatform.check_and_update_config
-
-    def check_and_update(config) -> None:
-        plain(config)
-        config.scheduler_config.async_scheduling = True
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CpuPlatform, "check_and_update_config", staticmethod(check_and_update))
-        patch.setattr(torch.cuda, "current_stream", _Queue)
-        patch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-        for name in ("Stream", "Event"):
-            patch.setattr(torch.cuda, name, _Queue)
-        yield
 
 
 @pytest.fixture

@@ -203,3 +203,15 @@ def test_a_worker_that_sees_several_devices_is_told(chosen, pair, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
     with pytest.raises(ConfigError, match="needs workers that see one device each"):
         pair(0, "cuda")
+
+
+def test_weights_travel_in_handfuls_and_every_one_arrives(make, plain):  # noqa: F811
+    """One call each with a bucket of nothing; with a large one a single call, and a refusal keeps no other out."""
+    for size, expected in ((1 << 30, 2), (0, len(list(plain.parameters())) + 1)):
+        engine = make()
+        engine._bucket_bytes = size
+        update, calls = engine._engine.update_weights_from_tensor, []
+        engine._engine.update_weights_from_tensor = lambda **how: calls.append(1) or update(**how)  # noqa: B023
+        load(engine, weights_of(plain))
+        assert len(calls) == expected, "the last call asks what was refused"
+        assert generate(engine, Sampling(4, greedy=True), PROMPTS, 1).tokens.lengths.sum() > 0

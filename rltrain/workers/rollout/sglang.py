@@ -68,6 +68,7 @@ class SGLangRollout:
         self._replica = settings.replica
         self._max_num_seqs = rollout.max_num_seqs
         self._max_model_len = settings.max_model_len
+        self._bucket_bytes = rollout.update_weights_bucket_megabytes << 20
         self._sleeps = rollout.free_cache_engine
         # Tokens of images, for which a model that reads texts has no features. Unlike in the other engines they leave
         # the softmax of the log-probs too.
@@ -155,11 +156,10 @@ class SGLangRollout:
     def load_weights(self, weights: Iterator[Weight]) -> None:
         if self._engine:
             _expect(self._engine.begin_weight_update())
-        for name, values, in_checkpoint in weights:
-            if in_checkpoint:
-                self._send(name, values, _LOAD)
+        for some in _handfuls(weights, self._bucket_bytes // 2):
+            self._send(some, _LOAD)
         with tempfile.TemporaryDirectory() as folder:
-            self._send(folder, torch.zeros(1, device=self._device.torch_device), _REPORT)
+            self._send([(folder, torch.zeros(1, device=self._device.torch_device))], _REPORT)
             # One of each of the engine's processes; they are at the leader alone.
             reports = [json.loads(file.read_text()) for file in Path(folder).iterdir()]
         if self._engine:
@@ -174,20 +174,19 @@ class SGLangRollout:
                 "Use rollout.name=vllm or hf."
             )
 
-    def _send(self, name: str, values: Tensor, loader: str) -> None:
+    def _send(self, named: list[tuple[str, Tensor]], loader: str) -> None:
         # A tensor on the CPU would be moved into shared memory; on an accelerator the engine reads it where it is.
-        values = values.clone() if self._device.is_cpu else values
+        handed: Any = [(name, values.clone() if self._device.is_cpu else values) for name, values in named]
         # The engine reads from another process, which does not wait for the kernels of this one.
         self._device.synchronize()
-        handed: Any = values
         if self._replica.size > 1:
-            handles = self._replica.gather(_handle(values))
-            handed = _by_device(handles) if self._engine else None
+            members = self._replica.gather([_handle(values) for _, values in handed])
+            if self._engine:
+                by_weight = zip(named, zip(*members, strict=True), strict=True)
+                handed = [(name, _by_device(handles)) for (name, _), handles in by_weight]
         if self._engine:
             _expect(
-                self._engine.update_weights_from_tensor(
-                    named_tensors=[(name, handed)], load_format=loader, flush_cache=False
-                )
+                self._engine.update_weights_from_tensor(named_tensors=handed, load_format=loader, flush_cache=False)
             )
         self._replica.agree(None)  # until then the engine reads from every member
 
@@ -254,6 +253,19 @@ class SGLangRollout:
         answer.log_probs = [entry[0] for entry in found]
         answer.reason = output["meta_info"]["finish_reason"]["type"]
         answer.seconds = time.perf_counter() - started
+
+
+def _handfuls(weights: Iterator[Weight], most_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+    """Names and values of ``most_bytes`` together: every call to the engine costs it milliseconds."""
+    some: list[tuple[str, Tensor]] = []
+    for name, values, in_checkpoint in weights:
+        if some and sum(held.nbytes for _, held in some) + values.nbytes > most_bytes:
+            yield some
+            some = []
+        if in_checkpoint:
+            some.append((name, values))
+    if some:
+        yield some
 
 
 def _own_device(settings: EngineSettings) -> str:

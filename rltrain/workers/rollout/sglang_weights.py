@@ -4,7 +4,8 @@ SGLang imports functions by name and calls them, in the process of every device,
 named tensors. It drops what they return, and an exception ends its process and ours without a message. So weights go
 through the model's own loader, which knows its fused layout and which rows are its own, and exceptions are kept until
 the end of the sync. Then one more call has every process write its own into a folder, whose path is the name of the
-only tensor: a tensor's name is the only text that can be handed over.
+only tensor: a tensor's name is the only text that can be handed over. Left out: what the models say they have loaded,
+because most of SGLang's say nothing; the canary sees what is missing.
 """
 
 from __future__ import annotations
@@ -24,15 +25,25 @@ _REFUSED: dict[str, str] = {}
 
 
 def load_weights(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """Hand weights to the model's loader, one by one."""
+    """Hand weights to the model's loader: together, and one by one where it refuses, so that a refusal can be told by
+    name and keeps no other weight out.
+    """
+    if len(named_tensors) > 1 and not _refused(model, named_tensors):
+        named_tensors = named_tensors[:0]
     for name, values in named_tensors:
-        try:
-            # One weight per call, so that a refusal can be told by name and keeps no other weight out.
-            model.load_weights([(name, values)])
-        except (LookupError, AttributeError, AssertionError, TypeError, ValueError, RuntimeError) as error:
+        if error := _refused(model, [(name, values)]):
             _REFUSED[name] = repr(error)
+
+
+def _refused(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> Exception | None:
+    try:
+        model.load_weights(list(named_tensors))
+    except (LookupError, AttributeError, AssertionError, TypeError, ValueError, RuntimeError) as error:
+        return error
+    finally:
         # The sender may free the values as soon as this returns.
-        device_of(values).synchronize()
+        device_of(named_tensors[0][1]).synchronize()
+    return None
 
 
 def report_refused(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:

@@ -1,12 +1,13 @@
 """--dry-run: what it sees, and that its exit code says whether a run would start."""
 
 import json
+import shutil
 import sys
 from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
-from transformers import AutoModelForCausalLM, BloomConfig
+from transformers import AutoModelForCausalLM, BloomConfig, Qwen3MoeConfig
 
 from rltrain.env import installed
 from rltrain.main_ppo import main
@@ -105,6 +106,19 @@ def test_what_a_worker_would_refuse_is_known(dry, made, changes, words):
     several = {"trainer__n_gpus_per_node": 4, "algorithm__adv_estimator": "gae"}
     given = {name: str(value).replace("{model}", str(made[0])) for name, value in changes.items()}
     assert words in refused(dry, **several, **given)
+
+
+def test_experts_that_vllm_cannot_renew_on_an_npu_are_known(dry, made, tmp_path):
+    shutil.copytree(made[0], tmp_path / "experts")
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "num_experts": 2}
+    AutoModelForCausalLM.from_config(
+        Qwen3MoeConfig(**sizes, **heads, num_experts_per_tok=1, vocab_size=20, eos_token_id=1)
+    ).save_pretrained(tmp_path / "experts")
+    model = {"actor_rollout_ref__model__path": tmp_path / "experts", "trainer__device": "npu"}
+    found = refused(dry, actor_rollout_ref__rollout__name="vllm", **model)
+    assert "vllm-ascend lays out its experts once, at its start. Use rollout.name=hf" in found
+    assert "experts once" not in refused(dry, **model)
 
 
 def test_a_data_source_without_a_scorer_is_known(dry, made, tmp_path):

@@ -65,6 +65,19 @@ def test_a_choice_does_not_depend_on_the_chunk_of_rows(monkeypatch):
     assert all(torch.equal(*pair) for pair in zip(together, apart, strict=True))
 
 
+def test_counting_totals_finds_what_a_search_finds(monkeypatch):
+    """Where a device has no kernel that searches."""
+    logits = torch.randn(64, 20_000) * 3
+    logits[:, ::3] = -torch.inf
+    noise = torch.from_numpy(random_numbers(np.arange(64, dtype=np.uint64), np.arange(64)))
+    noise[:3] = torch.tensor([0.0, 0.5, 1 - 2**-23])
+    searched = choose(logits.clone(), noise, Sampling(1, top_k=50))
+    monkeypatch.setitem(device.DEVICES, "cpu", replace(device.get_device("cpu"), searches=False))
+    monkeypatch.delattr(torch, "searchsorted")
+    counted = choose(logits.clone(), noise, Sampling(1, top_k=50))
+    assert all(torch.equal(*pair) for pair in zip(searched, counted, strict=True))
+
+
 def test_a_nucleus_wider_than_the_first_guess_is_found():
     weights = torch.rand(2, 5000) + 0.5
     weights[1, 7] = 1e6

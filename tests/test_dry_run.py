@@ -116,9 +116,9 @@ def test_experts_that_vllm_cannot_renew_on_an_npu_are_known(dry, made, tmp_path)
         Qwen3MoeConfig(**sizes, **heads, num_experts_per_tok=1, vocab_size=20, eos_token_id=1)
     ).save_pretrained(tmp_path / "experts")
     model = {"actor_rollout_ref__model__path": tmp_path / "experts", "trainer__device": "npu"}
-    found = refused(dry, actor_rollout_ref__rollout__name="vllm", **model)
+    found = refused(dry, **model, actor_rollout_ref__rollout__name="vllm")
     assert "vllm-ascend lays out its experts once, at its start. Use rollout.name=hf" in found
-    assert "experts once" not in refused(dry, **model)
+    assert "experts once" not in refused(dry, **model, actor_rollout_ref__rollout__name="hf")
 
 
 def test_a_data_source_without_a_scorer_is_known(dry, made, tmp_path):

@@ -156,6 +156,8 @@ def model_numbers(policy: PackedModel) -> dict[str, float]:
     kept = 2 * (known.get("num_key_value_heads") or config.num_attention_heads) * head_size
     if known.get("kv_lora_rank"):  # latent attention (DeepSeek-AI 2024): one vector for all heads
         kept = known["kv_lora_rank"] + known["qk_rope_head_dim"]
+    # A recurrent layer sees no pairs of tokens and keeps no keys.
+    layers = config.num_hidden_layers - list(known.get("layer_types") or ()).count("linear_attention")
     idle = 1 - known.get("num_experts_per_tok", experts) / experts if experts else 0.0
     aside = sum(parameter.numel() for part in tower(policy.model) for parameter in part.parameters())
     aside += 0 if tied else embedding.numel()
@@ -164,7 +166,7 @@ def model_numbers(policy: PackedModel) -> dict[str, float]:
         "num_parameters": total,
         "trained_parameters": sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad),
         "matmul_parameters": total - aside - round(idle * in_experts),
-        "attention_width": config.num_hidden_layers * config.num_attention_heads * head_size,
-        "cache_width": config.num_hidden_layers * kept,
+        "attention_width": layers * config.num_attention_heads * head_size,
+        "cache_width": layers * kept,
         **(tower_numbers(policy.model) if policy.sees else {}),
     }

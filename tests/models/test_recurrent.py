@@ -10,6 +10,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated
 
 from rltrain.errors import ConfigError
 from rltrain.models import attention, delta_rule, recurrent
+from rltrain.models.forward import PolicyModel, model_numbers
 from rltrain.models.load import empty_model
 from rltrain.models.packing import AttentionPlan, Segment
 from tests.distance import distance
@@ -131,6 +132,11 @@ def test_kernels_of_cuda_are_given_the_same_layer(monkeypatch):
     for kernel in (delta_rule.fused_rule, recurrent._fused_convolution):
         kernel.cache_clear()
     assert distance(found, expected) < 0.01
+
+
+def test_layers_without_keys_count_for_no_pairs_of_tokens():
+    numbers = model_numbers(PolicyModel(plain_model("qwen3_5, gated delta net")))
+    assert (numbers["attention_width"], numbers["cache_width"]) == (4 * 8, 2 * 2 * 8)  # of one layer in two
 
 
 def test_other_recurrent_layers_are_refused():

@@ -230,7 +230,9 @@ def test_accelerator_kernels_are_given_the_same_attention(plan, kind, public, mo
 def test_varlen_attention_of_torch_takes_our_arguments():
     ours, theirs = (inspect.signature(each).parameters for each in (varlen_attn, torchs.varlen_attn))
     assert len(list(theirs)[:7]) == 7
-    assert {"scale", "window_size", "enable_gqa"} <= set(theirs)
+    if varlen._torchs() is not None:  # torch 2.10 has it without windows, and it is not taken
+        assert {"scale", "window_size"} <= set(theirs)
+        assert "enable_gqa" in theirs or torch.__version__.startswith("2.11")
     assert list(ours)[7:] == ["scale", "window_size", "enable_gqa"]
     for name, double, given in (
         ("forward", flash_forward, 9), ("backward", flash_backward, 14)

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -73,26 +75,34 @@ class SlicedCheckpoint:
             if home not in self._parts:
                 raise NotSliceable(f"its files have no {name}")
             entry, pattern = self._parts[home][0]
-            if pattern is None and (shape := tuple(self._slice(entry).get_shape())) != self._shapes[home]:
-                raise NotSliceable(f"{entry} has the shape {shape} there, and {self._shapes[home]} in the model")
+            try:
+                # On the meta device a rule costs nothing, and shows what it makes.
+                made = self._made(name, 0, sys.maxsize, self._empty) if pattern else self._empty(entry)
+            except Exception as error:  # whatever a rule raises, transformers then reads the model itself
+                raise NotSliceable(f"{name} is not made of {entry} as known: {error!r}") from error
+            if tuple(made.shape) != self._shapes[name]:
+                raise NotSliceable(f"{entry} makes {tuple(made.shape)}, and {name} is {self._shapes[name]}")
 
     def rows(self, name: str, first: int, last: int, dtype: torch.dtype) -> Tensor:
         """Rows ``first`` up to ``last`` of a weight; in the dtype of the files, or in ``dtype`` where it is made."""
+        entry, pattern = self._parts[self._home.get(name, name)][0]
+        if pattern is None:
+            return self._slice(entry)[first:last]
+        return self._made(name, first, last, lambda each: self._slice(each)[:].to(dtype)).to(dtype)
+
+    def _made(self, name: str, first: int, last: int, read: Callable[[str], Tensor]) -> Tensor:
         home = self._home.get(name, name)
         parts = self._parts[home]
-        pattern = parts[0][1]
-        if pattern is None:
-            return self._slice(parts[0][0])[first:last]
-        converter = copy.deepcopy(self._converter(pattern))
+        converter = copy.deepcopy(self._converter(parts[0][1]))
         stacks = _stacks_rows(converter)
         if stacks and first == last:
-            return torch.empty(0, *self._shapes[name][1:], dtype=dtype)
+            return torch.empty(0, *self._shapes[name][1:])
         seen: dict[str | None, int] = {}
         for entry, of in parts:
             # The n-th entry of a pattern is row n of what is stacked.
             number = seen[of] = seen.get(of, -1) + 1
             if not stacks or first <= number < last:
-                converter.add_tensor(home, entry, of, self._slice(entry)[:].to(dtype))
+                converter.add_tensor(home, entry, of, read(entry))
         made = converter.convert(home, model=self._plain, config=self._plain.config)[name]
         made = made[0] if isinstance(made, list) else made
         return made if stacks else made[first:last]
@@ -115,7 +125,10 @@ class SlicedCheckpoint:
     def _slice(self, entry: str) -> Any:
         return self._files[entry].get_slice(entry)
 
-    def _converter(self, pattern: str) -> Any:
+    def _empty(self, entry: str) -> Tensor:
+        return torch.empty(self._slice(entry).get_shape(), device="meta")
+
+    def _converter(self, pattern: str | None) -> Any:
         return next(each for each in self._converters if pattern in each.source_patterns)
 
 

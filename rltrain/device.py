@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import resource
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -33,7 +33,8 @@ class Device:
     tensors): a launch costs, and the gradient of the head is read and written once per chunk. A CPU wants what its
     caches hold. cache_columns: columns per block of the embedded engine's key-value cache; few on a CPU, where reading
     masked columns costs. attention: the kernel for packed sequences (`models.attention`). searches: it finds places in
-    sorted rows by a kernel of its own (on an NPU torch_npu leaves that to its host processor).
+    sorted rows by a kernel of its own (on an NPU torch_npu leaves that to its host processor). fused_optimizer: AdamW
+    has a kernel of its own.
     """
 
     kind: str
@@ -44,6 +45,7 @@ class Device:
     sampling_elements: int = 2**26
     cache_columns: int = 512
     searches: bool = True
+    fused_optimizer: bool = False
 
     @property
     def torch_device(self) -> torch.device:
@@ -121,6 +123,16 @@ class Device:
         """Memory of the device, or of the machine."""
         return _machine_memory()["MemTotal"] if self.is_cpu else int(self._module().mem_get_info()[1])
 
+    @cached_property
+    def logits_at_once(self) -> int:
+        """`logits_elements` of a device of this size."""
+        return self.logits_elements if self.is_cpu else self.sized_for(self.total_memory_bytes()).logits_elements
+
+    def sized_for(self, memory: int | None) -> Device:
+        """With ``logits_elements`` for so many bytes: on accelerators two and four times as many from 30 and 75 GB."""
+        size = 0 if self.is_cpu or memory is None else memory
+        return replace(self, logits_elements=self.logits_elements * (1 + (size >= 30e9) + 2 * (size >= 75e9)))
+
     def peak_memory_gb(self) -> dict[str, float]:
         """``perf/*memory*`` metrics in GiB: peaks of this process since it started, and what is used on the machine
         now.
@@ -146,7 +158,7 @@ class Device:
 
 DEVICES = {
     "cpu": Device("cpu", "gloo", "CPU", "products", logits_elements=2**24, sampling_elements=2**21, cache_columns=64),
-    "cuda": Device("cuda", "cpu:gloo,cuda:nccl", "GPU", "flash"),
+    "cuda": Device("cuda", "cpu:gloo,cuda:nccl", "GPU", "flash", fused_optimizer=True),
     "npu": Device("npu", "cpu:gloo,npu:hccl", "NPU", "npu", searches=False),
 }
 
@@ -195,6 +207,13 @@ def load_backend(backend: str) -> None:
     """Import what brings the process group's backend. Torch does so unless TORCH_DEVICE_BACKEND_AUTOLOAD=0."""
     if "hccl" in backend:
         import torch_npu  # noqa: F401
+
+
+def torch_npu() -> Any:
+    """The package, for its fused operators."""
+    import torch_npu
+
+    return torch_npu
 
 
 def npu_fusion_attention() -> Any:

@@ -76,6 +76,11 @@ class FSDPConfig(ShardingConfig):
     """Keep the optimizer state in host memory outside the update."""
     model_dtype: Dtype = "float32"
     """dtype of the master weights."""
+    use_no_sync_for_gradient_accumulation: bool = False
+    """Spread gradients over the devices once per optimizer step, and not after every micro-batch. Each device then
+    holds those of all weights meanwhile, 4 bytes per parameter of the whole model."""
+    use_torch_compile: bool = False
+    """Compile each decoder layer, for any number of tokens. The first steps take minutes."""
 
 
 @dataclass
@@ -112,6 +117,9 @@ class ModelConfig(TrainedModelConfig):
 
     path: str = ""
     """Hugging Face folder or hub name (required)."""
+    use_liger: bool = key(False, only_with={"trainer.device!=cpu": "fused kernels are those of accelerators"})
+    """Compute RMSNorm, SwiGLU and rotary embeddings of all models but the engine's with fused kernels: Liger's on
+    CUDA (pip install 'rltrain[liger]'), torch_npu's on NPU."""
     custom_chat_template: str | None = None
     """Chat template to use instead of the tokenizer's."""
     lora_adapter_path: str | None = None

@@ -185,6 +185,6 @@ def _theirs(reference: ReferenceStates, part: slice, scaling: Scaling) -> Tensor
 
 
 def _chunks(num_tokens: int, weight: Tensor) -> Iterator[slice]:
-    rows = max(1, device_of(weight).logits_elements // len(weight))
+    rows = max(1, device_of(weight).logits_at_once // len(weight))
     for start in range(0, num_tokens, rows):
         yield slice(start, start + rows)

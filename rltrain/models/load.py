@@ -171,7 +171,8 @@ def recompute_activations(model: PreTrainedModel, section: str) -> None:
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     # The reentrant kind needs an input with a gradient; under LoRA the embeddings are frozen, and the first hidden
     # states have none.
-    enable({"use_reentrant": False})
+    # Every dropout is 0, so there is no randomness to repeat.
+    enable({"use_reentrant": False, "preserve_rng_state": False})
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:

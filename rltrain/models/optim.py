@@ -10,13 +10,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rltrain.config.model_schema import OptimConfig
+from rltrain.device import Device
 
 
-def make_optimizer(parameters: Iterable[nn.Parameter], cfg: OptimConfig) -> torch.optim.AdamW:
-    """AdamW over the sharded fp32 master weights."""
+def make_optimizer(parameters: Iterable[nn.Parameter], cfg: OptimConfig, device: Device) -> torch.optim.AdamW:
+    """AdamW over the sharded fp32 master weights, in one kernel where the device has it."""
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     betas = (cfg.betas[0], cfg.betas[1])
-    return torch.optim.AdamW(trainable, lr=cfg.lr, betas=betas, eps=cfg.eps, weight_decay=cfg.weight_decay)
+    decay, fused = cfg.weight_decay, device.fused_optimizer or None
+    return torch.optim.AdamW(trainable, lr=cfg.lr, betas=betas, eps=cfg.eps, weight_decay=decay, fused=fused)
 
 
 def learning_rate(step: int, cfg: OptimConfig, warmup_steps: int, total_steps: int) -> float:

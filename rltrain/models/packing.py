@@ -84,9 +84,24 @@ class AttentionPlan:
     def has_prefixes(self) -> bool:
         return any(segment.prefix_length for segment in self.segments)
 
+    def on_device(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Cumulative query and key lengths [segments + 1] (int32); the rows of all segments' keys [keys], none where no
+        segment has a prefix. Made once per device rather than once per layer.
+        """
+        if device not in self._on_devices:
+            queries, where = send(torch.tensor((0, *self.query_ends), dtype=torch.int32), device), torch.zeros(0)
+            keys = queries  # The very same tensor, by which torch knows that its fastest kernel will do.
+            if self.has_prefixes:
+                parts = [part for each in self.segments for part in (each.prefix, (each.start, each.stop))]
+                keys = send(torch.tensor((0, *self.key_ends), dtype=torch.int32), device)
+                where = send(torch.cat([torch.arange(*part) for part in parts]), device)
+            self._on_devices[device] = queries, keys, where
+        return self._on_devices[device]
+
+    # In the plan itself: an object that held it would hold the device's memory until Python looks for cycles.
     @cached_property
-    def on_device(self) -> _OnDevice:
-        return _OnDevice(self)
+    def _on_devices(self) -> dict[torch.device, tuple[Tensor, Tensor, Tensor]]:
+        return {}
 
     def chunked(self, size: int) -> AttentionPlan:
         """This plan for layers where a token sees only keys of the same ``size`` places of its sample.
@@ -122,29 +137,6 @@ def _pieces(segment: Segment, size: int) -> Iterator[Segment]:
         stop = min(segment.stop, start + size - place % size)
         yield Segment(start, stop, prefix)
         start, place, prefix = stop, place + stop - start, (0, 0)
-
-
-class _OnDevice:
-    """The plan's tensors, made once per device rather than once per layer."""
-
-    def __init__(self, plan: AttentionPlan) -> None:
-        self._plan = plan
-        self._made: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
-
-    def __call__(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Cumulative query and key lengths [segments + 1] (int32); the rows of all segments' keys [keys], none where no
-        segment has a prefix.
-        """
-        if device not in self._made:
-            plan = self._plan
-            queries, where = send(torch.tensor((0, *plan.query_ends), dtype=torch.int32), device), torch.zeros(0)
-            keys = queries  # The very same tensor, by which torch knows that its fastest kernel will do.
-            if plan.has_prefixes:
-                parts = [part for each in plan.segments for part in (each.prefix, (each.start, each.stop))]
-                keys = send(torch.tensor((0, *plan.key_ends), dtype=torch.int32), device)
-                where = send(torch.cat([torch.arange(*part) for part in parts]), device)
-            self._made[device] = queries, keys, where
-        return self._made[device]
 
 
 @dataclass(frozen=True)

@@ -300,13 +300,18 @@ def forward_only(with_entropy: bool) -> Work:
     return work
 
 
-def update(optim: OptimConfig, num_micro_batches: int, with_entropy: bool, entropy_learns: bool) -> Work:
-    """Forward and backward of up to two micro-batches, of which the second finds gradients, and a step of AdamW."""
+def update(
+    optim: OptimConfig, num_micro_batches: int, with_entropy: bool, entropy_learns: bool, once: bool = False
+) -> Work:
+    """Forward and backward of up to two micro-batches, of which the second finds gradients, and a step of AdamW.
+
+    once: gradients are reduced after the last alone.
+    """
 
     def work(packed: Any, ledger: Ledger, inputs: PackedInputs) -> list[Owners]:
         packed.train()
         trained = [each for each in packed.parameters() if each.requires_grad]
-        optimizer = make_optimizer(trained, optim)
+        optimizer = make_optimizer(trained, optim, replace(DEVICES["cpu"], fused_optimizer=False))
         for group in optimizer.param_groups:
             group["foreach"] = True  # as on accelerators
         with ledger.owner("optimizer"):
@@ -317,7 +322,9 @@ def update(optim: OptimConfig, num_micro_batches: int, with_entropy: bool, entro
         # In front of it most layers are done, and what they kept is gone: the peak is before or after.
         first.register_forward_hook(lambda _, __, output: _at_gradient(output, lambda: stretches.append(ledger.cut())))
         ledger.cut()
-        for _ in range(min(num_micro_batches, 2)):
+        num_run = min(num_micro_batches, 2)
+        for number in range(1, num_run + 1):
+            packed.set_requires_gradient_sync(number == num_run or not once)
             if isinstance(packed, PolicyModel):
                 log_probs, entropy, _ = packed(inputs, 1.0, with_entropy)
                 loss = log_probs.sum() + (entropy.sum() if entropy_learns else 0.0)

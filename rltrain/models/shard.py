@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import PretrainedConfig
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from rltrain.device import Device
 from rltrain.models import attention
 from rltrain.models.forward import PackedModel, PolicyModel, ScalarModel
+from rltrain.models.kernels import fuse, kernels_of
 from rltrain.models.load import (
     decoder_layers,
     empty_model,
@@ -76,6 +77,10 @@ def sharded_model(kind: type[Model], spec: ModelSpec, device: Device) -> Model:
     group = sequence_group(config, spec.sequence_parallel_size, key)
     packed = empty_packed(kind, spec, config)
     packed.group, model = group, packed.model
+    if kernels := kernels_of(device, spec.fused_kernels):
+        fuse(model, kernels)
+    if spec.compiled:
+        _compile_layers(model)
     spread(packed, spec, make_mesh(device, spec.fsdp.fsdp_size))
     # Cut while it is on the meta device, the model gets memory for its shards alone.
     packed.to_empty(device=device.torch_device)
@@ -83,6 +88,14 @@ def sharded_model(kind: type[Model], spec: ModelSpec, device: Device) -> Model:
     model.tie_weights()
     _load(packed, spec, config)
     return packed
+
+
+def _compile_layers(model: PreTrainedModel) -> None:
+    """torch.compile of every block, for any number of tokens. Attention stays outside: it reads the plan of the row."""
+    AttentionInterface.register(attention.NAME, torch.compiler.disable(attention.packed_attention))
+    for layer in decoder_layers(model):
+        # Not the module itself, as FSDP's hooks are no part of what is compiled.
+        layer.forward = torch.compile(layer.forward, dynamic=True)
 
 
 def _load(packed: PackedModel, spec: ModelSpec, config: PretrainedConfig) -> None:

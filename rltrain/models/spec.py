@@ -24,8 +24,8 @@ class ModelSpec:
 
     role: its config section, for messages. fsdp: how it is sharded. lora: adapters, in their own dtype, over frozen
     weights in ``master_dtype``. sequence_parallel_size: ranks that hold each sequence together. longest: tokens of a
-    sequence, at most. tower: what the vision tower does, if there is one: it "rests" (prompts are texts), or its
-    features are used, and it is "frozen" or "trained".
+    sequence, at most. fused_kernels: see `kernels_of`. compiled: its decoder layers are. tower: what the vision tower
+    does, if there is one: it "rests" (prompts are texts), or its features are used, and it is "frozen" or "trained".
     """
 
     path: str
@@ -39,6 +39,8 @@ class ModelSpec:
     sequence_parallel_size: int = 1
     lora: Lora | None = None
     longest: int | None = None
+    fused_kernels: bool = False
+    compiled: bool = False
     tower: Tower = "rests"
 
     @property
@@ -83,7 +85,13 @@ def reward_model_spec(cfg: Config, device: Device) -> ModelSpec:
     dtype = resolve_dtype(model.fsdp_config.compute_dtype, device)
     spec = ModelSpec(model.path or "", "reward_model", model.trust_remote_code, fsdp=model.fsdp_config)
     # It is never trained, so it rests in the dtype in which it computes.
-    return replace(spec, master_dtype=dtype, compute_dtype=dtype, longest=longest_sequence(cfg))
+    return replace(
+        spec,
+        master_dtype=dtype,
+        compute_dtype=dtype,
+        longest=longest_sequence(cfg),
+        fused_kernels=cfg.actor_rollout_ref.model.use_liger,
+    )
 
 
 def _trained(
@@ -111,6 +119,8 @@ def _trained(
         sequence_parallel_size=size,
         lora=lora,
         longest=longest_sequence(cfg),
+        fused_kernels=cfg.actor_rollout_ref.model.use_liger,
+        compiled=fsdp.use_torch_compile,
         tower=used if images else "rests",
     )
 

@@ -88,7 +88,9 @@ def moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[s
     state = optimizer.state[parameter]
     # DCP loads into tensors that are there, and AdamW makes its state only in its first step.
     if not state:
-        state["step"] = torch.zeros((), dtype=torch.float32)
+        # One kernel for all of a step reads the count where the weight is.
+        where = parameter.device if optimizer.defaults["fused"] else "cpu"
+        state["step"] = torch.zeros((), dtype=torch.float32, device=where)
         state["exp_avg"] = torch.zeros_like(parameter)
         state["exp_avg_sq"] = torch.zeros_like(parameter)
     return state

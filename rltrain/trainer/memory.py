@@ -20,7 +20,7 @@ import torch
 from rltrain import columns as c
 from rltrain.batch import Batch, DictionaryColumn
 from rltrain.config.budgets import PassBudget, budgets, longest_sequence
-from rltrain.config.model_schema import OptimConfig
+from rltrain.config.model_schema import FSDPConfig, OptimConfig
 from rltrain.config.schema import Config
 from rltrain.device import Device, get_device, resolve_dtype
 from rltrain.models.forward import PolicyModel, ScalarModel
@@ -90,7 +90,7 @@ def forecast(cfg: Config, plan: Plan, device_bytes: int | None, phases: Containe
 
     device_bytes: of one device; None: unknown, and the engine's share of it is left out.
     """
-    device = get_device(cfg.trainer.device)
+    device = get_device(cfg.trainer.device).sized_for(device_bytes)
     roles = _roles(cfg, plan, device)
 
     def together(phase: str, own: Mapping[str, int]) -> Owners:
@@ -150,7 +150,8 @@ def _passes(cfg: Config, plan: Plan, device: Device, roles: Mapping[str, _Role])
     def learn(role: _Role, budget: PassBudget, samples: int, entropy: bool = False, learns: bool = False) -> Owners:
         batch = fullest(cfg, budget, samples)
         assert role.optim is not None
-        work = update(role.optim, -(-samples // len(batch)), entropy, learns)
+        once = isinstance(role.spec.fsdp, FSDPConfig) and role.spec.fsdp.use_no_sync_for_gradient_accumulation
+        work = update(role.optim, -(-samples // len(batch)), entropy, learns, once)
         return role.peak(device, batch, work, f"{budget} {samples} {entropy} {learns} learns")
 
     found: dict[str, Callable[[], Owners]] = {}

@@ -74,7 +74,7 @@ class ActorRefWorker(Actor):
         if not trains:  # the engines get these weights once, and nothing else needs them
             self._residency.add_model(self._policy.requires_grad_(False).eval(), "sync", offload=True)
             return
-        self._updater = Updater("actor", self._policy, self._actor_cfg.optim, self._cfg.trainer, self._device)
+        self._updater = Updater("actor", self._policy, self._actor_cfg.optim, fsdp, self._cfg.trainer, self._device)
         phases: tuple[Phase, ...] = ("sync", "log_prob", "train_actor", "save")
         # Under LoRA the policy without its adapters is the reference; an exact KL needs the policy's own distribution.
         phases += ("ref",) if self._passes.exact_kl_in_reward or model_cfg.uses_lora else ()
@@ -354,7 +354,7 @@ class ActorRefWorker(Actor):
     def export(self, folder: str, card: str) -> list[str]:
         """Write a Hugging Face folder with ``card`` as README.md (a collective). Returns its problems."""
         # The phase of a pass: the weights are on the device, while the engine and offloaded optimizer state are not.
-        self._residency.enter("log_prob")
+        self._residency.enter("log_prob", whole=True)
         return export_huggingface(self._policy, self._spec.load_config(), chat_encoder(self._cfg), folder, card)
 
 

@@ -33,8 +33,8 @@ class CriticWorker(Critic):
         self._residency = residency
         self._device = residency.device
         self._model = sharded_model(ScalarModel, critic_spec(cfg, self._device, images), self._device)
-        self._updater = Updater("critic", self._model, cfg.critic.optim, cfg.trainer, self._device)
         fsdp = cfg.critic.model.fsdp_config
+        self._updater = Updater("critic", self._model, cfg.critic.optim, fsdp, cfg.trainer, self._device)
         residency.add_model(self._model, "values", "train_critic", "save", offload=fsdp.param_offload)
         residency.add_optimizer(self._updater.optimizer, "train_critic", "save", offload=fsdp.optimizer_offload)
 

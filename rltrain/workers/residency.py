@@ -64,8 +64,10 @@ class Residency:
         weights = [each for one in self._staying for group in one.param_groups for each in group["params"]]
         return sum(2 * (each.to_local() if isinstance(each, DTensor) else each).nbytes for each in weights)
 
-    def enter(self, phase: Phase) -> None:
-        """Make the device ready for ``phase``."""
+    def enter(self, phase: Phase, *, whole: bool = False) -> None:
+        """Make the device ready for ``phase``. whole: weights will be read elsewhere than in a forward, so that kernels
+        wait for all of them.
+        """
         self.phase = phase
         leaving = [resident for phases, resident in self._residents if phase not in phases and resident.is_here]
         for resident in leaving:
@@ -81,7 +83,7 @@ class Residency:
         for phases, resident in self._residents:
             if phase in phases and not resident.is_here:
                 resident.come()
-        if self._queue is not None and phase in _READ_AT_ONCE:
+        if self._queue is not None and (whole or phase in _READ_AT_ONCE):
             self.device.current_stream().wait_stream(self._queue)
 
 

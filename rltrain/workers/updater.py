@@ -16,15 +16,17 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from rltrain.algorithms.losses import LossShare, Measured
 from rltrain.algorithms.moments import Moments
 from rltrain.batch import Batch
-from rltrain.config.model_schema import OptimConfig
+from rltrain.config.model_schema import FSDPConfig, OptimConfig
 from rltrain.config.schema import TrainerConfig
 from rltrain.device import Device
 from rltrain.errors import NonFiniteError
+from rltrain.models.forward import PackedModel
 from rltrain.models.optim import clip_gradients, make_optimizer
 from rltrain.workers.results import Array, UpdateNumbers
 from rltrain.workers.tasks import MiniBatch
@@ -43,12 +45,21 @@ class _Step(NamedTuple):
 class Updater:
     """Owns the optimizer of ``model``. ``num_steps`` counts the optimizer steps that were made."""
 
-    def __init__(self, role: str, model: nn.Module, optim: OptimConfig, trainer: TrainerConfig, device: Device) -> None:
-        self.optimizer = make_optimizer(model.parameters(), optim)
+    def __init__(
+        self,
+        role: str,
+        model: PackedModel,
+        optim: OptimConfig,
+        fsdp: FSDPConfig,
+        trainer: TrainerConfig,
+        device: Device,
+    ) -> None:
+        self.optimizer = make_optimizer(model.parameters(), optim, device)
         self.num_steps = 0
         self._role = role
         self._model = model
         self._clip_grad = optim.clip_grad
+        self._reduces_once = fsdp.use_no_sync_for_gradient_accumulation
         self._trainer = trainer
         self._device = device
 
@@ -89,7 +100,10 @@ class Updater:
 
     def _step(self, micros: Sequence[Batch], mini: MiniBatch, loss: LossFunction) -> _Step:
         total: LossShare | None = None
-        for micro in micros:
+        for number, micro in enumerate(micros, start=1):
+            if self._reduces_once:
+                assert isinstance(self._model, FSDPModule)
+                self._model.set_requires_gradient_sync(number == len(micros))
             share = loss(micro, mini)
             # FSDP averages gradients over the ranks, but the denominators are global already: undo the average. Ranks
             # that share sequences have the same loss, and each holds a part of its gradient.

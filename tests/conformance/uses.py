@@ -149,10 +149,10 @@ TORCH_NPU = Package(
             "Stream current_stream device_count empty_cache get_device_name max_memory_allocated max_memory_reserved "
             "memory_allocated mem_get_info set_device stream synchronize",
         "torch_npu.npu.memory:": "_set_allocator_settings",
-        "torch_npu:": "npu_fusion_attention",
+        "torch_npu:": "npu_fusion_attention npu_rms_norm npu_rotary_mul npu_swiglu",
     },
     # Those of the doubles.
-    ours="memory",  # the module of that function
+    ours="__name__ _modules _plain down_proj eps gate_proj gate_up_proj memory up_proj variance_epsilon weight",
     called={f"tests:{name}": f"torch_npu:{name}" for name in ("npu_rms_norm", "npu_rotary_mul", "npu_swiglu")},
     makers={"npu_fusion_attention": "torch_npu:npu_fusion_attention", "torch_npu": "torch_npu:"},
     only=r"(?!)",

@@ -26,12 +26,12 @@ DEVICES["cpu"] = dataclasses.replace(DEVICES["cpu"], attention="npu")
 _enter = Residency.enter
 
 
-def _reported(self, phase):
+def _reported(self, phase, **how):
     """`Residency.enter`, with the bytes before, in and after it, and the largest since the last one."""
     torch.npu.empty_cache()
     before, peak = torch.npu.memory_allocated(), torch.npu.max_memory_allocated()
     torch.npu.reset_peak_memory_stats()
-    _enter(self, phase)
+    _enter(self, phase, **how)
     torch.npu.synchronize()
     line = {"phase": phase, "before": before, "peak_of_last": peak, "after": torch.npu.memory_allocated(),
             "peak_of_move": torch.npu.max_memory_allocated()}  # fmt: skip

@@ -1,5 +1,6 @@
 """What the tests of fast training run in a process with the stand-in device. Each public function is one process."""
 
+import functools
 import traceback
 from collections import Counter
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from rltrain.batch import Batch
 from rltrain.device import get_device
 from rltrain.workers.residency import Residency
 from rltrain.workers.tasks import MiniBatch, UpdateTask
+from tests.distance import distance
 from tests.tiny import save_tiny_model, write_arithmetic
 from tests.workers.test_actor import denominators_of, make_worker, scored
 
@@ -160,3 +162,26 @@ def count_copies_to_host(residency: Any, phase: str) -> int:
     with Counting() as counting:
         residency.enter(phase)
     return counting.count
+
+
+def fuses(folder: str) -> None:
+    """With the key, norms, MLPs and rotary embeddings go through torch_npu's kernels, and train to the same weights."""
+    called: Counter[str] = Counter()
+    for name in ("npu_rms_norm", "npu_swiglu", "npu_rotary_mul"):
+        counted = functools.partial(_count, called, name, getattr(torch_npu, name))
+        setattr(torch_npu, name, counted)
+    make = workers(folder)
+    results = []
+    for wanted in (False, True):
+        worker = make("npu", actor_rollout_ref__model__use_liger=wanted)
+        batch = scored(worker)
+        worker.update(batch, update(batch, 2))
+        results.append([batch.ragged("old_log_probs").values, *trained(worker)])
+        assert (sum(called.values()) > 0) == wanted
+    assert set(called) == {"npu_rms_norm", "npu_swiglu", "npu_rotary_mul"}
+    assert distance(*results) < 1e-5
+
+
+def _count(called: Counter[str], name: str, kernel: Any, *args: Any, **kwargs: Any) -> Any:
+    called[name] += 1
+    return kernel(*args, **kwargs)

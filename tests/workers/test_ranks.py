@@ -38,6 +38,9 @@ VARIANTS = {
         for name in ("seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
     },
     "exact kl": {A + "kl_loss_type": "full"},
+    "one reduction": {
+        f"{role}.fsdp_config.use_no_sync_for_gradient_accumulation": True for role in (A[:-1], "critic.model")
+    },
     "lora": {**LORA, "critic.model.lora_rank": 3},
     "lora, exact kl": {**LORA, A + "kl_loss_type": "full"},
 }

@@ -1,0 +1,138 @@
+"""Fused kernels replace what computes the same, and nothing else. The kernels are doubles of torch_npu's."""
+
+import importlib.util
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Phi3Config, Qwen3Config
+
+from rltrain import device
+from rltrain.device import get_device
+from rltrain.errors import ConfigError
+from rltrain.models import kernels
+from rltrain.models.forward import PolicyModel
+from rltrain.models.optim import make_optimizer
+from rltrain.models.packing import pack
+from rltrain.models.shard import sharded_model
+from rltrain.models.spec import ModelSpec
+from tests.batches import batch_of_rows
+from tests.distance import distance
+from tests.tiny import small_config
+
+DOUBLES = Path(__file__).parent.parent / "npu/doubles/torch_npu/kernels.py"
+SIZES = {
+    "vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "initializer_range": 0.2, "pad_token_id": 0,
+}  # fmt: skip
+# Norms per model, MLPs, rotary functions. Gemma has 1 + weight and another activation.
+FAMILIES = {
+    "qwen3": (Qwen3Config(**SIZES, head_dim=8), (9, 2, 1)),
+    "llama": (LlamaConfig(**SIZES), (5, 2, 1)),
+    "phi3": (Phi3Config(**SIZES), (5, 2, 1)),
+    "gemma3": (Gemma3TextConfig(**SIZES, head_dim=8), (0, 0, 1)),
+}
+
+
+@pytest.fixture
+def of_doubles(monkeypatch):
+    spec = importlib.util.spec_from_file_location("torch_npu_kernels", DOUBLES)
+    doubles = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(doubles)
+    monkeypatch.setattr(kernels, "torch_npu", lambda: doubles)
+    return kernels.of_torch_npu()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fused_modules_compute_what_plain_ones_do(family, of_doubles, monkeypatch):
+    config, expected = FAMILIES[family]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    for name, weight in model.named_parameters():  # norms start at 1, where a forgotten weight would not be seen
+        if "norm" in name:
+            torch.nn.init.normal_(weight, 1.0, 0.3)
+    modeling = sys.modules[type(model).__module__]
+    monkeypatch.setattr(modeling, "apply_rotary_pos_emb", modeling.apply_rotary_pos_emb)
+    tokens = torch.arange(24).reshape(2, 12)
+    results = []
+    for fused in (False, True):
+        if fused:
+            found = kernels.fuse(model, of_doubles)
+        model.zero_grad()
+        loss = model(tokens, labels=tokens).loss
+        loss.backward()
+        results.append([loss, *(weight.grad for weight in model.parameters())])
+    norms = sum(count for name, count in found.items() if name.endswith("Norm"))
+    assert (norms, sum(count for name, count in found.items() if name.endswith("MLP"))) == expected[:2]
+    assert found[f"{modeling.__name__.rpartition('.')[2]}.apply_rotary_pos_emb"] == expected[2]
+    assert distance(results[1], results[0]) < 1e-5
+
+
+def test_the_kernels_compute_their_formulas(of_doubles):
+    torch.manual_seed(1)
+    x, gate, up, weight = torch.randn(3, 8), torch.randn(3, 8), torch.randn(3, 8), torch.randn(8)
+    query, key, angles = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8), torch.randn(1, 3, 4).repeat(1, 1, 2)
+    for arguments, name in [
+        ((x, weight, 1e-5), "rms_norm"), ((gate, up), "swiglu"),
+        ((query, key, angles.cos(), angles.sin(), 1), "rotary"),
+    ]:  # fmt: skip
+        found, expected = (getattr(each, name)(*arguments) for each in (of_doubles, kernels.PLAIN))
+        assert distance(found, expected) < 1e-6
+
+
+def test_kernels_follow_key_and_device():
+    cpu, npu, cuda = (device.DEVICES[name] for name in ("cpu", "npu", "cuda"))
+    assert kernels.kernels_of(cpu, True) is kernels.kernels_of(npu, False) is kernels.kernels_of(cuda, False) is None
+    with pytest.raises(ConfigError, match=r"use_liger=True needs Liger's kernels: pip install 'rltrain\[liger\]'"):
+        kernels.kernels_of(cuda, True)
+
+
+def test_more_logits_at_once_where_memory_is_large(monkeypatch):
+    found = []
+    for gigabytes in (16, 40, 80):
+        monkeypatch.setattr(device.Device, "total_memory_bytes", lambda self, size=gigabytes: size * 10**9)
+        found.append(replace(device.DEVICES["cuda"]).logits_at_once)
+    assert found == [2**26, 2**27, 2**28]
+    assert get_device("cpu").logits_at_once == 2**24
+
+
+@pytest.mark.usefixtures("process_group")
+def test_one_kernel_of_adamw_makes_the_same_step(tiny_model):
+    """As on CUDA, also from a state that a checkpoint would fill."""
+    results = []
+    for fused in (False, True):
+        policy = sharded_model(PolicyModel, ModelSpec(str(tiny_model)), get_device("cpu"))
+        optim = small_config().actor_rollout_ref.actor.optim
+        optimizer = make_optimizer(policy.parameters(), optim, replace(get_device("cpu"), fused_optimizer=fused))
+        assert bool(optimizer.defaults["fused"]) == fused
+        for step in range(3):
+            for weight in policy.parameters():
+                weight.grad = weight.detach() * 0.1 + step
+            optimizer.step()
+        results.append([weight.full_tensor() for weight in policy.parameters()])
+    assert distance(results[1], results[0]) < 1e-6
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("process_group")
+def test_compiled_layers_compute_the_same_for_any_length(tiny_model):
+    results = []
+    rows = [torch.arange(4, 4 + length, dtype=torch.int32) % 16 + 4 for length in (9, 14, 6, 11, 17, 8)]
+    for compiled in (False, True):
+        spec = ModelSpec(str(tiny_model), gradient_checkpointing=True, compiled=compiled)
+        policy = sharded_model(PolicyModel, spec, get_device("cpu")).train()
+        found = []
+        for first in (0, 2, 4):
+            graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+            batch = batch_of_rows(rows[first : first + 2], [3, 3])
+            found.append(policy(pack(batch, torch.device("cpu")), 1.0).log_probs)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs, "another length is another graph"
+        assert (graphs > 0) == compiled
+        torch.cat(found).sum().backward()
+        results.append(
+            [*(each.detach() for each in found), *(weight.grad.full_tensor() for weight in policy.parameters())]
+        )
+    assert distance(results[1], results[0]) < 1e-5

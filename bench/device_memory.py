@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from bench.table import write
+from bench.table import RESULTS, write
 from rltrain.algorithms.aggregation import Denominators
 from rltrain.batch import Batch
 from rltrain.config.load import load_config
@@ -36,10 +37,11 @@ from rltrain.workers.hybrid import HybridWorker
 from rltrain.workers.residency import Residency
 from rltrain.workers.rollout import kv
 from rltrain.workers.rollout.base import Sampling
+from rltrain.workers.rollout.hf import HFRollout
 from rltrain.workers.tasks import GenerateTask, MiniBatch, UpdateTask
 from tests.tiny import save_tiny_tokenizer, small_run, write_arithmetic
 
-RANKS, PROMPT, ANSWER, ANSWERS, PROMPTS = 2, 32, 128, 4, 8
+RANKS, PROMPT, ANSWER, ANSWERS, PROMPTS = 2, 32, 64, 8, 8
 _A, _R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 _FSDP = "actor_rollout_ref.actor.fsdp_config."
 OFFLOAD = {f"{_FSDP}param_offload": True, f"{_FSDP}optimizer_offload": True,
@@ -65,7 +67,7 @@ def arguments(folder: Path, case: str) -> list[str]:
         "data.train_batch_size": PROMPTS, "data.max_prompt_length": PROMPT, "data.max_response_length": ANSWER,
         f"{_A}ppo_mini_batch_size": PROMPTS // 2, f"{_A}ppo_max_token_len_per_gpu": PROMPT + ANSWERS * ANSWER,
         f"{_A}entropy_coeff": 0, f"{_R}update_weights_bucket_megabytes": 4, "trainer.device": "npu",
-        "trainer.n_gpus_per_node": RANKS, f"{_R}name": "hf", "trainer.device_memory_gb": 4,
+        "trainer.n_gpus_per_node": RANKS, f"{_R}name": "hf", f"{_R}n": ANSWERS, "trainer.device_memory_gb": 4,
     } | CASES[case]  # fmt: skip
     return small_run(folder / "model", (file, file), folder, **{key.replace(".", "__"): v for key, v in keys.items()})
 
@@ -158,6 +160,18 @@ def rank_main(rank: int, folder: Path, case: str, steps: int) -> None:
         return output
 
     kv.KeyValues.decode = decoded
+    load = HFRollout.load_weights
+
+    def loaded(self: HFRollout, weights: Any) -> None:
+        def each() -> Any:
+            for weight in weights:
+                yield weight
+                ledger.claim("engine weights", [weight.values], but="weights")
+
+        with ledger.owner("gathered"):
+            load(self, each())
+
+    HFRollout.load_weights = loaded
     with ledger:
         worker.init_models(make_plan(cfg, len(prompts)).passes)
         for step in range(steps):
@@ -237,32 +251,60 @@ def measured(folder: Path, case: str, cap: int | None = None, steps: int = 2) ->
     return found
 
 
-def compare(folder: Path, case: str) -> list[tuple[str, Counter[str], Counter[str], int]]:
+Row = tuple[str, Counter[str], Counter[str], int]
+
+
+def compare(folder: Path, case: str) -> list[Row]:
     """Phase, foretold by owner, counted by owner, and the allocator's own peak."""
     cfg = load_config(arguments(folder, case)).config
     told, found = forecast(cfg, make_plan(cfg, PROMPTS), 4 << 30), measured(folder, case)
     return [(phase, told[phase], found[phase][1], found[phase][0]) for phase in told]
 
 
-def main() -> None:
+def draw(rows: Sequence[Row], file: Path) -> None:
+    """Two bars for each phase: what was foretold, and what was counted."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9, 4.5))
+    for number, (_, told, found, peak) in enumerate(rows):
+        for at, owners in ((number - 0.2, told), (number + 0.2, found)):
+            below = 0.0
+            for owner, colour in zip(OWNERS, pyplot.cm.tab10.colors, strict=False):
+                label = owner if at < 0 else None
+                axes.bar(at, owners[owner] / 1e6, 0.36, below, color=colour, label=label)
+                below += owners[owner] / 1e6
+        axes.plot([number, number + 0.4], [peak / 1e6] * 2, color="black")
+    axes.set_xticks(range(len(rows)), [row[0] for row in rows])
+    axes.set_ylabel("MB on a device, at the peak")
+    axes.set_title("left: foretold; right: counted by owner; line: the allocator's own peak")
+    axes.legend(fontsize="small")
+    figure.tight_layout()
+    figure.savefig(file, dpi=110)
+
+
+def main(cases: Sequence[str] = tuple(CASES)) -> None:
     rows = []
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         prepare(folder)
-        for case in CASES:
-            for phase, told, found, peak in compare(folder, case):
+        for case in cases:
+            compared = compare(folder, case)
+            if case == next(iter(CASES)):
+                draw(compared, RESULTS / "device_memory_standin.png")
+            for phase, told, found, peak in compared:
                 cells = [f"{told[owner] / 1e6:.1f} / {found[owner] / 1e6:.1f}" for owner in OWNERS]
                 total = f"{told.total() / 1e6:.1f} / {peak / 1e6:.1f} | {told.total() / peak - 1:+.1%}"
                 rows.append(f"| {case} | {phase} | {' | '.join(cells)} | {total} |")
                 sys.stderr.write(rows[-1] + "\n")
-    what = "MB on a device at the peak of each phase: foretold / counted by owner, and the allocator's own count."
-    write(
-        "device_memory_standin.md",
-        "python -m bench.device_memory",
-        what,
-        ["run", "phase", *OWNERS, "all", "off by"],
-        rows,
+    what = (
+        "MB on a device at the peak of each phase: foretold / counted by owner, and the allocator's own count. Two "
+        "ranks, a Qwen3 of 7 layers of 256 (7.7 M weights), 544 tokens a micro-batch, compute in bf16, weights in fp32."
     )
+    command = "python -m bench.device_memory"
+    write("device_memory_standin.md", command, what, ["run", "phase", *OWNERS, "all", "off by"], rows)
 
 
 if __name__ == "__main__":

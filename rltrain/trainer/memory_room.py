@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import reduce
@@ -27,7 +28,12 @@ def device_bytes(cfg: Config) -> int | None:
     if cfg.trainer.device_memory_gb:
         return round(cfg.trainer.device_memory_gb * _GIB)
     device = get_device(cfg.trainer.device)
-    return None if device.is_cpu or not device.count else device.total_memory_bytes()
+    if device.is_cpu or not device.count:
+        return None
+    try:
+        return device.total_memory_bytes()
+    except (AssertionError, RuntimeError):  # devices that are shown, and that this torch or driver cannot use
+        return None
 
 
 def look_at_memory(cfg: Config, plan: Plan) -> tuple[list[str], str]:
@@ -41,8 +47,27 @@ def look_at_memory(cfg: Config, plan: Plan) -> tuple[list[str], str]:
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
         return [f"memory of a device: not foretold, as this model's forward depends on numbers ({said})"], ""
     over = too_large(found, size)
-    problem = f"{_over(found, over, size)} {_way_out(cfg, plan, size, found)}" if size and over else ""
+    problem = f"{_over(found, over, size)} {way_out(cfg, plan, size, found)}" if size and over else ""
+    problem = problem or (_no_cache(cfg, found["gen"], size) if size else "")
     return [table(found, size)], problem
+
+
+def _no_cache(cfg: Config, gen: Owners, size: int) -> str:
+    """An engine whose weights leave no room for keys and values within its share."""
+    rollout, weights = cfg.actor_rollout_ref.rollout, gen["engine weights"]
+    if gen["cache"]:
+        return ""
+    if rollout.name == "hf":
+        return f"{_R}name=hf: its weights ({weights / _GIB:,.1f} GiB) leave no room for one answer of the longest."
+    # A fifth of the weights for keys and values is little, but it starts.
+    least = math.ceil(20 * 1.2 * weights / size) / 20
+    size_key, parts = f"{_R}tensor_model_parallel_size", 2 * rollout.tensor_model_parallel_size
+    way_out = f"{_R}gpu_memory_utilization={least:g}, or {size_key}={parts}" if least < 0.9 else f"{size_key}={parts}"
+    share = rollout.gpu_memory_utilization
+    return (
+        f"{_R}gpu_memory_utilization={share:g} is {share * size / _GIB:,.1f} GiB, and the engine's weights alone take "
+        f"{weights / _GIB:,.1f}. Set {way_out}."
+    )
 
 
 def table(found: Mapping[str, Owners], size: int | None) -> str:
@@ -72,7 +97,7 @@ def _over(found: Mapping[str, Owners], phases: list[str], size: int) -> str:
     return f"{needs} of a device's {(1 - _KEPT_FREE) * size / _GIB:,.1f}."
 
 
-def _way_out(cfg: Config, plan: Plan, size: int, before: Mapping[str, Owners]) -> str:
+def way_out(cfg: Config, plan: Plan, size: int, before: Mapping[str, Owners]) -> str:
     """The keys with which all phases fit, as computed: such as are enough alone, or several together."""
     alone: list[str] = []
     settings: dict[str, Any] = {}

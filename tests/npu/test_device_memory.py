@@ -35,8 +35,9 @@ def test_every_phase_needs_what_was_foretold(made, case):
         for owner in ("weights", "gradients", "optimizer", "engine weights"):
             assert row[owner] == pytest.approx(found[phase][1][owner], rel=0.1, abs=1e5), (phase, owner)
     assert found["moving"][0] == 0, "what leaves is gone before anything comes"
-    sync, bucket = found["sync"][1], 4 << 20
-    assert sync["gathered"] + sync["activations"] < sync["engine weights"] / 2 + 2 * bucket, "no second full copy"
+    bucket, mask = 4 << 20, 2048**2
+    owned = told["sync"]["weights"] + told["sync"]["optimizer"] + told["gen"]["engine weights"]
+    assert found["sync"][0] < owned + 2 * bucket + mask, "no second full copy"
 
 
 def test_a_full_device_says_what_to_type(made):
@@ -46,4 +47,4 @@ def test_a_full_device_says_what_to_type(made):
     said = str(caught.value)
     assert "rank 0, update_actor: the device (" in said
     assert "optimizer 0.0" in said
-    assert "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2" in said
+    assert "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=272" in said

@@ -12,7 +12,7 @@ from rltrain.models import shadow
 from rltrain.models.forward import PolicyModel
 from rltrain.models.spec import ModelSpec
 from rltrain.trainer.memory import forecast, fullest
-from rltrain.trainer.memory_room import look_at_memory, table
+from rltrain.trainer.memory_room import look_at_memory, table, too_large, way_out
 from rltrain.trainer.plan import make_plan
 from tests.tiny import small_run
 
@@ -60,6 +60,7 @@ def test_what_rests_is_the_sum_by_hand(planned):
     assert alone <= found["sync"]["gathered"] <= alone + (512 << 20)
 
 
+@pytest.mark.long
 def test_short_models_tell_the_memory_of_a_long_one(planned, monkeypatch):
     cfg, plan = planned(data__max_response_length=512, actor_rollout_ref__actor__ppo_max_token_len_per_gpu=4096)
     spec = ModelSpec(cfg.actor_rollout_ref.model.path, gradient_checkpointing=True, compute_dtype=torch.bfloat16)
@@ -75,15 +76,32 @@ def test_short_models_tell_the_memory_of_a_long_one(planned, monkeypatch):
 
 
 def test_the_settings_that_are_named_make_it_fit(planned):
-    cfg, plan = planned(trainer__device_memory_gb=7.5)
+    one = {"trainer__n_gpus_per_node": 1, "trainer__nnodes": 1}
+    size = round(1.12 * PARAMETERS * 12)  # of weights and optimizer, without the reference
+    cfg, plan = planned(**one)
+    found = forecast(cfg, plan, size, ("save",))
+    assert too_large(found, size) == ["save"]
+    said = way_out(cfg, plan, size, found)
+    settings = said.partition("fit: ")[2].split("; ")[0].split(" (")[0].split()
+    assert settings == ["actor_rollout_ref.ref.fsdp_config.param_offload=True"], said
+    changes = {key.replace(".", "__"): value for key, value in (each.split("=") for each in settings)}
+    assert not too_large(forecast(*planned(**one, **changes), size, ("save",)), size)
+
+
+@pytest.mark.long
+def test_a_step_that_does_not_fit_names_the_tokens_that_would(planned):
+    cfg, plan = planned(trainer__device_memory_gb=14, actor_rollout_ref__actor__ppo_max_token_len_per_gpu=40960)
     told, problem = look_at_memory(cfg, plan)
     assert "update_actor needs" in problem, told
-    settings = problem.partition("fit: ")[2].split("; ")[0].split(" (")[0].split()
-    changed, plan = planned(
-        trainer__device_memory_gb=7.5,
-        **{key.replace(".", "__"): value for key, value in (s.split("=") for s in settings)},
-    )
-    assert look_at_memory(changed, plan)[1] == ""
+    assert "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=20480" in problem
+
+
+def test_an_engine_without_room_for_its_cache_is_seen(planned):
+    share = "actor_rollout_ref__rollout__gpu_memory_utilization"
+    cfg, plan = planned(**{share: 0.05, A + "use_kl_loss": False})
+    problem = look_at_memory(cfg, plan)[1]
+    assert "gpu_memory_utilization=0.05 is 3.0 GiB, and the engine's weights alone take" in problem
+    assert "Set actor_rollout_ref.rollout.gpu_memory_utilization=0.15, or" in problem
 
 
 def test_a_device_of_unknown_size_gets_a_table_without_a_verdict(planned):

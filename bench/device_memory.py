@@ -254,10 +254,19 @@ def measured(folder: Path, case: str, cap: int | None = None, steps: int = 2) ->
 Row = tuple[str, Counter[str], Counter[str], int]
 
 
-def compare(folder: Path, case: str) -> list[Row]:
-    """Phase, foretold by owner, counted by owner, and the allocator's own peak."""
+def foretold(folder: Path, case: str) -> tuple[dict[str, Counter[str]], int]:
+    """What every phase needs by owner, and a device of a tenth more than the largest, whatever the engine may have."""
     cfg = load_config(arguments(folder, case)).config
-    told, found = forecast(cfg, make_plan(cfg, PROMPTS), 4 << 30), measured(folder, case)
+    plan = make_plan(cfg, PROMPTS)
+    cap = round(1.1 * max(row.total() for phase, row in forecast(cfg, plan, None).items() if phase != "gen"))
+    return forecast(cfg, plan, cap), cap
+
+
+def compare(folder: Path, case: str, steps: int = 2) -> list[Row]:
+    """Phase, foretold by owner, counted by owner, and the allocator's own peak, on the device of `foretold`."""
+    told, cap = foretold(folder, case)
+    found = measured(folder, case, cap, steps)
+    assert found["moving"][0] == 0, "what leaves is gone before anything comes"
     return [(phase, told[phase], found[phase][1], found[phase][0]) for phase in told]
 
 

@@ -33,6 +33,7 @@ from rltrain.ragged import Ragged
 from rltrain.trainer.plan import Plan
 from rltrain.workers.rollout.hf import bytes_per_token
 from rltrain.workers.rollout.kv import ROOM
+from rltrain.workers.rollout.queue import samples_per_job
 
 OWNERS = ("weights", "gradients", "optimizer", "engine weights", "cache", "gathered", "activations")
 PHASES = ("sync", "gen", "reward", "old_log_prob", "ref", "values", "update_critic", "update_actor", "save")
@@ -261,9 +262,11 @@ def _generation(
     if device_bytes is not None:
         free = device_bytes - others.total() - weights
         rows = min(rows, int(rollout.gpu_memory_utilization * free / ROOM / ((longest + block) * of_token)))
-    rows = max(rows, 0)
-    columns = -(-cfg.data.max_response_length // block) * block
-    columns += block if rows < plan.samples_per_replica else 0  # rows of several ages
+    # Answers to a prompt enter together, and leave their columns to those who follow.
+    job = samples_per_job(plan.prompts_started, rollout.n, plan.num_engine_replicas, rollout.max_num_seqs)
+    rows = max(rows, 0) // job * job
+    answer, rounds = cfg.data.max_response_length, -(-plan.samples_per_replica // max(rows, 1))
+    columns = min(-(-answer // block) + 1, -(-answer * rounds // block)) * block
     prompts = -(-rows // rollout.n) * cfg.data.max_prompt_length
     logits = rows * config.get_text_config().vocab_size
     drawn = min(logits, device.sampling_elements)

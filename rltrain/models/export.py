@@ -61,7 +61,8 @@ def export_huggingface(
             weights[name] = values.to("cpu", dtype)
     problems: list[str] = []
     if dist.get_rank() == 0:
-        model = empty_model(config, "sdpa", dtype, trust_remote_code=encoder.trust_remote_code)
+        # Every family has the eager kind, and those with attention sinks have no other.
+        model = empty_model(config, "eager", dtype, trust_remote_code=encoder.trust_remote_code)
         weights = {name: weights[name] for name in model.state_dict() if name in weights}
         shapes = {name: tuple(weight.shape) for name, weight in weights.items()}  # transformers empties the dictionary
         _write(model, weights, encoder, _source_folder(encoder.path, config), Path(folder))

@@ -212,9 +212,9 @@ def _target_layers(model: PreTrainedModel, lora: Lora) -> list[str]:
         must = not isinstance(lora.exclude_modules, str)
         chosen -= _matching(f"{lora.section}.exclude_modules", lora.exclude_modules, linear, must=must)
     if not chosen:
-        raise ConfigError(
-            f"{lora.section}.exclude_modules={lora.exclude_modules} leaves no layer to put adapters into."
-        )
+        left = f"{lora.section}.exclude_modules={lora.exclude_modules} leaves no layer to put adapters into."
+        none = f"{type(model).__name__} has no linear layer below its head. Train all its weights."
+        raise ConfigError(left if lora.exclude_modules else none)
     return [name for name in linear if name in chosen]
 
 

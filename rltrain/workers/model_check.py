@@ -98,11 +98,11 @@ def check_numbers(kind: type[Any], spec: ModelSpec, config: Any, *, decodes: boo
 def differences(kind: type[Any], spec: ModelSpec, config: Any, *, decodes: bool) -> Differences:
     """All numbers of a small copy of ``config``, both ways. Raises `Wrong`, `CannotTry`, ConfigError."""
     spec = replace(spec, master_dtype=torch.float32, compute_dtype=torch.float32, lora=None, longest=32, tower="rests")
-    samples = _samples()
+    samples = trial_samples()
     try:
         small = small_copy(config)
         plain = random_model(small, decoder_only=kind is ScalarModel, trust_remote_code=spec.trust_remote_code)
-        expected, gradient = _with_gradient(plain, lambda: _plain_scores(plain, samples))
+        expected, gradient = _with_gradient(plain, lambda: plain_scores(plain, samples))
     except Exception as error:  # the code of hundreds of families runs on sizes that it was not written for
         raise CannotTry(f"no small copy of it runs ({_first_line(error)})") from error
     try:
@@ -121,13 +121,13 @@ def _compared(
     small: Any, decodes: bool,
 ) -> Differences:  # fmt: skip
     with torch.no_grad():
-        evaluation = _distance(_packed_scores(packed.eval(), samples), expected)
+        evaluation = distance(packed_scores(packed.eval(), samples), expected)
         if evaluation > _FAR:
             raise Wrong(f"{_why(packed, plain, samples, expected)}. {_ELSE}")
     if spec.gradient_checkpointing:
         recompute_activations(packed.model, spec.section)
-    found, own = _with_gradient(packed.model, lambda: _packed_scores(packed.train(), samples))
-    training = _distance(found, expected)
+    found, own = _with_gradient(packed.model, lambda: packed_scores(packed.train(), samples))
+    training = distance(found, expected)
     if training > _FAR:
         raise Wrong(f"computes something else in training than in evaluation (off by {training:.2g}). {_ELSE}")
     total = torch.cat([each.flatten() for each in gradient.values()]).norm()
@@ -150,15 +150,16 @@ def _why(packed: PackedModel, plain: Any, samples: Batch, expected: Tensor) -> s
     row = _rows(samples)[0][None]
     if isinstance(packed, PolicyModel):
         logits = final_logits(plain, trunk(plain)(input_ids=row, use_cache=False).last_hidden_state)
-        if _distance(logits, plain(input_ids=row, use_cache=False).logits.float()) > _FAR:
+        if distance(logits, plain(input_ids=row, use_cache=False).logits.float()) > _FAR:
             return "has a head that is more than a matrix, and log-probs need one that is"
-    alone = torch.cat([_packed_scores(packed, samples.select([each])) for each in range(len(samples))])
-    if _distance(alone, expected) > _FAR:
+    alone = torch.cat([packed_scores(packed, samples.select([each])) for each in range(len(samples))])
+    if distance(alone, expected) > _FAR:
         return _OUTSIDE
     return "takes a packed row for one text, as recurrent layers and positions that are counted in the model do"
 
 
-def _samples() -> Batch:
+def trial_samples() -> Batch:
+    """Three short answers to two prompts."""
     rng = np.random.default_rng(0)
     prompts, answers = (
         Ragged.from_rows([torch.from_numpy(rng.integers(_TOKENS.start, _TOKENS.stop, length)) for length in lengths])
@@ -180,13 +181,13 @@ def _rows(samples: Batch) -> list[Tensor]:
     return [torch.cat([prompts[place], answer]).long() for place, answer in zip(column.index, answers, strict=True)]
 
 
-def _plain_scores(model: Any, samples: Batch) -> Tensor:
+def plain_scores(model: Any, samples: Batch) -> Tensor:
     """Log-probs of the answers' tokens, or what a critic says of them, one sample at a time."""
     lengths = samples.ragged(c.RESPONSE).lengths.tolist()
-    return torch.cat([_plain(model, row, length) for row, length in zip(_rows(samples), lengths, strict=True)])
+    return torch.cat([plain_tail(model, row, length) for row, length in zip(_rows(samples), lengths, strict=True)])
 
 
-def _plain(model: Any, row: Tensor, length: int) -> Tensor:
+def plain_tail(model: Any, row: Tensor, length: int) -> Tensor:
     """The scores of the last ``length`` tokens of ``row``."""
     found = model(input_ids=row[None], use_cache=False)
     if not hasattr(found, "logits"):
@@ -196,7 +197,8 @@ def _plain(model: Any, row: Tensor, length: int) -> Tensor:
     return torch.log_softmax(logits, -1).gather(-1, row[-length:, None])[:, 0]
 
 
-def _packed_scores(packed: PackedModel, samples: Batch) -> Tensor:
+def packed_scores(packed: PackedModel, samples: Batch) -> Tensor:
+    """The same by the packed forward."""
     found = packed(pack(samples, torch.device("cpu")))
     return found.log_probs if isinstance(packed, PolicyModel) else found
 
@@ -223,7 +225,7 @@ def _packed(kind: type[Any], spec: ModelSpec, small: Any, plain: Any) -> PackedM
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_parameters()
-    yield from model.named_buffers()
+    yield from model.named_buffers(remove_duplicate=False)  # longrope holds one under two names for a while
 
 
 def _head(size: int) -> Tensor:
@@ -231,7 +233,8 @@ def _head(size: int) -> Tensor:
     return torch.linspace(-1, 1, size).sin()
 
 
-def _distance(found: Tensor, expected: Tensor) -> float:
+def distance(found: Tensor, expected: Tensor) -> float:
+    """||found - expected|| relative to the spread of what is expected."""
     return float((found - expected).norm() / (expected - expected.mean()).norm())
 
 
@@ -276,7 +279,9 @@ def _decoded(small: Any, spec: ModelSpec, plain: Any) -> float:
     engine = HFRollout(EngineSettings(rollout, model, torch.float32, cpu, alone, [], max_model_len=32))
     engine.load_weights(Weight(name, values.detach()) for name, values in _weights(plain))
     engine.wake_cache()
-    prompts = [row[:length].numpy().astype(np.int32) for row, length in zip(_rows(_samples())[1:], (9, 4), strict=True)]
+    prompts = [
+        row[:length].numpy().astype(np.int32) for row, length in zip(_rows(trial_samples())[1:], (9, 4), strict=True)
+    ]
     samples = np.arange(2)
     jobs = [
         Job(place, samples, prompt, np.uint64(7 * place) + samples.astype(np.uint64))
@@ -285,7 +290,7 @@ def _decoded(small: Any, spec: ModelSpec, plain: Any) -> float:
     found = engine.generate(_Jobs(jobs), Sampling(_NEW_TOKENS))
     with torch.no_grad():
         expected = [
-            _plain(plain, torch.cat([torch.from_numpy(prompts[number // 2]), answer]).long(), len(answer))
+            plain_tail(plain, torch.cat([torch.from_numpy(prompts[number // 2]), answer]).long(), len(answer))
             for number, answer in enumerate(found.tokens.rows())
         ]
-    return _distance(found.log_probs.values, torch.cat(expected))
+    return distance(found.log_probs.values, torch.cat(expected))

@@ -1,0 +1,28 @@
+"""docs/models.md is what `python -m bench.models` writes, and says what is true."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from bench.models import FAMILIES, TITLES, page_of, row_of, rows_of
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+
+
+def test_the_page_of_families_is_the_one_that_is_written():
+    page = PAGE.read_text()
+    found = rows_of(page)
+    assert list(found) == list(FAMILIES)
+    assert all(row.count(" | ") == len(TITLES) - 1 for row in found.values())
+    # But for when and with which versions.
+    made = "`python -m bench.models` wrote this on .*"
+    assert re.sub(made, "", page_of(list(found.values()))) == re.sub(made, "", page)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "gpt_oss", "diffllama", "stablelm", "bloom", "falcon", "jamba"])
+def test_a_row_of_the_page_is_true(name, process_group):
+    cells = row_of(name, vllm=False).split(" | ")
+    expected = rows_of(PAGE.read_text())[name].split(" | ")
+    del cells[4], expected[4]  # vLLM takes too long here
+    assert cells == expected

@@ -22,7 +22,7 @@ LARGE = {
     "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80, "num_attention_heads": 64,
     "num_key_value_heads": 8, "vocab_size": 152064, "max_window_layers": 70, "eos_token_id": 151643,
 }  # fmt: skip
-ATTENTION_AND_EXPERTS = {"layers_block_type": ["full_attention", "moe", "mlp"] * 2, "num_hidden_layers": 6}
+ATTENTION_AND_EXPERTS = {"layers_block_type": ["full_attention", "moe"] * 2, "num_hidden_layers": 4}
 # What is peculiar about a family, and its fields.
 RIGHT = {
     "qwen2, a large one": ("qwen2", LARGE),

@@ -40,7 +40,7 @@ _DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")
 # Every so many layers are of another kind.
 _PERIODS = ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval", "no_rope_layer_interval")
 _MOST_LAYERS = 8
-_MOST_WEIGHTS = 30_000_000
+_MOST_WEIGHTS = 40_000_000
 
 
 def small_copy(config: PretrainedConfig) -> PretrainedConfig:

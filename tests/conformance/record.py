@@ -107,7 +107,8 @@ def _api() -> dict[str, Any]:
 
 def main() -> None:
     logging.getLogger("pip").setLevel(logging.ERROR)
-    FILE.write_text(json.dumps({name: record(package) for name, package in PACKAGES.items()}, indent=1) + "\n")
+    found = {name: record(package) for name, package in PACKAGES.items()}
+    FILE.write_text(json.dumps(found, indent=1) + "\n")
     sys.stdout.write(
         f"{FILE}: recorded from {', '.join(sorted({v for p in PACKAGES.values() for s in p.versions for v in s}))}\n"
     )

@@ -52,11 +52,12 @@ VLLM = Package(
     attributes={
         "vllm.entrypoints.llm:LLM": "collective_rpc llm_engine reset_prefix_cache sleep wake_up",
         "vllm.v1.engine.llm_engine:LLMEngine": "abort_request add_request model_config step",
-        "vllm.v1.worker.gpu_worker:Worker": "model_runner",
+        # vllm-ascend's worker has no reload: models that need one are refused there.
+        "vllm.v1.worker.gpu_worker:Worker": "model_runner reload_weights?",
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner":
-            "get_model input_batch rejection_sampler reload_weights requests sampler",
-        "vllm.v1.worker.gpu_input_batch:InputBatch": "req_ids",
-        "vllm.v1.worker.gpu_input_batch:CachedRequestState": "output_token_ids sampling_params",
+            "get_model input_batch rejection_sampler requests sampler",
+        "vllm.v1.worker.gpu_input_batch:InputBatch": "num_prompt_tokens num_tokens_no_spec req_ids",
+        "vllm.v1.worker.gpu_input_batch:CachedRequestState": "sampling_params",
         "vllm.v1.sample.sampler:Sampler": "greedy_sample topk_topp_sampler",
         "vllm.v1.spec_decode.metadata:SpecDecodeMetadata": "draft_token_ids num_draft_tokens target_logits_indices",
         "vllm.sampling_params:SamplingParams": "extra_args",
@@ -67,6 +68,11 @@ VLLM = Package(
         "vllm.model_executor.models.qwen2:Qwen2ForCausalLM": "load_weights",
         "vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistributed": "make_group_name",
         "vllm.distributed.device_communicators.cpu_communicator:": "_CPUSHMDistributed",
+        # On the CPU alone.
+        "vllm.model_executor.custom_op:CustomOp": "_forward_method forward_native",
+        "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding": "rotary_dim",
+        "vllm.model_executor.layers.linear:LinearBase": "quant_method",
+        "vllm.model_executor.layers.fused_moe.fused_moe_method_base:FusedMoEMethodBase": "moe_kernel",
         f"{_IMAGES}.registry:MultiModalRegistry": "create_processor",
         f"{_IMAGES}.processing:BaseMultiModalProcessor": "_get_mm_fields_config",
         f"{_IMAGES}.inputs:MultiModalKwargsItems": "from_hf_inputs",
@@ -77,20 +83,21 @@ VLLM = Package(
             "enable_prefix_caching enable_sleep_mode enforce_eager gpu_memory_utilization hf_overrides "
             "limit_mm_per_prompt load_format logprobs_mode max_model_len max_num_batched_tokens max_num_seqs "
             "mm_processor_cache_gb mm_processor_kwargs model seed skip_tokenizer_init speculative_config "
-            "tensor_parallel_size trust_remote_code mm_device_do_normalize?",
+            "tensor_parallel_size trust_remote_code attention_backend mm_device_do_normalize?",
         "vllm.v1.engine.llm_engine:LLMEngine": "reset_encoder_cache reset_mm_cache",
         "vllm.v1.worker.gpu_worker": "kv_cache weights",
         "vllm.config.model": "processed_logprobs",
         "vllm.config.parallel": "external_launcher",
+        "vllm.v1.attention.backends.registry:AttentionBackendEnum": "CPU_MLA?",
         "vllm.model_executor.model_loader": "dummy",
-        "vllm.model_executor.layers.linear": "weight_loader",
         "vllm.inputs.engine": "mm_hashes mm_kwargs mm_placeholders multimodal prompt_token_ids type",
         "vllm.model_executor.models.qwen2_vl": "image_grid_thw pixel_values",
         "vllm.model_executor.models.internvl": "image_num_patches image_token_id",
     },
     # Names of weights, of the model's configuration, of arguments of its image processor, and of our own.
-    ours="__dataclass_fields__ embed_tokens.weight image lm_head.weight max_pixels rltrain tie_word_embeddings torch. "
-    "video vllm vllm.distributed.device_communicators.cpu_communicator",
+    ours="__dataclass_fields__ embed_tokens.weight experts get_text_config image kv_lora_rank lm_head.weight "
+         "max_pixels moe_num_experts n_routed_experts npu num_experts num_local_experts rltrain tie_word_embeddings "
+         "to_dict torch. video vllm vllm.distributed.device_communicators.cpu_communicator",
     replaced={
         "vllm.v1.worker.gpu_worker:Worker": "vllm_ascend.worker.worker:NPUWorker",
         "vllm.v1.worker.gpu_worker": "vllm_ascend.worker.worker",
@@ -141,7 +148,7 @@ SGLANG = Package(
 )
 
 TORCH_NPU = Package(
-    files=("device.py", "models/varlen.py", "models/kernels.py"),
+    files=("device.py", "models/varlen.py"),
     foreign=("torch_npu",),
     versions=(("torch-npu 2.10.0.post4",), ("torch-npu 2.13.0",)),
     attributes={
@@ -149,13 +156,24 @@ TORCH_NPU = Package(
             "Stream current_stream device_count empty_cache get_device_name max_memory_allocated max_memory_reserved "
             "memory_allocated mem_get_info set_device stream synchronize",
         "torch_npu.npu.memory:": "_set_allocator_settings",
-        "torch_npu:": "npu_fusion_attention npu_rms_norm npu_rotary_mul npu_swiglu",
+        "torch_npu:": "npu_fusion_attention",
     },
-    # Those of the doubles.
-    ours="__name__ _modules _plain down_proj eps gate_proj gate_up_proj memory up_proj variance_epsilon weight",
-    called={f"tests:{name}": f"torch_npu:{name}" for name in ("npu_rms_norm", "npu_rotary_mul", "npu_swiglu")},
+    ours="memory",  # the module of that function
     makers={"npu_fusion_attention": "torch_npu:npu_fusion_attention", "torch_npu": "torch_npu:"},
     only=r"(?!)",
+)
+
+KERNELS = Package(
+    files=("models/kernels.py",),
+    foreign=("liger_kernel",),
+    versions=(("torch-npu 2.10.0.post4", "liger-kernel 0.5.10"), ("torch-npu 2.13.0", "liger-kernel 0.8.5")),
+    attributes={
+        "torch_npu:": "npu_rms_norm npu_rotary_mul npu_swiglu",
+        "liger_kernel.transformers.functional:": "liger_rms_norm liger_rope liger_swiglu",
+    },
+    makers={"torch_npu": "torch_npu:"},
+    only=r"(?!)",
+    objects=False,
 )
 
 TORCH = Package(
@@ -195,4 +213,7 @@ ENVIRONMENT = Package(
     only=r"(VLLM|SGLANG|ASCEND|HCCL|TASK|PYTORCH)_[A-Z0-9_]+[A-Z0-9]",
 )
 
-PACKAGES = {"vllm": VLLM, "sglang": SGLANG, "torch-npu": TORCH_NPU, "torch": TORCH, "environment": ENVIRONMENT}
+PACKAGES = {
+    "vllm": VLLM, "sglang": SGLANG, "torch-npu": TORCH_NPU, "kernels": KERNELS, "torch": TORCH,
+    "environment": ENVIRONMENT,
+}

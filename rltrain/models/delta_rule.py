@@ -84,6 +84,8 @@ def _one_step(
 
 
 @lru_cache(8)
+# The first to ask may be in inference mode, and autograd refuses to save a tensor that was made there.
+@torch.inference_mode(False)
 def _chunks(lengths: tuple[int, ...], device: torch.device) -> tuple[int, Tensor, Tensor, list[int], Tensor, Tensor]:
     """How segments are cut into chunks: size, the tokens of all chunks (one behind the last stands for none), the place
     of each token among them, how many segments have a first, second, ... chunk, the order of the segments by that, and

@@ -171,6 +171,8 @@ def _by_plan(advance: Advance, made: Projected, weights: Weights, plan: Attentio
 
 
 @lru_cache(4)
+# The first to ask may be in inference mode, and autograd refuses to save a tensor that was made there.
+@torch.inference_mode(False)
 def _rounds(
     plan: AttentionPlan, device: torch.device
 ) -> tuple[Tensor, Tensor, tuple[int, ...], tuple[int, ...], Tensor]:
@@ -266,6 +268,8 @@ def _filtered(row: Tensor, weights: Weights, activation: str) -> Tensor:
 
 
 @lru_cache(8)
+# The first to ask may be in inference mode, and autograd refuses to save a tensor that was made there.
+@torch.inference_mode(False)
 def _laid(lengths: tuple[int, ...], width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Rows of (pasts, tokens) that lay every segment behind its past; the tokens in that row less the first past; and
     the last ``width`` of every segment with its past.

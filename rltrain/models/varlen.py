@@ -197,6 +197,7 @@ def _npu(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, kind: K
 
 
 @cache
+@torch.inference_mode(False)  # the first to ask may be in that mode, whose tensors autograd does not save
 def _upper_triangle(device: torch.device) -> Tensor:
     """The fixed mask from which npu_fusion_attention takes its blocks."""
     return torch.ones(2048, 2048, dtype=torch.bool, device=device).triu(1)

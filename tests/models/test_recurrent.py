@@ -101,6 +101,17 @@ def test_long_segments_and_shared_prompts_are_transformers(name):
     assert distance(*gradients) < 1e-5
 
 
+def test_a_row_that_was_first_decoded_can_be_trained():
+    net = net_of(plain_model("qwen3_5, gated delta net"))
+    plan = AttentionPlan((Segment(0, 5), Segment(5, 82, (0, 5))))
+    for cached in (recurrent._rounds, recurrent._laid, delta_rule._chunks):
+        cached.cache_clear()
+    with torch.inference_mode():
+        run(net, torch.randn(82, 32), plan)
+    run(net, torch.randn(82, 32), plan).sum().backward()
+    assert net.A_log.grad.any()
+
+
 def test_kernels_of_cuda_are_given_the_same_layer(monkeypatch):
     """Kernels that follow the documented meaning of their arguments stand for those that cannot be run here."""
 

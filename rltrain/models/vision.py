@@ -124,7 +124,9 @@ def _encode(model: PreTrainedModel, pixels: Tensor, grids: Tensor | None) -> tup
     features = found.pooler_output
     # Qwen's families give a tensor per image, others one of [tiles, tokens, hidden].
     features = features.flatten(0, 1) if isinstance(features, Tensor) else torch.cat(list(features))
-    return features, [torch.cat(list(each)) for each in getattr(found, "deepstack_features", None) or ()]
+    # A tensor of all images (transformers 5.5), or one per image.
+    deep = getattr(found, "deepstack_features", None) or ()
+    return features, [each if isinstance(each, Tensor) else torch.cat(list(each)) for each in deep]
 
 
 def _blank(model: PreTrainedModel) -> tuple[Tensor, Tensor | None]:

@@ -383,7 +383,8 @@ importance ratio of an unchanged policy would differ from 1.
 "works" means: log-probs, and the gradient of every weight, are those of transformers' eager forward (the check allows
 a distance of 1e-3 and 1e-2, relative to their size; rounding is around 1e-6); the exported folder has the names and
 numbers of the one that was read; adapters, on all linear layers, compute what the merged weights do; vLLM took over two
-versions of the policy's weights and gave its log-probs. "-" was not run.
+versions of the policy's weights and gave its log-probs. "-" was not run: the model is refused, or vLLM is not tried
+with this family.
 
 {command}
 

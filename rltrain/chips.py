@@ -1,14 +1,13 @@
-"""What each accelerator can reach at most: dense bf16 FLOP/s, memory bandwidth, memory. The one place that knows.
+"""What each accelerator can reach at most: dense bf16 FLOP/s and memory bandwidth. The one place that knows.
 
 A share of peak is worth as much as the peak it is taken of, and variants of one chip differ by a third. So every
 variant has a row of its own, and a name that fits none has no peak rather than a neighbour's.
 
-Sources. NVIDIA: the data sheet of each card; a figure "with sparsity" is halved, memory is what nvidia-smi shows. H20,
+Sources. NVIDIA: the data sheet of each card; a figure "with sparsity" is halved. H20,
 H20-3e, H800, A800 and L20 have no public sheet of NVIDIA's: server makers' figures. Ascend: the files
 ``data/platform_config/<name>.ini`` of CANN 8.1, FLOP/s = cores x 16^3 multiply-adds x 2 x clock (910B2: 24 cores of 1.8
 GHz). Product names round up: "Atlas 800T A2 376T" adds the vector cores. Bandwidth is that of the Atlas A2 and A3
-product pages (a 910C is two dies, each a device of 1.6 TB/s and 64 GB); memory is what torch_npu shows of 64 and 32
-GiB.
+product pages (a 910C is two dies, each a device of 1.6 TB/s).
 """
 
 from __future__ import annotations
@@ -16,65 +15,66 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+# Words of variants that have no row.
+_OTHERS = {"MIG", "D", "TI", "LAPTOP"}
 # All words of a row's name must be among those of the device's name; the row with the most words counts.
 _TABLE = """
-name                 TFLOP/s   TB/s   memory in MiB
-H100                   989.4   3.35   81559
-H100 PCIe              756     2.0    81559
-H100 NVL               835     3.9    95830
-H200                   989.4   4.8    143771
-H200 NVL               835     4.8    143771
-GH200 480GB            989.4   4.0    97871
-H800                   989.4   3.35   81559
-H800 PCIe              756     2.0    81559
-H20                    148     4.0    97871
-H20 3e                 148     4.8    143771
-B200                   2250    8.0    183359
-GB200                  2500    8.0    189471
-A100 40GB              312     1.555  40960
-A100 SXM4 80GB         312     2.039  81920
-A100 PCIe 80GB         312     1.935  81920
-A800 40GB              312     1.555  40960
-A800 SXM4 80GB         312     2.039  81920
-A800 PCIe 80GB         312     1.935  81920
-A10                    125     0.6    23028
-A40                    149.7   0.696  46068
-L4                     121     0.3    23034
-L20                    119.5   0.864  46068
-L40                    181     0.864  46068
-L40S                   362     0.864  46068
-RTX A6000              154.8   0.768  49140
-RTX 6000 Ada           364.2   0.96   49140
-RTX 3090               71      0.936  24576
-RTX 4090               165.2   1.008  24564
-Ascend910B1            363.7   1.6    62433
-Ascend910B2            353.9   1.6    62433
-Ascend910B2C           353.9   1.6    62433
-Ascend910B3            294.9   1.6    62433
-Ascend910B4            245.8   0.8    30198
-Ascend910B4 1          245.8   1.6    62433
-Ascend910_9391         363.7   1.6    62433
-Ascend910_9392         363.7   1.6    62433
-Ascend910_9381         353.9   1.6    62433
-Ascend910_9382         353.9   1.6    62433
-Ascend910_9372         294.9   1.6    62433
-Ascend910_9362         245.8   1.6    62433
+name                 TFLOP/s   TB/s
+H100                   989.4   3.35
+H100 PCIe              756     2.0
+H100 NVL               835     3.9
+H200                   989.4   4.8
+H200 NVL               835     4.8
+GH200 480GB            989.4   4.0
+H800                   989.4   3.35
+H800 PCIe              756     2.0
+H20                    148     4.0
+H20 3e                 148     4.8
+B200                   2250    8.0
+GB200                  2500    8.0
+A100 40GB              312     1.555
+A100 SXM4 80GB         312     2.039
+A100 PCIe 80GB         312     1.935
+A800 40GB              312     1.555
+A800 SXM4 80GB         312     2.039
+A800 PCIe 80GB         312     1.935
+A10                    125     0.6
+A40                    149.7   0.696
+L4                     121     0.3
+L20                    119.5   0.864
+L40                    181     0.864
+L40S                   362     0.864
+RTX A6000              154.8   0.768
+RTX 6000 Ada           364.2   0.96
+RTX 3090               71      0.936
+RTX 4090               165.2   1.008
+Ascend910B1            363.7   1.6
+Ascend910B2            353.9   1.6
+Ascend910B2C           353.9   1.6
+Ascend910B3            294.9   1.6
+Ascend910B4            245.8   0.8
+Ascend910B4 1          245.8   1.6
+Ascend910_9391         363.7   1.6
+Ascend910_9392         363.7   1.6
+Ascend910_9381         353.9   1.6
+Ascend910_9382         353.9   1.6
+Ascend910_9372         294.9   1.6
+Ascend910_9362         245.8   1.6
 """
 
 
 @dataclass(frozen=True)
 class Chip:
-    """One variant. peak_flops: dense bf16 FLOP/s; peak_bandwidth: bytes/s; memory_bytes: what a process can have."""
+    """One variant. peak_flops: dense bf16 FLOP/s; peak_bandwidth: bytes/s."""
 
     name: str
     peak_flops: float
     peak_bandwidth: float
-    memory_bytes: int
 
 
 def _rows() -> dict[frozenset[str], Chip]:
-    lines = (line.rsplit(maxsplit=3) for line in _TABLE.strip().splitlines()[1:])
-    chips = (Chip(n.strip(), float(f) * 1e12, float(b) * 1e12, int(m) << 20) for n, f, b, m in lines)
+    lines = (line.rsplit(maxsplit=2) for line in _TABLE.strip().splitlines()[1:])
+    chips = (Chip(n.strip(), float(f) * 1e12, float(b) * 1e12) for n, f, b in lines)
     return {_words(chip.name): chip for chip in chips}
 
 
@@ -91,5 +91,5 @@ def find_chip(name: str) -> Chip | None:
     None for one that is not listed, or a part of one (MIG).
     """
     words = _words(name)
-    fitting = [] if "MIG" in words else [row for row in CHIPS if row <= words]
+    fitting = [] if words & _OTHERS else [row for row in CHIPS if row <= words]
     return CHIPS[max(fitting, key=len)] if fitting else None

@@ -46,7 +46,7 @@ def others(device: str) -> str | None:
     if not differ:
         return None
     return (
-        f"versions other than those of the set for {device}, which were checked together: {', '.join(differ)}. If "
+        f"versions other than those of the set for {device}, which were resolved together: {', '.join(differ)}. If "
         f"something fails, install that set: docs/{device}.md"
     )
 
@@ -62,6 +62,17 @@ def misfits(device: str) -> Iterator[str]:
                 f"{one} {have[0]} and {other} {have[1]} do not fit: they are built for each other release by release. "
                 f"Install {one}=={wanted.get(one)} and {other}=={wanted.get(other)} (docs/{device}.md)."
             )
+
+
+def check_node(device: str, chip: str, engine: str | None) -> None:
+    """Raises ConfigError for what cannot work on a worker's node, whose packages the driver may not see.
+
+    chip: see `check_build`. engine: the package, if any.
+    """
+    for problem in misfits(device):
+        raise ConfigError(problem)
+    if device == "npu" and engine == "vllm":
+        check_build(chip)
 
 
 def check_build(chip: str) -> None:

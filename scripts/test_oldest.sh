@@ -7,5 +7,5 @@ VENV="$REPO/.venv-oldest"
 OLDEST="$(grep '^transformers==' "$REPO/scripts/constraints-npu.txt")"
 setup_env dev,images "$OLDEST"
 cd "$REPO"
-[ $# -gt 0 ] || set -- tests/models tests/trainer/test_checkpoint.py tests/workers/test_{actor,hf_rollout,ranks,weight_sync}.py
+[ $# -gt 0 ] || set -- tests/models tests/trainer/test_checkpoint.py tests/workers/test_{actor,hf_rollout,model_check,ranks,weight_sync}.py
 PYTHONPATH="$REPO" exec "$PYTHON" -m pytest "$@"

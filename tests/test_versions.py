@@ -13,7 +13,7 @@ from rltrain.device import DEVICES, Device
 from rltrain.errors import ConfigError
 from rltrain.trainer import preflight
 from rltrain.trainer.preflight_models import Findings
-from rltrain.workers.rollout.settings import make_engine
+from rltrain.workers import hybrid
 from tests.conformance.uses import PACKAGES
 
 ROOT = Path(__file__).parent.parent
@@ -112,15 +112,30 @@ def test_a_run_is_told_what_does_not_fit(installed, monkeypatch):
     assert login == Findings([])
 
 
-def test_the_engine_is_compared_before_it_is_imported(tmp_path, monkeypatch):
+def test_each_worker_compares_before_it_loads_a_model(installed, tmp_path, monkeypatch):
     (tmp_path / "vllm_ascend").mkdir()
     (tmp_path / "vllm_ascend" / "__init__.py").write_text("")
     (tmp_path / "vllm_ascend" / "_build_info.py").write_text("__device_type__ = 'A2'\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(Device, "name", "Ascend910_9391")
-    settings = SimpleNamespace(device=DEVICES["npu"], rollout=SimpleNamespace(name="vllm"))
+    monkeypatch.setattr(Device, "activate", lambda self: None)
+    monkeypatch.setattr(hybrid, "get_device", lambda name: DEVICES["npu"])
+    monkeypatch.setattr(hybrid, "Residency", None)  # nothing is loaded
+    config = Config()
+    config.actor_rollout_ref.rollout.name = "vllm"
     with pytest.raises(ConfigError, match="built for A2"):
-        make_engine(settings)
+        hybrid.HybridWorker(config, {}).init_models(None)
+    installed(torch="2.15.0")
+    with pytest.raises(ConfigError, match="do not fit"):
+        hybrid.HybridWorker(config, {}).init_models(None)
+
+
+def test_liger_is_missed_before_the_start(monkeypatch):
+    config = Config()
+    config.trainer.device, config.actor_rollout_ref.rollout.name = "cuda", "hf"
+    config.actor_rollout_ref.model.use_liger = True
+    monkeypatch.setattr(preflight, "installed", lambda package: package != "liger_kernel")
+    assert "pip install 'rltrain[liger]'" in "".join(preflight._packages(SimpleNamespace(config=config)))
 
 
 def test_without_an_engine_nothing_is_compared():

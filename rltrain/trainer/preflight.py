@@ -97,6 +97,9 @@ def _packages(loaded: LoadedConfig) -> Iterator[str]:
             f"actor_rollout_ref.rollout.name={roles.rollout.name}: the package is not installed here. Install "
             f"{engine.install}, or use {hf}."
         )
+    device = get_device(loaded.config.trainer.device)
+    if roles.model.use_liger and device.kind == "cuda" and not installed("liger_kernel"):
+        yield "actor_rollout_ref.model.use_liger=True needs Liger's kernels: pip install 'rltrain[liger]'"
 
 
 def _engine_arguments(cfg: Config) -> Iterator[str]:

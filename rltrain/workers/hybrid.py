@@ -18,6 +18,7 @@ from rltrain.data.rows import Rows
 from rltrain.device import get_device
 from rltrain.errors import ConfigError
 from rltrain.models.forward import model_numbers
+from rltrain.versions import check_node
 from rltrain.workers.actor_ref import ActorRefWorker
 from rltrain.workers.critic import CriticWorker
 from rltrain.workers.full_device import device_is_full, is_out_of_memory
@@ -47,6 +48,8 @@ class HybridWorker(Models, Advantages):
         """Load every model that the passes of a step need, or without ``trains`` those of a rollout. Returns sizes."""
         device = get_device(self._cfg.trainer.device)
         device.activate()
+        if not device.is_cpu:
+            check_node(device.kind, device.name, ENGINES[self._cfg.actor_rollout_ref.rollout.name].package)
         self._residency = residency = Residency(device)
         self.actor = actor = ActorRefWorker(self._cfg, passes, residency, trains=trains)
         self.rollout = RolloutWorker(

@@ -37,7 +37,7 @@ CONFIGS = {
     ),
 }  # fmt: skip
 TEXT = np.array([2, 5, 6, 3, 8, 1, 7, 9, 4, 4, 12, 13], dtype=np.int32)
-pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 class Policy(nn.Module):

@@ -100,7 +100,7 @@ def whole_weights(
     # Half a bucket is received; the other half is room for this rank's share of it, which is sent.
     for bucket, units in _buckets(packed, dtype, bucket_bytes // 2, names):
         yield from _gathered(bucket, dtype) if names is None else _renamed(_gathered(bucket, dtype), units, names)
-    for name, buffer in packed.named_buffers():
+    for name, buffer in packed.named_buffers(remove_duplicate=False):
         weight = Weight(huggingface_name(name), buffer, name in in_checkpoint)
         yield from _renamed([weight], [1], names) if names and weight.in_checkpoint else [weight]
 

@@ -53,6 +53,15 @@ def test_a_weight_with_a_gather_to_itself_is_not_copied(model):
     assert {values.data_ptr() for values in found.values()} == {buffer.data_ptr() for buffer in received}
 
 
+def test_a_buffer_with_two_names_comes_under_both(model):
+    """As those of longrope do after a forward; an engine that sleeps has to get both again."""
+    rope = nn.Module()
+    rope.register_buffer("original", torch.ones(4), persistent=False)
+    rope.register_buffer("current", rope.original, persistent=False)
+    whole = nn.ModuleDict({"weights": model, "rope": rope})
+    assert {"rope.original", "rope.current"} <= {weight.name for weight in whole_weights(whole, torch.float32)}
+
+
 SHAPES = {"even": (8, 3), "uneven": (7, 3), "fewer rows than ranks": (2, 5), "vector": (5,), "cube": (4, 2, 3)}
 
 

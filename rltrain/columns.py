@@ -107,7 +107,10 @@ VALUES = _add("values", PER_POLICY_TOKEN, "float32", "values pass", "token advan
 
 # -- advantages --------------------------------------------------------------------------------------------------------
 
-ADVANTAGE = _add("advantage", PER_SAMPLE, "float64", "estimators (of tokens: the mean)", "actor loss, metrics")
+# On the way to a device in float32: not every accelerator has float64.
+ADVANTAGE = _add(
+    "advantage", PER_SAMPLE, "float64 or float32", "estimators (of tokens: the mean)", "actor loss, metrics"
+)
 ADVANTAGES = _add("advantages", PER_POLICY_TOKEN, "float32", "token estimators, before whitening", "actor loss")
 RETURNS = _add("returns", PER_POLICY_TOKEN, "float32", "token estimators", "critic loss")
 SIGNAL = _add("signal", PER_SAMPLE, "bool", "token estimators: 1 = some advantage is not 0", "driver: what to skip")

@@ -82,7 +82,7 @@ def test_a_step_makes_the_columns_that_are_listed(tiny_model, arithmetic_files, 
     for name, kinds in found.items():
         for shapes, dtype in kinds:
             assert c.COLUMNS[name].shape in shapes, name
-            assert c.COLUMNS[name].dtype == dtype, name
+            assert dtype in c.COLUMNS[name].dtype.split(" or "), name
 
 
 def test_prompts_and_pixels_travel_once_per_prompt(tiny_model, arithmetic_files, tmp_path):

@@ -22,6 +22,8 @@ CARRY = {
 }
 
 
+# One worker: tests/trainer/test_tail.py has it in every run of the suite.
+@pytest.mark.long
 def test_carried_over_prompts_of_two_workers_survive_a_resume(tiny_model, arithmetic_files, tmp_path):
     assert main(small_run(tiny_model, arithmetic_files, tmp_path, **CARRY, trainer__total_training_steps=3)) == 0
     progress = json.loads((tmp_path / "global_step_3" / "progress.json").read_text())

@@ -32,8 +32,13 @@ RUNS = {
 RESUMED = [name for name in RUNS if name != "vllm"]
 
 
-# Prompts without pictures: tests/models/test_vision_text.py has them in every run of the suite.
-@pytest.mark.parametrize("name", [pytest.param("grpo", marks=pytest.mark.long), *list(RUNS)[1:]])
+# Texts and adapters: tests/models/test_vision_text.py and tests/trainer/test_vision_steps.py have them in every run.
+ALWAYS = ("pictures, a critic, two processes", "vllm")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.long) for name in RUNS]
+)
 def test_a_model_with_a_vision_tower_learns(name, arithmetic_files, tmp_path):
     family, changes = RUNS[name]
     sees, files = changes.items() >= PICTURES.items(), arithmetic_files

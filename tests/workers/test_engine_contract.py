@@ -34,7 +34,7 @@ ENGINES = [
     "hf",
     "vllm",
     "vllm as on accelerators",
-    "vllm drafts",
+    pytest.param("vllm drafts", marks=pytest.mark.long),
     "sglang double",
     *(["sglang"] if importlib.util.find_spec("sglang") else []),
 ]

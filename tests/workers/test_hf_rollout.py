@@ -121,9 +121,9 @@ def test_log_probs_are_the_trainers_at_the_sampling_temperature(family):
 @pytest.mark.parametrize(
     "limits",
     [
-        {"max_num_seqs": 4},
+        pytest.param({"max_num_seqs": 4}, marks=pytest.mark.long),
         {"max_num_seqs": 9, "block": 4},
-        {"max_num_batched_tokens": 5},
+        pytest.param({"max_num_batched_tokens": 5}, marks=pytest.mark.long),
         {"max_num_batched_tokens": 5, "enable_chunked_prefill": False},
         {"max_num_seqs": 5, "max_num_batched_tokens": 1, "block": 16},
     ],

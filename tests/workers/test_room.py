@@ -21,6 +21,8 @@ class Card:
 
     def empty_cache(self) -> None: ...
 
+    def new_stream(self) -> None: ...
+
     def free_memory_bytes(self) -> int:
         return self.free << 20
 

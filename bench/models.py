@@ -115,7 +115,7 @@ FAMILIES = {
     "glm4_moe_lite": Family("glm4_moe_lite", "latent attention, experts"),
     "glm_moe_dsa": Family("glm_moe_dsa", "sparse attention with an indexer"),
     "deepseek_v2": Family("deepseek_v2", "latent attention", {"num_experts_per_tok": 6}),
-    "deepseek_v3": Family("deepseek_v3", "latent attention, grouped routing (Kimi K2, Moonlight)", vllm=True),
+    "deepseek_v3": Family("deepseek_v3", "latent attention, grouped routing (Kimi K2, Moonlight)"),
     "deepseek_v32": Family("deepseek_v32", "sparse attention with an indexer"),
     "deepseek_v4": Family("deepseek_v4", "compressed attention"),
     "gpt_oss": Family("gpt_oss", "attention sinks, windows, clamped experts"),
@@ -384,7 +384,8 @@ importance ratio of an unchanged policy would differ from 1.
 a distance of 1e-3 and 1e-2, relative to their size; rounding is around 1e-6); the exported folder has the names and
 numbers of the one that was read; adapters, on all linear layers, compute what the merged weights do; vLLM took over two
 versions of the policy's weights and gave its log-probs. "-" was not run: the model is refused, or vLLM is not tried
-with this family.
+with this family. Its CPU kernel has no latent attention of a small size: with DeepSeek-V3 it is tried at the kernel's
+(`tests/workers/test_moe_engines.py`).
 
 {command}
 

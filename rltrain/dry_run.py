@@ -43,20 +43,21 @@ _MOST_ROWS, _GRADED_ROWS = 20_000, 100
 
 
 def dry_run(loaded: LoadedConfig, notes: Sequence[str]) -> tuple[str, bool]:
-    """What to print, and whether a run would refuse. notes: what is said of the settings."""
+    """What to print, and whether a run would refuse or run out of memory. notes: what is said of the settings."""
     cfg = loaded.config
     found = preflight(loaded)
     rows, num_prompts, num_too_long = _read(cfg, found)
-    parts = []
+    parts, too_large = [], ""
     try:
         plan = make_plan(cfg, num_prompts, num_too_long, images=found.images)
         parts.append(describe(plan, cfg))
         if "train" in rows and len(rows["train"]) == num_prompts:
             sampler_of(cfg, plan, rows["train"], trial=True)
-        parts += _look_at_folder(loaded, rows if len(rows.get("train", ())) == num_prompts else {}, plan, found)
-        memory, too_large = look_at_memory(cfg, plan)
+        goes_on = _look_at_folder(loaded, rows if len(rows.get("train", ())) == num_prompts else {}, plan, found)
+        parts += goes_on
+        # A validation without a checkpoint loads no more than it needs.
+        memory, too_large = look_at_memory(cfg, plan, bool(goes_on) or not cfg.trainer.val_only)
         parts[1:1] = memory
-        found.problems += [too_large] if too_large else []
     except RltrainError as error:
         found.problems.append(str(error))
     parts += _try_reward(cfg, rows, found)
@@ -72,13 +73,16 @@ def dry_run(loaded: LoadedConfig, notes: Sequence[str]) -> tuple[str, bool]:
         if lines:
             # The title says it already.
             parts.append("\n  ".join([title, *(line.replace(": no effect: ", ": ", 1) for line in lines)]))
-    if not found.problems:
-        return "\n".join([*parts, "a run would start"]) + "\n", False
     # A file may be looked at twice, and `preflight` names keys as they were written.
     told = dict.fromkeys(loaded.as_written(problem, follow=False) for problem in found.problems)
-    problems = [problem.replace("\n", "\n    ") for problem in told]
-    title = f"a run would refuse: {count(len(problems), 'problem')}"
-    return "\n".join([*parts, "\n  ".join([title, *problems])]) + "\n", True
+    refused = f"a run would refuse: {count(len(told), 'problem')}"
+    lacking = [loaded.as_written(too_large, follow=False)] if too_large else []
+    # A run does not look: this takes seconds, and is foretold and not known.
+    for title, lines in ((refused, list(told)), ("a run would run out of memory", lacking)):
+        if lines:
+            parts.append("\n  ".join([title, *(line.replace("\n", "\n    ") for line in lines)]))
+    ends = bool(told or too_large)
+    return "\n".join([*parts, *([] if ends else ["a run would start"])]) + "\n", ends
 
 
 def _look_at_folder(loaded: LoadedConfig, rows: dict[str, Rows], plan: Plan, found: Findings) -> list[str]:

@@ -23,6 +23,7 @@ win: defaults < --config files < key=value.
                      --help lr: one key, wherever it is; --help all: everything
   --dry-run          print what a run would do, what has no effect and what
                      is wrong, and stop; exit code 2 where a run would refuse
+                     or lack memory
   --print-config     print the resolved configuration and stop
   --config FILE      read settings from a YAML file (repeatable), with its
                      defaults: list; --config-path DIR --config-name NAME too

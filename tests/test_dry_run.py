@@ -49,6 +49,14 @@ def own(folder, body):
     return str(folder / "reward.py")
 
 
+def test_memory_that_lacks_is_no_refusal_and_ends_with_two(dry, monkeypatch):
+    monkeypatch.setattr("rltrain.dry_run.look_at_memory", lambda *_: (["memory of a device"], "gen needs 9 GiB."))
+    code, text = dry()
+    assert (code, text.splitlines()[-2:]) == (2, ["a run would run out of memory", "  gen needs 9 GiB."])
+    assert "a run would refuse" not in text
+    assert "a run would start" not in text
+
+
 def test_a_command_that_would_run_ends_with_zero(dry, tmp_path):
     code, text = dry()
     assert (code, text.splitlines()[-1]) == (0, "a run would start")

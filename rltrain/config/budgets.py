@@ -106,6 +106,26 @@ def budgets(config: Config) -> dict[str, PassBudget]:
     return {name: one.decide(config)[0] for name, one in _PASSES.items()}
 
 
+def smaller(config: Config, name: str) -> Iterator[dict[str, int]]:
+    """Settings with which the pass ``name`` holds less: half, the least of the key that decides, and then more devices
+    for each sequence.
+    """
+    one = _PASSES[name]
+    key, group = one.decide(config)[1], one.ranks_per_sequence(config)
+    value, by_tokens = get(config, key) if key else 1, key.endswith("max_token_len_per_gpu")
+    longest, least = longest_sequence(config), 1
+    if by_tokens:
+        sharing = [each.ranks_per_sequence(config) for each in _used(config).values() if each.decide(config)[1] == key]
+        least = -(-longest // min(sharing, default=group))
+    yield from ({key: size} for size in dict.fromkeys((max(value // 2, least), least)) if size < value)
+    devices = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    for parts in (2 * group, 4 * group, 8 * group):
+        if one.sharing and devices % parts == 0:
+            # A number of tokens is one device's: unless it falls, more devices hold more and none of them less.
+            tokens = {one.tokens: -(-longest // parts)} if by_tokens else {}
+            yield {f"{one.sharing}.ulysses_sequence_parallel_size": parts} | tokens
+
+
 def longest_sequence(config: Config) -> int:
     """Tokens of the longest prompt with the longest answer."""
     return config.data.max_prompt_length + config.data.max_response_length

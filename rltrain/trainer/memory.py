@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Container, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -76,42 +76,54 @@ class _Role:
 
     def peak(self, device: Device, batch: Batch, work: Work, key: str) -> Owners:
         """See `peak_of`; what was run once is not run again."""
-        known = f"{self.kind} {self.spec} {device} {self.ranks} {key}"
+        # A tower's forward depends on numbers, so it is counted apart. What rests elsewhere changes no pass.
+        fsdp = self.spec.fsdp
+        stays: dict[str, Any] = {field.name: False for field in fields(fsdp) if field.name.endswith("_offload")}
+        spec = replace(self.spec, tower="rests", fsdp=replace(fsdp, **stays))
+        known = f"{self.kind} {spec} {device} {self.ranks} {key}"
         if known not in _PEAKS:
-            # A tower's forward depends on numbers, so it is counted apart.
-            _PEAKS[known] = peak_of(self.kind, replace(self.spec, tower="rests"), device, self.ranks, batch, work)
+            _PEAKS[known] = peak_of(self.kind, spec, device, self.ranks, batch, work)
         return _PEAKS[known]
 
 
 _PEAKS: dict[str, Owners] = {}
 
 
-def forecast(cfg: Config, plan: Plan, device_bytes: int | None, phases: Container[str] = PHASES) -> dict[str, Owners]:
+def forecast(
+    cfg: Config, plan: Plan, device_bytes: int | None, phases: Container[str] = PHASES, trains: bool = True
+) -> dict[str, Owners]:
     """Bytes by owner at the peak of the ``phases`` that a step has, on the fullest device.
 
-    device_bytes: of one device; None: unknown, and the engine's share of it is left out.
+    device_bytes: of one device; None: unknown, and the engine's share of it is left out. trains: whether more is loaded
+    than a validation needs.
     """
     device = get_device(cfg.trainer.device).sized_for(device_bytes)
-    roles = _roles(cfg, plan, device)
+    roles, rollout = _roles(cfg, plan, device, trains), cfg.actor_rollout_ref.rollout
+    engine = Counter() if rollout.name == "hf" else _engine(cfg, device, roles["actor"], device_bytes)
+    stays = Counter() if rollout.free_cache_engine else engine
+    if cfg.trainer.val_only:
+        phases = [phase for phase in ("sync", "gen", "reward") if phase in phases]
 
     def together(phase: str, own: Mapping[str, int]) -> Owners:
         resting = sum((role.resting(phase) for role in roles.values()), Counter())
         # The mask of npu_fusion_attention is made once, and stays.
-        own = dict(own) | {"activations": max(own.get("activations", 0), 2048**2 * (device.attention == "npu"))}
+        own = dict(own) | {"activations": max(own.get("activations", 0), 2048**2 * (device.attention == "npu"))} | stays
         return Counter(own | {"weights": resting["weights"], "optimizer": resting["optimizer"]})
 
     passes = {phase: own for phase, own in _passes(cfg, plan, device, roles).items() if phase in phases}
     found = {phase: together(phase, own()) for phase, own in passes.items()}
-    if "sync" in phases or "gen" in phases:
-        load, engine_weights = _load(cfg, device, roles["actor"])
-        others = together("gen", {})
-        own = _generation(cfg, plan, device, roles["actor"], engine_weights, others, device_bytes)
-        found |= {"sync": together("sync", load), "gen": others + own}
+    if "gen" in phases:
+        found["gen"] = together("gen", engine)
+    if "sync" in phases or ("gen" in phases and not engine):
+        load, weights = _load(cfg, device, roles["actor"])
+        found["sync"] = together("sync", load)
+        if "gen" in phases and not engine:
+            found["gen"] += _generation(cfg, plan, device, roles["actor"], weights, found["gen"], device_bytes)
     found["save"] = together("save", {})
     return {phase: found[phase] for phase in PHASES if phase in found and phase in phases}
 
 
-def _roles(cfg: Config, plan: Plan, device: Device) -> dict[str, _Role]:
+def _roles(cfg: Config, plan: Plan, device: Device, trains: bool) -> dict[str, _Role]:
     """The models of a run, with the phases in which `Residency` has them on the device."""
     roles, passes, ranks = cfg.actor_rollout_ref, plan.passes, plan.num_devices
     spec = actor_spec(cfg, device, passes.images, passes.images_in_training)
@@ -121,11 +133,13 @@ def _roles(cfg: Config, plan: Plan, device: Device) -> dict[str, _Role]:
     learns = ("update_actor", "save")
     offloads = fsdp.param_offload, ranks, learns, fsdp.optimizer_offload
     found = {"actor": _Role(PolicyModel, spec, phases, *offloads, roles.actor.optim)}
-    if passes.reference and not lora:
+    if not trains:
+        found["actor"] = _Role(PolicyModel, spec, ("sync",), True, ranks)
+    if passes.reference and not lora and trains:
         spec = reference_spec(cfg, device, passes.images_in_training)
         phases = ("ref", "update_actor") if passes.exact_kl_in_loss else ("ref",)
         found["ref"] = _Role(PolicyModel, spec, phases, roles.ref.fsdp_config.param_offload, ranks)
-    if passes.values:
+    if passes.values and trains:
         spec, fsdp = critic_spec(cfg, device, passes.images_in_training), cfg.critic.model.fsdp_config
         learns = ("update_critic", "save")
         offloads = fsdp.param_offload, ranks, learns, fsdp.optimizer_offload
@@ -229,33 +243,50 @@ def _load(cfg: Config, device: Device, policy: _Role) -> tuple[Owners, int]:
     short = deepcopy(cfg)
     short.data.max_prompt_length = short.data.max_response_length = _CANARY_TOKENS // 2
     canary = policy.peak(device, fullest(short, rows, 4), forward_only(False), "canary")
-    known = f"load {policy.spec} {device} {policy.ranks} {rollout}"
+    bucket, embedded = rollout.update_weights_bucket_megabytes << 20, rollout.name == "hf"
+    known = f"load {policy.spec} {device} {policy.ranks} {dtype} {bucket} {embedded}"
     if known not in _PEAKS:
         with shadow(PolicyModel, policy.spec, device, policy.ranks) as (packed, ledger, _):
             kept = []
             with ledger.owner("gathered"):
-                for weight in whole_weights(packed, dtype, rollout.update_weights_bucket_megabytes << 20):
-                    if rollout.name == "hf":
+                for weight in whole_weights(packed, dtype, bucket):
+                    if embedded:
                         kept.append(weight.values)  # the engine keeps the tensor itself
                         ledger.claim("engine weights", [weight.values], but="weights")
             _PEAKS[known] = ledger.cut()
             _PEAKS[f"{known} after"] = Counter(ledger.live)
-    load, after = Counter(_PEAKS[known]), _PEAKS[f"{known} after"]["engine weights"]
-    if rollout.name != "hf":
-        after = policy.sizes[2] * dtype.itemsize // rollout.tensor_model_parallel_size
-        load["engine weights"] = after
-    return max(load, canary, key=Counter.total), after
+    load = Counter(_PEAKS[known])
+    if not embedded:
+        load["engine weights"] = _engine(cfg, device, policy, None)["engine weights"]
+    return max(load, canary, key=Counter.total), _PEAKS[f"{known} after"]["engine weights"]
+
+
+def _engine(cfg: Config, device: Device, policy: _Role, device_bytes: int | None) -> Owners:
+    """What an engine that brings its own memory takes of the device."""
+    rollout = cfg.actor_rollout_ref.rollout
+    itemsize = resolve_dtype(rollout.dtype, device).itemsize
+    weights = policy.sizes[2] * itemsize // rollout.tensor_model_parallel_size
+    share = round(rollout.gpu_memory_utilization * device_bytes) if device_bytes else 0
+    return Counter({"engine weights": weights, "cache": max(share - weights, 0)})
+
+
+def of_longest(cfg: Config) -> int:
+    """Bytes that one device of such an engine needs at least for keys and values of one longest sequence."""
+    rollout, device = cfg.actor_rollout_ref.rollout, get_device(cfg.trainer.device)
+    config = actor_spec(cfg, device).load_config()
+    text = config.get_text_config()
+    if hasattr(text, "kv_lora_rank") or {*(getattr(text, "layer_types", None) or ())} - {"full_attention"}:
+        return 1  # engines keep less than all keys and values
+    longest, size = rollout.max_model_len or longest_sequence(cfg), rollout.tensor_model_parallel_size
+    return longest * bytes_per_token(config, resolve_dtype(rollout.dtype, device)) // size
 
 
 def _generation(
     cfg: Config, plan: Plan, device: Device, policy: _Role, weights: int, others: Owners, device_bytes: int | None
 ) -> Owners:
-    """What the engine holds while it generates. others: what rests beside it."""
+    """What the embedded engine holds while it generates. others: what rests beside it."""
     rollout, config = cfg.actor_rollout_ref.rollout, policy.spec.load_config()
     dtype = resolve_dtype(rollout.dtype, device)
-    if rollout.name != "hf":
-        cache = 0 if device_bytes is None else round(rollout.gpu_memory_utilization * device_bytes) - weights
-        return Counter({"engine weights": weights, "cache": max(cache, 0)})
     longest = rollout.max_model_len or longest_sequence(cfg)
     of_token, block = bytes_per_token(config, dtype), device.cache_columns
     rows = min(rollout.max_num_seqs, plan.samples_per_replica)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -10,31 +12,28 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from rltrain.config.budgets import longest_sequence
+from rltrain.config.budgets import smaller
 from rltrain.config.keys import get
 from rltrain.config.schema import Config
-from rltrain.device import Device
+from rltrain.config.step_passes import make_step_passes
+from rltrain.device import Device, resolve_dtype
 from rltrain.errors import WorkerLost
 from rltrain.workers.residency import Residency
 
 _A, _R, _REF = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.ref."
 _FSDP = "fsdp_config."
 _STEP = {"rollout": "gen", "log_prob": "old_log_prob", "train_actor": "update_actor", "train_critic": "update_critic"}
-# What makes room in a phase, beside what rests on the device for others.
+_PASS = {
+    "log_prob": "log_prob", "ref": "ref", "values": "values", "train_actor": "update", "train_critic": "critic",
+    "reward": "reward_model",
+}  # fmt: skip
+# What makes room in a phase, beside its budget and what rests on the device for others.
 _OWN_KEYS = {
     "sync": (_R + "update_weights_bucket_megabytes",),
-    "rollout": (_R + "gpu_memory_utilization", _R + "max_num_seqs"),
-    "log_prob": (_R + "log_prob_max_token_len_per_gpu", _A + "ppo_max_token_len_per_gpu"),
-    "ref": (_REF + "log_prob_max_token_len_per_gpu", _A + "ppo_max_token_len_per_gpu"),
-    "values": ("critic.forward_max_token_len_per_gpu", "critic.ppo_max_token_len_per_gpu"),
-    "train_actor": ("actor_rollout_ref.model.enable_gradient_checkpointing", _A + "ppo_max_token_len_per_gpu"),
-    "train_critic": ("critic.model.enable_gradient_checkpointing", "critic.ppo_max_token_len_per_gpu"),
-    "reward": ("reward_model.forward_max_token_len_per_gpu",),
+    "rollout": (_R + "max_num_seqs",),
+    "train_actor": ("actor_rollout_ref.model.enable_gradient_checkpointing",),
+    "train_critic": ("critic.model.enable_gradient_checkpointing",),
 }
-_OFFLOADS = (
-    _REF + _FSDP + "param_offload", _A + _FSDP + "optimizer_offload", _A + _FSDP + "param_offload",
-    "critic.model.fsdp_config.optimizer_offload", "critic.model.fsdp_config.param_offload",
-)  # fmt: skip
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -57,7 +56,11 @@ def device_is_full(error: Exception, cfg: Config, residency: Residency) -> Worke
     used = device.allocated_bytes()
     there = ", ".join(f"{name} {_gib(size)}" for name, size in resting.items() if size)
     rest = f"{there}, and {_gib(used - sum(resting.values()))} of engine, activations and gathered weights"
-    keys = "\n  ".join(_ways_out(cfg, phase)) or "more devices"
+    policy, rollout = residency.models[:1], cfg.actor_rollout_ref.rollout
+    elements = sum(each.numel() for model in policy for name, each in model.named_parameters() if ".lora_" not in name)
+    engine = elements * resolve_dtype(rollout.dtype, device).itemsize // rollout.tensor_model_parallel_size
+    least = 0.0 if rollout.name == "hf" else least_share(engine, device.total_memory_bytes())
+    keys = "\n  ".join(ways_out(cfg, phase, least)) or "more devices"
     where, size = f"rank {dist.get_rank()}, {_STEP.get(phase, phase)}", _gib(device.total_memory_bytes())
     said = str(error).strip().splitlines()[0]
     return WorkerLost(
@@ -77,22 +80,42 @@ def _gib(size: float) -> str:
     return f"{size / 2**30:,.2f} GiB"
 
 
-def _ways_out(cfg: Config, phase: str) -> Iterator[str]:
-    """KEY=VALUE, where the value is not that already."""
-    group = cfg.actor_rollout_ref.actor.ulysses_sequence_parallel_size
-    for key in (*_OWN_KEYS.get(phase, ()), *_OFFLOADS):
+def least_share(engine: float, size: float) -> float:
+    """The share of a device of ``size`` bytes with which an engine of so many starts."""
+    # A fifth for keys and values is little, but it starts.
+    return math.ceil(20 * 1.2 * engine / size) / 20
+
+
+def ways_out(cfg: Config, phase: str, least: float) -> Iterator[str]:
+    """KEY=VALUE, as far as it makes room in ``phase``. least: share of the device with which the engine starts."""
+    rollout = cfg.actor_rollout_ref.rollout
+    stays = rollout.name != "hf" and not rollout.free_cache_engine
+    for key in _OWN_KEYS.get(phase, ()):
         value = get(cfg, key)
-        section = key.split(".")[0]
-        if section == "critic" and not cfg.algorithm.needs_critic:
-            continue
-        if isinstance(value, bool):
-            if value is False:
-                yield f"{key}=True"
-        elif value and key.endswith("token_len_per_gpu"):
-            least = -(-longest_sequence(cfg) // group)
-            if value > least:
-                yield f"{key}={max(value // 2, least)}"
-            else:
-                yield f"{_A}ulysses_sequence_parallel_size={2 * group}"
-        elif value:
-            yield f"{key}={value / 2 if isinstance(value, float) else max(value // 2, 1)}"
+        if value is False:
+            yield f"{key}=True"
+        elif value is not True and value > 1:
+            yield f"{key}={value // 2}"
+    share = max(rollout.gpu_memory_utilization / 2, least)
+    if (phase == "rollout" or stays) and share < rollout.gpu_memory_utilization:
+        yield f"{_R}gpu_memory_utilization={share:g}"
+    for settings in islice(smaller(cfg, _PASS[phase]) if phase in _PASS else (), 1):
+        yield " ".join(f"{key}={value}" for key, value in settings.items())
+    if stays and phase not in ("sync", "rollout"):
+        yield f"{_R}free_cache_engine=True"
+    yield from (f"{key}=True" for key, there in _offloads(cfg) if phase not in there and get(cfg, key) is False)
+
+
+def _offloads(cfg: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Keys that send something away, and the phases in which it is there all the same."""
+    passes, lora = make_step_passes(cfg), cfg.actor_rollout_ref.model.uses_lora
+    if passes.reference and not lora:
+        yield f"{_REF}{_FSDP}param_offload", ("ref", "train_actor") if passes.exact_kl_in_loss else ("ref",)
+    yield f"{_A}{_FSDP}optimizer_offload", ("train_actor", "save")
+    policy = ("sync", "log_prob", "train_actor", "save")
+    yield f"{_A}{_FSDP}param_offload", policy + (("ref",) if passes.exact_kl_in_reward or lora else ())
+    if passes.values:
+        yield f"critic.model.{_FSDP}optimizer_offload", ("train_critic", "save")
+        yield f"critic.model.{_FSDP}param_offload", ("values", "train_critic", "save")
+    if cfg.reward_model.enable:
+        yield f"reward_model.model.{_FSDP}param_offload", ("reward",)

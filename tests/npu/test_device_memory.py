@@ -19,7 +19,8 @@ def made(tmp_path_factory):
     "case", [each if each == CASE else pytest.param(each, marks=pytest.mark.long) for each in CASES]
 )
 def test_every_phase_needs_what_was_foretold(made, case):
-    found = {phase: (told, owners, peak) for phase, told, owners, peak in compare(made, case, steps=1)}
+    compared = compare(made, case, steps=1, room=1.02)  # a device of little more than that
+    found = {phase: (told, owners, peak) for phase, told, owners, peak in compared}
     for phase, (told, owners, peak) in found.items():
         assert told.total() == pytest.approx(peak, rel=0.1), phase
         # The first step of AdamW makes its state within the update.
@@ -30,12 +31,13 @@ def test_every_phase_needs_what_was_foretold(made, case):
     assert found["sync"][2] < owned + 2 * bucket + mask, "no second full copy"
 
 
-@pytest.mark.long
-def test_a_full_device_says_what_to_type(made):
+def test_a_device_of_a_little_less_says_what_to_type(made):
     need = foretold(made, CASE)[0]["update_actor"].total()
     with pytest.raises(RuntimeError) as caught:
-        measured(made, CASE, cap=round(0.9 * need), steps=1)
+        # The first update makes AdamW's state when the activations are gone, and needs less than those that follow.
+        measured(made, CASE, cap=round(0.92 * need), steps=1)
     said = str(caught.value)
     assert "rank 0, update_actor: the device (" in said
     assert "optimizer 0.0" in said
     assert "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=272" in said
+    assert "actor.fsdp_config" not in said, "the update needs what these would send away"

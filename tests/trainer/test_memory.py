@@ -12,7 +12,7 @@ from rltrain.models import shadow
 from rltrain.models.forward import PolicyModel
 from rltrain.models.spec import ModelSpec
 from rltrain.trainer.memory import forecast, fullest
-from rltrain.trainer.memory_room import look_at_memory, table, too_large, way_out
+from rltrain.trainer.memory_room import look_at_memory, no_cache, table, too_large, way_out
 from rltrain.trainer.plan import make_plan
 from tests.tiny import small_run
 
@@ -25,6 +25,7 @@ SHAPE = {
 LAYER = 3584 * (2 * 3584 + 2 * 512 + 3 * 18944 + 2) + 3584 + 2 * 512
 PARAMETERS = 8 * LAYER + 2 * 152064 * 3584 + 3584
 A, R = "actor_rollout_ref__actor__", "actor_rollout_ref__rollout__"
+SHARE, FREES = f"{R}gpu_memory_utilization", f"{R}free_cache_engine"
 
 
 @pytest.fixture
@@ -96,12 +97,56 @@ def test_a_step_that_does_not_fit_names_the_tokens_that_would(planned):
     assert "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=20480" in problem
 
 
-def test_an_engine_without_room_for_its_cache_is_seen(planned):
-    share = "actor_rollout_ref__rollout__gpu_memory_utilization"
-    cfg, plan = planned(**{share: 0.05, A + "use_kl_loss": False})
-    problem = look_at_memory(cfg, plan)[1]
-    assert "gpu_memory_utilization=0.05 is 3.0 GiB, and the engine's weights alone take" in problem
+# Weights of 5.5 GiB; an answer of the longest takes 64 MiB.
+@pytest.mark.parametrize("free_mib", [-1300, 32])
+def test_an_engine_without_room_for_its_cache_is_seen(planned, free_mib):
+    size = 60 << 30
+    share = round((2 * PARAMETERS + (free_mib << 20)) / size, 5)
+    cfg, plan = planned(**{SHARE: share})
+    problem = no_cache(cfg, forecast(cfg, plan, size, ("gen",))["gen"], size)
+    assert f"gpu_memory_utilization={share:g} is" in problem
+    assert f"the engine's weights take {2 * PARAMETERS / 2**30:.1f} of it" in problem
     assert "Set actor_rollout_ref.rollout.gpu_memory_utilization=0.15, or" in problem
+
+
+def test_no_share_is_named_with_which_no_engine_starts(planned):
+    size = round(3.2 * PARAMETERS)  # the engine's weights are 0.63 of it
+    cfg, plan = planned(**{SHARE: 0.93, "trainer__n_gpus_per_node": 8, "trainer__nnodes": 2})
+    found = forecast(cfg, plan, size, ("gen",))
+    assert too_large(found, size) == ["gen"]
+    said = way_out(cfg, plan, size, found)
+    assert said.startswith("Together these make it fit: actor_rollout_ref.actor.fsdp_config.optimizer_offload=True")
+    assert "gpu_memory_utilization=0.8 (" in said
+
+
+def test_an_engine_that_is_not_freed_stays_in_every_phase(planned):
+    size = 60 << 30
+    freed, kept = (forecast(*planned(**{FREES: frees}), size, ("sync", "gen", "save")) for frees in (True, False))
+    assert freed["save"]["engine weights"] == 0 == freed["save"]["cache"]
+    engine = {owner: freed["gen"][owner] for owner in ("engine weights", "cache")}
+    assert engine["cache"] > 0
+    for row in kept.values():
+        assert {owner: row[owner] for owner in engine} == engine
+    cfg, plan = planned(**{FREES: False, SHARE: 0.95})
+    said = way_out(cfg, plan, size, forecast(cfg, plan, size, ("save",)))
+    assert "rollout.free_cache_engine=True" in said
+
+
+def test_a_validation_counts_what_it_loads_alone(planned):
+    cfg, plan = planned(trainer__val_only=True)
+    found = forecast(cfg, plan, 60 << 30, ("gen", "update_actor", "save"), trains=False)
+    assert list(found) == ["gen"]
+    assert found["gen"]["optimizer"] == found["gen"]["weights"] == 0
+    assert forecast(cfg, plan, 60 << 30, ("gen",))["gen"]["optimizer"] > 0, "with a checkpoint"
+
+
+def test_adapters_are_named_as_another_training(planned):
+    one = {"trainer__n_gpus_per_node": 1, "trainer__nnodes": 1}
+    size = 6 * PARAMETERS
+    cfg, plan = planned(**one)
+    said = way_out(cfg, plan, size, forecast(cfg, plan, size, ("save",)))
+    assert said.startswith("No key that keeps the algorithm makes it fit")
+    assert "or train adapters alone, which is another training: actor_rollout_ref.model.lora_rank=32 (" in said
 
 
 def test_a_device_of_unknown_size_gets_a_table_without_a_verdict(planned):

@@ -1,0 +1,52 @@
+"""What a full device names as a way out has an effect in the phase that it ended in."""
+
+import pytest
+
+from rltrain.config.load import load_config
+from rltrain.workers.full_device import ways_out
+from tests.tiny import small_run
+
+A, C, R = "actor_rollout_ref.actor.", "critic.", "actor_rollout_ref.rollout."
+GAE = {"algorithm.adv_estimator": "gae"}
+CASES = {
+    "an actor's own optimizer is needed in its update": ({}, "train_actor", (), ("fsdp_config.optimizer_offload",)),
+    "samples decide": (
+        {f"{A}ppo_micro_batch_size_per_gpu": 4}, "train_actor", (f"{A}ppo_micro_batch_size_per_gpu=2",),
+        ("ppo_max_token_len_per_gpu",),
+    ),
+    "tokens decide": ({}, "log_prob", (f"{A}ppo_max_token_len_per_gpu=32",), ()),
+    "the least tokens, then more devices": (
+        {f"{A}ppo_max_token_len_per_gpu": 24}, "train_actor",
+        (f"{A}ulysses_sequence_parallel_size=2 {A}ppo_max_token_len_per_gpu=12",), (),
+    ),
+    "a critic that has the actor's tokens": (
+        GAE, "train_critic",
+        (f"{A}ppo_max_token_len_per_gpu=32", f"{A}fsdp_config.optimizer_offload=True"), ("critic.model.fsdp",),
+    ),
+    "a critic's own devices": (
+        GAE | {f"{C}ppo_max_token_len_per_gpu": 24}, "values",
+        (f"{C}ulysses_sequence_parallel_size=2 {C}forward_max_token_len_per_gpu=12",), (f"{A}ulysses",),
+    ),
+    "a reward model rests on the host": (
+        {"reward_model.enable": True, "reward_model.model.path": "/no"}, "train_actor",
+        ("reward_model.model.fsdp_config.param_offload=True",), (),
+    ),
+    "an engine that starts": (
+        {f"{R}name": "vllm"}, "rollout", (f"{R}gpu_memory_utilization=0.35",), (f"{R}free_cache_engine",),
+    ),
+    "an engine that is not freed": (
+        {f"{R}name": "vllm", f"{R}free_cache_engine": False}, "train_actor", (f"{R}free_cache_engine=True",), (),
+    ),
+    "no reference": ({f"{A}use_kl_loss": False}, "train_actor", (), ("actor_rollout_ref.ref",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_named_makes_room_in_the_phase(tmp_path, name):
+    changes, phase, named, not_named = CASES[name]
+    keys = {"trainer.device": "npu", "trainer.n_gpus_per_node": 2, **changes}
+    arguments = small_run(tmp_path, (tmp_path,) * 2, tmp_path, **{k.replace(".", "__"): v for k, v in keys.items()})
+    said = list(ways_out(load_config(arguments).config, phase, 0.35))
+    assert not set(named) - set(said), said
+    assert not [each for each in said for word in not_named if word in each], said
+    assert len({each.partition("=")[0] for each in said}) == len(said)

@@ -115,3 +115,28 @@ def has_streams_and_randomness() -> None:
     assert torch.equal(drawn, torch.rand(3, device="npu"))
     one, other = (torch.Generator(device).manual_seed(3) for device in ("npu", "cpu"))
     assert torch.equal(torch.randn(3, device="npu", generator=one).cpu(), torch.randn(3, generator=other))
+    _copies_in_a_queue_are_late()
+
+
+def _copies_in_a_queue_are_late() -> None:
+    """What comes is there when somebody has waited for its queue; what leaves must not be given back before."""
+    queue, pinned = torch.npu.Stream(), torch.ones(3).pin_memory()
+    for wait in (
+        lambda: queue.synchronize(),
+        lambda: queue.record_event().synchronize(),
+        lambda: torch.npu.current_stream().wait_stream(queue),
+        lambda: torch.npu.synchronize(),
+    ):
+        earlier, there = queue.record_event(), torch.zeros(3, device="npu")
+        with torch.npu.stream(queue):
+            there.copy_(pinned, non_blocking=True)
+        earlier.synchronize()
+        torch.npu.current_stream().synchronize()
+        assert there.isnan().all()
+        wait()
+        assert there.tolist() == [1, 1, 1]
+    with torch.npu.stream(queue):
+        pinned.copy_(there, non_blocking=True)
+    del there
+    queue.synchronize()
+    assert pinned.isnan().all()

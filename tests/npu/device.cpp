@@ -20,6 +20,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <chrono>
+#include <limits>
 #include <mutex>
 #include <set>
 #include <vector>
@@ -35,10 +36,57 @@ Device here(std::optional<Device> asked = std::nullopt) {
   return Device(kDevice, asked && asked->has_index() ? asked->index() : (DeviceIndex)current_device());
 }
 
-// -- streams and events: work is done at once, so an event only remembers when it was recorded ------------------------
+// -- streams and events: kernels run at once, and copies are late -----------------------------------------------------
 
 thread_local std::array<StreamId, kDevices> streams{};
 using Clock = std::chrono::steady_clock;
+constexpr auto kLast = std::numeric_limits<int64_t>::max();
+
+// A copy between the device and pinned memory that nobody has waited for: its bytes arrive when somebody does. One to
+// the host keeps the bytes of its moment. One to the device is late in queues of their own alone, for kernels follow it
+// in that of the kernels. place: the memory of the device.
+struct Underway {
+  at::Tensor source, target;
+  const char* place;
+  bool to_host;
+  StreamId queue;
+  int64_t number;
+};
+std::mutex mutex;
+std::vector<Underway> underway;
+int64_t queued = 0;
+
+// What is waited for: the first copies of a queue. Only the host sees what is on the host.
+void arrive(std::optional<StreamId> queue, int64_t last = kLast, bool at_host = true) {
+  std::vector<Underway> arrived, others;  // they end after the lock does, because objects of Python may hang on them
+  std::lock_guard<std::mutex> lock(mutex);
+  for (auto& each : underway) {
+    const bool awaited = (!queue || each.queue == *queue) && each.number <= last && (at_host || !each.to_host);
+    (awaited ? arrived : others).push_back(std::move(each));
+  }
+  underway.swap(others);
+  for (auto& each : arrived) each.target.copy_(each.source);
+}
+
+pybind11::object* listener = nullptr;
+
+void tell(const char* why) {
+  if (!listener) return;
+  pybind11::gil_scoped_acquire gil;
+  (*listener)(why);
+}
+
+// The host waits for what this thread has queued.
+void host_waits_here(const char* why) {
+  arrive(streams[current_device()]);
+  tell(why);
+}
+
+struct Recorded {
+  Clock::time_point when;
+  StreamId queue;
+  int64_t last;
+};
 
 struct Guard final : impl::DeviceGuardImplInterface {
   static constexpr DeviceType static_type = kDevice;
@@ -65,22 +113,37 @@ struct Guard final : impl::DeviceGuardImplInterface {
     return old;
   }
   DeviceIndex deviceCount() const noexcept override { return device_count(); }
-  void record(void** event, const Stream&, const DeviceIndex, const EventFlag) const override {
-    if (!*event) *event = new Clock::time_point;
-    *static_cast<Clock::time_point*>(*event) = Clock::now();
+  void record(void** event, const Stream& stream, const DeviceIndex, const EventFlag) const override {
+    if (!*event) *event = new Recorded;
+    std::lock_guard<std::mutex> lock(mutex);
+    *static_cast<Recorded*>(*event) = {Clock::now(), stream.id(), queued};
   }
-  void block(void*, const Stream&) const override {}
-  bool queryEvent(void*) const override { return true; }
-  void destroyEvent(void* event, const DeviceIndex) const noexcept override {
-    delete static_cast<Clock::time_point*>(event);
+  void block(void* event, const Stream&) const override {
+    const auto* own = static_cast<Recorded*>(event);
+    arrive(own->queue, own->last, false);
   }
-  bool queryStream(const Stream&) const override { return true; }
-  void synchronizeStream(const Stream&) const override { host_waits("synchronize stream"); }
-  void synchronizeEvent(void*) const override { host_waits("synchronize event"); }
+  bool queryEvent(void* event) const override {
+    const auto* own = static_cast<Recorded*>(event);
+    arrive(own->queue, own->last);
+    return true;
+  }
+  void destroyEvent(void* event, const DeviceIndex) const noexcept override { delete static_cast<Recorded*>(event); }
+  bool queryStream(const Stream& stream) const override {
+    arrive(stream.id());
+    return true;
+  }
+  void synchronizeStream(const Stream& stream) const override {
+    arrive(stream.id());
+    tell("synchronize stream");
+  }
+  void synchronizeEvent(void* event) const override {
+    queryEvent(event);
+    tell("synchronize event");
+  }
   void synchronizeDevice(const DeviceIndex) const override { host_waits("synchronize device"); }
   void recordDataPtrOnStream(const DataPtr&, const Stream&) const override {}
   double elapsedTime(void* from, void* to, const DeviceIndex) const override {
-    auto passed = *static_cast<Clock::time_point*>(to) - *static_cast<Clock::time_point*>(from);
+    auto passed = static_cast<Recorded*>(to)->when - static_cast<Recorded*>(from)->when;
     return std::chrono::duration<double, std::milli>(passed).count();
   }
 };
@@ -134,28 +197,10 @@ const bool hooks_are_there = [] {
   return true;
 }();
 
-// -- what the host waits for ------------------------------------------------------------------------------------------
-
-// A copy to pinned memory that the host has not waited for: its bytes arrive when it does.
-struct Underway {
-  at::Tensor bytes, target;
-};
-std::mutex mutex;
-std::vector<Underway> underway;
-pybind11::object* listener = nullptr;
-
 // Operators whose result has a size that the device must tell.
 const std::set<std::string> kSizedByData = {
     "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive",
     "aten::equal", "aten::bincount", "aten::repeat_interleave"};
-
-void copy_later(const at::Tensor& source, const at::Tensor& target) {
-  auto bytes = on_host(source).to(target.scalar_type(), false, true);
-  if (target.scalar_type() == kBool) target.zero_();
-  else std::memset(target.data_ptr(), 0xFF, target.nbytes());
-  std::lock_guard<std::mutex> lock(mutex);
-  underway.push_back({bytes, target});
-}
 
 // -- operators --------------------------------------------------------------------------------------------------------
 
@@ -185,14 +230,28 @@ at::Tensor empty_strided(
       dtype_or_default(dtype));
 }
 
+void copy_later(const at::Tensor& source, const at::Tensor& target, StreamId queue) {
+  const bool to_host = target.device().is_cpu();
+  auto bytes = to_host ? on_host(source).to(target.scalar_type(), false, true) : source;
+  auto there = on_host(target);
+  if (target.scalar_type() == kBool) there.zero_();
+  else std::memset(there.data_ptr(), 0xFF, there.nbytes());
+  const auto* place = static_cast<const char*>((to_host ? source : target).const_data_ptr());
+  std::lock_guard<std::mutex> lock(mutex);
+  underway.push_back({bytes, there, place, to_host, queue, ++queued});
+}
+
 at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool non_blocking) {
   const bool to_host = target.device().is_cpu(), from_host = source.device().is_cpu();
-  if (to_host && non_blocking && is_pinned(target.const_data_ptr()) && target.is_contiguous()) {
-    copy_later(source, target);
+  const bool late = non_blocking && ((to_host && is_pinned(target.const_data_ptr())) ||
+                                     (from_host && is_pinned(source.const_data_ptr())));
+  const auto queue = streams[current_device()];
+  if (late && target.is_contiguous() && (to_host || queue)) {
+    copy_later(source, target, queue);
     return target;
   }
-  if (to_host) host_waits("copy to the host");
-  if (from_host && !(non_blocking && is_pinned(source.const_data_ptr()))) host_waits("copy of pageable memory");
+  if (to_host) host_waits_here("copy to the host");
+  if (from_host && !late) host_waits_here("copy of pageable memory");
   on_host(target).copy_(on_host(source));
   return target;
 }
@@ -203,7 +262,7 @@ at::Tensor copy_from_and_resize(const at::Tensor& source, const at::Tensor& targ
 }
 
 at::Scalar local_scalar(const at::Tensor& tensor) {
-  host_waits("item");
+  host_waits_here("item");
   return on_host(tensor).item();
 }
 
@@ -268,7 +327,7 @@ class HostCall {
 
   void run() {
     DeviceGuard guard(device_);
-    if (kSizedByData.count(schema_.name())) host_waits(schema_.name().c_str());
+    if (kSizedByData.count(schema_.name())) host_waits_here(schema_.name().c_str());
     torch::jit::drop(*stack_, arguments_.size());
     for (size_t each = 0; each < arguments_.size(); each++) stack_->push_back(converted(each));
     op_.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), stack_);
@@ -294,7 +353,7 @@ class HostCall {
       else if (each.isOptionalTensorList())
         for (const std::optional<at::Tensor>& part : each.toOptionalTensorList()) {
           // Indices may lie on the host; they are brought, and the host waits for that.
-          if (part && part->defined() && part->device().is_cpu()) host_waits("index on the host");
+          if (part && part->defined() && part->device().is_cpu()) host_waits_here("index on the host");
           else if (part) look_at(*part);
         }
       else if (each.isDevice() && !found_) device_ = here(each.toDevice());
@@ -433,15 +492,20 @@ at::Tensor on_host(const at::Tensor& tensor) {
 }
 
 void host_waits(const char* why) {
-  std::vector<Underway> arrived;
-  {
-    std::lock_guard<std::mutex> lock(mutex);
-    arrived.swap(underway);
+  arrive(std::nullopt);
+  tell(why);
+}
+
+void before_free(const void* pointer, int64_t bytes) {
+  std::vector<Underway> lost, others;
+  std::lock_guard<std::mutex> lock(mutex);
+  for (auto& each : underway) {
+    const bool inside = pointer <= each.place && each.place < static_cast<const char*>(pointer) + bytes;
+    // What comes has no place any more. What leaves in a queue of its own is overwritten before it has left.
+    if (inside && each.to_host && each.queue) std::memset(each.source.data_ptr(), 0xFF, each.source.nbytes());
+    (inside && !each.to_host ? lost : others).push_back(std::move(each));
   }
-  for (auto& each : arrived) each.target.copy_(each.bytes);
-  if (!listener) return;
-  pybind11::gil_scoped_acquire gil;
-  (*listener)(why);
+  underway.swap(others);
 }
 
 void register_memory(pybind11::module& m) {

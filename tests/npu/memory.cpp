@@ -37,8 +37,11 @@ void* aligned(size_t bytes) {
 
 void free_block(void* pointer) {
   if (!pointer) return;
-  std::lock_guard<std::mutex> lock(mutex);
-  auto found = blocks.find(pointer);
+  std::unique_lock<std::mutex> lock(mutex);
+  const auto found = blocks.find(pointer);
+  lock.unlock();
+  before_free(pointer, found->second.bytes);
+  lock.lock();
   auto& own = accounts[found->second.device];
   own.live -= found->second.bytes;
   own.by_owner[found->second.owner] -= found->second.bytes;

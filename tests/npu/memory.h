@@ -18,6 +18,9 @@ struct Account {
 Account account(int device);
 void change_account(int device, void (*change)(Account&, int64_t), int64_t value = 0);
 
+// Copies may still be under way from and to memory that is given back.
+void before_free(const void* pointer, int64_t bytes);
+
 c10::Allocator* device_allocator();
 c10::Allocator* pinned_allocator();
 bool is_pinned(const void* pointer);

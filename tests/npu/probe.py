@@ -32,7 +32,6 @@ def _reported(self, phase, **how):
     before, peak = torch.npu.memory_allocated(), torch.npu.max_memory_allocated()
     torch.npu.reset_peak_memory_stats()
     _enter(self, phase, **how)
-    torch.npu.synchronize()
     line = {"phase": phase, "before": before, "peak_of_last": peak, "after": torch.npu.memory_allocated(),
             "peak_of_move": torch.npu.max_memory_allocated()}  # fmt: skip
     with (Path(os.environ["RLTRAIN_STANDIN_REPORT"]) / f"{os.environ['RANK_OF_REPORT']}.jsonl").open("a") as file:

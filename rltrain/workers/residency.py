@@ -6,8 +6,8 @@ need it; `enter` first sends everything else to the host, so that the two are ne
 The bus is the slowest part of this, so nothing waits for it that need not. Host memory is page-locked and kept, because
 copies from and to other memory go through a buffer of the driver's at a fraction of the speed. What comes back comes
 layer by layer in a queue of its own: a forward waits at each layer for that layer, an optimizer's state arrives while
-the gradients are computed. Weights that nothing has written to since they came are not copied out again. Left out:
-copies out that overlap with the phase that follows, which could not have their memory meanwhile.
+the gradients are computed. Weights that nothing has written to are not copied out again. Left out: copies out that
+overlap with the phase that follows, which could not have their memory meanwhile.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from rltrain.device import Device
-from rltrain.models.shard import reshard
 
 Phase = Literal["sync", "rollout", "log_prob", "ref", "values", "reward", "train_actor", "train_critic", "save"]
 # What reads weights in these does not come through a forward.
@@ -56,9 +55,6 @@ class Residency:
     def add_optimizer(self, optimizer: torch.optim.Optimizer, *phases: Phase, offload: bool) -> None:
         """Register the state of an optimizer, likewise."""
         self.optimizers.append(optimizer)
-        # Kernels that write to all weights at once do not say so, and `_Model` would take the weights for unchanged.
-        weights = [each for group in optimizer.param_groups for each in group["params"]]
-        optimizer.register_step_post_hook(lambda *_: torch.autograd.graph.increment_version(weights))
         self._staying += [] if offload else [optimizer]
         if offload and self._queue is not None:
             self._residents.append((frozenset(phases), _State(optimizer, self.device, self._queue)))
@@ -129,7 +125,8 @@ class _Resident:
         with self.device.on_stream(self.queue):
             for name, tensor in tensors.items():
                 twin = self._twins.get(name) or self._twins.setdefault(name, _Twin(next(hosts)))
-                if not isinstance(tensor, nn.Parameter) or twin.versions != _versions(tensor):
+                is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+                if not is_frozen or twin.versions != _versions(tensor):
                     twin.host.copy_(_local(tensor), non_blocking=True)
 
     def leave(self) -> None:
@@ -180,10 +177,6 @@ class _Model(_Resident):
             # In front of FSDP's own, which gathers the weights.
             unit.register_forward_pre_hook(lambda *_, part=number: self.arrive(part), prepend=True)
 
-    def copy_out(self) -> None:
-        reshard(self.owner)  # else the gathered weights of the last forward would pass for the parameters
-        super().copy_out()
-
     def parts(self) -> list[dict[Any, Tensor]]:
         parameters = dict(self.owner.named_parameters())
         return [{name: parameters[name] for name in names} for names in self._names]
@@ -196,7 +189,7 @@ class _Model(_Resident):
 
 
 class _State(_Resident):
-    """The moments of an optimizer. Its step counters stay where they are: scalars, with fused AdamW on the device."""
+    """The state of an optimizer; step counters, which are scalars, are on the host anyway."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: Device, queue: Any) -> None:
         super().__init__(optimizer, device, queue)

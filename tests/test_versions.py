@@ -164,3 +164,18 @@ def test_docs_tell_the_versions_of_the_sets():
             assert versions.package_set(device)[name] in text, name
     tag = re.search(r"vllm-ascend:v([\d.]+)", (ROOT / "scripts/docker/npu.Dockerfile").read_text())
     assert tag[1] == versions.package_set("npu")["vllm-ascend"]
+
+
+def test_nodes_of_other_code_or_versions_are_told_apart(monkeypatch):
+    here = versions.fingerprint()
+    assert versions.unlike(here, versions.fingerprint()) == ""
+    assert {"python", "torch", "ray", "rltrain/versions.py", "rltrain/trainer/ppo.py"} <= here.keys()
+    read = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda file: read(file) + b" " * (file.name in ("ppo.py", "errors.py")))
+    monkeypatch.setattr(versions, "version", lambda name: "1.2.3")
+    said = versions.unlike(here, versions.fingerprint())
+    assert f"torch 1.2.3, here {here['torch']}" in said
+    assert said.endswith("other code: rltrain/errors.py, rltrain/trainer/ppo.py")
+    assert versions.unlike({}, dict.fromkeys(("a.py", "b.py", "c.py", "d.py"), "1")) == (
+        "other code: a.py, b.py, c.py and 1 more"
+    )

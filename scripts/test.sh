@@ -7,7 +7,7 @@ cd "$REPO"
 [ $# -eq 0 ] || exec "$PYTHON" -m pytest "$@"
 
 # All tests in two processes. Those that start Ray run one after another, beside the rest.
-APART=(tests/controller tests/e2e tests/npu tests/rewards)
+APART=(tests/controller tests/e2e tests/hosts tests/npu tests/rewards)
 OUTPUT=$(mktemp)
 "$PYTHON" -m pytest "${APART[@]}" >"$OUTPUT" 2>&1 &
 apart=$!

@@ -1,5 +1,6 @@
 """Shared fixtures: a tiny model with its own tokenizer, made on the spot, and two-process runs without Ray."""
 
+import contextlib
 import itertools
 import os
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.hosts.hosts import Network, forbidden
 from tests.tiny import save_tiny_model, small_run, write_arithmetic
 
 
@@ -63,3 +65,18 @@ def twisted_trainer(tiny_trainer):
         return tiny_trainer(lambda row, score: twist(row, score + (next(count) * 7 % 5) / 5), **changes)
 
     return make
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory):
+    """network(number, delay_ms=0, loss=0): that many `Host`s, which end with the module's tests."""
+    if reason := forbidden():
+        pytest.skip(reason)
+    with contextlib.ExitStack() as stack:
+
+        def make(number: int, **wire: float):
+            found = Network(tmp_path_factory.mktemp("network"), number, **wire)
+            stack.callback(found.end)
+            return found.hosts
+
+        yield make

@@ -1,0 +1,287 @@
+"""Several hosts on one machine, for tests of what runs on many.
+
+    def test_…(network):
+        first, second = network(2)                  # on a switch; network(2, delay_ms=100, loss=0.01): on a bad wire
+        first.run("hostname")                       # ends: .returncode, .output
+        job = second.start("sleep 100")             # goes on: .wait(), .output, .kill()
+        second.cut()                                # the cable is pulled; .mend()
+        second.power_off()                          # cable and all processes; .boot() starts it anew, with its files
+
+A host has its own address (``eth0``), name, processes, /tmp, $HOME (below /tmp) and /dev/shm. Like many a server it
+also has a card that leads nowhere and comes first (``docker0``, the same address everywhere), and believes that its own
+name is 127.0.1.1. ``hosts[0].shared`` is a folder that all hosts and the test see under the same path; any other path
+below /tmp is another folder on each host (``host.own / "tmp"`` for the test). The rest of the file system (repository,
+Python) is the machine's, and so are memory, cores and clock: it is no container.
+
+Nothing has a name outside, so nothing is left behind: a host ends when the process that made it does.
+"""
+
+import functools
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+_UNSHARE = ["unshare", "--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc"]
+WAIT_S = 60.0
+
+
+@functools.cache
+def forbidden() -> str:
+    """Why hosts cannot be made here; empty where they can."""
+    try:
+        command = [*_UNSHARE, "ip", "link", "add", "docker0", "type", "bridge"]
+        done = subprocess.run(command, capture_output=True, text=True)
+    except OSError as error:
+        return f"hosts on one machine need unshare, nsenter and ip: {error}"
+    return f"this kernel gives no namespaces to this user: {done.stderr.strip()}" if done.returncode else ""
+
+
+def wait_until(condition: Callable[[], object], what: str, limit_s: float = WAIT_S) -> None:
+    """Poll; AssertionError with ``what`` when it does not come."""
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not within {limit_s:.0f} s"
+        time.sleep(0.05)
+
+
+class Job:
+    """A command on a host. returncode: None while it runs. output: what it has written so far."""
+
+    def __init__(self, command: list[str], log: Path) -> None:
+        self.log = log
+        # A file and not a pipe: daemons that the command leaves behind keep it open.
+        with log.open("w") as file:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    @property
+    def returncode(self) -> int | None:
+        code = self._process.poll()
+        return None if code is None else code if code >= 0 else 128 - code
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def wait(self, timeout_s: float = WAIT_S) -> int:
+        """The exit code. AssertionError, with what it has said, when it does not end."""
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise AssertionError(f"{self.log}: not done after {timeout_s:.0f} s:\n{self.output}") from None
+        code = self.returncode
+        assert code is not None
+        return code
+
+    def wait_for(self, words: str, timeout_s: float = WAIT_S) -> None:
+        """Until it has written ``words``; AssertionError when it ends before."""
+        wait_until(lambda: words in self.output or self.returncode is not None, f"'{words}' in {self.log}", timeout_s)
+        assert words in self.output, f"it ended with {self.returncode} before it said '{words}':\n{self.output}"
+
+    def signal(self, number: int) -> None:
+        """To the command alone."""
+        entering = self._process.pid
+        for child in Path(f"/proc/{entering}/task/{entering}/children").read_text().split():
+            os.kill(int(child), number)
+
+    def kill(self) -> None:
+        """The command and what it has started in its session."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+
+class Space:
+    """Namespaces with a first process, which ends when its input does."""
+
+    def __init__(self, name: str, own: Path, visible: list[Path]) -> None:
+        command = [
+            *_UNSHARE,
+            sys.executable,
+            "-IS",
+            str(ROOT / "tests/hosts/init.py"),
+            name,
+            str(own),
+            *map(str, visible),
+        ]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout
+        assert self.process.stdout.readline() == "ready\n"
+        at = f"/proc/{self.process.pid}/ns"
+        # The first process is a child of this one, and so alone in the new process namespace.
+        kinds = {"net": "net", "mount": "mnt", "uts": "uts", "ipc": "ipc", "pid": "pid_for_children"}
+        self.enter = ["nsenter", *(f"--{kind}={at}/{file}" for kind, file in kinds.items())]
+
+    def ip(self, *arguments: str) -> None:
+        """Run `ip` in the network alone, with the machine's process numbers."""
+        done = subprocess.run([self.enter[0], self.enter[1], "ip", *arguments], capture_output=True, text=True)
+        assert done.returncode == 0, f"ip {' '.join(arguments)}: {done.stderr}"
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.communicate()
+
+
+class Host:
+    """One host; see the top of this file. number: from 1."""
+
+    def __init__(self, number: int, switch: Space, own: Path, shared: Path) -> None:
+        self.number, self.own, self.shared = number, own, shared
+        self.name, self.address = f"host{number}", f"192.0.2.{number}"
+        self.environment = {
+            "HF_HUB_OFFLINE": "1",
+            "HOME": "/tmp/home",
+            "LANG": "C.UTF-8",
+            "OMP_NUM_THREADS": "1",
+            "PATH": f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+            "PYTHONPATH": str(ROOT),
+            "RAY_USAGE_STATS_ENABLED": "0",
+        }
+        self._switch, self._jobs = switch, list[Job]()
+        (own / "tmp/home").mkdir(parents=True)
+        (own / "tmp").chmod(0o1777)
+        self.boot()
+
+    def boot(self) -> None:
+        """Start it, with the files it had."""
+        needed = {Path(each).resolve() for each in (self.shared, ROOT, sys.prefix, sys.base_prefix)}
+        visible = [each for each in needed if each.is_relative_to("/tmp")]
+        self._space = space = Space(self.name, self.own, visible)
+        # The name is new each time, as the card of a host that ended is taken away only some time later.
+        self._port = f"p{self.number}.{space.process.pid}"
+        space.ip("link", "add", "docker0", "type", "bridge")
+        card, pid = f"02:00:00:00:00:{self.number:02x}", str(space.process.pid)
+        end = ["peer", "name", "eth0", "address", card, "netns", pid]
+        self._switch.ip("link", "add", self._port, "type", "veth", *end)
+        self._switch.ip("link", "set", self._port, "master", f"switch{self.number}", "up")
+        for line in (
+            "link set lo up",
+            "addr add 172.17.0.1/16 dev docker0",
+            "link set docker0 up",
+            f"addr add {self.address}/24 dev eth0",
+            "link set eth0 up",
+            "route add default via 192.0.2.254 dev eth0",
+        ):
+            space.ip(*line.split())
+
+    def start(self, command: str, environment: Mapping[str, object] | None = None, cwd: Path = ROOT) -> Job:
+        """Run a line of bash. environment: beside `Host.environment`; None as a value takes a variable away."""
+        given = {**self.environment, **(environment or {})}
+        words = [f"{name}={value}" for name, value in given.items() if value is not None]
+        line = ["env", "-i", "-C", str(cwd), *words, "bash", "-c", command]
+        job = Job([*self._space.enter, "--", *line], self.own / f"job_{len(self._jobs):02}.log")
+        self._jobs.append(job)
+        return job
+
+    def run(
+        self, command: str, environment: Mapping[str, object] | None = None, timeout_s: float = WAIT_S, cwd: Path = ROOT
+    ) -> Job:
+        """Run a line of bash to its end."""
+        job = self.start(command, environment, cwd)
+        job.wait(timeout_s)
+        return job
+
+    def check(self, command: str, environment: Mapping[str, object] | None = None, timeout_s: float = WAIT_S) -> str:
+        """What a line of bash writes; AssertionError when it fails."""
+        job = self.run(command, environment, timeout_s)
+        assert job.returncode == 0, f"{self.name}: {command}: {job.returncode}\n{job.output}"
+        return job.output
+
+    def pids(self, words: str) -> list[int]:
+        """Processes of this host, by its own numbers, whose command line has ``words``."""
+        lines = self.check("ps -eww -o pid=,args=").splitlines()
+        found = [line.split(maxsplit=1) for line in lines]
+        return [int(pid) for pid, *rest in found if rest and words in rest[0]]
+
+    def kill(self, words: str) -> list[int]:
+        """kill -9 to all processes of this host whose command line has ``words``. Returns their numbers."""
+        pids = self.pids(words)
+        assert pids, f"{self.name} runs nothing with '{words}'"
+        self.check(f"kill -9 {' '.join(map(str, pids))}")
+        return pids
+
+    def traffic(self) -> tuple[int, int]:
+        """Bytes that eth0 has received and sent since the host was started."""
+        for line in Path(f"/proc/{self._space.process.pid}/net/dev").read_text().splitlines():
+            name, _, numbers = line.partition(":")
+            if name.strip() == "eth0":
+                return int(numbers.split()[0]), int(numbers.split()[8])
+        raise AssertionError("there is no eth0")
+
+    def cut(self) -> None:
+        """Pull the cable."""
+        self._switch.ip("link", "set", self._port, "down")
+
+    def mend(self) -> None:
+        """Put the cable back."""
+        self._switch.ip("link", "set", self._port, "up")
+
+    def power_off(self) -> None:
+        """All processes end, and no connection is closed: nobody is told."""
+        self.cut()
+        self.end()
+
+    def end(self) -> None:
+        """All processes end."""
+        self._space.end()
+        for job in self._jobs:
+            job.wait()
+
+
+class Network:
+    """Hosts on a switch, or on a wire with ``delay_ms`` one way and the share ``loss`` of the frames lost."""
+
+    def __init__(self, folder: Path, number: int, delay_ms: float = 0, loss: float = 0) -> None:
+        shared, own = folder / "shared", folder / "switch"
+        shared.mkdir()
+        (own / "tmp").mkdir(parents=True)
+        self._wire, self.hosts = None, list[Host]()
+        self._switch = switch = Space("switch", own, [])
+        try:
+            self._connect([f"switch{each}" for each in range(1, number + 1)], delay_ms, loss)
+            for each in range(1, number + 1):
+                self.hosts.append(Host(each, switch, folder / f"host{each}", shared))
+        except BaseException:
+            self.end()
+            raise
+
+    def _connect(self, names: list[str], delay_ms: float, loss: float) -> None:
+        switch = self._switch
+        for name in names:
+            switch.ip("link", "add", name, "type", "bridge")
+            switch.ip("link", "set", name, "up")
+        if delay_ms or loss:
+            self._lay_wire(delay_ms, loss, names)
+        else:
+            for name in names[1:]:
+                switch.ip("link", "add", f"{name}.up", "type", "veth", "peer", "name", f"{name}.down")
+                switch.ip("link", "set", f"{name}.up", "master", names[0], "up")
+                switch.ip("link", "set", f"{name}.down", "master", name, "up")
+
+    def _lay_wire(self, delay_ms: float, loss: float, names: list[str]) -> None:
+        # The kernel cuts large packets and fills in checksums before a card of this kind, so frames are as on a cable.
+        cards = [f"{name}.tap" for name in names]
+        command = [sys.executable, "-IS", str(ROOT / "tests/hosts/wire.py"), str(delay_ms), str(loss), *cards]
+        self._wire = subprocess.Popen(
+            [*self._switch.enter, "--", *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self._wire.stdout
+        assert self._wire.stdout.readline() == "ready\n"
+        for name, card in zip(names, cards, strict=True):
+            self._switch.ip("link", "set", card, "master", name, "up")
+
+    def end(self) -> None:
+        """End all hosts."""
+        for host in self.hosts:
+            host.end()
+        self._switch.end()
+        if self._wire:
+            self._wire.communicate()

@@ -216,13 +216,6 @@ def torch_npu() -> Any:
     return torch_npu
 
 
-def npu_fusion_attention() -> Any:
-    """torch_npu's fused attention, forward and backward."""
-    import torch_npu
-
-    return torch_npu.npu_fusion_attention
-
-
 def get_device(name: str) -> Device:
     """``trainer.device``: auto, cpu, cuda or npu."""
     kind = detect() if name == "auto" else name

@@ -95,18 +95,20 @@ def _chunks(lengths: tuple[int, ...], device: torch.device) -> tuple[int, Tensor
     """
     size = min(_CHUNK, max(lengths))
     firsts, total = list(accumulate((0, *lengths[:-1]))), sum(lengths)
-    numbers = torch.tensor([-(-length // size) for length in lengths])
-    order = numbers.argsort(descending=True, stable=True)
-    counts = [int((numbers > number).sum()) for number in range(int(numbers.max()))]
+    # Integers of the host, which have values where a dry run computes shapes alone.
+    numbers = [-(-length // size) for length in lengths]
+    order = sorted(range(len(lengths)), key=lambda segment: -numbers[segment])
+    counts = [sum(each > number for each in numbers) for number in range(max(numbers))]
     where = []
     for number, count in enumerate(counts):
-        for segment in order[:count].tolist():
+        for segment in order[:count]:
             tokens = torch.arange(number * size, (number + 1) * size)
             where.append(torch.where(tokens < lengths[segment], tokens + firsts[segment], total))
     row = torch.cat(where)
     back = torch.empty(total + 1, dtype=torch.long)
     back[row] = torch.arange(len(row))
-    row, back, first, home = (send(each, device) for each in (row, back[:total], order, order.argsort()))
+    first = torch.tensor(order)
+    row, back, first, home = (send(each, device) for each in (row, back[:total], first, first.argsort()))
     return size, row, back, counts, first, home
 
 

@@ -229,7 +229,8 @@ def _replace_rotary(modeling: Any, kernels: Kernels) -> int:
 
     @wraps(plain)
     def fused(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if q.is_cpu or args or set(kwargs) - {"unsqueeze_dim"}:
+        # Some families turn only as many numbers of a head as there are angles, which the trial does not show.
+        if q.is_cpu or args or set(kwargs) - {"unsqueeze_dim"} or cos.shape[-1] != q.shape[-1]:
             return plain(q, k, cos, sin, *args, **kwargs)
         return kernels.rotary(q, k, cos, sin, kwargs.get("unsqueeze_dim", 1))
 

@@ -43,11 +43,20 @@ class Segment(NamedTuple):
         return self.prefix_length + self.stop - self.start
 
 
-@dataclass(frozen=True)
 class AttentionPlan:
-    """Who sees whom in one packed row, in host integers. The segments follow one another and cover all tokens."""
+    """Who sees whom in one packed row, in host integers. The segments follow one another and cover all tokens.
 
-    segments: tuple[Segment, ...]
+    No dataclass: FSDP makes those among a layer's arguments anew, and with them what is computed once.
+    """
+
+    def __init__(self, segments: tuple[Segment, ...]) -> None:
+        self.segments = segments
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, AttentionPlan) and self.segments == other.segments
+
+    def __hash__(self) -> int:
+        return hash(self.segments)
 
     @classmethod
     def of_lengths(cls, lengths: Sequence[int]) -> AttentionPlan:

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_iter
 from rltrain.batch import Batch
 from rltrain.config.model_schema import OptimConfig
 from rltrain.device import DEVICES, Device
-from rltrain.models import attention, forward, varlen
+from rltrain.models import attention, delta_rule, forward, recurrent, varlen
 from rltrain.models.forward import PackedModel, PolicyModel
 from rltrain.models.optim import clip_gradients, make_optimizer
 from rltrain.models.packing import PackedInputs, pack
@@ -195,8 +195,8 @@ def shadow(
         spread(packed, spec, make_mesh(DEVICES["cpu"], spec.fsdp.fsdp_size))
         enter(patch.dict(DEVICES, cpu=replace(device, kind="cpu")))
         enter(patch.dict(sys.modules, torch_npu=_Kernels))
-        stack.callback(_forget_masks)
-        _forget_masks()
+        stack.callback(_forget_tables)
+        _forget_tables()
         enter(patch("torch.optim.adam._get_value", lambda step: 1))  # AdamW counts its steps
         enter(FakeTensorMode(allow_non_fake_inputs=True))
         ledger = enter(Ledger())
@@ -207,10 +207,12 @@ def shadow(
         yield packed, ledger, inputs
 
 
-def _forget_masks() -> None:
+def _forget_tables() -> None:
     """Tensors that are made once must not be fake in one place and real in another."""
-    attention._template.cache_clear()
-    varlen._upper_triangle.cache_clear()
+    for made in (
+        attention._template, varlen._upper_triangle, recurrent._laid, recurrent._rounds, delta_rule._chunks,
+    ):  # fmt: skip
+        made.cache_clear()
 
 
 @contextmanager

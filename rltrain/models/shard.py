@@ -91,9 +91,13 @@ def sharded_model(kind: type[Model], spec: ModelSpec, device: Device) -> Model:
 
 
 def _compile_layers(model: PreTrainedModel) -> None:
-    """torch.compile of every block, for any number of tokens. Attention stays outside: it reads the plan of the row."""
+    """torch.compile of every block, for any number of tokens. Attention and gated delta nets stay outside: they read
+    the plan of the row.
+    """
     AttentionInterface.register(attention.NAME, torch.compiler.disable(attention.packed_attention))
     for layer in decoder_layers(model):
+        if net := getattr(layer, "linear_attn", None):
+            net.forward = torch.compiler.disable(net.forward)
         # Not the module itself, as FSDP's hooks are no part of what is compiled.
         layer.forward = torch.compile(layer.forward, dynamic=True)
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rltrain.device import device_of, npu_fusion_attention
+from rltrain.device import device_of, torch_npu
 from rltrain.models.packing import AttentionPlan
 from rltrain.models.scores import Kind
 
@@ -187,7 +187,7 @@ def _npu(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, kind: K
         # The kernel takes cumulative lengths, which start anew with each call.
         q_start, kv_start = (ends[first - 1] if first else 0 for ends in (plan.query_ends, plan.key_ends))
         some = (each[kv_start : kv_ends[-1]].contiguous() for each in rows)
-        outputs.append(npu_fusion_attention()(
+        outputs.append(torch_npu().npu_fusion_attention(
             _rows(query)[q_start : q_ends[-1]].contiguous(), *some, query.shape[1], "TND",
             atten_mask=_upper_triangle(query.device), scale=kind.scale(query.shape[-1]),
             actual_seq_qlen=tuple(end - q_start for end in q_ends),

@@ -79,7 +79,6 @@ class ActorRefWorker(Actor):
         # Under LoRA the policy without its adapters is the reference; an exact KL needs the policy's own distribution.
         phases += ("ref",) if self._passes.exact_kl_in_reward or model_cfg.uses_lora else ()
         self._residency.add_model(self._policy, *phases, offload=fsdp.param_offload)
-        self._residency.add_optimizer(self._updater.optimizer, "train_actor", "save", offload=fsdp.optimizer_offload)
         if model_cfg.uses_lora:
             self._reference = self._policy  # with its adapters off
         elif self._passes.reference:
@@ -88,6 +87,8 @@ class ActorRefWorker(Actor):
             offload = self._cfg.actor_rollout_ref.ref.fsdp_config.param_offload
             phases = ("ref", "train_actor") if self._passes.exact_kl_in_loss else ("ref",)
             self._residency.add_model(self._reference, *phases, offload=offload)
+        # Behind all models, whose forwards come first.
+        self._residency.add_optimizer(self._updater.optimizer, "train_actor", "save", offload=fsdp.optimizer_offload)
 
     @property
     def policy(self) -> PolicyModel:

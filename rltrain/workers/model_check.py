@@ -105,6 +105,8 @@ def differences(kind: type[Any], spec: ModelSpec, config: Any, *, decodes: bool)
         expected, gradient = _with_gradient(plain, lambda: plain_scores(plain, samples))
     except Exception as error:  # the code of hundreds of families runs on sizes that it was not written for
         raise CannotTry(f"no small copy of it runs ({_first_line(error)})") from error
+    if not all(bool(each.isfinite().all()) for each in (expected, *gradient.values())):
+        raise CannotTry("a small copy of it computes numbers that are not finite")
     try:
         packed = _packed(kind, spec, small, plain)
         return _compared(packed, plain, samples, expected, gradient, spec, small, decodes)
@@ -122,22 +124,21 @@ def _compared(
 ) -> Differences:  # fmt: skip
     with torch.no_grad():
         evaluation = distance(packed_scores(packed.eval(), samples), expected)
-        if evaluation > _FAR:
+        if not evaluation <= _FAR:  # nor NaN
             raise Wrong(f"{_why(packed, plain, samples, expected)}. {_ELSE}")
     if spec.gradient_checkpointing:
         recompute_activations(packed.model, spec.section)
     found, own = _with_gradient(packed.model, lambda: packed_scores(packed.train(), samples))
     training = distance(found, expected)
-    if training > _FAR:
+    if not training <= _FAR:
         raise Wrong(f"computes something else in training than in evaluation (off by {training:.2g}). {_ELSE}")
     total = torch.cat([each.flatten() for each in gradient.values()]).norm()
-    off = max(
-        float((own.get(name, 0 * each) - each).norm() / (each.norm() + 0.01 * total)) for name, each in gradient.items()
-    )
-    if off > _FAR_GRADIENT:
+    differ = [(own.get(name, 0 * each) - each).norm() / (each.norm() + 0.01 * total) for name, each in gradient.items()]
+    off = float(torch.stack(differ).max())  # NaN where one is
+    if not off <= _FAR_GRADIENT:
         raise Wrong(f"gets wrong gradients on packed sequences (off by {off:.2g} of their size). {_ELSE}")
     decoding = _decoded(small, spec, plain) if decodes else None
-    if decoding is not None and decoding > _FAR:
+    if decoding is not None and not decoding <= _FAR:
         raise Wrong(
             f"is decoded wrongly by actor_rollout_ref.rollout.name=hf (log-probs are off by {decoding:.2g} of their "
             f"spread). Use actor_rollout_ref.rollout.name=vllm, or a model of a family that works (docs/models.md)."
@@ -150,10 +151,10 @@ def _why(packed: PackedModel, plain: Any, samples: Batch, expected: Tensor) -> s
     row = _rows(samples)[0][None]
     if isinstance(packed, PolicyModel):
         logits = final_logits(plain, trunk(plain)(input_ids=row, use_cache=False).last_hidden_state)
-        if distance(logits, plain(input_ids=row, use_cache=False).logits.float()) > _FAR:
+        if not distance(logits, plain(input_ids=row, use_cache=False).logits.float()) <= _FAR:
             return "has a head that is more than a matrix, and log-probs need one that is"
     alone = torch.cat([packed_scores(packed, samples.select([each])) for each in range(len(samples))])
-    if distance(alone, expected) > _FAR:
+    if not distance(alone, expected) <= _FAR:
         return _OUTSIDE
     return "takes a packed row for one text, as recurrent layers and positions that are counted in the model do"
 

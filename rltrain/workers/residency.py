@@ -6,8 +6,8 @@ need it; `enter` first sends everything else to the host, so that the two are ne
 The bus is the slowest part of this, so nothing waits for it that need not. Host memory is page-locked and kept, because
 copies from and to other memory go through a buffer of the driver's at a fraction of the speed. What comes back comes
 layer by layer in a queue of its own: a forward waits at each layer for that layer, an optimizer's state arrives while
-the gradients are computed. Weights that nothing has written to are not copied out again. Left out: copies out that
-overlap with the phase that follows, which could not have their memory meanwhile.
+the gradients are computed. Weights that have only been through phases that write to none are not copied out again. Left
+out: copies out that overlap with the phase that follows, which could not have their memory meanwhile.
 """
 
 from __future__ import annotations
@@ -23,10 +23,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from rltrain.device import Device
+from rltrain.models.shard import reshard
 
 Phase = Literal["sync", "rollout", "log_prob", "ref", "values", "reward", "train_actor", "train_critic", "save"]
 # What reads weights in these does not come through a forward.
 _READ_AT_ONCE = ("sync", "save")
+# In these weights are written to. A checkpoint is loaded in "save", frozen weights with it.
+_LOADED_IN: set[Phase] = {"save"}
+_WRITTEN_IN: set[Phase] = {"train_actor", "train_critic", "save"}
 
 
 class Residency:
@@ -81,29 +85,28 @@ class Residency:
             resident.leave()
         self.device.empty_cache()
         for phases, resident in self._residents:
-            if phase in phases and not resident.is_here:
-                resident.come()
+            if phase in phases:
+                if not resident.is_here:
+                    resident.come()
+                resident.seen.add(phase)
         if self._queue is not None and (whole or phase in _READ_AT_ONCE):
             self.device.current_stream().wait_stream(self._queue)
 
 
 @dataclass
-class _Twin:
-    """Where a tensor rests. versions: those of the tensor when it last equalled this copy."""
-
-    host: Tensor
-    versions: tuple[int, int] | None = None
-
-
-@dataclass
 class _Resident:
-    """Tensors that are on the device, or rest in host memory of their own. queue: the stream of the copies."""
+    """Tensors that are on the device, or rest in host memory of their own.
+
+    queue: the stream of the copies. seen: the phases since they came.
+    """
 
     owner: Any
     device: Device
     queue: Any
     is_here: bool = True
-    _twins: dict[Any, _Twin] = field(default_factory=dict)
+    seen: set[Phase] = field(default_factory=set)
+    # Where each tensor rests.
+    _twins: dict[Any, Tensor] = field(default_factory=dict)
     # By part, what its last copy has recorded.
     _underway: dict[int, Any] = field(default_factory=dict)
 
@@ -124,33 +127,36 @@ class _Resident:
         hosts = iter(_page_locked([_local(tensor) for tensor in missing]))
         with self.device.on_stream(self.queue):
             for name, tensor in tensors.items():
-                twin = self._twins.get(name) or self._twins.setdefault(name, _Twin(next(hosts)))
-                is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
-                if not is_frozen or twin.versions != _versions(tensor):
-                    twin.host.copy_(_local(tensor), non_blocking=True)
+                if is_new := name not in self._twins:
+                    self._twins[name] = next(hosts)
+                if is_new or self.may_have_changed(tensor):
+                    self._twins[name].copy_(_local(tensor), non_blocking=True)
+
+    def may_have_changed(self, tensor: Tensor) -> bool:
+        """Whether the tensor may differ from its copy on the host."""
+        return True
 
     def leave(self) -> None:
         """Go on with the copies on the host, which gives the device's memory back."""
-        self.put({name: _like(tensor, self._twins[name].host) for name, tensor in self._tensors().items()})
+        self.put({name: _like(tensor, self._twins[name]) for name, tensor in self._tensors().items()})
         self.is_here = False
 
     def come(self) -> None:
         """Queue the copies back, part by part."""
         parts, device = self.parts(), self.device.torch_device
         # Memory belongs to the kernels' queue, and may be in use there by what was freed a moment ago.
-        locals = {name: torch.empty_like(self._twins[name].host, device=device) for part in parts for name in part}
+        locals = {name: torch.empty_like(self._twins[name], device=device) for part in parts for name in part}
         self.queue.wait_stream(self.device.current_stream())
         for number, part in enumerate(parts):
             for name, tensor in part.items():
                 # FSDP copies a shard that it has to pad, in the kernels' queue.
                 stream = self.device.current_stream() if _is_uneven(tensor) else self.queue
                 with self.device.on_stream(stream):
-                    locals[name].copy_(self._twins[name].host, non_blocking=True)
+                    locals[name].copy_(self._twins[name], non_blocking=True)
             self._underway[number] = self.queue.record_event()
         self.put({name: _like(tensor, locals[name]) for part in parts for name, tensor in part.items()})
         self.is_here = True
-        for name, tensor in self._tensors().items():
-            self._twins[name].versions = _versions(tensor)
+        self.seen.clear()
 
     def arrive(self, part: int | None = None) -> None:
         """Wait until a part is there, or all of them. The host waits, as no stream can speak for those of FSDP."""
@@ -177,6 +183,14 @@ class _Model(_Resident):
             # In front of FSDP's own, which gathers the weights.
             unit.register_forward_pre_hook(lambda *_, part=number: self.arrive(part), prepend=True)
 
+    def copy_out(self) -> None:
+        reshard(self.owner)  # else the gathered weights of the last forward would pass for the parameters
+        super().copy_out()
+
+    def may_have_changed(self, tensor: Tensor) -> bool:
+        """Not by the version that tensors carry: fused kernels write to all weights at once and do not count it up."""
+        return not self.seen.isdisjoint(_LOADED_IN if not tensor.requires_grad else _WRITTEN_IN)
+
     def parts(self) -> list[dict[Any, Tensor]]:
         parameters = dict(self.owner.named_parameters())
         return [{name: parameters[name] for name in names} for names in self._names]
@@ -189,7 +203,7 @@ class _Model(_Resident):
 
 
 class _State(_Resident):
-    """The state of an optimizer; step counters, which are scalars, are on the host anyway."""
+    """The moments of an optimizer. Its step counters stay where they are: scalars, with fused AdamW on the device."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: Device, queue: Any) -> None:
         super().__init__(optimizer, device, queue)
@@ -227,11 +241,6 @@ def _is_uneven(tensor: Tensor) -> bool:
     placed = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
     shards = prod(size for size, placement in placed if placement.is_shard())
     return _local(tensor).numel() * shards != tensor.numel()
-
-
-def _versions(tensor: Tensor) -> tuple[int, int]:
-    """They rise when the tensor is written to: in place of all ranks, or of this rank's part alone."""
-    return tensor._version, (tensor._local_tensor if isinstance(tensor, DTensor) else tensor)._version
 
 
 def _page_locked(tensors: list[Tensor]) -> list[Tensor]:

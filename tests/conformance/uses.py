@@ -159,7 +159,7 @@ TORCH_NPU = Package(
         "torch_npu:": "npu_fusion_attention",
     },
     ours="memory",  # the module of that function
-    makers={"npu_fusion_attention": "torch_npu:npu_fusion_attention", "torch_npu": "torch_npu:"},
+    makers={"torch_npu": "torch_npu:"},
     only=r"(?!)",
 )
 

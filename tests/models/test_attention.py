@@ -217,7 +217,7 @@ def test_accelerator_kernels_are_given_the_same_attention(plan, kind, public, mo
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     monkeypatch.setattr(varlen, "_operators", lambda: (flash_forward, flash_backward))
     monkeypatch.setattr(varlen, "_NPU_SEGMENTS", 2)
-    monkeypatch.setattr(varlen, "npu_fusion_attention", lambda: fusion)
+    monkeypatch.setattr(varlen, "torch_npu", lambda: SimpleNamespace(npu_fusion_attention=fusion))
     varlen._flash.cache_clear()
     for kernel in (varlen._cuda, varlen._npu):
         monkeypatch.setattr(attention, "kernel_for", lambda query, kind, kernel=kernel: kernel)

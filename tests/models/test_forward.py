@@ -221,3 +221,12 @@ def test_values_are_the_head_before_every_answer_token(model_folder):
     whole = critic(pack_whole([row.tolist() for row in rows_of(batch)], torch.device("cpu")))
     last = [plain(row.long()[None], use_cache=False).last_hidden_state[0, -1] @ head[0] for row in rows_of(batch)]
     assert distance(whole, torch.stack(last)) < 1e-5
+
+
+def test_one_plan_serves_all_layers_of_a_pass(tiny_model, monkeypatch):
+    policy, inputs = make_policy(str(tiny_model)), pack(batch_of_rows([torch.arange(9)], [3]), torch.device("cpu"))
+    attend, plans = attention.attend, []
+    monkeypatch.setattr(attention, "attend", lambda *each: plans.append(each[3]) or attend(*each))
+    policy(inputs, 1.0)
+    assert len(plans) > 1
+    assert all(each is inputs.plan for each in plans), "what is made once would be made per layer"

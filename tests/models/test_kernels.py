@@ -12,14 +12,15 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Ph
 from rltrain import device
 from rltrain.device import get_device
 from rltrain.errors import ConfigError
-from rltrain.models import kernels
+from rltrain.models import attention, kernels, recurrent
 from rltrain.models.forward import PolicyModel
 from rltrain.models.optim import make_optimizer
-from rltrain.models.packing import pack
-from rltrain.models.shard import sharded_model
+from rltrain.models.packing import AttentionPlan, pack
+from rltrain.models.shard import _compile_layers, sharded_model
 from rltrain.models.spec import ModelSpec
 from tests.batches import batch_of_rows
 from tests.distance import distance
+from tests.models.kinds import plain_model
 from tests.tiny import small_config
 
 DOUBLES = Path(__file__).parent.parent / "npu/doubles/torch_npu/kernels.py"
@@ -32,6 +33,7 @@ FAMILIES = {
     "qwen3": (Qwen3Config(**SIZES, head_dim=8), (9, 2, 1)),
     "llama": (LlamaConfig(**SIZES), (5, 2, 1)),
     "phi3": (Phi3Config(**SIZES), (5, 2, 1)),
+    "phi3, half a head turns": (Phi3Config(**SIZES, partial_rotary_factor=0.5), (5, 2, 1)),
     "gemma3": (Gemma3TextConfig(**SIZES, head_dim=8), (0, 0, 1)),
 }
 
@@ -60,6 +62,7 @@ def test_fused_modules_compute_what_plain_ones_do(family, of_doubles, monkeypatc
     for fused in (False, True):
         if fused:
             found = kernels.fuse(model, of_doubles)
+            monkeypatch.setattr(torch.Tensor, "is_cpu", False)  # as where the kernels are
         model.zero_grad()
         loss = model(tokens, labels=tokens).loss
         loss.backward()
@@ -135,4 +138,26 @@ def test_compiled_layers_compute_the_same_for_any_length(tiny_model):
         results.append(
             [*(each.detach() for each in found), *(weight.grad.full_tensor() for weight in policy.parameters())]
         )
+    assert distance(results[1], results[0]) < 1e-5
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_gated_delta_nets_are_not_made_anew():
+    model = plain_model("qwen3_5, gated delta net")
+    attention.register()
+    model.set_attn_implementation(attention.NAME)
+    recurrent.adopt(model)
+    results = []
+    for compiled in (False, True):
+        if compiled:
+            _compile_layers(model)
+        found = []
+        for lengths in ([5, 9], [7, 3], [4, 4, 13]):
+            graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+            plan, tokens = AttentionPlan.of_lengths(lengths), torch.arange(sum(lengths))[None]
+            found.append(model(tokens, use_cache=False, rltrain_plan=plan).logits.detach())
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs, "another length is another graph"
+        assert (graphs > 0) == compiled
+        results.append(found)
     assert distance(results[1], results[0]) < 1e-5

@@ -113,6 +113,10 @@ def offloads(folder: str) -> None:
     assert found == [], "weights come back while the host goes on"
     copies = count_copies_to_host(worker._residency, "rollout")
     assert copies == 0, "a frozen model is not copied out again"
+    worker._residency.enter("log_prob", whole=True)
+    worker.policy.unshard()  # as a forward may leave it
+    assert count_copies_to_host(worker._residency, "ref") == 0, "nor are weights that nothing has written to"
+    worker._residency.enter("rollout")
     worker._residency.enter("train_actor")
     assert count_copies_to_host(worker._residency, "rollout") > 0
     assert [each.to_local().data_ptr() for each in moved] == addresses, "host memory is kept"

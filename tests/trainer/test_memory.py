@@ -5,15 +5,19 @@ import json
 import pytest
 import torch
 
+from rltrain import columns as c
+from rltrain.batch import Batch, DictionaryColumn
 from rltrain.config.load import load_config
 from rltrain.config.model_schema import OptimConfig
 from rltrain.device import DEVICES
-from rltrain.models import shadow
+from rltrain.models import delta_rule, recurrent, shadow
 from rltrain.models.forward import PolicyModel
 from rltrain.models.spec import ModelSpec
+from rltrain.ragged import Ragged
 from rltrain.trainer.memory import forecast, fullest
 from rltrain.trainer.memory_room import look_at_memory, no_cache, table, too_large, way_out
 from rltrain.trainer.plan import make_plan
+from tests.models.kinds import KINDS
 from tests.tiny import small_run
 
 # Qwen2.5-7B with fewer layers: what a layer holds is the same.
@@ -59,6 +63,25 @@ def test_what_rests_is_the_sum_by_hand(planned):
     # Embedding and head exceed half a bucket, and are gathered alone; a bucket may follow before one is freed.
     alone = 152064 * 3584 * 2 * (1 + 1 / 64)
     assert alone <= found["sync"]["gathered"] <= alone + (512 << 20)
+
+
+def test_gated_delta_nets_are_foretold(tmp_path):
+    KINDS["qwen3_next, gated delta net"].save_pretrained(tmp_path)
+    spec = ModelSpec(str(tmp_path), gradient_checkpointing=True, compute_dtype=torch.bfloat16)
+    prompt, answers = (
+        Ragged.from_rows([torch.arange(80)]),
+        Ragged.from_rows([torch.arange(length) for length in (90, 7)]),
+    )
+    mask = answers.like(torch.ones(97, dtype=torch.bool))
+    batch = Batch(
+        {c.PROMPT: DictionaryColumn(prompt, torch.zeros(2).long()), c.RESPONSE: answers, c.RESPONSE_MASK: mask}
+    )
+    found = shadow.peak_of(PolicyModel, spec, DEVICES["npu"], 4, batch, shadow.update(OptimConfig(), 1, False, False))
+    assert found["activations"] > 0
+    tables = (recurrent._laid, recurrent._rounds, delta_rule._chunks)
+    assert [each.cache_info().currsize for each in tables] == [0, 0, 0], (
+        "real passes would find tensors without numbers"
+    )
 
 
 @pytest.mark.long

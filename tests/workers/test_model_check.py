@@ -14,7 +14,7 @@ from rltrain.models.forward import PolicyModel, ScalarModel
 from rltrain.models.small import random_model, small_copy
 from rltrain.models.spec import ModelSpec
 from rltrain.workers import model_check
-from rltrain.workers.model_check import Wrong, check_numbers, differences
+from rltrain.workers.model_check import CannotTry, Wrong, check_numbers, differences
 from rltrain.workers.rollout.kv import KeyValues
 
 SPEC = ModelSpec("a/folder", gradient_checkpointing=True)
@@ -100,6 +100,34 @@ def test_a_wrong_gradient_is_noticed(monkeypatch):
 
     monkeypatch.setattr(forward, "token_log_probs", of_half)
     assert "gets wrong gradients on packed sequences" in refusal()
+
+
+def test_numbers_that_are_none_do_not_pass(monkeypatch):
+    packed_scores = model_check.packed_scores
+    monkeypatch.setattr(model_check, "packed_scores", lambda *arguments: packed_scores(*arguments) * torch.nan)
+    assert "takes" in refusal() or "outside" in refusal()
+
+
+def test_a_gradient_that_is_no_number_is_noticed(monkeypatch):
+    with_gradient, calls = model_check._with_gradient, []
+
+    def of_nan(model, scores):
+        found, gradient = with_gradient(model, scores)
+        calls.append(1)
+        # Not the first, which is the one that `max` would begin with.
+        return found, {
+            name: each * (torch.nan if "norm" in name and len(calls) > 1 else 1) for name, each in gradient.items()
+        }
+
+    monkeypatch.setattr(model_check, "_with_gradient", of_nan)
+    assert "gets wrong gradients" in refusal()
+
+
+def test_a_small_copy_without_finite_numbers_tells_nothing(monkeypatch):
+    plain_scores = model_check.plain_scores
+    monkeypatch.setattr(model_check, "plain_scores", lambda *arguments: plain_scores(*arguments) * torch.inf)
+    with pytest.raises(CannotTry, match="not finite"):
+        differences(PolicyModel, SPEC, Qwen3Config(), decodes=True)
 
 
 @pytest.mark.parametrize("step", ["decode", "prefill_rest"])

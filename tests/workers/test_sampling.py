@@ -94,3 +94,13 @@ def test_equally_likely_tokens_are_inside_together():
     assert restrict(weights, 2, 1.0).gt(0).tolist() == [[True] * 4]
     assert restrict(weights, -1, 0.5).gt(0).tolist() == [[True] * 4]
     assert restrict(weights, 1, 1.0).gt(0).tolist() == [[True, False, False, False]]
+
+
+def test_no_accelerator_waits_for_a_nucleus(monkeypatch):
+    weights = torch.rand(4, 5000) ** 4
+    expected = restrict(weights, -1, 0.9), restrict(weights, 50, 0.9)
+    monkeypatch.setitem(device.DEVICES, "cpu", replace(device.get_device("cpu"), kind="npu"))
+    monkeypatch.setattr(torch.Tensor, "__bool__", None)
+    found = restrict(weights, -1, 0.9), restrict(weights, 50, 0.9)
+    monkeypatch.undo()
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))

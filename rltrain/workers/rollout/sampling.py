@@ -102,8 +102,9 @@ def restrict(weights: Tensor, top_k: int, top_p: float) -> Tensor:
     limited = 0 < top_k < vocabulary
     if not limited and top_p >= 1:
         return weights
-    most = min(top_k if limited else _NUCLEUS, vocabulary)
-    ordered = weights.topk(most, -1).values
+    # Whether fewer than all suffice is only known once computed, for which the host would wait at every token.
+    most = min(top_k if limited else _NUCLEUS if device_of(weights).is_cpu else vocabulary, vocabulary)
+    ordered = weights.topk(most, -1).values if most < vocabulary else weights.sort(-1, descending=True).values
     if top_p >= 1:
         return weights.masked_fill(weights < ordered[:, -1:], 0)
     goal = top_p * (ordered if limited else weights).sum(-1, keepdim=True)

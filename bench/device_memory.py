@@ -180,7 +180,7 @@ def rank_main(rank: int, folder: Path, case: str, steps: int) -> None:
             except RuntimeError as error:
                 raise worker.explain(error) from None
             worker.actor.save(str(folder / f"{case} {step}"))
-        entered(worker.rollout._residency, "sync")
+        entered(worker.rollout.residency, "sync")
     (folder / f"{case}.{rank}.pickle").write_bytes(pickle.dumps(found))
     dist.barrier()
 
@@ -191,10 +191,10 @@ def claim(worker: HybridWorker, ledger: Ledger) -> None:
         for model in ("_policy", "_reference", "_model"):
             if role is not None and hasattr(role, model):
                 ledger.claim("weights", getattr(role, model).parameters())
-        for state in role._updater.optimizer.state.values() if role is not None else ():
+        for state in role.updater.optimizer.state.values() if role is not None else ():
             ledger.claim("optimizer", [each for each in state.values() if isinstance(each, Tensor) and each.dim()])
     if hasattr(worker, "rollout"):
-        own = worker.rollout._engine._model.parameters()
+        own = worker.rollout.engine._model.parameters()
         ledger.claim("engine weights", [each for each in own if not each.is_meta], but="weights")
 
 

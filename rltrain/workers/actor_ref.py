@@ -57,7 +57,7 @@ class ActorRefWorker(Actor):
         self._rollout_cfg = cfg.actor_rollout_ref.rollout
         self._correction = cfg.algorithm.rollout_correction
         self._rules = self._correction.rejection_rules()
-        self._residency = residency
+        self.residency = residency
         self._device = residency.device
         self._entry = find_policy_loss(passes.policy_loss)
         # The policy's version at the last old_log_prob pass: while it stands, a selection need not compute log-probs
@@ -69,42 +69,37 @@ class ActorRefWorker(Actor):
         model_cfg, fsdp = self._model_cfg, self._actor_cfg.fsdp_config
         passes = self._passes
         self._spec = actor_spec(self._cfg, self._device, passes.images, passes.images_in_training)
-        self._policy = sharded_model(PolicyModel, self._spec, self._device)
+        self.policy = sharded_model(PolicyModel, self._spec, self._device)
         self._trains = trains
         if not trains:  # the engines get these weights once, and nothing else needs them
-            self._residency.add_model(self._policy.requires_grad_(False).eval(), "sync", offload=True)
+            self.residency.add_model(self.policy.requires_grad_(False).eval(), "sync", offload=True)
             return
-        self._updater = Updater("actor", self._policy, self._actor_cfg.optim, fsdp, self._cfg.trainer, self._device)
+        self.updater = Updater("actor", self.policy, self._actor_cfg.optim, fsdp, self._cfg.trainer, self._device)
         phases: tuple[Phase, ...] = ("sync", "log_prob", "train_actor", "save")
         # Under LoRA the policy without its adapters is the reference; an exact KL needs the policy's own distribution.
         phases += ("ref",) if self._passes.exact_kl_in_reward or model_cfg.uses_lora else ()
-        self._residency.add_model(self._policy, *phases, offload=fsdp.param_offload)
+        self.residency.add_model(self.policy, *phases, offload=fsdp.param_offload)
         if model_cfg.uses_lora:
-            self._reference = self._policy  # with its adapters off
+            self.reference = self.policy  # with its adapters off
         elif self._passes.reference:
             spec = reference_spec(self._cfg, self._device, passes.images_in_training)
-            self._reference = sharded_model(PolicyModel, spec, self._device).requires_grad_(False).eval()
+            self.reference = sharded_model(PolicyModel, spec, self._device).requires_grad_(False).eval()
             offload = self._cfg.actor_rollout_ref.ref.fsdp_config.param_offload
             phases = ("ref", "train_actor") if self._passes.exact_kl_in_loss else ("ref",)
-            self._residency.add_model(self._reference, *phases, offload=offload)
+            self.residency.add_model(self.reference, *phases, offload=offload)
         # Behind all models, whose forwards come first.
-        self._residency.add_optimizer(self._updater.optimizer, "train_actor", "save", offload=fsdp.optimizer_offload)
-
-    @property
-    def policy(self) -> PolicyModel:
-        """The weights that are trained."""
-        return self._policy
+        self.residency.add_optimizer(self.updater.optimizer, "train_actor", "save", offload=fsdp.optimizer_offload)
 
     @property
     def num_updates(self) -> int:
         """Optimizer steps made since the start of the process: the version of the policy."""
-        return self._updater.num_steps if self._trains else 0
+        return self.updater.num_steps if self._trains else 0
 
     def sizes(self) -> dict[str, Any]:
         """Sizes of the policy and peaks of the device, for the log and for counting FLOPs and bytes."""
         chip, size = self._device.chip(), resolve_dtype(self._rollout_cfg.dtype, self._device).itemsize
         peaks = {"peak_flops": chip.peak_flops, "peak_bandwidth": chip.peak_bandwidth} if chip else {}
-        found = model_numbers(self._policy)
+        found = model_numbers(self.policy)
         decode = {
             "decode_bytes": size * found["matmul_parameters"],
             "cache_bytes_per_token": size * found["cache_width"],
@@ -119,9 +114,9 @@ class ActorRefWorker(Actor):
         Columns: ``old_log_probs``, and where the correction has them ``is_weights`` and ``loss_mask``. Numbers:
         moments, and ``loss_tokens`` [n].
         """
-        self._residency.enter("log_prob")
-        self._log_probs_at = self._updater.num_steps
-        log_probs, entropy = self._run_pass(self._policy, batch, micro_sizes, with_entropy=True)
+        self.residency.enter("log_prob")
+        self._log_probs_at = self.updater.num_steps
+        log_probs, entropy = self._run_pass(self.policy, batch, micro_sizes, with_entropy=True)
         if not len(batch):
             return Batch(), PassNumbers()
         columns, moments = self._compare(log_probs, batch)
@@ -135,18 +130,18 @@ class ActorRefWorker(Actor):
 
         With a KL in the reward there are also ``ref_kl`` per token and ``kl_sum`` [n].
         """
-        self._residency.enter("ref")
+        self.residency.enter("ref")
         passes = self._passes
         columns: dict[str, Ragged] = {}
         if passes.ref_log_probs:
-            with adapters_off(self._reference):
-                columns[c.REF_LOG_PROBS], _ = self._run_pass(self._reference, batch, micro_sizes, with_entropy=False)
+            with adapters_off(self.reference):
+                columns[c.REF_LOG_PROBS], _ = self._run_pass(self.reference, batch, micro_sizes, with_entropy=False)
         if passes.exact_kl_in_reward:
-            self._policy.eval()
+            self.policy.eval()
             found = torch.cat([self._exact_kl(micro) for micro in batch.split(micro_sizes)])
             columns[c.REF_KL] = per_policy_token(found.cpu(), batch)
-            reshard(self._reference)
-            reshard(self._policy)
+            reshard(self.reference)
+            reshard(self.policy)
         if not len(batch) or not passes.kl_in_reward:
             return Batch(columns), PassNumbers()
         if not passes.exact_kl_in_reward:
@@ -158,18 +153,18 @@ class ActorRefWorker(Actor):
 
     def _exact_kl(self, micro: Batch) -> Tensor:
         inputs = pack(micro, self._device.torch_device)
-        return self._policy(inputs, self._rollout_cfg.temperature, False, self._reference_states(inputs)).kl
+        return self.policy(inputs, self._rollout_cfg.temperature, False, self._reference_states(inputs)).kl
 
     def _reference_states(self, inputs: PackedInputs) -> ReferenceStates:
-        with torch.no_grad(), adapters_off(self._reference):
-            hidden = self._reference(inputs, states_only=True)
+        with torch.no_grad(), adapters_off(self.reference):
+            hidden = self.reference(inputs, states_only=True)
         # The head is needed outside the reference's own forward, and again when the backward pass recomputes logits.
-        self._reference.unshard()  # type: ignore[operator]
+        self.reference.unshard()  # type: ignore[operator]
         return ReferenceStates(hidden, self._reference_logits)
 
     def _reference_logits(self, states: Tensor) -> Tensor:
-        with adapters_off(self._reference):
-            return final_logits(self._reference.model, states)
+        with adapters_off(self.reference):
+            return final_logits(self.reference.model, states)
 
     @torch.no_grad()
     def _run_pass(
@@ -197,7 +192,7 @@ class ActorRefWorker(Actor):
         its prompt. Comparing them with an engine's therefore also finds a model that mixes the samples of a packed
         row.
         """
-        self._policy.eval()
+        self.policy.eval()
         tokens, images = torch.tensor(text.tokens), text.images
         half = text.image_end or max(len(tokens) // 2, 1)
         # Sample 0 is a text backwards, a stranger in front of sample 1, the text itself. Samples 2 and 3 share its
@@ -210,8 +205,8 @@ class ActorRefWorker(Actor):
         if images:
             rows.update({c.IMAGES: DictionaryColumn([None, None, text.until(half).images], index)})
         rows.update({c.RESPONSE_MASK: answers.like(torch.ones_like(answers.values, dtype=torch.bool))})
-        log_probs: Tensor = self._policy(pack(rows, self._device.torch_device), 1.0).log_probs.cpu()
-        reshard(self._policy)
+        log_probs: Tensor = self.policy(pack(rows, self._device.torch_device), 1.0).log_probs.cpu()
+        reshard(self.policy)
         # Samples 1 and 3 are read: the text behind the stranger, and an answer whose prompt is not directly in front of
         # it.
         alone, shared = log_probs.split(answers.lengths.tolist())[1::2]
@@ -230,8 +225,8 @@ class ActorRefWorker(Actor):
 
     def update(self, batch: Batch, task: UpdateTask) -> UpdateNumbers:
         """One optimizer step per mini-batch (see `Updater.run`)."""
-        self._residency.enter("train_actor")
-        numbers = self._updater.run(
+        self.residency.enter("train_actor")
+        numbers = self.updater.run(
             batch,
             task.mini_batches,
             task.learning_rate,
@@ -241,7 +236,7 @@ class ActorRefWorker(Actor):
         )
         if self._passes.exact_kl_in_loss:
             # `_reference_states` has gathered the reference's head, and nothing else frees it.
-            reshard(self._reference)
+            reshard(self.reference)
         return numbers
 
     def _loss(self, micro: Batch, mini: MiniBatch, task: UpdateTask) -> LossShare:
@@ -250,7 +245,7 @@ class ActorRefWorker(Actor):
         temperature, with_entropy = self._rollout_cfg.temperature, self._actor_cfg.entropy_coeff != 0
         # Where no pass has compared actor and engine, the update's own forward does.
         measures = not mini.has_old_log_probs or self._passes.bypass
-        log_probs, entropy, kl = self._policy(inputs, temperature, with_entropy or measures, reference)
+        log_probs, entropy, kl = self.policy(inputs, temperature, with_entropy or measures, reference)
         if not len(micro):
             return idle(log_probs)
         measured = ((micro, log_probs.detach(), None if entropy is None else entropy.detach()),) if measures else ()
@@ -310,14 +305,14 @@ class ActorRefWorker(Actor):
     def _select(self, micros: Sequence[Batch], mini: MiniBatch, task: UpdateTask) -> None:
         """Add the column ``selected`` to the micro-batches of one mini-batch."""
         having = [micro for micro in micros if len(micro)]
-        if self._log_probs_at == self._updater.num_steps:
+        if self._log_probs_at == self.updater.num_steps:
             current = [micro.ragged(c.OLD_LOG_PROBS).values for micro in having]
         else:
             # Idle micro-batches run too, because the forward is a collective.
-            (found,) = self._forward(self._policy, micros, False)
+            (found,) = self._forward(self.policy, micros, False)
             current = list(found.split([len(self._old(micro).values) for micro in having]))
             # `_forward` has left the model in eval mode, in which transformers does not recompute activations.
-            self._policy.train()
+            self.policy.train()
         empty = torch.zeros(0)
         masks = [self._correct(micro, each, task)[0].to("cpu") for micro, each in zip(having, current, strict=True)]
         # The empty part lets a rank without samples take part in `select`, which is a collective.
@@ -342,21 +337,21 @@ class ActorRefWorker(Actor):
 
     def save(self, folder: str) -> None:
         """Write this rank's shards of model and optimizer into ``folder`` (a collective)."""
-        self._residency.enter("save")
-        save_training_state(self._policy, self._updater.optimizer, folder)
+        self.residency.enter("save")
+        save_training_state(self.policy, self.updater.optimizer, folder)
         if self._model_cfg.uses_lora:
-            save_adapter(self._policy.model, self._model_cfg.path, f"{folder}/lora_adapter")
+            save_adapter(self.policy.model, self._model_cfg.path, f"{folder}/lora_adapter")
 
     def load(self, folder: str, weights_only: bool) -> list[str]:
         """Read model and optimizer back, on any number of ranks (a collective). Returns notes for the log."""
-        self._residency.enter("save")
-        return load_training_state(self._policy, None if weights_only else self._updater.optimizer, folder)
+        self.residency.enter("save")
+        return load_training_state(self.policy, None if weights_only else self.updater.optimizer, folder)
 
     def export(self, folder: str, card: str) -> list[str]:
         """Write a Hugging Face folder with ``card`` as README.md (a collective). Returns its problems."""
         # The phase of a pass: the weights are on the device, while the engine and offloaded optimizer state are not.
-        self._residency.enter("log_prob", whole=True)
-        return export_huggingface(self._policy, self._spec.load_config(), chat_encoder(self._cfg), folder, card)
+        self.residency.enter("log_prob", whole=True)
+        return export_huggingface(self.policy, self._spec.load_config(), chat_encoder(self._cfg), folder, card)
 
 
 def _given(batch: Batch) -> Tensor | None:

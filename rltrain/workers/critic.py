@@ -30,36 +30,31 @@ class CriticWorker(Critic):
 
     def __init__(self, cfg: Config, residency: Residency, *, images: bool) -> None:
         self._cfg = cfg.critic
-        self._residency = residency
+        self.residency = residency
         self._device = residency.device
-        self._model = sharded_model(ScalarModel, critic_spec(cfg, self._device, images), self._device)
+        self.model = sharded_model(ScalarModel, critic_spec(cfg, self._device, images), self._device)
         fsdp = cfg.critic.model.fsdp_config
-        self._updater = Updater("critic", self._model, cfg.critic.optim, fsdp, cfg.trainer, self._device)
-        residency.add_model(self._model, "values", "train_critic", "save", offload=fsdp.param_offload)
-        residency.add_optimizer(self._updater.optimizer, "train_critic", "save", offload=fsdp.optimizer_offload)
-
-    @property
-    def model(self) -> ScalarModel:
-        """The value function's weights."""
-        return self._model
+        self.updater = Updater("critic", self.model, cfg.critic.optim, fsdp, cfg.trainer, self._device)
+        residency.add_model(self.model, "values", "train_critic", "save", offload=fsdp.param_offload)
+        residency.add_optimizer(self.updater.optimizer, "train_critic", "save", offload=fsdp.optimizer_offload)
 
     @torch.no_grad()
     def values(self, batch: Batch, micro_sizes: Sequence[int]) -> tuple[Batch, PassNumbers]:
         """V of the state in which each answer token was chosen."""
-        self._residency.enter("values")
-        self._model.eval()
-        found = [self._model(pack(micro, self._device.torch_device)) for micro in batch.split(micro_sizes)]
-        reshard(self._model)
+        self.residency.enter("values")
+        self.model.eval()
+        found = [self.model(pack(micro, self._device.torch_device)) for micro in batch.split(micro_sizes)]
+        reshard(self.model)
         return Batch({c.VALUES: per_policy_token(torch.cat(found).cpu(), batch)}), PassNumbers()
 
     def update(self, batch: Batch, mini_batches: Sequence[MiniBatch], learning_rate: float) -> UpdateNumbers:
         """One optimizer step per mini-batch."""
-        self._residency.enter("train_critic")
-        return self._updater.run(batch, mini_batches, learning_rate, self._loss)
+        self.residency.enter("train_critic")
+        return self.updater.run(batch, mini_batches, learning_rate, self._loss)
 
     def _loss(self, micro: Batch, mini: MiniBatch) -> LossShare:
         device = self._device.torch_device
-        values = self._model(pack(micro, device))
+        values = self.model(pack(micro, device))
         if not len(micro):
             return idle(values)
         columns = {name: micro[name] for name in (c.VALUES, c.RETURNS, c.LOSS_MASK) if name in micro}
@@ -73,10 +68,10 @@ class CriticWorker(Critic):
 
     def save(self, folder: str) -> None:
         """Write this rank's shards of model and optimizer into ``folder`` (a collective)."""
-        self._residency.enter("save")
-        save_training_state(self._model, self._updater.optimizer, folder)
+        self.residency.enter("save")
+        save_training_state(self.model, self.updater.optimizer, folder)
 
     def load(self, folder: str, weights_only: bool) -> list[str]:
         """Read them back, on any number of ranks (a collective). Returns notes for the log."""
-        self._residency.enter("save")
-        return load_training_state(self._model, None if weights_only else self._updater.optimizer, folder)
+        self.residency.enter("save")
+        return load_training_state(self.model, None if weights_only else self.updater.optimizer, folder)

@@ -50,7 +50,7 @@ class HybridWorker(Models, Advantages):
         device.activate()
         if not device.is_cpu:
             check_node(device.kind, device.name, ENGINES[self._cfg.actor_rollout_ref.rollout.name].package)
-        self._residency = residency = Residency(device)
+        self.residency = residency = Residency(device)
         self.actor = actor = ActorRefWorker(self._cfg, passes, residency, trains=trains)
         self.rollout = RolloutWorker(
             self._cfg, passes, residency, self._prompts, actor.policy, lambda: actor.num_updates, actor.text_log_probs
@@ -72,7 +72,7 @@ class HybridWorker(Models, Advantages):
 
     def explain(self, error: Exception) -> Exception:
         """What a user should read of an error of this process: a full device says what was on it, and what to type."""
-        return device_is_full(error, self._cfg, self._residency) if is_out_of_memory(error) else error
+        return device_is_full(error, self._cfg, self.residency) if is_out_of_memory(error) else error
 
     def advantages(self, batch: Batch, kl_coef: float) -> tuple[Batch, PassNumbers]:
         """Token-level advantages and returns of this rank's samples."""

@@ -49,7 +49,7 @@ class RewardModelWorker(RewardModel):
         self._cfg = cfg.reward_model
         self._budget = budgets(cfg)["reward_model"]
         self._rows = rows
-        self._residency = residency
+        self.residency = residency
         spec = reward_model_spec(cfg, residency.device)
         self._encoder = check_judge(spec)
         self._model = sharded_model(ScalarModel, spec, residency.device)
@@ -59,11 +59,11 @@ class RewardModelWorker(RewardModel):
     @torch.no_grad()
     def score(self, batch: Batch, split: str) -> Array:
         """``model_score`` of each sample [n], from its ``text`` and ``row``."""
-        self._residency.enter("reward")
+        self.residency.enter("reward")
         rows = self._encode(batch, split)
         micros = self._cut([len(row) for row in rows])
         found = [
-            self._model(pack_whole([rows[i] for i in micro], self._residency.device.torch_device)) for micro in micros
+            self._model(pack_whole([rows[i] for i in micro], self.residency.device.torch_device)) for micro in micros
         ]
         reshard(self._model)
         scores = torch.cat(found).cpu().double().numpy()

@@ -66,23 +66,23 @@ class RolloutWorker(Rollout):
     ) -> None:
         self._rollout = cfg.actor_rollout_ref.rollout
         self._images = passes.images
-        self._residency = residency
+        self.residency = residency
         self._device = residency.device
         self._prompts = prompts
         for store in prompts.values():
             if store.pictures:
                 store.pictures.check_here()
         self._version = version
-        self._encoder = chat_encoder(cfg)
+        self.encoder = chat_encoder(cfg)
         self._replica = make_replica(self._rollout.tensor_model_parallel_size)
         # The process group's own store serves as the replicas' shared counter, so there is no other server to start.
         self._store = dist.distributed_c10d._get_default_store()
         self._finished: SimpleQueue[tuple[Job, list[str]] | None] = SimpleQueue()
         dtype = resolve_dtype(self._rollout.dtype, self._device)
-        self._engine = self._make_engine(cfg, dtype)
-        self._sync = WeightSync(
+        self.engine = self._make_engine(cfg, dtype)
+        self.weight_sync = WeightSync(
             policy,
-            self._engine,
+            self.engine,
             self._device,
             dtype,
             bucket_bytes=self._rollout.update_weights_bucket_megabytes << 20,
@@ -95,14 +95,14 @@ class RolloutWorker(Rollout):
     def _make_engine(self, cfg: Config, dtype: torch.dtype) -> RolloutEngine:
         model = actor_spec(cfg, self._device, self._images)
         self._vocabulary = model.load_config().get_text_config().vocab_size
-        self._residency.enter("rollout")  # an engine measures the memory that is free now
+        self.residency.enter("rollout")  # an engine measures the memory that is free now
         settings = EngineSettings(
             rollout=self._rollout,
             model=model,
             dtype=dtype,
             device=self._device,
             replica=self._replica,
-            eos_token_ids=self._encoder.eos_token_ids,
+            eos_token_ids=self.encoder.eos_token_ids,
             max_model_len=self._rollout.max_model_len or longest_sequence(cfg),
             engines_sharing_memory=cfg.trainer.n_gpus_per_node if self._device.is_cpu else 1,
             images=self._images,
@@ -114,9 +114,9 @@ class RolloutWorker(Rollout):
         return engine
 
     def _release(self) -> None:
-        if self._engine.sleep():
+        if self.engine.sleep():
             # An engine without weights has no version, so the next generation syncs even where no update came between.
-            self._sync.lost()
+            self.weight_sync.lost()
 
     def generate(self, task: GenerateTask, begun: Batch | None = None) -> tuple[Batch, list[str], GenerationNumbers]:
         """Sample answers with the current weights. Returns payload columns, the answers as text, and numbers.
@@ -139,7 +139,7 @@ class RolloutWorker(Rollout):
             if tell:
                 tell(job, answers)
 
-        generation = self._engine.generate(queue, task.sampling, finished)
+        generation = self.engine.generate(queue, task.sampling, finished)
         # Also on ranks that hand nothing out: the driver polls every rank until it says that it is done.
         if task.stream:
             self._finished.put(None)
@@ -169,7 +169,7 @@ class RolloutWorker(Rollout):
         answers = payload.ragged(c.RESPONSE)
         prompts = payload.dictionary(c.PROMPT)
         assert isinstance(prompts.values, Ragged)
-        texts = self._encoder.decode_batch([row.tolist() for row in answers.rows()])
+        texts = self.encoder.decode_batch([row.tolist() for row in answers.rows()])
         policy_tokens = payload.ragged(c.RESPONSE_MASK).sum().numpy()
         per_sample = {
             c.SLOT: slots[order],
@@ -188,11 +188,11 @@ class RolloutWorker(Rollout):
         started = time.perf_counter()
         version = self._version()
         report = None
-        if self._sync.version != version:
-            self._residency.enter("sync")
-            report = self._sync.run(version, free_training_copy=lambda: self._residency.enter("rollout"))
+        if self.weight_sync.version != version:
+            self.residency.enter("sync")
+            report = self.weight_sync.run(version, free_training_copy=lambda: self.residency.enter("rollout"))
         else:
-            self._residency.enter("rollout")
+            self.residency.enter("rollout")
         self._device.synchronize()
         return time.perf_counter() - started, report
 
@@ -222,7 +222,7 @@ class RolloutWorker(Rollout):
     def _hand_out(self, job: Job, answers: list[list[int]]) -> None:
         if job.given:
             answers = [[*part.tolist(), *answer] for part, answer in zip(job.given, answers, strict=True)]
-        self._finished.put((job, self._encoder.decode_batch(answers)))
+        self._finished.put((job, self.encoder.decode_batch(answers)))
 
     def take_finished(self, wait_s: float) -> tuple[list[str], Finished]:
         """Texts of jobs that have ended since the last call. Waits for the first.

@@ -49,11 +49,11 @@ class WeightSync:
     ) -> None:
         self.version: int | None = None
         self._policy = policy
-        self._engine = engine
+        self.engine = engine
         self._names = None if engine.names_in_memory else CheckpointNames(policy.model)
         self._device = device
         self._dtype = dtype
-        self._bucket_bytes = bucket_bytes
+        self.bucket_bytes = bucket_bytes
         self._gap_limit = gap_limit
         self._canary = canary
         self._log_probs = log_probs
@@ -71,19 +71,19 @@ class WeightSync:
             )
         started = time.perf_counter()
         expected = self._log_probs(self._canary)
-        self._engine.wake_weights()
+        self.engine.wake_weights()
         num_bytes = 0
 
         def counted() -> Iterator[Weight]:
             nonlocal num_bytes
-            for weight in whole_weights(self._policy, self._dtype, self._bucket_bytes, self._names):
+            for weight in whole_weights(self._policy, self._dtype, self.bucket_bytes, self._names):
                 num_bytes += weight.values.nbytes
                 yield weight
 
-        self._engine.load_weights(counted())
+        self.engine.load_weights(counted())
         free_training_copy()
         dist.barrier()
-        self._engine.wake_cache()
+        self.engine.wake_cache()
         self.version = version
         gap = self._compare(expected, version)
         self._device.synchronize()
@@ -94,7 +94,7 @@ class WeightSync:
         self.version = None
 
     def _compare(self, expected: Tensor, version: int) -> float:
-        found = self._engine.log_probs(self._canary).float().cpu()[-len(expected) :]
+        found = self.engine.log_probs(self._canary).float().cpu()[-len(expected) :]
         gap = float((found - expected).abs().mean())
         # Not `gap > limit`: that is False for NaN, and a damaged engine would pass.
         if not gap <= self._gap_limit:

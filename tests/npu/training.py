@@ -102,23 +102,23 @@ def offloads(folder: str) -> None:
         results.append([batch.ragged("old_log_probs").values, *trained(worker)])
     for found, expected in zip(*reversed(results), strict=True):
         assert torch.equal(found, expected)
-    worker._residency.enter("rollout")
-    moved = [*worker.policy.parameters(), *worker._reference.parameters(), *states(worker)]
+    worker.residency.enter("rollout")
+    moved = [*worker.policy.parameters(), *worker.reference.parameters(), *states(worker)]
     assert {each.to_local().device.type for each in moved} == {"cpu"}
     assert all(each.to_local().is_pinned() for each in moved)
     addresses = [each.to_local().data_ptr() for each in moved]
     with waits() as found:
-        worker._residency.enter("ref")
-        assert {each.to_local().device.type for each in worker._reference.parameters()} == {"npu"}
+        worker.residency.enter("ref")
+        assert {each.to_local().device.type for each in worker.reference.parameters()} == {"npu"}
     assert found == [], "weights come back while the host goes on"
-    copies = count_copies_to_host(worker._residency, "rollout")
+    copies = count_copies_to_host(worker.residency, "rollout")
     assert copies == 0, "a frozen model is not copied out again"
-    worker._residency.enter("log_prob", whole=True)
+    worker.residency.enter("log_prob", whole=True)
     worker.policy.unshard()  # as a forward may leave it
-    assert count_copies_to_host(worker._residency, "ref") == 0, "nor are weights that nothing has written to"
-    worker._residency.enter("rollout")
-    worker._residency.enter("train_actor")
-    assert count_copies_to_host(worker._residency, "rollout") > 0
+    assert count_copies_to_host(worker.residency, "ref") == 0, "nor are weights that nothing has written to"
+    worker.residency.enter("rollout")
+    worker.residency.enter("train_actor")
+    assert count_copies_to_host(worker.residency, "rollout") > 0
     assert [each.to_local().data_ptr() for each in moved] == addresses, "host memory is kept"
     assert all(map(torch.equal, trained(worker), results[-1][1:])), "what a checkpoint reads has arrived"
     dist.destroy_process_group()
@@ -145,12 +145,12 @@ def padded_shards_rest_too() -> None:
 
 def states(worker: Any) -> list[torch.Tensor]:
     """AdamW's moments."""
-    return [each for state in worker._updater.optimizer.state.values() for each in state.values() if each.dim()]
+    return [each for state in worker.updater.optimizer.state.values() for each in state.values() if each.dim()]
 
 
 def trained(worker: Any) -> list[torch.Tensor]:
     """Weights and moments, on the host."""
-    worker._residency.enter("save")
+    worker.residency.enter("save")
     return [each.full_tensor().cpu().clone() for each in [*worker.policy.parameters(), *states(worker)]]
 
 

@@ -80,7 +80,7 @@ def test_weights_and_metrics_do_not_depend_on_the_cut(make, variant):
 def test_the_reference_is_the_actor_without_its_adapters(make):
     trainer = make()
     actor = trainer.worker.actor
-    assert actor._reference is actor.policy, "no second copy of the weights"
+    assert actor.reference is actor.policy, "no second copy of the weights"
     batch, *_ = trainer.worker.rollout.generate(trainer.experience_task())
     sizes = [5, 6, 5]
     first = actor.ref_log_probs(batch, sizes)[0].ragged("ref_log_probs").values
@@ -136,7 +136,7 @@ def test_training_resumes_from_adapters_bit_for_bit(make, tmp_path):
         resumed.pool.twist(0, 0.0)
     assert numbers_of(resumed.step(3)) == numbers_of(expected)
     assert torch.equal(actor_weights(whole), actor_weights(resumed))
-    assert torch.equal(weights(whole.worker.critic._model), weights(resumed.worker.critic._model))
+    assert torch.equal(weights(whole.worker.critic.model), weights(resumed.worker.critic.model))
 
 
 def test_a_checkpoint_holds_adapters_and_nothing_kept_elsewhere(make, tiny_model, tmp_path):

@@ -50,7 +50,7 @@ class Watch:
     """Sees what every step starts, what the engine samples with which policy, and what the batch is."""
 
     def __init__(self, trainer) -> None:
-        self.experience, self.engine = trainer.experience, trainer.worker.rollout._engine
+        self.experience, self.engine = trainer.experience, trainer.worker.rollout.engine
         self.step = 0
         self.batches: list[Samples] = []
         self.keys: list[list[tuple[int, int, int]]] = []  # (row, draw, sample) of each answer of each batch
@@ -120,7 +120,7 @@ def test_every_drawn_prompt_is_in_one_batch_or_in_the_line(make, mode, monkeypat
         ):  # fmt: skip
             assert row[head:].tolist() == watch.tokens[key]
             assert distance(log_probs, torch.tensor(watch.log_probs[key])) < 1e-5, "of whoever sampled the token"
-            assert text == trainer.worker.rollout._encoder.decode_batch([row[head:]])[0]
+            assert text == trainer.worker.rollout.encoder.decode_batch([row[head:]])[0]
             prompt = trainer.data.rows["train"][key[0]]
             verdict = find_scorer(prompt.data_source)(text, prompt.ground_truth, prompt.extra_info)
             assert score == (verdict["score"] if isinstance(verdict, dict) else verdict)

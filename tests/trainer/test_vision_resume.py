@@ -26,7 +26,7 @@ RUNS = {
 
 def whole(trainer) -> dict[str, torch.Tensor]:
     worker = trainer.worker
-    models = [worker.actor.policy, *([worker.critic._model] if trainer.critic else [])]
+    models = [worker.actor.policy, *([worker.critic.model] if trainer.critic else [])]
     return {
         f"{number} {name}": each.full_tensor().detach().clone()
         for number, model in enumerate(models)

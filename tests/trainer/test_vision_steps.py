@@ -117,11 +117,11 @@ def test_pictures_in_validation_alone_train_no_tower(make, tmp_path):
     trainer = make("qwen3_vl", **GAE, data__train_files=texts)
     before = [weights(part) for part in tower(trainer.worker.actor.policy.model)]
     trainer.step(1)
-    trained = {id(each) for group in trainer.worker.actor._updater.optimizer.param_groups for each in group["params"]}
+    trained = {id(each) for group in trainer.worker.actor.updater.optimizer.param_groups for each in group["params"]}
     parts = tower(trainer.worker.actor.policy.model)
     assert not trained & {id(each) for part in parts for each in part.parameters()}
     assert all(torch.equal(weights(part), then) for part, then in zip(parts, before, strict=True))
-    assert not trainer.worker.critic._model.sees
+    assert not trainer.worker.critic.model.sees
     assert trainer.worker.actor.policy.sees
 
 

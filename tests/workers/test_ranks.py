@@ -110,7 +110,7 @@ def run_variant(folder: Path, changes: dict, group: int) -> tuple[dict, list[tor
         ("actor", worker.actor, [UpdateTask(mini_batches, 0.01)]),
         ("critic", worker.critic, [mini_batches, 0.01]),
     ):
-        record_gradients(role._updater, role.policy if name == "actor" else role._model, gradients)
+        record_gradients(role.updater, role.policy if name == "actor" else role.model, gradients)
         everyone = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, role.update(mine, *arguments))
         found |= m.update_metrics(everyone[::group], np.array([count.tokens for count in counts]), name)

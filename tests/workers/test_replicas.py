@@ -73,7 +73,7 @@ def run(folder: Path, changes: dict, bucket_bytes: int, model: str = "model") ->
     prompts = encode_prompts(rows, chat_encoder(cfg), cfg.data.max_prompt_length, True)
     worker = HybridWorker(cfg, {"train": prompts})
     worker.init_models(make_step_passes(cfg, prompts.has_images))
-    worker.rollout._sync._bucket_bytes = bucket_bytes
+    worker.rollout.weight_sync.bucket_bytes = bucket_bytes
     versions = []
     for step in range(3):
         payload, _, numbers = worker.rollout.generate(replace(TASK, step=step, call=next(CALLS)))
@@ -97,7 +97,7 @@ def move(actor, seed: int) -> None:
         parts = (torch.randn(parameter.shape) * 0.05).chunk(mesh.size(mesh.ndim - 1))
         if mesh.get_local_rank(mesh.ndim - 1) < len(parts):
             parameter.data.to_local().add_(parts[mesh.get_local_rank(mesh.ndim - 1)])
-    actor._updater.num_steps += 1
+    actor.updater.num_steps += 1
 
 
 def rank_main(rank: int, world: int, folder: Path, names: list[str]) -> None:

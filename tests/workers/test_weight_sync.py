@@ -37,9 +37,9 @@ def make_seeing(make, tmp_path):
 
 def own_weights(trainer):
     """The engine has weights of its own, as with several processes."""
-    sync = trainer.worker.rollout._sync
-    load = sync._engine.load_weights
-    sync._engine.load_weights = lambda found: load(weight._replace(values=weight.values.clone()) for weight in found)
+    sync = trainer.worker.rollout.weight_sync
+    load = sync.engine.load_weights
+    sync.engine.load_weights = lambda found: load(weight._replace(values=weight.values.clone()) for weight in found)
     return sync
 
 
@@ -60,7 +60,7 @@ def test_steps_without_fault_are_in_sync(make):
 def test_a_second_sync_of_a_version_is_refused(make):
     trainer = make()
     trainer.step(1)
-    sync = trainer.worker.rollout._sync
+    sync = trainer.worker.rollout.weight_sync
     version = sync.version = trainer.worker.actor.num_updates
     with pytest.raises(SyncError, match="a second sync is a mistake"):
         sync.run(version, lambda: None)
@@ -70,9 +70,9 @@ def test_a_skipped_sync_is_noticed_by_the_canary(make):
     """The weights are announced and do not arrive: the engine computes with the old ones."""
     trainer = make()
     sync = own_weights(trainer)
-    sync._engine.sleep = lambda: None
+    sync.engine.sleep = lambda: None
     trainer.step(1)
-    sync._engine.load_weights = lambda found: [0 for _ in found]
+    sync.engine.load_weights = lambda found: [0 for _ in found]
     with pytest.raises(SyncError, match="answers otherwise than the trainer"):
         trainer.step(2)
 
@@ -91,10 +91,10 @@ def test_mixed_packed_samples_are_noticed_by_the_canary(make, monkeypatch):
 
 def test_swapped_weights_are_noticed_by_the_canary(make):
     trainer = make()
-    sync = trainer.worker.rollout._sync
+    sync = trainer.worker.rollout.weight_sync
     names = {f"model.layers.{a}.mlp.down_proj.weight": f"model.layers.{1 - a}.mlp.down_proj.weight" for a in (0, 1)}
-    load = sync._engine.load_weights
-    sync._engine.load_weights = lambda found: load(w._replace(name=names.get(w.name, w.name)) for w in found)
+    load = sync.engine.load_weights
+    sync.engine.load_weights = lambda found: load(w._replace(name=names.get(w.name, w.name)) for w in found)
     with pytest.raises(SyncError, match="answers otherwise than the trainer"):
         trainer.step(1)
 
@@ -104,8 +104,8 @@ def test_a_damaged_tower_is_noticed_by_the_canary(make_seeing, family):
     """The decoder is right: only an image can tell."""
     trainer = make_seeing(family)
     sync = own_weights(trainer)
-    load = sync._engine.load_weights
-    sync._engine.load_weights = lambda found: load(
+    load = sync.engine.load_weights
+    sync.engine.load_weights = lambda found: load(
         w._replace(values=-w.values) if "visual.merger" in w.name or "projector" in w.name else w for w in found
     )
     with pytest.raises(SyncError, match="on a fixed text with an image"):
@@ -116,10 +116,10 @@ def test_a_forgotten_tower_is_noticed_by_the_canary(make_seeing):
     """The weights of the tower are announced once, and never again."""
     trainer = make_seeing("qwen2_5_vl")
     sync = own_weights(trainer)
-    sync._engine.sleep = lambda: None
+    sync.engine.sleep = lambda: None
     assert trainer.step(1)["rollout/canary_gap"] < 1e-4
-    load = sync._engine.load_weights
-    sync._engine.load_weights = lambda found: load(w for w in found if "visual" not in w.name)
+    load = sync.engine.load_weights
+    sync.engine.load_weights = lambda found: load(w for w in found if "visual" not in w.name)
     with pytest.raises(SyncError, match="on a fixed text with an image"):
         trainer.step(2)
 

@@ -29,8 +29,9 @@ class IdleWorker(Actor, Rollout):
         self._finished: SimpleQueue[tuple[list[str], Finished]] = SimpleQueue()
 
     def generate(self, task: GenerateTask, begun: Batch | None = None) -> tuple[Batch, list[str], GenerationNumbers]:
-        """The columns and numbers of `RolloutWorker.generate`, for a fair share of the prompts."""
-        places = np.array_split(np.arange(len(task.rows)), self._world)[self._rank]
+        """The columns and numbers of `RolloutWorker.generate`, for a fair share of the prompts, drawn at random."""
+        drawn = np.random.default_rng(task.call).permutation(len(task.rows))
+        places = np.sort(np.array_split(drawn, self._world)[self._rank])
         samples = np.tile(np.arange(task.num_samples), len(places))
         ids = (places[:, None] * task.num_samples + np.arange(task.num_samples)).ravel()
         mean = task.sampling.max_tokens
@@ -41,7 +42,8 @@ class IdleWorker(Actor, Rollout):
         prompts = Ragged.from_rows([torch.zeros(self._prompt_tokens, dtype=torch.int8)] * len(places))
         index = torch.arange(len(places)).repeat_interleave(task.num_samples)
         payload = Batch({c.PROMPT: DictionaryColumn(prompts, index)})
-        payload.update(dict.fromkeys(c.ANSWER, answers))
+        # Copies, because one tensor under several names would be sent once.
+        payload.update({name: answers.like(answers.values.clone()) for name in c.ANSWER})
         numbers = {
             c.SLOT: ids,
             c.PROMPT_LENGTH: np.full(len(ids), self._prompt_tokens),

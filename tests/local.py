@@ -27,7 +27,8 @@ class LocalGroup:
     """`WorkerGroup` of one rank: objects themselves stand for references."""
 
     world = 1
-    bytes_through_driver = 0
+    bytes_through_driver = bytes_between_nodes = 0
+    nodes = (0,)
 
     def __init__(self, worker: Any) -> None:
         self.worker = worker

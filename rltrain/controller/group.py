@@ -25,6 +25,7 @@ from rltrain.controller.calls import Call, Stream, bind
 from rltrain.controller.failures import AGAIN, explain
 from rltrain.controller.hang import Deadlines
 from rltrain.controller.host import HOST
+from rltrain.controller.parcels import Cuts, route_calls
 from rltrain.controller.samples import driver_bytes
 from rltrain.device import Device
 from rltrain.env import driver_environment, worker_environment
@@ -173,10 +174,14 @@ class WorkerGroup:
         self._environment = environment or worker_environment(device.kind, threads)
         self._logs = logs
         self.bytes_through_driver = 0
+        self._bytes_of_parcels: list[Any] = []
+        self._bytes_between_nodes = 0
         bundles = [(group, index) for group in placement for index in range(group.bundle_count)]
         self.world, self._num_nodes = len(bundles), len(placement)
         self.workers = [self._spawn(rank, group, index, threads) for rank, (group, index) in enumerate(bundles)]
         self._who: list[dict[str, Any]] = []
+        # The node of each rank, numbered by their first ranks. Known once all have started.
+        self.nodes = [0] * self.world
 
     def _spawn(self, rank: int, group: PlacementGroup, index: int, threads: int) -> Any:
         resource = self._device.ray_resource
@@ -198,6 +203,8 @@ class WorkerGroup:
         backend, workers = self._device.backend, self.workers
         # This comes first, so that a failure of any later phase can be told with process and node.
         self._who = self._wait("start", [each.who.remote() for each in workers])
+        numbers = {node: number for number, node in enumerate(dict.fromkeys(who["node_id"] for who in self._who))}
+        self.nodes = [numbers[who["node_id"]] for who in self._who]
         ((host, port),) = self._wait("start", [workers[0].open_store.remote()])
         self._wait("connect", [each.join.remote(host, port, backend, self._num_nodes) for each in workers])
         self._wait("build", [each.build.remote(worker, kwargs) for each in workers])
@@ -225,13 +232,29 @@ class WorkerGroup:
         single call goes to all.
         """
         copies, num_returns = self.world // len(calls), calls[0].num_objects + 1
-        self.bytes_through_driver += copies * sum(driver_bytes([each.args, each.kwargs]) for each in calls)
+        of_rank = route_calls([calls[rank // copies] for rank in range(self.world)], self.nodes, self._cut)
+        self.bytes_through_driver += sum(driver_bytes([each.args, each.kwargs]) for each in of_rank)
         sent = [
-            worker.run.options(num_returns=num_returns).remote(calls[rank // copies])
-            for rank, worker in enumerate(self.workers)
+            worker.run.options(num_returns=num_returns).remote(call)
+            for worker, call in zip(self.workers, of_rank, strict=True)
         ]
         # Ray returns a list only where there are several return values.
         return Handle(self, calls[0].name, [each if isinstance(each, list) else [each] for each in sent])
+
+    def _cut(self, node: int, cuts: Cuts) -> dict[int, Any]:
+        """Have the first worker of ``node`` make the parcels."""
+        self.bytes_through_driver += driver_bytes(cuts)
+        worker = self.workers[self.nodes.index(node)]
+        *parcels, size = worker.cut.options(num_returns=len(cuts) + 1).remote(list(cuts.values()))
+        self._bytes_of_parcels.append(size)
+        return dict(zip(cuts, parcels, strict=True))
+
+    @property
+    def bytes_between_nodes(self) -> int:
+        """Of samples, in the calls of the run that have ended."""
+        self._bytes_between_nodes += sum(ray.get(self._bytes_of_parcels))
+        self._bytes_of_parcels.clear()
+        return self._bytes_between_nodes
 
     def call(
         self,

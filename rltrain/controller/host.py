@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import tempfile
+from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -23,9 +24,12 @@ import torch
 import torch.distributed as dist
 
 from rltrain.controller.calls import Call
-from rltrain.controller.samples import Request, assemble
+from rltrain.controller.failures import AGAIN
+from rltrain.controller.parcels import cut_parcels
+from rltrain.controller.samples import Request, StoredRows, assemble
 from rltrain.device import COLLECTIVE_TIMEOUT, load_backend
 from rltrain.env import adopt, see_own_device, use_interface
+from rltrain.errors import WorkerLost
 from rltrain.logs import open_worker_log
 
 log = logging.getLogger(__name__)
@@ -51,8 +55,9 @@ class _Host:
         return host, self._store.port
 
     def who(self) -> dict[str, Any]:
-        """Process id and node."""
-        return {"pid": os.getpid(), "node": socket.gethostname()}
+        """Process id and node, by name and as Ray knows it."""
+        node_id = ray.get_runtime_context().get_node_id()
+        return {"pid": os.getpid(), "node": socket.gethostname(), "node_id": node_id}
 
     def join(self, host: str, port: int, backend: str, num_nodes: int) -> None:
         """Enter the process group."""
@@ -98,6 +103,11 @@ class _Host:
         """As ``run``, while ``run`` is busy."""
         return self.run(call)
 
+    @ray.method(concurrency_group="parcels")
+    def cut(self, parcels: Sequence[Sequence[StoredRows]]) -> tuple[Any, ...]:
+        """`cut_parcels` from objects of this node, while ``run`` may wait for those of other nodes."""
+        return cut_parcels(parcels, _objects([part for parcel in parcels for part in parcel]))
+
     def leave(self) -> None:
         """Leave the process group together."""
         dist.barrier()
@@ -114,7 +124,8 @@ class _Host:
 
 # No restarts and no retries: a repeated optimizer step would be applied twice.
 # The control group has one thread for polls and stacks, so a poll must be short: the stacks of a hang wait behind it.
-_OPTIONS: Any = {"max_restarts": 0, "max_task_retries": 0, "concurrency_groups": {"control": 1}}
+_GROUPS = {"control": 1, "parcels": 1}
+_OPTIONS: Any = {"max_restarts": 0, "max_task_retries": 0, "concurrency_groups": _GROUPS}
 HOST: Any = ray.remote(**_OPTIONS)(_Host)
 
 
@@ -127,4 +138,15 @@ def _fetch(value: Any) -> Any:
 def _assembled(arg: Any) -> Any:
     if not isinstance(arg, Request):
         return arg
-    return assemble(arg, ray.get([part.ref for part in arg.parts]))
+    found = _objects(arg.parts)
+    return assemble(arg, [found[each.ref] if each.piece is None else found[each.ref][each.piece] for each in arg.parts])
+
+
+def _objects(parts: Sequence[StoredRows]) -> dict[Any, Any]:
+    """The objects of ``parts``, by reference. Raises WorkerLost where one does not come: its node is gone."""
+    refs = list({part.ref: None for part in parts})
+    try:
+        return dict(zip(refs, ray.get(refs), strict=True))
+    except ray.exceptions.RayError as error:
+        # Of its own type, so that the death of the worker that held the object counts as the cause.
+        raise WorkerLost(f"answers that another worker holds did not come ({type(error).__name__}). {AGAIN}") from error

@@ -2,8 +2,8 @@
 
 Problem: tokens and log-probs of a step are gigabytes, and every pass spreads the samples over the ranks anew. Choice:
 payload stays in Ray's object store where a worker produced it. The driver hands out a `Request` per rank: which
-objects to fetch and which rows of them, resolved inside the worker that needs them. Left out: moving payload to the
-rank that will read it next.
+objects to fetch and which rows of them, resolved inside the worker that needs them. What crosses from node to node on
+the way is `parcels`' affair.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from rltrain import columns as c
-from rltrain.batch import Batch, Column, DictionaryColumn
+from rltrain.batch import Batch, DictionaryColumn
 from rltrain.ragged import Ragged
 
 Array = NDArray[Any]
@@ -25,17 +25,22 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class StoredRows:
-    """Columns of one object in the store, behind ``ref``: sample ``ids[i]`` is row ``rows[i]`` of the object."""
+    """Columns of one object in the store, behind ``ref``: sample ``ids[i]`` is row ``rows[i]`` of the object.
+
+    node: where the object lies (`WorkerGroup.nodes`). piece: of a list of objects, the number of this one.
+    """
 
     ref: Any
     columns: tuple[str, ...]
     ids: Array
     rows: Array
+    node: int = 0
+    piece: int | None = None
 
 
-def whole(ref: Any, columns: tuple[str, ...], ids: Array) -> StoredRows:
-    """An object that holds the samples ``ids`` in that order and nothing else."""
-    return StoredRows(ref, columns, ids, np.arange(len(ids)))
+def whole(ref: Any, columns: tuple[str, ...], ids: Array, node: int = 0) -> StoredRows:
+    """An object on ``node`` that holds the samples ``ids`` in that order and nothing else."""
+    return StoredRows(ref, columns, ids, np.arange(len(ids)), node)
 
 
 @dataclass(frozen=True)
@@ -111,6 +116,13 @@ class Samples:
         """The objects that hold ``column``."""
         return [part for part in self._parts.values() if column in part.columns]
 
+    def nodes(self, column: str) -> Array:
+        """The node [n] where each sample's ``column`` lies."""
+        found = np.zeros(self.num_samples, dtype=np.int64)
+        for part in self.parts_with(column):
+            found[part.ids] = part.node
+        return found
+
     @classmethod
     def join(cls, pieces: Sequence[tuple[Samples, Array]]) -> Samples:
         """The chosen samples (by id, in order) of several `Samples` as one, with ids from 0.
@@ -145,7 +157,7 @@ class Samples:
             row_of[part.ids] = part.rows
             places = np.flatnonzero(row_of[ids] >= 0).astype(np.int32)
             if wanted and len(places):
-                parts.append(StoredRows(part.ref, wanted, places, row_of[ids[places]]))
+                parts.append(replace(part, columns=wanted, ids=places, rows=row_of[ids[places]]))
         for name in columns:
             have = sum(len(part.rows) for part in parts if name in part.columns)
             if have != len(ids) and name not in optional:
@@ -164,7 +176,7 @@ def assemble(request: Request, objects: Sequence[Batch | list[Any]]) -> Batch:
         return batch
     for name in dict.fromkeys(name for part in request.parts for name in part.columns):
         having = [(part, found) for part, found in zip(request.parts, objects, strict=True) if name in part.columns]
-        joined = Batch.concat([Batch({name: _column(found, name)}).select(part.rows) for part, found in having])
+        joined = Batch.concat([_only(name, pick(replace(part, columns=(name,)), found)) for part, found in having])
         places = np.concatenate([part.ids for part, _ in having])
         # Rows were joined object by object; sorted by place they are in the order of the request.
         column = joined.select(np.argsort(places, kind="stable"))[name]
@@ -180,8 +192,15 @@ def assemble(request: Request, objects: Sequence[Batch | list[Any]]) -> Batch:
     return batch
 
 
-def _column(found: Batch | list[Any], name: str) -> Column:
-    return found if isinstance(found, list) else found[name]
+def pick(part: StoredRows, found: Batch | list[Any]) -> Batch | list[Any]:
+    """The rows of ``part`` out of the object ``found``. A list is an object of one column."""
+    if isinstance(found, list):
+        return [found[row] for row in part.rows.tolist()]
+    return Batch({name: found[name] for name in part.columns}).select(part.rows)
+
+
+def _only(name: str, found: Batch | list[Any]) -> Batch:
+    return Batch({name: found}) if isinstance(found, list) else found
 
 
 # The length of Ray's object id.

@@ -7,6 +7,9 @@ before and does not change here.
 Answers to one prompt that meet in a micro-batch share its tokens (`models.packing.pack`) and its images, which are
 encoded once however many answers follow, also where an answer is too long to share the tokens. Keeping answers together
 saves work but leaves coarser chunks to spread evenly; the cost model weighs one against the other.
+
+Over several nodes a chunk goes to a rank of the node where it was made, as long as that leaves the ranks as even. So
+over nodes a layout follows where answers were made, and numbers are equal from run to run to rounding.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ Ids = NDArray[np.int64]
 _MICRO_BATCH = 64.0
 # The search for finer chunks ends once the busiest rank takes at most this many times its even share.
 _GOOD_ENOUGH = 1.02
+# How much longer a mini-batch may take for the sake of samples that stay on their node.
+_NEAR_ENOUGH = 1.02
 # Number of the emptiest micro-batches that a chunk is tried in before it counts as not fitting.
 _TRIES = 8
 
@@ -40,7 +45,7 @@ class Workload:
     A token costs 1 and a (query, key) pair costs ``pair_cost``: the FLOPs of the pair relative to those of a token's
     matrix products. Where prompts have images, samples of one group (groups [n]) share them within a micro-batch:
     image_rows [n] is what the vision tower takes (patches or tiles) for the prompt of each sample, image_cost [n] what
-    it costs in tokens.
+    it costs in tokens. nodes [n]: where each sample lies (None: on one node).
     """
 
     prompts: Ids
@@ -50,6 +55,7 @@ class Workload:
     groups: Ids | None = None
     image_rows: Ids | None = None
     image_cost: NDArray[np.float64] | None = None
+    nodes: Ids | None = None
 
     @classmethod
     def of_groups(cls, prompts: Ids, answers: Ids, groups: Ids, pair_cost: float = 0.0) -> Workload:
@@ -120,9 +126,11 @@ class Layout:
         return np.split(self.ids[rank], np.cumsum(self.flat_sizes(rank))[:-1])
 
 
-def lay_out(mini_batches: Sequence[Ids], work: Workload, num_ranks: int, budget: PassBudget) -> Layout:
-    """Spread each mini-batch (ids of its samples) over the ranks by cost."""
-    spreads = [spread(ids, work, num_ranks, budget) for ids in mini_batches]
+def lay_out(
+    mini_batches: Sequence[Ids], work: Workload, num_ranks: int, budget: PassBudget, nodes: Sequence[int] | None = None
+) -> Layout:
+    """Spread each mini-batch (ids of its samples) over the ranks by cost. nodes: of every rank (None: one node)."""
+    spreads = [spread(ids, work, num_ranks, budget, nodes) for ids in mini_batches]
     ids = [[micro for mini in spreads for micro in mini[rank]] for rank in range(num_ranks)]
     return Layout(
         ids=[np.concatenate(micros) for micros in ids],
@@ -130,25 +138,36 @@ def lay_out(mini_batches: Sequence[Ids], work: Workload, num_ranks: int, budget:
     )
 
 
-def spread(ids: Ids, work: Workload, num_ranks: int, budget: PassBudget) -> list[list[Ids]]:
+def spread(
+    ids: Ids, work: Workload, num_ranks: int, budget: PassBudget, nodes: Sequence[int] | None = None
+) -> list[list[Ids]]:
     """micro-batches[rank][i] of one mini-batch: as few as the budget allows, equally many per rank, none over budget.
 
     Whole prompt groups are tried first, then ever smaller chunks of them; the cheapest result is taken.
     """
+    anywhere, time = _search(ids, replace(work, nodes=None), [0] * num_ranks, budget)
+    if nodes is None or work.nodes is None or len(set(nodes)) == 1:
+        return anywhere
+    near, time_near = _search(ids, work, nodes, budget)
+    return near if time_near <= _NEAR_ENOUGH * time else anywhere
+
+
+def _search(ids: Ids, work: Workload, nodes: Sequence[int], budget: PassBudget) -> tuple[list[list[Ids]], float]:
+    """micro-batches[rank][i], and their time."""
     size = int(np.unique(work.keys[ids], return_counts=True)[1].max(initial=1))
     # A lower bound: every prompt is computed once and all ranks are equally busy. Smaller chunks compute prompts more
     # often, so the search stops where they cannot win much.
-    ideal = work.cost(ids) / num_ranks
+    ideal = work.cost(ids) / len(nodes)
     best: list[list[Ids]] = []
     least = math.inf
     while True:
-        ranks = _spread(_chunks(ids, work, size, budget), work, num_ranks, budget)
+        ranks = _spread(_chunks(ids, work, size, budget), work, nodes, budget)
         cost = _time(ranks, work)
         if cost < least:
             best, least = ranks, cost
         # The fixed cost is left out of the comparison, because no split avoids it.
         if size == 1 or least - _MICRO_BATCH * len(best[0]) <= _GOOD_ENOUGH * ideal:
-            return best
+            return best, least
         size = (size + 1) // 2
 
 
@@ -170,21 +189,25 @@ class _Chunk(NamedTuple):
     prompt_cost: float
     rows: int
     image_cost: float
+    node: int
 
 
 def _chunks(ids: Ids, work: Workload, size: int, budget: PassBudget) -> list[_Chunk]:
     """Chunks of up to ``size`` samples, each within the budget; the costliest first."""
     size = min(size, budget.max_samples or size)
-    # Neighbours of one key become a chunk. The sort is stable, so a layout is a function of its inputs alone.
-    ids = ids[np.argsort(work.keys[ids], kind="stable")]
     none = np.zeros(len(work.prompts), dtype=np.int64)
+    nodes = none if work.nodes is None else work.nodes
+    # Neighbours of one key, and there of one node, become a chunk. The sort is stable, so a layout is a function of its
+    # inputs alone.
+    ids = ids[np.lexsort((nodes[ids], work.keys[ids]))]
     columns: list[NDArray[Any]] = [
         work.keys, work.owners, work.answers, work.prompts, work.answer_cost, work.prompt_cost,
         none if work.image_rows is None else work.image_rows, none if work.image_cost is None else work.image_cost,
+        nodes,
     ]  # fmt: skip
     chunks: list[_Chunk] = []
     for sample, *numbers in zip(ids.tolist(), *(column[ids].tolist() for column in columns), strict=True):
-        key, owner, answer, prompt, answer_cost, prompt_cost, rows, image_cost = numbers
+        key, owner, answer, prompt, answer_cost, prompt_cost, rows, image_cost, node = numbers
         last = chunks[-1] if chunks else None
         # An answer too long to share its prompt's tokens brings them along, even where it shares the images.
         shares = key == owner
@@ -200,38 +223,44 @@ def _chunks(ids: Ids, work: Workload, size: int, budget: PassBudget) -> list[_Ch
                 continue
         whole = prompt_cost + answer_cost + image_cost
         shared = shares * prompt, shares * prompt_cost
-        chunks.append(_Chunk([sample], key, prompt + answer, whole, shared[0], shared[1], rows, image_cost))
+        chunks.append(_Chunk([sample], key, prompt + answer, whole, shared[0], shared[1], rows, image_cost, node))
+    if work.nodes is not None:
+        # The node that has most of its tokens.
+        most = [int(np.bincount(nodes[each.ids], work.answers[each.ids]).argmax()) for each in chunks]
+        chunks = [chunk._replace(node=node) for chunk, node in zip(chunks, most, strict=True)]
     # The greedy rule of `_fill` is good only if the costliest come first: small ones then even out what is left.
     return sorted(chunks, key=lambda chunk: -chunk.cost)
 
 
-def _spread(chunks: list[_Chunk], work: Workload, num_ranks: int, budget: PassBudget) -> list[list[Ids]]:
+def _spread(chunks: list[_Chunk], work: Workload, nodes: Sequence[int], budget: PassBudget) -> list[list[Ids]]:
     together = np.array([sample for chunk in chunks for sample in chunk.ids], dtype=np.int64)
+    num_ranks = len(nodes)
     # No fewer bins can hold the tokens (shared prompts counted once), so the search starts there.
     least = math.ceil(work.tokens(together) / (num_ranks * budget.max_tokens)) if budget.max_tokens else 1
     least = max(least, math.ceil(len(together) / (num_ranks * budget.max_samples))) if budget.max_samples else least
-    bins = _fewest(chunks, max(1, least), num_ranks, budget)
-    # Bins of about the same cost get the same turn, because ranks wait for each other at every micro-batch. The first
-    # id decides between equal costs, so that the order is never accidental.
-    bins.sort(key=lambda one: (-work.cost(one), one[0] if len(one) else -1))
-    ranks: list[list[Ids]] = [[] for _ in range(num_ranks)]
-    for turn in range(len(bins) // num_ranks):
-        row = bins[turn * num_ranks : (turn + 1) * num_ranks]
-        # Back and forth, so that no rank gets the costliest bin of every turn.
-        for rank, one in enumerate(row if turn % 2 == 0 else reversed(row)):
-            ranks[rank].append(one)
+    ranks: list[list[Ids]] = [[] for _ in nodes]
+    for node, bins in _fewest(chunks, max(1, least), nodes, budget).items():
+        here = [rank for rank, each in enumerate(nodes) if each == node]
+        # Bins of about the same cost get the same turn, because ranks wait for each other at every micro-batch. The
+        # first id decides between equal costs, so that the order is never accidental.
+        bins.sort(key=lambda one: (-work.cost(one), one[0] if len(one) else -1))
+        for turn in range(len(bins) // len(here)):
+            row = bins[turn * len(here) : (turn + 1) * len(here)]
+            # Back and forth, so that no rank gets the costliest bin of every turn.
+            for rank, one in zip(here, row if turn % 2 == 0 else reversed(row), strict=True):
+                ranks[rank].append(one)
     return ranks
 
 
-def _fewest(chunks: list[_Chunk], count: int, num_ranks: int, budget: PassBudget) -> list[Ids]:
+def _fewest(chunks: list[_Chunk], count: int, nodes: Sequence[int], budget: PassBudget) -> dict[int, list[Ids]]:
     """The fewest bins per rank, at least ``count``, that hold all chunks: by doubling strides, then by bisection."""
     too_few, stride = count - 1, 1
     # This ends: with as many bins as chunks, every chunk finds an empty one, which takes anything.
-    while (found := _fill(chunks, num_ranks * count, budget)) is None:
+    while (found := _fill(chunks, count, nodes, budget)) is None:
         too_few, count, stride = count, count + stride, 2 * stride
     while count - too_few > 1:
         middle = (too_few + count) // 2
-        if (fewer := _fill(chunks, num_ranks * middle, budget)) is None:
+        if (fewer := _fill(chunks, middle, nodes, budget)) is None:
             too_few = middle
         else:
             count, found = middle, fewer
@@ -269,26 +298,41 @@ class _Bin:
         return True
 
 
-def _fill(chunks: list[_Chunk], num_bins: int, budget: PassBudget) -> list[Ids] | None:
-    """Costliest first into the emptiest bin that has room (Graham 1969); None when a chunk fits nowhere."""
-    bins = [_Bin() for _ in range(num_bins)]
-    heap = [(0.0, number) for number in range(num_bins)]
+def _fill(chunks: list[_Chunk], count: int, nodes: Sequence[int], budget: PassBudget) -> dict[int, list[Ids]] | None:
+    """``count`` bins per rank, by node: costliest first into the emptiest bin that has room (Graham 1969).
+
+    That is the emptiest of the chunk's own node, where that stays within an even share. None when a chunk fits nowhere.
+    """
+    bins = {node: [_Bin() for _ in range(count * list(nodes).count(node))] for node in dict.fromkeys(nodes)}
+    heaps = {node: [(0.0, number) for number in range(len(some))] for node, some in bins.items()}
+    even = sum(chunk.cost for chunk in chunks) / (count * len(nodes))
     for chunk in chunks:
-        refused: list[tuple[float, int]] = []
-        while heap and len(refused) < _TRIES:
-            entry = heapq.heappop(heap)
-            chosen = bins[entry[1]]
-            if chosen.take(chunk, budget):
-                # A bin that has all its samples is not offered again; it would only use up tries.
-                if budget.max_samples is None or len(chosen.ids) < budget.max_samples:
-                    heapq.heappush(heap, (chosen.cost, entry[1]))
-                break
-            refused.append(entry)
-        else:
+        own = heaps.get(chunk.node)
+        if own and own[0][0] + chunk.cost <= even and _place(chunk, bins[chunk.node], own, budget):
+            continue
+        # The own node is first among those with equally empty bins. A bin that has all its samples is not offered
+        # again, as it would only use up tries, so a node may have none left.
+        order = sorted((heaps[node][0][0], node != chunk.node, node) for node in heaps if heaps[node])
+        if not any(_place(chunk, bins[node], heaps[node], budget) for *_, node in order):
             return None
-        for entry in refused:
-            heapq.heappush(heap, entry)
-    return [np.array(sorted(each.ids), dtype=np.int64) for each in bins]
+    return {node: [np.array(sorted(each.ids), dtype=np.int64) for each in some] for node, some in bins.items()}
+
+
+def _place(chunk: _Chunk, bins: list[_Bin], heap: list[tuple[float, int]], budget: PassBudget) -> bool:
+    """Into the emptiest bin that has room, if one of the first few has. heap: costs and numbers of the bins."""
+    refused: list[tuple[float, int]] = []
+    placed = False
+    while heap and not placed and len(refused) < _TRIES:
+        entry = heapq.heappop(heap)
+        chosen = bins[entry[1]]
+        placed = chosen.take(chunk, budget)
+        if not placed:
+            refused.append(entry)
+        elif budget.max_samples is None or len(chosen.ids) < budget.max_samples:
+            heapq.heappush(heap, (chosen.cost, entry[1]))
+    for entry in refused:
+        heapq.heappush(heap, entry)
+    return placed
 
 
 def rank_tokens(layout: Layout, lengths: NDArray[np.int64]) -> list[int]:

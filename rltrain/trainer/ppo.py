@@ -9,9 +9,10 @@ the workers'.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rltrain import columns as c
 from rltrain.algorithms.aggregation import Denominators
@@ -46,12 +47,12 @@ class StepRecord:
     """What the phases of a step leave behind for its report.
 
     measured: moments of entropy, mismatch and correction, over the samples whose log-probs the unchanged policy has
-    computed. layouts: by phase. bytes_before: bytes that had gone through the driver when the step began.
+    computed. layouts: by phase. bytes_before: `PPOTrainer._bytes` when the step began.
     """
 
     step: int
     metrics: Metrics
-    bytes_before: int
+    bytes_before: NDArray[np.int64]
     measured: dict[str, Moments] = field(default_factory=dict)
     layouts: dict[str, Layout] = field(default_factory=dict)
 
@@ -94,7 +95,7 @@ class PPOTrainer:
         GRPO (Shao et al. 2024, algorithm 1) is the same without a critic.
         """
         plan, passes, timer = self.plan, self.plan.passes, StepTimer(self.on_phase)
-        bytes_before = self._bytes_through_driver()
+        bytes_before = self._bytes()
         with timer("step"):
             samples, metrics = self.experience.collect(timer)  # y ~ pi_old(. | x), n answers each, and r(x, y)
             record = StepRecord(step, metrics, bytes_before)
@@ -151,9 +152,8 @@ class PPOTrainer:
         # Samples without gradient are left out only after everything was counted, so the loss stays the same.
         silent = self.advantages.silent(samples)
         mini_batches = [ids[~silent[ids]] for ids in mini_batches]
-        layout = lay_out(
-            mini_batches, self._workload(samples, updates=True), plan.data_parallel_size, plan.update_budget
-        )
+        work, ranks = self._workload(samples, updates=True), plan.data_parallel_size
+        layout = lay_out(mini_batches, work, ranks, plan.update_budget, self.actor.nodes(ranks))
         # As in verl the schedule begins with the first step in which the actor learns. All optimizer steps of a step
         # share one rate, so `ppo_epochs` and the mini-batch size do not stretch it.
         first = max(1, plan.passes.first_actor_step)
@@ -191,7 +191,8 @@ class PPOTrainer:
         counts = [self._denominators(samples, ids) for ids in mini_batches]
         # Silent samples stay in: an answer without advantage has returns all the same, and the critic learns from them.
         work = self._workload(samples, updates=True)
-        layout = lay_out(mini_batches, work, plan.critic_data_parallel_size, plan.critic_budget)
+        ranks = plan.critic_data_parallel_size
+        layout = lay_out(mini_batches, work, ranks, plan.critic_budget, critic.nodes(ranks))
         rate = learning_rate(step - 1, cfg.optim, plan.critic_lr_warmup_steps, plan.schedule_steps)
         results = critic.update(samples, layout, per_rank(layout, counts), rate)
         record.metrics |= m.update_metrics(results, np.array([count.tokens for count in counts]), "critic")
@@ -222,10 +223,12 @@ class PPOTrainer:
         metrics |= m.reward_metrics(samples, accuracy(samples), weighted=bool(cfg.reward.weights))
         spread = rank_tokens(record.layouts["adv"], num_tokens(samples))
         metrics |= m.balance_metrics(samples, plan.num_engine_replicas, spread)
+        through_driver, between_nodes = ((self._bytes() - record.bytes_before) / len(samples)).tolist()
+        metrics |= {"perf/node_bytes_per_sample": between_nodes} if plan.num_nodes > 1 else {}
         metrics |= {
             "training/global_step": float(record.step),
             "training/epoch": float(self.experience.epoch),
-            "perf/driver_bytes_per_sample": (self._bytes_through_driver() - record.bytes_before) / len(samples),
+            "perf/driver_bytes_per_sample": through_driver,
         }
         return metrics | self.callbacks.on_step(record.step, metrics, samples.numbers)
 
@@ -236,7 +239,8 @@ class PPOTrainer:
     ) -> Layout:
         """Every sample (or those of ``ids``) once, over ``num_ranks`` data-parallel ranks (None: the actor's)."""
         ids = np.arange(len(samples)) if ids is None else ids
-        return lay_out([ids], self._workload(samples), num_ranks or self.plan.data_parallel_size, budget)
+        ranks = num_ranks or self.plan.data_parallel_size
+        return lay_out([ids], self._workload(samples), ranks, budget, self.actor.nodes(ranks))
 
     def _actor_mini_batches(self, step: int) -> list[Ids]:
         cfg = self.cfg.actor_rollout_ref.actor
@@ -253,6 +257,7 @@ class PPOTrainer:
         sizes, groups = self.model_sizes, samples[c.GROUP]
         pair_cost = 2 * sizes["attention_width"] / sizes["matmul_parameters"]
         work = Workload.of_groups(samples[c.PROMPT_LENGTH], samples[c.RESPONSE_LENGTH], groups, pair_cost)
+        work = replace(work, nodes=samples.nodes(c.RESPONSE))
         if self._prompts is None or not self._prompts.has_images:
             return work
         rows, number = (each[samples[c.ROW]] for each in (self._prompts.image_rows, self._prompts.num_images))
@@ -265,9 +270,11 @@ class PPOTrainer:
         horizon = self.cfg.actor_rollout_ref.actor.loss_scale_factor or self.cfg.data.max_response_length
         return denominators(samples[c.LOSS_TOKENS][ids], horizon)
 
-    def _bytes_through_driver(self) -> int:
+    def _bytes(self) -> NDArray[np.int64]:
+        """Bytes of the run so far: through the driver, and of samples between nodes."""
         # One worker group serves all roles, so the actor's count has the critic's calls in it.
-        return self.actor.bytes_through_driver + (self.archive.bytes_through_driver if self.archive else 0)
+        through_driver = self.actor.bytes_through_driver + (self.archive.bytes_through_driver if self.archive else 0)
+        return np.array([through_driver, self.actor.bytes_between_nodes])
 
     # -- bookkeeping ---------------------------------------------------------------------------------------------------
 

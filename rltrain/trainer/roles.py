@@ -56,6 +56,10 @@ class _Remote:
     def __init__(self, group: WorkerGroup) -> None:
         self._group = group
 
+    def nodes(self, num_ranks: int) -> list[int]:
+        """The node of every data-parallel rank, of which there are ``num_ranks``: that of its first worker."""
+        return self._group.nodes[:: self._group.world // num_ranks]
+
     def _run_pass(
         self,
         method: Callable[[_Role, Batch, _Argument], tuple[Batch, PassNumbers]],
@@ -74,16 +78,17 @@ class _Remote:
         # Neighbours that share sequences return the same numbers, so the first of each data-parallel rank speaks for
         # it.
         results = self._group.submit(calls).collect()[:: self._group.world // len(calls)]
+        nodes = self.nodes(len(calls))
         # A rank without samples has taken part in the collectives and returns a batch without columns, which nobody
         # could ask for rows.
-        having = [(ids, ref, found) for ids, (ref, found) in zip(layout.ids, results, strict=True) if len(ids)]
-        samples.attach([whole(ref, tuple(made), ids) for ids, ref, _ in having])
+        having = [each for each in zip(layout.ids, nodes, results, strict=True) if len(each[0])]
+        samples.attach([whole(ref, tuple(made), ids, node) for ids, node, (ref, _) in having])
         placed: dict[str, np.ndarray] = {}
-        for ids, _, found in having:
+        for ids, _, (_, found) in having:
             for name, values in found.per_sample.items():
                 placed.setdefault(name, np.zeros(len(samples), values.dtype))[ids] = values
         samples.update(placed)
-        return join(found.moments for _, _, found in having)
+        return join(found.moments for _, _, (_, found) in having)
 
     def _update(self, calls: Sequence[Call[UpdateNumbers]]) -> list[UpdateNumbers]:
         """Run the optimizer steps. Returns numbers per data-parallel rank, with the memory peaks of all its workers."""
@@ -125,11 +130,14 @@ class Policy(_Remote):
         stream = Stream(poll, arrived, listener.tick) if listener else None
         results = self._group.submit([call]).collect(stream=stream)
         samples = Samples(len(task.rows) * n)
-        served = [(payload, texts, found.per_sample) for payload, texts, found in results if found.per_sample]
+        served = [
+            (node, *found) for node, found in zip(self._group.nodes, results, strict=True) if found[-1].per_sample
+        ]
         columns = (*c.GENERATED, c.IMAGES) if self._passes.images and task.is_learnt_from else c.GENERATED
-        for payload, texts, numbers in served:
-            samples.attach([whole(payload, columns, numbers[c.SLOT]), whole(texts, (c.TEXT,), numbers[c.SLOT])])
-        samples.update(_by_sample([numbers for *_, numbers in served], len(samples)))
+        for node, payload, texts, found in served:
+            slots = found.per_sample[c.SLOT]
+            samples.attach([whole(payload, columns, slots, node), whole(texts, (c.TEXT,), slots, node)])
+        samples.update(_by_sample([found.per_sample for *_, found in served], len(samples)))
         places = np.arange(len(task.rows)).repeat(n)
         samples.update({c.GROUP: places, c.ROW: task.rows[places]})
         # An answer that was given up counts as one of maximum length, so that it starts first the next time.
@@ -208,6 +216,11 @@ class Policy(_Remote):
     def bytes_through_driver(self) -> int:
         """Arguments and results of all calls of the run so far, of every role."""
         return self._group.bytes_through_driver
+
+    @property
+    def bytes_between_nodes(self) -> int:
+        """Samples that one node has made and another read, in all calls of the run so far."""
+        return self._group.bytes_between_nodes
 
 
 class ResponseLengths:

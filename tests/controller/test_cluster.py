@@ -1,13 +1,25 @@
-"""Devices of several nodes, on a cluster of raylets that claim to have NPUs."""
+"""Devices of several nodes, on a cluster of raylets that claim to have NPUs; what goes from one to another."""
 
+import os
+import signal
+from typing import Protocol
+
+import numpy as np
 import pytest
 import ray
+import torch
 from ray.cluster_utils import Cluster
+from ray.experimental import get_object_locations
 
+from rltrain.batch import Batch
 from rltrain.controller import cluster as subject
+from rltrain.controller.calls import bind
 from rltrain.controller.cluster import ray_problems, reserve
+from rltrain.controller.group import WorkerGroup
+from rltrain.controller.samples import Samples, whole
 from rltrain.device import get_device
 from rltrain.errors import ConfigError, WorkerLost
+from rltrain.ragged import Ragged
 from tests.tiny import small_config
 
 
@@ -84,3 +96,49 @@ def test_several_nodes_need_a_cluster(monkeypatch):
     config.ray_kwargs.ray_init["address"] = None
     (problem,) = ray_problems(config)
     assert "trainer.nnodes=2 needs a running Ray cluster" in problem
+
+
+class Toy(Protocol):
+    """Makes rows, and reads rows that others have made."""
+
+    def make(self) -> tuple[Batch, int]: ...
+    def read(self, batch: Batch) -> list[float]: ...
+
+
+# Small objects go through the driver, as Ray has it.
+LENGTH = 200_000
+
+
+class ToyWorker(Toy):
+    def __init__(self) -> None:
+        self.roles = [self]
+
+    def make(self):
+        """Three rows of the numbers 10, 11, 12 on rank 1."""
+        first = 10 * torch.distributed.get_rank()
+        return Batch({"tokens": Ragged.from_rows([torch.full((LENGTH,), first + i) for i in range(3)])}), os.getpid()
+
+    def read(self, batch: Batch):
+        return [float(row.double().mean()) for row in batch.ragged("tokens").rows()]
+
+
+def test_a_row_alone_goes_to_the_node_that_reads_it():
+    """And a node that is gone is named, not the one that waits for its rows."""
+    placement = [ray.util.placement_group([{"CPU": 4}], strategy="STRICT_PACK") for _ in range(2)]
+    group = WorkerGroup("toy", placement, get_device("cpu"), threads=1)
+    group.start("tests.controller.test_cluster:ToyWorker", {})
+    assert group.nodes == [0, 1]
+    made, pids = zip(*group.call(Toy.make), strict=True)
+    samples = Samples(6)
+    for rank, ref in enumerate(made):
+        samples.attach([whole(ref, ("tokens",), 3 * rank + np.arange(3), group.nodes[rank])])
+    requests = [samples.request(np.array(ids), ["tokens"]).as_batch for ids in ([0, 4, 1], [5, 3, 4])]
+    calls = [bind(Toy.read, request) for request in requests]
+    assert group.submit(calls).collect() == [[0, 11, 1], [12, 10, 11]]
+    assert group.bytes_between_nodes == 8 * LENGTH + 8
+    assert [len(found["node_ids"]) for found in get_object_locations(list(made)).values()] == [1, 1]
+    os.kill(pids[1], signal.SIGKILL)
+    with pytest.raises(WorkerLost, match=rf"toy worker, rank 1 of 2 \(pid {pids[1]} .*: the process died"):
+        group.submit(calls[:1] * 2).collect()
+    for each in placement:
+        ray.util.remove_placement_group(each)

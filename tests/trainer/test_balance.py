@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -222,6 +224,44 @@ def test_slack_counts_what_ranks_wait_for():
             "perf/balance/tokens_share": 1,
         }
     )
+
+
+def long_tail(num_nodes: int, minis: int) -> tuple[Workload, list]:
+    """256 prompts of 8 answers, each prompt answered by the node that is free first, and mini-batches of them."""
+    generator = np.random.default_rng(0)
+    answers = np.minimum(generator.lognormal(8.5, 0.9, 2048).astype(np.int64), 16_000)
+    busy, home = np.zeros(num_nodes), np.zeros(256, dtype=np.int64)
+    for group in generator.permutation(256).tolist():
+        home[group] = busy.argmin()
+        busy[home[group]] += answers[8 * group : 8 * group + 8].sum()
+    groups = np.arange(256).repeat(8)
+    work = Workload.of_groups(np.full(2048, 200), answers, groups, 5e-5)
+    return replace(work, nodes=home[groups]), np.split(np.arange(2048), minis)
+
+
+@pytest.mark.parametrize(("minis", "stay"), [(1, 0.9), (4, 0.7)])
+@pytest.mark.parametrize("num_nodes", [2, 8])
+def test_answers_stay_on_their_node_and_ranks_stay_even(num_nodes, minis, stay):
+    (work, mini_batches), budget = long_tail(num_nodes, minis), PassBudget(32_768, None)
+    nodes = np.arange(num_nodes).repeat(4)
+    layout = lay_out(mini_batches, work, len(nodes), budget, nodes.tolist())
+    here = sum(
+        int(work.answers[ids][work.nodes[ids] == node].sum()) for node, ids in zip(nodes, layout.ids, strict=True)
+    )
+    assert here > stay * work.answers.sum()
+    anywhere = lay_out(mini_batches, work, len(nodes), budget)
+    assert cost_of(layout, work).micro_batches < 1.02 * cost_of(anywhere, work).micro_batches
+    assert sorted(np.concatenate(layout.ids).tolist()) == list(range(2048))
+    # On one node nothing is preferred.
+    assert str(lay_out(mini_batches, replace(work, nodes=None), len(nodes), budget)) == str(anywhere)
+    assert str(lay_out(mini_batches, work, len(nodes), budget, [3] * len(nodes))) == str(anywhere)
+
+
+def test_answers_leave_a_node_that_made_them_all():
+    work, (ids,) = long_tail(1, 1)
+    nodes, budget = [0, 0, 1, 1], PassBudget(32_768, None)
+    layout = lay_out([ids], work, 4, budget, nodes)
+    assert cost_of(layout, work).micro_batches < 1.02 * cost_of(lay_out([ids], work, 4, budget), work).micro_batches
 
 
 def test_how_many_micro_batches_are_needed_is_found_in_few_tries(monkeypatch):

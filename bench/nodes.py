@@ -1,0 +1,118 @@
+"""What goes from node to node: the real trainer over idle workers on several Ray nodes of this machine.
+
+    python -m bench.nodes [--nodes 1,2,4,8] [--workers 2] [--samples 128] [--tokens 10000]
+
+Every node is a raylet with an object store of its own, so what is read on another node than where it was made goes
+over the loopback interface. That of a network namespace made for the purpose (which needs root) counts it, with Ray's
+own messages. The workers compute nothing and return columns of a byte a token. Samples grow with the nodes; so the
+bytes of a sample show how the traffic grows. `whole` is how it was before: every node reads whole objects. Writes
+bench/results/nodes_cpu.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from ray.cluster_utils import Cluster
+
+from bench.scale import PROMPT_TOKENS, make_trainer, numbers
+from bench.table import write
+from rltrain.config.load import load_config
+from rltrain.controller.cluster import reserve, start_ray, stop_ray
+from rltrain.controller.group import WorkerGroup
+from rltrain.device import get_device
+
+_CLONE_NEWNET = 0x40000000
+_STORE_BYTES = 512 << 20
+STEPS = 3
+# Of a sample and its two columns of log-probs, with the idle workers' byte a token.
+COLUMNS = 5
+
+
+def own_network() -> None:
+    """Move this process into a network namespace of its own, whose loopback nobody else uses. Raises OSError."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), "a network namespace needs root")
+    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+
+
+def loopback_bytes() -> int:
+    """Bytes that the loopback interface has carried so far."""
+    found = re.search(r"^\s*lo:\s*(\d+)", Path("/proc/self/net/dev").read_text(), re.MULTILINE)
+    assert found
+    return int(found[1])
+
+
+def measure(nodes: int, workers: int, samples: int, tokens: int) -> list[tuple[str, float, float, float]]:
+    """Per way of reading: bytes a sample between nodes as the trainer counts them and on the wire, seconds a step."""
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": workers, "object_store_memory": _STORE_BYTES})
+    try:
+        for _ in range(nodes - 1):
+            cluster.add_node(num_cpus=workers, object_store_memory=_STORE_BYTES)
+        cfg = load_config(
+            ["trainer.device=cpu", f"trainer.n_gpus_per_node={workers}", f"trainer.nnodes={nodes}",
+             f"ray_kwargs.ray_init.address={cluster.address}"]
+        ).config  # fmt: skip
+        start_ray(cfg)
+        device = get_device("cpu")
+        group = WorkerGroup("hybrid", reserve(cfg, device), device, threads=1)
+        group.start("bench.idle_worker:IdleWorker", {"prompt_tokens": PROMPT_TOKENS})
+        places, found = group.nodes, []
+        for way in ("whole", "parcels"):
+            # With all ranks on one node nothing is cut, and layouts do not look at nodes.
+            group.nodes = [0] * len(places) if way == "whole" else places
+            trainer = make_trainer(group, workers * nodes, samples * nodes, tokens)
+            trainer.step(1)
+            steps = []
+            for step in range(2, 2 + STEPS):
+                started, before, counted = time.perf_counter(), loopback_bytes(), group.bytes_between_nodes
+                trainer.step(step)
+                wire, counted = loopback_bytes() - before, group.bytes_between_nodes - counted
+                steps.append((counted, wire, time.perf_counter() - started))
+            counted, wire, seconds = (statistics.median(each) for each in zip(*steps, strict=True))
+            found.append((way, counted / (samples * nodes), wire / (samples * nodes), seconds))
+        group.kill()
+        return found
+    finally:
+        stop_ray()
+        cluster.shutdown()
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--nodes", type=numbers, default=[1, 2, 4, 8])
+    for name, default in (("workers", 2), ("samples", 128), ("tokens", 10_000)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--out", default="nodes_cpu.md")
+    options = parser.parse_args(argv)
+    own_network()
+    os.environ.pop("RAY_ADDRESS", None)
+    size, rows = COLUMNS * options.tokens, []
+    for nodes in options.nodes:
+        for way, counted, wire, seconds in measure(nodes, options.workers, options.samples, options.tokens):
+            cells = f"{counted / 1e3:.1f} | {wire / 1e3:.1f} | {wire / size:.2f} | {seconds:.2f}"
+            rows.append(f"| {nodes} | {nodes * options.workers} | {nodes * options.samples} | {way} | {cells} |")
+            sys.stderr.write(rows[-1] + "\n")
+    write(
+        options.out,
+        "python -m bench.nodes",
+        f"GRPO with a reference, two optimizer steps, {options.tokens} tokens an answer, {size / 1e3:.0f} kB "
+        "a sample with its log-probs (a byte a token; of a real run about 17 bytes); raylets of one machine stand for "
+        f"nodes; median of {STEPS} steps. `counted` is `perf/node_bytes_per_sample`; `wire` is what the loopback "
+        "interface carried, Ray's own messages included; `share` is the wire's part of a sample's bytes.",
+        ["nodes", "workers", "samples", "reading", "counted, kB a sample", "wire, kB a sample", "share", "step, s"],
+        rows,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""Parcels: rows that are read on another node than the one where they lie.
+
+Problem: Ray moves an object whole, so every node would get all answers of a step for the few that its ranks compute,
+and the traffic would grow with the number of nodes. Choice: before a call, every node cuts what another will read into
+one parcel for that node. Ray brings it there once, and the ranks of the node read it from shared memory. Left out:
+keeping parcels for later calls, since layouts prefer the node of an answer and little is moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from rltrain.batch import Batch, DictionaryColumn
+from rltrain.controller.calls import Call
+from rltrain.controller.samples import Request, StoredRows, driver_bytes, pick
+from rltrain.ragged import Ragged
+
+# By reading node: the rows of objects that go there. `ids` of these parts stand for nothing.
+Cuts = dict[int, list[StoredRows]]
+
+
+def route_calls(
+    calls: Sequence[Call[Any]], nodes: Sequence[int], cut: Callable[[int, Cuts], Mapping[int, Any]]
+) -> list[Call[Any]]:
+    """The calls [rank] with their requests as `route` makes them for ``nodes`` [rank]."""
+    places = [
+        (rank, place)
+        for rank, call in enumerate(calls)
+        for place, value in enumerate(call.args)
+        if isinstance(value, Request)
+    ]
+    if len(set(nodes)) == 1 or not places:
+        return list(calls)
+    # Neighbours on one node that share sequences have one request, which is routed once.
+    sites = {(id(calls[rank].args[place]), nodes[rank]): calls[rank].args[place] for rank, place in places}
+    routed = dict(zip(sites, route(list(sites.values()), [node for _, node in sites], cut), strict=True))
+    found = list(calls)
+    for rank, place in places:
+        args = list(found[rank].args)
+        args[place] = routed[id(args[place]), nodes[rank]]
+        found[rank] = replace(found[rank], args=tuple(args))
+    return found
+
+
+def route(
+    requests: Sequence[Request], readers: Sequence[int], cut: Callable[[int, Cuts], Mapping[int, Any]]
+) -> list[Request]:
+    """The requests as they can be read on the nodes ``readers``: what lies on another node is read from a parcel.
+
+    cut(node, cuts): has ``node`` make the parcels; returns their references by reading node.
+    """
+    wanted: dict[tuple[int, int], dict[Any, list[StoredRows]]] = {}
+    for request, reader in zip(requests, readers, strict=True):
+        for part in request.parts:
+            if part.node != reader:
+                same = wanted.setdefault((part.node, reader), {})
+                same.setdefault((id(part.ref), part.columns), []).append(part)
+    cuts: dict[int, Cuts] = {}
+    piece_of: dict[tuple[int, Any], tuple[int, np.ndarray]] = {}
+    for (node, reader), objects in wanted.items():
+        parcel = cuts.setdefault(node, {}).setdefault(reader, [])
+        for key, parts in objects.items():
+            # A row that several ranks of the node read is brought there once.
+            rows = np.unique(np.concatenate([part.rows for part in parts]))
+            piece_of[reader, key] = len(parcel), rows
+            parcel.append(replace(parts[0], ids=rows[:0], rows=rows))
+    parcels = {node: cut(node, found) for node, found in cuts.items()}
+
+    def readable(part: StoredRows, reader: int) -> StoredRows:
+        if part.node == reader:
+            return part
+        piece, rows = piece_of[reader, (id(part.ref), part.columns)]
+        places = np.searchsorted(rows, part.rows).astype(np.int32)
+        return replace(part, ref=parcels[part.node][reader], rows=places, piece=piece)
+
+    return [
+        replace(request, parts=[readable(part, reader) for part in request.parts])
+        for request, reader in zip(requests, readers, strict=True)
+    ]
+
+
+def cut_parcels(
+    parcels: Sequence[Sequence[StoredRows]], objects: Mapping[Any, Batch | list[Any]]
+) -> tuple[list[Batch | list[Any]] | int, ...]:
+    """Each parcel as a list of pieces, and last the bytes of all of them. objects: by reference."""
+    made = [[pick(part, objects[part.ref]) for part in parcel] for parcel in parcels]
+    return (*made, sum(payload_bytes(piece) for pieces in made for piece in pieces))
+
+
+def payload_bytes(value: Any) -> int:
+    """Bytes of columns as they go from node to node."""
+    if isinstance(value, Batch):
+        return sum(payload_bytes(column) for _, column in value.items())
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    if isinstance(value, Ragged):
+        return payload_bytes(value.values) + payload_bytes(value.lengths)
+    if isinstance(value, DictionaryColumn):
+        return payload_bytes(value.values) + payload_bytes(value.index)
+    return driver_bytes(value)

@@ -1,30 +1,106 @@
-"""The recipes of examples/vlm_npu: with data as the converters make them, and tiny models of their families."""
+"""The launch scripts of examples/, each on the devices it is for: with data as the converters make them, and models of
+the real sizes without weights. What a device needs is foretold as for a user, and stands in examples/README.md.
+"""
 
 import json
 import os
+import re
 import subprocess
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import Qwen2Config, Qwen3MoeConfig
 
 from rltrain import dry_run
 from rltrain.data_preprocess import geometry3k, virl39k
 from rltrain.main_ppo import main
 from rltrain.trainer import preflight
+from tests.tiny import save_tiny_tokenizer, write_arithmetic
 from tests.tiny_vision import picture, save_tiny_vision_model
 
-FOLDER = Path(__file__).parent.parent.parent / "examples" / "vlm_npu"
-# Script -> the family of its model, its data, and what the plan says of a step.
+FOLDER = Path(__file__).parent.parent.parent / "examples"
+# GiB that the driver shows of a device.
+ROOM = {"H100": 79.1, "910B": 60.9, "A3": 60.9}
+# What a device needs is foretold of this one in CI, of the others with -m long.
+IN_CI = "qwen2_5_7b_grpo-910B"
+
+
+def _sizes(
+    width: int, mlp: int, layers: int, heads: int, of_keys: int, vocabulary: int, positions: int
+) -> dict[str, int]:
+    return {
+        "hidden_size": width, "intermediate_size": mlp, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": of_keys, "vocab_size": vocabulary, "max_position_embeddings": positions,
+    }  # fmt: skip
+
+
+# As the config.json of each has them.
+TEXT = {
+    "Qwen2.5-0.5B": Qwen2Config(**_sizes(896, 4864, 24, 14, 2, 151_936, 32_768), tie_word_embeddings=True),
+    "Qwen2.5-7B": Qwen2Config(**_sizes(3584, 18_944, 28, 28, 4, 152_064, 32_768)),
+    "Qwen2.5-32B": Qwen2Config(**_sizes(5120, 27_648, 64, 40, 8, 152_064, 32_768)),
+    "R1-Distill-1.5B": Qwen2Config(**_sizes(1536, 8960, 28, 12, 2, 151_936, 131_072)),
+    "R1-Distill-7B": Qwen2Config(**_sizes(3584, 18_944, 28, 28, 4, 152_064, 131_072)),
+    "Qwen3-30B-A3B": Qwen3MoeConfig(
+        **_sizes(2048, 6144, 48, 32, 4, 151_936, 40_960), head_dim=128, moe_intermediate_size=768, num_experts=128,
+        num_experts_per_tok=8, norm_topk_prob=True,
+    ),
+}  # fmt: skip
+# The family of each, with the sizes of its text model and of its tower.
+VISION = {
+    "Qwen2.5-VL-3B": ("qwen2_5_vl", [16, 24, 24], _sizes(2048, 11_008, 36, 16, 2, 151_936, 128_000), {
+        "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 2048,
+    }),
+    "Qwen3-VL-2B": ("qwen3_vl", [24, 20, 20], _sizes(2048, 6144, 28, 16, 8, 151_936, 262_144), {
+        "depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16, "out_hidden_size": 2048,
+    }),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table in examples/README.md: a script on nodes of one kind, and the GiB of its fullest phases."""
+
+    script: str
+    nodes: int
+    per_node: int
+    chip: str
+    generation: float
+    training: float
+
+    def __str__(self) -> str:
+        return f"{Path(self.script).stem}-{self.chip}"
+
+
+# Script -> its model, its data, and what the plan says of the samples of a step.
 RECIPES = {
-    "qwen2_5_vl_3b_geometry3k_grpo.sh": ("qwen2_5_vl", "geometry3k", "128 (4 answers to each prompt)"),
-    "qwen3_vl_2b_geometry3k_grpo.sh": ("qwen3_vl", "geometry3k", "128 (4 answers to each prompt)"),
-    "qwen2_5_vl_3b_virl39k_grpo_multinode.sh": ("qwen2_5_vl", "virl39k", "2,640 (5 answers to each prompt)"),
+    "grpo_gsm8k_npu_8.sh": ("Qwen2.5-0.5B", "sums", "1,280 (5 answers to each prompt)"),
+    "ppo_gae_gsm8k_npu_8.sh": ("Qwen2.5-0.5B", "sums", "1,024 (1 answer to each prompt)"),
+    "math/qwen2_5_7b_grpo.sh": ("Qwen2.5-7B", "sums", "256 (8 answers to each prompt)"),
+    "math/qwen2_5_7b_dapo.sh": ("Qwen2.5-7B", "sums", "256 (16 answers to each prompt)"),
+    "math/qwen2_5_32b_grpo.sh": ("Qwen2.5-32B", "sums", "1,024 (16 answers to each prompt)"),
+    "math/qwen2_5_32b_dapo.sh": ("Qwen2.5-32B", "sums", "4,096 (16 answers to each prompt)"),
+    "math/qwen3_30b_a3b_grpo.sh": ("Qwen3-30B-A3B", "sums", "1,024 (16 answers to each prompt)"),
+    "math/qwen3_30b_a3b_dapo.sh": ("Qwen3-30B-A3B", "sums", "256 (8 answers to each prompt)"),
+    "grpo_7b_boba_64gpu.sh": ("R1-Distill-7B", "sums", "2,048 (16 answers to each prompt)"),
+    "grpo_1_5b_boba_8gpu.sh": ("R1-Distill-1.5B", "sums", "512 (16 answers to each prompt)"),
+    "vlm_npu/qwen2_5_vl_3b_geometry3k_grpo.sh": ("Qwen2.5-VL-3B", "geometry3k", "128 (4 answers to each prompt)"),
+    "vlm_npu/qwen3_vl_2b_geometry3k_grpo.sh": ("Qwen3-VL-2B", "geometry3k", "128 (4 answers to each prompt)"),
+    "vlm_npu/qwen2_5_vl_3b_virl39k_grpo_multinode.sh": ("Qwen2.5-VL-3B", "virl39k", "2,640 (5 answers to each prompt)"),
 }
+_ROW = re.compile(r"^\| `(\S+\.sh)` \|.*\| (\d+) × (\d+) (\w+).*\| ([\d.]+) \| ([\d.]+) \|$", re.MULTILINE)
+ROWS = [
+    Row(script, int(nodes), int(per_node), chip, float(generation), float(training))
+    for script, nodes, per_node, chip, generation, training in _ROW.findall((FOLDER / "README.md").read_text())
+]
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A folder with a converted folder for each data set and a model folder for each family."""
+    """A folder with the data and, for each model, its configuration, its tokenizer and a file without its weights."""
     folder = tmp_path_factory.mktemp("recipes")
     sources = {
         geometry3k: {"images": ["images/a.png"], "problem": "<image>Find x.", "answer": "7"},
@@ -40,51 +116,106 @@ def made(tmp_path_factory):
             rows = [record | {text: f"{record[text]} {number} {split}"} for number in range(count)]
             (source / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
         assert convert.main(["--input", str(source), "--output", str(folder / name)]) == 0
-    for family in ("qwen2_5_vl", "qwen3_vl"):
-        save_tiny_vision_model(folder / family, family, tied=True, positions=32_768)
+    (folder / "sums").mkdir()
+    for split, count in (("train", 1100), ("test", 4)):
+        write_arithmetic(folder / "sums" / f"{split}.parquet", range(count))
+    for name, config in TEXT.items():
+        save_tiny_tokenizer(folder / name)
+        config.update({"eos_token_id": 1, "bos_token_id": None})
+        config.save_pretrained(folder / name)
+        save_file({"nothing": torch.zeros(1)}, folder / name / "model.safetensors")
+    for name, (family, sections, of_text, of_tower) in VISION.items():
+        save_tiny_vision_model(folder / name, family, tied=True)
+        config = json.loads((folder / name / "config.json").read_text())
+        config["text_config"] |= of_text | {"head_dim": 128}
+        config["text_config"].pop("layer_types", None)
+        config["text_config"]["rope_parameters"]["mrope_section"] = sections
+        config["vision_config"] |= of_tower
+        (folder / name / "config.json").write_text(json.dumps(config))
     return folder
 
 
 @pytest.fixture
-def words(tmp_path, made):
-    """words(script, *more): what a script starts ``python`` with."""
-    (tmp_path / "python").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
-    (tmp_path / "python").chmod(0o755)
-
-    def run(script: str, *more: str) -> list[str]:
-        family, data, _ = RECIPES[script]
-        environment = {
-            "PATH": f"{tmp_path}:{os.environ['PATH']}", "MODEL": str(made / family), "DATA": str(made / data),
-            "VAL": str(made / "geometry3k" / "test.parquet"),
-        }  # fmt: skip
-        done = subprocess.run(
-            ["bash", FOLDER / script, *more], capture_output=True, text=True, check=True, env=environment
-        )
-        module, *arguments = done.stdout.splitlines()[1:]
-        assert module == "rltrain.main_ppo"
-        return arguments
-
-    return run
-
-
-@pytest.mark.parametrize(
-    ("script", "device"), [*((script, "npu") for script in RECIPES), (next(iter(RECIPES)), "cuda")]
-)
-def test_a_recipe_would_run_on_its_devices(script, device, words, monkeypatch, capsys, tmp_path):
-    # The devices and packages of the machine that it is for.
+def dry(tmp_path, made, monkeypatch, capsys):
+    """dry(row, *more): exit code and text of ``--dry-run``."""
+    # The devices, packages and disks of the machines that it is for.
     monkeypatch.setattr(preflight, "_devices", lambda loaded: [])
     monkeypatch.setattr(preflight, "_packages", lambda loaded: [])
     monkeypatch.setattr(preflight, "ray_problems", lambda cfg: [])
+    monkeypatch.setattr(dry_run, "missing_room", lambda *_: ("", ""))
     monkeypatch.setattr(dry_run, "_MOST_ROWS", 8)
-    given = words(script, f"trainer.device={device}", f"trainer.default_local_dir={tmp_path / 'run'}", "--dry-run")
-    code = main(given)
-    out, error = capsys.readouterr()
-    assert (code, error) == (0, ""), out
-    assert RECIPES[script][2] in out
+    (tmp_path / "python").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "python").chmod(0o755)
+
+    def start(row: Row, *more: str) -> tuple[int, str]:
+        model, data, _ = RECIPES[row.script]
+        environment = {
+            "PATH": f"{tmp_path}:{os.environ['PATH']}", "NNODES": str(row.nodes), "MODEL": str(made / model),
+            "DATA": str(made / data), "VAL": str(made / data.replace("virl39k", "geometry3k") / "test.parquet"),
+        }  # fmt: skip
+        given = [f"trainer.n_gpus_per_node={row.per_node}", f"trainer.device_memory_gb={ROOM[row.chip]}"]
+        given += [f"trainer.default_local_dir={tmp_path / 'run'}", *more, "--dry-run"]
+        done = subprocess.run(
+            ["bash", FOLDER / row.script, *given], capture_output=True, text=True, check=True, env=environment
+        )
+        option, module, *arguments = done.stdout.splitlines()
+        assert (option, module) == ("-m", "rltrain.main_ppo")
+        code = main(arguments)
+        out, error = capsys.readouterr()
+        assert error == "", out
+        return code, out
+
+    return start
+
+
+def the_row(stem: str) -> Row:
+    return next(row for row in ROWS if str(row) == stem)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_a_recipe_would_run_on_its_devices(row, dry, monkeypatch):
+    # Seconds each: see below.
+    monkeypatch.setattr(dry_run, "look_at_memory", lambda *_: ([], ""))
+    code, out = dry(row)
+    assert code == 0, out
+    assert f"{row.nodes} x {row.per_node} = {row.nodes * row.per_node} " in out
+    assert f"samples per step          {RECIPES[row.script][2]}" in out
     # No key of a recipe is without effect, and its data have nothing that a run would stumble over.
     assert "no effect" not in out
-    assert "nothing found" in out
+    if RECIPES[row.script][1] != "sums":
+        assert "nothing found" in out
 
 
-def test_every_recipe_of_the_folder_is_tested():
-    assert {file.name for file in FOLDER.glob("*.sh")} == RECIPES.keys()
+@pytest.mark.parametrize(
+    "row", [each if str(each) == IN_CI else pytest.param(each, marks=pytest.mark.long) for each in ROWS], ids=str
+)
+def test_a_recipe_needs_what_the_table_says(row, dry):
+    code, out = dry(row)
+    assert code == 0, out
+    together = {
+        line.split()[0]: float(line.split()[-1]) for line in out.splitlines() if re.match(r"  \w+ +\d+\.\d+ ", line)
+    }
+    generation, training = together["gen"], max(together[each] for each in together if each.startswith("update_"))
+    assert (generation, training) == pytest.approx((row.generation, row.training), abs=0.05)
+
+
+def test_experts_are_refused_on_npus_by_name(dry, monkeypatch):
+    monkeypatch.setattr(dry_run, "look_at_memory", lambda *_: ([], ""))
+    row = the_row("qwen3_30b_a3b_dapo-H100")
+    code, out = dry(row, "trainer.device=npu")
+    assert code == 2
+    assert "vllm-ascend lays out its experts once, at its start. Use rollout.name=hf" in out
+
+
+@pytest.mark.long
+def test_experts_of_30b_do_not_fit_an_npu_undivided(dry):
+    row = replace(the_row("qwen3_30b_a3b_dapo-H100"), chip="A3")
+    hf = ("actor_rollout_ref.rollout.name=hf", "actor_rollout_ref.rollout.tensor_model_parallel_size=1")
+    code, out = dry(row, "trainer.device=npu", *hf)
+    assert code == 2
+    assert "a run would run out of memory" in out
+
+
+def test_every_script_of_the_folder_is_in_the_table():
+    scripts = {str(file.relative_to(FOLDER)) for file in FOLDER.rglob("*.sh") if not file.name.endswith("_cpu.sh")}
+    assert scripts == {row.script for row in ROWS} == set(RECIPES)

@@ -11,14 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from rltrain.main_ppo import main
-
 ROOT = Path(__file__).parent.parent.parent
 SCRIPTS = sorted([*ROOT.glob("scripts/*.sh"), *ROOT.glob("examples/**/*.sh"), ROOT / ".ci" / "run"])
-LAUNCHERS = [
-    ROOT / "examples" / name
-    for name in ("grpo_7b_boba_64gpu.sh", "grpo_gsm8k_npu_8.sh", "ppo_gae_gsm8k_npu_8.sh", "dapo_math_npu_8.sh")
-]
 
 
 def run(*command: str, **environment: str) -> subprocess.CompletedProcess:
@@ -35,22 +29,6 @@ def test_the_script_parses_and_stops_on_the_first_error(script):
     assert run("bash", "-n", str(script)).returncode == 0
     sourced = script.name == "setup_env.sh"
     assert sourced or re.search(r"^set -euo pipefail$", script.read_text(), re.MULTILINE)
-
-
-@pytest.mark.parametrize("script", LAUNCHERS, ids=lambda script: script.name)
-def test_the_commands_of_the_examples_are_accepted(script, tmp_path, capsys):
-    (tmp_path / "python").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
-    (tmp_path / "python").chmod(0o755)
-    done = run("bash", str(script), "--dry-run", PATH=f"{tmp_path}:{os.environ['PATH']}")
-    assert (done.returncode, done.stderr) == (0, "")
-    option, module, *arguments = done.stdout.splitlines()
-    assert (option, module) == ("-m", "rltrain.main_ppo")
-    # The keys are accepted; a run would refuse only for what this machine lacks.
-    code = main(arguments)
-    out, error = capsys.readouterr()
-    assert (code, error) == (2, "")
-    assert "samples per step" in out
-    assert "a run would refuse" in out
 
 
 @pytest.mark.parametrize(
@@ -205,10 +183,13 @@ def test_slurm_ends_as_the_run_ended(tmp_path, code):
     assert "requeue" not in done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("script", LAUNCHERS, ids=lambda script: script.name)
-def test_signals_reach_the_trainer_in_every_launch_script(script):
+def test_signals_reach_the_trainer_in_every_launch_script():
     """A container or scheduler signals the shell; a shell that waits for python does not hand it on."""
-    assert re.findall(r"^.*python\b.*main_ppo", script.read_text(), re.MULTILINE) == ["exec python -m rltrain.main_ppo"]
+    recipes = [file for file in ROOT.glob("examples/**/*.sh") if not file.name.endswith("_cpu.sh")]
+    assert recipes
+    for script in recipes:
+        started = re.findall(r"^.*(?:python\b.*main_ppo|bash .*\.sh).*$", script.read_text(), re.MULTILINE)
+        assert [line for line in started if not line.startswith(("#", "exec "))] == [], script
 
 
 def test_a_script_of_several_runs_hands_signals_on_too(tmp_path):

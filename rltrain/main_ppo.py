@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Callable
 
 from rltrain.errors import ConfigError, Interrupted, RltrainError
 from rltrain.help import help_text
@@ -18,9 +19,9 @@ _HYDRA = {
 }
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code; see errors.py for what each means."""
-    code = _main(argv)
+def main(argv: list[str] | None = None, program: Callable[[argparse.Namespace, Stop], int] | None = None) -> int:
+    """Returns the exit code; see errors.py for what each means. program: another one that takes the same words."""
+    code = _main(argv, program or _run)
     # Looked up and not imported: where nothing has imported it there is no tracker, and --help need not load it.
     tracking = sys.modules.get("rltrain.trainer.tracking")
     if tracking and tracking.hanging():  # its package would wait for it when Python ends, maybe for ever
@@ -30,10 +31,10 @@ def main(argv: list[str] | None = None) -> int:
     return code
 
 
-def _main(argv: list[str] | None) -> int:
+def _main(argv: list[str] | None, program: Callable[[argparse.Namespace, Stop], int]) -> int:
     with listen() as stop:
         try:
-            return _run(_parse(sys.argv[1:] if argv is None else argv), stop)
+            return program(_parse(sys.argv[1:] if argv is None else argv), stop)
         except BaseException as error:
             # Ray makes errors of its own of what a signal handler raises.
             ours = stop.interrupted() if stop.at_once else error

@@ -106,6 +106,12 @@ def start_ray(cfg: Config) -> bool:
     return True
 
 
+def num_nodes(cfg: Config, device: Device) -> int:
+    """Nodes of the cluster with as many devices as ``trainer.n_gpus_per_node`` asks for; 1 at least."""
+    slots = [node["Resources"].get(device.ray_resource, 0) for node in ray.nodes() if node["Alive"]]
+    return max(1, sum(each >= cfg.trainer.n_gpus_per_node for each in slots))
+
+
 def free(groups: list[PlacementGroup]) -> None:
     """Give devices back to a Ray that goes on."""
     for group in groups:

@@ -36,6 +36,7 @@ _Role = TypeVar("_Role")
 _Arguments = ParamSpec("_Arguments")
 _Object = TypeVar("_Object")
 _Other = TypeVar("_Other")
+_Question = TypeVar("_Question")
 _Result = TypeVar("_Result")
 
 # After the first error, how long to listen for the error that caused it.
@@ -183,6 +184,19 @@ class WorkerGroup:
         # The node of each rank, numbered by their first ranks. Known once all have started.
         self.nodes = [0] * self.world
 
+    def ask(self, function: Callable[[_Question], _Result], questions: Sequence[_Question]) -> Handle[_Result]:
+        """Call ``function`` in every worker's process, with one question per rank, before there is a worker."""
+        self._meet()
+        asked = [[host.ask.remote(function, each)] for host, each in zip(self.workers, questions, strict=True)]
+        return Handle(self, function.__name__, asked)
+
+    def _meet(self) -> None:
+        """Learn process and node of every rank, so that a failure of any later phase can be told with them."""
+        if not self._who:
+            self._who = self._wait("start", [each.who.remote() for each in self.workers])
+            numbers = {node: number for number, node in enumerate(dict.fromkeys(who["node_id"] for who in self._who))}
+            self.nodes = [numbers[who["node_id"]] for who in self._who]
+
     def _spawn(self, rank: int, group: PlacementGroup, index: int, threads: int) -> Any:
         resource = self._device.ray_resource
         demand: dict[str, Any] = {"num_cpus": 1}
@@ -201,10 +215,7 @@ class WorkerGroup:
     def start(self, worker: str, kwargs: dict[str, Any]) -> None:
         """Connect the ranks and build ``worker`` ("module:Class") on each."""
         backend, workers = self._device.backend, self.workers
-        # This comes first, so that a failure of any later phase can be told with process and node.
-        self._who = self._wait("start", [each.who.remote() for each in workers])
-        numbers = {node: number for number, node in enumerate(dict.fromkeys(who["node_id"] for who in self._who))}
-        self.nodes = [numbers[who["node_id"]] for who in self._who]
+        self._meet()
         ((host, port),) = self._wait("start", [workers[0].open_store.remote()])
         self._wait("connect", [each.join.remote(host, port, backend, self._num_nodes) for each in workers])
         self._wait("build", [each.build.remote(worker, kwargs) for each in workers])
@@ -216,6 +227,20 @@ class WorkerGroup:
     def hosts(self) -> list[str]:
         """The machines of the workers, by name."""
         return list(dict.fromkeys(who["node"] for who in self._who))
+
+    @property
+    def names(self) -> list[str]:
+        """The node of every rank, and its address."""
+        self._meet()
+        return [f"{who['node']} ({who['address']})" for who in self._who]
+
+    @property
+    def firsts(self) -> dict[int, str]:
+        """The first rank of every node -> the node's address."""
+        self._meet()
+        return {
+            rank: self._who[rank]["address"] for rank in (self.nodes.index(node) for node in dict.fromkeys(self.nodes))
+        }
 
     @overload
     def submit(

@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
@@ -55,9 +55,13 @@ class _Host:
         return host, self._store.port
 
     def who(self) -> dict[str, Any]:
-        """Process id and node, by name and as Ray knows it."""
-        node_id = ray.get_runtime_context().get_node_id()
-        return {"pid": os.getpid(), "node": socket.gethostname(), "node_id": node_id}
+        """Process id, node and its address, and the node as Ray knows it."""
+        address, node_id = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
+        return {"pid": os.getpid(), "node": socket.gethostname(), "address": address, "node_id": node_id}
+
+    def ask(self, function: Callable[[Any], Any], question: Any) -> Any:
+        """Call a function here, before there is a worker."""
+        return function(question)
 
     def join(self, host: str, port: int, backend: str, num_nodes: int) -> None:
         """Enter the process group."""

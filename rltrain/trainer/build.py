@@ -45,6 +45,7 @@ from rltrain.trainer.callbacks import Callbacks
 from rltrain.trainer.changes import tell_changes, write_config
 from rltrain.trainer.checkpoint import RunFolder
 from rltrain.trainer.experience import Experience
+from rltrain.trainer.health import look_at_nodes, refuse, try_collectives
 from rltrain.trainer.plan import ImageSizes, Plan, describe, make_plan
 from rltrain.trainer.ppo import PPOTrainer
 from rltrain.trainer.preflight import preflight
@@ -176,10 +177,13 @@ def _start(
     # With a signal that stops at once, scorers end with Ray too: an answer that is being scored would be waited for.
     closing.callback(lambda: pool.shutdown() if pool and not stop.at_once else None)
     workers = logs.count(group.world, "worker")
+    with logs.waiting(f"looking at {logs.count(cfg.trainer.nnodes, 'node')}"):
+        refuse(look_at_nodes(group, cfg, folder.path, start.folder))
     with logs.waiting(f"starting {workers}"):
         # A Config object would arrive as a reference too; only the data is big enough to be shared.
         rows = splits if cfg.reward_model.enable else None
         group.start(_WORKER, {"cfg": cfg, "prompts": prompts, "rows": rows})
+        try_collectives(group)
     engine, model = cfg.actor_rollout_ref.rollout.name, cfg.actor_rollout_ref.model.path
     with logs.waiting(f"loading {model} on {workers}, with the {engine} engine"):
         # Validation without a checkpoint needs the policy's weights alone: no optimizer, critic or reference.

@@ -22,6 +22,7 @@ from rltrain.versions import check_node
 from rltrain.workers.actor_ref import ActorRefWorker
 from rltrain.workers.critic import CriticWorker
 from rltrain.workers.full_device import device_is_full, is_out_of_memory
+from rltrain.workers.links import LinksWorker
 from rltrain.workers.residency import Residency
 from rltrain.workers.results import PassNumbers
 from rltrain.workers.reward_model import RewardModelWorker
@@ -42,7 +43,7 @@ class HybridWorker(Models, Advantages):
         self._cfg = cfg
         self._prompts = prompts
         self._rows = rows
-        self.roles: list[object] = [self]
+        self.roles: list[object] = [self, LinksWorker(cfg.trainer.device)]
 
     def init_models(self, passes: StepPasses, trains: bool = True) -> dict[str, Any]:
         """Load every model that the passes of a step need, or without ``trains`` those of a rollout. Returns sizes."""

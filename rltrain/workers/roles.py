@@ -24,6 +24,19 @@ class Models(Protocol):
         """Load every model that the passes of a step need, or without ``trains`` those of a rollout. Returns sizes."""
 
 
+class Links(Protocol):
+    """A device, and the lines between devices: `LinksWorker`."""
+
+    def computes(self, size: int) -> float:
+        """TFLOP/s of a product of matrices [size, size], a power of two, in the compute dtype; 0 where it is wrong."""
+
+    def collectives(self, num_bytes: int) -> dict[str, float]:
+        """GB/s of an all-reduce and of an all-gather (the second of two). Raises WorkerError where one is wrong."""
+
+    def pairs(self, num_bytes: int) -> Array:
+        """GB/s from and to each other rank at once [world]; 0 where what arrived is wrong, nan for itself."""
+
+
 class Actor(Protocol):
     """The policy that is trained, and its reference: `ActorRefWorker`."""
 

@@ -1,0 +1,115 @@
+"""The lines between devices: whether collectives work, and how fast every pair of ranks is.
+
+`collectives` runs at the start of every run, because the first collective is otherwise one of FSDP's, and what it says
+when a line is dead helps nobody. `pairs` is for `python -m rltrain.doctor`: each rank meets each other once, in rounds
+in which all pairs are busy at the same time, as in a round-robin tournament.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from rltrain.device import get_device
+from rltrain.errors import WorkerError
+from rltrain.workers.results import Array
+from rltrain.workers.roles import Links
+
+
+class LinksWorker(Links):
+    """A worker of its own for the doctor, and a role of every other. device: ``trainer.device``."""
+
+    def __init__(self, device: str) -> None:
+        self.roles: list[object] = [self]
+        self._device = get_device(device)
+
+    @property
+    def _rank(self) -> int:
+        return dist.get_rank()
+
+    @property
+    def _world(self) -> int:
+        return dist.get_world_size()
+
+    def computes(self, size: int) -> float:
+        """TFLOP/s of a product of matrices [size, size], a power of two, in the compute dtype; 0 where it is wrong."""
+        self._device.activate()
+        ones = torch.ones(size, size, device=self._device.torch_device, dtype=self._device.compute_dtype)
+        ones @ ones
+        started = self._now()
+        product = ones @ ones
+        seconds = self._now() - started
+        # A power of two, which bf16 holds; sums are made in fp32.
+        return 2 * size**3 / seconds / 1e12 if bool((product == size).all()) else 0.0
+
+    def collectives(self, num_bytes: int) -> dict[str, float]:
+        """GB/s of an all-reduce and of an all-gather (the second of two). Raises WorkerError where one is wrong."""
+        self._device.activate()
+        size = max(num_bytes // 4 // self._world, 1) * self._world
+        for _ in range(2):
+            summed = self._filled(size, self._rank + 1.0)
+            started = self._now()
+            dist.all_reduce(summed)
+            reduced = self._now() - started
+            mine, gathered = self._filled(size // self._world, float(self._rank)), self._filled(size, -1.0)
+            started = self._now()
+            dist.all_gather_into_tensor(gathered, mine)
+            seconds = self._now() - started
+        wanted = torch.arange(self._world, device=gathered.device).repeat_interleave(size // self._world)
+        total = self._world * (self._world + 1) / 2
+        if not bool((summed == total).all()) or not bool((gathered == wanted).all()):
+            raise WorkerError(
+                f"rank {self._rank}: a collective has returned wrong numbers. Do not train on these devices: "
+                "python -m rltrain.doctor tries them pair by pair."
+            )
+        # Bytes that a rank sends in a ring, so that it is the line's speed whatever the number of ranks.
+        share = 4 * size * (self._world - 1) / max(self._world, 1) / 1e9
+        return {"all-reduce": 2 * share / reduced, "all-gather": share / seconds}
+
+    def pairs(self, num_bytes: int) -> Array:
+        """GB/s from and to each other rank at once [world]; 0 where what arrived is wrong, nan for itself."""
+        self._device.activate()
+        speeds = np.full(self._world, np.nan)
+        small, large = self._filled(1, float(self._rank)), self._filled(num_bytes // 4, float(self._rank))
+        # With an odd number one rank rests in each round: it has drawn the rank that is not there.
+        players = self._world + self._world % 2
+        for turn in range(players - 1):
+            peer = _partner(self._rank, turn, players)
+            # A slow pair must not make others look slow, which it keeps waiting in the next round.
+            dist.all_reduce(torch.zeros(1))
+            if peer < self._world:
+                self._exchange(small, peer)
+                started = self._now()
+                arrived = self._exchange(large, peer)
+                seconds = self._now() - started
+                right = bool((arrived == peer).all())
+                speeds[peer] = num_bytes / seconds / 1e9 if right else 0.0
+        return speeds
+
+    def _exchange(self, mine: torch.Tensor, peer: int) -> torch.Tensor:
+        arrived = torch.full_like(mine, -1.0)
+        # In a batch they go over the lines of the whole group. Single ones would open lines of their own for each pair.
+        work = [dist.P2POp(dist.isend, mine, peer), dist.P2POp(dist.irecv, arrived, peer)]
+        for each in dist.batch_isend_irecv(work):
+            each.wait()
+        return arrived
+
+    def _filled(self, size: int, value: float) -> torch.Tensor:
+        return torch.full((size,), value, device=self._device.torch_device)
+
+    def _now(self) -> float:
+        self._device.synchronize()
+        return time.perf_counter()
+
+
+def _partner(rank: int, turn: int, players: int) -> int:
+    """Whom ``rank`` meets in a round, by the circle method: the last one stays, the others go round."""
+    last = players - 1
+    if rank == last:
+        # The one who would meet himself: 2 i = turn (mod last), and last is odd.
+        return turn * (last + 1) // 2 % last
+    peer = (turn - rank) % last
+    return last if peer == rank else peer

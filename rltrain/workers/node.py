@@ -1,0 +1,157 @@
+"""What a process finds out about its node before anything is loaded; `trainer.health` asks on all nodes and compares.
+
+Problem: what is wrong with one node of many shows late and somewhere else: as a collective that hangs, as half a
+checkpoint. Choice: every node answers the same small questions first. Nothing here knows of Ray, and nothing takes more
+than seconds, unless storage hangs, which the driver's deadline then tells.
+"""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import socket
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from rltrain.device import get_device
+from rltrain.errors import RltrainError
+from rltrain.models.source import model_problem
+from rltrain.versions import fingerprint
+
+# A file that was made on one node may come to the others' caches late, as with NFS.
+_SEEN_S, _POLL_S = 10.0, 0.1
+_CONNECT_S, _THREADS = 5.0, 32
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a rank shall look at. name: of its node. device: ``trainer.device``. is_first: it speaks for its node.
+
+    proof: the folder in which a file ``driver`` lies, with the folder's name as text. models: (key, path). folders:
+    (key, path) of what else must be there. ray: a folder of Ray's.
+    """
+
+    rank: int
+    name: str
+    device: str
+    is_first: bool
+    proof: Path
+    models: Sequence[tuple[str, str]]
+    folders: Sequence[tuple[str, str]]
+    ray: str
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Answers; of a rank that is not the first of its node, only those on its device.
+
+    device_error: why the device cannot be used; memory: its free and total bytes. unshared: why the proof is not there,
+    or nothing can be left beside it. port: where the node listens. room: what is left, by a name of `trainer.health`.
+    """
+
+    rank: int
+    name: str
+    device: str = ""
+    device_error: str = ""
+    memory: tuple[int, int] = (0, 0)
+    unshared: str = ""
+    lacking: list[str] = field(default_factory=list)
+    port: int = 0
+    room: dict[str, float] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+_doors: list[socket.socket] = []
+
+
+def look(question: Question) -> Facts:
+    """The facts about this process's device and, of the first rank of a node, about the node."""
+    device = Facts(question.rank, question.name, *_device(question.device))
+    if not question.is_first:
+        return device
+    # Kept open until `part`: who connects need not be accepted.
+    _doors.append(socket.create_server(("", 0), backlog=1024))
+    lacking = [problem for key, path in question.models if (problem := model_problem(key, path))]
+    lacking += [f"{key}={path} is not there." for key, path in question.folders if not Path(path).exists()]
+    return replace(
+        device,
+        unshared=_unshared(question),
+        lacking=lacking,
+        port=_doors[-1].getsockname()[1],
+        room=_room(question.ray),
+        versions=fingerprint(),
+    )
+
+
+def reach(doors: Sequence[tuple[str, int]]) -> list[float | str]:
+    """Seconds that a connection to each (address, port) takes, or why there is none."""
+    # Behind a firewall every one of them takes the whole wait.
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return list(pool.map(_knock, doors))
+
+
+def part(_: None = None) -> float:
+    """Close what `look` has opened. Returns what the clock says, in seconds since 1970."""
+    while _doors:
+        _doors.pop().close()
+    return time.time()
+
+
+def unseen(file: Path) -> str:
+    """Wait for a file with its folder's name as text. Returns why it is not there, or nothing."""
+    deadline, problem = time.monotonic() + _SEEN_S, "?"
+    while problem and time.monotonic() < deadline:
+        try:
+            problem = "" if file.read_text() == file.parent.name else "sees another file of that name"
+        except OSError as error:
+            problem = (
+                "does not see it" if isinstance(error, FileNotFoundError) else f"cannot read it ({error.strerror})"
+            )
+        if problem:
+            time.sleep(_POLL_S)
+    return problem
+
+
+def _unshared(question: Question) -> str:
+    if problem := unseen(question.proof / "driver"):
+        return problem
+    try:
+        (question.proof / f"rank_{question.rank}").write_text(question.proof.name)
+    except OSError as error:
+        return f"sees it and cannot write beside it ({error.strerror})"
+    return ""
+
+
+def _knock(door: tuple[str, int]) -> float | str:
+    started = time.perf_counter()
+    try:
+        socket.create_connection(door, timeout=_CONNECT_S).close()
+    except OSError as error:
+        return str(error.strerror or error)
+    return time.perf_counter() - started
+
+
+def _device(name: str) -> tuple[str, str, tuple[int, int]]:
+    try:
+        device = get_device(name)
+        if not device.count:
+            return "", f"torch sees no {device.kind.upper()} device", (0, 0)
+        device.activate()
+        return device.name, "", (device.free_memory_bytes(), device.total_memory_bytes())
+    except (RltrainError, RuntimeError, OSError, ImportError) as error:
+        return "", (str(error).strip().splitlines() or [type(error).__name__])[0], (0, 0)
+
+
+def _room(ray: str) -> dict[str, float]:
+    disk = shutil.disk_usage(next(each for each in (Path(ray), *Path(ray).parents) if each.exists()))
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return {
+        # Ray moves no objects to a disk that is 95 % full.
+        "local disk": (disk.free - 0.05 * disk.total) / _GIB,
+        "/dev/shm": shutil.disk_usage("/dev/shm").total / _GIB if Path("/dev/shm").is_dir() else 0.0,
+        "open files": float("inf") if files == resource.RLIM_INFINITY else files,
+    }

@@ -14,7 +14,7 @@ import os
 import socket
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 
@@ -118,6 +118,15 @@ def use_interface(address: str) -> None:
     By itself gloo takes the address of the host's name, which many a system's /etc/hosts says is 127.0.1.1: no other
     node gets there. The other two take the first card they find, be it a bridge of containers.
     """
+    for name, found in _interfaces():
+        if found == address:
+            # "=": this card, and not all whose names begin so. Only the meeting goes over it, data over RoCE too.
+            for variable, value in (("GLOO", name), ("NCCL", f"={name}"), ("HCCL", f"={name}")):
+                os.environ.setdefault(f"{variable}_SOCKET_IFNAME", value)
+
+
+def _interfaces() -> Iterator[tuple[str, str]]:
+    """Name and IPv4 address of every network card that has one."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as line:
         for _, name in socket.if_nameindex():
             try:
@@ -126,10 +135,26 @@ def use_interface(address: str) -> None:
                 found = fcntl.ioctl(line, _SIOCGIFADDR, struct.pack("256s", name.encode()))
             except OSError:  # a card without an address
                 continue
-            if socket.inet_ntoa(found[20:24]) == address:
-                # "=": this card, and not all whose names begin so. Only the meeting goes over it, data over RoCE too.
-                for variable, value in (("GLOO", name), ("NCCL", f"={name}"), ("HCCL", f"={name}")):
-                    os.environ.setdefault(f"{variable}_SOCKET_IFNAME", value)
+            yield name, socket.inet_ntoa(found[20:24])
+
+
+def address_towards(other: str | None) -> str | None:
+    """This node's address on the network card that leads to another host, or (None) out of this node.
+
+    None where there is no way. The first address of a machine may be that of a bridge of containers.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as line, suppress(OSError):
+        # Nothing is sent: the kernel only looks up the route. The address stands for any host that is far away.
+        line.connect((other or "192.0.2.1", 9))
+        return line.getsockname()[0]
+    # Nodes of an isolated network have no way out, and meet on the card that they have.
+    cards = [found for name, found in _interfaces() if not name.startswith(("lo", "docker", "br-", "virbr", "cni"))]
+    return cards[0] if cards and not other else None
+
+
+def first_set(*names: str) -> str:
+    """The value of the first of these variables that is set and not empty, or an empty text."""
+    return next((os.environ[name] for name in names if os.environ.get(name)), "")
 
 
 def see_own_device(given: Mapping[str, Sequence[str]]) -> None:
@@ -227,6 +252,11 @@ def prepare_driver(**of_workers: str) -> None:
     # Ray runs its workers at low priority, which starves training as soon as anything else runs on the machine.
     os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+
+
+def use_token(token: str) -> None:
+    """Reach the Ray of another node with its token."""
+    os.environ["RAY_AUTH_TOKEN"] = token
 
 
 def prepare_vllm(rank: int, world: int) -> None:

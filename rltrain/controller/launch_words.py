@@ -1,0 +1,93 @@
+"""The arguments and variables of scripts/ray_start.sh on one node."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rltrain.env import first_set
+from rltrain.errors import ConfigError
+
+_USAGE = """usage: ray_start.sh [head | worker [ADDRESS] | stop [ADDRESS]] [options] [-- COMMAND]"""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the arguments and variables of one node say."""
+
+    role: str
+    rank: int | None
+    address: str
+    """Of the head; empty where the file says it."""
+    file: Path | None
+    """Where the head leaves its address, and beside it the token."""
+    port: str
+    wait_s: float
+    num_nodes: int | None
+    devices: int | None
+    """Devices that every node has to have; None: as many as the head."""
+    arguments: list[str]
+    """Those of `ray start`."""
+    command: list[str]
+
+
+def read(argv: list[str]) -> Launch:
+    """Arguments and variables of a node. Raises ConfigError."""
+    words, run = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    rank = first_set("NODE_RANK", "RANK", "SLURM_NODEID")
+    if rank and not rank.isdigit():
+        raise ConfigError(f"RANK={rank} (or NODE_RANK) has to be the number of this node: 0, 1, 2 …")
+    role = words.pop(0) if words and not words[0].startswith("-") else ""
+    role = role or {"": "", "0": "head"}.get(rank, "worker")
+    if role not in ("head", "worker", "stop"):
+        raise ConfigError(
+            f"{f'{role!r} is neither head, worker nor stop' if role else 'say head or worker, or set RANK'}\n{_USAGE}"
+        )
+    named = words.pop(0) if role != "head" and words and not words[0].startswith("-") else ""
+    own, rest = _own_options(words)
+    nodes = _number("--nodes (or NNODES)", own.get("nodes") or first_set("NNODES", "SLURM_NNODES"))
+    in_command = _number("trainer.nnodes", _value_of("trainer.nnodes", run))
+    if nodes and in_command and nodes != in_command:
+        raise ConfigError(f"NNODES={nodes}, but the command says trainer.nnodes={in_command}: leave one of them out.")
+    port = first_set("RAY_PORT", "MASTER_PORT") or "6379"
+    address = named or ("" if role == "stop" else first_set("HEAD_ADDRESS", "MASTER_ADDR"))
+    file = first_set("HEAD_FILE")
+    return Launch(
+        role=role,
+        rank=int(rank) if rank else None,
+        address=address if not address or ":" in address else f"{address}:{port}",
+        # As the head's working folder is shared more often than not, nothing has to be said in the simplest case.
+        file=Path(file or ".ray_head") if file or rank else None,
+        port=port,
+        wait_s=_number("WAIT_S", first_set("WAIT_S") or "360", least=0) or 0,
+        num_nodes=nodes or in_command,
+        devices=_number("--devices", own.get("devices") or _value_of("trainer.n_gpus_per_node", run)),
+        arguments=rest,
+        command=run,
+    )
+
+
+def _own_options(words: list[str]) -> tuple[dict[str, str], list[str]]:
+    """--nodes and --devices, with their values, and the words that are for `ray start`."""
+    own: dict[str, str] = {}
+    rest: list[str] = []
+    left = iter(words)
+    for word in left:
+        name, equals, value = word.partition("=")
+        if name in ("--nodes", "--devices"):
+            own[name[2:]] = value if equals else next(left, "")
+        else:
+            rest.append(word)
+    return own, rest
+
+
+def _number(name: str, text: str, least: int = 1) -> int | None:
+    if text and (not text.isdigit() or int(text) < least):
+        raise ConfigError(f"{name}={text} has to be a whole number, {least} or more.")
+    return int(text) if text else None
+
+
+def _value_of(key: str, words: list[str]) -> str:
+    """The last value of a key in a command; empty where it is not a number that stands there."""
+    found = [word.partition("=")[2] for word in words if word.partition("=")[0] == key]
+    return found[-1] if found and found[-1].isdigit() else ""

@@ -47,7 +47,12 @@ setup(
     packages=find_packages(include=["rltrain", "rltrain.*"]),
     package_data={"rltrain": ["py.typed"]},
     data_files=shipped(
-        "docs/*.md", "examples/from_python.py", "scripts/ray_start.sh", "scripts/slurm.sh", "scripts/constraints-*.txt"
+        "docs/*.md",
+        "examples/from_python.py",
+        "scripts/ray_start.sh",
+        "scripts/slurm.sh",
+        "scripts/kuberay/*.yaml",
+        "scripts/constraints-*.txt",
     ),
     entry_points={"console_scripts": ["rltrain = rltrain.cli:main"]},
     python_requires=">=3.10,<3.13",

@@ -145,7 +145,7 @@ def address_towards(other: str | None) -> str | None:
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as line, suppress(OSError):
         # Nothing is sent: the kernel only looks up the route. The address stands for any host that is far away.
-        line.connect((other or "192.0.2.1", 9))
+        line.connect((other or "203.0.113.1", 9))
         return line.getsockname()[0]
     # Nodes of an isolated network have no way out, and meet on the card that they have.
     cards = [found for name, found in _interfaces() if not name.startswith(("lo", "docker", "br-", "virbr", "cni"))]
@@ -185,6 +185,11 @@ def devices_here(device: str, none: int = 1) -> int:
         if count:
             return count
     return none
+
+
+def nodes_here() -> int:
+    """What ``trainer.nnodes`` is by default: the nodes that scripts/ray_start.sh has gathered, or else 1."""
+    return int(os.environ.get("RLTRAIN_NNODES", "1"))
 
 
 def installed(package: str) -> bool:

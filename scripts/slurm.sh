@@ -13,41 +13,24 @@ set -euo pipefail
 
 cd "${SLURM_SUBMIT_DIR:?run this with sbatch}"
 export HEAD_FILE="$PWD/.ray_head_$SLURM_JOB_ID"
-export RAY_AUTH_MODE=token RAY_AUTH_TOKEN="${RAY_AUTH_TOKEN:-$(head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \n')}"
-trap 'rm -f "$HEAD_FILE"; kill "${ray:-}" 2>/dev/null || true' EXIT
-driver=
-asked=
-# The whole process group: a launch script that does not exec would end alone, and leave the run behind without a word.
-stop() {
-    [ -n "$driver" ] || exit 75
-    asked=1
-    kill -TERM -- "-$driver" 2>/dev/null || true
-}
-trap stop TERM
-
-# Ray keeps running inside a step of its own on every node; node 0 is the head.
-srun --overlap bash -c 'RANK=$SLURM_NODEID bash scripts/ray_start.sh && sleep infinity' &
-ray=$!
-until=$((SECONDS + ${WAIT_S:-360}))
-while [ ! -s "$HEAD_FILE" ]; do
-    [ "$SECONDS" -lt "$until" ] || { echo "error: no Ray head after ${WAIT_S:-360} s; see what ray_start.sh printed above" >&2; exit 1; }
-    sleep 1
-done
-
+export RAY_AUTH_TOKEN="${RAY_AUTH_TOKEN:-$(head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \n')}"
+# Those of a shell that sbatch took over would say the same rank on every node.
+unset RANK NODE_RANK NNODES MASTER_ADDR
+trap 'rm -f "$HEAD_FILE" "$HEAD_FILE.token"' EXIT
 launch="$1"
 shift
-setsid bash "$launch" trainer.nnodes="$SLURM_NNODES" ray_kwargs.ray_init.address="$(cat "$HEAD_FILE")" "$@" &
-driver=$!
+
+# Every node runs ray_start.sh; the first is the head and runs the launch script. srun hands signals on to all of them.
+srun --ntasks-per-node=1 --kill-on-bad-exit=0 bash scripts/ray_start.sh -- bash "$launch" trainer.nnodes="$SLURM_NNODES" "$@" &
+step=$!
+trap 'kill -TERM "$step" 2>/dev/null || true' TERM
 code=0
-wait "$driver" || code=$?
+wait "$step" || code=$?
 # A signal cuts wait short; the run is still saving then.
-while kill -0 "$driver" 2>/dev/null; do
+while kill -0 "$step" 2>/dev/null; do
     code=0
-    wait "$driver" || code=$?
+    wait "$step" || code=$?
 done
-# What a launch script that did not exec has left behind.
-while kill -0 -- "-$driver" 2>/dev/null; do sleep 0.2; done
-[ -z "$asked" ] || [ "$code" -ne 143 ] || code=75
 if [ "$code" = 75 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt "${MAX_RESTARTS:-20}" ] && command -v scontrol >/dev/null; then
     scontrol requeue "$SLURM_JOB_ID" || true
 fi

@@ -24,10 +24,11 @@ from rltrain.config.keys import followed
 from rltrain.config.reader import Reader
 from rltrain.config.schema import Config
 from rltrain.config.verl_defaults import as_written
-from rltrain.env import devices_here, engine_here
+from rltrain.env import devices_here, engine_here, nodes_here
 from rltrain.errors import ConfigError
 
 OmegaConf.register_resolver("devices_here", devices_here, replace=True)
+OmegaConf.register_resolver("nodes_here", nodes_here, replace=True)
 OmegaConf.register_resolver("engine_here", engine_here, replace=True)
 # Names of keys whose values nobody else should see. "token" counts only as the last word, because max_token_len and
 # the like are lengths.

@@ -302,8 +302,8 @@ class TrainerConfig:
     """The accelerator; auto: the first of npu and cuda that is there, else the CPU."""
     device_memory_gb: float | None = key(None, over=0, only_with={"device!=cpu": "a CPU has the memory of the machine"})
     """Memory of one device in GiB, for a --dry-run where there is none; null: asked of the device here."""
-    nnodes: int = key(1, least=1)
-    """Nodes."""
+    nnodes: int = key("${nodes_here:}", least=1)
+    """Nodes. Default: those that scripts/ray_start.sh has gathered, else 1."""
     n_gpus_per_node: int = key("${devices_here:${trainer.device}}", least=1)
     """Devices (and so workers) per node; on a CPU the number of worker processes. Default: as many as this machine has,
     on a CPU 1."""

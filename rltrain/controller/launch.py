@@ -44,6 +44,7 @@ _POLL_S = 0.5
 # A head that is silent for so long is gone; Ray itself gives up after a minute.
 _SILENT_S = 45
 _LEAVE_S = 20
+_SAME_SIGNAL_S = 4
 
 
 @command
@@ -70,7 +71,7 @@ def stop(launch: Launch) -> int:
             f"this node is in {len(addresses)} clusters: say which, stop {' or '.join(sorted(addresses))}."
         )
     ended = end_processes(addresses[0]) if addresses else 0
-    _say(f"{count(ended, 'process').replace('processs', 'processes')} ended" + (f" of {addresses[0]}" if ended else ""))
+    _say(f"ended {ended} processes" + (f" of {addresses[0]}" if ended else ": this script has started none here"))
     return 0
 
 
@@ -130,7 +131,7 @@ def _gather(board: Board, launch: Launch, asked: list[int]) -> None:
 
 def _missing(nodes: list[Node], launch: Launch) -> Iterator[str]:
     """Whom the head waits for, in words."""
-    here = [node for node in nodes if node.resources]
+    here = [node for node in nodes if node.is_in]
     ranks = [node.rank for node in here]
     lacking = (launch.num_nodes or 1) - len(here)
     for rank in {rank for rank in ranks if rank is not None and ranks.count(rank) > 1}:
@@ -179,14 +180,14 @@ def _finish(board: Board | None, code: int) -> None:
             board.tell(END, code)
             until = time.monotonic() + _LEAVE_S
             # The head itself is one of those that have not left.
-            while (
-                sum(bool(node.resources) and not node.left for node in board.nodes()) > 1 and time.monotonic() < until
-            ):
+            while sum(node.is_in for node in board.nodes()) > 1 and time.monotonic() < until:
                 time.sleep(_POLL_S)
 
 
 def _worker(launch: Launch, asked: list[int]) -> int:
     board = _find_head(launch, asked)
+    if board.address in clusters_here():
+        raise ConfigError(f"this node has joined {board.address} already; `ray_start.sh stop` takes it out.")
     ip = _own_address(launch, board.address)
     here, head, ours = Node(ip, socket.gethostname(), launch.rank), board.read(HEAD), fingerprint()
     if problem := unlike(head["fingerprint"], ours):
@@ -225,7 +226,10 @@ def _find_head(launch: Launch, asked: list[int]) -> Board:
         address = launch.address or text(launch.file)
         said = "" if launch.address else f", which {launch.file} says"
         if not address:
-            return f"the head's address: there is no {launch.file}. Is the head up? Is this storage shared, or else HEAD_ADDRESS set?"
+            return (
+                f"the head's address: there is no {launch.file}. Is the head up? Where this storage is not shared, set "
+                "HEAD_ADDRESS and RAY_AUTH_TOKEN"
+            )
         if not answers(address):
             return f"the head: nobody answers at {address}{said}"
         if not own and not take_token(launch.file):
@@ -248,20 +252,22 @@ def _find_head(launch: Launch, asked: list[int]) -> Board:
 
 def _stay(board: Board, here: Node, asked: list[int]) -> int:
     """Until the head says how the command has ended; returns that code. A signal here ends the whole run."""
-    heard = time.monotonic()
-    told = 0
+    heard = asked_at = time.monotonic()
+    told = False
     while len(asked) < 2:
         try:
             code = board.read(END)
-            if len(asked) > told:
+            # Whoever signals all nodes has signalled the head too.
+            if asked and not told and time.monotonic() - asked_at > _SAME_SIGNAL_S:
                 board.tell(STOP, str(here))
-                told = len(asked)
-                _say("asking the head to stop; a second signal leaves at once")
+                told = True
+                _say("asked the head to stop; a second signal leaves at once")
             heard = time.monotonic()
         except ConnectionError:
             code = None
             if time.monotonic() - heard > _SILENT_S:
                 raise
+        asked_at = asked_at if asked else time.monotonic()
         if code is not None:
             return int(code)
         time.sleep(2 * _POLL_S)

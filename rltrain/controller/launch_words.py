@@ -57,7 +57,7 @@ def read(argv: list[str]) -> Launch:
         rank=int(rank) if rank else None,
         address=address if not address or ":" in address else f"{address}:{port}",
         # As the head's working folder is shared more often than not, nothing has to be said in the simplest case.
-        file=Path(file or ".ray_head") if file or rank else None,
+        file=Path(file or ".ray_head").absolute() if file or rank else None,
         port=port,
         wait_s=_number("WAIT_S", first_set("WAIT_S") or "360", least=0) or 0,
         num_nodes=nodes or in_command,

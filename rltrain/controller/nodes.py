@@ -27,7 +27,7 @@ MARK = "RLTRAIN_CLUSTER"
 HEAD, END, STOP = "head", "end", "stop"
 _NAMESPACE = b"rltrain"
 _ANSWER_S = 5
-_END_S = 15
+_END_S = 5
 
 
 @dataclass
@@ -42,6 +42,11 @@ class Node:
     """Why it was not let in."""
     resources: Mapping[str, float] = field(default_factory=dict)
     """Ray's name of a device -> how many; empty before Ray has started there."""
+
+    @property
+    def is_in(self) -> bool:
+        """Whether Ray runs there, and is to go on."""
+        return bool(self.resources) and not self.left
 
     def __str__(self) -> str:
         rank = "" if self.rank is None else f"rank {self.rank}, "

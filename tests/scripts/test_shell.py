@@ -1,8 +1,8 @@
 """The shell scripts: they parse, they stop on the first error, their commands are accepted."""
 
+import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -10,6 +10,9 @@ from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
+import yaml
+
+from rltrain.main_ppo import main
 
 ROOT = Path(__file__).parent.parent.parent
 SCRIPTS = sorted([*ROOT.glob("scripts/*.sh"), *ROOT.glob("examples/**/*.sh"), ROOT / ".ci" / "run"])
@@ -31,74 +34,16 @@ def test_the_script_parses_and_stops_on_the_first_error(script):
     assert sourced or re.search(r"^set -euo pipefail$", script.read_text(), re.MULTILINE)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "environment", "words"),
-    [
-        ([], {}, "say head or worker, or set RANK"),
-        (["haed"], {}, "'haed' is neither head nor worker"),
-        (["worker"], {}, "a worker needs the head's address"),
-        (["worker"], {"HEAD_FILE": "/no/such/file", "WAIT_S": "0"}, "no head address in /no/such/file after 0 s"),
-    ],
-)
-def test_ray_start_says_what_it_lacks(arguments, environment, words):
-    done = run("bash", "scripts/ray_start.sh", *arguments, **environment)
+def test_ray_start_needs_no_active_environment_and_says_what_it_lacks(tmp_path):
+    done = run("bash", "scripts/ray_start.sh", "haed", PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     assert done.returncode == 2
-    assert words in done.stderr
-
-
-@pytest.fixture
-def ray(tmp_path):
-    """A `ray` that tells its arguments and token, on nodes whose homes are empty."""
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "ray").write_text('#!/bin/sh\necho "ray $* token=$RAY_AUTH_TOKEN mode=$RAY_AUTH_MODE"\n')
-    (tmp_path / "bin" / "ray").chmod(0o755)
-
-    def start(node: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
-        (tmp_path / node).mkdir(exist_ok=True)
-        path = f"{tmp_path}/bin:{os.environ['PATH']}"
-        return run("bash", "scripts/ray_start.sh", *arguments, HOME=str(tmp_path / node), PATH=path, **environment)
-
-    return start
-
-
-def test_a_new_head_makes_a_token_for_its_user_alone(ray, tmp_path):
-    done = ray("one", "head", "--num-cpus=2")
-    assert done.returncode == 0, done.stderr
-    assert "ray start --head" in done.stdout
-    assert "--num-cpus=2 token= mode=token" in done.stdout
-    token = tmp_path / "one" / ".ray" / "auth_token"
-    assert len(token.read_text().strip()) == 64
-    assert token.stat().st_mode & 0o777 == 0o600
-    ray("one", "head")
-    assert len(token.read_text().strip()) == 64
-
-
-@pytest.mark.parametrize(("role", "more"), [("head", []), ("worker", ["10.0.0.1"])])
-def test_a_nodes_address_can_be_named(ray, role, more):
-    done = ray("one", role, *more, NODE_IP="10.0.0.7", RAY_AUTH_TOKEN="abc")
-    assert "--node-ip-address=10.0.0.7" in done.stdout
-
-
-def test_workers_find_the_head_and_ignore_an_earlier_one(ray, tmp_path):
-    shared = tmp_path / "head"
-    shared.write_text("127.0.0.1:1\n")  # nobody answers there
-    done = ray("two", "worker", HEAD_FILE=str(shared), WAIT_S="1")
-    assert "no head address" in done.stderr
-    assert ray("one", "head", HEAD_FILE=str(shared), RAY_PORT="1").returncode == 0
-    token = tmp_path / "head.token"
-    assert token.stat().st_mode & 0o777 == 0o600
-    with socket.create_server(("127.0.0.1", 0)) as head:
-        shared.write_text(f"127.0.0.1:{head.getsockname()[1]}\n")
-        done = ray("two", "worker", "--num-cpus=1", HEAD_FILE=str(shared))
-    assert done.returncode == 0, done.stderr
-    assert f"--num-cpus=1 token={token.read_text().strip()} mode=token" in done.stdout
-
-
-def test_a_worker_without_the_heads_token_says_where_to_get_it(ray):
-    done = ray("two", "worker", "127.0.0.1")
+    assert "error: 'haed' is neither head, worker nor stop" in done.stderr
+    assert "RANK=r NNODES=4 ray_start.sh -- python" in run("bash", "scripts/ray_start.sh", "--help").stdout
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts/ray_start.sh").write_text((ROOT / "scripts/ray_start.sh").read_text())
+    done = run("bash", str(tmp_path / "scripts/ray_start.sh"), "head", PATH="/usr/bin:/bin")
     assert done.returncode == 2
-    assert "Copy ~/.ray/auth_token from the head" in done.stderr
-    assert "token=abc" in ray("two", "worker", "127.0.0.1", RAY_AUTH_TOKEN="abc").stdout
+    assert "no python here has Ray. Activate the environment" in done.stderr
 
 
 def test_constraints_pin_what_setup_asks_for():
@@ -145,42 +90,58 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("first", ["exec ", ""], ids=["with_exec", "without_exec"])
-def test_slurm_hands_on_sigterm_waits_and_queues_again(tmp_path, first):
-    (tmp_path / "recorder.py").write_text(RECORDER)
-    (tmp_path / "launch.sh").write_text(f'set -e\n{first}{sys.executable} recorder.py {tmp_path} "$@"\n')
-    for name, body in (
-        ("srun", 'echo 10.0.0.1:6379 >"$HEAD_FILE"; exec sleep 60'),
-        ("scontrol", f'echo "$@" >{tmp_path}/queued'),
-    ):
+# Slurm's commands: srun hands its signals on to what it runs, here the script on the first node alone.
+SRUN = 'echo "$@" >"$FOLDER/srun"; shift 2; exec env SLURM_NODEID=0 "$@"'
+SCONTROL = 'echo "$@" >"$FOLDER/queued"'
+START = 'echo "file=$HEAD_FILE token=$RAY_AUTH_TOKEN" >"$FOLDER/start"; touch "$HEAD_FILE"; shift; exec "$@"'
+
+
+@pytest.fixture
+def slurm(tmp_path):
+    """The submit folder of a job whose scripts/ray_start.sh runs the command alone."""
+    (tmp_path / "scripts").mkdir()
+    for name, body in (("srun", SRUN), ("scontrol", SCONTROL), ("scripts/ray_start.sh", START)):
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
     environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path)}
-    environment |= {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2"}
-    job = subprocess.Popen(
-        ["bash", ROOT / "scripts" / "slurm.sh", "launch.sh", "a=b"], env=environment, start_new_session=True
-    )
+    environment |= {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "FOLDER": str(tmp_path)}
+
+    def start(**more: str) -> subprocess.Popen:
+        command = ["bash", ROOT / "scripts" / "slurm.sh", "launch.sh", "a=b"]
+        return subprocess.Popen(command, env=environment | more, start_new_session=True)
+
+    return start
+
+
+def test_slurm_hands_on_sigterm_waits_and_queues_again(slurm, tmp_path):
+    (tmp_path / "recorder.py").write_text(RECORDER)
+    (tmp_path / "launch.sh").write_text(f'set -e\nexec {sys.executable} recorder.py {tmp_path} "$@"\n')
+    job = slurm()
     deadline = time.monotonic() + 20
     while not (tmp_path / "running").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     job.terminate()
     assert job.wait(timeout=20) == 75
-    assert (tmp_path / "saved").read_text() == "trainer.nnodes=2 ray_kwargs.ray_init.address=10.0.0.1:6379 a=b"
+    assert (tmp_path / "saved").read_text() == "trainer.nnodes=2 a=b"
     assert (tmp_path / "queued").read_text() == "requeue 7\n"
+    words = (tmp_path / "srun").read_text().split()
+    assert words[words.index("bash") :] == [
+        "bash",
+        "scripts/ray_start.sh",
+        "--",
+        *["bash", "launch.sh", "trainer.nnodes=2", "a=b"],
+    ]
+    assert re.fullmatch(rf"file={tmp_path}/.ray_head_7 token=[0-9a-f]{{64}}\n", (tmp_path / "start").read_text())
     assert not list(tmp_path.glob(".ray_head_*"))
 
 
-@pytest.mark.parametrize("code", [0, 2])
-def test_slurm_ends_as_the_run_ended(tmp_path, code):
+@pytest.mark.parametrize(
+    ("code", "times", "queued"), [(0, "0", False), (2, "0", False), (75, "0", True), (75, "20", False)]
+)
+def test_slurm_ends_as_the_run_ended_and_queues_75_again(slurm, tmp_path, code, times, queued):
     (tmp_path / "launch.sh").write_text(f"exit {code}\n")
-    (tmp_path / "srun").write_text('#!/bin/bash\necho 10.0.0.1:6379 >"$HEAD_FILE"\n')
-    (tmp_path / "srun").chmod(0o755)
-    done = run(
-        "bash", "scripts/slurm.sh", str(tmp_path / "launch.sh"),
-        PATH=f"{tmp_path}:{os.environ['PATH']}", SLURM_SUBMIT_DIR=str(tmp_path), SLURM_JOB_ID="7", SLURM_NNODES="1",
-    )  # fmt: skip
-    assert done.returncode == code
-    assert "requeue" not in done.stdout + done.stderr
+    assert slurm(SLURM_RESTART_COUNT=times).wait(timeout=20) == code
+    assert (tmp_path / "queued").exists() == queued
 
 
 def test_signals_reach_the_trainer_in_every_launch_script():
@@ -207,3 +168,39 @@ def test_a_script_of_several_runs_hands_signals_on_too(tmp_path):
     assert job.wait(timeout=20) == 75
     assert (tmp_path / "saved").read_text() == "once"
     assert not (tmp_path / "went_on").exists()
+
+
+# What KubeRay's types (ray.io/v1) and Kubernetes' pods know, of what the example says.
+KUBERAY = {
+    "": {"apiVersion", "kind", "metadata", "spec"},
+    "spec": {"entrypoint", "backoffLimit", "shutdownAfterJobFinishes", "rayClusterSpec"},
+    "rayClusterSpec": {"rayVersion", "authOptions", "headGroupSpec", "workerGroupSpecs"},
+    "headGroupSpec": {"rayStartParams", "template"},
+    "workerGroupSpecs": {"groupName", "replicas", "minReplicas", "maxReplicas", "rayStartParams", "template"},
+    "pod": {"containers", "volumes"},
+    "containers": {"name", "image", "env", "resources", "volumeMounts"},
+}
+
+
+def test_the_kuberay_example_is_a_rayjob_whose_command_is_accepted(capsys):
+    job = yaml.safe_load((ROOT / "scripts/kuberay/rayjob.yaml").read_text())
+    cluster = job["spec"]["rayClusterSpec"]
+    (workers,) = cluster["workerGroupSpecs"]
+    pod = cluster["headGroupSpec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    parts = [job, job["spec"], cluster, cluster["headGroupSpec"], workers, pod, container]
+    for (name, known), part in zip(KUBERAY.items(), parts, strict=True):
+        assert part.keys() <= known, name
+    assert workers["template"]["spec"] == pod
+    pinned = (ROOT / "scripts/constraints-npu.txt").read_text()
+    assert f"ray=={cluster['rayVersion']}\n" in pinned
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    python, option, module, *words = job["spec"]["entrypoint"].split()
+    assert (python, option, module) == ("python", "-m", "rltrain.main_ppo")
+    assert main([*words, "--dry-run"]) == 2  # the model is not here
+    out, error = capsys.readouterr()
+    assert (error, "samples per step" in out) == ("", True)
+    devices = int(container["resources"]["limits"]["huawei.com/Ascend910"])
+    assert json.loads(json.loads(workers["rayStartParams"]["resources"])) == {"NPU": devices}
+    assert f"trainer.nnodes={1 + workers['replicas']}" in words
+    assert f"trainer.n_gpus_per_node={devices}" in words

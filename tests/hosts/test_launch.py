@@ -1,0 +1,86 @@
+"""scripts/ray_start.sh on two hosts that have never seen Ray, each with its own home, files and cards.
+
+Two clusters: of the first, Ray goes on after the script; in the second the script runs a command and all end with it.
+"""
+
+import shutil
+
+import pytest
+
+from tests.hosts.hosts import ROOT
+
+SCRIPT = f"bash {ROOT}/scripts/ray_start.sh"
+# The driver of a run: says what the cluster is, once per run of it, and then waits to be ended.
+DRIVER = """
+import pathlib, ray, signal, sys, time
+ray.init(log_to_driver=False)
+print("driver sees", sorted(node["NodeManagerAddress"] for node in ray.nodes()), flush=True)
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+time.sleep(100)
+"""
+
+
+@pytest.fixture(scope="module")
+def hosts(network):
+    return network(3)
+
+
+def ray_of(host):
+    return host.pids("raylet") + host.pids("gcs_server")
+
+
+def test_a_cluster_without_shared_files_gathers_and_ends_alone(hosts):
+    head, worker, third = hosts
+    log = head.check(f"{SCRIPT} head --num-cpus=1")
+    assert f"host1: the head answers at {head.address}:6379\n" in log
+    token = head.check("cat ~/.ray/auth_token").strip()
+    assert head.check("stat -c %a ~/.ray/auth_token") == "600\n"
+
+    # Without the token, and with other code: neither is let in, and both say why.
+    named = {"HEAD_ADDRESS": head.address, "WAIT_S": 0}
+    job = worker.run(f"{SCRIPT} worker --num-cpus=1", named)
+    assert (job.returncode, "the head's token, which this node has not" in job.output) == (75, True)
+    job = worker.run(f"{SCRIPT} worker --num-cpus=1", named | {"RAY_AUTH_TOKEN": "0" * 64})
+    assert (job.returncode, "token" in job.output) == (75, True)
+    other = third.shared / "rltrain"
+    shutil.copytree(ROOT / "rltrain", other, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    (other / "seeds.py").write_text("changed = 1\n")
+    own = named | {"PYTHONPATH": third.shared, "RAY_AUTH_TOKEN": token}
+    job = third.run(f"{SCRIPT} worker --num-cpus=1", own, cwd=third.shared)
+    assert job.returncode == 2
+    assert "this node and the head differ. The head has other code: rltrain/seeds.py." in job.output
+    assert not ray_of(third)
+
+    # The first card leads nowhere, and its address is the same on all.
+    log = worker.check(f"{SCRIPT} worker --num-cpus=1", named | {"RAY_AUTH_TOKEN": token})
+    assert f"host2: joined {head.address}:6379 as {worker.address}" in log
+    job = worker.run(f"{SCRIPT} worker --num-cpus=1", named | {"RAY_AUTH_TOKEN": token})
+    assert (job.returncode, "this node has joined 192.0.2.1:6379 already" in job.output) == (2, True)
+    job = head.run(f"{SCRIPT} head --num-cpus=1")
+    assert (job.returncode, "port 6379 of this node is taken" in job.output) == (2, True)
+
+    stranger = worker.start("exec -a raylet sleep 100")
+    for host in (worker, head):
+        assert "processes of 192.0.2.1:6379" in host.check(f"{SCRIPT} stop")
+        assert len(ray_of(host)) == (host is worker)
+    assert stranger.returncode is None
+    stranger.kill()
+
+
+def test_one_line_on_every_node_runs_the_command_once(hosts):
+    head, worker, _ = hosts
+    (head.shared / "driver.py").write_text(DRIVER)
+    (head.shared / ".ray_head").write_text("192.0.2.3:6379\n")  # of an older run: nobody answers there
+    (head.shared / ".ray_head.token").write_text("of an older run\n")
+    line = f"exec {SCRIPT} --num-cpus=1 -- python {head.shared}/driver.py"
+    second = worker.start(line, {"SLURM_NODEID": 1, "SLURM_NNODES": 2}, cwd=head.shared)
+    second.wait_for("waiting for the head: nobody answers at 192.0.2.3:6379")
+    first = head.start(line, {"RANK": 0, "NNODES": 2}, cwd=head.shared)
+    first.wait_for("driver sees ['192.0.2.1', '192.0.2.2']", 120)
+    assert "host2 (rank 1, 192.0.2.2): 1 CPU" in first.output
+    assert "driver sees" not in second.output
+    # Whoever ends one node ends the run: the driver saves, and all have its code.
+    worker.check(f"kill -TERM {worker.pids('-m rltrain.controller.launch')[0]}")
+    assert (first.wait(90), second.wait(90)) == (75, 75)
+    assert not ray_of(head) + ray_of(worker)
+    assert not list(head.shared.glob(".ray_head*"))

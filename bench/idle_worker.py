@@ -5,6 +5,7 @@ Tokens and log-probs are one byte each, so that many workers fit on one machine.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from queue import Empty, SimpleQueue
 
@@ -21,21 +22,26 @@ from rltrain.workers.tasks import Finished, GenerateTask, UpdateTask
 
 
 class IdleWorker(Actor, Rollout):
-    """Answers have ``task.sampling.max_tokens`` tokens on average, give or take half."""
+    """Answers have ``task.sampling.max_tokens`` tokens on average, give or take half.
 
-    def __init__(self, prompt_tokens: int) -> None:
+    ranks: of the driver's, for which this process stands, one after the other.
+    """
+
+    def __init__(self, prompt_tokens: int, ranks: int = 1) -> None:
         self.roles = [self]
-        self._rank, self._world, self._prompt_tokens = dist.get_rank(), dist.get_world_size(), prompt_tokens
+        self._turns = itertools.cycle(range(dist.get_rank() * ranks, (dist.get_rank() + 1) * ranks))
+        self._world, self._prompt_tokens = dist.get_world_size() * ranks, prompt_tokens
         self._finished: SimpleQueue[tuple[list[str], Finished]] = SimpleQueue()
 
     def generate(self, task: GenerateTask, begun: Batch | None = None) -> tuple[Batch, list[str], GenerationNumbers]:
         """The columns and numbers of `RolloutWorker.generate`, for a fair share of the prompts, drawn at random."""
+        rank = next(self._turns)
         drawn = np.random.default_rng(task.call).permutation(len(task.rows))
-        places = np.sort(np.array_split(drawn, self._world)[self._rank])
+        places = np.sort(np.array_split(drawn, self._world)[rank])
         samples = np.tile(np.arange(task.num_samples), len(places))
         ids = (places[:, None] * task.num_samples + np.arange(task.num_samples)).ravel()
         mean = task.sampling.max_tokens
-        lengths = np.random.default_rng(self._rank).integers(mean // 2, mean + mean // 2, len(ids), endpoint=True)
+        lengths = np.random.default_rng(rank).integers(mean // 2, mean + mean // 2, len(ids), endpoint=True)
         texts = ["an answer"] * len(ids)
         self._finished.put((texts, Finished(places.repeat(task.num_samples), samples, True)))
         answers = Ragged(torch.zeros(int(lengths.sum()), dtype=torch.int8), torch.from_numpy(lengths))

@@ -1,11 +1,12 @@
 """What the driver costs: the real trainer over real Ray workers that compute nothing.
 
-    python -m bench.scale [--workers 1,8,32,64] [--samples 512,2048,4096] [--tokens 100,10000]
+    python -m bench.scale [--workers 1,8,32,64,384] [--samples 512,2048,4096] [--tokens 100,10000]
 
 Controller, requests, references and metrics are those of a run; the workers put together what they are asked for and
 return empty columns of the right size, and answers are scored by nobody. So the whole step is overhead: the driver's
-own CPU time, and (on this machine, where they share the cores) the workers' unpacking. Writes
-bench/results/scale_cpu.md.
+own CPU time, and (on this machine, where they share the cores) the workers' unpacking. Where there is no memory for as
+many processes, each answers for several ranks: the driver has the same calls, references and results, but fewer
+connections. Writes bench/results/scale_cpu.md.
 """
 
 from __future__ import annotations
@@ -81,13 +82,15 @@ def make_trainer(group: WorkerGroup, workers: int, samples: int, tokens: int) ->
     )
 
 
-def start_group(workers: int) -> WorkerGroup:
-    """One idle worker a device, spawned and connected as in a run."""
-    cfg = load_config(["trainer.device=cpu", f"trainer.n_gpus_per_node={workers}"]).config
+def start_group(processes: int, ranks: int = 1) -> WorkerGroup:
+    """One idle worker a device, spawned and connected as in a run; each is that of so many ranks."""
+    cfg = load_config(["trainer.device=cpu", f"trainer.n_gpus_per_node={processes}"]).config
     device = get_device("cpu")
     start_ray(cfg)
     group = WorkerGroup("hybrid", reserve(cfg, device), device, threads=1)
-    group.start("bench.idle_worker:IdleWorker", {"prompt_tokens": PROMPT_TOKENS})
+    group.start("bench.idle_worker:IdleWorker", {"prompt_tokens": PROMPT_TOKENS, "ranks": ranks})
+    group.workers = [worker for worker in group.workers for _ in range(ranks)]
+    group.world = len(group.workers)
     return group
 
 
@@ -109,19 +112,22 @@ def numbers(text: str) -> list[int]:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    for name, default in (("workers", "1,8,32,64"), ("samples", "512,2048,4096"), ("tokens", "100,10000")):
+    for name, default in (("workers", "1,8,32,64,384"), ("samples", "512,2048,4096"), ("tokens", "100,10000")):
         parser.add_argument(f"--{name}", type=numbers, default=numbers(default))
+    parser.add_argument("--processes", type=int, default=64, help="at most so many; workers share them")
     parser.add_argument("--out", default="scale_cpu.md")
     options = parser.parse_args(argv)
     rows = []
     for workers in options.workers:
-        group = start_group(workers)
+        ranks = -(-workers // options.processes)
+        processes = workers // ranks
+        group = start_group(processes, ranks)
         try:
             for samples in options.samples:
                 for tokens in options.tokens:
                     one = measure(make_trainer(group, workers, samples, tokens))
                     line = (
-                        f"| {workers} | {samples} | {tokens} | {one['driver']:.3f} | {one['wall']:.2f} "
+                        f"| {workers} | {processes} | {samples} | {tokens} | {one['driver']:.3f} | {one['wall']:.2f} "
                         f"| {one['timing_s/other']:.4f} | {one['perf/driver_bytes_per_sample']:.0f} "
                         f"| {100 * one['driver'] / PUBLISHED_STEP_S:.3f} % |"
                     )
@@ -139,6 +145,7 @@ def main(argv: list[str] | None = None) -> None:
         f"{PUBLISHED_STEP_S} s (7B model, 64 devices, 2048 samples of 10,426 tokens).",
         [
             "workers",
+            "processes",
             "samples",
             "answer tokens",
             "driver CPU, s",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import glob
 import importlib.util
+import json
 import math
 import os
 import socket
@@ -252,6 +253,13 @@ def scorer_environment() -> dict[str, str]:
 def prepare_driver(**of_workers: str) -> None:
     """Environment of the driver, before Ray starts. of_workers: the user's variables for workers count here too."""
     os.environ.update(of_workers)
+    if job := os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR"):
+        # The command came by `ray job submit`. What it sets for workers goes before what the job sets,
+        os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
+        # and a single thread is Ray's choice for a process without CPU slots, unless the job has asked for it.
+        asked = (json.loads(job).get("runtime_env") or {}).get("env_vars") or {}
+        if "OMP_NUM_THREADS" not in asked | of_workers and os.environ.get("OMP_NUM_THREADS") == "1":
+            del os.environ["OMP_NUM_THREADS"]
     # Ray warns that it will stop hiding devices from actors that ask for none; that is what we want.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # Ray runs its workers at low priority, which starves training as soon as anything else runs on the machine.

@@ -1,5 +1,6 @@
 """What workers find in their environment."""
 
+import json
 import math
 import os
 
@@ -8,7 +9,15 @@ import pytest
 from rltrain import device
 from rltrain.config.load import load_config, to_yaml
 from rltrain.device import threads_per_worker
-from rltrain.env import adopt, cpu_quota, driver_environment, see_own_device, use_interface, worker_environment
+from rltrain.env import (
+    adopt,
+    cpu_quota,
+    driver_environment,
+    prepare_driver,
+    see_own_device,
+    use_interface,
+    worker_environment,
+)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "npu"])
@@ -111,6 +120,21 @@ def test_offline_driver_means_offline_workers(monkeypatch):
     found = driver_environment()
     assert found["HF_HUB_OFFLINE"] == "1"
     assert "HF_ENDPOINT" not in found
+
+
+@pytest.mark.parametrize(
+    ("env_vars", "threads", "left"), [({}, "1", None), ({}, "4", "4"), ({"OMP_NUM_THREADS": "1"}, "1", "1")]
+)
+def test_rays_one_thread_for_a_submitted_job_is_no_choice(env_vars, threads, left, monkeypatch):
+    for name in ("RAY_OVERRIDE_JOB_RUNTIME_ENV", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "RAY_worker_niceness"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "")
+    monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    prepare_driver()
+    assert os.environ["OMP_NUM_THREADS"] == threads  # the user's, where no job was submitted
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": {"env_vars": env_vars}}))
+    prepare_driver()
+    assert os.environ.get("OMP_NUM_THREADS") == left
 
 
 def test_what_a_node_sets_itself_stays(monkeypatch):

@@ -26,6 +26,12 @@ from rltrain.plugin import is_plugin, plugin_file
 _A = "actor_rollout_ref."
 _R = _A + "rollout."
 _LEAST_SCORER_MEMORY_MB = 256
+# Numbers of devices that work together, by the end of their keys, and what they make.
+_SPANNING = {
+    "ulysses_sequence_parallel_size": "sequences",
+    "tensor_model_parallel_size": "engines",
+    "fsdp_size": "copies of the weights",
+}
 
 
 def check(loaded: LoadedConfig) -> None:
@@ -145,18 +151,19 @@ def uneven(config: Config) -> Iterator[str]:
     here = config.trainer.n_gpus_per_node
     devices = config.trainer.nnodes * here
     for key in all_keys():
-        if not key.endswith(("ulysses_sequence_parallel_size", "tensor_model_parallel_size", "fsdp_size")):
+        spanning = [name for ending, name in _SPANNING.items() if key.endswith(ending)]
+        if not spanning:
             continue
         size = get(config, key)
         size = min(size, devices) if key.endswith("fsdp_size") else size  # more than there are means all
         if size > 0 and devices % size:
             yield f"{key}={size} does not divide the {devices} devices (trainer.nnodes x trainer.n_gpus_per_node)."
-    size = config.actor_rollout_ref.rollout.tensor_model_parallel_size
-    if 0 < size < here and here % size:
-        yield (
-            f"{_R}tensor_model_parallel_size={size} does not divide trainer.n_gpus_per_node={here}: an engine would "
-            "span nodes. Use a divisor."
-        )
+        elif size > 0 and here % size and size % here:
+            fitting = ", ".join(str(each) for each in range(1, here + 1) if here % each == 0)
+            yield (
+                f"{key}={size} does not divide trainer.n_gpus_per_node={here}: some {spanning[0]} would span nodes, "
+                f"and others not. Use one of {fitting}, or a multiple of {here}."
+            )
 
 
 def _comparison(config: Config) -> Iterator[str]:

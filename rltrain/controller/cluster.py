@@ -8,6 +8,7 @@ of a run.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import inspect
 import logging
@@ -54,8 +55,8 @@ def ray_problems(cfg: Config) -> Iterator[str]:
                 f" Did you mean {_KEY}.{near[0]}?" if near else ""
             )
     address = cluster_address(cfg)
-    # Only host:port can be tried by a connection; auto and ray://... are left to Ray.
-    if address and (found := re.fullmatch(r"([\w.-]+):(\d+)", address)):
+    # Only host:port can be tried by a connection; auto is left to Ray.
+    if address and (found := re.fullmatch(r"(?:ray://)?([\w.-]+):(\d+)", address)):
         try:
             # Ray itself would try for many minutes, without a word.
             socket.create_connection((found[1], int(found[2])), timeout=_CONNECT_S).close()
@@ -92,6 +93,7 @@ def start_ray(cfg: Config) -> bool:
     if address:
         # ray.init refuses a number of slots where it joins a cluster.
         given.pop("num_cpus", None)
+        _use_token()
     else:
         arguments |= {"num_cpus": max(os.cpu_count() or 1, cfg.trainer.n_gpus_per_node), "include_dashboard": False}
     # "local" means a Ray of our own, not one that happens to run on this machine.
@@ -100,10 +102,40 @@ def start_ray(cfg: Config) -> bool:
         arguments["runtime_env"] = runtime | {"env_vars": variables}
     try:
         ray.init(**arguments)
-    except (ValueError, TypeError, ConnectionError, ray.exceptions.RayError) as error:
-        shown = ", ".join(f"{name}={value}" for name, value in given.items() if name != "runtime_env")
-        raise ConfigError(f"ray.init({shown}) failed, see {_KEY}: {error}") from error
+    except (ValueError, TypeError, ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
+        shown = {**given, "address": address} if address else given
+        named = ", ".join(f"{name}={value}" for name, value in shown.items() if name != "runtime_env")
+        raise ConfigError(f"ray.init({named}) failed, see {_KEY}: {error}{_way_in(address, error)}") from error
     return True
+
+
+def _use_token() -> None:
+    """Join with the token that is at hand, as Ray itself does with ``address=auto`` alone."""
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    with contextlib.suppress(ImportError):  # an older Ray, for which RAY_AUTH_MODE=token has to be set
+        from ray._private.authentication import authentication_token_setup as setup
+
+        setup.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+
+
+def _way_in(address: str | None, error: BaseException) -> str:
+    """What to do where a cluster could not be joined. Ray tells some reasons by the cause of its error alone."""
+    told = f"{error} {error.__cause__ or ''}".lower()
+    if not address:
+        return ""
+    if "authentic" in told or "token" in told:
+        return (
+            "\nThe cluster asks for another token: copy ~/.ray/auth_token from its head, or set RAY_AUTH_TOKEN, and "
+            "RAY_AUTH_MODE=token."
+        )
+    if address == "auto":
+        return f"\nThis machine is no node of a cluster: start Ray with {shipped('scripts/ray_start.sh')}."
+    if address.startswith("ray://"):
+        return "\nIts port is that of Ray's client server (10001 on the head), with the same Python and Ray as here."
+    return (
+        "\nThis machine is no node of that cluster: run the command on the head, or make this one a node "
+        f"(ray_start.sh worker), or set {_KEY}.address=ray://HEAD:10001, or use `ray job submit`."
+    )
 
 
 def num_nodes(cfg: Config, device: Device) -> int:
@@ -161,7 +193,8 @@ def _wait_for(groups: list[PlacementGroup], cfg: Config, name: str) -> None:
 def ray_logs() -> str:
     """The folder of Ray's logs on this node. It has the same name on all nodes."""
     node: Any = ray._private.worker._global_node
-    return node.get_logs_dir_path()
+    # Behind ray:// this process is none of the cluster's.
+    return node.get_logs_dir_path() if node else "/tmp/ray/session_latest/logs"
 
 
 def _lacking(num_missing: int, cfg: Config, resource: str) -> str:

@@ -78,6 +78,7 @@ class Plan:
     num_nodes: int
     devices_per_node: int
     num_devices: int
+    devices_per_copy: int
     sequence_parallel_size: int
     data_parallel_size: int
     ref_data_parallel_size: int
@@ -144,6 +145,7 @@ def make_plan(
         num_nodes=config.trainer.nnodes,
         devices_per_node=config.trainer.n_gpus_per_node,
         num_devices=devices,
+        devices_per_copy=shards if 0 < (shards := actor.fsdp_config.fsdp_size) < devices else devices,
         sequence_parallel_size=group,
         data_parallel_size=ranks,
         ref_data_parallel_size=devices // ref.ulysses_sequence_parallel_size,
@@ -214,6 +216,7 @@ def describe(plan: Plan, config: Config) -> str:
         ("devices", f"{plan.num_nodes} x {plan.devices_per_node} = {plan.num_devices} ({_device(config)})"),
         ("data-parallel", f"{plan.data_parallel_size} (sequence-parallel {plan.sequence_parallel_size}, at most "
          f"{plan.most_samples_per_rank:,} samples each)"),
+        *([("between nodes", _between_nodes(plan, rollout.tensor_model_parallel_size))] if plan.num_nodes > 1 else []),
         ("prompts per step", f"{plan.prompts_per_step:,}"),
         ("samples per step", f"{plan.samples_per_step:,} ({count(plan.answers_per_prompt, 'answer')} to each prompt)"),
         ("engine replicas", f"{plan.num_engine_replicas} ({rollout.name}, each on "
@@ -230,6 +233,28 @@ def describe(plan: Plan, config: Config) -> str:
     ]  # fmt: skip
     width = max(len(name) for name, _ in rows)
     return "plan\n" + "\n".join(f"  {name.ljust(width)}  {value}" for name, value in rows)
+
+
+def _between_nodes(plan: Plan, devices_per_engine: int) -> str:
+    """What a step sends from node to node, where links are slowest. Neighbouring ranks share a node (`reserve`), so a
+    group of devices leaves it only where it is larger."""
+    here = plan.devices_per_node
+
+    def nodes(size: int) -> str:
+        return count(size // here, "node")
+
+    copies = plan.num_devices // plan.devices_per_copy
+    said = [f"gradients, as there are {copies} copies of the weights"] if copies > 1 else []
+    if plan.devices_per_copy > here:
+        said.append(
+            f"the weights of every layer, as {nodes(plan.devices_per_copy)} share a copy "
+            f"(actor.fsdp_config.fsdp_size={here}, where memory allows: one in each node)"
+        )
+    if plan.sequence_parallel_size > here:
+        said.append(f"heads and tokens of every layer, as {nodes(plan.sequence_parallel_size)} share a sequence")
+    if devices_per_engine > here:
+        said.append(f"every layer of every token that is generated, as {nodes(devices_per_engine)} share an engine")
+    return "; ".join(said)
 
 
 def _ranks_of_its_own(plan: Plan, ranks: int) -> str:

@@ -90,6 +90,39 @@ def test_a_cluster_that_does_not_answer_is_told_at_once():
     assert "address=127.0.0.1:1 (or RAY_ADDRESS): nobody answers there" in problem
 
 
+@pytest.mark.parametrize(
+    ("address", "cause", "said"),
+    [
+        (
+            "10.0.0.1:6379",
+            "Unauthenticated: RPC error: InvalidAuthToken: Authentication token is missing",
+            "RAY_AUTH_TOKEN",
+        ),
+        ("10.0.0.1:6379", "No node info found", "make this one a node (ray_start.sh worker), or set"),
+        (
+            "auto",
+            "Could not find any running Ray instance",
+            "This machine is no node of a cluster: start Ray with scripts/",
+        ),
+        ("ray://10.0.0.1:6379", "ray client connection timeout", "Its port is that of Ray's client server (10001"),
+    ],
+)
+def test_what_keeps_a_driver_out_is_told(monkeypatch, address, cause, said):
+    def fail(**arguments):
+        raise ConnectionError("Failed to connect to Ray cluster") from RuntimeError(cause)
+
+    monkeypatch.setattr(subject.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(subject.ray, "init", fail)
+    monkeypatch.setattr(subject, "ray_problems", lambda config: [])
+    monkeypatch.setattr(subject, "_use_token", lambda: None)
+    config = small_config()
+    config.ray_kwargs.ray_init["address"] = address
+    with pytest.raises(ConfigError) as caught:
+        subject.start_ray(config)
+    assert f"ray.init(address={address}) failed" in str(caught.value)
+    assert said in str(caught.value)
+
+
 def test_several_nodes_need_a_cluster(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     config = settings(2)

@@ -35,6 +35,73 @@ def test_the_arithmetic_of_a_64_device_run():
     assert (found.steps_per_epoch, found.total_steps) == (7, 21)
 
 
+def test_the_arithmetic_of_a_384_device_run():
+    found = plan(
+        "data.train_batch_size=512", f"{A}actor.ppo_mini_batch_size=128", f"{A}rollout.n=16",
+        f"{A}actor.ulysses_sequence_parallel_size=8", f"{A}actor.fsdp_config.fsdp_size=16",
+        f"{A}rollout.tensor_model_parallel_size=4", f"{A}actor.ppo_max_token_len_per_gpu=5000", "trainer.nnodes=24",
+        "trainer.n_gpus_per_node=16", "trainer.total_epochs=1", num_prompts=17000,
+    )  # fmt: skip
+    assert (found.num_devices, found.devices_per_copy, found.data_parallel_size) == (384, 16, 48)
+    assert (found.samples_per_step, found.optimizer_steps_per_step, found.samples_per_mini_batch) == (8192, 4, 2048)
+    # 8192 / 48 and 512 / 96 are no whole numbers.
+    assert (found.num_engine_replicas, found.most_samples_per_rank, found.samples_per_replica) == (96, 171, 96)
+    assert found.update_budget == PassBudget(40_000, None)
+    assert found.num_reward_workers <= 64
+    assert found.steps_per_epoch == 33
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (["trainer.n_gpus_per_node=8"], None),
+        (
+            [],
+            "the weights of every layer, as 8 nodes share a copy (actor.fsdp_config.fsdp_size=8, where memory allows: "
+            "one in each node)",
+        ),
+        ([f"{A}actor.fsdp_config.fsdp_size=8"], "gradients, as there are 8 copies of the weights"),
+        ([f"{A}actor.fsdp_config.fsdp_size=4"], "gradients, as there are 16 copies of the weights"),
+        (
+            [f"{A}actor.fsdp_config.fsdp_size=16", f"{A}actor.ulysses_sequence_parallel_size=16"],
+            "gradients, as there are 4 copies of the weights; the weights of every layer, as 2 nodes share a copy "
+            "(actor.fsdp_config.fsdp_size=8, where memory allows: one in each node); heads and tokens of every layer, "
+            "as 2 nodes share a sequence",
+        ),
+        (
+            [f"{A}actor.fsdp_config.fsdp_size=8", f"{A}rollout.tensor_model_parallel_size=32"],
+            "gradients, as there are 8 copies of the weights; every layer of every token that is generated, as 4 nodes "
+            "share an engine",
+        ),
+    ],
+)
+def test_the_plan_says_what_goes_between_nodes(keys, said):
+    nodes = ["trainer.n_gpus_per_node=8", *([] if said is None else ["trainer.nnodes=8"])]
+    config = load_config([*nodes, *keys]).config
+    rows = [line.split(maxsplit=2) for line in describe(make_plan(config), config).splitlines()]
+    assert [row[2] for row in rows if row[:2] == ["between", "nodes"]] == ([] if said is None else [said])
+
+
+@pytest.mark.parametrize(
+    ("key", "what"),
+    [
+        (f"{A}actor.ulysses_sequence_parallel_size", "sequences"),
+        (f"{A}rollout.tensor_model_parallel_size", "engines"),
+        (f"{A}actor.fsdp_config.fsdp_size", "copies of the weights"),
+        ("critic.model.fsdp_config.fsdp_size", "copies of the weights"),
+    ],
+)
+def test_what_spans_nodes_spans_whole_ones(key, what):
+    """With 4 nodes of 6 devices, 4 and 8 divide the 24, and would lie on one node here and on two there."""
+    for size in (4, 8):
+        with pytest.raises(ConfigError) as caught:
+            plan("trainer.nnodes=4", "trainer.n_gpus_per_node=6", f"{key}={size}")
+        said = f"{key}={size} does not divide trainer.n_gpus_per_node=6: some {what} would span nodes, and others not."
+        assert f"{said} Use one of 1, 2, 3, 6, or a multiple of 6." in str(caught.value)
+    for size in (3, 12):
+        plan("trainer.nnodes=4", "trainer.n_gpus_per_node=6", f"{key}={size}")
+
+
 def test_models_may_differ_in_sequence_parallel_size():
     found = plan(
         f"{A}actor.ulysses_sequence_parallel_size=4", f"{A}ref.ulysses_sequence_parallel_size=2",

@@ -41,6 +41,7 @@ VARIANTS = {
     "one reduction": {
         f"{role}.fsdp_config.use_no_sync_for_gradient_accumulation": True for role in (A[:-1], "critic.model")
     },
+    "two copies": {f"{role}.fsdp_config.fsdp_size": 2 for role in (A[:-1], "critic.model")},
     "lora": {**LORA, "critic.model.lora_rank": 3},
     "lora, exact kl": {**LORA, A + "kl_loss_type": "full"},
 }
@@ -49,8 +50,9 @@ SOME = ["loss clip_cov", "exact kl", "lora"]
 CUTS = {
     (1, 1): list(VARIANTS),
     (2, 1): list(VARIANTS),
-    (4, 1): ["loss vanilla", "loss kl_cov", "agg seq-mean-token-mean", *SOME],
-    **dict.fromkeys([(2, 2), (4, 2), (4, 4)], SOME),
+    (4, 1): ["loss vanilla", "loss kl_cov", "agg seq-mean-token-mean", *SOME, "two copies"],
+    **dict.fromkeys([(2, 2), (4, 4)], SOME),
+    (4, 2): [*SOME, "two copies"],
 }
 CASES = [(*sizes, name) for sizes, names in CUTS.items() if sizes != (1, 1) for name in names]
 # Three prompts with two, three and two answers, which share them where they meet in a micro-batch.

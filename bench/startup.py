@@ -1,0 +1,114 @@
+"""What it costs to start: Ray, devices, idle workers, their process group; and what of it is the driver's.
+
+    python -m bench.startup [--workers 1,8,32,64]
+
+Workers are those of `bench.scale`: they import what a run's workers import before a model is loaded, meet, and wait. On
+this machine they share its cores, so the clock shows mostly their imports; on a cluster every node does its own. What
+grows with the cluster whatever the nodes have is the driver's processor time and the meeting of all ranks. Writes
+bench/results/startup_cpu.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import ray
+
+from bench.scale import numbers
+from bench.table import write
+from rltrain.config.load import load_config
+from rltrain.controller.cluster import reserve, start_ray, stop_ray
+from rltrain.controller.group import WorkerGroup
+from rltrain.device import get_device
+
+# Devices of the largest run that is asked about.
+LARGEST = 384
+
+
+def processor_s(pid: int) -> float:
+    """Processor seconds of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / 100
+
+
+def memory_mb(pid: int) -> float:
+    """Memory of a process; pages that several share count in part."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1000
+
+
+def measure(workers: int) -> dict[str, float]:
+    """Seconds of each part of a start, on the clock and on the driver's processor."""
+    cfg = load_config(["trainer.device=cpu", f"trainer.n_gpus_per_node={workers}"]).config
+    device, times, busy = get_device("cpu"), [time.perf_counter()], [own_s()]
+
+    def now() -> None:
+        times.append(time.perf_counter())
+        busy.append(own_s())
+
+    start_ray(cfg)
+    now()
+    try:
+        placement = reserve(cfg, device)
+        now()
+        group = WorkerGroup("hybrid", placement, device, threads=1)
+        started = [each.who.remote() for each in group.workers]
+        pids = [who["pid"] for who in ray.get(started)]
+        now()
+        group.start("bench.idle_worker:IdleWorker", {"prompt_tokens": 1})
+        now()
+        seconds, driver = np.diff(times), np.diff(busy)
+        found = {"ray": seconds[0], "reserve": seconds[1], "start": seconds[2], "connect": seconds[3]}
+        return found | {
+            "driver": driver[1:].sum(),
+            "worker": sum(map(processor_s, pids)) / workers,
+            "memory": sum(map(memory_mb, pids)) / workers,
+        }
+    finally:
+        stop_ray()
+
+
+def own_s() -> float:
+    """Processor seconds of this process, all threads."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--workers", type=numbers, default=[1, 8, 32, 64])
+    parser.add_argument("--out", default="startup_cpu.md")
+    options = parser.parse_args(argv)
+    names = ("ray", "reserve", "start", "connect", "driver", "worker", "memory")
+    found, rows = [], []
+    for workers in options.workers:
+        found.append(measure(workers))
+        rows.append(f"| {workers} | " + " | ".join(f"{found[-1][name]:.2f}" for name in names) + " |")
+        sys.stderr.write(rows[-1] + "\n")
+    notes = ""
+    if len(found) > 1:
+        slope, base = np.polyfit(options.workers, [each["driver"] for each in found], 1)
+        notes = (
+            f"Extrapolated, not measured: {LARGEST} workers take {base + slope * LARGEST:.1f} s of the driver's "
+            f"processor, by a straight line through these rows ({1000 * slope:.0f} ms a worker)."
+        )
+    write(
+        options.out,
+        "python -m bench.startup",
+        "Seconds on the clock until Ray is there (`Ray`), its devices are reserved (`devices`), all worker processes "
+        "have imported torch and answer (`processes`), and have met and built an empty worker (`meeting`), with all "
+        "of them on this machine's cores. `driver CPU`: processor seconds of the driver after Ray's own start. `worker "
+        "CPU` and `worker MB`: of one worker.",
+        ["workers", "Ray", "devices", "processes", "meeting", "driver CPU", "worker CPU", "worker MB"],
+        rows,
+        notes,
+    )
+
+
+if __name__ == "__main__":
+    main()

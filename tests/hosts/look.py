@@ -1,0 +1,64 @@
+"""A driver that trains nothing: joins a cluster as its settings say, and prints what its workers see, as JSON."""
+
+import json
+import os
+import socket
+import sys
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from rltrain.config.load import load_config
+from rltrain.controller.cluster import ray_logs, reserve, start_ray, stop_ray
+from rltrain.controller.group import WorkerGroup
+from rltrain.device import get_device, threads_per_worker
+from rltrain.errors import RltrainError
+from rltrain.main_ppo import _message
+
+PREFIXES = ("GLOO_", "HCCL_", "HF_", "NCCL_", "OMP_NUM", "PYTORCH_", "VLLM_", "WANDB_", "MINE")
+
+
+class Look(Protocol):
+    """What a worker can do."""
+
+    def look(self) -> dict[str, Any]: ...
+
+
+class Looker(Look):
+    """A worker that looks around."""
+
+    def __init__(self) -> None:
+        self.roles = [self]
+
+    def look(self) -> dict[str, Any]:
+        names = [None] * dist.get_world_size()
+        dist.all_gather_object(names, socket.gethostname())
+        variables = {name: value for name, value in os.environ.items() if name.startswith(PREFIXES)}
+        return {"node": socket.gethostname(), "nodes": names, "variables": variables}
+
+
+def main(argv: list[str]) -> int:
+    try:
+        cfg = load_config(argv).config
+        device = get_device("cpu")
+        start_ray(cfg)
+        try:
+            threads = threads_per_worker(cfg.trainer.n_gpus_per_node)
+            group = WorkerGroup("hybrid", reserve(cfg, device), device, threads)
+            group.start("tests.hosts.look:Looker", {})
+            found = {"ranks": group.call(Look.look), "logs": ray_logs(), "driver": socket.gethostname()}
+            sys.stdout.write(f"found {json.dumps(found)}\n")
+            group.stop()
+        finally:
+            stop_ray()
+    except RltrainError as error:
+        sys.stderr.write(_message(error))
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    from tests.hosts import look
+
+    # By its own name, under which the workers know it.
+    sys.exit(look.main(sys.argv[1:]))

@@ -1,0 +1,84 @@
+"""A cluster that somebody else has started with `ray start`: ways to join it, and what workers find on each node."""
+
+import json
+import os
+
+import pytest
+
+from rltrain.env import cpu_quota, installed
+
+TOKEN = {"RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
+LOOK = "python -m tests.hosts.look trainer.device=cpu trainer.nnodes=2 trainer.n_gpus_per_node=1"
+ADDRESS, ENV = "ray_kwargs.ray_init.address", "ray_kwargs.ray_init.runtime_env.env_vars"
+DASHBOARD = installed("aiohttp_cors") and installed("opencensus")
+
+
+@pytest.fixture(scope="module")
+def hosts(network):
+    """Head, worker, and a host that is no node of the cluster."""
+    head, worker, outside = network(3)
+    # Ray's own variable for a process that has no CPU slots, which must not be taken for the user's.
+    del head.environment["OMP_NUM_THREADS"], worker.environment["OMP_NUM_THREADS"]
+    own = TOKEN | {"RAY_AUTH_MODE": "token"}
+    start = f"ray start --disable-usage-stats --num-cpus=1 --include-dashboard={DASHBOARD} --node-ip-address"
+    head.check(f"{start}={head.address} --head --port=6379", own)
+    worker.check(
+        f"{start.replace(f'--include-dashboard={DASHBOARD} ', '')}={worker.address} --address={head.address}:6379",
+        own | {"WANDB_MODE": "offline"},
+    )
+    return head, worker, outside
+
+
+def found(output: str) -> dict:
+    """What the workers have seen, by node."""
+    (line,) = [line for line in output.splitlines() if line.startswith("found ")]
+    seen = json.loads(line.removeprefix("found "))
+    assert sorted(seen["ranks"][0]["nodes"]) == ["host1", "host2"]
+    return {rank["node"]: rank["variables"] for rank in seen["ranks"]}
+
+
+def test_variables_reach_every_node_and_each_finds_its_card(hosts):
+    given = {
+        "GLOO_X": 1, "HCCL_WHITELIST_DISABLE": 1, "NCCL_DEBUG": "WARN", "PYTORCH_X": "a", "VLLM_LOGGING_LEVEL": "INFO",
+        "WANDB_API_KEY": "secret", "WANDB_MODE": "online",
+    }  # fmt: skip
+    passed = {name: str(value) for name, value in given.items()}
+    # Each host has another card, docker0, that comes first and has the same address everywhere.
+    card = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "=eth0", "HCCL_SOCKET_IFNAME": "=eth0"}
+    seen = found(hosts[0].check(f"{LOOK} {ADDRESS}=auto {ENV}.MINE=1", TOKEN | given | {"OTHER": 1}))
+    expected = {**passed, **card, "MINE": "1"}
+    assert {name: seen["host1"].get(name) for name in expected} == expected
+    # The second node has this one of its own.
+    expected["WANDB_MODE"] = "offline"
+    assert {name: seen["host2"].get(name) for name in expected} == expected
+    assert not any("OTHER" in variables for variables in seen.values())
+
+
+def test_a_host_outside_drives_the_cluster_as_a_client(hosts):
+    head, _, outside = hosts
+    seen = found(outside.check(f"{LOOK} {ADDRESS}=ray://{head.address}:10001", TOKEN | {"NCCL_DEBUG": "WARN"}))
+    assert all(variables["NCCL_DEBUG"] == "WARN" for variables in seen.values())
+
+
+@pytest.mark.parametrize("submitted", [False, True], ids=["as Ray starts it", "ray job submit"])
+def test_a_submitted_job_joins_its_cluster(hosts, submitted):
+    if submitted and not DASHBOARD:
+        pytest.skip("`ray job submit` needs the dashboard: pip install 'ray[default]'")
+    head = hosts[0]
+    job = {"env_vars": {"MINE_1": "job", "MINE_2": "job"}}
+    command = f"{LOOK} {ENV}.MINE_2=command {ENV}.MINE_3=command"
+    if submitted:
+        command = f"ray job submit --address http://127.0.0.1:8265 --runtime-env-json '{json.dumps(job)}' -- {command}"
+        seen = found(head.check(command, TOKEN | {"RAY_AUTH_MODE": "token"}))
+    else:
+        by_ray = {
+            "RAY_ADDRESS": f"{head.address}:6379", "RAY_AUTH_MODE": "token", "OMP_NUM_THREADS": 1,
+            "RAY_JOB_CONFIG_JSON_ENV_VAR": f"'{json.dumps({'runtime_env': job, 'metadata': {}})}'",
+        }  # fmt: skip
+        seen = found(
+            head.check("env " + " ".join(f"{name}={value}" for name, value in by_ray.items()) + f" {command}", TOKEN)
+        )
+    for variables in seen.values():
+        assert [variables[f"MINE_{number}"] for number in (1, 2, 3)] == ["job", "command", "command"]
+        # All cores of the node for its one worker.
+        assert variables["OMP_NUM_THREADS"] == str(int(min(len(os.sched_getaffinity(0)), cpu_quota())))

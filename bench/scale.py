@@ -32,6 +32,7 @@ from rltrain.trainer.rewards import Rewards
 from rltrain.trainer.roles import Policy
 
 ANSWERS, PROMPT_TOKENS, STEPS = 8, 100, 3
+DEVICES_PER_NODE = 8
 # The table of a published run (DeepSeek-R1-Distill-Qwen-7B, 64 devices, 2048 samples of 10,426 tokens): seconds a step.
 PUBLISHED_STEP_S = 447.4
 
@@ -83,7 +84,10 @@ def make_trainer(group: WorkerGroup, workers: int, samples: int, tokens: int) ->
 
 
 def start_group(processes: int, ranks: int = 1) -> WorkerGroup:
-    """One idle worker a device, spawned and connected as in a run; each is that of so many ranks."""
+    """One idle worker a device, spawned and connected as in a run; each is that of so many ranks.
+
+    The driver takes every eight ranks for a node, so that rows travel as they would between these.
+    """
     cfg = load_config(["trainer.device=cpu", f"trainer.n_gpus_per_node={processes}"]).config
     device = get_device("cpu")
     start_ray(cfg)
@@ -91,6 +95,7 @@ def start_group(processes: int, ranks: int = 1) -> WorkerGroup:
     group.start("bench.idle_worker:IdleWorker", {"prompt_tokens": PROMPT_TOKENS, "ranks": ranks})
     group.workers = [worker for worker in group.workers for _ in range(ranks)]
     group.world = len(group.workers)
+    group.nodes = [rank // DEVICES_PER_NODE for rank in range(group.world)]
     return group
 
 

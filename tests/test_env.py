@@ -61,7 +61,9 @@ def test_the_engine_decides_queue_and_allocator(device, engine, graphs, queue, g
 
 
 def test_a_worker_sees_its_device_where_ray_hides_none(monkeypatch):
-    monkeypatch.delenv("ASCEND_RT_VISIBLE_DEVICES", raising=False)
+    # Set and deleted, so that it is put back afterwards.
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "")
+    monkeypatch.delenv("ASCEND_RT_VISIBLE_DEVICES")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     see_own_device({})
     assert (os.environ["CUDA_VISIBLE_DEVICES"], os.environ.get("ASCEND_RT_VISIBLE_DEVICES")) == ("4,5,6,7", None)

@@ -143,7 +143,7 @@ def main(argv: list[str] | None = None) -> None:
             stop_ray()
     write(
         options.out,
-        "python -m bench.scale",
+        " ".join(["python -m bench.scale", *(sys.argv[1:] if argv is None else argv)]),
         f"GRPO with a reference, two optimizer steps, {ANSWERS} answers a prompt; workers compute nothing; median of "
         f"{STEPS} steps. `driver CPU`: processor seconds of the driver process a step, all threads. `step`: wall clock "
         "with all workers on this machine's cores. The last column compares with a published step of "

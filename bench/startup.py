@@ -99,7 +99,7 @@ def main(argv: list[str] | None = None) -> None:
         )
     write(
         options.out,
-        "python -m bench.startup",
+        " ".join(["python -m bench.startup", *(sys.argv[1:] if argv is None else argv)]),
         "Seconds on the clock until Ray is there (`Ray`), its devices are reserved (`devices`), all worker processes "
         "have imported torch and answer (`processes`), and have met and built an empty worker (`meeting`), with all "
         "of them on this machine's cores. `driver CPU`: processor seconds of the driver after Ray's own start. `worker "

@@ -13,7 +13,6 @@ from rltrain.controller.cluster import ray_logs, reserve, start_ray, stop_ray
 from rltrain.controller.group import WorkerGroup
 from rltrain.device import get_device, threads_per_worker
 from rltrain.errors import RltrainError
-from rltrain.main_ppo import _message
 
 PREFIXES = ("GLOO_", "HCCL_", "HF_", "NCCL_", "OMP_NUM", "PYTORCH_", "VLLM_", "WANDB_", "MINE")
 
@@ -52,7 +51,7 @@ def main(argv: list[str]) -> int:
         finally:
             stop_ray()
     except RltrainError as error:
-        sys.stderr.write(_message(error))
+        sys.stderr.write(f"error: {error}\n")
         return error.exit_code
     return 0
 

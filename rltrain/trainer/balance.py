@@ -8,8 +8,8 @@ Answers to one prompt that meet in a micro-batch share its tokens (`models.packi
 encoded once however many answers follow, also where an answer is too long to share the tokens. Keeping answers together
 saves work but leaves coarser chunks to spread evenly; the cost model weighs one against the other.
 
-Over several nodes a chunk goes to a rank of the node where it was made, as long as that leaves the ranks as even. So
-over nodes a layout follows where answers were made, and numbers are equal from run to run to rounding.
+Over several nodes a chunk goes to a rank of the node where it was made, as long as that leaves the ranks as even. Which
+node that is depends on when engines were free, so numbers of two such runs are equal to rounding alone.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ Ids = NDArray[np.int64]
 _MICRO_BATCH = 64.0
 # The search for finer chunks ends once the busiest rank takes at most this many times its even share.
 _GOOD_ENOUGH = 1.02
-# How much longer a mini-batch may take for the sake of samples that stay on their node.
-_NEAR_ENOUGH = 1.02
 # Number of the emptiest micro-batches that a chunk is tried in before it counts as not fitting.
 _TRIES = 8
 
@@ -145,19 +143,12 @@ def spread(
 
     Whole prompt groups are tried first, then ever smaller chunks of them; the cheapest result is taken.
     """
-    anywhere, time = _search(ids, replace(work, nodes=None), [0] * num_ranks, budget)
-    if nodes is None or work.nodes is None or len(set(nodes)) == 1:
-        return anywhere
-    near, time_near = _search(ids, work, nodes, budget)
-    return near if time_near <= _NEAR_ENOUGH * time else anywhere
-
-
-def _search(ids: Ids, work: Workload, nodes: Sequence[int], budget: PassBudget) -> tuple[list[list[Ids]], float]:
-    """micro-batches[rank][i], and their time."""
+    if nodes is None or len(set(nodes)) == 1:
+        nodes, work = [0] * num_ranks, replace(work, nodes=None)
     size = int(np.unique(work.keys[ids], return_counts=True)[1].max(initial=1))
     # A lower bound: every prompt is computed once and all ranks are equally busy. Smaller chunks compute prompts more
     # often, so the search stops where they cannot win much.
-    ideal = work.cost(ids) / len(nodes)
+    ideal = work.cost(ids) / num_ranks
     best: list[list[Ids]] = []
     least = math.inf
     while True:
@@ -167,7 +158,7 @@ def _search(ids: Ids, work: Workload, nodes: Sequence[int], budget: PassBudget) 
             best, least = ranks, cost
         # The fixed cost is left out of the comparison, because no split avoids it.
         if size == 1 or least - _MICRO_BATCH * len(best[0]) <= _GOOD_ENOUGH * ideal:
-            return best, least
+            return best
         size = (size + 1) // 2
 
 
@@ -238,21 +229,29 @@ def _spread(chunks: list[_Chunk], work: Workload, nodes: Sequence[int], budget: 
     # No fewer bins can hold the tokens (shared prompts counted once), so the search starts there.
     least = math.ceil(work.tokens(together) / (num_ranks * budget.max_tokens)) if budget.max_tokens else 1
     least = max(least, math.ceil(len(together) / (num_ranks * budget.max_samples))) if budget.max_samples else least
+    bins = _fewest(chunks, max(1, least), nodes, budget)
+    # Bins of about the same cost get the same turn, because ranks wait for each other at every micro-batch. The first
+    # id decides between equal costs, so that the order is never accidental.
+    bins.sort(key=lambda one: (-work.cost(one[1]), one[1][0] if len(one[1]) else -1))
     ranks: list[list[Ids]] = [[] for _ in nodes]
-    for node, bins in _fewest(chunks, max(1, least), nodes, budget).items():
-        here = [rank for rank, each in enumerate(nodes) if each == node]
-        # Bins of about the same cost get the same turn, because ranks wait for each other at every micro-batch. The
-        # first id decides between equal costs, so that the order is never accidental.
-        bins.sort(key=lambda one: (-work.cost(one), one[0] if len(one) else -1))
-        for turn in range(len(bins) // len(here)):
-            row = bins[turn * len(here) : (turn + 1) * len(here)]
-            # Back and forth, so that no rank gets the costliest bin of every turn.
-            for rank, one in zip(here, row if turn % 2 == 0 else reversed(row), strict=True):
-                ranks[rank].append(one)
+    for turn in range(len(bins) // num_ranks):
+        # Back and forth, so that no rank gets the costliest bin of every turn.
+        seats = list(range(num_ranks)) if turn % 2 == 0 else list(range(num_ranks))[::-1]
+        row, others = bins[turn * num_ranks : (turn + 1) * num_ranks], []
+        for node, ids in row:
+            # A seat of its node, while there is one: whoever computes it, the turn takes as long.
+            near = next((rank for rank in seats if nodes[rank] == node), None)
+            if near is None:
+                others.append(ids)
+            else:
+                ranks[near].append(ids)
+                seats.remove(near)
+        for rank, ids in zip(seats, others, strict=True):
+            ranks[rank].append(ids)
     return ranks
 
 
-def _fewest(chunks: list[_Chunk], count: int, nodes: Sequence[int], budget: PassBudget) -> dict[int, list[Ids]]:
+def _fewest(chunks: list[_Chunk], count: int, nodes: Sequence[int], budget: PassBudget) -> list[tuple[int, Ids]]:
     """The fewest bins per rank, at least ``count``, that hold all chunks: by doubling strides, then by bisection."""
     too_few, stride = count - 1, 1
     # This ends: with as many bins as chunks, every chunk finds an empty one, which takes anything.
@@ -298,10 +297,10 @@ class _Bin:
         return True
 
 
-def _fill(chunks: list[_Chunk], count: int, nodes: Sequence[int], budget: PassBudget) -> dict[int, list[Ids]] | None:
-    """``count`` bins per rank, by node: costliest first into the emptiest bin that has room (Graham 1969).
+def _fill(chunks: list[_Chunk], count: int, nodes: Sequence[int], budget: PassBudget) -> list[tuple[int, Ids]] | None:
+    """``count`` bins per rank, each with its node: costliest first into the emptiest bin that has room (Graham 1969).
 
-    That is the emptiest of the chunk's own node, where that stays within an even share. None when a chunk fits nowhere.
+    While a bin of the chunk's own node has room within an even share, it goes there. None when a chunk fits nowhere.
     """
     bins = {node: [_Bin() for _ in range(count * list(nodes).count(node))] for node in dict.fromkeys(nodes)}
     heaps = {node: [(0.0, number) for number in range(len(some))] for node, some in bins.items()}
@@ -315,7 +314,7 @@ def _fill(chunks: list[_Chunk], count: int, nodes: Sequence[int], budget: PassBu
         order = sorted((heaps[node][0][0], node != chunk.node, node) for node in heaps if heaps[node])
         if not any(_place(chunk, bins[node], heaps[node], budget) for *_, node in order):
             return None
-    return {node: [np.array(sorted(each.ids), dtype=np.int64) for each in some] for node, some in bins.items()}
+    return [(node, np.array(sorted(one.ids), dtype=np.int64)) for node, some in bins.items() for one in some]
 
 
 def _place(chunk: _Chunk, bins: list[_Bin], heap: list[tuple[float, int]], budget: PassBudget) -> bool:

@@ -11,7 +11,7 @@ from rltrain.data.images import PromptImages
 from rltrain.models.packing import pack
 from rltrain.ragged import Ragged
 from rltrain.trainer import balance
-from rltrain.trainer.balance import Workload, cost_of, lay_out, rank_tokens, spread
+from rltrain.trainer.balance import Layout, Workload, cost_of, lay_out, rank_tokens, spread
 from rltrain.trainer.plan import PassBudget
 from tests.batches import batch_of_rows
 
@@ -239,9 +239,16 @@ def long_tail(num_nodes: int, minis: int) -> tuple[Workload, list]:
     return replace(work, nodes=home[groups]), np.split(np.arange(2048), minis)
 
 
-@pytest.mark.parametrize(("minis", "stay"), [(1, 0.9), (4, 0.7)])
-@pytest.mark.parametrize("num_nodes", [2, 8])
-def test_answers_stay_on_their_node_and_ranks_stay_even(num_nodes, minis, stay):
+def seconds(layout: Layout, work: Workload) -> float:
+    """As the cost model has it: the ranks are in step at every micro-batch."""
+    turns = zip(*(layout.micro_batches(rank) for rank in range(len(layout.ids))), strict=True)
+    return sum(max(map(work.cost, turn)) for turn in turns)
+
+
+@pytest.mark.parametrize("minis", [1, 4])
+@pytest.mark.parametrize(("num_nodes", "stay"), [(2, 0.6), (8, 0.35)])
+def test_answers_stay_on_their_node_where_that_costs_nothing(num_nodes, stay, minis):
+    """By chance a half of them would, and an eighth."""
     (work, mini_batches), budget = long_tail(num_nodes, minis), PassBudget(32_768, None)
     nodes = np.arange(num_nodes).repeat(4)
     layout = lay_out(mini_batches, work, len(nodes), budget, nodes.tolist())
@@ -250,7 +257,7 @@ def test_answers_stay_on_their_node_and_ranks_stay_even(num_nodes, minis, stay):
     )
     assert here > stay * work.answers.sum()
     anywhere = lay_out(mini_batches, work, len(nodes), budget)
-    assert cost_of(layout, work).micro_batches < 1.02 * cost_of(anywhere, work).micro_batches
+    assert seconds(layout, work) < 1.003 * seconds(anywhere, work)
     assert sorted(np.concatenate(layout.ids).tolist()) == list(range(2048))
     # On one node nothing is preferred.
     assert str(lay_out(mini_batches, replace(work, nodes=None), len(nodes), budget)) == str(anywhere)
@@ -261,7 +268,7 @@ def test_answers_leave_a_node_that_made_them_all():
     work, (ids,) = long_tail(1, 1)
     nodes, budget = [0, 0, 1, 1], PassBudget(32_768, None)
     layout = lay_out([ids], work, 4, budget, nodes)
-    assert cost_of(layout, work).micro_batches < 1.02 * cost_of(lay_out([ids], work, 4, budget), work).micro_batches
+    assert seconds(layout, work) < 1.003 * seconds(lay_out([ids], work, 4, budget), work)
 
 
 def test_how_many_micro_batches_are_needed_is_found_in_few_tries(monkeypatch):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from rltrain.env import first_set
 from rltrain.errors import ConfigError
 
-_USAGE = """usage: ray_start.sh [head | worker [ADDRESS] | stop [ADDRESS]] [options] [-- COMMAND]"""
+_USAGE = """ray_start.sh [head | worker [ADDRESS] | stop [ADDRESS]] [options] [-- COMMAND]"""
 
 
 @dataclass(frozen=True)
@@ -40,15 +42,23 @@ def read(argv: list[str]) -> Launch:
     role = words.pop(0) if words and not words[0].startswith("-") else ""
     role = role or {"": "", "0": "head"}.get(rank, "worker")
     if role not in ("head", "worker", "stop"):
-        raise ConfigError(
-            f"{f'{role!r} is neither head, worker nor stop' if role else 'say head or worker, or set RANK'}\n{_USAGE}"
-        )
+        wrong = f"{role!r} is neither head, worker nor stop" if role else "say head or worker, or set RANK"
+        raise ConfigError(f"{wrong}\nusage: {_USAGE}")
     named = words.pop(0) if role != "head" and words and not words[0].startswith("-") else ""
-    own, rest = _own_options(words)
-    nodes = _number("--nodes (or NNODES)", own.get("nodes") or first_set("NNODES", "SLURM_NNODES"))
-    in_command = _number("trainer.nnodes", _value_of("trainer.nnodes", run))
+    options = argparse.ArgumentParser(prog="ray_start.sh", usage=_USAGE, allow_abbrev=False, add_help=False)
+    options.add_argument("--nodes", default=first_set("NNODES", "SLURM_NNODES"))
+    options.add_argument("--devices", default=_value_of("trainer.n_gpus_per_node", run))
+    own, rest = options.parse_known_args(words)
+    nodes, in_command = (
+        _number("--nodes (or NNODES)", own.nodes),
+        _number("trainer.nnodes", _value_of("trainer.nnodes", run)),
+    )
     if nodes and in_command and nodes != in_command:
         raise ConfigError(f"NNODES={nodes}, but the command says trainer.nnodes={in_command}: leave one of them out.")
+    if run and role == "head" and not (nodes or in_command):
+        raise ConfigError(
+            "the command would not wait for other nodes: say how many there are, by NNODES=4 or --nodes=4."
+        )
     port = first_set("RAY_PORT", "MASTER_PORT") or "6379"
     address = named or ("" if role == "stop" else first_set("HEAD_ADDRESS", "MASTER_ADDR"))
     file = first_set("HEAD_FILE")
@@ -56,29 +66,15 @@ def read(argv: list[str]) -> Launch:
         role=role,
         rank=int(rank) if rank else None,
         address=address if not address or ":" in address else f"{address}:{port}",
-        # As the head's working folder is shared more often than not, nothing has to be said in the simplest case.
-        file=Path(file or ".ray_head").absolute() if file or rank else None,
+        # As the folder one works in is shared more often than not, nothing has to be said in the simplest case.
+        file=Path(file or ".ray_head").absolute() if file or (rank and os.access(".", os.W_OK)) else None,
         port=port,
         wait_s=_number("WAIT_S", first_set("WAIT_S") or "360", least=0) or 0,
         num_nodes=nodes or in_command,
-        devices=_number("--devices", own.get("devices") or _value_of("trainer.n_gpus_per_node", run)),
+        devices=_number("--devices", own.devices),
         arguments=rest,
         command=run,
     )
-
-
-def _own_options(words: list[str]) -> tuple[dict[str, str], list[str]]:
-    """--nodes and --devices, with their values, and the words that are for `ray start`."""
-    own: dict[str, str] = {}
-    rest: list[str] = []
-    left = iter(words)
-    for word in left:
-        name, equals, value = word.partition("=")
-        if name in ("--nodes", "--devices"):
-            own[name[2:]] = value if equals else next(left, "")
-        else:
-            rest.append(word)
-    return own, rest
 
 
 def _number(name: str, text: str, least: int = 1) -> int | None:

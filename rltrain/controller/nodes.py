@@ -106,7 +106,8 @@ class Board:
         try:
             return ask()
         except (RayError, RuntimeError) as error:
-            raise ConnectionError(str(error).strip().partition("\n")[0]) from error
+            said = "the token of this node is not the head's" if "AuthToken" in str(error) else str(error).strip()
+            raise ConnectionError(said.partition("\n")[0]) from error
 
 
 def clusters_here() -> dict[str, list[int]]:

@@ -66,6 +66,7 @@ def test_a_node_learns_who_it_is(say, words, variables, expected):
         ("haed", {}, "'haed' is neither head, worker nor stop"),
         ("", {"RANK": "one"}, "RANK=one .* has to be the number of this node: 0, 1, 2"),
         ("head --nodes=0", {}, "--nodes .or NNODES.=0 has to be a whole number, 1 or more"),
+        ("head -- run", {}, r"say how many there are, by NNODES=4 or --nodes=4"),
         ("head -- run trainer.nnodes=4", {"NNODES": 2}, "NNODES=2, but the command says trainer.nnodes=4"),
     ],
 )
@@ -198,7 +199,7 @@ def test_a_request_to_end_reaches_the_run_and_waits_for_it(say, tmp_path, by):
         asked.append(signal.SIGTERM) if by == "a signal here" else board.tell(STOP, "n1")
 
     thread = threading.Thread(target=ask)
-    launch = say("head -- x")
+    launch = say("head --nodes=1 -- x")
     launch.command[:] = ["bash", "-c", SAVES]
     thread.start()
     assert module._drive(board, launch, asked) == 75
@@ -214,6 +215,52 @@ def test_the_command_learns_where_ray_is_and_its_code_is_kept(say, tmp_path):
     launch.command[:] = ["/no/such/program"]
     with pytest.raises(ConfigError, match=r"the command cannot be started: .*'/no/such/program'"):
         module._drive(Paper(), launch, [])
+
+
+def test_ray_is_told_of_npus_and_its_words_are_shown_when_it_fails(say, monkeypatch):
+    started = []
+
+    def run(words, *, env, stdout, **_):
+        started.append((words[words.index("start") + 1 :], env[MARK]))
+        stdout.write("no room in /dev/shm")
+        stdout.flush()
+        return subprocess.CompletedProcess(words, len(started) - 1)
+
+    monkeypatch.setattr(module.subprocess, "run", run)
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0,1,3")
+    module._ray_start(say("head --temp-dir=/x"), "10.0.0.1:6379", "--head")
+    assert started == [(["--head", "--temp-dir=/x", "--resources", '{"NPU": 3}'], "10.0.0.1:6379")]
+    with pytest.raises(ConfigError, match=r"ray start --head --resources=1 failed:\nno room in /dev/shm"):
+        module._ray_start(say("head --resources=1"), "10.0.0.1:6379", "--head")
+
+
+def test_the_dashboard_is_off_unless_it_and_its_host_are_named(monkeypatch):
+    monkeypatch.delenv("DASHBOARD", raising=False)
+    monkeypatch.delenv("DASHBOARD_HOST", raising=False)
+    assert module._dashboard() == ["--include-dashboard=false"]
+    lacks = ImportError("No module named 'aiohttp_cors'")
+    monkeypatch.setattr("ray._private.utils.get_dashboard_dependency_error", lambda: lacks)
+    monkeypatch.setenv("DASHBOARD", "1")
+    with pytest.raises(ConfigError, match=r"DASHBOARD=1 needs pip install 'ray\[default\]==.*aiohttp_cors"):
+        module._dashboard()
+    monkeypatch.setattr("ray._private.utils.get_dashboard_dependency_error", lambda: None)
+    assert module._dashboard() == ["--include-dashboard=true", "--dashboard-host=127.0.0.1"]
+    monkeypatch.setenv("DASHBOARD_HOST", "10.0.0.1")
+    assert module._dashboard()[1] == "--dashboard-host=10.0.0.1"
+
+
+def test_a_worker_leaves_a_head_that_is_silent(say, monkeypatch):
+    def silent(name):
+        raise ConnectionRefusedError("nobody answers at 10.0.0.1:6379")
+
+    board = Paper()
+    board.read = silent
+    monkeypatch.setattr(module, "_SILENT_S", 1)
+    monkeypatch.setattr(
+        module, "_find_head", lambda launch, asked: module._stay(board, Node("10.0.0.2", "n2", 1), asked)
+    )
+    monkeypatch.setenv("RANK", "1")
+    assert module.main(["--", "x"]) == 75
 
 
 def test_a_worker_stays_until_the_command_has_ended(say, monkeypatch):

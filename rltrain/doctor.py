@@ -82,7 +82,7 @@ def _checks(loaded: LoadedConfig, stop: Stop, closing: ExitStack) -> list[Check]
         checks = look_at_nodes(group, cfg, folder)
     if any(check.problems for check in checks if check.name in ("devices", "network", "versions")):
         # They would hang, or fail with a message that says less.
-        return [*checks, Check("collectives", "not tried, as workers could not meet")]
+        return [*checks, Check("collectives", "not tried", notes=["mend what failed, and all devices will be tried"])]
     with logs.waiting(f"connecting {logs.count(group.world, 'device')}"):
         group.start(_WORKER, {"device": cfg.trainer.device})
     names = [f"rank {rank} on {name}" for rank, name in enumerate(group.names)]

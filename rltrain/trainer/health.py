@@ -187,7 +187,9 @@ def _versions(nodes: Sequence[Facts]) -> Check:
 
 def _models_there(nodes: Sequence[Facts]) -> Check:
     problems = [f"{node.name}: {problem} Every node reads it." for node in nodes for problem in node.lacking]
-    return Check("models", "readable", problems)
+    return Check(
+        "models", f"readable on {sum(not node.lacking for node in nodes)} of {count(len(nodes), 'node')}", problems
+    )
 
 
 def _shared(cfg: Config, folder: Path, unshared: Sequence[tuple[str, str]]) -> Check:
@@ -203,5 +205,7 @@ def _shared(cfg: Config, folder: Path, unshared: Sequence[tuple[str, str]]) -> C
 
 def _room(nodes: Sequence[Facts]) -> Iterator[Check]:
     for name, (least, unit, fix) in _ROOM.items():
-        few = [f"{node.name}: {name}: {node.room[name]:.4g} {unit}. {fix}" for node in nodes if node.room[name] < least]
-        yield Check(name, f"{min(node.room[name] for node in nodes):.4g} {unit} at least", notes=few)
+        left = {node.name: f"{node.room[name]:,.1f}".removesuffix(".0") + f" {unit}" for node in nodes}
+        few = [f"{node.name}: {name}: {left[node.name]}. {fix}" for node in nodes if node.room[name] < least]
+        lowest = min(nodes, key=lambda node: node.room[name])
+        yield Check(name, f"{left[lowest.name]} at least", notes=few)

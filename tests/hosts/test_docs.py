@@ -1,0 +1,110 @@
+"""The commands of docs/npu.md and docs/cluster.md, typed as they stand there: in a fresh checkout, on hosts that have
+never seen rltrain. Each is typed here, or stands in `ELSEWHERE` with the reason why it cannot be.
+"""
+
+import re
+import shutil
+
+import pytest
+
+from tests.hosts.hosts import ROOT
+from tests.tiny import save_tiny_model, write_arithmetic
+
+# What begins so, and what it needs that is not here.
+ELSEWHERE = {
+    r"npu-smi |ls /dev/davinci|bash examples/grpo_gsm8k_npu_8\.sh$|python -m rltrain\.(view|report) check": "NPUs",
+    r"python -c .import vllm_ascend|source /usr/local/Ascend": "NPUs",
+    r"git clone |python3\.11 -m venv|export PIP_|\[ .*PIP_|pip install|hf download": "downloads",
+    r"python -m rltrain\.data_preprocess\.gsm8k --output": "downloads",
+    r"RANK=0 NNODES=4 bash scripts/ray_start\.sh -- bash examples/math/": "32 NPUs",
+    r"sbatch |kubectl ": "a scheduler",
+}
+# What a dry run of an NPU's recipe has to complain of on a machine without one.
+LACKS = ("trainer.device=npu: this machine has 0 NPU devices", "rollout.name=vllm: the package is not installed here")
+ONE_NODE = {
+    "python -m rltrain.env_report": (0, ["PyTorch version"]),
+    "bash examples/grpo_gsm8k_npu_8.sh --dry-run": (2, ["samples per step          1,280", LACKS[0]]),
+    "python -m rltrain.port run_verl.sh -o run.sh": (0, ["next: bash run.sh --dry-run"]),
+    "bash run.sh --dry-run": (2, ["samples per step          640", LACKS[0]]),
+}
+# On every node with its own rank: what stands behind ray_start.sh, and what the first node says.
+_BOTH = "RANK=0 NNODES=2 bash scripts/ray_start.sh -- "
+ALL_NODES = {
+    f"{_BOTH}bash examples/nodes_cpu.sh": ["2 x 1 = 2 (cpu)", "exported model:"],
+    f"{_BOTH}python -m rltrain.doctor trainer.default_local_dir=outputs/examined": ["192.0.2.2"],
+}
+VERL = """
+python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=data/gsm8k/train.parquet \\
+    data.val_files=data/gsm8k/test.parquet data.train_batch_size=128 data.max_prompt_length=512 \\
+    data.max_response_length=128 actor_rollout_ref.model.path=models/Qwen2.5-0.5B-Instruct \\
+    actor_rollout_ref.model.use_remove_padding=False actor_rollout_ref.actor.ppo_mini_batch_size=64 \\
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=20 actor_rollout_ref.actor.use_kl_loss=True \\
+    actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=40 actor_rollout_ref.rollout.name=vllm \\
+    actor_rollout_ref.rollout.n=5 actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=40 \\
+    trainer.n_gpus_per_node=8 trainer.nnodes=1 trainer.total_epochs=1 trainer.device=npu $@
+"""
+
+
+def commands(page: str) -> list[str]:
+    """The commands of a page, without the remarks behind them."""
+    blocks = re.findall(r"^```bash\n(.*?)^```", (ROOT / "docs" / page).read_text(), re.MULTILINE | re.DOTALL)
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    return [" ".join(line.split("  #")[0].split()) for line in lines if line.strip() and not line.startswith("#")]
+
+
+@pytest.mark.parametrize("page", ["npu.md", "cluster.md"])
+def test_every_command_of_a_page_is_typed_or_needs_more(page):
+    given = commands(page)
+    assert given
+    typed = ONE_NODE.keys() | ALL_NODES.keys()
+    assert [each for each in given if each not in typed and not any(re.match(what, each) for what in ELSEWHERE)] == []
+    if page == "npu.md":
+        assert typed <= set(given)
+
+
+@pytest.fixture(scope="module")
+def hosts(network):
+    """Two, with a checkout on storage that both see; in it a model and data in the place of those one downloads."""
+    found = network(2)
+    checkout = found[0].shared / "rltrain"
+    for name in ("rltrain", "scripts", "examples"):
+        shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (checkout / "data/gsm8k").mkdir(parents=True)
+    for split, number in (("train", 300), ("test", 4)):
+        write_arithmetic(checkout / f"data/gsm8k/{split}.parquet", range(number))
+    save_tiny_model(checkout / "models/Qwen2.5-0.5B-Instruct", heads=16, kv_heads=16, positions=2048)
+    (checkout / "run_verl.sh").write_text(VERL)
+    return found
+
+
+def typed(host, line: str):
+    """A line of the page, in the checkout, with it as what `pip install -e .` installs."""
+    checkout = host.shared / "rltrain"
+    return host.start(line, {"PYTHONPATH": checkout}, cwd=checkout)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [pytest.param(each, marks=pytest.mark.long) if each == "bash run.sh --dry-run" else each for each in ONE_NODE],
+)
+def test_a_command_for_one_node_does_what_its_page_says(hosts, line):
+    code, words = ONE_NODE[line]
+    if line.startswith("bash run.sh"):
+        assert typed(hosts[0], "python -m rltrain.port run_verl.sh -o run.sh").wait() == 0
+    job = typed(hosts[0], line)
+    assert job.wait(120) == code, job.output
+    for each in words:
+        assert each in job.output
+    if line.endswith("--dry-run"):
+        problems = re.findall(r"^  (\S.*)", job.output[job.output.index("a run would refuse") :], re.MULTILINE)
+        assert [each for each in problems if not any(lack in each for lack in LACKS)] == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("line", ALL_NODES)
+def test_a_command_for_all_nodes_does_what_its_page_says(hosts, line):
+    jobs = [typed(host, line.replace("RANK=0", f"RANK={rank}")) for rank, host in enumerate(hosts)]
+    assert [job.wait(300) for job in jobs] == [0, 0], "\n".join(job.output for job in jobs)
+    for each in ALL_NODES[line]:
+        assert each in jobs[0].output
+    assert not any(host.pids("raylet") for host in hosts)

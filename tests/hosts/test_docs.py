@@ -17,7 +17,6 @@ ELSEWHERE = {
     r"git clone |python3\.11 -m venv|export PIP_|\[ .*PIP_|pip install|hf download": "downloads",
     r"python -m rltrain\.data_preprocess\.gsm8k --output": "downloads",
     r"RANK=0 NNODES=4 bash scripts/ray_start\.sh -- bash examples/math/": "32 NPUs",
-    r"sbatch |kubectl ": "a scheduler",
 }
 # What a dry run of an NPU's recipe has to complain of on a machine without one.
 LACKS = ("trainer.device=npu: this machine has 0 NPU devices", "rollout.name=vllm: the package is not installed here")
@@ -32,6 +31,12 @@ _BOTH = "RANK=0 NNODES=2 bash scripts/ray_start.sh -- "
 ALL_NODES = {
     f"{_BOTH}bash examples/nodes_cpu.sh": ["2 x 1 = 2 (cpu)", "exported model:"],
     f"{_BOTH}python -m rltrain.doctor trainer.default_local_dir=outputs/examined": ["192.0.2.2"],
+}
+# On which nodes, in this order: Ray goes on between them.
+KEPT = {
+    "RANK=0 NNODES=2 bash scripts/ray_start.sh": "all",
+    "NNODES=2 bash examples/nodes_cpu.sh": "the first",
+    "bash scripts/ray_start.sh stop": "all",
 }
 VERL = """
 python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=data/gsm8k/train.parquet \\
@@ -56,10 +61,12 @@ def commands(page: str) -> list[str]:
 def test_every_command_of_a_page_is_typed_or_needs_more(page):
     given = commands(page)
     assert given
-    typed = ONE_NODE.keys() | ALL_NODES.keys()
+    typed = ONE_NODE.keys() | ALL_NODES.keys() | KEPT.keys()
     assert [each for each in given if each not in typed and not any(re.match(what, each) for what in ELSEWHERE)] == []
-    if page == "npu.md":
-        assert typed <= set(given)
+
+
+def test_what_is_typed_stands_on_a_page():
+    assert {*ONE_NODE, *ALL_NODES, *KEPT} <= {*commands("npu.md"), *commands("cluster.md")}
 
 
 @pytest.fixture(scope="module")
@@ -107,4 +114,13 @@ def test_a_command_for_all_nodes_does_what_its_page_says(hosts, line):
     assert [job.wait(300) for job in jobs] == [0, 0], "\n".join(job.output for job in jobs)
     for each in ALL_NODES[line]:
         assert each in jobs[0].output
+    assert not any(host.pids("raylet") for host in hosts)
+
+
+@pytest.mark.long
+def test_ray_that_is_kept_takes_a_command_and_is_stopped(hosts):
+    for line, where in KEPT.items():
+        some = hosts if where == "all" else hosts[:1]
+        jobs = [typed(host, line.replace("RANK=0", f"RANK={rank}")) for rank, host in enumerate(some)]
+        assert [job.wait(300) for job in jobs] == [0] * len(jobs), "\n".join(job.output for job in jobs)
     assert not any(host.pids("raylet") for host in hosts)

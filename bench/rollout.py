@@ -36,7 +36,7 @@ from rltrain.models.spec import ModelSpec
 from rltrain.models.weights import Weight
 from rltrain.seeds import sample_seeds
 from rltrain.workers.rollout import hf
-from rltrain.workers.rollout.answers import Answers
+from rltrain.workers.rollout.answers import RunningAnswers
 from rltrain.workers.rollout.base import Generation, Job, RolloutEngine, Sampling
 from rltrain.workers.rollout.queue import Replica
 from rltrain.workers.rollout.settings import EngineSettings
@@ -104,15 +104,15 @@ class AllAtOnce:
 def embedded(engine: hf.HFRollout, work: Workload) -> None:
     """rollout.name=hf. The lengths are put in place of the limits."""
 
-    class Forced(Answers):
+    class Forced(RunningAnswers):
         def add(self, jobs):
             numbers = super().add(jobs)
             self._limits[numbers] = np.concatenate([work.lengths[job.place].numpy() for job in jobs])
             return numbers
 
-    hf.Answers = Forced
+    hf.RunningAnswers = Forced
     serve(engine, work)
-    hf.Answers = Answers
+    hf.RunningAnswers = RunningAnswers
 
 
 def through_vllm(engine: VLLMRollout, work: Workload) -> None:

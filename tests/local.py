@@ -36,7 +36,7 @@ class LocalGroup:
 
     call = WorkerGroup.call
 
-    def submit(self, calls: Sequence[Call]) -> "LocalHandle":
+    def submit(self, calls: Sequence[Call], ranks: range | None = None) -> "LocalHandle":
         (call,) = calls
         self.calls.append(call.name)
         return LocalHandle(self, self.run(call))
@@ -55,11 +55,21 @@ class LocalHandle:
     def __init__(self, group: LocalGroup, found: Any) -> None:
         self.group, self.found = group, found
 
-    def collect(self, deadline_s=None, stream=None):
+    def arrivals(self, deadline_s=None, stream=None):
         if stream:
             stream.arrived(0, *self.group.run(stream.poll))
             stream.tick()
+        yield self, 0
+
+    def collect(self):
+        return self.results
+
+    @property
+    def results(self):
         return [self.found]
+
+    def of(self, rank):
+        return self.found
 
 
 class LocalPool:

@@ -18,6 +18,7 @@ from rltrain.config.effects import holds
 from rltrain.config.engines import ENGINES, engines_with
 from rltrain.config.keys import all_keys, followed, get, plugin_keys
 from rltrain.config.load import LoadedConfig
+from rltrain.config.overlap import overlap_problems
 from rltrain.config.renames import shown
 from rltrain.config.schema import Config
 from rltrain.errors import ConfigError
@@ -45,7 +46,7 @@ def broken_rules(loaded: LoadedConfig) -> list[str]:
     # Every rule must bear values that another one refuses, since all of them run.
     models = (_lora, _shared_sequences, budget_problems)
     rewards = (_reward_terms, _reward_model, _scorers)
-    rules = (_each_key, _lists, uneven, _comparison, _correction, *models, *rewards, _tail, _engine, _run)
+    rules = (_each_key, _lists, uneven, _comparison, _correction, *models, *rewards, _tail, overlap_problems, _engine, _run)
     # The keys that the user wrote are named; where several follow one of them, it is told once.
     return list(dict.fromkeys(loaded.as_written(problem) for rule in rules for problem in rule(loaded.config)))
 

@@ -15,6 +15,7 @@ from rltrain.config.declarations import ESTIMATORS, POLICY_LOSSES, estimator_tra
 from rltrain.config.engines import ENGINES
 from rltrain.config.keys import all_keys, free_form_parent, get
 from rltrain.config.load import LoadedConfig
+from rltrain.config.overlap import has_passes
 from rltrain.config.renames import shown
 from rltrain.config.schema import Config
 from rltrain.config.step_passes import needs_all_old_log_probs
@@ -36,6 +37,7 @@ def without_effect(loaded: LoadedConfig) -> list[str]:
         _own_attention,
         _whole_pass,
         _whole_checkpoints,
+        _nothing_early,
         _conditions,
         lambda loaded: unused_sizes(loaded.config),
     ):
@@ -167,6 +169,11 @@ def _own_attention(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
 def _whole_pass(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
     if loaded.config.algorithm.rollout_correction.bypass_mode or needs_all_old_log_probs(loaded.config):
         yield f"{_A}actor.recompute_old_log_prob", "this mode needs the whole pass, or none"
+
+
+def _nothing_early(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
+    if not has_passes(loaded.config):
+        yield "trainer.overlap", "a step of this run has no log-prob pass beside the update's own"
 
 
 def _whole_checkpoints(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:

@@ -318,6 +318,8 @@ class TrainerConfig:
     """Validate before the first step."""
     val_only: bool = False
     """Stop after that validation."""
+    overlap: bool = key(False, only_with={"n_gpus_per_node>1 or nnodes>1": "one device never waits for another"})
+    """Devices without answers to generate begin with log-probs; they need a copy of the weights (docs/rollout.md)."""
     test_freq: int = key(-1, only_with={"data.val_files or test_freq<1": "data.val_files is not set"})
     """Validate every so many steps and after the last; -1: never."""
     save_freq: int = -1
@@ -330,9 +332,7 @@ class TrainerConfig:
     """Newest checkpoints to keep; null or -1: all."""
     resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
     """auto (the newest checkpoint in the run folder), disable, or resume_path."""
-    resume_from_path: str | None = key(
-        None, only_with={"resume_mode=resume_path": "set trainer.resume_mode=resume_path to use it"}
-    )
+    resume_from_path: str | None = key(None, only_with="resume_mode=resume_path")
     """Checkpoint folder (global_step_N) for resume_mode=resume_path."""
     resume_weights_only: bool = False
     """Take only the weights from the checkpoint and start at step 0."""

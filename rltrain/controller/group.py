@@ -13,9 +13,9 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
 
 import ray
 from ray.util.placement_group import PlacementGroup
@@ -54,13 +54,18 @@ _NAMED_RANKS = 4
 class Handle(Generic[_Result]):
     """A call that runs on every rank, or waits there until earlier calls have ended.
 
-    references[rank]: of the objects that stay in the store, and last of the result for the driver.
+    references[i]: what rank first_rank + i makes: objects that stay in the store, and last the result for the driver.
     """
 
-    def __init__(self, group: WorkerGroup, phase: str, references: list[list[Any]]) -> None:
+    def __init__(self, group: WorkerGroup, phase: str, references: list[list[Any]], first_rank: int = 0) -> None:
         self._group = group
         self._phase = phase
         self._references = references
+        self._first_rank = first_rank
+        self._results: dict[int, Any] = {}
+        self._waiting: dict[Any, tuple[Handle[Any], int]] = {
+            each[-1]: (self, first_rank + place) for place, each in enumerate(references)
+        }
 
     def collect(self, deadline_s: float | None = None, stream: Stream[Any] | None = None) -> list[_Result]:
         """Wait for the results of all ranks. Objects stay in the store, as references.
@@ -68,17 +73,43 @@ class Handle(Generic[_Result]):
         An error of any rank ends all workers and is raised as one RltrainError. So does a call that has not ended
         within ``deadline_s`` from now (None: within what `Deadlines` allows a call of this kind).
         """
-        group, deadlines = self._group, self._group.deadlines
+        for _ in self.arrivals(deadline_s, stream):
+            pass
+        return self.results
+
+    @property
+    def done(self) -> bool:
+        """Whether the results of all ranks are here."""
+        return len(self._results) == len(self._references)
+
+    @property
+    def results(self) -> list[_Result]:
+        """What has come so far, in the order of the ranks."""
+        return [self.of(rank) for rank in sorted(self._results)]
+
+    def of(self, rank: int) -> _Result:
+        """What ``rank`` has returned."""
+        *objects, _ = self._references[rank - self._first_rank]
+        found: Any = (*objects, self._results[rank]) if objects else self._results[rank]
+        return cast(_Result, found)
+
+    def also(self, other: Handle[Any]) -> None:
+        """Have a loop over `arrivals` wait for the results of ``other`` too."""
+        self._waiting |= other._waiting
+
+    def arrivals(
+        self, deadline_s: float | None = None, stream: Stream[Any] | None = None
+    ) -> Iterator[tuple[Handle[Any], int]]:
+        """As `collect`, but yields (handle, rank) as soon as the result of a rank is there."""
+        group, deadlines, waiting = self._group, self._group.deadlines, self._waiting
         limit_s = deadlines.limit_s(self._phase) if deadline_s is None else deadline_s
-        waiting = {references[-1]: rank for rank, references in enumerate(self._references)}
         polls = _Polls(group.workers, stream)
-        results: dict[int, Any] = {}
         started, warned = time.monotonic(), False
         while waiting or polls.open:
             group.check()
             seconds = time.monotonic() - started
             # Once all results are there, the ranks whose stream is still open are the late ones.
-            late = sorted(set(waiting.values()) or polls.ranks)
+            late = sorted({rank for _, rank in waiting.values()} or polls.ranks)
             if seconds > limit_s:
                 raise group.hung(self._phase, late, seconds)
             if seconds > limit_s / 2 and not warned:
@@ -90,20 +121,20 @@ class Handle(Generic[_Result]):
             ready, _ = ray.wait([*waiting, *polls.open], num_returns=1, timeout=_POLL_S)
             for reference in ready:
                 found, error = _get(reference)
+                handle, rank = waiting.pop(reference, (None, -1))
                 if error:
-                    rank = waiting.pop(reference) if reference in waiting else polls.open[reference][0]
-                    raise group.failed(self._phase, _errors(waiting) | {rank: error})
-                if reference in waiting:
-                    results[waiting.pop(reference)] = found
-                else:
+                    rank = polls.open[reference][0] if handle is None else rank
+                    others = {each: rank for each, (_, rank) in waiting.items()}
+                    raise group.failed((handle or self)._phase, _errors(others) | {rank: error})
+                if handle is None:
                     polls.receive(reference, found)
+                    continue
+                handle._waiting.pop(reference, None)
+                handle._results[rank] = found
+                group.bytes_through_driver += driver_bytes(found)
+                yield handle, rank
             polls.tick()
         deadlines.took(self._phase, time.monotonic() - started)
-        group.bytes_through_driver += sum(map(driver_bytes, results.values()))
-        returned: list[Any] = []
-        for rank, (*objects, _) in enumerate(self._references):
-            returned.append((*objects, results[rank]) if objects else results[rank])
-        return returned
 
 
 class _Polls:
@@ -244,27 +275,32 @@ class WorkerGroup:
 
     @overload
     def submit(
-        self, calls: Sequence[Call[tuple[_Object, _Other, _Result]]]
+        self, calls: Sequence[Call[tuple[_Object, _Other, _Result]]], ranks: range | None = None
     ) -> Handle[tuple[Any, Any, _Result]]: ...  # references of the objects, and the result
     @overload
-    def submit(self, calls: Sequence[Call[tuple[_Object, _Result]]]) -> Handle[tuple[Any, _Result]]: ...
+    def submit(
+        self, calls: Sequence[Call[tuple[_Object, _Result]]], ranks: range | None = None
+    ) -> Handle[tuple[Any, _Result]]: ...
     @overload
-    def submit(self, calls: Sequence[Call[_Result]]) -> Handle[_Result]: ...
-    def submit(self, calls: Sequence[Call[Any]]) -> Handle[Any]:
-        """Send calls of one method to the workers.
+    def submit(self, calls: Sequence[Call[_Result]], ranks: range | None = None) -> Handle[_Result]: ...
+    def submit(self, calls: Sequence[Call[Any]], ranks: range | None = None) -> Handle[Any]:
+        """Send calls of one method to the workers, or to neighbouring ones (``ranks``).
 
         There is one call per worker, or one per group of neighbouring workers (all groups have the same size), so a
         single call goes to all.
         """
-        copies, num_returns = self.world // len(calls), calls[0].num_objects + 1
-        of_rank = route_calls([calls[rank // copies] for rank in range(self.world)], self.nodes, self._cut)
+        ranks = range(self.world) if ranks is None else ranks
+        copies, num_returns = len(ranks) // len(calls), calls[0].num_objects + 1
+        nodes = [self.nodes[rank] for rank in ranks]
+        of_rank = route_calls([calls[place // copies] for place in range(len(ranks))], nodes, self._cut)
         self.bytes_through_driver += sum(driver_bytes([each.args, each.kwargs]) for each in of_rank)
         sent = [
-            worker.run.options(num_returns=num_returns).remote(call)
-            for worker, call in zip(self.workers, of_rank, strict=True)
+            self.workers[rank].run.options(num_returns=num_returns).remote(call)
+            for rank, call in zip(ranks, of_rank, strict=True)
         ]
         # Ray returns a list only where there are several return values.
-        return Handle(self, calls[0].name, [each if isinstance(each, list) else [each] for each in sent])
+        references = [each if isinstance(each, list) else [each] for each in sent]
+        return Handle(self, calls[0].name, references, ranks.start)
 
     def _cut(self, node: int, cuts: Cuts) -> dict[int, Any]:
         """Have the first worker of ``node`` make the parcels."""

@@ -85,6 +85,13 @@ class Samples:
                 raise ValueError(f"'{name}' has {len(values)} numbers for {self.num_samples} samples")
             self.numbers[name] = np.asarray(values)
 
+    def put(self, ids: Array, numbers: Mapping[str, Array]) -> None:
+        """Add numbers of the samples ``ids``; the others keep theirs, or 0."""
+        for name, values in numbers.items():
+            known = self.numbers.get(name, np.zeros(len(self), values.dtype))
+            self.numbers[name] = known.astype(values.dtype, copy=not known.flags.writeable)
+            self.numbers[name][ids] = values
+
     def attach(self, parts: Sequence[StoredRows]) -> None:
         """Add payload columns that now exist in the object store."""
         for part in parts:
@@ -122,6 +129,13 @@ class Samples:
         for part in self.parts_with(column):
             found[part.ids] = part.node
         return found
+
+    def without(self, column: str) -> Array:
+        """Whether a sample lacks ``column`` [n]."""
+        lacks = np.ones(len(self), dtype=bool)
+        for part in self.parts_with(column):
+            lacks[part.ids] = False
+        return lacks
 
     @classmethod
     def join(cls, pieces: Sequence[tuple[Samples, Array]]) -> Samples:

@@ -23,7 +23,7 @@ from rltrain.trainer.balance import Ids
 from rltrain.trainer.metrics import Metrics
 from rltrain.trainer.plan import Plan
 from rltrain.trainer.rewards import Rewards, accuracy, known_number
-from rltrain.trainer.roles import Policy
+from rltrain.trainer.roles import Early, Policy
 from rltrain.trainer.tail import Prompt, PromptLine
 from rltrain.trainer.timing import StepTimer
 from rltrain.workers.rollout.base import Sampling
@@ -64,9 +64,9 @@ class Experience:
         """The epoch (from 0) of the newest prompts."""
         return self.sampler.epoch(max(self.batches_drawn - 1, 0))
 
-    def collect(self, timer: StepTimer) -> tuple[Samples, Metrics]:
-        """y ~ pi_old(. | x) and r(x, y) for the prompts of one step, prompt-major."""
-        rounds = [self._round(timer)]
+    def collect(self, timer: StepTimer, early: Early | None = None) -> tuple[Samples, Metrics]:
+        """y ~ pi_old(. | x) and r(x, y) for the prompts of one step, prompt-major. early: see `Policy.generate`."""
+        rounds = [self._round(timer, early)]
         samples = rounds[0].samples
         found: Metrics = {}
         if self._cfg.algorithm.filter_groups.enable:
@@ -91,7 +91,7 @@ class Experience:
         shape = m.rollout_metrics([each.generated for each in rounds], replicas, at_once)
         return samples, m.join_rounds([each.metrics for each in rounds]) | shape | found
 
-    def _round(self, timer: StepTimer) -> _Round:
+    def _round(self, timer: StepTimer, early: Early | None = None) -> _Round:
         started = self.line.take(self._draw)
         n = self._rollout.n
         sampling = self._sampling(self._rollout, greedy=not self._rollout.do_sample)
@@ -104,7 +104,7 @@ class Experience:
         terms = self.line.terms(started) | {"stream": arrivals is not None}
         task = GenerateTask("train", rows, n, sampling, self._seed, draws, **terms)
         with timer("gen"):
-            generated, metrics = self._policy.generate(task, arrivals, self.line.begun(started))
+            generated, metrics = self._policy.generate(task, arrivals, self.line.begun(started), early)
         samples = generated
         if self.line.stops_early:
             samples, ids, found = self.line.settle(started, generated)

@@ -12,6 +12,7 @@ import numpy as np
 from rltrain.config.budgets import PassBudget, budgets
 from rltrain.config.check import uneven
 from rltrain.config.model_schema import OptimConfig
+from rltrain.config.overlap import ranks_with_all_weights
 from rltrain.config.schema import Config
 from rltrain.config.step_passes import StepPasses, make_step_passes
 from rltrain.data.prompts import PromptStore
@@ -72,7 +73,10 @@ class ImageSizes:
 
 @dataclass(frozen=True)
 class Plan:
-    """Counts of one run, and the passes of a step. Prompts are rows of data; samples are answers."""
+    """Counts of one run, and the passes of a step. Prompts are rows of data; samples are answers.
+
+    ranks_with_all_weights: so many neighbouring ranks can compute by themselves (0 without `trainer.overlap`).
+    """
 
     passes: StepPasses
     num_nodes: int
@@ -83,6 +87,7 @@ class Plan:
     data_parallel_size: int
     ref_data_parallel_size: int
     critic_data_parallel_size: int
+    ranks_with_all_weights: int
     prompts_per_step: int
     answers_per_prompt: int
     samples_per_step: int
@@ -150,6 +155,7 @@ def make_plan(
         data_parallel_size=ranks,
         ref_data_parallel_size=devices // ref.ulysses_sequence_parallel_size,
         critic_data_parallel_size=devices // critic.ulysses_sequence_parallel_size,
+        ranks_with_all_weights=ranks_with_all_weights(config) if config.trainer.overlap else 0,
         prompts_per_step=prompts,
         answers_per_prompt=rollout.n,
         samples_per_step=prompts * rollout.n,

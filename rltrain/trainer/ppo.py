@@ -33,6 +33,7 @@ from rltrain.trainer.efficiency import decode_metrics, flops_metrics
 from rltrain.trainer.experience import Experience
 from rltrain.trainer.metrics import Metrics
 from rltrain.trainer.mini_batches import cut_prompts, denominators, num_tokens, per_rank
+from rltrain.trainer.overlap import EarlyPass, Overlap
 from rltrain.trainer.plan import PassBudget, Plan
 from rltrain.trainer.progress import Progress
 from rltrain.trainer.rewards import Rewards, accuracy
@@ -97,8 +98,12 @@ class PPOTrainer:
         plan, passes, timer = self.plan, self.plan.passes, StepTimer(self.on_phase)
         bytes_before = self._bytes()
         with timer("step"):
-            samples, metrics = self.experience.collect(timer)  # y ~ pi_old(. | x), n answers each, and r(x, y)
+            early = self._overlap(step)
+            samples, metrics = self.experience.collect(timer, early)  # y ~ pi_old(. | x), n answers each, and r(x, y)
             record = StepRecord(step, metrics, bytes_before)
+            if early:
+                record.measured = join(early.measured)
+                record.metrics["perf/overlap_share"] = early.share
             if passes.greedy_baseline:
                 self.experience.add_greedy_baseline(samples, timer)
             if passes.old_log_probs != "none":
@@ -106,8 +111,10 @@ class PPOTrainer:
                     self._old_log_probs(samples, record)
             if passes.ref:
                 with timer("ref"):  # log pi_ref(y | x)
-                    record.layouts["ref"] = self._lay_out(samples, plan.ref_budget, plan.ref_data_parallel_size)
-                    self.actor.ref_log_probs(samples, record.layouts["ref"])
+                    left = np.flatnonzero(samples.without(self.actor.ref_column))
+                    layout = self._lay_out(samples, plan.ref_budget, plan.ref_data_parallel_size, left)
+                    record.layouts["ref"] = layout
+                    self.actor.ref_log_probs(samples, layout).finish()
             if self.critic:
                 with timer("values"):  # V(x, y_<t)
                     ranks = plan.critic_data_parallel_size
@@ -127,21 +134,44 @@ class PPOTrainer:
                     self._update_actor(samples, whitening, record)
         return self._report(samples, timer, record)
 
+    def _overlap(self, step: int) -> Overlap | None:
+        """The passes that devices may make before the last answer has ended (`trainer.overlap`)."""
+        plan, passes = self.plan, self.plan.passes
+        if not plan.ranks_with_all_weights:
+            return None
+        early = []
+        if passes.old_log_probs != "none":
+            size = plan.sequence_parallel_size
+            early.append(EarlyPass(self.actor.log_probs, self._covered(step), plan.log_prob_budget, size))
+        if passes.ref:
+            size = plan.num_devices // plan.ref_data_parallel_size
+            early.append(
+                EarlyPass(self.actor.ref_log_probs, np.ones(plan.samples_per_step, bool), plan.ref_budget, size)
+            )
+        return Overlap(early, plan.ranks_with_all_weights, self._workload)
+
+    def _covered(self, step: int) -> NDArray[np.bool_]:
+        """The samples [n] that the old_log_prob pass is for."""
+        covered = np.ones(self.plan.samples_per_step, dtype=bool)
+        if self.plan.passes.waits_for_update(step):
+            # The mini-batches are a function of the step, so those of the update will be the same ones.
+            covered[self._actor_mini_batches(step)[0]] = False
+        return covered
+
     def _old_log_probs(self, samples: Samples, record: StepRecord) -> None:
         """Old log-probs of all samples.
 
         The first mini-batch is left out if the update's forward pass yields its old log-probs.
         """
-        covered = np.ones(len(samples), dtype=bool)
-        if self.plan.passes.waits_for_update(record.step):
-            # The mini-batches are a function of the step, so those of the update will be the same ones.
-            covered[self._actor_mini_batches(record.step)[0]] = False
+        covered = self._covered(record.step)
         samples.update({c.HAS_OLD_LOG_PROBS: covered})
         record.metrics["perf/old_log_prob_share"] = float(covered.mean())
         if covered.any():
-            layout = self._lay_out(samples, self.plan.log_prob_budget, ids=np.flatnonzero(covered))
+            # What devices without answers to generate have computed already is left out.
+            left = np.flatnonzero(covered & samples.without(c.OLD_LOG_PROBS))
+            layout = self._lay_out(samples, self.plan.log_prob_budget, ids=left)
             record.layouts["old_log_prob"] = layout
-            record.measured = self.actor.log_probs(samples, layout)
+            record.measured = join([record.measured, self.actor.log_probs(samples, layout).finish()])
             if self._alarms.stops_on_gap:  # then the pass is a full one: a gap ends the run before it learns
                 self._alarms.gap(m.policy_metrics(record.measured))
 

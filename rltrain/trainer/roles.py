@@ -9,7 +9,7 @@ reader who looks for an equation goes from ``roles.Actor.update`` to the class t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -20,13 +20,13 @@ from rltrain.algorithms.moments import Moments, join
 from rltrain.batch import Batch
 from rltrain.config.step_passes import StepPasses
 from rltrain.controller.calls import Call, Stream, bind
-from rltrain.controller.group import WorkerGroup
+from rltrain.controller.group import Handle, WorkerGroup
 from rltrain.controller.samples import Request, Samples, whole
 from rltrain.trainer import metrics as m
 from rltrain.trainer.balance import Ids, Layout
 from rltrain.trainer.metrics import Metrics
 from rltrain.workers import roles
-from rltrain.workers.results import PassNumbers, UpdateNumbers, largest
+from rltrain.workers.results import GenerationNumbers, PassNumbers, UpdateNumbers, largest
 from rltrain.workers.tasks import Finished, GenerateTask, MiniBatch, UpdateTask
 
 # How long a worker may wait for a finished answer before it says that there is none yet.
@@ -45,6 +45,40 @@ class Listener(Protocol):
         """Called every now and then while generation runs."""
 
 
+@dataclass(frozen=True)
+class Pass:
+    """A pass of some ranks over ``samples``, under way.
+
+    made: the columns that it makes. ranks, nodes: of each data-parallel rank the first worker, and where it is.
+    """
+
+    handle: Handle[tuple[Any, PassNumbers]]
+    samples: Samples
+    layout: Layout
+    made: Sequence[str]
+    ranks: Sequence[int]
+    nodes: Sequence[int]
+
+    def finish(self) -> dict[str, Moments]:
+        """Wait for it. The samples get its numbers and columns; returns its moments."""
+        self.handle.collect()
+        # A rank without samples has taken part in the collectives and returns a batch without columns, which nobody
+        # could ask for rows.
+        parts = zip(self.layout.ids, self.nodes, map(self.handle.of, self.ranks), strict=True)
+        having = [each for each in parts if len(each[0])]
+        self.samples.attach([whole(ref, tuple(self.made), ids, node) for ids, node, (ref, _) in having])
+        for ids, _, (_, found) in having:
+            self.samples.put(ids, found.per_sample)
+        return join(found.moments for _, _, (_, found) in having)
+
+
+class Early(Protocol):
+    """Is told when ranks have nothing left to generate, and may have `Handle.also` wait for more work of theirs."""
+
+    def arrived(self, samples: Samples, generation: Handle[Any], handle: Handle[Any], rank: int) -> None:
+        """``rank`` has returned its part of ``generation``, or of a ``handle`` that was added."""
+
+
 class _Remote:
     """Calls methods of a role on all ranks, with samples by reference.
 
@@ -60,7 +94,7 @@ class _Remote:
         """The node of every data-parallel rank, of which there are ``num_ranks``: that of its first worker."""
         return self._group.nodes[:: self._group.world // num_ranks]
 
-    def _run_pass(
+    def _pass(
         self,
         method: Callable[[_Role, Batch, _Argument], tuple[Batch, PassNumbers]],
         arguments: Sequence[_Argument],
@@ -69,26 +103,19 @@ class _Remote:
         columns: Sequence[str],
         made: Sequence[str],
         numbers: Sequence[str] = (),
-    ) -> dict[str, Moments]:
-        """Run ``method``. The samples get its numbers and the columns ``made``. arguments: per data-parallel rank."""
+        ranks: range | None = None,
+    ) -> Pass:
+        """Begin ``method``. arguments: per data-parallel rank. ranks: the workers of ``layout`` (None: all)."""
         calls = [
             bind(method, samples.request(ids, columns, numbers).as_batch, argument)
             for ids, argument in zip(layout.ids, arguments, strict=True)
         ]
+        ranks = range(self._group.world) if ranks is None else ranks
         # Neighbours that share sequences return the same numbers, so the first of each data-parallel rank speaks for
         # it.
-        results = self._group.submit(calls).collect()[:: self._group.world // len(calls)]
-        nodes = self.nodes(len(calls))
-        # A rank without samples has taken part in the collectives and returns a batch without columns, which nobody
-        # could ask for rows.
-        having = [each for each in zip(layout.ids, nodes, results, strict=True) if len(each[0])]
-        samples.attach([whole(ref, tuple(made), ids, node) for ids, node, (ref, _) in having])
-        placed: dict[str, np.ndarray] = {}
-        for ids, _, (_, found) in having:
-            for name, values in found.per_sample.items():
-                placed.setdefault(name, np.zeros(len(samples), values.dtype))[ids] = values
-        samples.update(placed)
-        return join(found.moments for _, _, (_, found) in having)
+        first = ranks[:: len(ranks) // len(calls)]
+        nodes = [self._group.nodes[rank] for rank in first]
+        return Pass(self._group.submit(calls, ranks), samples, layout, made, first, nodes)
 
     def _update(self, calls: Sequence[Call[UpdateNumbers]]) -> list[UpdateNumbers]:
         """Run the optimizer steps. Returns numbers per data-parallel rank, with the memory peaks of all its workers."""
@@ -109,12 +136,16 @@ class Policy(_Remote):
         self._old = c.ROLLOUT_LOG_PROBS if passes.bypass else c.OLD_LOG_PROBS
 
     def generate(
-        self, task: GenerateTask, listener: Listener | None = None, begun: Request | None = None
+        self,
+        task: GenerateTask,
+        listener: Listener | None = None,
+        begun: Request | None = None,
+        early: Early | None = None,
     ) -> tuple[Samples, Metrics]:
         """Have the engine replicas answer the prompts. Returns samples, their payload by reference, and metrics.
 
         listener: is told of answers while others are still generated (with ``task.stream``). begun: the payload of
-        answers that have some tokens already.
+        answers that have some tokens already. early: is told of ranks that are done.
         """
         n = task.num_samples
         self._calls += 1
@@ -128,40 +159,61 @@ class Policy(_Remote):
         generate = roles.Rollout.generate
         call = bind(generate, task, begun.as_batch) if begun else bind(generate, task)
         stream = Stream(poll, arrived, listener.tick) if listener else None
-        results = self._group.submit([call]).collect(stream=stream)
         samples = Samples(len(task.rows) * n)
-        served = [
-            (node, *found) for node, found in zip(self._group.nodes, results, strict=True) if found[-1].per_sample
-        ]
-        columns = (*c.GENERATED, c.IMAGES) if self._passes.images and task.is_learnt_from else c.GENERATED
-        for node, payload, texts, found in served:
-            slots = found.per_sample[c.SLOT]
-            samples.attach([whole(payload, columns, slots, node), whole(texts, (c.TEXT,), slots, node)])
-        samples.update(_by_sample([found.per_sample for *_, found in served], len(samples)))
         places = np.arange(len(task.rows)).repeat(n)
         samples.update({c.GROUP: places, c.ROW: task.rows[places]})
+        handle = self._group.submit([call])
+        for one, rank in handle.arrivals(stream=stream):
+            if one is handle:
+                self._take_answers(samples, rank, handle.of(rank), pictures=task.is_learnt_from)
+            if early:
+                early.arrived(samples, handle, one, rank)
+        # Replicas are counted as far as they have served.
+        served = samples[c.SERVED]
+        samples[c.ENGINE][served] = np.unique(samples[c.ENGINE][served], return_inverse=True)[1]
         # An answer that was given up counts as one of maximum length, so that it starts first the next time.
         lengths = np.where(samples[c.COMPLETE], samples[c.RESPONSE_LENGTH], task.sampling.max_tokens)
         # Answers that were complete before this step are not served in it, and would count as given up.
         asked = np.ones(len(samples), dtype=bool) if task.todo is None else task.todo.ravel()
         self._lengths.observe(task.split, samples[c.ROW][asked], lengths[asked])
-        return samples, m.generation_metrics([found for *_, found in results])
+        return samples, m.generation_metrics([found for *_, found in handle.results])
 
-    def log_probs(self, samples: Samples, layout: Layout) -> dict[str, Moments]:
-        """Attach ``old_log_probs`` and the rollout correction. Returns moments of entropy, mismatch and correction."""
+    def _take_answers(
+        self, samples: Samples, rank: int, result: tuple[Any, Any, GenerationNumbers], *, pictures: bool
+    ) -> None:
+        """What the replica led by ``rank`` has generated. Other ranks return nothing."""
+        payload, texts, found = result
+        if not found.per_sample:
+            return
+        numbers = dict(found.per_sample)
+        ids = numbers.pop(c.SLOT)
+        columns = (*c.GENERATED, c.IMAGES) if self._passes.images and pictures else c.GENERATED
+        node = self._group.nodes[rank]
+        samples.attach([whole(payload, columns, ids, node), whole(texts, (c.TEXT,), ids, node)])
+        # A sample that no replica has served keeps zeros: it is neither served nor complete, and has no tokens.
+        given = {c.SERVED: np.ones(len(ids), dtype=bool), c.COMPLETE: ~numbers.pop(c.ABORTED)}
+        samples.put(ids, numbers | given | {c.ENGINE: np.full(len(ids), rank)})
+
+    def log_probs(self, samples: Samples, layout: Layout, ranks: range | None = None) -> Pass:
+        """Attach ``old_log_probs`` and the rollout correction. Moments: entropy, mismatch and correction."""
         made = [c.OLD_LOG_PROBS]
         made += [c.IS_WEIGHTS] if self._passes.importance_weights else []
         made += [c.LOSS_MASK] if self._passes.rejects else []
         # Tokens of earlier policies must not count as a gap between engine and trainer.
         numbers = [c.CARRIED_LENGTH] if c.CARRIED_LENGTH in samples.numbers else []
-        return self._run_pass(roles.Actor.log_probs, layout.all_sizes(), samples, layout, c.GENERATED, made, numbers)
+        return self._pass(roles.Actor.log_probs, layout.all_sizes(), samples, layout, c.GENERATED, made, numbers, ranks)
 
-    def ref_log_probs(self, samples: Samples, layout: Layout) -> None:
+    @property
+    def ref_column(self) -> str:
+        """What every sample has after `ref_log_probs`."""
+        return c.REF_LOG_PROBS if self._passes.ref_log_probs else c.REF_KL
+
+    def ref_log_probs(self, samples: Samples, layout: Layout, ranks: range | None = None) -> Pass:
         """Attach ``ref_log_probs``, and with a KL in the reward ``ref_kl``; the samples get ``kl_sum``."""
         columns = [*c.PROMPT_AND_ANSWER, self._old] if self._passes.kl_in_reward else c.PROMPT_AND_ANSWER
         made = [c.REF_LOG_PROBS] if self._passes.ref_log_probs else []
         made += [c.REF_KL] if self._passes.kl_in_reward else []
-        self._run_pass(roles.Actor.ref_log_probs, layout.all_sizes(), samples, layout, columns, made)
+        return self._pass(roles.Actor.ref_log_probs, layout.all_sizes(), samples, layout, columns, made, ranks=ranks)
 
     def token_advantages(self, samples: Samples, layout: Layout, kl_coef: float) -> dict[str, Moments]:
         """Attach ``advantages`` and ``returns``; returns their moments over all ranks."""
@@ -171,7 +223,7 @@ class Policy(_Remote):
         numbers = [c.SCORE, c.POLICY_TOKENS, *([c.BASELINE] if self._passes.greedy_baseline else [])]
         coefs = [kl_coef] * len(layout.ids)
         made = [c.ADVANTAGES, c.RETURNS]
-        return self._run_pass(roles.Advantages.advantages, coefs, samples, layout, wanted, made, numbers)
+        return self._pass(roles.Advantages.advantages, coefs, samples, layout, wanted, made, numbers).finish()
 
     def update(self, samples: Samples, layout: Layout, tasks: list[UpdateTask]) -> list[UpdateNumbers]:
         """Run the optimizer steps; returns the numbers of each data-parallel rank."""
@@ -259,7 +311,8 @@ class Critic(_Remote):
 
     def values(self, samples: Samples, layout: Layout) -> None:
         """Attach ``values``."""
-        self._run_pass(roles.Critic.values, layout.all_sizes(), samples, layout, c.PROMPT_AND_ANSWER, [c.VALUES])
+        sizes = layout.all_sizes()
+        self._pass(roles.Critic.values, sizes, samples, layout, c.PROMPT_AND_ANSWER, [c.VALUES]).finish()
 
     def update(
         self, samples: Samples, layout: Layout, work: list[list[MiniBatch]], learning_rate: float
@@ -300,20 +353,6 @@ class RewardModel(_Remote):
         for ids, found in zip(shares, self._group.submit(calls).collect(), strict=True):
             scores[ids] = found
         return scores
-
-
-def _by_sample(found: Sequence[dict[str, np.ndarray]], num_samples: int) -> dict[str, np.ndarray]:
-    """Put the numbers of all replicas in the order of the samples. ``engine`` is the replica that served a sample."""
-    columns = {name: np.concatenate([numbers[name] for numbers in found]) for name in found[0]}
-    ids = columns.pop(c.SLOT)
-    columns[c.SERVED] = np.ones(len(ids), dtype=bool)
-    columns[c.COMPLETE] = ~columns.pop(c.ABORTED)
-    columns[c.ENGINE] = np.arange(len(found)).repeat([len(numbers[c.SLOT]) for numbers in found])
-    # A sample that no replica has served keeps zeros: it is neither served nor complete, and has no tokens.
-    placed = {name: np.zeros(num_samples, values.dtype) for name, values in columns.items()}
-    for name, values in columns.items():
-        placed[name][ids] = values
-    return placed
 
 
 def _deal(lengths: np.ndarray, num_ranks: int) -> list[Ids]:

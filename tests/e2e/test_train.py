@@ -98,6 +98,11 @@ def reference_run(tiny_model, arithmetic_files, tmp_path_factory):
             "actor_rollout_ref__actor__ulysses_sequence_parallel_size": 2,
             "actor_rollout_ref__ref__ulysses_sequence_parallel_size": 1,
         },
+        {
+            "trainer__n_gpus_per_node": 2,
+            "trainer__overlap": True,
+            "actor_rollout_ref__actor__fsdp_config__fsdp_size": 1,
+        },
         {"reward__overlap": False},
         # Two replicas that serve one queue: tests/workers/test_replicas.py has them in every run.
         pytest.param({"trainer__n_gpus_per_node": 2, R + "name": "vllm"}, marks=pytest.mark.long),
@@ -108,6 +113,7 @@ def reference_run(tiny_model, arithmetic_files, tmp_path_factory):
         "micro_batches_by_count",
         "two_processes",
         "shared_sequences",
+        "log_probs_while_others_generate",
         "rewards_after_generation",
         "two_replicas_of_vllm",
         "one_replica_of_vllm_over_two",
@@ -131,6 +137,7 @@ def test_loss_gradient_and_weights_do_not_depend_on_the_cut(
             "actor/entropy",
         ):
             assert one[name] == pytest.approx(other[name], abs=1e-5), name
+        assert (other.get("perf/overlap_share", 0.0) > 0) == ("trainer__overlap" in changes)
 
 
 def test_every_timer_is_there_and_the_phases_add_up(reference_run):

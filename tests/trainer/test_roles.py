@@ -16,14 +16,15 @@ class FakeGroup:
     world = 4
     nodes = (0, 0, 1, 1)
 
-    def submit(self, calls):
+    def submit(self, calls, ranks=None):
         self.asked = [each for each in calls for _ in range(self.world // len(calls))]
         return self
 
     def collect(self):
-        return [self._answer(rank, call) for rank, call in enumerate(self.asked)]
+        return [self.of(rank) for rank in range(self.world)]
 
-    def _answer(self, rank, call):
+    def of(self, rank):
+        call = self.asked[rank]
         seen = np.full(len(call.args[0].parts[0].rows), rank)
         if call.num_objects:
             return f"made by {rank}", PassNumbers({"seen": seen})

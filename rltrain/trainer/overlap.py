@@ -1,0 +1,86 @@
+"""Log-prob passes that do not wait for the last answer (`trainer.overlap`).
+
+Problem: the last answers of a step keep a few engines busy, while the devices of the others have nothing to do. Choice:
+devices that have run dry compute log-probs of the answers they have generated themselves, one micro-batch after
+another, until the last answer has ended; what is left then is laid out over all devices as without this. A pass treats
+every sample for itself, so no number changes but for how a kernel rounds another micro-batch. Left out: answers of
+engines that still run, whose tokens are with them; weights spread over all devices, because gathering a layer takes
+every one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rltrain import columns as c
+from rltrain.algorithms.moments import Moments
+from rltrain.controller.group import Handle
+from rltrain.controller.samples import Samples
+from rltrain.trainer.balance import Layout, Workload, lay_out
+from rltrain.trainer.plan import PassBudget
+from rltrain.trainer.roles import Pass
+
+
+@dataclass(frozen=True)
+class EarlyPass:
+    """begin: of `Policy`. covered [n]: the samples that the pass is for. ranks_per_share: those that share sequences."""
+
+    begin: Callable[[Samples, Layout, range], Pass]
+    covered: NDArray[np.bool_]
+    budget: PassBudget
+    ranks_per_share: int
+
+
+@dataclass
+class Overlap:
+    """The early passes of one step. block: so many neighbouring ranks hold all weights among them.
+
+    measured: moments of what was computed, one entry per micro-batch. num_samples: added up over passes.
+    """
+
+    passes: Sequence[EarlyPass]
+    block: int
+    workload: Callable[[Samples], Workload]
+    measured: list[dict[str, Moments]] = field(default_factory=list)
+    num_samples: int = 0
+    _under_way: dict[int, Pass] = field(default_factory=dict)
+    _todo: dict[int, Iterator[Pass]] = field(default_factory=dict)
+    _busy: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def share(self) -> float:
+        """Of the passes' samples, those that did not wait."""
+        return self.num_samples / max(sum(int(one.covered.sum()) for one in self.passes), 1)
+
+    def arrived(self, samples: Samples, generation: Handle[Any], handle: Handle[Any], rank: int) -> None:
+        """Give the block of ``rank`` its next micro-batch, once it has none and while others generate."""
+        block = rank // self.block
+        self._busy[block] = self._busy.get(block, self.block) - 1
+        if self._busy[block]:
+            return
+        if before := self._under_way.pop(block, None):
+            self.measured.append(before.finish())
+        if generation.done:
+            return
+        todo = self._todo.setdefault(block, self._micro_batches(samples, block))
+        if following := next(todo, None):
+            generation.also(following.handle)
+            self._under_way[block], self._busy[block] = following, self.block
+            self.num_samples += sum(map(len, following.layout.ids))
+
+    def _micro_batches(self, samples: Samples, block: int) -> Iterator[Pass]:
+        """Begin the passes over what the block has generated, a micro-batch of each of its ranks at a time."""
+        ranks = range(block * self.block, (block + 1) * self.block)
+        mine = samples[c.SERVED] & (samples[c.ENGINE] // self.block == block)
+        for one in self.passes:
+            ids = np.flatnonzero(mine & one.covered)
+            if not len(ids):
+                continue
+            layout = lay_out([ids], self.workload(samples), self.block // one.ranks_per_share, one.budget)
+            for turn in zip(*map(layout.micro_batches, range(len(layout.ids))), strict=True):
+                yield one.begin(samples, Layout(list(turn), [[(len(ids),)] for ids in turn]), ranks)

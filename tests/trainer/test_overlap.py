@@ -1,0 +1,122 @@
+"""Ranks that have run dry compute log-probs of their own answers, until the last answer has ended."""
+
+import numpy as np
+
+from rltrain import columns as c
+from rltrain.controller.samples import Samples, whole
+from rltrain.trainer.balance import Workload
+from rltrain.trainer.overlap import EarlyPass, Overlap
+from rltrain.trainer.plan import PassBudget
+from rltrain.trainer.roles import Pass
+from rltrain.workers.results import PassNumbers
+
+# Four ranks, engines of one rank each, weights within two: eight answers of ten tokens, 0 to 3 made by the first two.
+ENGINES = np.array([0, 0, 1, 1, 2, 2, 3, 3])
+LENGTHS = np.full(8, 10)
+
+
+class FakeHandle:
+    """A call on some ranks; the test says when a rank has returned."""
+
+    def __init__(self, ranks, results=None):
+        self.ranks, self.added, self.came = list(ranks), [], set()
+        self._results = results or [None] * len(self.ranks)
+
+    @property
+    def done(self):
+        return self.came == set(self.ranks)
+
+    def also(self, other):
+        self.added.append(other)
+
+    def collect(self):
+        assert self.done, "it would wait"
+        return self._results
+
+
+class Step:
+    """One step's generation and what is begun beside it: ``begun`` has (pass, ranks, samples per data-parallel rank)."""
+
+    def __init__(self, covered=None, ranks_per_share=1):
+        self.samples, self.generation, self.begun = Samples(8), FakeHandle(range(4)), []
+        covered = np.ones(8, dtype=bool) if covered is None else covered
+        budget = PassBudget(max_tokens=25)
+        self.overlap = Overlap(
+            [
+                EarlyPass(self._begin("old"), covered, budget, ranks_per_share),
+                EarlyPass(self._begin("ref"), np.ones(8, dtype=bool), budget, ranks_per_share),
+            ],
+            2,
+            lambda samples: Workload(np.full(8, 5), LENGTHS, -1 - np.arange(8)),
+        )
+
+    def _begin(self, name):
+        def begin(samples, layout, ranks):
+            self.begun.append((name, ranks, [ids.tolist() for ids in layout.ids]))
+            # Every worker of a data-parallel rank returns what its first does.
+            copies = len(ranks) // len(layout.ids)
+            made = [(f"{name} of {ids}", PassNumbers({name: 1.0 + ids})) for ids in layout.ids for _ in range(copies)]
+            return Pass(FakeHandle(ranks, made), samples, layout, [name])
+
+        return begin
+
+    def ends(self, rank, handle=None):
+        handle = handle or self.generation
+        handle.came.add(rank)
+        if handle is self.generation:
+            ids = np.flatnonzero(ENGINES == rank)
+            self.samples.put(ids, {c.SERVED: np.ones(len(ids), dtype=bool), c.ENGINE: np.full(len(ids), rank)})
+            self.samples.attach([whole(f"answers of {rank}", c.GENERATED, ids)])
+        self.overlap.arrived(self.samples, self.generation, handle, rank)
+
+    def both_end(self, handle):
+        for rank in handle.ranks:
+            self.ends(rank, handle)
+
+
+def test_ranks_begin_once_all_that_hold_weights_are_dry():
+    step = Step()
+    step.ends(1)
+    step.ends(3)
+    assert not step.begun, "no two neighbours are done"
+    step.ends(0)
+    assert step.begun == [("old", range(2), [[0], [1]])], "one micro-batch each, of their own answers"
+
+
+def test_a_micro_batch_follows_the_other_and_every_pass_has_its_turn():
+    step = Step()
+    step.ends(0), step.ends(1)
+    for _ in range(3):
+        step.both_end(step.generation.added[-1])
+    assert [(name, ids) for name, _, ids in step.begun] == [
+        ("old", [[0], [1]]), ("old", [[3], [2]]), ("ref", [[0], [1]]), ("ref", [[3], [2]]),
+    ]  # fmt: skip
+    assert not step.samples.without("old")[:4].any() and step.samples.without("old")[4:].all()
+    assert step.samples["old"].tolist() == [1, 2, 3, 4, 0, 0, 0, 0]
+    assert step.overlap.share == 0.5
+
+
+def test_nothing_begins_after_the_last_answer():
+    step = Step()
+    for rank in (0, 1, 2):
+        step.ends(rank)
+    (chunk,) = step.generation.added
+    step.ends(3)
+    step.both_end(chunk)
+    assert len(step.begun) == 1
+    assert np.flatnonzero(step.samples.without("old")).tolist() == [2, 3, 4, 5, 6, 7], "what was begun is kept"
+
+
+def test_samples_of_the_first_mini_batch_wait_for_the_update():
+    step = Step(covered=np.arange(8) % 2 == 1)
+    step.ends(2), step.ends(3)
+    step.both_end(step.generation.added[-1])
+    assert [(name, ids) for name, _, ids in step.begun] == [("old", [[5], [7]]), ("ref", [[4], [5]])]
+
+
+def test_ranks_that_share_sequences_get_the_same():
+    step = Step(ranks_per_share=2)
+    step.ends(2), step.ends(3)
+    assert step.begun == [("old", range(2, 4), [[4]])]
+    step.both_end(step.generation.added[-1])
+    assert not step.samples.without("old")[4]

@@ -38,17 +38,21 @@ def run(folder: Path, keys: Sequence[str], options: argparse.Namespace) -> Steps
 
 
 def row(name: str, steps: Steps) -> str:
-    """Medians; until log-probs: gen, old_log_prob and ref of one step together."""
+    """Of each step the round in which its log-probs were there soonest, as that was disturbed least; means of these."""
+    for one in steps:
+        one["until"] = sum(one[f"timing_s/{phase}"] for phase in PHASES[:3])
+    best = [min((one for one in steps if one["step"] == step), key=lambda one: one["until"]) for step in numbers(steps)]
 
-    def median(values: Sequence[float]) -> float:
-        return statistics.median(values)
+    def mean(key: str) -> float:
+        return statistics.mean(one.get(key, 0.0) for one in best)
 
-    seconds = [median([one[f"timing_s/{phase}"] for one in steps]) for phase in PHASES]
-    until = median([sum(one[f"timing_s/{phase}"] for phase in PHASES[:3]) for one in steps])
-    idle = median([one["perf/rollout_idle_share"] for one in steps])
-    early = median([one.get("perf/overlap_share", 0.0) for one in steps])
-    cells = [*(f"{each:.2f}" for each in (*seconds[:3], until, *seconds[3:])), f"{idle:.1%}", f"{early:.1%}"]
-    return f"| {name} | {' | '.join(cells)} |"
+    timed = [*(f"timing_s/{phase}" for phase in PHASES[:3]), "until", *(f"timing_s/{phase}" for phase in PHASES[3:])]
+    shares = [f"{mean(key):.1%}" for key in ("perf/rollout_idle_share", "perf/overlap_share")]
+    return f"| {name} | {' | '.join([*(f'{mean(key):.2f}' for key in timed), *shares])} |"
+
+
+def numbers(steps: Steps) -> list[float]:
+    return sorted({one["step"] for one in steps})
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -72,7 +76,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         options.out,
         f"python -m bench.overlap --shape {options.shape} --steps {options.steps} --rounds {options.rounds}",
         f"GRPO, {PROMPTS} prompts x {ANSWERS} answers with a long tail, two workers of one thread, KL in the loss, "
-        "old log-probs of every sample; seconds, medians over steps.",
+        "old log-probs of every sample. Seconds: of each step those of the round in which log-probs were there "
+        "soonest; means over steps.",
         ["setting", *titles],
         [row(name, steps) for name, steps in measured.items()],
         options.note,

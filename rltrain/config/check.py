@@ -46,7 +46,8 @@ def broken_rules(loaded: LoadedConfig) -> list[str]:
     # Every rule must bear values that another one refuses, since all of them run.
     models = (_lora, _shared_sequences, budget_problems)
     rewards = (_reward_terms, _reward_model, _scorers)
-    rules = (_each_key, _lists, uneven, _comparison, _correction, *models, *rewards, _tail, overlap_problems, _engine, _run)
+    ends = (_tail, overlap_problems)
+    rules = (_each_key, _lists, uneven, _comparison, _correction, *models, *rewards, *ends, _engine, _run)
     # The keys that the user wrote are named; where several follow one of them, it is told once.
     return list(dict.fromkeys(loaded.as_written(problem) for rule in rules for problem in rule(loaded.config)))
 

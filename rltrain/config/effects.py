@@ -15,10 +15,9 @@ from rltrain.config.declarations import ESTIMATORS, POLICY_LOSSES, estimator_tra
 from rltrain.config.engines import ENGINES
 from rltrain.config.keys import all_keys, free_form_parent, get
 from rltrain.config.load import LoadedConfig
-from rltrain.config.overlap import has_passes
 from rltrain.config.renames import shown
 from rltrain.config.schema import Config
-from rltrain.config.step_passes import needs_all_old_log_probs
+from rltrain.config.step_passes import make_step_passes, needs_all_old_log_probs
 
 _A = "actor_rollout_ref."
 _OFF_AT_ZERO = ("_coef", "critic_warmup")
@@ -172,7 +171,9 @@ def _whole_pass(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
 
 
 def _nothing_early(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
-    if not has_passes(loaded.config):
+    config, passes = loaded.config, make_step_passes(loaded.config)
+    whole = config.data.train_batch_size <= config.actor_rollout_ref.actor.ppo_mini_batch_size
+    if not passes.ref and passes.old_log_probs in ("none", "all but the first mini-batch" if whole else ""):
         yield "trainer.overlap", "a step of this run has no log-prob pass beside the update's own"
 
 

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 
 from rltrain.config.schema import Config
-from rltrain.config.step_passes import make_step_passes
 
 _SHARDS = "actor_rollout_ref.actor.fsdp_config.fsdp_size"
 
@@ -42,10 +41,3 @@ def overlap_problems(config: Config) -> Iterator[str]:
     }
     for why in (why for why, so in later.items() if so):
         yield f"trainer.overlap=True: {why}. Keep one of them."
-
-
-def has_passes(config: Config) -> bool:
-    """Whether a step has a log-prob pass beside the update's own forward."""
-    passes, mini = make_step_passes(config), config.actor_rollout_ref.actor.ppo_mini_batch_size
-    several = passes.old_log_probs == "all but the first mini-batch" and config.data.train_batch_size > mini
-    return passes.ref or passes.old_log_probs == "all" or several

@@ -28,23 +28,24 @@ from rltrain.trainer.roles import Pass
 
 @dataclass(frozen=True)
 class EarlyPass:
-    """begin: of `Policy`. covered [n]: the samples that the pass is for. ranks_per_share: those that share sequences."""
+    """A pass of `Policy`. covered [n]: the samples that it is for. num_ranks: data-parallel, of all devices."""
 
     begin: Callable[[Samples, Layout, range], Pass]
     covered: NDArray[np.bool_]
     budget: PassBudget
-    ranks_per_share: int
+    num_ranks: int
 
 
 @dataclass
 class Overlap:
-    """The early passes of one step. block: so many neighbouring ranks hold all weights among them.
+    """The early passes of one step. block: so many neighbours of ``world`` workers hold all weights among them.
 
     measured: moments of what was computed, one entry per micro-batch. num_samples: added up over passes.
     """
 
     passes: Sequence[EarlyPass]
     block: int
+    world: int
     workload: Callable[[Samples], Workload]
     measured: list[dict[str, Moments]] = field(default_factory=list)
     num_samples: int = 0
@@ -81,6 +82,6 @@ class Overlap:
             ids = np.flatnonzero(mine & one.covered)
             if not len(ids):
                 continue
-            layout = lay_out([ids], self.workload(samples), self.block // one.ranks_per_share, one.budget)
+            layout = lay_out([ids], self.workload(samples), self.block * one.num_ranks // self.world, one.budget)
             for turn in zip(*map(layout.micro_batches, range(len(layout.ids))), strict=True):
                 yield one.begin(samples, Layout(list(turn), [[(len(ids),)] for ids in turn]), ranks)

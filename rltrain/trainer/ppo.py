@@ -141,14 +141,12 @@ class PPOTrainer:
             return None
         early = []
         if passes.old_log_probs != "none":
-            size = plan.sequence_parallel_size
-            early.append(EarlyPass(self.actor.log_probs, self._covered(step), plan.log_prob_budget, size))
+            covered, ranks = self._covered(step), plan.data_parallel_size
+            early.append(EarlyPass(self.actor.log_probs, covered, plan.log_prob_budget, ranks))
         if passes.ref:
-            size = plan.num_devices // plan.ref_data_parallel_size
-            early.append(
-                EarlyPass(self.actor.ref_log_probs, np.ones(plan.samples_per_step, bool), plan.ref_budget, size)
-            )
-        return Overlap(early, plan.ranks_with_all_weights, self._workload)
+            every, ranks = np.ones(plan.samples_per_step, dtype=bool), plan.ref_data_parallel_size
+            early.append(EarlyPass(self.actor.ref_log_probs, every, plan.ref_budget, ranks))
+        return Overlap(early, plan.ranks_with_all_weights, plan.num_devices, self._workload)
 
     def _covered(self, step: int) -> NDArray[np.bool_]:
         """The samples [n] that the old_log_prob pass is for."""

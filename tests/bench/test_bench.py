@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import Qwen2_5_VLForConditionalGeneration, Qwen3ForCausalLM
 
-from bench import gpu, phases, pictures, scale, step, vision, workload
+from bench import gpu, overlap, phases, pictures, scale, step, vision, workload
 from bench.floor import Floor, Group
 from bench.idle_worker import IdleWorker
 from rltrain.data.chat import ChatEncoder
@@ -90,6 +90,12 @@ def test_a_row_compares_by_tokens_a_second():
     one, other = step.rows_of("long_tail", {"TRL": [peers], step.OURS: [ours]})
     assert one.endswith(f"| {160 / 2 / (110 / 3):.2f} |")
     assert other.endswith("| 1.00 |")
+
+
+def test_of_each_step_the_least_disturbed_round_counts():
+    rounds = [dict.fromkeys((f"timing_s/{phase}" for phase in overlap.PHASES), seconds) for seconds in (1.0, 3.0)]
+    steps = [one | {"step": step, "perf/rollout_idle_share": 0.25} for step in (2.0, 3.0) for one in rounds]
+    assert overlap.row("on", steps) == "| on | 1.00 | 1.00 | 1.00 | 3.00 | 1.00 | 1.00 | 25.0% | 0.0% |"
 
 
 def test_passes_over_unequal_lengths_compare_per_token():

@@ -18,9 +18,8 @@ LENGTHS = np.full(8, 10)
 class FakeHandle:
     """A call on some ranks; the test says when a rank has returned."""
 
-    def __init__(self, ranks, results=None):
-        self.ranks, self.added, self.came = list(ranks), [], set()
-        self._results = results or [None] * len(self.ranks)
+    def __init__(self, ranks):
+        self.ranks, self.added, self.came, self.results = list(ranks), [], set(), {}
 
     @property
     def done(self):
@@ -31,7 +30,9 @@ class FakeHandle:
 
     def collect(self):
         assert self.done, "it would wait"
-        return self._results
+
+    def of(self, rank):
+        return self.results[rank]
 
 
 class Step:
@@ -54,10 +55,13 @@ class Step:
     def _begin(self, name):
         def begin(samples, layout, ranks):
             self.begun.append((name, ranks, [ids.tolist() for ids in layout.ids]))
-            # Every worker of a data-parallel rank returns what its first does.
-            copies = len(ranks) // len(layout.ids)
-            made = [(f"{name} of {ids}", PassNumbers({name: 1.0 + ids})) for ids in layout.ids for _ in range(copies)]
-            return Pass(FakeHandle(ranks, made), samples, layout, [name])
+            speakers = ranks[:: len(ranks) // len(layout.ids)]
+            handle = FakeHandle(ranks)
+            handle.results = {
+                rank: (f"{name} of {ids}", PassNumbers({name: 1.0 + ids}))
+                for rank, ids in zip(speakers, layout.ids, strict=True)
+            }
+            return Pass(handle, samples, layout, [name], speakers, [0] * len(speakers))
 
         return begin
 

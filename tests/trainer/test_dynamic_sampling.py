@@ -14,7 +14,7 @@ def test_dynamic_sampling_fills_the_batch_with_mixed_groups(make):
                    twist=lambda row, score: score if row % 2 else 1.0)  # fmt: skip
     kept = []
     collect = trainer.experience.collect
-    trainer.experience.collect = lambda timer: kept.append(collect(timer)) or kept[-1]
+    trainer.experience.collect = lambda timer, early: kept.append(collect(timer)) or kept[-1]
     metrics = trainer.step(1)
     samples = kept[0][0]
     assert metrics["filter_groups/rounds"] >= 2
@@ -39,7 +39,7 @@ def test_flat_rounds_hold_no_answers_that_nothing_needs(make):
     trainer = make(algorithm__filter_groups__enable=True, algorithm__filter_groups__max_num_gen_batches=5,
                    data__gen_batch_size=2)  # fmt: skip
     rounds, one = [], trainer.experience._round
-    trainer.experience._round = lambda timer: rounds.append(one(timer)) or rounds[-1]
+    trainer.experience._round = lambda timer, *_: rounds.append(one(timer)) or rounds[-1]
     with_failures(trainer, acc=0.0)
     assert trainer.step(1)["filter_groups/prompts_filled_up"] == 4
     assert [bool(each.samples.parts_with("text")) for each in rounds] == [True, True, False, False, False]

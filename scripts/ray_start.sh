@@ -24,7 +24,7 @@ export RAY_AUTH_MODE="${RAY_AUTH_MODE:-token}" RAY_worker_niceness="${RAY_worker
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 # The active environment, else the one that quickstart.sh and test.sh make.
 for python in python python3 "$root/.venv/bin/python"; do
-    if "$python" -c 'import ray' 2>/dev/null; then
+    if "$python" -c 'import importlib.util as each; each.find_spec("ray") or exit(1)' 2>/dev/null; then
         # A checkout that is not installed; what is installed, or lies here, comes first.
         [ ! -d "$root/rltrain" ] || export PYTHONPATH="${PYTHONPATH:+$PYTHONPATH:}$root"
         exec "$python" -m rltrain.controller.launch "$@"

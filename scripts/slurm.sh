@@ -15,7 +15,7 @@ cd "${SLURM_SUBMIT_DIR:?run this with sbatch}"
 export HEAD_FILE="$PWD/.ray_head_$SLURM_JOB_ID"
 export RAY_AUTH_TOKEN="${RAY_AUTH_TOKEN:-$(head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \n')}"
 # Those of a shell that sbatch took over would say the same rank on every node.
-unset RANK NODE_RANK NNODES MASTER_ADDR
+unset RANK NODE_RANK NNODES HEAD_ADDRESS MASTER_ADDR
 trap 'rm -f "$HEAD_FILE" "$HEAD_FILE.token"' EXIT
 launch="$1"
 shift

@@ -69,7 +69,8 @@ def _checks(loaded: LoadedConfig, stop: Stop, closing: ExitStack) -> list[Check]
         if start_ray(loaded.config):
             closing.callback(stop_ray)
     device = get_device(loaded.config.trainer.device)
-    if "trainer.nnodes" not in loaded.explicit and cluster_address(loaded.config):
+    # Where scripts/ray_start.sh has gathered the nodes, it says how many.
+    if loaded.config.trainer.nnodes == 1 and "trainer.nnodes" not in loaded.explicit and cluster_address(loaded.config):
         loaded = changed(loaded, {"trainer.nnodes": num_nodes(loaded.config, device)})
     cfg = loaded.config
     nodes, each = cfg.trainer.nnodes, cfg.trainer.n_gpus_per_node

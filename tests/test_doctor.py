@@ -96,6 +96,19 @@ def test_the_table_ends_with_what_failed():
     )
 
 
+def test_the_exit_code_says_whether_anything_failed(monkeypatch, capsys):
+    for check, code in ((Check("models", "readable", notes=["slow"]), 0), (Check("models", "readable", ["none"]), 2)):
+        monkeypatch.setattr(doctor, "_checks", lambda *_, check=check: [check])
+        assert doctor.main([]) == code
+        assert capsys.readouterr().out.endswith(doctor.table([check]))
+
+
+def test_the_run_folder_is_left_as_it_was(tmp_path):
+    with doctor._folder(tmp_path / "runs/first") as folder:
+        assert folder.is_dir()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_words_of_the_doctor_are_those_of_training(capsys):
     assert doctor.main(["trainer.nodes=2", "--fast"]) == 2
     told = capsys.readouterr().err

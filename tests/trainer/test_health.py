@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from rltrain.errors import ConfigError, WorkerError, WorkerLost
 from rltrain.trainer import health
-from rltrain.trainer.health import look_at_nodes
+from rltrain.trainer.health import Check, look_at_nodes, refuse, try_collectives
 from rltrain.versions import fingerprint
 from rltrain.workers import node
 from tests.tiny import save_tiny_model, small_config
@@ -53,7 +54,7 @@ def run(model, tmp_path, monkeypatch):
     monkeypatch.setattr(node, "_SEEN_S", 0.3)
     monkeypatch.setattr(health, "ray_logs", lambda: "/tmp/ray/session_1/logs")
 
-    def run(hosts: Hosts, **trainer) -> dict[str, health.Check]:
+    def run(hosts: Hosts, **trainer) -> dict[str, Check]:
         cfg = small_config()
         cfg.trainer.device, cfg.actor_rollout_ref.model.path = "cpu", str(model)
         for key, value in trainer.items():
@@ -67,7 +68,7 @@ def run(model, tmp_path, monkeypatch):
     return run
 
 
-def problems(found: dict[str, health.Check]) -> str:
+def problems(found: dict[str, Check]) -> str:
     """The only problem."""
     (problem,) = [problem for check in found.values() for problem in check.problems]
     return problem
@@ -180,6 +181,23 @@ def test_small_memory_disks_and_limits_are_notes(run):
     assert "b: local disk: -2 GiB for Ray. Free some" in found["local disk"].notes[0]
     assert "b: open files: 1,024 per process. Type `ulimit -n 65536`" in found["open files"].notes[0]
     assert all(not check.problems for check in found.values())
+
+
+@pytest.mark.parametrize("kind", [WorkerLost, WorkerError])
+def test_a_first_collective_that_fails_points_to_the_doctor(kind):
+    class Group:
+        def submit(self, calls):
+            raise kind("hybrid worker, rank 3 of 4 (pid 1 on b), in Links.collectives: not done after 600 s.")
+
+    with pytest.raises(kind, match=r"rank 3 of 4(.*\n)This was the first time.* python -m rltrain\.doctor, with"):
+        try_collectives(Group())
+
+
+def test_a_run_refuses_all_problems_at_once_and_logs_notes(caplog):
+    refuse([Check("clocks", "9 s", notes=["b: its clock is late"])])
+    assert "note: b: its clock is late" in caplog.text
+    with pytest.raises(ConfigError, match="one\ntwo\nthree"):
+        refuse([Check("models", "", ["one", "two"]), Check("run folder", "", ["three"])])
 
 
 def test_storage_that_shows_a_file_late_is_shared_storage(tmp_path, monkeypatch):

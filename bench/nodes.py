@@ -1,6 +1,6 @@
 """What goes from node to node: the real trainer over idle workers on several Ray nodes of this machine.
 
-    python -m bench.nodes [--nodes 1,2,4,8] [--workers 2] [--samples 128] [--tokens 10000]
+    python -m bench.nodes [--nodes 2,4,8] [--workers 2] [--samples 128] [--tokens 10000]
 
 Every node is a raylet with an object store of its own, so what is read on another node than where it was made goes
 over the loopback interface. That of a network namespace made for the purpose (which needs root) counts it, with Ray's
@@ -89,7 +89,7 @@ def measure(nodes: int, workers: int, samples: int, tokens: int) -> list[tuple[s
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--nodes", type=numbers, default=[1, 2, 4, 8])
+    parser.add_argument("--nodes", type=numbers, default=[2, 4, 8])
     for name, default in (("workers", 2), ("samples", 128), ("tokens", 10_000)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--out", default="nodes_cpu.md")

@@ -3,7 +3,7 @@
 Problem: Ray moves an object whole, so every node would get all answers of a step for the few that its ranks compute,
 and the traffic would grow with the number of nodes. Choice: before a call, every node cuts what another will read into
 one parcel for that node. Ray brings it there once, and the ranks of the node read it from shared memory. Left out:
-keeping parcels for later calls, since layouts prefer the node of an answer and little is moved.
+keeping parcels for later calls, which may lay the samples out otherwise.
 """
 
 from __future__ import annotations

@@ -128,5 +128,5 @@ def small_config():
 
     config = Config()
     config.trainer.device = "cpu"
-    config.trainer.n_gpus_per_node = 2
+    config.trainer.nnodes, config.trainer.n_gpus_per_node = 1, 2
     return config

@@ -134,7 +134,8 @@ def _way_in(address: str | None, error: BaseException) -> str:
         return "\nIts port is that of Ray's client server (10001 on the head), with the same Python and Ray as here."
     return (
         "\nThis machine is no node of that cluster: run the command on the head, or make this one a node "
-        f"(ray_start.sh worker), or set {_KEY}.address=ray://HEAD:10001, or use `ray job submit`."
+        f"(ray_start.sh worker), or set {_KEY}.address=ray://HEAD:10001, or use `ray job submit`. "
+        "A cluster without a token is joined with RAY_AUTH_MODE=disabled where one lies in ~/.ray."
     )
 
 

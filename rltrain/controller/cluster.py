@@ -106,6 +106,8 @@ def start_ray(cfg: Config) -> bool:
         shown = {**given, "address": address} if address else given
         named = ", ".join(f"{name}={value}" for name, value in shown.items() if name != "runtime_env")
         raise ConfigError(f"ray.init({named}) failed, see {_KEY}: {error}{_way_in(address, error)}") from error
+    # Of a node that ends, Ray prints the last lines of its log, twice and over the run's own words.
+    ray._private.worker.print_to_stdstream = _first_line
     return True
 
 
@@ -143,6 +145,10 @@ def num_nodes(cfg: Config, device: Device) -> int:
     """Nodes of the cluster with as many devices as ``trainer.n_gpus_per_node`` asks for; 1 at least."""
     slots = [node["Resources"].get(device.ray_resource, 0) for node in ray.nodes() if node["Alive"]]
     return max(1, sum(each >= cfg.trainer.n_gpus_per_node for each in slots))
+
+
+def _first_line(data: dict[str, Any], ignore_prefix: bool = False) -> None:
+    log.warning("Ray: %s", "\n".join(data["lines"]).partition("\n")[0])
 
 
 def free(groups: list[PlacementGroup]) -> None:
@@ -189,6 +195,18 @@ def _wait_for(groups: list[PlacementGroup], cfg: Config, name: str) -> None:
             f"in {_RESERVE_TIMEOUT_S} s: {_lacking(len(waiting), cfg, name)}. "
             "Check trainer.nnodes and trainer.n_gpus_per_node, or start the missing nodes."
         )
+
+
+def lost_node(node: str, wait_s: float) -> str:
+    """Name and address of a node that is no longer in the cluster; empty where it is. Ray may learn of it only now."""
+    deadline = time.monotonic() + wait_s
+    while True:
+        for each in ray.nodes():
+            if each["NodeID"] == node and not each["Alive"]:
+                return f"{each['NodeManagerHostname']} ({each['NodeManagerAddress']})"
+        if time.monotonic() > deadline:
+            return ""
+        time.sleep(_POLL_S)
 
 
 def ray_logs() -> str:

@@ -340,7 +340,11 @@ class WorkerGroup:
     def failed(self, phase: str, errors: dict[int, Exception]) -> RltrainError:
         """End all workers; returns the error that caused the others."""
         self.kill()
-        return explain(errors, lambda ranks: self.place(ranks, phase))
+        return explain(errors, lambda ranks: self.place(ranks, phase), self._other_node)
+
+    def _other_node(self, rank: int) -> str:
+        node = self._who[rank]["node_id"] if rank < len(self._who) else ""
+        return "" if node == ray.get_runtime_context().get_node_id() else node
 
     def place(self, ranks: Sequence[int], phase: str) -> str:
         """Role, ranks, processes and nodes, and what they do."""

@@ -1,7 +1,8 @@
 """Several hosts on one machine, for tests of what runs on many.
 
     def test_…(network):
-        first, second = network(2)                  # on a switch; network(2, delay_ms=100, loss=0.01): on a bad wire
+        first, second = network(2)                  # on a switch
+        first, second = network(2, delay_ms=100, loss=0.01)     # on a bad wire; .wire(delay_ms=0) mends it
         first.run("hostname")                       # ends: .returncode, .output
         job = second.start("sleep 100")             # goes on: .wait(), .output, .kill()
         second.cut()                                # the cable is pulled; .mend()
@@ -133,6 +134,8 @@ class Space:
 class Host:
     """One host; see the top of this file. number: from 1."""
 
+    wire: Callable[..., None]
+
     def __init__(self, number: int, switch: Space, own: Path, shared: Path) -> None:
         self.number, self.own, self.shared = number, own, shared
         self.name, self.address = f"host{number}", f"192.0.2.{number}"
@@ -237,46 +240,64 @@ class Host:
 
 
 class Network:
-    """Hosts on a switch, or on a wire with ``delay_ms`` one way and the share ``loss`` of the frames lost."""
+    """Hosts on a switch, or on a wire with ``delay_ms`` one way and the share ``loss`` of the frames lost.
 
-    def __init__(self, folder: Path, number: int, delay_ms: float = 0, loss: float = 0) -> None:
+    delay_ms None: a switch.
+    """
+
+    def __init__(self, folder: Path, number: int, delay_ms: float | None = None, loss: float = 0) -> None:
         shared, own = folder / "shared", folder / "switch"
         shared.mkdir()
         (own / "tmp").mkdir(parents=True)
-        self._wire, self.hosts = None, list[Host]()
+        self._wire: subprocess.Popen[str] | None = None
+        self.hosts: list[Host] = []
         self._switch = switch = Space("switch", own, [])
         try:
-            self._connect([f"switch{each}" for each in range(1, number + 1)], delay_ms, loss)
+            self._connect([f"switch{each}" for each in range(1, number + 1)], delay_ms is not None)
+            if delay_ms is not None:
+                self.wire(delay_ms, loss)
             for each in range(1, number + 1):
                 self.hosts.append(Host(each, switch, folder / f"host{each}", shared))
+                self.hosts[-1].wire = self.wire
         except BaseException:
             self.end()
             raise
 
-    def _connect(self, names: list[str], delay_ms: float, loss: float) -> None:
+    def _connect(self, names: list[str], wire: bool) -> None:
         switch = self._switch
+        switch.ip("link", "set", "lo", "up")
         for name in names:
             switch.ip("link", "add", name, "type", "bridge")
             switch.ip("link", "set", name, "up")
-        if delay_ms or loss:
-            self._lay_wire(delay_ms, loss, names)
-        else:
-            for name in names[1:]:
-                switch.ip("link", "add", f"{name}.up", "type", "veth", "peer", "name", f"{name}.down")
-                switch.ip("link", "set", f"{name}.up", "master", names[0], "up")
-                switch.ip("link", "set", f"{name}.down", "master", name, "up")
+        if wire:
+            self._lay_wire(names)
+            return
+        for name in names[1:]:
+            switch.ip("link", "add", f"{name}.up", "type", "veth", "peer", "name", f"{name}.down")
+            switch.ip("link", "set", f"{name}.up", "master", names[0], "up")
+            switch.ip("link", "set", f"{name}.down", "master", name, "up")
 
-    def _lay_wire(self, delay_ms: float, loss: float, names: list[str]) -> None:
+    def _lay_wire(self, names: list[str]) -> None:
         # The kernel cuts large packets and fills in checksums before a card of this kind, so frames are as on a cable.
         cards = [f"{name}.tap" for name in names]
-        command = [sys.executable, "-IS", str(ROOT / "tests/hosts/wire.py"), str(delay_ms), str(loss), *cards]
-        self._wire = subprocess.Popen(
-            [*self._switch.enter, "--", *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        assert self._wire.stdout
-        assert self._wire.stdout.readline() == "ready\n"
+        command = [*self._switch.enter, "--", sys.executable, "-IS", str(ROOT / "tests/hosts/wire.py"), *cards]
+        self._wire = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._wire_is_ready()
         for name, card in zip(names, cards, strict=True):
             self._switch.ip("link", "set", card, "master", name, "up")
+
+    def _wire_is_ready(self) -> None:
+        assert self._wire
+        assert self._wire.stdout
+        assert self._wire.stdout.readline() == "ready\n"
+
+    def wire(self, delay_ms: float = 0, loss: float = 0) -> None:
+        """How the wire carries from now on."""
+        assert self._wire, "these hosts are on a switch"
+        assert self._wire.stdin
+        self._wire.stdin.write(f"{delay_ms} {loss}\n")
+        self._wire.stdin.flush()
+        self._wire_is_ready()
 
     def end(self) -> None:
         """End all hosts."""

@@ -42,8 +42,7 @@ def main(name: str, own: Path, visible: list[Path]) -> None:
     os.set_blocking(ended, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake)
-    sys.stdout.write("ready\n")
-    sys.stdout.flush()
+    print("ready", flush=True)
     while True:
         ready, _, _ = select.select([0, ended], [], [])
         if 0 in ready:

@@ -83,3 +83,6 @@ def test_a_bad_wire_is_slow_and_loses_some(network):
     came, seconds = answers(first, second, 400, patience=1)
     assert 0.1 <= seconds < 1
     assert 250 < came < 380  # of 400 that pass it twice: 324
+    first.wire(delay_ms=0)
+    came, seconds = answers(first, second, 400, patience=1)
+    assert (came, seconds < 0.1) == (400, True)

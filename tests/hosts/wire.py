@@ -1,7 +1,8 @@
 """A wire between network cards of the kernel's TAP kind: frames arrive late, and some never.
 
-Arguments: milliseconds one way, the share of frames that is lost, names of cards. What comes in at one goes out at all
-others. Says "ready" when the cards are there.
+Arguments: names of cards. What comes in at one goes out at all others. Each line of input says how: milliseconds one
+way, and the share of frames that is lost. Says "ready" when the cards are there, and after each line; ends with the
+input.
 """
 
 import fcntl
@@ -32,19 +33,22 @@ def frames(line: int):
             return
 
 
-def main(delay_s: float, loss: float, names: list[str]) -> None:
+def main(names: list[str]) -> None:
+    delay_s = loss = 0.0
     lines = [card(name) for name in names]
     draw, number = random.Random(1).random, itertools.count()
     under_way: list[tuple[float, int, int, bytes]] = []
-    sys.stdout.write("ready\n")
-    sys.stdout.flush()
+    print("ready", flush=True)
     while True:
         until_next = max(0.0, under_way[0][0] - time.monotonic()) if under_way else None
         ready, _, _ = select.select([*lines, 0], [], [], until_next)
         if 0 in ready:
-            return
+            if not (said := sys.stdin.readline()):
+                return
+            delay_s, loss = float(said.split()[0]) / 1000, float(said.split()[1])
+            print("ready", flush=True)
         due = time.monotonic() + delay_s
-        for line in ready:
+        for line in set(ready) - {0}:
             for frame in frames(line):
                 for other in lines:
                     if other != line and draw() >= loss:
@@ -58,4 +62,4 @@ def main(delay_s: float, loss: float, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]) / 1000, float(sys.argv[2]), sys.argv[3:])
+    main(sys.argv[1:])

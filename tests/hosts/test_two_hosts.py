@@ -1,0 +1,131 @@
+"""One run over two hosts: it learns what one process learns, whatever befalls the second host."""
+
+import json
+import re
+import shutil
+
+import pytest
+from safetensors.torch import load_file
+
+from rltrain.report import read_metrics
+from tests.distance import distance
+from tests.hosts.hosts import wait_until
+from tests.local import local_trainer
+from tests.tiny import small_run
+
+pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.timeout(900)]
+# For a slow and busy machine; what is waited for comes long before.
+START_S, END_S = 240, 150
+# Ray counts a silent node as lost after 65 s. Here after 20.
+IMPATIENT = {"RAY_health_check_period_ms": 1000, "RAY_health_check_timeout_ms": 3000}
+
+
+def join(host) -> None:
+    """The script of this host, which makes or joins a Ray."""
+    role, environment = "head" if host.number == 1 else "worker", {"HEAD_FILE": f"{host.shared}/head", **IMPATIENT}
+    host.ray = host.start(f"bash scripts/ray_start.sh {role} --num-cpus=2", environment | {"NODE_IP": host.address})
+
+
+def joined(host) -> None:
+    assert host.ray.wait(START_S) == 0, host.ray.output
+
+
+class Run:
+    """The command of a run, typed on the first host again and again with other numbers of nodes and workers."""
+
+    def __init__(self, hosts, model, files) -> None:
+        self.hosts, self.shared, self.ended = hosts, hosts[0].shared, []
+        self.folder = self.shared / "run"
+        self.model = shutil.copytree(model, self.shared / "model")
+        self.files = tuple(shutil.copy(file, self.shared) for file in files)
+
+    def start(self, nodes: int, workers: int, steps: int = 100000, **changes):
+        keys = {"trainer__nnodes": nodes, "trainer__n_gpus_per_node": workers, "trainer__total_training_steps": steps}
+        keys |= {"trainer__save_freq": 1, "ray_kwargs__ray_init__address": "auto", **changes}
+        words = small_run(self.model, self.files, self.folder, **keys)
+        return self.hosts[0].start(f"exec python -m rltrain.main_ppo {' '.join(words)}")
+
+    def wait_for_step(self, job, step: int) -> None:
+        wait_until(lambda: self.last_step >= step or job.returncode is not None, f"step {step}", START_S)
+        assert self.last_step >= step, job.output
+
+    def end(self, job) -> None:
+        job.wait(END_S)
+        self.ended.append(job)
+
+    @property
+    def lines(self) -> list[dict]:
+        return read_metrics(self.folder) if (self.folder / "metrics.jsonl").exists() else []
+
+    @property
+    def last_step(self) -> int:
+        return max((line["step"] for line in self.lines), default=0)
+
+
+@pytest.fixture(scope="module")
+def run(network, tiny_model, arithmetic_files):
+    """The second host loses its raylet, comes back on a bad wire, and loses its cable; the first ends the run alone."""
+    hosts = network(2, delay_ms=0)
+    for host in reversed(hosts):  # in any order
+        join(host)
+    for host in hosts:
+        joined(host)
+    run = Run(hosts, tiny_model, arithmetic_files)
+    job = run.start(2, 2)
+    run.wait_for_step(job, 1)
+    run.machines = json.loads((run.folder / "env.json").read_text())["hosts"]
+    hosts[1].kill("raylet/raylet")
+    run.end(job)
+    join(hosts[1])
+    joined(hosts[1])
+    hosts[0].wire(delay_ms=100, loss=0.01)
+    job, run.slow_step = run.start(2, 1), run.last_step + 1
+    run.wait_for_step(job, run.slow_step)
+    hosts[1].cut()
+    run.end(job)
+    run.end(run.start(1, 1, run.last_step + 1))
+    return run
+
+
+def test_two_hosts_learn_what_one_process_learns(run, tmp_path):
+    """Over 2 x 2 workers, then 2 x 1, then one: the same samples, the same weights."""
+    assert sorted(run.machines) == ["host1", "host2"]
+    assert run.ended[2].returncode == 0, run.ended[2].output
+    assert [line["step"] for line in run.lines] == list(range(1, run.last_step + 1))
+    found = load_file(run.folder / f"global_step_{run.last_step}/huggingface/model.safetensors")
+    start = load_file(run.model / "model.safetensors")
+    alone = local_trainer(small_run(run.model, run.files, tmp_path, trainer__total_training_steps=run.last_step))
+    metrics = [alone.step(step) for step in range(1, run.last_step + 1)]
+    expected = dict(alone.worker.actor.policy.named_parameters())
+    moved = [{name: each[name] - start[name] for name in start} for each in (found, expected)]
+    assert distance(*moved) < 1e-4
+    for one, other in zip(run.lines, metrics, strict=True):
+        assert one["actor/grad_norm"] == pytest.approx(other["actor/grad_norm"], abs=1e-5)
+
+
+def test_the_engines_of_both_hosts_have_the_trained_weights(run):
+    assert all(line["rollout/log_prob_gap/mean"] < 1e-5 for line in run.lines)
+
+
+def test_training_goes_on_over_a_bad_wire(run):
+    """A ping of 200 ms; one frame in a hundred is lost each way."""
+    slow = run.lines[run.slow_step - 1]
+    assert slow["timing_s/update_actor"] > 1  # it did pass the wire, and more than five times
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["raylet_killed", "cable_pulled"])
+def test_a_lost_host_is_named_and_the_command_goes_on(run, which):
+    job = run.ended[which]
+    assert job.returncode == 75, job.output
+    (message,) = re.findall("^error: .*", job.output, re.MULTILINE)
+    assert re.search(r"rank \d of \d \(pid \d+ on host2\), in [\w.]+: the node host2 \(192.0.2.2\) has left", message)
+    assert "Start Ray there again (scripts/ray_start.sh)" in message
+    assert "Run the same command again" in message
+    assert "Traceback" not in job.output
+    assert "state-dump" not in job.output
+
+
+def test_no_worker_is_left_on_either_host(run):
+    """The one whose cable was pulled ends by itself, once Ray there misses its head."""
+    for host in run.hosts:
+        wait_until(lambda host=host: not host.pids("_Host"), f"workers of {host.name} end", 120)

@@ -16,7 +16,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import ray
@@ -197,16 +197,20 @@ def _wait_for(groups: list[PlacementGroup], cfg: Config, name: str) -> None:
         )
 
 
-def lost_node(node: str, wait_s: float) -> str:
-    """Name and address of a node that is no longer in the cluster; empty where it is. Ray may learn of it only now."""
+def lost_node(nodes: Collection[str], wait_s: float) -> tuple[str, str]:
+    """Which of ``nodes`` (Ray's ids) is no longer in the cluster: its id, and name with address. Empty where all are.
+
+    Ray may learn of it only now, so this waits.
+    """
     deadline = time.monotonic() + wait_s
-    while True:
+    while nodes:
         for each in ray.nodes():
-            if each["NodeID"] == node and not each["Alive"]:
-                return f"{each['NodeManagerHostname']} ({each['NodeManagerAddress']})"
+            if each["NodeID"] in nodes and not each["Alive"]:
+                return each["NodeID"], f"{each['NodeManagerHostname']} ({each['NodeManagerAddress']})"
         if time.monotonic() > deadline:
-            return ""
+            break
         time.sleep(_POLL_S)
+    return "", ""
 
 
 def ray_logs() -> str:

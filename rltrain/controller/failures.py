@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import ray
 
-from rltrain.controller.cluster import lost_node, ray_logs
+from rltrain.controller.cluster import ray_logs
 from rltrain.env import shipped
 from rltrain.errors import RltrainError, WorkerError, WorkerLost
 
@@ -19,29 +19,33 @@ _DEATH, _CAUSE, _SYMPTOM = 0, 1, 2
 _LOST = (ray.exceptions.ActorDiedError, ray.exceptions.ActorUnavailableError)
 _SYMPTOMS = ("gloo", "nccl", "hccl", "connection closed", "connection reset", "broken pipe")
 _COLOUR = re.compile(r"\x1b\[\d*m")
-# How long Ray may take to see that a node is gone whose worker does not answer.
+# How long Ray may take to see that a node is gone when its workers are.
 _NODE_S = 5.0
 AGAIN = "Run the same command again: it continues from the newest checkpoint."
 
 
 def explain(
-    errors: Mapping[int, Exception], place: Callable[[Sequence[int]], str], node: Callable[[int], str]
+    errors: Mapping[int, Exception],
+    place: Callable[[Sequence[int]], str],
+    lost: Callable[[float], tuple[Sequence[int], str]],
 ) -> RltrainError:
     """The error that most likely caused the others: a death, else an exception, else a broken connection; of several,
     that of the lowest rank.
 
-    errors: by rank. place(ranks): who they are and what they were doing. node(rank): Ray's id of its node; empty for
-    the driver's own.
+    errors: by rank. place(ranks): who they are and what they were doing. lost(seconds): the ranks of a node that is
+    gone, or goes within that time, and its name.
     """
     rank = min(errors, key=lambda each: (_severity(errors[each]), each))
     error, where = errors[rank], place([rank])
     if isinstance(error, _LOST):
         logs = f"Ray's logs: {ray_logs()} on every node."
-        if node(rank) and (lost := lost_node(node(rank), _NODE_S)):
+        # A call also counts as lost where a worker that is gone was to make an argument of it.
+        ranks, node = lost(_NODE_S)
+        if ranks:
             way_out = f"Start Ray there again ({shipped('scripts/ray_start.sh')}), or lower trainer.nnodes."
             return WorkerLost(
-                f"{where}: the node {lost} has left the cluster: it is down, or the network does not reach it, or Ray "
-                f"ended there. {way_out} {AGAIN} {logs}"
+                f"{place(ranks)}: the node {node} has left the cluster: it is down, or the network does not reach it, "
+                f"or Ray ended there. {way_out} {AGAIN} {logs}"
             )
         return WorkerLost(f"{where}: the process died ({_first_line(error)}). {AGAIN} {logs}")
     # Ray wraps what a worker raises in a RayTaskError, which keeps the original as its cause.

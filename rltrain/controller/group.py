@@ -22,6 +22,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rltrain.controller.calls import Call, Stream, bind
+from rltrain.controller.cluster import lost_node
 from rltrain.controller.failures import AGAIN, explain
 from rltrain.controller.hang import Deadlines
 from rltrain.controller.host import HOST
@@ -340,11 +341,13 @@ class WorkerGroup:
     def failed(self, phase: str, errors: dict[int, Exception]) -> RltrainError:
         """End all workers; returns the error that caused the others."""
         self.kill()
-        return explain(errors, lambda ranks: self.place(ranks, phase), self._other_node)
+        return explain(errors, lambda ranks: self.place(ranks, phase), self._lost)
 
-    def _other_node(self, rank: int) -> str:
-        node = self._who[rank]["node_id"] if rank < len(self._who) else ""
-        return "" if node == ray.get_runtime_context().get_node_id() else node
+    def _lost(self, wait_s: float) -> tuple[list[int], str]:
+        """The ranks of a node that is gone, and its name. The driver's own cannot be."""
+        ids = [who["node_id"] for who in self._who]
+        node, name = lost_node(set(ids) - {ray.get_runtime_context().get_node_id()}, wait_s)
+        return [rank for rank, each in enumerate(ids) if each == node], name
 
     def place(self, ranks: Sequence[int], phase: str) -> str:
         """Role, ranks, processes and nodes, and what they do."""

@@ -296,5 +296,5 @@ def _payload(jobs: Sequence[Job], slots: NDArray[np.int64], generation: Generati
     places = np.repeat([job.place for job in jobs], [len(job.samples) for job in jobs])
     # Values stand in the order of their places, so a search in the sorted places gives each answer's prompt.
     index = torch.from_numpy(np.searchsorted(list(asked), places))
-    prompts = Ragged.from_rows([torch.from_numpy(np.asarray(job.prompt, dtype=np.int32)) for job in asked.values()])
+    prompts = Ragged.from_rows([torch.from_numpy(np.array(job.prompt, dtype=np.int32)) for job in asked.values()])
     return Batch({c.PROMPT: DictionaryColumn(prompts, index), **made})

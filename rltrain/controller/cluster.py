@@ -106,8 +106,8 @@ def start_ray(cfg: Config) -> bool:
         shown = {**given, "address": address} if address else given
         named = ", ".join(f"{name}={value}" for name, value in shown.items() if name != "runtime_env")
         raise ConfigError(f"ray.init({named}) failed, see {_KEY}: {error}{_way_in(address, error)}") from error
-    # Of a node that ends, Ray prints the last lines of its log, twice and over the run's own words.
-    ray._private.worker.print_to_stdstream = _first_line
+    # Of a node that ends, Ray prints the last lines of its log, over the run's own words.
+    ray._private.worker.print_to_stdstream = _first_sentence
     return True
 
 
@@ -147,8 +147,8 @@ def num_nodes(cfg: Config, device: Device) -> int:
     return max(1, sum(each >= cfg.trainer.n_gpus_per_node for each in slots))
 
 
-def _first_line(data: dict[str, Any], ignore_prefix: bool = False) -> None:
-    log.warning("Ray: %s", "\n".join(data["lines"]).partition("\n")[0])
+def _first_sentence(data: dict[str, Any], ignore_prefix: bool = False) -> None:
+    log.warning("Ray: %s", " ".join(data["lines"]).partition(". ")[0].partition("\n")[0])
 
 
 def free(groups: list[PlacementGroup]) -> None:

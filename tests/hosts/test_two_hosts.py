@@ -21,9 +21,9 @@ IMPATIENT = {"RAY_health_check_period_ms": 1000, "RAY_health_check_timeout_ms": 
 
 
 def join(host) -> None:
-    """The script of this host, which makes or joins a Ray."""
-    role, environment = "head" if host.number == 1 else "worker", {"HEAD_FILE": f"{host.shared}/head", **IMPATIENT}
-    host.ray = host.start(f"bash scripts/ray_start.sh {role} --num-cpus=2", environment | {"NODE_IP": host.address})
+    """The script on this host, which makes or joins a Ray."""
+    environment = {"RANK": host.number - 1, "NNODES": 2, "HEAD_FILE": f"{host.shared}/head", **IMPATIENT}
+    host.ray = host.start("bash scripts/ray_start.sh --num-cpus=2", environment)
 
 
 def joined(host) -> None:
@@ -78,6 +78,8 @@ def run(network, tiny_model, arithmetic_files):
     run.end(job)
     join(hosts[1])
     joined(hosts[1])
+    run.refused = run.start(2, 1, trainer__default_local_dir="/tmp/run")
+    run.refused.wait(END_S)
     hosts[0].wire(delay_ms=100, loss=0.01)
     job, run.slow_step = run.start(2, 1), run.last_step + 1
     run.wait_for_step(job, run.slow_step)
@@ -96,7 +98,8 @@ def test_two_hosts_learn_what_one_process_learns(run, tmp_path):
     start = load_file(run.model / "model.safetensors")
     alone = local_trainer(small_run(run.model, run.files, tmp_path, trainer__total_training_steps=run.last_step))
     metrics = [alone.step(step) for step in range(1, run.last_step + 1)]
-    expected = dict(alone.worker.actor.policy.named_parameters())
+    policy = alone.worker.actor.policy
+    expected = {name.removeprefix("model."): each.full_tensor() for name, each in policy.named_parameters()}
     moved = [{name: each[name] - start[name] for name in start} for each in (found, expected)]
     assert distance(*moved) < 1e-4
     for one, other in zip(run.lines, metrics, strict=True):
@@ -123,6 +126,15 @@ def test_a_lost_host_is_named_and_the_command_goes_on(run, which):
     assert "Run the same command again" in message
     assert "Traceback" not in job.output
     assert "state-dump" not in job.output
+
+
+def test_a_run_folder_that_is_not_shared_is_refused_before_a_step(run):
+    assert run.refused.returncode == 2, run.refused.output
+    assert "error: trainer.default_local_dir=/tmp/run is not one folder for all nodes" in run.refused.output
+    assert "host2 (192.0.2.2) does not see it" in run.refused.output
+    for host in run.hosts:
+        assert not list(host.own.glob("tmp/run/global_step_*"))
+        assert not (host.own / "tmp/run/metrics.jsonl").exists()
 
 
 def test_no_worker_is_left_where_the_command_ran(run):

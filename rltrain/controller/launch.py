@@ -33,6 +33,7 @@ from rltrain.controller.nodes import (
     clusters_here,
     end_processes,
     group_is_alive,
+    program_of,
 )
 from rltrain.env import address_towards, devices_here, first_set
 from rltrain.errors import ConfigError, DiskError, Interrupted, WorkerLost, command
@@ -186,8 +187,11 @@ def _finish(board: Board | None, code: int) -> None:
 
 def _worker(launch: Launch, asked: list[int]) -> int:
     board = _find_head(launch, asked)
-    if board.address in clusters_here():
-        raise ConfigError(f"this node has joined {board.address} already; `ray_start.sh stop` takes it out.")
+    if left := clusters_here().get(board.address):
+        if any(program_of(pid) == "raylet" for pid in left):
+            raise ConfigError(f"this node has joined {board.address} already; `ray_start.sh stop` takes it out.")
+        # Ray was killed here, and its helpers would stay.
+        end_processes(board.address)
     ip = _own_address(launch, board.address)
     here, head, ours = Node(ip, socket.gethostname(), launch.rank), board.read(HEAD), fingerprint()
     if problem := unlike(head["fingerprint"], ours):

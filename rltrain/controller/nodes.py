@@ -139,6 +139,13 @@ def clusters_here() -> dict[str, list[int]]:
     return found
 
 
+def program_of(pid: int) -> str:
+    """The name of a process; empty where it has ended."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    return ""
+
+
 def end_processes(address: str) -> int:
     """End the cluster of the head at `address` on this node; returns how many processes that were."""
     ended: set[int] = set()

@@ -108,7 +108,7 @@ def test_a_command_for_one_node_does_what_its_page_says(hosts, line):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("line", ALL_NODES)
+@pytest.mark.parametrize("line", ALL_NODES, ids=["rehearsal", "doctor"])
 def test_a_command_for_all_nodes_does_what_its_page_says(hosts, line):
     jobs = [typed(host, line.replace("RANK=0", f"RANK={rank}")) for rank, host in enumerate(hosts)]
     assert [job.wait(300) for job in jobs] == [0, 0], "\n".join(job.output for job in jobs)

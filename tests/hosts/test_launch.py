@@ -69,6 +69,8 @@ def test_a_cluster_without_shared_files_gathers_and_ends_alone(hosts):
 
 def test_one_line_on_every_node_runs_the_command_once(hosts):
     head, worker, _ = hosts
+    for host in (head, worker):
+        host.check(f"{SCRIPT} stop")
     (head.shared / "driver.py").write_text(DRIVER)
     (head.shared / ".ray_head").write_text("192.0.2.3:6379\n")  # of an older run: nobody answers there
     (head.shared / ".ray_head.token").write_text("of an older run\n")

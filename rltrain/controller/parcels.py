@@ -34,7 +34,7 @@ def route_calls(
         for place, value in enumerate(call.args)
         if isinstance(value, Request)
     ]
-    if len(set(nodes)) == 1 or not places:
+    if all(part.node == nodes[rank] for rank, place in places for part in calls[rank].args[place].parts):
         return list(calls)
     # Neighbours on one node that share sequences have one request, which is routed once.
     sites = {(id(calls[rank].args[place]), nodes[rank]): calls[rank].args[place] for rank, place in places}

@@ -83,7 +83,14 @@ def test_a_node_reads_its_own_objects_as_they_are(store, samples):
     for call, routed in zip(calls, route_calls(calls, [0, 1], store.cut), strict=True):
         assert routed.args[1].parts == call.args[1].parts
     assert not store.cuts
-    assert route_calls(calls, [0, 0], store.cut) == calls
+
+
+def test_ranks_of_one_node_alone_get_parcels_too(store, samples):
+    """As in a pass of some ranks, while others still generate."""
+    first, second = calls_of(samples, [[0, 1], [2, 3]])
+    routed = route_calls([first, second], [1, 1], store.cut)
+    assert store.cuts == [(0, 1, [("object 0", [0, 1]), ("object 1", [0, 1])])]
+    assert [store.read(call.args[1])["text"] for call in routed] == [["text 0", "text 1"], ["text 2", "text 3"]]
 
 
 def test_a_row_goes_to_a_node_once_however_many_read_it(store, samples):

@@ -10,6 +10,8 @@ from rltrain.env import cpu_quota, installed
 TOKEN = {"RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
 LOOK = "python -m tests.hosts.look trainer.device=cpu trainer.nnodes=2 trainer.n_gpus_per_node=1"
 ADDRESS, ENV = "ray_kwargs.ray_init.address", "ray_kwargs.ray_init.runtime_env.env_vars"
+# Ray's client server alone takes half a minute on a busy machine.
+LIMIT_S = 240
 DASHBOARD = installed("aiohttp_cors") and installed("opencensus")
 
 
@@ -21,10 +23,11 @@ def hosts(network):
     del head.environment["OMP_NUM_THREADS"], worker.environment["OMP_NUM_THREADS"]
     own = TOKEN | {"RAY_AUTH_MODE": "token"}
     start = f"ray start --disable-usage-stats --num-cpus=1 --include-dashboard={DASHBOARD} --node-ip-address"
-    head.check(f"{start}={head.address} --head --port=6379", own)
+    head.check(f"{start}={head.address} --head --port=6379", own, LIMIT_S)
     worker.check(
         f"{start.replace(f'--include-dashboard={DASHBOARD} ', '')}={worker.address} --address={head.address}:6379",
         own | {"WANDB_MODE": "offline"},
+        LIMIT_S,
     )
     return head, worker, outside
 
@@ -45,7 +48,7 @@ def test_variables_reach_every_node_and_each_finds_its_card(hosts):
     passed = {name: str(value) for name, value in given.items()}
     # Each host has another card, docker0, that comes first and has the same address everywhere.
     card = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "=eth0", "HCCL_SOCKET_IFNAME": "=eth0"}
-    seen = found(hosts[0].check(f"{LOOK} {ADDRESS}=auto {ENV}.MINE=1", TOKEN | given | {"OTHER": 1}))
+    seen = found(hosts[0].check(f"{LOOK} {ADDRESS}=auto {ENV}.MINE=1", TOKEN | given | {"OTHER": 1}, LIMIT_S))
     expected = {**passed, **card, "MINE": "1"}
     assert {name: seen["host1"].get(name) for name in expected} == expected
     # The second node has this one of its own.
@@ -56,7 +59,8 @@ def test_variables_reach_every_node_and_each_finds_its_card(hosts):
 
 def test_a_host_outside_drives_the_cluster_as_a_client(hosts):
     head, _, outside = hosts
-    seen = found(outside.check(f"{LOOK} {ADDRESS}=ray://{head.address}:10001", TOKEN | {"NCCL_DEBUG": "WARN"}))
+    given = TOKEN | {"NCCL_DEBUG": "WARN"}
+    seen = found(outside.check(f"{LOOK} {ADDRESS}=ray://{head.address}:10001", given, LIMIT_S))
     assert all(variables["NCCL_DEBUG"] == "WARN" for variables in seen.values())
 
 
@@ -69,15 +73,14 @@ def test_a_submitted_job_joins_its_cluster(hosts, submitted):
     command = f"{LOOK} {ENV}.MINE_2=command {ENV}.MINE_3=command"
     if submitted:
         command = f"ray job submit --address http://127.0.0.1:8265 --runtime-env-json '{json.dumps(job)}' -- {command}"
-        seen = found(head.check(command, TOKEN | {"RAY_AUTH_MODE": "token"}))
+        seen = found(head.check(command, TOKEN | {"RAY_AUTH_MODE": "token"}, LIMIT_S))
     else:
         by_ray = {
             "RAY_ADDRESS": f"{head.address}:6379", "RAY_AUTH_MODE": "token", "OMP_NUM_THREADS": 1,
             "RAY_JOB_CONFIG_JSON_ENV_VAR": f"'{json.dumps({'runtime_env': job, 'metadata': {}})}'",
         }  # fmt: skip
-        seen = found(
-            head.check("env " + " ".join(f"{name}={value}" for name, value in by_ray.items()) + f" {command}", TOKEN)
-        )
+        variables = " ".join(f"{name}={value}" for name, value in by_ray.items())
+        seen = found(head.check(f"env {variables} {command}", TOKEN, LIMIT_S))
     for variables in seen.values():
         assert [variables[f"MINE_{number}"] for number in (1, 2, 3)] == ["job", "command", "command"]
         # All cores of the node for its one worker.

@@ -68,6 +68,8 @@ class Samples:
         self.num_samples = num_samples
         self.numbers: dict[str, Array] = {}
         self._parts: dict[tuple[int, tuple[str, ...]], StoredRows] = {}
+        # Of `_where`, until parts come or go.
+        self._found: tuple[list[StoredRows], dict[tuple[str, ...], Array]] | None = None
 
     def __len__(self) -> int:
         return self.num_samples
@@ -94,6 +96,7 @@ class Samples:
 
     def attach(self, parts: Sequence[StoredRows]) -> None:
         """Add payload columns that now exist in the object store."""
+        self._found = None
         for part in parts:
             # The id is safe because the part that is kept holds the reference: no other object can get the same id
             # meanwhile.
@@ -118,6 +121,22 @@ class Samples:
     def forget(self) -> None:
         """Let go of the payload. The numbers stay."""
         self._parts.clear()
+        self._found = None
+
+    def _where(self) -> tuple[list[StoredRows], dict[tuple[str, ...], Array]]:
+        """All parts, and by columns for every sample the number of its part (-1: none) and its row there [2, n].
+
+        Made once, as every rank asks in every pass: looking through all parts for each would take the square of the
+        ranks.
+        """
+        if self._found is None:
+            places: dict[tuple[str, ...], Array] = {}
+            for number, part in enumerate(self._parts.values()):
+                if part.columns not in places:
+                    places[part.columns] = np.full((2, len(self)), -1, dtype=np.int32)
+                places[part.columns][:, part.ids] = [np.full(len(part.ids), number), part.rows]
+            self._found = list(self._parts.values()), places
+        return self._found
 
     def parts_with(self, column: str) -> list[StoredRows]:
         """The objects that hold ``column``."""
@@ -164,14 +183,17 @@ class Samples:
         optional = (*optional, c.IMAGES) if c.PROMPT in columns else optional
         columns = [*columns, *optional]
         parts = []
-        for part in self._parts.values():
-            wanted = tuple(name for name in part.columns if name in columns)
+        known, where = self._where()
+        for held, (number_of, row_of) in where.items():
+            wanted = tuple(name for name in held if name in columns)
+            if not wanted or not len(ids):
+                continue
             # Row numbers and places go through the driver with every request, so they are as narrow as they may be.
-            row_of = np.full(self.num_samples, -1, dtype=np.int32)
-            row_of[part.ids] = part.rows
-            places = np.flatnonzero(row_of[ids] >= 0).astype(np.int32)
-            if wanted and len(places):
-                parts.append(replace(part, columns=wanted, ids=places, rows=row_of[ids[places]]))
+            places = np.argsort(number_of[ids], kind="stable").astype(np.int32)
+            numbers_found, starts = np.unique(number_of[ids[places]], return_index=True)
+            for number, its in zip(numbers_found.tolist(), np.split(places, starts[1:]), strict=True):
+                if number >= 0:
+                    parts.append(replace(known[number], columns=wanted, ids=its, rows=row_of[ids[its]]))
         for name in columns:
             have = sum(len(part.rows) for part in parts if name in part.columns)
             if have != len(ids) and name not in optional:

@@ -5,7 +5,8 @@
 Every node is a raylet with an object store of its own, so what is read on another node than where it was made goes
 over the loopback interface. That of a network namespace made for the purpose (which needs root) counts it, with Ray's
 own messages. The workers compute nothing and return columns of a byte a token. Samples grow with the nodes; so the
-bytes of a sample show how the traffic grows. `whole` is how it was before: every node reads whole objects. Writes
+bytes of a sample show how the traffic grows. `whole` is how it was before: every node reads whole objects, and layouts
+do not look at where an answer lies; so the difference is that of both, not of parcels alone. Writes
 bench/results/nodes_cpu.md.
 """
 
@@ -112,7 +113,8 @@ def main(argv: list[str] | None = None) -> None:
         f"GRPO with a reference, two optimizer steps, {options.tokens} tokens an answer, {size / 1e3:.0f} kB "
         "a sample with its log-probs (a byte a token; of a real run about 17 bytes); raylets of one machine stand for "
         f"nodes; median of {STEPS} steps. `counted` is `perf/node_bytes_per_sample`; `wire` is what the loopback "
-        "interface carried, Ray's own messages included; `share` is the wire's part of a sample's bytes.",
+        "interface carried, Ray's own messages included; `share` is the wire's part of a sample's bytes. `whole`: "
+        "neither parcels nor layouts that look at nodes; `parcels`: both.",
         ["nodes", "workers", "samples", "reading", "counted, kB a sample", "wire, kB a sample", "share", "step, s"],
         rows,
     )

@@ -1,17 +1,19 @@
 """Log-probs that begin while other devices still generate (`trainer.overlap`), on the long tail with two workers.
 
-    python -m bench.overlap [--shape tiny] [--steps 6] [--rounds 3]
+    python -m bench.overlap [--shape tiny] [--steps 4] [--rounds 5]
 
-Each worker holds all weights (fsdp_size=1), has one torch thread and serves an engine of its own. Off and on take
-turns, as processes of their own; both draw the same prompts and, but for rounding, the same answers. The first step of
-a process warms up and is not counted. The first row is the default, weights spread over both workers, where there is
-nothing to switch on. Writes bench/results/overlap_cpu.md.
+Each worker holds all weights (fsdp_size=1), has one torch thread and serves an engine of its own. A round is one
+process off and one on, right after each other, in turns first; both have the same seeds, so they draw the same prompts
+and, but for rounding, the same answers. What is compared is on and off of a round. The first step of a process warms up
+and is not counted. The first row is the default, weights spread over both workers, where there is nothing to switch on.
+Writes bench/results/overlap_cpu.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,11 +24,15 @@ from rltrain.report import read_metrics
 
 PHASES = ("gen", "old_log_prob", "ref", "update_actor", "step")
 A = "actor_rollout_ref.actor."
+OFF, ON = "weights in each worker", "weights in each worker, overlap"
 SETTINGS = {
     "weights over both workers": [],
-    "weights in each worker": [f"{A}fsdp_config.fsdp_size=1"],
-    "weights in each worker, overlap": [f"{A}fsdp_config.fsdp_size=1", "trainer.overlap=True"],
+    OFF: [f"{A}fsdp_config.fsdp_size=1"],
+    ON: [f"{A}fsdp_config.fsdp_size=1", "trainer.overlap=True"],
 }
+UNTIL = "until log-probs are there"
+TIMED = (*PHASES[:3], UNTIL, *PHASES[3:])
+SHARES = {"perf/rollout_idle_share": "engines idle", "perf/overlap_share": "log-probs made meanwhile"}
 Steps = list[dict[str, float]]
 
 
@@ -37,22 +43,24 @@ def run(folder: Path, keys: Sequence[str], options: argparse.Namespace) -> Steps
     return [line for line in read_metrics(folder / "run") if "timing_s/step" in line][1:]
 
 
-def row(name: str, steps: Steps) -> str:
-    """Of each step the round in which its log-probs were there soonest, as that was disturbed least; means of these."""
-    for one in steps:
-        one["until"] = sum(one[f"timing_s/{phase}"] for phase in PHASES[:3])
-    best = [min((one for one in steps if one["step"] == step), key=lambda one: one["until"]) for step in numbers(steps)]
-
-    def mean(key: str) -> float:
-        return statistics.mean(one.get(key, 0.0) for one in best)
-
-    timed = [*(f"timing_s/{phase}" for phase in PHASES[:3]), "until", *(f"timing_s/{phase}" for phase in PHASES[3:])]
-    shares = [f"{mean(key):.1%}" for key in ("perf/rollout_idle_share", "perf/overlap_share")]
-    return f"| {name} | {' | '.join([*(f'{mean(key):.2f}' for key in timed), *shares])} |"
+def means(steps: Steps) -> dict[str, float]:
+    """Of one process: seconds of a step by phase, until its log-probs are there, and the shares."""
+    found = {phase: statistics.mean(step[f"timing_s/{phase}"] for step in steps) for phase in PHASES}
+    found[UNTIL] = sum(found[phase] for phase in PHASES[:3])
+    return found | {key: statistics.mean(step.get(key, 0.0) for step in steps) for key in SHARES}
 
 
-def numbers(steps: Steps) -> list[float]:
-    return sorted({one["step"] for one in steps})
+def rows(rounds: Sequence[dict[str, Steps]]) -> list[str]:
+    """Medians over rounds of each setting; then, round by round, on divided by off: median and range."""
+    measured = [{name: means(steps) for name, steps in each.items()} for each in rounds]
+    lines = []
+    for name in SETTINGS:
+        middle = {key: statistics.median(each[name][key] for each in measured) for key in measured[0][name]}
+        cells = [*(f"{middle[key]:.2f}" for key in TIMED), *(f"{middle[key]:.1%}" for key in SHARES)]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    ratios = {key: [each[ON][key] / each[OFF][key] for each in measured] for key in TIMED}
+    spread = [f"{statistics.median(of):.2f} ({min(of):.2f} to {max(of):.2f})" for of in ratios.values()]
+    return [*lines, f"| overlap : none, in pairs | {' | '.join([*spread, *['-'] * len(SHARES)])} |"]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -60,27 +68,27 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--work", type=Path, default=Path("outputs/bench_overlap"))
     parser.add_argument("--shape", default="tiny")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    parser.add_argument("--steps", type=int, default=6, help="measured steps of each process")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--note", default="")
+    parser.add_argument("--steps", type=int, default=4, help="measured steps of each process")
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", default="overlap_cpu.md")
     options = parser.parse_args(argv)
     folder = options.work.absolute()
     make(folder, "long_tail", options.shape, options.steps + 1)
-    measured: dict[str, Steps] = {}
-    for _ in range(options.rounds):
-        for name, keys in SETTINGS.items():
-            measured.setdefault(name, []).extend(run(folder, keys, options))
-    titles = [*PHASES[:3], "until log-probs are there", *PHASES[3:], "engines idle", "log-probs made meanwhile"]
+    rounds = []
+    for number in range(options.rounds):
+        # What else runs on the machine comes and goes: neither is always the later one.
+        names = list(SETTINGS)[:: -1 if number % 2 else 1]
+        rounds.append({name: run(folder, SETTINGS[name], options) for name in names})
     write(
         options.out,
-        f"python -m bench.overlap --shape {options.shape} --steps {options.steps} --rounds {options.rounds}",
+        " ".join(["python -m bench.overlap", *(sys.argv[1:] if argv is None else argv)]),
         f"GRPO, {PROMPTS} prompts x {ANSWERS} answers with a long tail, two workers of one thread, KL in the loss, "
-        "old log-probs of every sample. Seconds: of each step those of the round in which log-probs were there "
-        "soonest; means over steps.",
-        ["setting", *titles],
-        [row(name, steps) for name, steps in measured.items()],
-        options.note,
+        f"old log-probs of every sample. Seconds a step, mean of {options.steps} steps of a process; medians of "
+        f"{options.rounds} rounds. Last row: on divided by off of the same round, median and range of the rounds.",
+        ["setting", *TIMED, *SHARES.values()],
+        rows(rounds),
+        "One worker computes at most the half of the log-probs that are of its own answers. How long engines idle "
+        "depends on what else runs, which lets one worker run ahead: compare the idle shares of off and on first.",
     )
 
 

@@ -1,16 +1,19 @@
 """What it costs to start: Ray, devices, idle workers, their process group; and what of it is the driver's.
 
-    python -m bench.startup [--workers 1,8,32,64]
+    python -m bench.startup [--workers 1,4,8,16]
 
 Workers are those of `bench.scale`: they import what a run's workers import before a model is loaded, meet, and wait. On
 this machine they share its cores, so the clock shows mostly their imports; on a cluster every node does its own. What
-grows with the cluster whatever the nodes have is the driver's processor time and the meeting of all ranks. Writes
+grows with the cluster whatever the nodes have is the driver's processor time, which is extrapolated, and the meeting of
+all ranks, which is not: here it cannot be told from waiting for a core. More workers than 16 are not the default: each
+takes a third of a GB, and on two cores they would wait for each other for minutes. Writes
 bench/results/startup_cpu.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import resource
 import sys
 import time
@@ -81,7 +84,7 @@ def own_s() -> float:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--workers", type=numbers, default=[1, 8, 32, 64])
+    parser.add_argument("--workers", type=numbers, default=[1, 4, 8, 16])
     parser.add_argument("--out", default="startup_cpu.md")
     options = parser.parse_args(argv)
     names = ("ray", "reserve", "start", "connect", "driver", "worker", "memory")
@@ -95,7 +98,11 @@ def main(argv: list[str] | None = None) -> None:
         slope, base = np.polyfit(options.workers, [each["driver"] for each in found], 1)
         notes = (
             f"Extrapolated, not measured: {LARGEST} workers take {base + slope * LARGEST:.1f} s of the driver's "
-            f"processor, by a straight line through these rows ({1000 * slope:.0f} ms a worker)."
+            f"processor, by a straight line through these rows ({1000 * slope:.0f} ms a worker). The meeting is not "
+            f"extrapolated, and nothing above {max(options.workers)} workers was started: each takes "
+            f"{found[-1]['memory'] / 1000:.2f} GB, and all share {len(os.sched_getaffinity(0))} cores, so what the "
+            "meeting itself costs cannot be told from waiting for a core. How long a large "
+            "cluster takes to meet is not known."
         )
     write(
         options.out,

@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # DAPO (clip-higher, dynamic sampling, overlong penalty, token-mean) with Qwen2.5-7B-Instruct, one node of NPUs (8 of a 910B,
-# 16 of an A3), vLLM (vllm-ascend). Not run on hardware yet. The hyper-parameters are those of verl's script for NPUs.
+# 16 of an A3), vLLM (vllm-ascend). Not run on hardware yet. The hyper-parameters are those of verl's script for NPUs
+# (recipe/dapo/run_dapo_qwen2.5_7b_npu.sh). Not theirs: mini-batches of 16 prompts (theirs: 1), 500 steps (theirs: an epoch),
+# and sizes of memory.
 # Data: python -m rltrain.data_preprocess.dapo_math_17k --output data/dapo_math_17k
 #       python -m rltrain.data_preprocess.aime --output data/aime24
 # On GPUs: trainer.device=cuda. Where this is not one of the nodes: trainer.n_gpus_per_node=8

@@ -92,10 +92,22 @@ def test_a_row_compares_by_tokens_a_second():
     assert other.endswith("| 1.00 |")
 
 
-def test_of_each_step_the_least_disturbed_round_counts():
-    rounds = [dict.fromkeys((f"timing_s/{phase}" for phase in overlap.PHASES), seconds) for seconds in (1.0, 3.0)]
-    steps = [one | {"step": step, "perf/rollout_idle_share": 0.25} for step in (2.0, 3.0) for one in rounds]
-    assert overlap.row("on", steps) == "| on | 1.00 | 1.00 | 1.00 | 3.00 | 1.00 | 1.00 | 25.0% | 0.0% |"
+def test_overlap_is_compared_within_a_round():
+    def steps(*seconds):
+        return [dict.fromkeys((f"timing_s/{phase}" for phase in overlap.PHASES), each) for each in seconds]
+
+    # A slow round is slow for both, so it must not decide.
+    pairs = [(steps(2.0, 4.0), steps(3.0, 3.0)), (steps(8.0), steps(6.0)), (steps(1.0), steps(0.5))]
+    rounds = [{name: on if name == overlap.ON else off for name in overlap.SETTINGS} for off, on in pairs]
+    *_, off, on, ratio = overlap.rows(rounds)
+    assert off.startswith(f"| {overlap.OFF} | 3.00 | 3.00 | 3.00 | 9.00 | 3.00 | 3.00 |")
+    assert on.endswith("| 0.0% | 0.0% |")
+    assert ratio.endswith(f"in pairs | {' | '.join(['0.75 (0.50 to 1.00)'] * 6)} | - | - |")
+
+
+def test_only_the_published_shape_is_compared_with_its_step():
+    assert scale.share_of_published(64, 2048, 4.474) == "1.000 %"
+    assert scale.share_of_published(384, 4096, 4.474) == scale.share_of_published(64, 4096, 4.474) == "-"
 
 
 def test_passes_over_unequal_lengths_compare_per_token():

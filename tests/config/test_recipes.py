@@ -15,6 +15,8 @@ from safetensors.torch import save_file
 from transformers import Qwen2Config, Qwen3MoeConfig
 
 from rltrain import dry_run
+from rltrain.config.keys import get
+from rltrain.config.load import load_config
 from rltrain.data_preprocess import geometry3k, virl39k
 from rltrain.main_ppo import main
 from rltrain.trainer import preflight
@@ -91,6 +93,20 @@ RECIPES = {
     "vlm_npu/qwen3_vl_2b_geometry3k_grpo.sh": ("Qwen3-VL-2B", "geometry3k", "128 (4 answers to each prompt)"),
     "vlm_npu/qwen2_5_vl_3b_virl39k_grpo_multinode.sh": ("Qwen2.5-VL-3B", "virl39k", "2,640 (5 answers to each prompt)"),
 }
+# What MindSpeed RL's configs say under other names: prompts of a step and of a mini-batch, answers to a prompt,
+# lengths, betas, decay, steps of warm-up and in all, KL in the loss. No limit of rounds is 0 here and -1 there.
+_A = "actor_rollout_ref.actor."
+_KEYS = (
+    "data.train_batch_size", f"{_A}ppo_mini_batch_size", "actor_rollout_ref.rollout.n", "data.max_prompt_length",
+    "data.max_response_length", f"{_A}optim.betas", f"{_A}optim.weight_decay", f"{_A}optim.lr_warmup_steps",
+    "trainer.total_training_steps", f"{_A}use_kl_loss", "algorithm.filter_groups.max_num_gen_batches",
+)  # fmt: skip
+PUBLISHED = {
+    "qwen2_5_7b_grpo-A3": (32, 32, 8, 2048, 2048, [0.9, 0.95], 0.01, -1, 1000, True, 0),
+    "qwen2_5_32b_grpo-A3": (64, 64, 16, 1024, 2048, [0.9, 0.95], 0.01, -1, 500, True, 0),
+    "qwen2_5_32b_dapo-910B": (256, 32, 16, 2048, 20_480, [0.9, 0.95], 0.1, 0, 200, False, 0),
+    "qwen3_30b_a3b_dapo-H100": (32, 32, 8, 2048, 2048, [0.9, 0.999], 0.1, 0, 200, False, 0),
+}
 _ROW = re.compile(r"^\| `(\S+\.sh)` \|.*\| (\d+) × (\d+) (\w+).*\| ([\d.]+) \| ([\d.]+) \|$", re.MULTILINE)
 ROWS = [
     Row(script, int(nodes), int(per_node), chip, float(generation), float(training))
@@ -136,7 +152,31 @@ def made(tmp_path_factory):
 
 
 @pytest.fixture
-def dry(tmp_path, made, monkeypatch, capsys):
+def typed(tmp_path, made):
+    """typed(row, *more): what a script hands to ``rltrain.main_ppo``."""
+    (tmp_path / "python").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "python").chmod(0o755)
+
+    def start(row: Row, *more: str) -> list[str]:
+        model, data, _ = RECIPES[row.script]
+        environment = {
+            "PATH": f"{tmp_path}:{os.environ['PATH']}", "NNODES": str(row.nodes), "MODEL": str(made / model),
+            "DATA": str(made / data), "VAL": str(made / data.replace("virl39k", "geometry3k") / "test.parquet"),
+        }  # fmt: skip
+        given = [f"trainer.n_gpus_per_node={row.per_node}", f"trainer.device_memory_gb={ROOM[row.chip]}"]
+        given += [f"trainer.default_local_dir={tmp_path / 'run'}", *more]
+        done = subprocess.run(
+            ["bash", FOLDER / row.script, *given], capture_output=True, text=True, check=True, env=environment
+        )
+        option, module, *arguments = done.stdout.splitlines()
+        assert (option, module) == ("-m", "rltrain.main_ppo")
+        return arguments
+
+    return start
+
+
+@pytest.fixture
+def dry(typed, monkeypatch, capsys):
     """dry(row, *more): exit code and text of ``--dry-run``."""
     # The devices, packages and disks of the machines that it is for.
     monkeypatch.setattr(preflight, "_devices", lambda loaded: [])
@@ -144,23 +184,9 @@ def dry(tmp_path, made, monkeypatch, capsys):
     monkeypatch.setattr(preflight, "ray_problems", lambda cfg: [])
     monkeypatch.setattr(dry_run, "missing_room", lambda *_: ("", ""))
     monkeypatch.setattr(dry_run, "_MOST_ROWS", 8)
-    (tmp_path / "python").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
-    (tmp_path / "python").chmod(0o755)
 
     def start(row: Row, *more: str) -> tuple[int, str]:
-        model, data, _ = RECIPES[row.script]
-        environment = {
-            "PATH": f"{tmp_path}:{os.environ['PATH']}", "NNODES": str(row.nodes), "MODEL": str(made / model),
-            "DATA": str(made / data), "VAL": str(made / data.replace("virl39k", "geometry3k") / "test.parquet"),
-        }  # fmt: skip
-        given = [f"trainer.n_gpus_per_node={row.per_node}", f"trainer.device_memory_gb={ROOM[row.chip]}"]
-        given += [f"trainer.default_local_dir={tmp_path / 'run'}", *more, "--dry-run"]
-        done = subprocess.run(
-            ["bash", FOLDER / row.script, *given], capture_output=True, text=True, check=True, env=environment
-        )
-        option, module, *arguments = done.stdout.splitlines()
-        assert (option, module) == ("-m", "rltrain.main_ppo")
-        code = main(arguments)
+        code = main(typed(row, *more, "--dry-run"))
         out, error = capsys.readouterr()
         assert error == "", out
         return code, out
@@ -170,6 +196,12 @@ def dry(tmp_path, made, monkeypatch, capsys):
 
 def the_row(stem: str) -> Row:
     return next(row for row in ROWS if str(row) == stem)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_recipe_says_what_its_source_says(name, typed):
+    config = load_config(typed(the_row(name))).config
+    assert tuple(get(config, key) for key in _KEYS) == PUBLISHED[name]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)

@@ -8,9 +8,10 @@ load of hours, which shows devices that fail when they are hot.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ from rltrain.controller.cluster import cluster_address, free, num_nodes, reserve
 from rltrain.controller.group import WorkerGroup
 from rltrain.controller.hang import Deadlines
 from rltrain.device import get_device, threads_per_worker
-from rltrain.errors import ConfigError
+from rltrain.errors import ConfigError, WorkerError, WorkerLost
 from rltrain.main_ppo import main as guarded
 from rltrain.stop import Stop
 from rltrain.trainer.health import Check, look_at_nodes, try_collectives
@@ -43,7 +44,7 @@ Exit code 0: nothing failed; 2: something did.
 _WORKER = "rltrain.workers.links:LinksWorker"
 _ALL_BYTES, _PAIR_BYTES = 2**26, 2**24
 _PRODUCT = {True: 512, False: 8192}  # on a CPU, elsewhere
-_PAIRS_S = 900.0
+_PAIR_S = 120.0
 # A pair is slow below this part of what the pair in the middle has; on shared lines a factor of two is usual.
 _SLOW = 1 / 3
 
@@ -84,21 +85,38 @@ def _checks(loaded: LoadedConfig, stop: Stop, closing: ExitStack) -> list[Check]
     if any(check.problems for check in checks if check.name in ("devices", "network", "versions")):
         # They would hang, or fail with a message that says less.
         return [*checks, Check("collectives", "not tried", notes=["mend what failed, and all devices will be tried"])]
+    return [*checks, *_together(group, cfg.trainer.device, device.is_cpu)]
+
+
+def _together(group: WorkerGroup, device: str, is_cpu: bool) -> Iterator[Check]:
+    """Rows on what devices do. The last one names those that died or did not end."""
+    try:
+        yield from _tried(group, device, is_cpu)
+    except (WorkerLost, WorkerError) as error:
+        yield Check("together", "the devices did not get through", [str(error)])
+
+
+def _tried(group: WorkerGroup, device: str, is_cpu: bool) -> Iterator[Check]:
     with logs.waiting(f"connecting {logs.count(group.world, 'device')}"):
-        group.start(_WORKER, {"device": cfg.trainer.device})
+        group.start(_WORKER, {"device": device})
     names = [f"rank {rank} on {name}" for rank, name in enumerate(group.names)]
     with logs.waiting("computing"):
-        checks.append(_computing(group.call(Links.computes, _PRODUCT[device.is_cpu]), names))
-    if group.world > 1:
-        with logs.waiting("collectives"):
-            found = try_collectives(group, _ALL_BYTES)
-        speeds = {name: min(each[name] for each in found) for name in found[0]}
-        said = ", ".join(f"{name} {speed:.2f} GB/s" for name, speed in speeds.items())
-        checks.append(Check("collectives", f"{logs.count(group.world, 'rank')}: {said} per rank"))
-        with logs.waiting("every pair of devices"):
-            rows = group.submit([bind(Links.pairs, _PAIR_BYTES)]).collect(_PAIRS_S)
-        checks += pairs(np.stack(rows), names, np.array(group.nodes))
-    return checks
+        yield _computing(group.call(Links.computes, _PRODUCT[is_cpu]), names)
+    if group.world == 1:
+        return
+    with logs.waiting("collectives"):
+        found = try_collectives(group, _ALL_BYTES)
+    least = {name: min(each[name] for each in found) for name in found[0]}
+    said = ", ".join(f"{name} {speed:.2f} GB/s" for name, speed in least.items())
+    yield Check("collectives", f"{logs.count(group.world, 'rank')}: {said} per rank")
+    speeds = np.full((group.world, group.world), np.nan)
+    with logs.waiting("every pair of devices"):
+        # A call for each round: a pair that hangs is then the only one that is late, and named.
+        for turn in range(group.world - 1 + group.world % 2):
+            met = group.submit([bind(Links.meets, _PAIR_BYTES, turn)]).collect(_PAIR_S)
+            for rank, (peer, speed) in enumerate(met):
+                speeds[rank, peer] = speed
+    yield from pairs(speeds, names, np.array(group.nodes))
 
 
 def _computing(speeds: list[float], names: list[str]) -> Check:
@@ -118,28 +136,36 @@ def _computing(speeds: list[float], names: list[str]) -> Check:
 def pairs(speeds: np.ndarray, names: list[str], node: np.ndarray) -> Iterator[Check]:
     """Rows on pairs within nodes and between them. speeds [ranks, ranks]: GB/s as each end has it. node [ranks]."""
     speeds, same = np.minimum(speeds, speeds.T), node[:, None] == node
+    wrong = speeds == 0
     for title, chosen in (("within nodes", same), ("between nodes", ~same)):
         ones, others = np.nonzero(np.triu(chosen, 1))
         if not len(ones):
             continue
         found = speeds[ones, others]
-        order, middle = np.argsort(found, kind="stable"), float(np.median(found))
-        ends = [f"{names[one]} and {names[other]}" for one, other in zip(ones[order], others[order], strict=True)]
-        least, slow = float(found.min()), order[found[order] < _SLOW * middle]
-        pair = logs.count(len(found), "pair")
-        check = Check(title, f"{pair}: {middle:.2f} GB/s (median), least {least:.2f}: {ends[0]}")
+        first, least, middle = int(found.argmin()), float(found.min()), float(np.median(found))
+        ends, pair = f"{names[ones[first]]} and {names[others[first]]}", logs.count(len(found), "pair")
+        check = Check(title, f"{pair}: {middle:.2f} GB/s (median), least {least:.2f}: {ends}")
+        slow = chosen & (speeds < _SLOW * middle)
         if not least:
-            check.problems.append(f"{ends[0]}: what arrived was not what was sent. Take these devices out of use.")
-        elif len(slow):
-            # The rank that most of the slow pairs have at one end.
-            worst = int(np.bincount(np.concatenate([ones[slow], others[slow]])).argmax())
-            at = int(((ones[slow] == worst) | (others[slow] == worst)).sum())
+            # Over all pairs: within a node of two devices, the one that is wrong makes the other look so.
+            check.problems.append(
+                f"{ends}: what arrived was not what was sent. {logs.count(int(wrong.sum()) // 2, 'pair')} in all "
+                f"changed numbers, {_common(wrong, names)}. Take that device out of use, and look again."
+            )
+        elif slow.any():
             check.notes.append(
-                f"{ends[0]}: {least:.2f} GB/s, and the pair in the middle has {middle:.2f}. {len(slow)} of {pair} "
-                f"are slow, {at} of them with {names[worst]}. Look at that node's cards, cables and switch ports, and "
+                f"{ends}: {least:.2f} GB/s, and the pair in the middle has {middle:.2f}. {slow.sum() // 2} of {pair} "
+                f"are slow, {_common(slow, names)}. Look at that node's cards, cables and switch ports, and "
                 "at which card NCCL_SOCKET_IFNAME, HCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME name."
             )
         yield check
+
+
+def _common(chosen: np.ndarray, names: list[str]) -> str:
+    """The rank that most of the chosen pairs [ranks, ranks] have at one end, or all of which that is true."""
+    counts = chosen.sum(axis=1)
+    most = [names[rank] for rank in np.flatnonzero(counts == counts.max())]
+    return f"{counts.max()} of them with {' or '.join(most[:4])}"
 
 
 def table(checks: list[Check]) -> str:
@@ -157,13 +183,13 @@ def table(checks: list[Check]) -> str:
 def _folder(path: Path) -> Iterator[Path]:
     """The run folder; what of it was not there before is removed."""
     path = path.expanduser().resolve()
-    made = [each for each in (path, *path.parents) if not each.exists()]
-    path.mkdir(parents=True, exist_ok=True)
+    # Not Path.exists, which raises where one may not look.
+    made = [each for each in (path, *path.parents) if not os.path.exists(each)]
     try:
         yield path
     finally:
         for each in made:
-            if not any(each.iterdir()):
+            with suppress(OSError):  # it is not empty, or was never made
                 each.rmdir()
 
 

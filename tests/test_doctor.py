@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rltrain import doctor
-from rltrain.errors import WorkerError
+from rltrain.errors import WorkerError, WorkerLost
 from rltrain.trainer.health import Check
 from rltrain.workers import links
 from rltrain.workers.links import LinksWorker
@@ -33,12 +33,14 @@ def _measure(rank: int, world: int) -> None:
     found = worker.collectives(2**12)
     assert set(found) == {"all-reduce", "all-gather"}
     assert min(found.values()) > 0
-    speeds = worker.pairs(2**16)
-    assert np.isnan(speeds[rank])
-    assert (np.delete(speeds, rank) > 0).all()
+    speeds = dict(worker.meets(2**16, turn) for turn in range(world))
+    assert np.isnan(speeds.pop(rank))
+    assert len(speeds) == world - 1
+    assert min(speeds.values()) > 0
     # One of the three sends other numbers than it should.
     worker._filled = lambda size, value: torch.full((size,), value + (rank == 2))
-    assert (worker.pairs(2**10) == 0).tolist() == [other == 2 != rank for other in range(world)]
+    met = dict(worker.meets(2**10, turn) for turn in range(world))
+    assert [met[other] == 0 for other in range(world)] == [other == 2 != rank for other in range(world)]
     with pytest.raises(WorkerError, match=f"rank {rank}: a collective has returned wrong numbers"):
         worker.collectives(2**10)
 
@@ -74,8 +76,48 @@ def test_the_slowest_pair_and_the_rank_of_the_slow_ones_are_named():
 def test_a_pair_that_changes_numbers_fails():
     within, _ = doctor.pairs(speeds([(2, 3)], 0.0), NAMES, NODES)
     assert within.problems == [
-        "rank 2 on node-b and rank 3 on node-b: what arrived was not what was sent. Take these devices out of use."
+        "rank 2 on node-b and rank 3 on node-b: what arrived was not what was sent. 1 pair in all changed numbers, 1 "
+        "of them with rank 2 on node-b or rank 3 on node-b. Take that device out of use, and look again."
     ]
+
+
+def test_the_device_that_wrong_pairs_share_is_named():
+    for check in doctor.pairs(speeds([(0, 3), (3, 2), (5, 3)], 0.0), NAMES, NODES):
+        (problem,) = check.problems
+        assert "3 pairs in all changed numbers, 3 of them with rank 3 on node-b. Take that device out" in problem
+
+
+class Group:
+    """`WorkerGroup` of three ranks, of which two do not come back from their round."""
+
+    names, nodes, world = ["a", "a", "b"], [0, 0, 1], 3
+
+    def start(self, worker, kwargs):
+        pass
+
+    def call(self, method, size):
+        return [1.0] * self.world
+
+    def submit(self, calls):
+        (call,) = calls
+        self.call_under_way = call
+        return self
+
+    def collect(self, deadline_s):
+        if self.call_under_way.name != "Links.meets":
+            return [{"all-reduce": 1.0}] * self.world
+        turn = self.call_under_way.args[1]
+        if turn == 1:
+            raise WorkerLost(
+                "doctor worker, rank 0 of 3 (pid 1 on a), rank 1 of 3 (pid 2 on a), in Links.meets: not done"
+            )
+        return [(self.world - 1 - rank, 1.0) for rank in range(self.world)]
+
+
+def test_a_pair_that_hangs_is_a_failed_row_below_the_others():
+    *_, last = checks = list(doctor._together(Group(), "cpu", is_cpu=True))
+    assert [check.name for check in checks] == ["computing", "collectives", "together"]
+    assert "rank 0 of 3 (pid 1 on a), rank 1 of 3" in last.problems[0]
 
 
 def test_a_slow_device_is_noted_and_a_wrong_one_refused():
@@ -105,8 +147,16 @@ def test_the_exit_code_says_whether_anything_failed(monkeypatch, capsys):
 
 def test_the_run_folder_is_left_as_it_was(tmp_path):
     with doctor._folder(tmp_path / "runs/first") as folder:
-        assert folder.is_dir()
+        folder.mkdir(parents=True)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_folder_that_cannot_be_is_left_to_the_check(tmp_path):
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file/runs", tmp_path / ("long" * 99)):
+        with doctor._folder(path) as folder:
+            assert folder == path
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]
 
 
 def test_words_of_the_doctor_are_those_of_training(capsys):

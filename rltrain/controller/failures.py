@@ -42,7 +42,11 @@ def explain(
         # A call also counts as lost where a worker that is gone was to make an argument of it.
         ranks, node = lost(_NODE_S)
         if ranks:
-            way_out = f"Start Ray there again ({shipped('scripts/ray_start.sh')}), or lower trainer.nnodes."
+            script = shipped("scripts/ray_start.sh")
+            way_out = (
+                f"If {script} ran this command, type that line again on every node. If it has started Ray alone, "
+                "start it there again, or lower trainer.nnodes."
+            )
             return WorkerLost(
                 f"{place(ranks)}: the node {node} has left the cluster: it is down, or the network does not reach it, "
                 f"or Ray ended there. {way_out} {AGAIN} {logs}"

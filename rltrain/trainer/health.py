@@ -22,7 +22,7 @@ from rltrain.controller.calls import bind
 from rltrain.controller.cluster import ray_logs
 from rltrain.controller.group import WorkerGroup
 from rltrain.device import get_device
-from rltrain.errors import ConfigError, DiskError, WorkerError, WorkerLost
+from rltrain.errors import ConfigError, WorkerError, WorkerLost
 from rltrain.logs import count
 from rltrain.models.spec import actor_spec, critic_spec, reward_model_spec
 from rltrain.versions import fingerprint, unlike
@@ -59,17 +59,23 @@ def look_at_nodes(group: WorkerGroup, cfg: Config, folder: Path, resumed: Path |
     """
     names, firsts, device = group.names, group.firsts, cfg.trainer.device
     needed = [("trainer.resume_from_path", str(resumed))] if resumed else []
-    with _proof(folder) as proof:
+    with _proof(folder) as (proof, unusable):
         ranks = enumerate(names)
         about = (proof, _models(cfg), needed, ray_logs())
         facts = group.ask(look, [Question(rank, name, device, rank in firsts, *about) for rank, name in ranks])
-        found = facts.collect(_LOOK_S)
+        try:
+            found = facts.collect(_LOOK_S)
+        except WorkerLost as lost:
+            raise WorkerLost(
+                f"{lost}\nThe nodes were looking at files, which takes seconds. If nothing died, storage hangs there: "
+                "try `ls` on that node in trainer.default_local_dir and in the folders of the models."
+            ) from lost
         # A copy, or a layer that a container has laid over the folder, takes what is written and shows it to nobody
         # else. The driver must see it: it writes what makes a checkpoint whole.
         unshared = {rank: found[rank].unshared for rank in firsts}
-        for rank in firsts:
-            if not unshared[rank] and unseen(proof / f"rank_{rank}"):
-                unshared[rank] = "does not give back what it writes"
+        wrote = [rank for rank, why in unshared.items() if not why]
+        for rank, why in zip(wrote, unseen([proof / f"rank_{rank}" for rank in wrote]), strict=True):
+            unshared[rank] = "does not give back what it writes" if why else ""
     doors = [(address, found[rank].port) for rank, address in firsts.items()]
     lines = group.ask(reach, [doors if rank in firsts else [] for rank in range(group.world)]).collect(_REACH_S)
     before = time.time()
@@ -79,6 +85,8 @@ def look_at_nodes(group: WorkerGroup, cfg: Config, folder: Path, resumed: Path |
     checks = [_devices(found), _network(nodes, [lines[rank] for rank in firsts])]
     checks.append(_clock([(node.name, clocks[node.rank] - middle) for node in nodes], error))
     shared = _shared(cfg, folder, [(names[rank], why) for rank, why in unshared.items() if why])
+    if unusable:
+        shared = Check("run folder", str(folder), [unusable])
     return [*checks, _versions(nodes), _models_there(nodes), shared, *_room(nodes)]
 
 
@@ -102,16 +110,17 @@ def try_collectives(group: WorkerGroup, num_bytes: int = 2**20) -> list[dict[str
 
 
 @contextmanager
-def _proof(folder: Path) -> Iterator[Path]:
-    """A new folder with a file of this process in it. Nobody has asked for its name, so no cache says it is missing."""
-    proof = folder / f".tmp_seen_{secrets.token_hex(6)}"
+def _proof(folder: Path) -> Iterator[tuple[Path, str]]:
+    """A new folder with a file of this process in it, and why there is none. Nobody has asked for its name, so no cache
+    says it is missing."""
+    proof, unusable = folder / f".tmp_seen_{secrets.token_hex(6)}", ""
     try:
-        proof.mkdir()
+        proof.mkdir(parents=True)
         (proof / "driver").write_text(proof.name)
     except OSError as error:
-        raise DiskError(f"trainer.default_local_dir={folder}: nothing can be written there ({error}).") from error
+        unusable = f"trainer.default_local_dir={folder}: nothing can be written there ({error})."
     try:
-        yield proof
+        yield proof, unusable
     finally:
         shutil.rmtree(proof, ignore_errors=True)
 

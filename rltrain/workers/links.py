@@ -1,21 +1,20 @@
 """The lines between devices: whether collectives work, and how fast every pair of ranks is.
 
 `collectives` runs at the start of every run, because the first collective is otherwise one of FSDP's, and what it says
-when a line is dead helps nobody. `pairs` is for `python -m rltrain.doctor`: each rank meets each other once, in rounds
+when a line is dead helps nobody. `meets` is for `python -m rltrain.doctor`: each rank meets each other once, in rounds
 in which all pairs are busy at the same time, as in a round-robin tournament.
 """
 
 from __future__ import annotations
 
+import math
 import time
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from rltrain.device import get_device
 from rltrain.errors import WorkerError
-from rltrain.workers.results import Array
 from rltrain.workers.roles import Links
 
 
@@ -69,25 +68,22 @@ class LinksWorker(Links):
         share = 4 * size * (self._world - 1) / max(self._world, 1) / 1e9
         return {"all-reduce": 2 * share / reduced, "all-gather": share / seconds}
 
-    def pairs(self, num_bytes: int) -> Array:
-        """GB/s from and to each other rank at once [world]; 0 where what arrived is wrong, nan for itself."""
+    def meets(self, num_bytes: int, turn: int) -> tuple[int, float]:
+        """Whom this rank meets in a round, and GB/s from and to it at once; 0 where what arrived is wrong.
+
+        Of an odd number of ranks one rests: it meets itself, at nan.
+        """
         self._device.activate()
-        speeds = np.full(self._world, np.nan)
-        small, large = self._filled(1, float(self._rank)), self._filled(num_bytes // 4, float(self._rank))
-        # With an odd number one rank rests in each round: it has drawn the rank that is not there.
-        players = self._world + self._world % 2
-        for turn in range(players - 1):
-            peer = _partner(self._rank, turn, players)
-            # A slow pair must not make others look slow, which it keeps waiting in the next round.
-            dist.all_reduce(torch.zeros(1))
-            if peer < self._world:
-                self._exchange(small, peer)
-                started = self._now()
-                arrived = self._exchange(large, peer)
-                seconds = self._now() - started
-                right = bool((arrived == peer).all())
-                speeds[peer] = num_bytes / seconds / 1e9 if right else 0.0
-        return speeds
+        peer = _partner(self._rank, turn, self._world + self._world % 2)
+        # Who rests has drawn the rank that is not there.
+        if peer == self._world:
+            return self._rank, math.nan
+        self._exchange(self._filled(1, float(self._rank)), peer)
+        mine = self._filled(num_bytes // 4, float(self._rank))
+        started = self._now()
+        arrived = self._exchange(mine, peer)
+        seconds = self._now() - started
+        return peer, num_bytes / seconds / 1e9 if bool((arrived == peer).all()) else 0.0
 
     def _exchange(self, mine: torch.Tensor, peer: int) -> torch.Tensor:
         arrived = torch.full_like(mine, -1.0)

@@ -101,23 +101,27 @@ def part(_: None = None) -> float:
     return time.time()
 
 
-def unseen(file: Path) -> str:
-    """Wait for a file with its folder's name as text. Returns why it is not there, or nothing."""
-    deadline, problem = time.monotonic() + _SEEN_S, "?"
-    while problem and time.monotonic() < deadline:
-        try:
-            problem = "" if file.read_text() == file.parent.name else "sees another file of that name"
-        except OSError as error:
-            problem = (
-                "does not see it" if isinstance(error, FileNotFoundError) else f"cannot read it ({error.strerror})"
-            )
-        if problem:
-            time.sleep(_POLL_S)
-    return problem
+def unseen(files: Sequence[Path]) -> list[str]:
+    """Wait for files with their folder's name as text. Returns why each is not there, or nothing."""
+    # One for all: of a hundred nodes whose files do not come, each would take the whole wait.
+    deadline = time.monotonic() + _SEEN_S
+    while any(problems := [_missing(file) for file in files]) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    return problems
+
+
+def _missing(file: Path) -> str:
+    try:
+        return "" if file.read_text() == file.parent.name else "sees another file of that name"
+    except FileNotFoundError:
+        return "does not see it"
+    except OSError as error:
+        return f"cannot read it ({error.strerror})"
 
 
 def _unshared(question: Question) -> str:
-    if problem := unseen(question.proof / "driver"):
+    (problem,) = unseen([question.proof / "driver"])
+    if problem:
         return problem
     try:
         (question.proof / f"rank_{question.rank}").write_text(question.proof.name)

@@ -122,7 +122,8 @@ def test_a_lost_host_is_named_and_the_command_goes_on(run, which):
     assert job.returncode == 75, job.output
     (message,) = re.findall("^error: .*", job.output, re.MULTILINE)
     assert re.search(r"rank \d of \d \(pid \d+ on host2\), in [\w.]+: the node host2 \(192.0.2.2\) has left", message)
-    assert "Start Ray there again (scripts/ray_start.sh)" in message
+    assert "If scripts/ray_start.sh ran this command, type that line again on every node." in message
+    assert "If it has started Ray alone, start it there again, or lower trainer.nnodes." in message
     assert "Run the same command again" in message
     assert "Traceback" not in job.output
     assert "state-dump" not in job.output

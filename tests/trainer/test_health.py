@@ -124,6 +124,33 @@ def test_a_run_that_saves_nothing_needs_no_shared_folder(run, tmp_path):
     assert found["run folder"].problems == []
 
 
+@pytest.mark.parametrize("place", ["file/run", "run"], ids=["unusable", "unwritable"])
+def test_a_run_folder_that_takes_no_files_is_a_failed_row(model, tmp_path, monkeypatch, place):
+    monkeypatch.setattr(node, "_SEEN_S", 0.3)
+    monkeypatch.setattr(health, "ray_logs", lambda: "/tmp/ray/session_1/logs")
+    (tmp_path / "file").touch()
+    if place == "run":  # root may write anywhere
+        monkeypatch.setattr(Path, "mkdir", lambda self, **_: (_ for _ in ()).throw(PermissionError(13, "denied")))
+    cfg = small_config()
+    cfg.trainer.device, cfg.actor_rollout_ref.model.path = "cpu", str(model)
+    found = {check.name: check for check in look_at_nodes(Hosts(), cfg, tmp_path / place)}
+    assert problems(found).startswith(f"trainer.default_local_dir={tmp_path / place}: nothing can be written there (")
+
+
+def test_storage_that_hangs_is_called_so(tmp_path):
+    class Hanging(Hosts):
+        def ask(self, function, questions):
+            return self
+
+        def collect(self, deadline_s):
+            raise WorkerLost("hybrid worker, rank 2 of 4 (pid 1 on b), in look: not done after 300 s")
+
+    cfg = small_config()
+    cfg.trainer.device = "cpu"
+    with pytest.raises(WorkerLost, match=r"rank 2 of 4(.*\n)The nodes were .* storage hangs there: try `ls` on that"):
+        look_at_nodes(Hanging(), cfg, tmp_path)
+
+
 def test_a_node_that_nobody_reaches_is_told_once(run):
     said = problems(run(Hosts(look=changed(port=1))))
     assert said.startswith("b: no node can connect to it (Connection refused). Is this the address")
@@ -210,5 +237,13 @@ def test_storage_that_shows_a_file_late_is_shared_storage(tmp_path, monkeypatch)
             file.write_text(tmp_path.name)
 
     monkeypatch.setattr(time, "sleep", late)
-    assert node.unseen(file) == ""
+    assert node.unseen([file]) == [""]
     assert len(asked) == 3
+
+
+def test_files_that_do_not_come_are_waited_for_together(tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    assert node.unseen([tmp_path / f"rank_{rank}" for rank in range(64)]) == ["does not see it"] * 64
+    assert now[0] == pytest.approx(node._SEEN_S, abs=1)

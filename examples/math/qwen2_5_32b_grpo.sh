@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # GRPO on DeepScaleR with Qwen2.5-32B, 4 nodes of 8 910B; on Atlas A3, 2 nodes of 16: NNODES=2. Not run on hardware yet.
-# The recipe of the 7B model with the hyper-parameters of MindSpeed RL's configs/grpo_qwen25_32b_A3.yaml. Its A2 file differs in
-# the answers' length: data.max_response_length=1024. Not theirs: as there.
+# The recipe of the 7B model with the hyper-parameters of MindSpeed RL's configs/grpo_qwen25_32b_A3.yaml. Its A2 file has
+# shorter answers: data.max_response_length=1024. Not theirs: as there.
 # Nodes: docs/cluster.md
 set -euo pipefail
 export MODEL="${MODEL:-models/Qwen2.5-32B}"

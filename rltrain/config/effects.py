@@ -175,6 +175,11 @@ def _nothing_early(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
     whole = config.data.train_batch_size <= config.actor_rollout_ref.actor.ppo_mini_batch_size
     if not passes.ref and passes.old_log_probs in ("none", "all but the first mini-batch" if whole else ""):
         yield "trainer.overlap", "a step of this run has no log-prob pass beside the update's own"
+    elif (
+        config.actor_rollout_ref.rollout.tensor_model_parallel_size
+        == config.trainer.nnodes * config.trainer.n_gpus_per_node
+    ):
+        yield "trainer.overlap", "all devices are one engine, which has its answers at once"
 
 
 def _whole_checkpoints(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:

@@ -105,16 +105,19 @@ class Handle(Generic[_Result]):
         group, deadlines, waiting = self._group, self._group.deadlines, self._waiting
         limit_s = deadlines.limit_s(self._phase) if deadline_s is None else deadline_s
         polls = _Polls(group.workers, stream)
-        started, warned = time.monotonic(), False
+        started, warned, waits = time.monotonic(), False, bool(waiting or polls.open)
         while waiting or polls.open:
             group.check()
             seconds = time.monotonic() - started
             # Once all results are there, the ranks whose stream is still open are the late ones.
             late = sorted({rank for _, rank in waiting.values()} or polls.ranks)
+            # Where only calls are left that were added, it is these that are late.
+            phases = {handle._phase for handle, _ in waiting.values()}
+            phase = phases.pop() if len(phases) == 1 else self._phase
             if seconds > limit_s:
-                raise group.hung(self._phase, late, seconds)
+                raise group.hung(phase, late, seconds)
             if seconds > limit_s / 2 and not warned:
-                place = group.place(late, self._phase)
+                place = group.place(late, phase)
                 log.warning("%s: not done after %.0f s; the run ends after %.0f s", place, seconds, limit_s)
                 warned = True
             # One reference is enough to go on, so a chunk or an error is seen at once. The timeout lets `check` and the
@@ -135,7 +138,8 @@ class Handle(Generic[_Result]):
                 group.bytes_through_driver += driver_bytes(found)
                 yield handle, rank
             polls.tick()
-        deadlines.took(self._phase, time.monotonic() - started)
+        if waits:  # and not where a loop over another handle has waited already
+            deadlines.took(self._phase, time.monotonic() - started)
 
 
 class _Polls:
@@ -311,9 +315,8 @@ class WorkerGroup:
         self._bytes_of_parcels.append(size)
         return dict(zip(cuts, parcels, strict=True))
 
-    @property
     def bytes_between_nodes(self) -> int:
-        """Of samples, in the calls of the run that have ended."""
+        """Of samples, in all calls of the run so far. Waits for parcels that are being made."""
         self._bytes_between_nodes += sum(ray.get(self._bytes_of_parcels))
         self._bytes_of_parcels.clear()
         return self._bytes_between_nodes

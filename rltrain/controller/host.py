@@ -85,15 +85,13 @@ class _Host:
         self._worker = kind(**fetched)
 
     def run(self, call: Call[Any]) -> Any:
-        """Run the call on the role that it is for; a Request among its arguments arrives as a Batch."""
+        """Run the call on the role that it is for; a Request among its positional arguments arrives as a Batch."""
         protocol = getattr(sys.modules[call.method.__module__], call.role)
         # The base class decides, not isinstance: for a Protocol that compares names of methods, and actor and critic
         # share several.
         role = next(each for each in self._worker.roles if protocol in type(each).__mro__)
         try:
-            return getattr(role, call.method.__name__)(
-                *map(_assembled, call.args), **{key: _assembled(value) for key, value in call.kwargs.items()}
-            )
+            return getattr(role, call.method.__name__)(*map(_assembled, call.args), **call.kwargs)
         except Exception as error:
             # The driver tells only the error that caused the others; this one stays in the rank's own log.
             log.exception("%s failed", call.name)
@@ -131,6 +129,7 @@ class _Host:
 _GROUPS = {"control": 1, "parcels": 1}
 _OPTIONS: Any = {"max_restarts": 0, "max_task_retries": 0, "concurrency_groups": _GROUPS}
 HOST: Any = ray.remote(**_OPTIONS)(_Host)
+_GONE = (ray.exceptions.ObjectLostError, ray.exceptions.RayActorError)
 
 
 def _fetch(value: Any) -> Any:
@@ -151,6 +150,8 @@ def _objects(parts: Sequence[StoredRows]) -> dict[Any, Any]:
     refs = list({part.ref: None for part in parts})
     try:
         return dict(zip(refs, ray.get(refs), strict=True))
-    except ray.exceptions.RayError as error:
+    except ray.exceptions.RayTaskError as error:
+        raise (error.cause or error) from error  # of `cut`, which is no sign of a lost worker
+    except _GONE as error:
         # Of its own type, so that the death of the worker that held the object counts as the cause.
         raise WorkerLost(f"answers that another worker holds did not come ({type(error).__name__}). {AGAIN}") from error

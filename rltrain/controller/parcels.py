@@ -27,7 +27,12 @@ Cuts = dict[int, list[StoredRows]]
 def route_calls(
     calls: Sequence[Call[Any]], nodes: Sequence[int], cut: Callable[[int, Cuts], Mapping[int, Any]]
 ) -> list[Call[Any]]:
-    """The calls [rank] with their requests as `route` makes them for ``nodes`` [rank]."""
+    """The calls [rank] with their requests as `route` makes them for ``nodes`` [rank].
+
+    Raises TypeError for a request that has a keyword.
+    """
+    if any(isinstance(value, Request) for call in calls for value in call.kwargs.values()):
+        raise TypeError(f"{calls[0].name}: give samples as a positional argument; a keyword's would not be routed")
     places = [
         (rank, place)
         for rank, call in enumerate(calls)

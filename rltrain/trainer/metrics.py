@@ -8,7 +8,7 @@ how.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -213,10 +213,12 @@ def balance_metrics(samples: Samples, num_engines: int, after: Sequence[int]) ->
     }
 
 
-def throughput_metrics(samples: Samples, timing: Metrics, num_devices: int) -> Metrics:
+def throughput_metrics(samples: Samples, timing: Metrics, num_devices: int, pass_tokens: Mapping[str, int]) -> Metrics:
     """Tokens per second and device. perf/throughput counts prompt and response tokens over the whole step.
 
     perf/gen_throughput alone counts every token of this step's generation, whether the step learns from it or not.
+    pass_tokens: of ``old_log_prob`` and ``ref``, what their seconds were spent on: tokens that were computed beside
+    generation are not among them.
     """
     response = int(samples[c.RESPONSE_LENGTH].sum())
     total = response + int(samples[c.PROMPT_LENGTH].sum())
@@ -231,19 +233,18 @@ def throughput_metrics(samples: Samples, timing: Metrics, num_devices: int) -> M
         "perf/throughput": total / (step * num_devices),
         "perf/gen_throughput": generated / (timing["timing_s/generate_sequences"] * num_devices),
     }
-    if c.HAS_OLD_LOG_PROBS in samples.numbers and samples[c.HAS_OLD_LOG_PROBS].any():
-        scored = int((samples[c.PROMPT_LENGTH] + samples[c.RESPONSE_LENGTH])[samples[c.HAS_OLD_LOG_PROBS]].sum())
+    if scored := pass_tokens.get("old_log_prob"):
         metrics["perf/old_log_prob_throughput"] = scored / (timing["timing_s/old_log_prob"] * num_devices)
     for name, tokens in (
         ("gen", response),
-        ("ref", total),
+        ("ref", pass_tokens.get("ref", 0)),
         ("values", total),
         ("adv", total),
         ("update_critic", total),
         ("update_actor", total),
     ):
-        if f"timing_s/{name}" in timing:
-            metrics[f"timing_per_token_ms/{name}"] = 1000 * timing[f"timing_s/{name}"] / max(tokens, 1)
+        if tokens and f"timing_s/{name}" in timing:
+            metrics[f"timing_per_token_ms/{name}"] = 1000 * timing[f"timing_s/{name}"] / tokens
     return metrics
 
 

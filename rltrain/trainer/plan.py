@@ -150,7 +150,7 @@ def make_plan(
         num_nodes=config.trainer.nnodes,
         devices_per_node=config.trainer.n_gpus_per_node,
         num_devices=devices,
-        devices_per_copy=shards if 0 < (shards := actor.fsdp_config.fsdp_size) < devices else devices,
+        devices_per_copy=_devices_per_copy(actor.fsdp_config.fsdp_size, devices),
         sequence_parallel_size=group,
         data_parallel_size=ranks,
         ref_data_parallel_size=devices // ref.ulysses_sequence_parallel_size,
@@ -222,7 +222,7 @@ def describe(plan: Plan, config: Config) -> str:
         ("devices", f"{plan.num_nodes} x {plan.devices_per_node} = {plan.num_devices} ({_device(config)})"),
         ("data-parallel", f"{plan.data_parallel_size} (sequence-parallel {plan.sequence_parallel_size}, at most "
          f"{plan.most_samples_per_rank:,} samples each)"),
-        *([("between nodes", _between_nodes(plan, rollout.tensor_model_parallel_size))] if plan.num_nodes > 1 else []),
+        *([("between nodes", _between_nodes(plan, config))] if plan.num_nodes > 1 else []),
         ("prompts per step", f"{plan.prompts_per_step:,}"),
         ("samples per step", f"{plan.samples_per_step:,} ({count(plan.answers_per_prompt, 'answer')} to each prompt)"),
         ("engine replicas", f"{plan.num_engine_replicas} ({rollout.name}, each on "
@@ -241,7 +241,7 @@ def describe(plan: Plan, config: Config) -> str:
     return "plan\n" + "\n".join(f"  {name.ljust(width)}  {value}" for name, value in rows)
 
 
-def _between_nodes(plan: Plan, devices_per_engine: int) -> str:
+def _between_nodes(plan: Plan, config: Config) -> str:
     """What a step sends from node to node, where links are slowest. Neighbouring ranks share a node (`reserve`), so a
     group of devices leaves it only where it is larger."""
     here = plan.devices_per_node
@@ -249,18 +249,37 @@ def _between_nodes(plan: Plan, devices_per_engine: int) -> str:
     def nodes(size: int) -> str:
         return count(size // here, "node")
 
-    copies = plan.num_devices // plan.devices_per_copy
-    said = [f"gradients, as there are {copies} copies of the weights"] if copies > 1 else []
-    if plan.devices_per_copy > here:
-        said.append(
-            f"the weights of every layer, as {nodes(plan.devices_per_copy)} share a copy "
-            f"(actor.fsdp_config.fsdp_size={here}, where memory allows: one in each node)"
-        )
-    if plan.sequence_parallel_size > here:
-        said.append(f"heads and tokens of every layer, as {nodes(plan.sequence_parallel_size)} share a sequence")
-    if devices_per_engine > here:
-        said.append(f"every layer of every token that is generated, as {nodes(devices_per_engine)} share an engine")
+    def model(whose: str, key: str, fsdp_size: int, ranks: int, *, learns: bool = True) -> list[str]:
+        shards, per_sequence = _devices_per_copy(fsdp_size, plan.num_devices), plan.num_devices // ranks
+        copies, found = plan.num_devices // shards, []
+        if learns and copies > 1:
+            found.append(f"gradients{whose}, as there are {copies} copies of the weights")
+        if shards > here:
+            found.append(
+                f"the weights of every layer{whose}, as {nodes(shards)} share a copy "
+                f"({key}.fsdp_config.fsdp_size={here}, where memory allows: one in each node)"
+            )
+        if per_sequence > here:
+            found.append(f"heads and tokens of every layer{whose}, as {nodes(per_sequence)} share a sequence")
+        return found
+
+    roles, critic, judge = config.actor_rollout_ref, config.critic.model, config.reward_model
+    size = roles.rollout.tensor_model_parallel_size
+    said = model("", "actor", roles.actor.fsdp_config.fsdp_size, plan.data_parallel_size)
+    if plan.passes.ref and plan.ref_data_parallel_size < plan.data_parallel_size:  # its weights lie as the actor's
+        said += model(" of the reference", "", 1, plan.ref_data_parallel_size, learns=False)
+    if plan.passes.values:
+        ranks = plan.critic_data_parallel_size
+        said += model(" of the critic", "critic.model", critic.fsdp_config.fsdp_size, ranks)
+    if judge.enable:
+        key, shards = "reward_model.model", judge.model.fsdp_config.fsdp_size
+        said += model(" of the reward model", key, shards, plan.num_devices, learns=False)
+    said += [f"every layer of every token that is generated, as {nodes(size)} share an engine"] if size > here else []
     return "; ".join(said)
+
+
+def _devices_per_copy(fsdp_size: int, devices: int) -> int:
+    return fsdp_size if 0 < fsdp_size < devices else devices
 
 
 def _ranks_of_its_own(plan: Plan, ranks: int) -> str:

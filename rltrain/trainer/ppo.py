@@ -242,7 +242,8 @@ class PPOTrainer:
             if phase != "adv"
         }
         metrics |= costs["update_actor"].metrics() if "update_actor" in costs else {}
-        metrics |= m.throughput_metrics(samples, metrics, plan.num_devices)
+        tokens = {phase: sum(rank_tokens(each, num_tokens(samples))) for phase, each in record.layouts.items()}
+        metrics |= m.throughput_metrics(samples, metrics, plan.num_devices, tokens)
         metrics |= flops_metrics(costs, metrics, self.model_sizes, plan.num_devices)
         metrics |= decode_metrics(metrics, self.model_sizes, plan.num_devices)
         if self.archive:
@@ -302,7 +303,7 @@ class PPOTrainer:
         """Bytes of the run so far: through the driver, and of samples between nodes."""
         # One worker group serves all roles, so the actor's count has the critic's calls in it.
         through_driver = self.actor.bytes_through_driver + (self.archive.bytes_through_driver if self.archive else 0)
-        return np.array([through_driver, self.actor.bytes_between_nodes])
+        return np.array([through_driver, self.actor.bytes_between_nodes()])
 
     # -- bookkeeping ---------------------------------------------------------------------------------------------------
 

@@ -161,7 +161,9 @@ class Policy(_Remote):
         stream = Stream(poll, arrived, listener.tick) if listener else None
         samples = Samples(len(task.rows) * n)
         places = np.arange(len(task.rows)).repeat(n)
-        samples.update({c.GROUP: places, c.ROW: task.rows[places]})
+        # A sample that no replica has served keeps these zeros: it is neither served nor complete, and has no tokens.
+        nothing = np.zeros(len(samples), dtype=np.int64)
+        samples.update({c.GROUP: places, c.ROW: task.rows[places], c.SERVED: nothing.astype(bool), c.ENGINE: nothing})
         handle = self._group.submit([call])
         for one, rank in handle.arrivals(stream=stream):
             if one is handle:
@@ -190,7 +192,6 @@ class Policy(_Remote):
         columns = (*c.GENERATED, c.IMAGES) if self._passes.images and pictures else c.GENERATED
         node = self._group.nodes[rank]
         samples.attach([whole(payload, columns, ids, node), whole(texts, (c.TEXT,), ids, node)])
-        # A sample that no replica has served keeps zeros: it is neither served nor complete, and has no tokens.
         given = {c.SERVED: np.ones(len(ids), dtype=bool), c.COMPLETE: ~numbers.pop(c.ABORTED)}
         samples.put(ids, numbers | given | {c.ENGINE: np.full(len(ids), rank)})
 
@@ -269,10 +270,9 @@ class Policy(_Remote):
         """Arguments and results of all calls of the run so far, of every role."""
         return self._group.bytes_through_driver
 
-    @property
     def bytes_between_nodes(self) -> int:
         """Samples that one node has made and another read, in all calls of the run so far."""
-        return self._group.bytes_between_nodes
+        return self._group.bytes_between_nodes()
 
 
 class ResponseLengths:

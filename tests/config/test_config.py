@@ -285,6 +285,11 @@ def test_keys_that_do_nothing_in_the_chosen_mode_say_so():
         ([f"{A}actor.fsdp_config.fsdp_size=3"], "fsdp_size=3 does not divide the 8 devices"),
         (["trainer.overlap=True"], "fsdp_size=-1 a layer is gathered from all 8 of them. Set"),
         (
+            ["trainer.overlap=True", f"{A}actor.fsdp_config.fsdp_size=1", f"{A}actor.ulysses_sequence_parallel_size=8"],
+            f"but with {A}actor.ulysses_sequence_parallel_size=8 a sequence is spread over all 8 of them. "
+            f"Set {A}actor.ulysses_sequence_parallel_size=1, as",
+        ),
+        (
             ["trainer.overlap=True", f"{A}actor.fsdp_config.fsdp_size=2", f"{A}rollout.tail=oversample"],
             f"trainer.overlap=True: {A}rollout.tail=oversample chooses answers after they have ended. Keep one of them",
         ),

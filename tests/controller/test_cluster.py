@@ -18,7 +18,7 @@ from rltrain.controller.cluster import ray_problems, reserve
 from rltrain.controller.group import WorkerGroup
 from rltrain.controller.samples import Samples, whole
 from rltrain.device import get_device
-from rltrain.errors import ConfigError, WorkerLost
+from rltrain.errors import ConfigError, WorkerError, WorkerLost
 from rltrain.ragged import Ragged
 from tests.tiny import small_config
 
@@ -155,8 +155,8 @@ class ToyWorker(Toy):
         return [float(row.double().mean()) for row in batch.ragged("tokens").rows()]
 
 
-def test_a_row_alone_goes_to_the_node_that_reads_it():
-    """And a node that is gone is named, not the one that waits for its rows."""
+def test_a_row_alone_goes_to_the_node_that_reads_it(monkeypatch):
+    """A node that cannot cut says why. One that is gone is named, not the one that waits for its rows."""
     placement = [ray.util.placement_group([{"CPU": 4}], strategy="STRICT_PACK") for _ in range(2)]
     group = WorkerGroup("toy", placement, get_device("cpu"), threads=1)
     group.start("tests.controller.test_cluster:ToyWorker", {})
@@ -168,8 +168,14 @@ def test_a_row_alone_goes_to_the_node_that_reads_it():
     requests = [samples.request(np.array(ids), ["tokens"]).as_batch for ids in ([0, 4, 1], [5, 3, 4])]
     calls = [bind(Toy.read, request) for request in requests]
     assert group.submit(calls).collect() == [[0, 11, 1], [12, 10, 11]]
-    assert group.bytes_between_nodes == 8 * LENGTH + 8
+    assert group.bytes_between_nodes() == 8 * LENGTH + 8
     assert [len(found["node_ids"]) for found in get_object_locations(list(made)).values()] == [1, 1]
+    wrong = samples.request(np.array([4]), ["tokens"])
+    wrong.parts[0].rows[:] = 7
+    monkeypatch.setattr(group, "kill", lambda: None)
+    with pytest.raises(WorkerError, match="IndexError"):
+        group.submit([bind(Toy.read, wrong.as_batch)] * 2).collect()
+    monkeypatch.undo()
     os.kill(pids[1], signal.SIGKILL)
     with pytest.raises(WorkerLost, match=rf"toy worker, rank 1 of 2 \(pid {pids[1]} .*: the process died"):
         group.submit(calls[:1] * 2).collect()

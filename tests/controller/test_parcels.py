@@ -107,6 +107,11 @@ def test_a_row_goes_to_a_node_once_however_many_read_it(store, samples):
     assert store.bytes == 8 * (16 + 12 + 8 + 4) + 4 * len("text 0")
 
 
+def test_samples_have_no_keyword_where_they_are_routed(store, samples):
+    with pytest.raises(TypeError, match="give samples as a positional argument"):
+        route_calls([Call(print, (), {"batch": samples.request(np.array([0]), COLUMNS)})], [0], store.cut)
+
+
 def test_only_what_another_node_reads_is_cut(store, samples):
     route_calls(calls_of(samples, [[0, 2, 3], [5, 4]]), [0, 1], store.cut)
     assert {(node, reader): rows for node, reader, ((_, rows), _) in store.cuts} == {(1, 0): [1], (0, 1): [2]}

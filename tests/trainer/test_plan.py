@@ -73,11 +73,35 @@ def test_the_arithmetic_of_a_384_device_run():
             "gradients, as there are 8 copies of the weights; every layer of every token that is generated, as 4 nodes "
             "share an engine",
         ),
+        (
+            [
+                f"{A}actor.fsdp_config.fsdp_size=8",
+                "algorithm.adv_estimator=gae",
+                "reward_model.enable=True",
+                "reward_model.model.path=m",
+            ],
+            "gradients, as there are 8 copies of the weights; the weights of every layer of the critic, as 8 nodes "
+            "share a copy (critic.model.fsdp_config.fsdp_size=8, where memory allows: one in each node); the weights "
+            "of every layer of the reward model, as 8 nodes share a copy (reward_model.model.fsdp_config.fsdp_size=8, "
+            "where memory allows: one in each node)",
+        ),
+        (
+            [
+                f"{A}actor.fsdp_config.fsdp_size=8",
+                "algorithm.adv_estimator=gae",
+                "algorithm.use_kl_in_reward=True",
+                "critic.model.fsdp_config.fsdp_size=4",
+                f"{A}ref.ulysses_sequence_parallel_size=16",
+            ],
+            "gradients, as there are 8 copies of the weights; heads and tokens of every layer of the reference, as 2 "
+            "nodes share a sequence; gradients of the critic, as there are 16 copies of the weights",
+        ),
     ],
 )
 def test_the_plan_says_what_goes_between_nodes(keys, said):
     nodes = ["trainer.n_gpus_per_node=8", *([] if said is None else ["trainer.nnodes=8"])]
-    config = load_config([*nodes, *keys]).config
+    alone = [] if "algorithm.adv_estimator=gae" in keys else ["algorithm.adv_estimator=rloo", f"{A}rollout.n=2"]
+    config = load_config([*nodes, *alone, *keys]).config
     rows = [line.split(maxsplit=2) for line in describe(make_plan(config), config).splitlines()]
     assert [row[2] for row in rows if row[:2] == ["between", "nodes"]] == ([] if said is None else [said])
 

@@ -84,7 +84,21 @@ def test_gen_throughput_counts_what_this_step_has_generated():
     samples.update({"response_length": np.array([100]), "prompt_length": np.array([20])})
     timing = {"timing_s/step": 10.0, "timing_s/generate_sequences": 2.0}
     rates = [
-        m.throughput_metrics(samples, timing | more, 1)["perf/gen_throughput"]
+        m.throughput_metrics(samples, timing | more, 1, {})["perf/gen_throughput"]
         for more in ({}, {"filter_groups/tokens_thrown_away": 30.0}, {"rollout/tail/tokens_generated": 80.0})
     ]
     assert rates == [50.0, 65.0, 40.0]
+
+
+def test_rates_of_passes_count_what_their_seconds_were_spent_on():
+    """Of 240 tokens, 60 were left after generation, and of another pass none."""
+    samples = Samples(2)
+    samples.update({"response_length": np.array([100, 100]), "prompt_length": np.array([20, 20])})
+    seconds = dict.fromkeys(("step", "generate_sequences", "old_log_prob", "ref", "update_actor"), 2.0)
+    timing = {f"timing_s/{phase}": each for phase, each in seconds.items()}
+    found = m.throughput_metrics(samples, timing, 1, {"old_log_prob": 60, "ref": 120})
+    assert found["perf/old_log_prob_throughput"] == 30
+    assert found["timing_per_token_ms/ref"] == 2000 / 120
+    assert found["timing_per_token_ms/update_actor"] == 2000 / 240
+    nothing = m.throughput_metrics(samples, timing, 1, {"old_log_prob": 0, "ref": 0})
+    assert not {"perf/old_log_prob_throughput", "timing_per_token_ms/ref"} & set(nothing)

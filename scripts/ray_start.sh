@@ -5,20 +5,22 @@
 #                                                                    it ends, and all end with its exit code
 #   RANK=r NNODES=4 ray_start.sh           Ray alone: it goes on, and you start the command on rank 0
 #   ray_start.sh head | worker [ADDRESS]   the same, without ranks
-#   ray_start.sh stop [ADDRESS]            end what this script has started on this node, and nothing else
+#   ray_start.sh stop [ADDRESS]            end what this script has started on this node, and nothing else;
+#                                        a command saves first, and a second stop ends it at once
 #
 # Options before --: --nodes=4 (NNODES) and --devices=8 (those each node has to have; by default as many as the head)
 # are waited for; all others go to `ray start`: --num-cpus=8 --temp-dir=/scratch/ray
 # Environment: RANK, NODE_RANK or SLURM_NODEID; HEAD_FILE (a file on shared storage, by default .ray_head here), where
 # the head leaves its address and token; HEAD_ADDRESS or MASTER_ADDR (host or host:port) where nothing is shared, then
 # with RAY_AUTH_TOKEN; RAY_PORT or MASTER_PORT (6379); WAIT_S (360); NODE_IP (this node's address that others reach, by
-# default that of the card that leads to the head); DASHBOARD=1 (DASHBOARD_HOST, 127.0.0.1).
+# default that of the card that leads to the head); LAUNCH_ID (tells runs apart, by default the scheduler's job);
+# EXIT_CODE_FILE (rank 0 leaves its code there); DASHBOARD=1 (DASHBOARD_HOST, 127.0.0.1).
 #
 # Ray runs what it is sent, so a token keeps strangers out: RAY_AUTH_TOKEN, or a file RAY_AUTH_TOKEN_PATH, or
 # ~/.ray/auth_token, which the head makes where there is none. Keep the cluster in a private network all the same.
 set -euo pipefail
 
-case "${1:-}" in -h | --help) sed -n '2,20s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && exit ;; esac
+case "${1:-}" in -h | --help) sed -n '2,22s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && exit ;; esac
 # Ray reads the first when it is imported. By itself it runs its workers at low priority.
 export RAY_AUTH_MODE="${RAY_AUTH_MODE:-token}" RAY_worker_niceness="${RAY_worker_niceness:-0}"
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"

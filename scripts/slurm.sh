@@ -15,8 +15,11 @@ cd "${SLURM_SUBMIT_DIR:?run this with sbatch}"
 export HEAD_FILE="$PWD/.ray_head_$SLURM_JOB_ID"
 export RAY_AUTH_TOKEN="${RAY_AUTH_TOKEN:-$(head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \n')}"
 # Those of a shell that sbatch took over would say the same rank on every node.
-unset RANK NODE_RANK NNODES HEAD_ADDRESS MASTER_ADDR
-trap 'rm -f "$HEAD_FILE" "$HEAD_FILE.token"' EXIT
+unset RANK NODE_RANK NNODES HEAD_ADDRESS MASTER_ADDR NODE_IP
+# The first node leaves its exit code here: srun's is the highest of all, be it of a node that was killed at the end.
+export EXIT_CODE_FILE="$HEAD_FILE.code"
+rm -f "$EXIT_CODE_FILE"
+trap 'rm -f "$HEAD_FILE" "$HEAD_FILE.token" "$EXIT_CODE_FILE"' EXIT
 launch="$1"
 shift
 
@@ -31,6 +34,7 @@ while kill -0 "$step" 2>/dev/null; do
     code=0
     wait "$step" || code=$?
 done
+code="$(cat "$EXIT_CODE_FILE" 2>/dev/null || echo "$code")"
 if [ "$code" = 75 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt "${MAX_RESTARTS:-20}" ] && command -v scontrol >/dev/null; then
     scontrol requeue "$SLURM_JOB_ID" || true
 fi

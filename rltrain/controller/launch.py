@@ -13,16 +13,17 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
 
-import ray
-
-from rltrain.controller.launch_files import beside, offer_token, take_token, text, write
+from rltrain.controller.launch_files import announce, named_token, own_token, take_token, text, withdraw, write
+from rltrain.controller.launch_ray import dashboard, own_address, ray_start
 from rltrain.controller.launch_words import Launch, read
 from rltrain.controller.nodes import (
+    BEAT,
     END,
     HEAD,
     MARK,
@@ -35,7 +36,7 @@ from rltrain.controller.nodes import (
     group_is_alive,
     program_of,
 )
-from rltrain.env import address_towards, devices_here, first_set
+from rltrain.env import first_set
 from rltrain.errors import ConfigError, DiskError, Interrupted, WorkerLost, command
 from rltrain.logs import count
 from rltrain.versions import fingerprint, unlike
@@ -44,13 +45,26 @@ _SAY_EVERY_S = 10
 _POLL_S = 0.5
 # A head that is silent for so long is gone; Ray itself gives up after a minute.
 _SILENT_S = 45
+# Its Ray outlives the script there; a script that is suspended for a while is not gone.
+_GONE_S = 180
 _LEAVE_S = 20
 _SAME_SIGNAL_S = 4
 
 
-@command
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code of the command where there is one."""
+    """Returns the exit code of the command where there is one; rank 0 leaves it in a file EXIT_CODE_FILE too."""
+    code = 1
+    try:
+        code = _run(argv)
+        return code
+    finally:
+        # A scheduler that ends with the highest code of all nodes would hide it behind theirs.
+        if (file := first_set("EXIT_CODE_FILE")) and first_set("NODE_RANK", "RANK", "SLURM_NODEID") == "0":
+            write(Path(file), str(code))
+
+
+@command
+def _run(argv: list[str] | None) -> int:
     launch = read(sys.argv[1:] if argv is None else argv)
     if launch.role == "stop":
         return stop(launch)
@@ -65,34 +79,54 @@ def main(argv: list[str] | None = None) -> int:
 
 def stop(launch: Launch) -> int:
     """End the processes of one cluster on this node, and of no other. Raises ConfigError."""
-    found = clusters_here()
-    addresses = [address for address in found if launch.address in ("", address)]
+    host, _, port = launch.address.rpartition(":")
+    names = {launch.address}
+    with suppress(OSError):
+        names |= {f"{socket.gethostbyname(host)}:{port}"}
+    addresses = [address for address in clusters_here() if not launch.address or address in names]
     if len(addresses) > 1:
         raise ConfigError(
             f"this node is in {len(addresses)} clusters: say which, stop {' or '.join(sorted(addresses))}."
         )
+    if addresses and _ask_to_end(launch, addresses[0]):
+        left = f"the run of {addresses[0]}, which saves; a second `stop` ends it at once"
+        _wait_until(lambda: left if addresses[0] in clusters_here() else "", launch, [], left)
+        _say(f"the run of {addresses[0]} has ended")
+        return 0
     ended = end_processes(addresses[0]) if addresses else 0
     _say(f"ended {ended} processes" + (f" of {addresses[0]}" if ended else ": this script has started none here"))
     return 0
 
 
+def _ask_to_end(launch: Launch, address: str) -> bool:
+    """Whether a command runs in the cluster that nobody had asked to end; now it saves."""
+    with suppress(ConnectionError):
+        if answers(address) and (named_token() or take_token(launch.file)):
+            board = Board(address)
+            if (board.read(HEAD) or {}).get("stays") and board.read(END) is None and board.read(STOP) is None:
+                board.tell(STOP, f"`ray_start.sh stop` on {socket.gethostname()}")
+                return True
+    return False
+
+
 def _head(launch: Launch, asked: list[int]) -> int:
-    ip = _own_address(launch)
+    ip = own_address(launch)
     address = f"{ip}:{launch.port}"
     if answers(address):
         raise ConfigError(
             f"port {launch.port} of this node is taken, perhaps by Ray of an earlier run. `ray_start.sh stop` ends "
             "what this script has started, and RAY_PORT takes another port."
         )
-    offer_token(launch.file)
+    token = own_token(launch.file)
     code, kept, board = 75, False, None
     try:
-        _ray_start(launch, address, "--head", f"--node-ip-address={ip}", f"--port={launch.port}", *_dashboard())
+        ray_start(launch, address, "--head", f"--node-ip-address={ip}", f"--port={launch.port}", *dashboard())
         board = Board(address)
-        board.tell(HEAD, {"fingerprint": fingerprint(), "stays": bool(launch.command)})
+        run = {"job": launch.job, "NNODES": launch.num_nodes}
+        board.tell(HEAD, {"fingerprint": fingerprint(), "stays": bool(launch.command), "address": address, "run": run})
         board.tell_of(Node(ip, socket.gethostname(), launch.rank))
         if launch.file:
-            write(launch.file, address)
+            announce(launch.file, address, token)
         _say(f"the head answers at {address}" + (f", as {launch.file} says" if launch.file else ""))
         if launch.num_nodes:
             _gather(board, launch, asked)
@@ -106,21 +140,22 @@ def _head(launch: Launch, asked: list[int]) -> int:
         if not kept:
             _finish(board, code)
             end_processes(address)
-            # Another head may have come since.
-            if launch.file and text(launch.file) in (address, ""):
-                launch.file.unlink(missing_ok=True)
-                beside(launch.file).unlink(missing_ok=True)
+            if launch.file:
+                withdraw(launch.file, address)
 
 
 def _gather(board: Board, launch: Launch, asked: list[int]) -> None:
     """Wait for the nodes and devices that are expected, and say which are missing."""
 
     def missing() -> str:
+        _heed(board, asked)
         nodes = board.nodes()
-        for node in nodes:
-            if node.refused:
-                raise ConfigError(f"{node} cannot take part: {node.refused}.")
-        return "; ".join(_missing(nodes, launch))
+        refused = [node for node in nodes if node.refused]
+        for node in refused:
+            if not node.stranger:
+                raise ConfigError(f"{node} cannot take part: {node.refused.rstrip('.')}.")
+        lacks = [*_missing(nodes, launch)]
+        return "; ".join(lacks + [f"{node} was refused: {node.refused.rstrip('.')}" for node in refused if lacks])
 
     _wait_until(missing, launch, asked, f"all {count(launch.num_nodes or 1, 'node')}")
     for node in board.nodes():
@@ -150,25 +185,36 @@ def _missing(nodes: list[Node], launch: Launch) -> Iterator[str]:
             yield f"{wanted:.0f} {kind}s on {node}, which has {have:.0f}"
 
 
+def _heed(board: Board, asked: list[int]) -> None:
+    """Tell the nodes that this script is alive, and hear whether one of them asks for an end."""
+    board.tell(BEAT, time.monotonic())
+    if not asked and (who := board.read(STOP)):
+        _say(f"{who} asks for an end")
+        asked.append(signal.SIGTERM)
+
+
 def _drive(board: Board, launch: Launch, asked: list[int]) -> int:
     """Run the command, hand signals on to it, and return its exit code."""
-    own = {"RAY_ADDRESS": board.address, MARK: board.address}
+    # Whose `python` may be another than the one that this runs with.
+    path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"
+    own = {"RAY_ADDRESS": board.address, MARK: board.address, "PATH": path}
     own |= {"RLTRAIN_NNODES": str(launch.num_nodes)} if launch.num_nodes else {}
     try:
         driver = subprocess.Popen(launch.command, env=os.environ | own, start_new_session=True)
     except OSError as error:
         raise ConfigError(f"the command cannot be started: {error}") from error
     handed = 0
-    # Its whole group: a launch script that does not exec would end alone, and leave the run behind that is saving.
-    while driver.poll() is None or group_is_alive(driver.pid):
+    # After a signal its whole group: a script that does not exec ends alone, and leaves the run behind that is saving.
+    while driver.poll() is None or (handed and group_is_alive(driver.pid)):
         with suppress(ConnectionError):  # without its head the command ends by itself
-            if not asked and board.read(STOP):
-                asked.append(signal.SIGTERM)
+            _heed(board, asked)
         for signum in asked[handed:]:
             handed += 1
             with suppress(ProcessLookupError):
                 os.killpg(driver.pid, signum)
         time.sleep(_POLL_S)
+    if group_is_alive(driver.pid):
+        _say("the command has ended and left processes behind, which end now")
     code = driver.returncode if driver.returncode >= 0 else 128 - driver.returncode
     return 75 if handed and code == 128 + signal.SIGTERM else code
 
@@ -187,35 +233,66 @@ def _finish(board: Board | None, code: int) -> None:
 
 def _worker(launch: Launch, asked: list[int]) -> int:
     board = _find_head(launch, asked)
-    if left := clusters_here().get(board.address):
-        if any(program_of(pid) == "raylet" for pid in left):
-            raise ConfigError(f"this node has joined {board.address} already; `ray_start.sh stop` takes it out.")
+    head = board.read(HEAD)
+    here = Node(socket.gethostname(), socket.gethostname(), launch.rank)
+    try:
+        here.address = own_address(launch, board.address)
+        _compare(board, head, here, launch)
+        return _take_part(board, head, here, launch, asked)
+    except ConfigError as error:
+        here.refused = here.refused or str(error)
+        with suppress(ConnectionError):
+            board.tell_of(here)
+        raise
+
+
+def _compare(board: Board, head: dict[str, Any], here: Node, launch: Launch) -> None:
+    """Raises ConfigError where this node is of another run (so the head only mentions it), or differs."""
+    here.stranger = True
+    ours: dict[str, Any] = {"job": launch.job, "NNODES": launch.num_nodes}
+    for name, value in head.get("run", {}).items():
+        if value and ours[name] and value != ours[name]:
+            raise ConfigError(
+                f"the head at {board.address} is of another run: its {name} is {value}, this node's {ours[name]}. Two "
+                "runs in one folder need a HEAD_FILE each."
+            )
+        if name == "NNODES" and value and (here.rank or 0) >= value:
+            raise ConfigError(f"RANK={here.rank}, but the ranks of {value} nodes are 0 to {value - 1}")
+    for node in board.nodes():
+        if node.is_in and here.rank is not None and node.rank == here.rank and node.address != here.address:
+            raise ConfigError(f"{node} is there already: set another RANK, or another HEAD_FILE for another run")
+    mark = head.get("address", board.address)
+    if left := clusters_here().get(mark):
+        # What an older head of that address has left is not in this one's list.
+        if here.address in board.alive() and any(program_of(pid) == "raylet" for pid in left):
+            raise ConfigError(f"this node has joined {mark} already; `ray_start.sh stop` takes it out.")
         # Ray was killed here, and its helpers would stay.
-        end_processes(board.address)
-    ip = _own_address(launch, board.address)
-    here, head, ours = Node(ip, socket.gethostname(), launch.rank), board.read(HEAD), fingerprint()
-    if problem := unlike(head["fingerprint"], ours):
-        here.refused = f"it has {problem}"
-        board.tell_of(here)
-        raise ConfigError(f"this node and the head differ. The head has {unlike(ours, head['fingerprint'])}.")
+        end_processes(mark)
+    here.stranger = False
+    own = fingerprint()
+    if problem := unlike(own, head["fingerprint"]):
+        here.refused = f"it has {unlike(head['fingerprint'], own)}"
+        raise ConfigError(f"this node and the head differ. The head has {problem}.")
     if head["stays"] != bool(launch.command):
         with_it, without = ("the head", "this node") if head["stays"] else ("this node", "the head")
         raise ConfigError(f"{with_it} was given a command behind --, {without} was not. Say the same on every node.")
+
+
+def _take_part(board: Board, head: dict[str, Any], here: Node, launch: Launch, asked: list[int]) -> int:
+    """Join, and stay while the command runs."""
+    # By whatever name this node knows the head, its cluster has one mark.
+    mark = head.get("address", board.address)
     try:
-        _ray_start(launch, board.address, f"--address={board.address}", f"--node-ip-address={ip}")
+        ray_start(launch, mark, f"--address={board.address}", f"--node-ip-address={here.address}")
         board.tell_of(here)
-        _say(f"joined {board.address} as {ip}")
+        _say(f"joined {board.address} as {here.address}")
         return _stay(board, here, asked) if launch.command else 0
-    except ConfigError as error:
-        here.refused = str(error)
-        board.tell_of(here)
-        raise
     finally:
         if launch.command:
             here.left = True
             with suppress(ConnectionError):
                 board.tell_of(here)
-            end_processes(board.address)
+            end_processes(mark)
 
 
 def _find_head(launch: Launch, asked: list[int]) -> Board:
@@ -223,7 +300,7 @@ def _find_head(launch: Launch, asked: list[int]) -> Board:
     if not launch.address and not launch.file:
         raise ConfigError("a worker needs the head's address: ray_start.sh worker ADDRESS, HEAD_ADDRESS or HEAD_FILE")
     found: list[Board] = []
-    own = first_set("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH") or first_set("RAY_AUTH_MODE") != "token"
+    own = named_token()
 
     def missing() -> str:
         # What an earlier head has left behind: an address where nobody answers, or a token that is not this one's.
@@ -236,7 +313,7 @@ def _find_head(launch: Launch, asked: list[int]) -> Board:
             )
         if not answers(address):
             return f"the head: nobody answers at {address}{said}"
-        if not own and not take_token(launch.file):
+        if not (source := own or take_token(launch.file)):
             return (
                 "the head's token, which this node has not. Copy ~/.ray/auth_token from the head, or set HEAD_FILE (on "
                 "shared storage) or RAY_AUTH_TOKEN on every node"
@@ -247,7 +324,8 @@ def _find_head(launch: Launch, asked: list[int]) -> Board:
                 found.append(board)
                 return ""
         except ConnectionError as error:
-            return f"the head: {error}{said}"
+            fix = f"; this node's is from {source}, the head's may be copied there" if "token" in str(error) else ""
+            return f"the head: {error}{said}{fix}"
         return f"the head: at {address}{said} is another Ray, or one that ends"
 
     _wait_until(missing, launch, asked, "the head")
@@ -256,17 +334,19 @@ def _find_head(launch: Launch, asked: list[int]) -> Board:
 
 def _stay(board: Board, here: Node, asked: list[int]) -> int:
     """Until the head says how the command has ended; returns that code. A signal here ends the whole run."""
-    heard = asked_at = time.monotonic()
-    told = False
+    heard = asked_at = beat_at = time.monotonic()
+    told, beat = False, None
     while len(asked) < 2:
         try:
-            code = board.read(END)
+            now, code = board.read(BEAT), board.read(END)
             # Whoever signals all nodes has signalled the head too.
             if asked and not told and time.monotonic() - asked_at > _SAME_SIGNAL_S:
                 board.tell(STOP, str(here))
                 told = True
                 _say("asked the head to stop; a second signal leaves at once")
             heard = time.monotonic()
+            if now != beat:
+                beat, beat_at = now, heard
         except ConnectionError:
             code = None
             if time.monotonic() - heard > _SILENT_S:
@@ -274,6 +354,8 @@ def _stay(board: Board, here: Node, asked: list[int]) -> int:
         asked_at = asked_at if asked else time.monotonic()
         if code is not None:
             return int(code)
+        if time.monotonic() - beat_at > _GONE_S:
+            raise ConnectionError(f"Ray answers at {board.address}, but the script there has been killed")
         time.sleep(2 * _POLL_S)
     raise Interrupted("left before the run had ended", 75)
 
@@ -291,46 +373,6 @@ def _wait_until(missing: Callable[[], str], launch: Launch, asked: list[int], wh
             _say(f"waiting for {lacks} ({launch.wait_s - waited:.0f} s left)")
             say_at += _SAY_EVERY_S
         time.sleep(_POLL_S)
-
-
-def _ray_start(launch: Launch, address: str, *arguments: str) -> None:
-    """`ray start`, whose lines are shown where it fails. Raises ConfigError."""
-    given = [*arguments, *launch.arguments]
-    # Ray counts GPUs itself; NPUs only where CANN's Python package is installed, so tell it.
-    if (devices := devices_here("npu", none=0)) and not any(word.startswith("--resources") for word in given):
-        given += ["--resources", f'{{"NPU": {devices}}}']
-    with tempfile.TemporaryFile("w+") as output:
-        # A file, since Ray's processes would keep a pipe open; a session, since a signal to us is not one to Ray.
-        done = subprocess.run(
-            [sys.executable, "-m", "ray.scripts.scripts", "start", *given],
-            env=os.environ | {MARK: address}, stdout=output, stderr=output, start_new_session=True, check=False,
-        )  # fmt: skip
-        output.seek(0)
-        if done.returncode:
-            raise ConfigError(f"ray start {' '.join(given)} failed:\n{output.read().strip()}")
-
-
-def _dashboard() -> list[str]:
-    """Off, since whoever reaches it can start programs; DASHBOARD=1 for this machine, DASHBOARD_HOST for others."""
-    if not first_set("DASHBOARD") or first_set("DASHBOARD") == "0":
-        return ["--include-dashboard=false"]
-    if error := ray._private.utils.get_dashboard_dependency_error():
-        raise ConfigError(f"DASHBOARD=1 needs pip install 'ray[default]=={ray.__version__}' ({error}).")
-    return ["--include-dashboard=true", f"--dashboard-host={first_set('DASHBOARD_HOST') or '127.0.0.1'}"]
-
-
-def _own_address(launch: Launch, head: str = "") -> str:
-    """Of the card that leads to the head."""
-    host = (head or launch.address).rpartition(":")[0]
-    found = first_set("NODE_IP") or address_towards(host or None)
-    # On the head its own name may stand for 127.0.1.1.
-    if found and found.startswith("127.") and not first_set("NODE_IP") and not head:
-        found = address_towards(None)
-    if not found:
-        raise ConfigError(
-            "this node's address is not known, as no network card leads out: set NODE_IP to the one that others reach."
-        )
-    return found
 
 
 @contextmanager

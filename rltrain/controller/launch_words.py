@@ -19,11 +19,14 @@ class Launch:
 
     role: str
     rank: int | None
+    """0 of a head."""
     address: str
     """Of the head; empty where the file says it."""
     file: Path | None
     """Where the head leaves its address, and beside it the token."""
     port: str
+    job: str
+    """What tells this run from others of its folder, by the scheduler; empty without one."""
     wait_s: float
     num_nodes: int | None
     devices: int | None
@@ -59,16 +62,22 @@ def read(argv: list[str]) -> Launch:
         raise ConfigError(
             "the command would not wait for other nodes: say how many there are, by NNODES=4 or --nodes=4."
         )
-    port = first_set("RAY_PORT", "MASTER_PORT") or "6379"
     address = named or ("" if role == "stop" else first_set("HEAD_ADDRESS", "MASTER_ADDR"))
+    if address.count(":") > 1:
+        raise ConfigError(f"{address} is an address of IPv6: give one of IPv4, or a name that has one.")
+    host, _, port = address.partition(":")
+    port = port or first_set("RAY_PORT", "MASTER_PORT") or "6379"
     file = first_set("HEAD_FILE")
+    # As the folder one works in is shared more often than not, nothing has to be said in the simplest case. With an
+    # address nothing has to be shared, and what lies here may be another head's.
+    default = (rank or role == "stop") and not (address and role != "stop") and os.access(".", os.W_OK)
     return Launch(
         role=role,
-        rank=int(rank) if rank else None,
-        address=address if not address or ":" in address else f"{address}:{port}",
-        # As the folder one works in is shared more often than not, nothing has to be said in the simplest case.
-        file=Path(file or ".ray_head").absolute() if file or (rank and os.access(".", os.W_OK)) else None,
-        port=port,
+        rank=0 if role == "head" else int(rank) if rank else None,
+        address=f"{host}:{port}" if host else "",
+        file=Path(file or ".ray_head").absolute() if file or default else None,
+        port=str(_number("the head's port", port)),
+        job=first_set("LAUNCH_ID", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"),
         wait_s=_number("WAIT_S", first_set("WAIT_S") or "360", least=0) or 0,
         num_nodes=nodes or in_command,
         devices=_number("--devices", own.devices),

@@ -24,7 +24,8 @@ from ray.exceptions import RayError
 
 # The variable that every process of a cluster inherits; its value is the address of the head.
 MARK = "RLTRAIN_CLUSTER"
-HEAD, END, STOP = "head", "end", "stop"
+# What the head is, how its command has ended, who asks it to end, and that its script is alive.
+HEAD, END, STOP, BEAT = "head", "end", "stop", "beat"
 _NAMESPACE = b"rltrain"
 _ANSWER_S = 5
 _END_S = 5
@@ -40,17 +41,27 @@ class Node:
     left: bool = False
     refused: str = ""
     """Why it was not let in."""
+    stranger: bool = False
+    """It may be of another run, so its refusal is no reason to end this one."""
     resources: Mapping[str, float] = field(default_factory=dict)
     """Ray's name of a device -> how many; empty before Ray has started there."""
 
     @property
     def is_in(self) -> bool:
         """Whether Ray runs there, and is to go on."""
-        return bool(self.resources) and not self.left
+        return bool(self.resources) and not self.left and not self.refused
 
     def __str__(self) -> str:
         rank = "" if self.rank is None else f"rank {self.rank}, "
         return f"{self.host} ({rank}{self.address})"
+
+
+def is_here(host: str) -> bool:
+    """Whether a name or address is one of this node's."""
+    with suppress(OSError), socket.socket() as line:
+        line.bind((host, 0))
+        return True
+    return False
 
 
 def answers(address: str) -> bool:
@@ -80,20 +91,22 @@ class Board:
         value = self._ask("internal_kv_get", name.encode())
         return None if value is None else json.loads(value)
 
+    def alive(self) -> dict[str, dict[str, float]]:
+        """Address of each node where Ray runs -> its devices."""
+        found = self._ask("get_all_node_info").values()
+        return {node.node_manager_address: dict(node.resources_total) for node in found if node.state == 0}
+
     def nodes(self) -> list[Node]:
         """All that have told of themselves, by rank."""
-        alive = {
-            node.node_manager_address: dict(node.resources_total)
-            for node in self._ask("get_all_node_info").values()
-            if node.state == 0
-        }
-        told = [self.read(name.decode()) for name in self._ask("internal_kv_keys", b"node/")]
-        found = [Node(**each, resources=alive.get(each["address"], {})) for each in told if each]
+        alive, names = self.alive(), self._ask("internal_kv_keys", b"node/")
+        told = map(json.loads, self._ask("internal_kv_multi_get", names).values() if names else ())
+        found = [Node(**each, resources=alive.get(each["address"], {})) for each in told]
         return sorted(found, key=lambda node: (node.rank is None, node.rank or 0, node.address))
 
     def tell_of(self, node: Node) -> None:
         """Say, or say anew, who we are."""
-        self.tell(f"node/{node.address}/{node.rank}", {k: v for k, v in vars(node).items() if k != "resources"})
+        key = f"node/{node.address}/{node.rank}{'/stranger' * node.stranger}"
+        self.tell(key, {k: v for k, v in vars(node).items() if k != "resources"})
 
     def _ask(self, method: str, *arguments: Any) -> Any:
         place = {} if method == "get_all_node_info" else {"namespace": _NAMESPACE}

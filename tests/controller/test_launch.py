@@ -1,23 +1,26 @@
 """What a node of a launch decides by itself: who it is, whom it waits for, whose processes it ends."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from rltrain.controller import launch as module
-from rltrain.controller.launch_files import beside, offer_token, take_token, write
+from rltrain.controller import launch_ray
+from rltrain.controller.launch_files import announce, beside, own_token, take_token, withdraw, write
 from rltrain.controller.launch_words import read
-from rltrain.controller.nodes import END, MARK, STOP, Node, clusters_here, end_processes
-from rltrain.errors import ConfigError, WorkerLost
+from rltrain.controller.nodes import BEAT, END, HEAD, MARK, STOP, Node, clusters_here, end_processes
+from rltrain.errors import ConfigError, Interrupted, WorkerLost
 
 ENV = (
     "RANK", "NODE_RANK", "SLURM_NODEID", "NNODES", "SLURM_NNODES", "HEAD_FILE", "HEAD_ADDRESS", "MASTER_ADDR", "WAIT_S",
-    "MASTER_PORT", "RAY_PORT", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH",
+    "MASTER_PORT", "RAY_PORT", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "NODE_IP", "LAUNCH_ID", "SLURM_JOB_ID",
 )  # fmt: skip
 
 
@@ -40,12 +43,13 @@ def say(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("words", "variables", "expected"),
     [
-        ("head", {}, {"role": "head", "rank": None, "file": None, "address": ""}),
+        ("head", {}, {"role": "head", "rank": 0, "file": None, "address": ""}),
         ("", {"RANK": 0}, {"role": "head", "rank": 0, "num_nodes": None}),
         ("", {"NODE_RANK": 2, "RANK": 17}, {"role": "worker", "rank": 2}),
         ("", {"SLURM_NODEID": 1, "SLURM_NNODES": 8}, {"role": "worker", "num_nodes": 8}),
         ("worker 10.0.0.1", {"HEAD_ADDRESS": "10.0.0.2"}, {"address": "10.0.0.1:6379"}),
         ("worker", {"HEAD_ADDRESS": "10.0.0.2:7000"}, {"address": "10.0.0.2:7000"}),
+        ("", {"RANK": 0, "HEAD_ADDRESS": "10.0.0.2:7000"}, {"role": "head", "port": "7000", "file": None}),
         ("", {"RANK": 1, "MASTER_ADDR": "one", "MASTER_PORT": 29500}, {"address": "one:29500"}),
         ("head --nodes 2 --num-cpus 4 --devices=8", {}, {"num_nodes": 2, "devices": 8}),
         ("head --nodes 2 --num-cpus 4 --temp-dir=/x", {}, {"arguments": ["--num-cpus", "4", "--temp-dir=/x"]}),
@@ -65,6 +69,8 @@ def test_a_node_learns_who_it_is(say, words, variables, expected):
         ("", {}, "say head or worker, or set RANK"),
         ("haed", {}, "'haed' is neither head, worker nor stop"),
         ("", {"RANK": "one"}, "RANK=one .* has to be the number of this node: 0, 1, 2"),
+        ("worker fd00::1", {}, "fd00::1 is an address of IPv6"),
+        ("worker one:x", {}, "the head's port=x has to be a whole number"),
         ("head --nodes=0", {}, "--nodes .or NNODES.=0 has to be a whole number, 1 or more"),
         ("head -- run", {}, r"say how many there are, by NNODES=4 or --nodes=4"),
         ("head -- run trainer.nnodes=4", {"NNODES": 2}, "NNODES=2, but the command says trainer.nnodes=4"),
@@ -102,31 +108,64 @@ def test_waiting_ends_with_what_is_missing(say, capsys):
     launch = say("head", WAIT_S=3)
     with pytest.raises(WorkerLost, match=r"waited 3 s \(WAIT_S\) for rank 1"):
         module._wait_until(lambda: "rank 1", launch, [], "all nodes")
-    assert "waiting for rank 1 (1 s left)" in capsys.readouterr().out
+    assert re.search(r"waiting for rank 1 \(\d s left\)", capsys.readouterr().out)
 
 
 def test_a_head_makes_a_token_for_its_user_alone(say, tmp_path):
     file, own = tmp_path / "shared" / "head", tmp_path / "home/.ray/auth_token"
-    offer_token(None)
+    own_token(None)
     token = own.read_text().strip()
     assert len(token) == 64
     write(file, "127.0.0.1:1")  # an earlier head, where nobody answers
     write(beside(file), "of an earlier head")
-    offer_token(file)
-    assert not file.exists()
+    own.chmod(0o644)  # as Ray's own command leaves it
+    assert own_token(file) == token
+    assert not file.exists() | beside(file).exists()
+    announce(file, "10.0.0.1:6379", token)
     assert own.read_text() == beside(file).read_text() == f"{token}\n"
     assert [each.stat().st_mode & 0o777 for each in (own, beside(file))] == [0o600, 0o600]
+    withdraw(file, "10.0.0.2:6379")
+    assert file.exists() & beside(file).exists()
+    withdraw(file, "10.0.0.1:6379")
+    assert not file.exists() | beside(file).exists()
     # A user's own stands before it.
     say("head", RAY_AUTH_TOKEN="abc")
-    offer_token(file)
-    assert beside(file).read_text() == "abc\n"
+    assert own_token(file) == "abc"
+
+
+def test_a_token_that_is_there_is_never_replaced(say, tmp_path):
+    own = tmp_path / "home/.ray/auth_token"
+    write(own, "mine")
+    say("head", RAY_AUTH_TOKEN_PATH=tmp_path / "typo")
+    with pytest.raises(ConfigError, match=r"typo cannot be read .*RAY_AUTH_TOKEN_PATH names it"):
+        own_token(None)
+    assert own.read_text() == "mine\n"
+    say("head", RAY_AUTH_TOKEN_PATH="")
+    own.unlink()
+    own.mkdir()  # one that cannot be read, be it by root
+    with pytest.raises(ConfigError, match=r"auth_token cannot be read .*remove it"):
+        own_token(None)
+
+
+def test_what_another_user_has_laid_down_is_not_read(say, tmp_path, monkeypatch):
+    write(tmp_path / "head.token", "of another user")
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 4711)
+    os.chown(tmp_path / "head.token", os.getuid() or 4712, -1)
+    with pytest.raises(ConfigError, match=r"head.token is another user's"):
+        take_token(tmp_path / "head")
+
+
+def test_the_head_refuses_an_address_of_another_node(say):
+    with pytest.raises(ConfigError, match=r"HEAD_ADDRESS .* says 203.0.113.9, which is not this node: start rank 0"):
+        launch_ray.own_address(say("", RANK=0, HEAD_ADDRESS="203.0.113.9"))
+    assert launch_ray.own_address(say("", NODE_IP="10.0.0.3")) == "10.0.0.3"
 
 
 def test_a_worker_takes_the_heads_token_before_its_own(say, tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_AUTH_TOKEN", "")
     assert not take_token(tmp_path / "head")
     write(tmp_path / "home/.ray/auth_token", "mine")
-    assert take_token(tmp_path / "head")
+    assert take_token(tmp_path / "head") == tmp_path / "home/.ray/auth_token"
     assert not os.environ["RAY_AUTH_TOKEN"]
     write(tmp_path / "head.token", "of the head")
     assert take_token(tmp_path / "head")
@@ -137,7 +176,7 @@ def test_a_file_of_a_head_that_answers_is_not_taken_over(say, tmp_path, monkeypa
     monkeypatch.setattr("rltrain.controller.launch_files.answers", lambda address: True)
     write(tmp_path / "head", "10.0.0.1:6379")
     with pytest.raises(ConfigError, match=r"names 10.0.0.1:6379, where another head answers"):
-        offer_token(tmp_path / "head")
+        own_token(tmp_path / "head")
 
 
 def sleeper(**environment):
@@ -149,14 +188,19 @@ def test_stop_ends_the_processes_of_one_cluster_alone(say, monkeypatch):
     one, other, stranger = sleeper(**{MARK: "10.0.0.1:6379"}), sleeper(**{MARK: "10.0.0.2:6379"}), sleeper()
     try:
         deadline = time.monotonic() + 30
+        ours = {"10.0.0.1:6379", "10.0.0.2:6379"}
+        every = clusters_here
+        # A developer may have a cluster too.
+        monkeypatch.setattr(module, "clusters_here", lambda: {k: v for k, v in every().items() if k in ours})
         # Two of each: the second has lost the mark, as Ray's workers do, and is found by its parent.
-        while [len(pids) for pids in clusters_here().values()] != [2, 2] and time.monotonic() < deadline:
+        while [len(pids) for pids in module.clusters_here().values()] != [2, 2] and time.monotonic() < deadline:
             time.sleep(0.05)
+        monkeypatch.setattr(module, "answers", lambda address: False)
         with pytest.raises(ConfigError, match=r"in 2 clusters: say which, stop 10.0.0.1:6379 or 10.0.0.2:6379"):
             module.stop(say("stop"))
         assert end_processes("10.0.0.1:6379") == 2
         assert one.wait(10) == -signal.SIGTERM
-        assert list(clusters_here()) == ["10.0.0.2:6379"]
+        assert list(module.clusters_here()) == ["10.0.0.2:6379"]
         assert module.stop(say("stop")) == 0
         assert other.wait(10) == -signal.SIGTERM
         assert stranger.poll() is None
@@ -172,8 +216,17 @@ class Paper:
 
     address = "10.0.0.1:6379"
 
-    def __init__(self, **told):
-        self.told = told
+    def __init__(self, *nodes, **told):
+        self.told, self.listed = told, nodes
+
+    def nodes(self):
+        return list(self.listed)
+
+    def alive(self):
+        return {node.address: node.resources for node in self.listed}
+
+    def tell_of(self, node):
+        self.told["node"] = dict(vars(node))
 
     def read(self, name):
         return self.told.get(name)
@@ -207,11 +260,12 @@ def test_a_request_to_end_reaches_the_run_and_waits_for_it(say, tmp_path, by):
     thread.join()
 
 
-def test_the_command_learns_where_ray_is_and_its_code_is_kept(say, tmp_path):
+def test_the_command_learns_where_ray_is_and_its_code_is_kept(say, tmp_path, monkeypatch):
     launch = say("head --nodes=3 -- x")
-    launch.command[:] = ["bash", "-c", "echo $RAY_ADDRESS $RLTRAIN_NNODES >said; exit 7"]
+    launch.command[:] = ["bash", "-c", "echo $RAY_ADDRESS $RLTRAIN_NNODES $(type -P python) >said; exit 7"]
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
     assert module._drive(Paper(), launch, []) == 7
-    assert (tmp_path / "said").read_text() == "10.0.0.1:6379 3\n"
+    assert (tmp_path / "said").read_text() == f"10.0.0.1:6379 3 {Path(sys.executable).parent}/python\n"
     launch.command[:] = ["/no/such/program"]
     with pytest.raises(ConfigError, match=r"the command cannot be started: .*'/no/such/program'"):
         module._drive(Paper(), launch, [])
@@ -226,35 +280,42 @@ def test_ray_is_told_of_npus_and_its_words_are_shown_when_it_fails(say, monkeypa
         stdout.flush()
         return subprocess.CompletedProcess(words, len(started) - 1)
 
-    monkeypatch.setattr(module.subprocess, "run", run)
+    monkeypatch.setattr(launch_ray.subprocess, "run", run)
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0,1,3")
-    module._ray_start(say("head --temp-dir=/x"), "10.0.0.1:6379", "--head")
+    launch_ray.ray_start(say("head --temp-dir=/x"), "10.0.0.1:6379", "--head")
     assert started == [(["--head", "--temp-dir=/x", "--resources", '{"NPU": 3}'], "10.0.0.1:6379")]
     with pytest.raises(ConfigError, match=r"ray start --head --resources=1 failed:\nno room in /dev/shm"):
-        module._ray_start(say("head --resources=1"), "10.0.0.1:6379", "--head")
+        launch_ray.ray_start(say("head --resources=1"), "10.0.0.1:6379", "--head")
 
 
 def test_the_dashboard_is_off_unless_it_and_its_host_are_named(monkeypatch):
     monkeypatch.delenv("DASHBOARD", raising=False)
     monkeypatch.delenv("DASHBOARD_HOST", raising=False)
-    assert module._dashboard() == ["--include-dashboard=false"]
+    assert launch_ray.dashboard() == ["--include-dashboard=false"]
     lacks = ImportError("No module named 'aiohttp_cors'")
     monkeypatch.setattr("ray._private.utils.get_dashboard_dependency_error", lambda: lacks)
     monkeypatch.setenv("DASHBOARD", "1")
     with pytest.raises(ConfigError, match=r"DASHBOARD=1 needs pip install 'ray\[default\]==.*aiohttp_cors"):
-        module._dashboard()
+        launch_ray.dashboard()
     monkeypatch.setattr("ray._private.utils.get_dashboard_dependency_error", lambda: None)
-    assert module._dashboard() == ["--include-dashboard=true", "--dashboard-host=127.0.0.1"]
+    assert launch_ray.dashboard() == ["--include-dashboard=true", "--dashboard-host=127.0.0.1"]
     monkeypatch.setenv("DASHBOARD_HOST", "10.0.0.1")
-    assert module._dashboard()[1] == "--dashboard-host=10.0.0.1"
+    assert launch_ray.dashboard()[1] == "--dashboard-host=10.0.0.1"
 
 
 def test_a_worker_leaves_a_head_that_is_silent(say, monkeypatch):
-    def silent(name):
-        raise ConnectionRefusedError("nobody answers at 10.0.0.1:6379")
+    silent = iter([True, True])
+
+    def read(name):
+        if next(silent, False):
+            raise ConnectionRefusedError("nobody answers at 10.0.0.1:6379")
+        return 7 if name == END else None
 
     board = Paper()
-    board.read = silent
+    board.read = read
+    monkeypatch.setattr(module, "_POLL_S", 0.05)
+    assert module._stay(board, Node("10.0.0.2", "n2", 1), []) == 7  # not at once
+    silent = iter([True] * 1000)
     monkeypatch.setattr(module, "_SILENT_S", 1)
     monkeypatch.setattr(
         module, "_find_head", lambda launch, asked: module._stay(board, Node("10.0.0.2", "n2", 1), asked)
@@ -271,3 +332,109 @@ def test_a_worker_stays_until_the_command_has_ended(say, monkeypatch):
     board.tell = lambda name, value: board.told.update({name: value, END: 75})
     assert module._stay(board, here, [signal.SIGTERM]) == 75
     assert board.told[STOP] == "n2 (rank 1, 10.0.0.2)"
+
+
+def test_a_worker_leaves_a_head_whose_script_was_killed(monkeypatch):
+    monkeypatch.setattr(module, "_POLL_S", 0.05)
+    monkeypatch.setattr(module, "_GONE_S", 0.5)
+    with pytest.raises(ConnectionError, match=r"Ray answers at 10.0.0.1:6379, but the script there has been killed"):
+        module._stay(Paper(**{BEAT: 1.0}), Node("10.0.0.2", "n2", 1), [])
+
+
+def test_what_a_command_leaves_behind_is_not_waited_for(say, capsys):
+    launch = say("head --nodes=1 -- x")
+    launch.command[:] = ["bash", "-c", "sleep 30 & echo $! >left; exit 3"]
+    started = time.monotonic()
+    assert module._drive(Paper(), launch, []) == 3
+    assert time.monotonic() - started < 20
+    os.kill(int(Path("left").read_text()), signal.SIGKILL)
+    assert "left processes behind" in capsys.readouterr().out
+
+
+def test_a_request_to_end_is_heard_while_nodes_gather(say, capsys):
+    with pytest.raises(Interrupted, match=r"stopped while waiting for all 2 nodes"):
+        module._gather(Paper(node(0), **{STOP: "n1"}), say("head --nodes=2 -- x"), [])
+    assert "n1 asks for an end" in capsys.readouterr().out
+
+
+@pytest.fixture
+def join(monkeypatch):
+    """join(board, launch): a worker as far as it would start Ray; returns what it told of itself."""
+    monkeypatch.setattr(module, "own_address", lambda *_: "10.0.0.7")
+    monkeypatch.setattr(module, "fingerprint", dict)
+    monkeypatch.setattr(module, "_take_part", lambda *_: 0)
+
+    def worker(board, launch):
+        monkeypatch.setattr(module, "_find_head", lambda *_: board)
+        module._worker(launch, [])
+
+    return worker
+
+
+@pytest.mark.parametrize(
+    ("words", "variables", "message"),
+    [
+        (
+            "",
+            {"RANK": 1, "SLURM_JOB_ID": "8"},
+            "is of another run: its job is 7, this node's 8. Two runs in one folder",
+        ),
+        ("--nodes=3", {"RANK": 1}, "is of another run: its NNODES is 2, this node's 3"),
+        ("", {"RANK": 2}, "RANK=2, but the ranks of 2 nodes are 0 to 1"),
+        ("", {"RANK": 0}, "n0 .rank 0, 10.0.0.0. is there already: set another RANK, or another HEAD_FILE"),
+    ],
+)
+def test_a_node_of_another_run_is_refused_and_breaks_nothing(say, join, capsys, words, variables, message):
+    board = Paper(node(0), **{HEAD: {"fingerprint": {}, "stays": True, "run": {"job": "7", "NNODES": 2}}})
+    with pytest.raises(ConfigError, match=message):
+        join(board, say(f"worker {words} -- x", **variables))
+    assert board.told["node"]["stranger"]
+    board.listed += (Node(**board.told["node"]),)
+    with pytest.raises(WorkerLost, match=rf"rank 1 \(1 of 2 nodes are here\); \w+ .* was refused: .*{message}"):
+        module._gather(board, say("head --nodes=2 -- x", WAIT_S=0), [])
+
+
+def test_a_node_that_is_in_is_told_apart_from_a_leftover(say, join, monkeypatch):
+    ended = []
+    monkeypatch.setattr(module, "clusters_here", lambda: {"10.0.0.1:6379": [1]})
+    monkeypatch.setattr(module, "program_of", lambda pid: "raylet")
+    monkeypatch.setattr(module, "end_processes", ended.append)
+    # By whatever name this node calls the head.
+    head = {"fingerprint": {}, "stays": True, "run": {}, "address": "10.0.0.1:6379"}
+    board = Paper(Node("10.0.0.7", "n7", 1, resources={"CPU": 1}), **{HEAD: head})
+    board.address = "one:6379"
+    with pytest.raises(ConfigError, match=r"this node has joined 10.0.0.1:6379 already"):
+        join(board, say("worker -- x", RANK=1))
+    assert (ended, board.told["node"]["stranger"]) == ([], True)
+    board.listed = ()
+    join(board, say("worker -- x", RANK=1))
+    assert ended == ["10.0.0.1:6379"]
+    # What is the user's mistake ends the head's waiting.
+    with pytest.raises(ConfigError, match=r"the head was given a command behind --, this node was not"):
+        join(board, say("worker", RANK=1))
+    assert not board.told["node"]["stranger"]
+    board.listed = (Node(**board.told["node"]),)
+    with pytest.raises(ConfigError, match=r"cannot take part: the head was given a command"):
+        module._gather(board, say("head --nodes=2 -- x"), [])
+
+
+def test_stop_lets_a_run_save_first(say, monkeypatch, capsys):
+    board, ended = Paper(**{HEAD: {"stays": True}}), []
+    monkeypatch.setattr(module, "Board", lambda address: board)
+    monkeypatch.setattr(module, "answers", lambda address: True)
+    monkeypatch.setattr(module, "end_processes", lambda address: ended.append(address) or 2)
+    here = iter([{board.address: [1]}] * 3 + [{}])
+    monkeypatch.setattr(module, "clusters_here", lambda: next(here))
+    assert module.stop(say("stop", RAY_AUTH_TOKEN="abc")) == 0
+    assert (ended, "stop` on" in board.told[STOP]) == ([], True)
+    monkeypatch.setattr(module, "clusters_here", lambda: {board.address: [1]})
+    assert module.stop(say("stop", RAY_AUTH_TOKEN="abc")) == 0
+    assert ended == [board.address]
+
+
+def test_rank_0_leaves_its_exit_code_for_the_scheduler(say, tmp_path):
+    for rank, left in (("1", False), ("0", True)):
+        say("head", RANK=rank, EXIT_CODE_FILE=tmp_path / "code")
+        assert module.main(["haed"]) == 2
+        assert (tmp_path / "code").exists() == left
+    assert (tmp_path / "code").read_text() == "2\n"

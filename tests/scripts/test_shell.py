@@ -144,6 +144,14 @@ def test_slurm_ends_as_the_run_ended_and_queues_75_again(slurm, tmp_path, code, 
     assert (tmp_path / "queued").exists() == queued
 
 
+@pytest.mark.parametrize(("of_srun", "of_head", "queued"), [(137, 75, True), (75, 2, False)])
+def test_slurm_goes_by_the_exit_code_of_the_first_node(slurm, tmp_path, of_srun, of_head, queued):
+    (tmp_path / "launch.sh").write_text(f'[ -z "${{NODE_IP:-}}" ] && echo {of_head} >"$EXIT_CODE_FILE"; exit {of_srun}')
+    assert slurm(NODE_IP="10.0.0.1").wait(timeout=20) == of_head
+    assert (tmp_path / "queued").exists() == queued
+    assert not list(tmp_path.glob(".ray_head_*"))
+
+
 def test_signals_reach_the_trainer_in_every_launch_script():
     """A container or scheduler signals the shell; a shell that waits for python does not hand it on."""
     recipes = [file for file in ROOT.glob("examples/**/*.sh") if not file.name.endswith("_cpu.sh")]

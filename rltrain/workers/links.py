@@ -7,14 +7,15 @@ in which all pairs are busy at the same time, as in a round-robin tournament.
 
 from __future__ import annotations
 
-import math
 import time
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from rltrain.device import get_device
 from rltrain.errors import WorkerError
+from rltrain.workers.results import Array
 from rltrain.workers.roles import Links
 
 
@@ -68,22 +69,21 @@ class LinksWorker(Links):
         share = 4 * size * (self._world - 1) / max(self._world, 1) / 1e9
         return {"all-reduce": 2 * share / reduced, "all-gather": share / seconds}
 
-    def meets(self, num_bytes: int, turn: int) -> tuple[int, float]:
-        """Whom this rank meets in a round, and GB/s from and to it at once; 0 where what arrived is wrong.
-
-        Of an odd number of ranks one rests: it meets itself, at nan.
-        """
+    def meets(self, num_bytes: int, turn: int) -> Array:
+        """GB/s from and to the rank that this one meets in a round [world]; 0 where what arrived is wrong, else nan."""
         self._device.activate()
+        speeds = np.full(self._world, np.nan)
         peer = _partner(self._rank, turn, self._world + self._world % 2)
-        # Who rests has drawn the rank that is not there.
+        # With an odd number one rank rests in each round: it has drawn the rank that is not there.
         if peer == self._world:
-            return self._rank, math.nan
+            return speeds
         self._exchange(self._filled(1, float(self._rank)), peer)
         mine = self._filled(num_bytes // 4, float(self._rank))
         started = self._now()
         arrived = self._exchange(mine, peer)
         seconds = self._now() - started
-        return peer, num_bytes / seconds / 1e9 if bool((arrived == peer).all()) else 0.0
+        speeds[peer] = num_bytes / seconds / 1e9 if bool((arrived == peer).all()) else 0.0
+        return speeds
 
     def _exchange(self, mine: torch.Tensor, peer: int) -> torch.Tensor:
         arrived = torch.full_like(mine, -1.0)

@@ -33,8 +33,8 @@ class Links(Protocol):
     def collectives(self, num_bytes: int) -> dict[str, float]:
         """GB/s of an all-reduce and of an all-gather (the second of two). Raises WorkerError where one is wrong."""
 
-    def meets(self, num_bytes: int, turn: int) -> tuple[int, float]:
-        """Whom this rank meets in a round, and GB/s from and to it at once; 0 where what arrived is wrong."""
+    def meets(self, num_bytes: int, turn: int) -> Array:
+        """GB/s from and to the rank that this one meets in a round [world]; 0 where what arrived is wrong, else nan."""
 
 
 class Actor(Protocol):

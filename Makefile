@@ -1,6 +1,6 @@
 PYTHON := $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
 
-.PHONY: check test conformance oldest bench bench-peers quickstart format
+.PHONY: check test test-faults conformance oldest bench bench-peers quickstart format
 
 check:  ## format, lint, types, house rules
 	$(PYTHON) -m ruff format --check .
@@ -10,6 +10,9 @@ check:  ## format, lint, types, house rules
 
 test:  ## environment and all tests
 	bash scripts/test.sh
+
+test-faults:  ## every fault that docs/recovery.md promises to survive, injected for real; writes its table there
+	bash scripts/test.sh -m fault
 
 conformance:  ## what the adapters use, in the wheels of all supported versions: records it, then checks it
 	$(PYTHON) -m tests.conformance.record

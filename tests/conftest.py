@@ -15,8 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.fault_table import FaultTable
 from tests.hosts.hosts import Network, forbidden
 from tests.tiny import save_tiny_model, small_run, write_arithmetic
+
+
+def pytest_configure(config):
+    config.pluginmanager.register(FaultTable())
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 _RESERVE_TIMEOUT_S = 120
 _POLL_S = 0.5
 _CONNECT_S = 5
+_CLIENT_TRIES = 3
+_CLIENT_NOT_SERVED = ("Starting Ray client server failed", "Proxy failed to Connect")
 _FIRST_WORD_S, _SAY_EVERY_S = 2, 10
 _KEY = "ray_kwargs.ray_init"
 
@@ -101,7 +103,7 @@ def start_ray(cfg: Config) -> bool:
     if runtime or variables:
         arguments["runtime_env"] = runtime | {"env_vars": variables}
     try:
-        ray.init(**arguments)
+        _init(arguments)
     except (ValueError, TypeError, ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
         shown = {**given, "address": address} if address else given
         named = ", ".join(f"{name}={value}" for name, value in shown.items() if name != "runtime_env")
@@ -109,6 +111,18 @@ def start_ray(cfg: Config) -> bool:
     # Of a node that ends, Ray prints the last lines of its log, over the run's own words.
     ray._private.worker.print_to_stdstream = _first_sentence
     return True
+
+
+def _init(arguments: dict[str, Any]) -> None:
+    """``ray.init``. A head that is busy may fail to start the process that serves a client, so that is tried again."""
+    for left in reversed(range(_CLIENT_TRIES)):
+        try:
+            ray.init(**arguments)
+            return
+        except ConnectionError as error:
+            if not left or not any(words in str(error) for words in _CLIENT_NOT_SERVED):
+                raise
+            log.warning("Ray's client server at %s did not start; trying again", arguments["address"])
 
 
 def _use_token() -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import ray
 
-from rltrain.controller.cluster import ray_logs
+from rltrain.controller.cluster import lost_node, ray_logs
 from rltrain.env import shipped
 from rltrain.errors import RltrainError, WorkerError, WorkerLost
 
@@ -19,7 +19,7 @@ _DEATH, _CAUSE, _SYMPTOM = 0, 1, 2
 _LOST = (ray.exceptions.ActorDiedError, ray.exceptions.ActorUnavailableError)
 _SYMPTOMS = ("gloo", "nccl", "hccl", "connection closed", "connection reset", "broken pipe")
 _COLOUR = re.compile(r"\x1b\[\d*m")
-# How long Ray may take to see that a node is gone when its workers are.
+# How long Ray may take to see that a node is gone when its processes are.
 _NODE_S = 5.0
 AGAIN = "Run the same command again: it continues from the newest checkpoint."
 
@@ -42,15 +42,7 @@ def explain(
         # A call also counts as lost where a worker that is gone was to make an argument of it.
         ranks, node = lost(_NODE_S)
         if ranks:
-            script = shipped("scripts/ray_start.sh")
-            way_out = (
-                f"If {script} ran this command, type that line again on every node. If it has started Ray alone, "
-                "start it there again, or lower trainer.nnodes."
-            )
-            return WorkerLost(
-                f"{place(ranks)}: the node {node} has left the cluster: it is down, or the network does not reach it, "
-                f"or Ray ended there. {way_out} {AGAIN} {logs}"
-            )
+            return WorkerLost(f"{place(ranks)}: {_node_has_left(node)} {AGAIN} {logs}")
         return WorkerLost(f"{where}: the process died ({_first_line(error)}). {AGAIN} {logs}")
     # Ray wraps what a worker raises in a RayTaskError, which keeps the original as its cause.
     cause = getattr(error, "cause", None) or error
@@ -67,6 +59,26 @@ def explain(
         return WorkerLost(f"{where}: waited in vain for another worker: {_first_line(cause)}. {AGAIN}")
     # Ray's text of the error has the worker's own traceback, in colours.
     return WorkerError(f"{where}: {type(cause).__name__}: {cause}\n{_COLOUR.sub('', str(error))}")
+
+
+def node_watch() -> Callable[[], str]:
+    """What to say once one of the nodes that are there now is gone; "" as long as none is, after some seconds."""
+    # Not those that have left a cluster which is older than the run.
+    nodes = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+
+    def lost() -> str:
+        _, node = lost_node(nodes, _NODE_S)
+        return f"{_node_has_left(node)} {AGAIN}" if node else ""
+
+    return lost
+
+
+def _node_has_left(node: str) -> str:
+    return (
+        f"the node {node} has left the cluster: it is down, or the network does not reach it, or Ray ended there. "
+        f"If {shipped('scripts/ray_start.sh')} ran this command, type that line again on every node. "
+        "If it has started Ray alone, start it there again, or lower trainer.nnodes."
+    )
 
 
 def _severity(error: Exception) -> int:

@@ -23,6 +23,7 @@ from rltrain.config.algorithm_schema import FILTER_METRICS
 from rltrain.config.load import LoadedConfig, to_dict
 from rltrain.config.schema import Config
 from rltrain.controller.cluster import free, ray_logs, reserve, share, start_ray, stop_ray
+from rltrain.controller.failures import node_watch
 from rltrain.controller.group import WorkerGroup
 from rltrain.controller.hang import Deadlines
 from rltrain.controller.sample_writer import WriterProcess
@@ -266,7 +267,7 @@ def start_pool(cfg: Config, num_workers: int, splits: dict[str, Any], folder: Pa
     """
     if not cfg.reward_model.runs_scorers:
         return None
-    pool = RewardPool(cfg, num_workers, splits, log_file=folder / "reward.log")
+    pool = RewardPool(cfg, num_workers, splits, folder / "reward.log", node_watch())
     for split in splits:
         scores = pool.check(split)
         if split == "train":

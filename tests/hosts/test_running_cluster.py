@@ -6,6 +6,7 @@ import os
 import pytest
 
 from rltrain.env import cpu_quota, installed
+from tests.hosts.hosts import wait_until
 
 TOKEN = {"RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
 LOOK = "python -m tests.hosts.look trainer.device=cpu trainer.nnodes=2 trainer.n_gpus_per_node=1"
@@ -21,7 +22,7 @@ def hosts(network):
     head, worker, outside = network(3)
     # Ray's own variable for a process that has no CPU slots, which must not be taken for the user's.
     del head.environment["OMP_NUM_THREADS"], worker.environment["OMP_NUM_THREADS"]
-    own = TOKEN | {"RAY_AUTH_MODE": "token"}
+    own = TOKEN | {"RAY_AUTH_MODE": "token", "RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S": 15}
     start = f"ray start --disable-usage-stats --num-cpus=1 --include-dashboard={DASHBOARD} --node-ip-address"
     head.check(f"{start}={head.address} --head --port=6379", own, LIMIT_S)
     worker.check(
@@ -60,7 +61,13 @@ def test_variables_reach_every_node_and_each_finds_its_card(hosts):
 def test_a_host_outside_drives_the_cluster_as_a_client(hosts):
     head, _, outside = hosts
     given = TOKEN | {"NCCL_DEBUG": "WARN"}
-    seen = found(outside.check(f"{LOOK} {ADDRESS}=ray://{head.address}:10001", given, LIMIT_S))
+    job = outside.start(f"{LOOK} {ADDRESS}=ray://{head.address}:10001", given)
+    # The process that serves the client dies while it starts, as happens on a busy head: another one is asked for.
+    wait_until(lambda: head.pids("specific-server"), "a server of the client", LIMIT_S)
+    head.kill("specific-server")
+    assert job.wait(LIMIT_S) == 0, job.output
+    seen = found(job.output)
+    assert "did not start; trying again" in job.output
     assert all(variables["NCCL_DEBUG"] == "WARN" for variables in seen.values())
 
 

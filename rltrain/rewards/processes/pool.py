@@ -8,7 +8,7 @@ worker.
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -95,13 +95,21 @@ class RewardPool:
     """``num_workers`` reward workers, spread over the nodes of the running Ray.
 
     ``splits`` maps a name ("train", "val") to a reference of its ``Rows``. ``log_file`` gets what scorers print, see
-    `RewardLog`.
+    `RewardLog`. ``lost_node`` says which node is gone, if one is: of such a node a reward worker is often missed first.
     """
 
-    def __init__(self, cfg: Config, num_workers: int, splits: dict[str, Any], log_file: Path | None = None):
+    def __init__(
+        self,
+        cfg: Config,
+        num_workers: int,
+        splits: dict[str, Any],
+        log_file: Path | None = None,
+        lost_node: Callable[[], str] = str,
+    ):
         import ray
 
         self._cfg = cfg
+        self._lost_node = lost_node
         self._log = RewardLog(log_file)
         # Ray's slots are for the workers of the devices; reward.num_workers says how many score. No restarts: a worker
         # that is gone ends the run with its cause, and the run goes on from a checkpoint.
@@ -119,7 +127,7 @@ class RewardPool:
         """
         # On every worker, since a package or the reward file may be missing on a single node.
         calls = [worker.check.remote(split, rows if rows is None else list(rows)) for worker in self._workers]
-        results = [_get(call) for call in calls]
+        results = [_get(call, self._lost_node) for call in calls]
         for _, (worker, printed) in results:
             self._log.printed(worker, printed)
         # All workers score the same rows; the scores of one are enough.
@@ -136,7 +144,7 @@ class RewardPool:
     def begin(self, split: str, total: int) -> "Scoring":
         """Score ``total`` answers as they arrive."""
         reward = self._cfg.reward
-        return Scoring(self._workers, split, total, reward.on_error, reward.timeout_s, self._log)
+        return Scoring(self._workers, split, total, reward.on_error, reward.timeout_s, self._log, self._lost_node)
 
     def shutdown(self) -> None:
         """End all workers and their processes."""
@@ -160,13 +168,21 @@ class Scoring:
     """
 
     def __init__(
-        self, workers: Sequence[Any], split: str, total: int, on_error: float, timeout_s: float, log: RewardLog
+        self,
+        workers: Sequence[Any],
+        split: str,
+        total: int,
+        on_error: float,
+        timeout_s: float,
+        log: RewardLog,
+        lost_node: Callable[[], str],
     ) -> None:
         from ray.util import ActorPool
 
         self.seconds = 0.0
         self._workers = ActorPool(list(workers))
         self._num_workers = len(workers)
+        self._lost_node = lost_node
         self._split = split
         self._total = total
         self._on_error = on_error
@@ -221,7 +237,7 @@ class Scoring:
         if not self._workers.has_next():
             return False
         try:
-            with _worker_errors():
+            with _worker_errors(self._lost_node):
                 number, scores, seconds, (worker, printed) = self._workers.get_next_unordered(timeout=wait_s)
         except TimeoutError:
             return False
@@ -260,18 +276,18 @@ def columns_of(scores: Sequence[Score], on_error: float) -> Columns:
     return columns
 
 
-def _get(call: Any) -> Any:
+def _get(call: Any, lost_node: Callable[[], str]) -> Any:
     import ray
 
     # Not `ray.get` alone, which would keep a signal from Python until the call ends.
     while not ray.wait([call], timeout=_POLL_S)[0]:
         pass
-    with _worker_errors():
+    with _worker_errors(lost_node):
         return ray.get(call)
 
 
 @contextmanager
-def _worker_errors() -> Iterator[None]:
+def _worker_errors(lost_node: Callable[[], str]) -> Iterator[None]:
     """Ray's errors as those of rltrain."""
     from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 
@@ -284,6 +300,8 @@ def _worker_errors() -> Iterator[None]:
             raise WorkerLost(f"the answers to score are gone with the worker that wrote them: {error.cause}") from error
         raise WorkerError(f"a reward worker failed:\n{error}") from error
     except RayActorError as error:
+        if node := lost_node():
+            raise WorkerLost(f"a reward worker: {node}") from error
         raise WorkerLost(f"a reward worker process is gone (out of memory, or killed): {error}") from error
 
 

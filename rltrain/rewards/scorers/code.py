@@ -29,6 +29,8 @@ _TEST_S = 4.0
 # The rest of the deadline is for ending processes and replying: at its end the slot is killed, and the tests that
 # passed would not count.
 _SHARE_OF_DEADLINE = 0.8
+# A busy machine takes as long as this for it; of a short deadline half is kept.
+_LEAST_REST_S = 1.5
 # About what an interpreter needs to start; with less left a test cannot pass.
 _LEAST_S = 0.05
 
@@ -60,7 +62,8 @@ def code(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> di
     inputs, outputs, function = list(truth["inputs"]), list(truth["outputs"]), truth.get("fn_name")
     if not inputs or len(inputs) != len(outputs):
         raise ValueError(f"ground_truth has {len(inputs)} inputs and {len(outputs)} outputs")
-    deadline = time.monotonic() + _SHARE_OF_DEADLINE * current_limits().timeout_s
+    timeout_s = current_limits().timeout_s
+    deadline = time.monotonic() + min(_SHARE_OF_DEADLINE * timeout_s, max(timeout_s - _LEAST_REST_S, timeout_s / 2))
     program, passed = extract_code(solution_str), 0
     for given, expected in zip(inputs, outputs, strict=True):
         remaining = deadline - time.monotonic()

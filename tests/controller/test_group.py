@@ -218,6 +218,7 @@ def test_out_of_memory_says_what_to_lower(group):
         group.call(Toy.out_of_memory)
 
 
+@pytest.mark.fault("A worker killed in a collective is named within seconds")
 def test_a_killed_worker_is_reported_within_ten_seconds(group):
     pid = group.call(Toy.pid)[1]
     started = time.monotonic()
@@ -256,6 +257,7 @@ def gone(pids: list[int], within_s: float = 5) -> bool:
     return False
 
 
+@pytest.mark.fault("A stopped worker is named, the stacks of the others are kept, and all end")
 def test_a_stopped_worker_is_named_and_all_stacks_are_kept(group, tmp_path, caplog):
     pids = group.call(Toy.pid)
     os.kill(pids[1], signal.SIGSTOP)
@@ -281,6 +283,7 @@ class SlowToBuild:
         time.sleep(60)
 
 
+@pytest.mark.fault("A model that never finishes loading ends the run")
 def test_a_hang_before_the_first_call_is_noticed_too(tmp_path):
     placement = ray.util.placement_group([{"CPU": 1}] * 2, strategy="STRICT_PACK")
     deadlines = Deadlines(60.0, 0.0, tmp_path)

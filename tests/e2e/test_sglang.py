@@ -4,13 +4,13 @@ import os
 import re
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 
 from rltrain.report import read_metrics
-from tests.e2e.test_faults import own_ray, processes_of, start, wait_for_step  # noqa: F401
+from tests.faults.conftest import own_ray, start  # noqa: F401
+from tests.faults.plug import gone, wait_for_step
 from tests.tiny import small_run
 
 R = "actor_rollout_ref__rollout__"
@@ -50,14 +50,6 @@ def engine_pids() -> list[int]:
     ]
 
 
-def gone(folder: Path, within_s: float = 20) -> bool:
-    deadline = time.monotonic() + within_s
-    while (left := processes_of(folder)) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert not left
-    return True
-
-
 def test_a_run_with_one_engine_over_two_devices(launch, tmp_path):
     process = launch(2)
     output, _ = process.communicate(timeout=240)
@@ -70,6 +62,7 @@ def test_a_run_with_one_engine_over_two_devices(launch, tmp_path):
     assert gone(tmp_path)
 
 
+@pytest.mark.fault("A killed process of an engine ends the run, exit 75, and leaves none")
 def test_a_dead_process_of_an_engine_ends_the_run(launch, tmp_path):
     before = signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # as a script's `&` does
     try:

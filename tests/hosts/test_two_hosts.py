@@ -89,6 +89,7 @@ def run(network, tiny_model, arithmetic_files):
     return run
 
 
+@pytest.mark.fault("Weights are right after a host was lost twice and came back")
 def test_two_hosts_learn_what_one_process_learns(run, tmp_path):
     """Over 2 x 2 workers, then 2 x 1, then one: the same samples, the same weights."""
     assert sorted(run.machines) == ["host1", "host2"]
@@ -110,12 +111,14 @@ def test_the_engines_of_both_hosts_have_the_trained_weights(run):
     assert all(line["rollout/log_prob_gap/mean"] < 1e-5 for line in run.lines)
 
 
+@pytest.mark.fault("Training goes on over a wire that is slow and loses packets")
 def test_training_goes_on_over_a_bad_wire(run):
     """A ping of 200 ms; one frame in a hundred is lost each way."""
     slow = run.lines[run.slow_step - 1]
     assert slow["timing_s/update_actor"] > 1  # it did pass the wire, and more than five times
 
 
+@pytest.mark.fault("A host that loses its raylet or its cable is named, exit 75; the command goes on")
 @pytest.mark.parametrize("which", [0, 1], ids=["raylet_killed", "cable_pulled"])
 def test_a_lost_host_is_named_and_the_command_goes_on(run, which):
     job = run.ended[which]
@@ -131,6 +134,7 @@ def test_a_lost_host_is_named_and_the_command_goes_on(run, which):
     assert "state-dump" not in job.output
 
 
+@pytest.mark.fault("A run folder that not all hosts share is refused before a step, exit 2")
 def test_a_run_folder_that_is_not_shared_is_refused_before_a_step(run):
     assert run.refused.returncode == 2, run.refused.output
     assert "error: trainer.default_local_dir=/tmp/run is not one folder for all nodes" in run.refused.output

@@ -31,6 +31,7 @@ def test_every_phase_needs_what_was_foretold(made, case):
     assert found["sync"][2] < owned + 2 * bucket + mask, "no second full copy"
 
 
+@pytest.mark.fault("A device that is full says which keys to lower")
 @pytest.mark.long
 def test_a_device_of_a_little_less_says_what_to_type(made):
     need = foretold(made, CASE)[0]["update_actor"].total()

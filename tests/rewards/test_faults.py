@@ -9,6 +9,7 @@ GOOD = ("s", "good", "", {})
 BAD = ("s", "bad", "", {})
 
 
+@pytest.mark.fault("An answer whose scorer eats memory fails alone")
 def test_an_answer_that_eats_memory_crashes_alone(slot, gone):
     made = slot(
         "if solution_str == 'good': return 1\nreturn len([bytes(1 << 20) for _ in range(4096)])",
@@ -25,6 +26,7 @@ def test_an_answer_that_eats_memory_crashes_alone(slot, gone):
     assert made.score(*GOOD).value == 1.0
 
 
+@pytest.mark.fault("A scorer that leaks memory ends at its limit")
 def test_a_leak_ends_at_the_limit_even_if_its_errors_are_caught(slot):
     body = """
         if solution_str == 'good': return 1
@@ -52,6 +54,7 @@ def test_a_fork_that_returns_too_answers_for_no_other_sample(slot):
         assert made.score(*GOOD).value == 1.0
 
 
+@pytest.mark.fault("A daemon that a scorer has started ends with it")
 def test_a_child_that_left_the_group_ends_with_the_slot(slot, gone):
     body = """
         import os, time
@@ -71,6 +74,7 @@ def test_a_child_that_left_the_group_ends_with_the_slot(slot, gone):
     assert gone(daemon)
 
 
+@pytest.mark.fault("A fork bomb in a scorer ends at the deadline")
 def test_a_fork_bomb_ends_at_the_deadline(slot):
     body = """
         import os, time
@@ -91,6 +95,7 @@ def test_a_fork_bomb_ends_at_the_deadline(slot):
     assert len([name for name in os.listdir("/proc") if name.isdigit()]) <= before + 20
 
 
+@pytest.mark.fault("A score that is no finite number never reaches the maths")
 @pytest.mark.parametrize(
     ("returned", "status"), [("float('nan')", "rejected"), ("[1.0]", "rejected"), ("'1'", "rejected")]
 )

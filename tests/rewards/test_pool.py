@@ -91,6 +91,7 @@ def test_failures_count_on_error_and_are_shown(local_ray, pool, custom):
     assert ["reward.timeout_s" in columns["reward_error"][1], columns["reward_error"][2]] == [True, ""]
 
 
+@pytest.mark.fault("A stopped reward worker is noticed, exit 75")
 def test_a_reward_worker_that_is_stopped_is_noticed(local_ray, pool, monkeypatch):
     monkeypatch.setattr(pool_module, "_LATE_S", 1.0)
     monkeypatch.setattr(pool_module, "_RESTART_S", 0.0)
@@ -185,6 +186,7 @@ def wait_until_gone(pids):
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
 
 
+@pytest.mark.fault("A killed reward worker is named, exit 75")
 def test_a_killed_worker_is_told_and_takes_its_process_along(local_ray, pool, custom):
     made = pool(custom("import os\ndef compute_score(**kwargs): return os.getpid()"), num_workers=1)
     pid = int(made.check("train")[0].value)

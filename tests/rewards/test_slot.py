@@ -85,6 +85,7 @@ def test_whatever_is_raised_the_process_goes_on(slot, body):
     assert made.pid == pid
 
 
+@pytest.mark.fault("A scorer that hangs is killed at its deadline")
 @pytest.mark.parametrize(
     "body",
     [
@@ -107,6 +108,7 @@ def test_a_hanging_answer_is_killed_at_its_deadline(slot, body, gone):
     assert made.score("s", "good", "", {}).value == 1.0
 
 
+@pytest.mark.fault("A scorer that dies is reported and replaced")
 @pytest.mark.parametrize(
     ("body", "said"),
     [
@@ -125,6 +127,7 @@ def test_a_dying_process_is_reported_and_replaced(slot, body, said):
     assert made.score("s", "good", "", {}).value == 1.0
 
 
+@pytest.mark.fault("A scorer that prints without end blocks nothing")
 def test_a_flood_of_output_does_not_block(slot):
     body = """
         import os, sys
@@ -141,6 +144,7 @@ def test_long_answers_pass_and_a_long_error_is_cut(slot):
     assert len(made.score("s", "x" * 3_000_000, "t", {}).error) <= 4000
 
 
+@pytest.mark.fault("A scorer that writes into its connection fails alone")
 def test_writing_into_the_connection_ends_that_answer_only(slot):
     body = """
         import os
@@ -175,6 +179,7 @@ def test_close_leaves_no_process_not_even_a_grandchild(slot, gone):
         made.score(*CALL)
 
 
+@pytest.mark.fault("A killed reward worker takes its scorers along")
 def test_a_killed_owner_takes_even_a_hanging_slot_along(custom, tmp_path, gone):
     reward = custom("def compute_score(**kwargs):\n    while True: pass\n")
     code = f"""

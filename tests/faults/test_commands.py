@@ -3,77 +3,17 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from rltrain import __version__
 from rltrain.report import read_metrics
+from tests.faults.plug import gone, wait_for_line, wait_for_step, worker_pids
 from tests.tiny import small_run
 
 
-@pytest.fixture
-def start(tmp_path):
-    """Start the command; afterwards nothing it started is left."""
-    processes = []
-
-    def start(args: list[str]) -> subprocess.Popen:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "rltrain.main_ppo", *args],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-            env={**os.environ, "RLTRAIN_TEST": str(tmp_path)},
-        )
-        processes.append(process)
-        return process
-
-    yield start
-    for process in processes:
-        if process.poll() is None:
-            process.kill()
-        process.wait()
-        process.stdout.close()
-
-
-@pytest.fixture
-def own_ray(monkeypatch):
-    """The run starts its own Ray, although others join one."""
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-
-
-def wait_for_step(folder: Path, step: int, process: subprocess.Popen, limit_s: float = 90) -> None:
-    deadline = time.monotonic() + limit_s
-    while time.monotonic() < deadline and process.poll() is None:
-        if (folder / "metrics.jsonl").exists() and any(line["step"] >= step for line in read_metrics(folder)):
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"step {step} did not come; the run says:\n{process.communicate(timeout=5)[0]}")
-
-
-def worker_pids(driver: int) -> list[int]:
-    """Training workers below ``driver``: Ray actors that have a process of ours open."""
-    listing = subprocess.run(["ps", "-eww", "-o", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
-    parents = {int(line.split()[0]): int(line.split()[1]) for line in listing.splitlines()[1:]}
-
-    def below(pid: int) -> bool:
-        while pid in parents:
-            pid = parents[pid]
-            if pid == driver:
-                return True
-        return False
-
-    return [
-        int(line.split()[0])
-        for line in listing.splitlines()[1:]
-        if "ray::_Host" in line and below(int(line.split()[0]))
-    ]
-
-
+@pytest.mark.fault("A killed worker is named within seconds, exit 75; the same command goes on")
 @pytest.mark.usefixtures("own_ray")
 def test_after_a_killed_worker_the_same_command_goes_on(start, tiny_model, arithmetic_files, tmp_path):
     args = small_run(tiny_model, arithmetic_files, tmp_path, trainer__total_training_steps=100000, trainer__save_freq=2)
@@ -107,28 +47,7 @@ def test_after_a_killed_worker_the_same_command_goes_on(start, tiny_model, arith
     assert [line["step"] for line in read_metrics(tmp_path)] == list(range(1, saved + 2))
 
 
-def processes_of(folder: Path) -> list[str]:
-    """What still runs of all that was started with `start`, by its environment."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if f"RLTRAIN_TEST={folder}".encode() in (process / "environ").read_bytes():
-                found.append(process.name + " " + (process / "cmdline").read_text().replace("\0", " ")[:200])
-        except OSError:  # it ended meanwhile, or is of another user
-            continue
-    return found
-
-
-def wait_for_line(process: subprocess.Popen, words: str) -> str:
-    """Read what the run says up to ``words``."""
-    said = ""
-    for line in process.stdout:
-        said += line
-        if words in line:
-            return said
-    raise AssertionError(f"'{words}' was not said: {said}")
-
-
+@pytest.mark.fault("SIGTERM finishes the step, saves and exits 75")
 @pytest.mark.usefixtures("joined")
 def test_sigterm_finishes_the_step_saves_and_exits_75(start, tiny_model, arithmetic_files, tmp_path):
     process = start(small_run(tiny_model, arithmetic_files, tmp_path, trainer__total_training_steps=100000))
@@ -154,6 +73,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info, folder, s
 """
 
 
+@pytest.mark.fault("A second Ctrl-C, and one outside of a step, stop at once: 130")
 @pytest.mark.usefixtures("joined")
 @pytest.mark.parametrize("when", ["in_a_step", "in_the_first_validation"])
 def test_ctrl_c_stops_at_once_outside_steps_or_when_repeated(start, tiny_model, arithmetic_files, tmp_path, when):
@@ -183,6 +103,7 @@ def test_ctrl_c_stops_at_once_outside_steps_or_when_repeated(start, tiny_model, 
     assert not list(tmp_path.glob("run/global_step_*"))
 
 
+@pytest.mark.fault("SIGTERM while Ray starts leaves no process, exit 75")
 @pytest.mark.usefixtures("own_ray")
 def test_sigterm_while_ray_starts_says_so_and_leaves_no_process(start, tiny_model, arithmetic_files, tmp_path):
     process = start(small_run(tiny_model, arithmetic_files, tmp_path))
@@ -193,12 +114,10 @@ def test_sigterm_while_ray_starts_says_so_and_leaves_no_process(start, tiny_mode
     assert process.returncode == 75, said + output
     assert output.splitlines()[-1] == "stopped before training began; the same command starts it again"
     assert "Traceback" not in output
-    deadline = time.monotonic() + 20
-    while processes_of(tmp_path) and time.monotonic() < deadline:
-        time.sleep(0.5)
-    assert not processes_of(tmp_path)
+    assert gone(tmp_path)
 
 
+@pytest.mark.fault("kill -9 of the driver frees the folder; the same command goes on")
 @pytest.mark.usefixtures("own_ray")
 def test_kill_nine_of_the_driver_frees_the_folder(start, tiny_model, arithmetic_files, tmp_path):
     args = small_run(tiny_model, arithmetic_files, tmp_path, trainer__total_training_steps=100000, trainer__save_freq=1)
@@ -232,6 +151,7 @@ def test_what_a_user_mistypes_is_an_error_without_traceback(
         assert word in output
 
 
+@pytest.mark.fault("A broken row of the data is named before a worker starts, exit 2")
 def test_a_broken_row_is_named_before_any_worker_starts(start, tiny_model, arithmetic_files, tmp_path):
     import pyarrow as pa
     import pyarrow.parquet as pq

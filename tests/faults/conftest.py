@@ -1,0 +1,52 @@
+"""The command as a user starts it, in its own process, from which nothing may be left."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import cluster, joined  # noqa: F401 - fixtures
+from tests.faults.plug import processes_of
+
+
+@pytest.fixture
+def start(tmp_path):
+    """start(args, module, **environment) -> Popen. All that it started ends with the test."""
+    processes = []
+
+    def start(args: list[str], module: str = "rltrain.main_ppo", **environment: str) -> subprocess.Popen:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, *map(str, args)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, "RLTRAIN_TEST": str(tmp_path), **environment},
+        )
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+        process.stdout.close()
+    for line in processes_of(tmp_path):
+        os.kill(int(line.split()[0]), signal.SIGKILL)
+
+
+@pytest.fixture
+def own_ray(monkeypatch):
+    """The run starts its own Ray, although others join one."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+@pytest.fixture
+def shm():
+    """shm(): what has come into /dev/shm since the test began."""
+    before = set(Path("/dev/shm").iterdir())
+    return lambda: set(Path("/dev/shm").iterdir()) - before

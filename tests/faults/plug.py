@@ -1,0 +1,82 @@
+"""Finding the processes of a run, to pull the plug of one, and seeing that none is left."""
+
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from rltrain.report import read_metrics
+
+
+def wait_until(found: Callable[[], object], limit_s: float = 90) -> bool:
+    """Whether ``found()`` is true within the time; asked every 50 ms."""
+    deadline = time.monotonic() + limit_s
+    while not (value := found()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return bool(value)
+
+
+def wait_for_step(folder: Path, step: int, process: subprocess.Popen, limit_s: float = 90) -> None:
+    """Return once metrics.jsonl has that step; raises with what the run says where it does not come."""
+
+    def come() -> bool:
+        return (folder / "metrics.jsonl").exists() and any(line["step"] >= step for line in read_metrics(folder))
+
+    if not wait_until(lambda: come() or process.poll() is not None, limit_s) or not come():
+        process.kill()
+        raise AssertionError(f"step {step} did not come; the run says:\n{process.communicate()[0]}")
+
+
+def wait_for_line(process: subprocess.Popen, words: str) -> str:
+    """Read what the run says up to ``words``."""
+    said = ""
+    for line in process.stdout:
+        said += line
+        if words in line:
+            return said
+    raise AssertionError(f"'{words}' was not said: {said}")
+
+
+def below(driver: int) -> dict[int, str]:
+    """Pid -> command line of all processes below ``driver``."""
+    listing = subprocess.run(["ps", "-eww", "-o", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
+    rows = [line.split(None, 2) for line in listing.splitlines()[1:]]
+    parents = {int(pid): int(parent) for pid, parent, _ in rows}
+
+    def is_below(pid: int) -> bool:
+        while pid in parents:
+            pid = parents[pid]
+            if pid == driver:
+                return True
+        return False
+
+    return {int(pid): args for pid, _, args in rows if is_below(int(pid))}
+
+
+def pids(driver: int, words: str) -> list[int]:
+    """Processes below ``driver`` whose command line has ``words``, in the order of their numbers."""
+    return sorted(pid for pid, args in below(driver).items() if words in args)
+
+
+def worker_pids(driver: int) -> list[int]:
+    """Training workers below ``driver``: Ray actors that have a process of ours open."""
+    return pids(driver, "ray::_Host")
+
+
+def processes_of(folder: Path) -> list[str]:
+    """What still runs of all that was started with `start`, by its environment."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"RLTRAIN_TEST={folder}".encode() in (process / "environ").read_bytes().split(b"\0"):
+                found.append(process.name + " " + (process / "cmdline").read_text().replace("\0", " ")[:200])
+        except OSError:  # it ended meanwhile, or is of another user
+            continue
+    return found
+
+
+def gone(folder: Path, within_s: float = 20) -> bool:
+    """Whether nothing that was started with `start` is left; raises with what is."""
+    wait_until(lambda: not processes_of(folder), within_s)
+    assert not (left := processes_of(folder)), left
+    return True

@@ -11,7 +11,8 @@ import logging
 import shutil
 from pathlib import Path
 
-from rltrain.config.schema import Config, TrainerConfig
+from rltrain.config.schema import Config
+from rltrain.config.trainer_schema import TrainerConfig
 from rltrain.errors import DiskError, WorkerError
 from rltrain.trainer.callbacks import Callbacks
 from rltrain.trainer.card import model_card

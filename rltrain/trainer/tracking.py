@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rltrain.config.schema import LOGGERS
+from rltrain.config.trainer_schema import LOGGERS
 from rltrain.trainer.console import Console
 from rltrain.trainer.trackers import TRACKERS, Rows, RunInfo, Sink
 

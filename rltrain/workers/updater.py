@@ -23,7 +23,7 @@ from rltrain.algorithms.losses import LossShare, Measured
 from rltrain.algorithms.moments import Moments
 from rltrain.batch import Batch
 from rltrain.config.model_schema import FSDPConfig, OptimConfig
-from rltrain.config.schema import TrainerConfig
+from rltrain.config.trainer_schema import TrainerConfig
 from rltrain.device import Device
 from rltrain.errors import NonFiniteError
 from rltrain.models.forward import PackedModel

@@ -9,7 +9,7 @@ import types
 
 import pytest
 
-from rltrain.config.schema import LOGGERS
+from rltrain.config.trainer_schema import LOGGERS
 from rltrain.trainer import tracking
 from rltrain.trainer.trackers import TRACKERS, RunInfo, Sink, markdown_table
 from rltrain.trainer.tracking import Sender, Tracker

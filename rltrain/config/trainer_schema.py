@@ -1,0 +1,89 @@
+"""The keys under ``trainer``; see schema.py, which joins all sections."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from rltrain.config.fields import key
+
+# tracker -> the package it needs. The file is metrics.jsonl.
+LOGGERS = {
+    "console": None, "file": None, "tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow",
+    "swanlab": "swanlab", "clearml": "clearml", "trackio": "trackio", "vemlp_wandb": "volcengine_ml_platform",
+}  # fmt: skip
+
+WITH_CRITIC = {"algorithm.needs_critic": "there is no critic: algorithm.adv_estimator needs none"}
+_VALIDATES = {"data.val_files": "data.val_files is not set"}
+
+
+@dataclass
+class TrainerConfig:
+    """The run: devices, steps, validation, saving, logging."""
+
+    device: Literal["auto", "npu", "cuda", "cpu"] = "auto"
+    """The accelerator; auto: the first of npu and cuda that is there, else the CPU."""
+    device_memory_gb: float | None = key(None, over=0, only_with={"device!=cpu": "a CPU has the memory of the machine"})
+    """Memory of one device in GiB, for a --dry-run where there is none; null: asked of the device here."""
+    nnodes: int = key("${nodes_here:}", least=1)
+    """Nodes. Default: those that scripts/ray_start.sh has gathered, else 1."""
+    n_gpus_per_node: int = key("${devices_here:${trainer.device}}", least=1)
+    """Devices (and so workers) per node; on a CPU the number of worker processes. Default: as many as this machine has,
+    on a CPU 1."""
+    total_epochs: int = key(30, least=1)
+    """Passes over the training prompts; the run may end earlier, see total_training_steps."""
+    total_training_steps: int | None = key(None, least=1)
+    """Steps; null: as many as total_epochs has. The run ends with the earlier of the two; a learning rate's schedule
+    has this length where it is set."""
+    critic_warmup: int = key(0, only_with=WITH_CRITIC)
+    """The actor learns from this step on; before it only the critic does."""
+    val_before_train: bool = True
+    """Validate before the first step."""
+    val_only: bool = False
+    """Stop after that validation."""
+    overlap: bool = key(False, only_with={"n_gpus_per_node>1 or nnodes>1": "one device never waits for another"})
+    """Devices without answers to generate begin with log-probs; they need a copy of the weights (docs/rollout.md)."""
+    test_freq: int = key(-1, only_with={"data.val_files or test_freq<1": "data.val_files is not set"})
+    """Validate every so many steps and after the last; -1: never."""
+    save_freq: int = -1
+    """Save every so many steps; -1: only at the end."""
+    save_at_end: bool = True
+    """Save when the run ends or is stopped by a signal."""
+    default_local_dir: str = "checkpoints/${trainer.project_name}/${trainer.experiment_name}"
+    """Run folder: checkpoints, metrics, logs. On several nodes it must be storage that all of them see."""
+    max_actor_ckpt_to_keep: int | None = 3
+    """Newest checkpoints to keep; null or -1: all."""
+    resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
+    """auto (the newest checkpoint in the run folder), disable, or resume_path."""
+    resume_from_path: str | None = key(None, only_with="resume_mode=resume_path")
+    """Checkpoint folder (global_step_N) for resume_mode=resume_path."""
+    resume_weights_only: bool = False
+    """Take only the weights from the checkpoint and start at step 0."""
+    project_name: str = "rltrain"
+    """Name for trackers and the default run folder."""
+    experiment_name: str = "run"
+    """Name for trackers and the default run folder."""
+    logger: list[str] = key(["console", "tensorboard"], among=tuple(LOGGERS))
+    """Trackers. file is metrics.jsonl, which is always written."""
+    callbacks: list[str] = key([])
+    """Classes or functions of your own that are told of steps, validations and checkpoints: [FILE.py:NAME]. See
+    docs/plugins.md."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """When a loss or gradient is not finite: stop, or skip the optimizer step (three in a row stop)."""
+    hang_floor_s: float | None = key(1800.0, least=1)
+    """A call to the workers that takes longer than hang_factor times the longest of its kind, and than this, ends the
+    run; null: never."""
+    hang_factor: float = key(5.0, least=0)
+    """See hang_floor_s, which also stands for the longest of a kind that is called for the first time; 0: hang_floor_s
+    alone counts."""
+    samples_freq: int = 1
+    """Keep the answers of every so many steps, and of every validation, in RUN/samples (python -m rltrain.view RUN);
+    -1: never."""
+    samples_max_prompts: int = key(100, least=1)
+    """Prompts per step, and per validation, whose answers are kept there, all answers of each."""
+    log_val_generations: int = key(0, least=0, only_with=_VALIDATES)
+    """Answers of each validation that trackers show as a table."""
+    rollout_data_dir: str | None = None
+    """Folder for all answers of every step as JSON lines, as verl writes them (N.jsonl)."""
+    validation_data_dir: str | None = key(None, only_with=_VALIDATES)
+    """The same for validations."""

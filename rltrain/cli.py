@@ -11,6 +11,7 @@ from rltrain import data_preprocess
 
 _COMMANDS = {
     "train": ("rltrain.main_ppo", "train a model (rltrain train --help: its keys)"),
+    "supervise": ("rltrain.supervise", "run a command again when that may help: -- COMMAND ..."),
     "doctor": ("rltrain.doctor", "would this cluster train? (the keys of training)"),
     "port": ("rltrain.port.__main__", "a launch script or saved configuration of verl's, as a script of ours"),
     "report": ("rltrain.report", "the phase table of a run"),

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
+from typing import Any
 
 # Ascend, as vllm-ascend's and HCCL's documentation ask for reinforcement learning. Not verified on hardware.
 _NPU = {
@@ -32,6 +33,8 @@ _NPU = {
     # Weights in the NZ layout cannot be overwritten in place.
     "VLLM_ASCEND_ENABLE_NZ": "0",
 }
+# The file in which a run tells `rltrain.supervise` about itself.
+ATTEMPT = "RLTRAIN_ATTEMPT"
 # Activations come and go: their memory must not go back to the kernel each time. Waiting OpenMP threads must not spin.
 _CPU = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "1073741824", "OMP_WAIT_POLICY": "PASSIVE"}
 # A user who sets one of these for the driver means the workers too, on every node,
@@ -71,6 +74,13 @@ def shipped_file(name: str) -> Path | None:
     except PackageNotFoundError:
         return None
     return Path(str(placed[0].locate())).resolve() if placed else None
+
+
+def tell_supervisor(**facts: Any) -> None:
+    """Tell the supervisor, where there is one, of the run: ``pid``, ``folder``, ``error``."""
+    if file := os.environ.get(ATTEMPT):
+        with suppress(OSError), open(file, "a") as told:
+            told.write(json.dumps(facts) + "\n")
 
 
 def worker_environment(device: str, threads: int, engine: str = "hf", *, graphs: bool = False) -> dict[str, str]:

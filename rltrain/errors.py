@@ -17,6 +17,8 @@ import sys
 from collections.abc import Callable
 from functools import wraps
 
+from rltrain.env import tell_supervisor
+
 
 class RltrainError(Exception):
     """Base class. ``str(error)`` is the whole message a user sees: what is wrong, where, and what to type."""
@@ -94,6 +96,7 @@ def command(main: Callable[[list[str] | None], int]) -> Callable[..., int]:
         try:
             return main(argv)
         except RltrainError as error:
+            tell_supervisor(error=str(error))
             sys.stderr.write(f"error: {error}\n")
             return error.exit_code
 

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 
+from rltrain.env import tell_supervisor
 from rltrain.errors import ConfigError, Interrupted, RltrainError
 from rltrain.help import help_text
 from rltrain.stop import Stop, listen
@@ -33,15 +34,19 @@ def main(argv: list[str] | None = None, program: Callable[[argparse.Namespace, S
 
 def _main(argv: list[str] | None, program: Callable[[argparse.Namespace, Stop], int]) -> int:
     with listen() as stop:
+        # From here on a signal to this process saves and ends the run.
+        tell_supervisor(pid=os.getpid())
         try:
             return program(_parse(sys.argv[1:] if argv is None else argv), stop)
         except BaseException as error:
             # Ray makes errors of its own of what a signal handler raises.
             ours = stop.interrupted() if stop.at_once else error
             if not isinstance(ours, RltrainError):
+                tell_supervisor(error=f"{type(ours).__name__}: {ours}")
                 raise
         # What the run has printed stands above the error, also where both go to one file.
         sys.stdout.flush()
+        tell_supervisor(error=str(ours))
         sys.stderr.write(_message(ours))
         return ours.exit_code
 

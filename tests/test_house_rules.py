@@ -26,10 +26,11 @@ LAYERS = [
     {"algorithms"},
     {"batch"},
     {"ragged"},
-    {"device", "report", "view", "collect", "env_report", "help", "seeds", "columns", "versions"},
+    {"device", "report", "view", "collect", "env_report", "help", "seeds", "supervise", "columns", "versions"},
     {"config", "stop"},
     {"logs", "plugin"},
-    {"env", "errors", "chips"},
+    {"errors"},
+    {"env", "chips"},
 ]
 # Where a heavy package may be imported.
 HOMES = {
@@ -116,7 +117,7 @@ def test_the_library_stays_small():
     """Without the converters: those are one small file a data set, however many there are."""
     assert lines_of_code('"""Doc."""\n\n# why\nx = 1\n') == 1
     library = [file for file in FILES if "data_preprocess" not in file.parts]
-    assert sum(lines_of_code(file.read_text()) for file in library) < 21_690
+    assert sum(lines_of_code(file.read_text()) for file in library) < 21_920
 
 
 def test_the_top_level_shows_rooms_nobody_imports_through():

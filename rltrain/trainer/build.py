@@ -34,7 +34,7 @@ from rltrain.data.prompts import PromptStore, check_limit_images, encode_prompts
 from rltrain.data.rows import Rows, keys_of, read_rows
 from rltrain.data.sampler import Sampler, make_sampler
 from rltrain.device import get_device, threads_per_worker
-from rltrain.env import worker_environment
+from rltrain.env import tell_supervisor, worker_environment
 from rltrain.env_report import device_facts, facts
 from rltrain.errors import ConfigError, DataError, RltrainError
 from rltrain.plugin import is_plugin, user_traceback
@@ -110,6 +110,7 @@ def build(
         sampler_of(cfg, plan, data.rows["train"], trial=True)
         folder = RunFolder(cfg.trainer.default_local_dir)
         closing.callback(folder.release)
+        tell_supervisor(folder=str(folder.path))
         logs.open_train_log(folder.path)
         # Before Ray: a checkpoint that does not fit this run is refused within seconds, not after the models are
         # loaded.

@@ -1,0 +1,179 @@
+"""The supervisor over commands that end in all the ways that commands end; whole runs are in tests/faults."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from rltrain.env import ATTEMPT
+
+# A run as the supervisor sees it: it tells where it is, has metrics, and ends as `ends` says for each of its starts.
+RUN = f"""
+import json, os, pathlib, signal, sys, time
+folder, ends = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2])
+starts = folder / "starts"
+number = len(starts.read_text()) if starts.exists() else 0
+starts.open("a").write("x")
+def tell(**facts):
+    with open(os.environ["{ATTEMPT}"], "a") as told:
+        told.write(json.dumps(facts) + "\\n")
+def heard(signum, frame):
+    (folder / f"heard_{{signal.Signals(signum).name}}").touch()
+    if signum != signal.SIGUSR1:
+        sys.exit(130 if signum == signal.SIGINT else 75)
+for each in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    signal.signal(each, heard)
+tell(pid=os.getpid(), folder=str(folder))
+end = ends[min(number, len(ends) - 1)]
+(folder / "metrics.jsonl").write_text(json.dumps({{"step": end.get("step", 0)}}) + "\\n")
+(folder / f"up_{{number}}").touch()
+if "error" in end:
+    tell(error=end["error"].format(pid=os.getpid()))
+if "signal" in end:
+    signal.signal(end["signal"], signal.SIG_DFL) if end["signal"] != 9 else None
+    os.kill(os.getpid(), end["signal"])
+if end.get("sleeps"):
+    while True:
+        time.sleep(0.05)
+sys.exit(end.get("code", 0))
+"""
+
+
+@pytest.fixture
+def supervise(tmp_path):
+    """supervise(ends, *options, shell=False): a started supervisor of a run that ends so; killed after the test."""
+    (tmp_path / "run.py").write_text(RUN)
+    started = []
+
+    def start(ends, *options, before=()):
+        command = [*before, sys.executable, str(tmp_path / "run.py"), str(tmp_path), json.dumps(ends)]
+        words = [sys.executable, "-m", "rltrain.supervise", "--wait-s", "0", *options, "--", *command]
+        # Those that were started in the background of a script ignore SIGINT.
+        process = subprocess.Popen(
+            words, stderr=subprocess.PIPE, text=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+def ended(process):
+    said = process.communicate(timeout=60)[1]
+    return process.returncode, said
+
+
+def attempts(folder):
+    return [json.loads(line) for line in (folder / "attempts.jsonl").read_text().splitlines()]
+
+
+def wait_for(file):
+    deadline = time.monotonic() + 60
+    while not file.exists():
+        assert time.monotonic() < deadline, file
+        time.sleep(0.02)
+
+
+@pytest.mark.fault("Under the supervisor a run that was killed, or ended with exit code 75, goes on by itself")
+def test_it_runs_again_what_may_be_run_again_until_it_ends(supervise, tmp_path):
+    ends = [{"code": 75, "step": 3, "error": "a worker died.\nmore"}, {"signal": 9, "step": 5}, {"signal": 11}, {}]
+    code, said = ended(supervise(ends))
+    assert code == 0
+    lines = attempts(tmp_path)
+    assert [(line["attempt"], line["exit_code"], line["step"], line["cause"]) for line in lines] == [
+        (1, 75, 3, "a worker died."), (2, 137, 5, "killed by SIGKILL"), (3, 139, 0, "killed by SIGSEGV"), (4, 0, 0, ""),
+    ]  # fmt: skip
+    told = [line.partition("supervise: ")[2] for line in said.splitlines()]
+    assert told[0] == "attempt 1 ended with exit code 75 after 0 s at step 3: a worker died. | again in 0 s"
+    assert told[3].startswith("attempt 4 finished")
+    assert len(told) == 4
+
+
+@pytest.mark.parametrize("code", [1, 2, 70, 74, 130])
+def test_what_would_end_the_same_way_is_not_run_again(supervise, tmp_path, code):
+    assert ended(supervise([{"code": code}]))[0] == code
+    assert len(attempts(tmp_path)) == 1
+    assert attempts(tmp_path)[0]["then"] == "stopped: running it again would not help"
+
+
+@pytest.mark.fault("A run that ends again and again at the same step by the same cause is not started for ever")
+def test_the_same_end_at_the_same_step_stops_with_its_code(supervise, tmp_path):
+    looping = {"code": 75, "step": 7, "error": "rank 0 (pid {pid}) died"}
+    code, said = ended(supervise([looping, {**looping, "step": 8}, looping]))
+    assert code == 75
+    assert [line["step"] for line in attempts(tmp_path)] == [7, 8, 7, 7, 7]
+    assert "ended 3 times at step 7 by the same cause" in said.splitlines()[-1]
+
+
+def test_restarts_are_counted_and_waits_double(supervise, tmp_path):
+    ends = [{"code": 75, "step": step, "error": f"of step {'x' * step}"} for step in (1, 1, 1, 2, 2)]
+    for number, end in enumerate(ends):
+        end["error"] += "y" * number
+    code, said = ended(supervise(ends, "--max-restarts", "3", "--wait-s", "0.05"))
+    assert code == 75
+    assert len(attempts(tmp_path)) == 4
+    assert "3 restarts are used up (--max-restarts)" in said
+    from rltrain.supervise import Attempt, Supervisor
+
+    found = Supervisor(["true"], 50, 10, 3)
+    waits = []
+    for step in (1, 1, 1, 2, 2, None, *[0] * 9):
+        found._attempts.append(Attempt(1, "", 0, 75, step, ""))
+        waits.append(found._waiting())
+    assert waits[:6] == [10, 20, 40, 10, 20, 40]
+    assert waits[-1] == 300
+
+
+@pytest.mark.fault("SIGTERM, Ctrl-C and a closed terminal let the run save under the supervisor too, and end it")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130), (signal.SIGHUP, 75)])
+def test_a_signal_reaches_the_run_and_is_the_end(supervise, tmp_path, number, code):
+    # The shell around the run stays, as one does that has more to do.
+    process = supervise([{"sleeps": True}], before=("bash", "-c", '"$@"; exit $?', "bash"))
+    wait_for(tmp_path / "up_0")
+    process.send_signal(signal.SIGUSR1)
+    wait_for(tmp_path / "heard_SIGUSR1")
+    process.send_signal(number)
+    assert ended(process)[0] == code
+    assert (tmp_path / ("heard_SIGINT" if number == signal.SIGINT else "heard_SIGTERM")).exists()
+    assert attempts(tmp_path)[0]["then"] == f"stopped by {signal.Signals(number).name}"
+
+
+def test_a_signal_while_it_waits_ends_the_supervisor(supervise, tmp_path):
+    process = supervise([{"code": 75}], "--wait-s", "300")
+    wait_for(tmp_path / "attempts.jsonl")
+    process.terminate()
+    code, said = ended(process)
+    assert code == 75
+    assert "stopped by SIGTERM before attempt 2" in said
+
+
+@pytest.mark.fault("What a killed run leaves behind is ended before it is started again")
+def test_what_a_killed_command_leaves_behind_is_ended(supervise, tmp_path):
+    """In a session of its own and without a parent, as Ray's processes are."""
+    left = f'[ -e {tmp_path}/left ] || (setsid sleep 1000 & echo $! >{tmp_path}/left); exec "$@"'
+    assert ended(supervise([{"signal": 9}, {}], before=("bash", "-c", left, "bash")))[0] == 0
+    assert not os.path.exists(f"/proc/{(tmp_path / 'left').read_text().strip()}")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "say the command behind --"),
+        (["--max-restarts", "-1", "--", "true"], "-1 is no whole number from 0 on"),
+        (["--give-up", "1", "--", "true"], "1 is no whole number from 2 on"),
+        (["--", "/no/such/program"], "the command cannot be started"),
+    ],
+)
+def test_a_line_that_is_mistyped_is_told_and_exits_2(words, said):
+    found = subprocess.run([sys.executable, "-m", "rltrain.supervise", *words], capture_output=True, text=True)
+    assert found.returncode == 2
+    assert said in found.stderr
+    assert "Traceback" not in found.stderr

@@ -154,7 +154,9 @@ def test_a_run_folder_that_cannot_be_had_is_known(dry, tmp_path):
 
 def test_a_checkpoint_that_a_run_refuses_is_known(dry, tmp_path):
     folder = RunFolder(str(tmp_path / "run"))
-    folder.commit(folder.begin_save(2), 2)
+    temporary = folder.begin_save(2)
+    (temporary / "progress.json").write_text('{"global_step": 2}')
+    folder.commit(temporary, 2)
     folder.release()
     assert "already holds a checkpoint of step 2" in refused(dry, trainer__resume_mode="disable")
     (tmp_path / "empty").mkdir()

@@ -16,6 +16,7 @@ from torch import nn
 
 from rltrain.errors import CheckpointError
 from rltrain.models.forward import PackedModel
+from rltrain.models.safe import SafeReader, read_metadata
 from rltrain.models.vision import tower
 from rltrain.models.weights import huggingface_name
 
@@ -34,9 +35,9 @@ def load_training_state(packed: PackedModel, optimizer: torch.optim.Optimizer | 
     state = _state(packed, optimizer)
     notes = _settle_tower(packed, state, folder)
     try:
-        dcp.load(state, checkpoint_id=folder)
+        dcp.load(state, storage_reader=SafeReader(folder))
     except dcp.api.CheckpointException as error:
-        causes = "; ".join(f"rank {rank}: {failure}" for rank, failure in error.failures.items())
+        causes = "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items())
         raise CheckpointError(f"{folder} cannot be loaded into this model: {causes}") from error
     return notes
 
@@ -49,7 +50,7 @@ def _settle_tower(packed: PackedModel, state: dict[str, Any], folder: str) -> li
         for name, parameter in packed.named_parameters()
         if id(parameter) in inside and ".lora_" not in name
     }
-    saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    saved = read_metadata(folder).state_dict_metadata
     missing = {name for name in state["model"] if f"model.{name}" not in saved}
     if not names & state["model"].keys() and any(f"model.{name}" in saved for name in names):
         raise CheckpointError(

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ from rltrain.trainer.plan import ImageSizes, Plan, describe, make_plan
 from rltrain.trainer.ppo import PPOTrainer
 from rltrain.trainer.preflight import preflight
 from rltrain.trainer.preflight_models import Findings, look_at_images
-from rltrain.trainer.progress import Start, find_start
+from rltrain.trainer.progress import Start, find_start, verified
 from rltrain.trainer.rewards import Rewards
 from rltrain.trainer.roles import Critic, Policy, RewardModel
 from rltrain.trainer.run import Trainer
@@ -114,10 +114,11 @@ def build(
         logs.open_train_log(folder.path)
         # Before Ray: a checkpoint that does not fit this run is refused within seconds, not after the models are
         # loaded.
-        start = find_start(cfg, folder, data.rows["train"].identity(), images=plan.passes.images_in_training)
+        identity, images = data.rows["train"].identity(), plan.passes.images_in_training
+        find = partial(find_start, cfg, folder, identity, images=images)
+        start = find()
         tell_changes(loaded, start)
-        owes_validation = _owes_validation(cfg, plan, folder, start)
-        if start.step >= plan.total_steps and not (cfg.trainer.val_only or owes_validation):
+        if start.step >= plan.total_steps and not (cfg.trainer.val_only or _owes_validation(cfg, plan, folder, start)):
             log.info(
                 "nothing left to do: the run has its %d steps (trainer.total_training_steps, trainer.total_epochs)",
                 plan.total_steps,
@@ -127,7 +128,7 @@ def build(
             if start_ray(cfg):  # not where the caller has started one
                 closing.callback(stop_ray)
         log.info("Ray's logs: %s", ray_logs())
-        trainer = _start(loaded, plan, data, folder, start, owes_validation, stop, told, closing)
+        trainer = _start(loaded, plan, data, folder, start, find, stop, told, closing)
         # From here on the trainer owns what was started. An error before this line unwinds it in the `with` above.
         trainer.closing = closing.pop_all()
     return trainer
@@ -147,12 +148,12 @@ def _start(
     data: Data,
     folder: RunFolder,
     start: Start,
-    owes_validation: bool,
+    find: Callable[[], Start],
     stop: Stop,
     callbacks: Callbacks,
     closing: ExitStack,
 ) -> Trainer:
-    """Workers, models, scorers and trackers of a run that has steps to make."""
+    """Workers, models, scorers and trackers of a run that has steps to make. find: another start; see `verified`."""
     cfg = loaded.config
     device = get_device(cfg.trainer.device)
     # Rows and prompts go into the object store once. As plain arguments they would be copied per process. Pictures
@@ -181,20 +182,20 @@ def _start(
     workers = logs.count(group.world, "worker")
     with logs.waiting(f"looking at {logs.count(cfg.trainer.nnodes, 'node')}"):
         refuse(look_at_nodes(group, cfg, folder.path, start.folder))
+    start = verified(start, group, folder, find)
+    owes_validation = _owes_validation(cfg, plan, folder, start)
     with logs.waiting(f"starting {workers}"):
         # A Config object would arrive as a reference too; only the data is big enough to be shared.
-        rows = splits if cfg.reward_model.enable else None
-        group.start(_WORKER, {"cfg": cfg, "prompts": prompts, "rows": rows})
+        group.start(_WORKER, {"cfg": cfg, "prompts": prompts, "rows": splits if cfg.reward_model.enable else None})
         try_collectives(group)
     engine, model = cfg.actor_rollout_ref.rollout.name, cfg.actor_rollout_ref.model.path
     with logs.waiting(f"loading {model} on {workers}, with the {engine} engine"):
         # Validation without a checkpoint needs the policy's weights alone: no optimizer, critic or reference.
         trains = bool(start.folder) or not cfg.trainer.val_only
         ppo = make_trainer(cfg, plan, data, group, pool, callbacks, trains=trains)
-    total, trained = ppo.model_sizes["num_parameters"], ppo.model_sizes["trained_parameters"]
+    total, trained = (int(ppo.model_sizes[each]) for each in ("num_parameters", "trained_parameters"))
     log.info("%s, %s parameters, %s of them trained", workers, f"{total:,}", f"{trained:,}")
-    identity = data.rows["train"].identity()
-    saver = Saver(cfg, folder, ppo.actor, ppo.critic, identity, int(total), int(trained), callbacks)
+    saver = Saver(cfg, folder, ppo.actor, ppo.critic, data.rows["train"].identity(), total, trained, callbacks)
     # The size of a checkpoint follows from the weights, so it is known only now, and still before the first step.
     saver.check_room(start.step, plan.total_steps)
     with logs.waiting(f"loading {start.folder} on {workers}") if start.folder else nullcontext():

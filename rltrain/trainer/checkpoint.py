@@ -2,8 +2,8 @@
 
 A run resumes from the newest whole checkpoint. A checkpoint is written into a temporary folder, flushed to disk and
 then renamed, because a rename is atomic. Its manifest lists the size of every file, which reveals an interrupted copy
-or a full disk. Digests of the contents are left out: to make them, every save would read back everything it has
-written, which takes minutes for a large model.
+or a full disk, and the digest of its contents, which reveals a flipped bit. The driver reads the small files at once;
+the large ones are read by the workers, each its share, before anything is loaded (`progress.verified`).
 """
 
 from __future__ import annotations
@@ -20,10 +20,14 @@ from pathlib import Path
 from typing import IO, Any
 
 from rltrain.errors import CheckpointError, ConfigError, DiskError
+from rltrain.models.safe import METADATA, read_metadata
+from rltrain.workers.node import altered
 
 log = logging.getLogger(__name__)
 _STEP_FOLDER = re.compile(r"global_step_(\d+)")
-_MANIFEST, _LOCK = "manifest.json", "run.lock"
+_MANIFEST, _LOCK, _RECORD = "manifest.json", "run.lock", "progress.json"
+# Above this the workers read a file.
+_LARGE_BYTES = 2**22
 
 
 class Checkpoints:
@@ -31,6 +35,8 @@ class Checkpoints:
 
     def __init__(self, path: str) -> None:
         self.path = Path(path).expanduser().resolve()
+        # What was found out by more than a look, which begin_save and the next choice must know as well.
+        self._distrusted: dict[Path, str] = {}
 
     def step_folder(self, step: int) -> Path:
         return self.path / f"global_step_{step}"
@@ -41,13 +47,32 @@ class Checkpoints:
         return sorted(int(match[1]) for match in found if match)
 
     def newest(self) -> Path | None:
-        """The newest checkpoint that agrees with its manifest; those that do not are named and passed over."""
+        """The newest checkpoint that agrees with its manifest; those that do not are named and passed over.
+
+        None where there is no checkpoint. Raises CheckpointError where there is none that can be used.
+        """
         # The folder itself is looked at. A file that points at the newest checkpoint could disagree with it.
+        problems = []
         for step in reversed(self.steps()):
-            if not (problem := find_damage(self.step_folder(step))):
+            if not (problem := self.damage(self.step_folder(step))):
                 return self.step_folder(step)
             log.warning("passing over %s: %s", self.step_folder(step), problem)
+            problems.append(f"global_step_{step}: {problem}")
+        # Beginning anew would empty the metrics of all these steps.
+        if problems:
+            raise CheckpointError(
+                f"no checkpoint in {self.path} can be used ({'; '.join(problems)}). Put a whole one back, or start "
+                "anew with another trainer.experiment_name (trainer.resume_mode=disable starts anew in this folder)."
+            )
         return None
+
+    def damage(self, folder: Path) -> str | None:
+        """`find_damage`, or what `distrust` was told."""
+        return self._distrusted.get(folder.resolve()) or find_damage(folder)
+
+    def distrust(self, folder: Path, problem: str) -> None:
+        """Take no step from the checkpoint ``folder`` from now on."""
+        self._distrusted[folder.resolve()] = problem
 
     def problem(self) -> str | None:
         """Why a run could not take the folder now, or None."""
@@ -59,6 +84,8 @@ class Checkpoints:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return _in_use(self.path, (self.path / _LOCK).read_text())
+        except IsADirectoryError:
+            return f"{self.path / _LOCK} is a folder, and a run keeps its lock there. Remove it."
         except OSError:  # nobody has ever taken the lock, or the storage has none
             return None
         return None
@@ -77,11 +104,20 @@ class RunFolder(Checkpoints):
         # Only under the lock: before, the folder might be a save of a run that is alive.
         for leftover in self.path.glob(".tmp_*"):
             log.warning("removing %s, left by a save that was interrupted", leftover)
-            shutil.rmtree(leftover)
+            try:
+                if leftover.is_dir() and not leftover.is_symlink():
+                    shutil.rmtree(leftover)
+                else:
+                    leftover.unlink()
+            except OSError as error:  # it takes room, and no run ever looks into it
+                log.warning("%s cannot be removed: %s", leftover, error)
 
     def _take_lock(self) -> IO[str]:
         # Not "w", which would wipe out the owner's name before the lock says that there is one.
-        file = open(self.path / _LOCK, "a+")  # noqa: SIM115 - held for the life of the run
+        try:
+            file = open(self.path / _LOCK, "a+")  # noqa: SIM115 - held for the life of the run
+        except OSError as error:
+            raise _unwritable(self.path, error) from error
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -91,9 +127,12 @@ class RunFolder(Checkpoints):
             raise ConfigError(_in_use(self.path, owner)) from None
         except OSError as error:  # some network storage has no locks at all
             log.warning("%s cannot be locked (%s): make sure that no other run uses it", self.path, error)
-        file.truncate(0)
-        file.write(f"pid {os.getpid()} on {socket.gethostname()}, started {time.strftime('%Y-%m-%d %H:%M:%S')}")
-        file.flush()
+        try:
+            file.truncate(0)
+            file.write(f"pid {os.getpid()} on {socket.gethostname()}, started {time.strftime('%Y-%m-%d %H:%M:%S')}")
+            file.flush()
+        except OSError as error:
+            raise _unwritable(self.path, error) from error
         return file
 
     def release(self) -> None:
@@ -102,8 +141,11 @@ class RunFolder(Checkpoints):
     def write(self, name: str, text: str) -> None:
         """Write a small file of the run whole or not at all."""
         temporary = self.path / f".{name}.tmp"
-        temporary.write_text(text)
-        os.replace(temporary, self.path / name)
+        try:
+            temporary.write_text(text)
+            os.replace(temporary, self.path / name)
+        except OSError as error:
+            raise _unwritable(self.path, error) from error
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -114,7 +156,7 @@ class RunFolder(Checkpoints):
         """
         existing = self.step_folder(step)
         if existing.exists():
-            if not find_damage(existing):
+            if not self.damage(existing):
                 raise CheckpointError(f"{existing} exists already; a checkpoint is never overwritten.")
             # Set aside and not removed: damaged may mean that a copy was interrupted, and its weights may still be of
             # use.
@@ -142,11 +184,11 @@ class RunFolder(Checkpoints):
     def prune(self, keep: int | None, spare: str | None = None) -> None:
         """Remove all but the newest ``keep`` checkpoints (None or less than 1: keep all).
 
-        The folder ``spare`` is never removed.
+        The folder ``spare`` is never removed, nor is a damaged one, which counts as none.
         """
         if keep is None or keep < 1:
             return
-        for step in self.steps()[:-keep]:
+        for step in [step for step in self.steps() if not self.damage(self.step_folder(step))][:-keep]:
             if spare is None or self.step_folder(step) != Path(spare).expanduser().resolve():
                 shutil.rmtree(self.step_folder(step))
 
@@ -156,26 +198,85 @@ def _in_use(path: Path, owner: str) -> str:
     return f"{path} is in use by {by}. Wait for it, stop it, or choose another trainer.experiment_name."
 
 
+def _unwritable(path: Path, error: OSError) -> DiskError:
+    return DiskError(
+        f"nothing can be written into the run folder {path}: {error}. Make room or allow writing there, or choose "
+        "another trainer.default_local_dir, and run the same command again."
+    )
+
+
 def find_damage(folder: Path) -> str | None:
-    """What is wrong with a checkpoint folder, or None. Looks at the files' sizes alone; see the top of this file."""
+    """What is wrong with a checkpoint folder, or None: the sizes of all files and the contents of the small ones.
+
+    Of large files `large_files` knows the digests, which take time to compare.
+    """
     try:
-        files: dict[str, dict[str, int]] = json.loads((folder / _MANIFEST).read_text())["files"]
-    except (OSError, ValueError, KeyError) as error:
+        files = _manifest(folder)
+    except (OSError, ValueError, RecursionError) as error:
         return f"its {_MANIFEST} cannot be read ({error})"
     for name, expected in files.items():
         file = folder / name
         if not file.is_file():
             return f"{name} is missing"
-        if file.stat().st_size != expected["bytes"]:
-            return f"{name} has {file.stat().st_size} bytes instead of {expected['bytes']}"
+        if (size := file.stat().st_size) != expected["bytes"]:
+            return f"{name} has {size} bytes instead of {expected['bytes']}"
+    small = [each for each in _digests(folder, files) if not _is_large(each[0])]
+    if problems := altered(small):
+        return problems[0]
+    try:
+        read_record(folder)
+        for file in folder.glob(f"*/{METADATA}"):
+            read_metadata(file.parent)
+    except CheckpointError as error:
+        return str(error)
     return None
 
 
+def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
+    """The files of a checkpoint -> what is known of each: "bytes" and "sha256". Raises ValueError for anything else."""
+    content = json.loads((folder / _MANIFEST).read_bytes())
+    files = content.get("files") if isinstance(content, dict) else None
+    if not isinstance(files, dict) or _RECORD not in files:
+        raise ValueError(f"it does not list {_RECORD}")
+    for name, entry in files.items():
+        if not isinstance(entry, dict) or type(entry.get("bytes")) is not int:
+            raise ValueError(f"it has no size of {name}")
+    # One of many is lost by a flipped bit; none are there in checkpoints that were made before there were digests.
+    lacking = [name for name, entry in files.items() if not isinstance(entry.get("sha256"), str)]
+    if lacking and len(lacking) < len(files):
+        raise ValueError(f"it has no digest of {lacking[0]}")
+    return files
+
+
+def _digests(folder: Path, files: dict[str, dict[str, Any]]) -> list[tuple[Path, str]]:
+    return [(folder / name, entry["sha256"]) for name, entry in files.items() if "sha256" in entry]
+
+
+def _is_large(file: Path) -> bool:
+    return file.stat().st_size > _LARGE_BYTES and file.name != METADATA
+
+
+def large_files(folder: Path) -> list[tuple[Path, str]]:
+    """The large files of a checkpoint and their digests, in the order of the ranks that have written them."""
+    found = [each for each in _digests(folder, _manifest(folder)) if _is_large(each[0])]
+    # Of equal names, those with fewer digits have the smaller number. A rank that reads its own has it in its cache.
+    return sorted(found, key=lambda each: (each[0].parent, len(each[0].name), each[0].name))
+
+
+def has_digests(folder: Path) -> bool:
+    """Whether the manifest knows more of the files than their sizes."""
+    return bool(_digests(folder, _manifest(folder)))
+
+
 def read_record(folder: Path) -> dict[str, Any]:
-    """``progress.json`` of a checkpoint. Raises CheckpointError when the folder is not a whole checkpoint."""
-    if problem := find_damage(folder):
-        raise CheckpointError(f"{folder} cannot be resumed from: {problem}.")
-    return json.loads((folder / "progress.json").read_text())
+    """``progress.json`` of a checkpoint. Raises CheckpointError where it is not what a save has written."""
+    try:
+        record = json.loads((folder / _RECORD).read_bytes())
+        if not isinstance(record, dict) or type(record.get("global_step")) is not int:
+            raise ValueError("it has no global_step")
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{folder / _RECORD} cannot be read ({error})") from error
+    return record
 
 
 def _sync(path: Path) -> None:

@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rltrain.config.keys import get
 from rltrain.config.schema import Config
+from rltrain.controller.group import WorkerGroup
 from rltrain.errors import CheckpointError
-from rltrain.trainer.checkpoint import Checkpoints, find_damage, read_record
+from rltrain.logs import count, waiting
+from rltrain.trainer.checkpoint import Checkpoints, has_digests, large_files, read_record
+from rltrain.workers.node import altered
 
 log = logging.getLogger(__name__)
 
@@ -87,14 +92,13 @@ def find_start(cfg: Config, run: Checkpoints, dataset: str | None, *, images: bo
         folder = Path(trainer.resume_from_path or "")
     start = Start(folder=folder)
     if folder is not None:
+        if problem := run.damage(folder):
+            raise CheckpointError(f"{folder} cannot be resumed from: {problem}.")
         record = read_record(folder)
         # Weights alone may go into any other run: nothing of the old run has to agree.
         if not trainer.resume_weights_only:
             _refuse_other_version(folder, record)
-            # A pickle could run code of whoever made the checkpoint, and arrays need none.
-            with np.load(folder / "sampler.npz", allow_pickle=False) as arrays:
-                progress = Progress(record["batches_drawn"], record["kl_coef"], dict(arrays), record["in_flight"])
-            start = Start(int(record["global_step"]), progress, folder)
+            start = Start(record["global_step"], _read_progress(folder, record), folder)
             _refuse_other_run(cfg, folder, record, dataset, images)
         # Asked here, because the workers would find it out only after the models are loaded.
         if cfg.algorithm.needs_critic and not (folder / "critic").is_dir():
@@ -104,14 +108,40 @@ def find_start(cfg: Config, run: Checkpoints, dataset: str | None, *, images: bo
             )
     _refuse_later_checkpoints(run, start.step)
     if folder is not None:
+        if not has_digests(folder):
+            log.warning("note: %s was saved without digests, so the sizes of its files alone are compared", folder)
         what = "weights only" if trainer.resume_weights_only else f"{start.step} steps are done"
         log.info("resuming from %s: %s", folder, what)
     return start
 
 
+def verified(start: Start, group: WorkerGroup, run: Checkpoints, find: Callable[[], Start]) -> Start:
+    """``start``, if the workers find the large files of its checkpoint as they were saved; else what ``find`` finds
+    then, which is `find_start` with this run's arguments: an older checkpoint, or an error.
+    """
+    while start.folder and (files := large_files(start.folder)):
+        with waiting(f"comparing {start.folder} with its digests on {count(group.world, 'worker')}"):
+            shares = [files[rank :: group.world] for rank in range(group.world)]
+            problems = [problem for found in group.ask(altered, shares).collect() for problem in found]
+        if not problems:
+            break
+        run.distrust(start.folder, problems[0])
+        start = find()
+    return start
+
+
+def _read_progress(folder: Path, record: dict[str, Any]) -> Progress:
+    try:
+        # A pickle could run code of whoever made the checkpoint, and arrays need none.
+        with np.load(folder / "sampler.npz", allow_pickle=False) as arrays:
+            return Progress(record["batches_drawn"], record["kl_coef"], dict(arrays), record["in_flight"])
+    except (OSError, ValueError, EOFError, BadZipFile) as error:
+        raise CheckpointError(f"{folder / 'sampler.npz'} cannot be read ({error})") from error
+
+
 def _refuse_later_checkpoints(run: Checkpoints, step: int) -> None:
     """A run that starts below a checkpoint of its own folder would meet it hours later, when it saves."""
-    later = [each for each in run.steps() if each > step and not find_damage(run.step_folder(each))]
+    later = [each for each in run.steps() if each > step and not run.damage(run.step_folder(each))]
     if later:
         raise CheckpointError(
             f"{run.path} already holds a checkpoint of step {later[-1]}, and this run would start after step {step}. "
@@ -121,7 +151,9 @@ def _refuse_later_checkpoints(run: Checkpoints, step: int) -> None:
 
 
 def _refuse_other_version(folder: Path, record: dict[str, Any]) -> None:
-    lacking = [name for name in ("batches_drawn", "kl_coef", "in_flight", "frozen", "dataset") if name not in record]
+    kinds: dict[str, Any] = {"batches_drawn": int, "kl_coef": (float, int, type(None)), "in_flight": list}
+    kinds |= {"frozen": dict, "dataset": str}
+    lacking = [name for name, kind in kinds.items() if name not in record or not isinstance(record[name], kind)]
     if lacking:
         raise CheckpointError(
             f"{folder} was saved by another version of rltrain: its progress.json lacks {', '.join(lacking)}. "

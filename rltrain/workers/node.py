@@ -7,6 +7,7 @@ than seconds, unless storage hangs, which the driver's deadline then tells.
 
 from __future__ import annotations
 
+import hashlib
 import resource
 import shutil
 import socket
@@ -24,6 +25,7 @@ from rltrain.versions import fingerprint
 # A file that was made on one node may come to the others' caches late, as with NFS.
 _SEEN_S, _POLL_S = 10.0, 0.1
 _CONNECT_S, _THREADS = 5.0, 32
+_READ_BYTES = 2**20
 _GIB = 2**30
 
 
@@ -107,6 +109,23 @@ def unseen(files: Sequence[Path]) -> list[str]:
     deadline = time.monotonic() + _SEEN_S
     while any(problems := [_missing(file) for file in files]) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
+    return problems
+
+
+def altered(files: Sequence[tuple[Path, str]]) -> list[str]:
+    """Read files whole. Returns what is said of those whose contents have another SHA-256 than the one given."""
+    problems = []
+    for file, expected in files:
+        digest, buffer = hashlib.sha256(), bytearray(_READ_BYTES)
+        try:
+            with file.open("rb", buffering=0) as stream:
+                while size := stream.readinto(buffer):
+                    digest.update(memoryview(buffer)[:size])
+        except OSError as error:
+            problems.append(f"{file.name} cannot be read ({error})")
+        else:
+            if digest.hexdigest() != expected:
+                problems.append(f"the contents of {file.parent.name}/{file.name} have changed since it was saved")
     return problems
 
 

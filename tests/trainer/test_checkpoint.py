@@ -1,7 +1,13 @@
+import hashlib
 import json
 import logging
 import os
+from functools import partial
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from rltrain.config.load import load_config
@@ -9,8 +15,8 @@ from rltrain.config.schema import Config
 from rltrain.errors import CheckpointError, ConfigError, DiskError, WorkerError
 from rltrain.trainer import progress, saving
 from rltrain.trainer.changes import tell_changes, write_config
-from rltrain.trainer.checkpoint import RunFolder, read_record
-from rltrain.trainer.progress import Progress, Start, find_start
+from rltrain.trainer.checkpoint import Checkpoints, RunFolder, read_record
+from rltrain.trainer.progress import Progress, Start, find_start, verified
 from rltrain.trainer.saving import Saver, checkpoint_bytes, steps_saved
 
 
@@ -53,8 +59,9 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(folder, damage, caplog):
     with caplog.at_level(logging.WARNING):
         assert folder.newest() == folder.step_folder(1)
     assert "global_step_2" in caplog.text
-    with pytest.raises(CheckpointError, match="cannot be resumed from"):
-        read_record(newest)
+    cfg = load_config(["trainer.resume_mode=resume_path", f"trainer.resume_from_path={newest}"]).config
+    with pytest.raises(CheckpointError, match="global_step_2 cannot be resumed from"):
+        find_start(cfg, folder, None)
 
 
 def test_an_interrupted_save_is_invisible_and_cleaned_up(folder):
@@ -260,3 +267,137 @@ def test_another_experiment_needs_a_name_to_resume(folder):
     tell_changes(load_config(["algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.optim.lr=1e-5"]), start)
     tell_changes(load_config(["algorithm.adv_estimator=rloo", "trainer.experiment_name=run"]), start)
     tell_changes(load_config(["algorithm.adv_estimator=rloo", "trainer.resume_weights_only=True"]), start)
+
+
+def add_digests(folder: Path) -> None:
+    """What a save writes beside the sizes."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for name, entry in manifest["files"].items():
+        entry["sha256"] = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def flip(file: Path, bit: int) -> None:
+    """Change one bit of a file."""
+    content = bytearray(file.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    file.write_bytes(content)
+
+
+@pytest.mark.fault("A flipped bit in any file of a checkpoint is found, and the older checkpoint taken")
+def test_a_flipped_bit_in_any_file_is_found(folder, caplog):
+    saver, cfg = saver_of(folder, "algorithm.adv_estimator=grpo")
+    for step in (1, 2):
+        saver.save(step, Progress(step, sampler={"seen": np.arange(9)}))
+        add_digests(folder.step_folder(step))
+    newest, random = folder.step_folder(2), Random(0)
+    files = [*(file for file in newest.rglob("*") if file.is_file() and file.name != "manifest.json")]
+    assert {file.name for file in files} == {"progress.json", "sampler.npz"}
+    for file in files:
+        for bit in random.sample(range(8 * file.stat().st_size), 20):
+            flip(file, bit)
+            assert folder.newest() == folder.step_folder(1), (file, bit)
+            assert f"{file.name} have changed since it was saved" in caplog.text
+            flip(file, bit)
+    assert find_start(cfg, folder, None).step == 2
+    # A flip in the manifest itself either changes what it says of a file, or nothing.
+    manifest = newest / "manifest.json"
+    for bit in random.sample(range(8 * manifest.stat().st_size), 60):
+        flip(manifest, bit)
+        assert folder.newest() == folder.step_folder(1) or harmless(manifest, bit), bit
+        flip(manifest, bit)
+    (newest / "manifest.json").unlink()
+    saver.save(2, Progress())  # the damaged one makes way
+
+
+def harmless(manifest: Path, bit: int) -> bool:
+    """Whether a manifest with a flipped bit says of its files what it said before."""
+    flipped = json.loads(manifest.read_bytes())
+    flip(manifest, bit)
+    before = json.loads(manifest.read_bytes())
+    flip(manifest, bit)
+    return flipped["files"] == before["files"]
+
+
+def test_what_workers_distrust_is_passed_over_and_replaced(folder, caplog):
+    """Large files are read by workers; what they find, the next choice and the next save know."""
+    saver, cfg = saver_of(folder, "algorithm.adv_estimator=grpo")
+    saver.save(1, Progress())
+    saver.save(2, Progress())
+    large = folder.step_folder(2) / "large.bin"
+    large.write_bytes(bytes(5 * 2**20))
+    manifest = json.loads((folder.step_folder(2) / "manifest.json").read_text())
+    manifest["files"]["large.bin"] = {"bytes": 5 * 2**20}
+    (folder.step_folder(2) / "manifest.json").write_text(json.dumps(manifest))
+    add_digests(folder.step_folder(2))
+    group, asked = SimpleNamespace(world=2), []
+
+    def ask(function, shares):
+        asked.extend(shares)
+        return SimpleNamespace(collect=lambda: [function(each) for each in shares])
+
+    group.ask = ask
+    find = partial(find_start, cfg, folder, None)
+    assert verified(find(), group, folder, find).step == 2
+    assert [[file.name for file, _ in share] for share in asked] == [["large.bin"], []]
+    flip(large, 12345)
+    assert find().step == 2
+    assert verified(find(), group, folder, find).step == 1
+    assert "large.bin have changed since it was saved" in caplog.text
+    assert "global_step_1 was saved without digests" in caplog.text
+    saver.save(2, Progress())
+    assert len(list(folder.path.glob("damaged_global_step_2_*"))) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[]", '{"files": null}', '{"files": {}}', '{"files": {"progress.json": {}}}', '{"files": {"progress.json": 3}}',
+     '{"files": {"progress.json": {"bytes": "9"}}}', "[" * 100_000, b"\xff\xfe".decode("latin-1"), ""],
+)  # fmt: skip
+def test_a_manifest_that_is_none_is_damage(folder, text):
+    save(folder, 1)
+    save(folder, 2)
+    (folder.step_folder(2) / "manifest.json").write_text(text, encoding="latin-1")
+    assert folder.newest() == folder.step_folder(1)
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"global_step": "2"}', "[" * 100_000, '{"global_step": 2'])
+def test_a_record_that_is_none_is_damage_without_digests(folder, text):
+    save(folder, 1)
+    save(folder, 2)
+    record, manifest = folder.step_folder(2) / "progress.json", folder.step_folder(2) / "manifest.json"
+    record.write_text(text)
+    files = json.loads(manifest.read_text())["files"] | {"progress.json": {"bytes": len(text)}}
+    manifest.write_text(json.dumps({"files": files}))
+    assert folder.newest() == folder.step_folder(1)
+
+
+def test_a_run_with_damaged_checkpoints_alone_is_not_begun_anew(folder):
+    save(folder, 1)
+    (folder.step_folder(1) / "progress.json").unlink()
+    with pytest.raises(CheckpointError, match=r"global_step_1: progress.json is missing.*resume_mode=disable"):
+        folder.newest()
+
+
+def test_a_damaged_checkpoint_counts_as_none_when_pruning(folder):
+    for step in (1, 2, 3):
+        save(folder, step)
+    (folder.step_folder(3) / "progress.json").unlink()
+    folder.prune(1)
+    assert folder.steps() == [2, 3]
+
+
+def test_leftovers_of_any_kind_are_removed(folder):
+    (folder.path / ".tmp_file").write_text("")
+    (folder.path / ".tmp_link").symlink_to("/nowhere")
+    (folder.path / ".tmp_folder").mkdir()
+    folder.release()
+    RunFolder(str(folder.path)).release()
+    assert not list(folder.path.glob(".tmp_*"))
+
+
+def test_a_lock_that_is_a_folder_is_told(tmp_path):
+    (tmp_path / "run.lock").mkdir()
+    with pytest.raises(DiskError, match="nothing can be written into the run folder"):
+        RunFolder(str(tmp_path))
+    assert "run.lock is a folder" in Checkpoints(str(tmp_path)).problem()

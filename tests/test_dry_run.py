@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
-from transformers import AutoModelForCausalLM, BloomConfig, Qwen3MoeConfig
+from transformers import AutoConfig, AutoModelForCausalLM, BloomConfig, Qwen3MoeConfig
 
 from rltrain.env import installed
 from rltrain.main_ppo import main
@@ -114,6 +114,28 @@ def test_what_a_worker_would_refuse_is_known(dry, made, changes, words):
     several = {"trainer__n_gpus_per_node": 4, "algorithm__adv_estimator": "gae"}
     given = {name: str(value).replace("{model}", str(made[0])) for name, value in changes.items()}
     assert words in refused(dry, **several, **given)
+
+
+@pytest.mark.fault("A tokenizer that is larger than the model is refused before anything starts, exit 2")
+def test_a_tokenizer_that_is_not_the_model_s_is_known(dry, made, tmp_path):
+    def small_model(name, **changes):
+        config = AutoConfig.from_pretrained(made[0])
+        config.update({"vocab_size": 8, "bos_token_id": None, **changes})
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / name)
+        save_tiny_tokenizer(tmp_path / name)
+        return {M + "path": tmp_path / name}
+
+    few = small_model("few", pad_token_id=None)
+    found = refused(dry, **few)
+    assert "20 of 20 prompts have tokens that the model in" in found
+    assert "its vocabulary has 8, its tokenizer 20. Use the tokenizer that belongs to it" in found
+    assert "row 0: token " in found
+    config = json.loads((tmp_path / "few/config.json").read_text())
+    (tmp_path / "few/config.json").write_text(json.dumps(config | {"pad_token_id": 15}))
+    assert "config.json says pad_token_id=15, and the model has 8 tokens" in refused(dry, **few)
+    critic = {"algorithm__adv_estimator": "gae", "critic__model__path": tmp_path / "few"}
+    (tmp_path / "few/config.json").write_text(json.dumps(config))
+    assert "knows 8 tokens, and the policy writes 20. Use a critic" in refused(dry, **critic)
 
 
 def test_experts_that_vllm_cannot_renew_on_an_npu_are_known(dry, made, tmp_path):

@@ -6,6 +6,7 @@ heads of the files; pixels are made of it where and when they are needed (`with_
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from functools import cached_property
@@ -28,7 +29,11 @@ from rltrain.data.images import (
     runs,
     with_parts,
 )
+from rltrain.data.trial import CPU_S, memory_bound, trouble
 from rltrain.errors import DataError
+
+# More than any model reads, of one conversation.
+_MOST_CHARS = 10_000_000
 
 Message = dict[str, Any]
 
@@ -81,6 +86,29 @@ class ChatEncoder:
             if not _is_template_error(error):
                 raise
             raise DataError(f"the chat template of {self.path!r} refuses the conversation: {error}") from error
+
+    def try_template(
+        self, conversations: Sequence[Sequence[Message]], num_images: Sequence[int] = (), cpu_s: int = CPU_S
+    ) -> None:
+        """Raise DataError if the chat template does not end, or fills the memory, where it writes these.
+
+        num_images: of each. The template runs in a fork of this process: a driver's, before it starts anything.
+        """
+        _ = self.tokenizer
+        numbers = num_images or [0] * len(conversations)
+
+        def longest() -> int:
+            seen = [with_parts(each, of) if of else each for each, of in zip(conversations, numbers, strict=True)]
+            return max(map(len, self._templated(seen, tokenize=False)), default=0)
+
+        if found := trouble(longest, _MOST_CHARS, cpu_s):
+            raise DataError(
+                f"the chat template of {self.path!r} {found} on a conversation that it is to write. Set "
+                "actor_rollout_ref.model.custom_chat_template to another, or take the model from whom you trust."
+            )
+        # Compiled once for all conversations: Jinja computes constants then, and goes on without one that does not fit.
+        with memory_bound(), suppress(DataError):
+            self._templated(conversations[:1], tokenize=False)
 
     def encode_prompt(self, messages: Sequence[Message], images: Sequence[Any] = ()) -> EncodedPrompt:
         """A conversation with its images, which stand where its texts have ``<image>``.
@@ -241,6 +269,11 @@ class ChatEncoder:
         """Whether the model sees images, by its config.json alone."""
         return getattr(self._model, "vision_config", None) is not None
 
+    @property
+    def model_vocab_size(self) -> int | None:
+        """Token ids that the model knows, by its config.json alone; None where that does not say."""
+        return None if self._model is None else getattr(self._model.get_text_config(), "vocab_size", None)
+
     @cached_property
     def _model(self) -> Any:
         """The configuration of the model, or None."""
@@ -330,8 +363,10 @@ def _refuse_media(messages: Sequence[Message]) -> None:
 def _is_template_error(error: Exception) -> bool:
     from jinja2.exceptions import TemplateError
 
-    # A template that adds None to a text raises Python's own TypeError.
-    return isinstance(error, (TemplateError, TypeError))
+    # A template that adds None to a text raises Python's own TypeError, and one that divides by 0 an ArithmeticError.
+    # A MemoryError stays one: `try_template` tells it.
+    of_python = (TypeError, ValueError, LookupError, ArithmeticError, RecursionError)
+    return isinstance(error, (TemplateError, *of_python))
 
 
 def _template_text(template: str) -> str:

@@ -163,6 +163,19 @@ def check_limit_images(rows: Rows, store: PromptStore, most: int | None) -> None
         raise DataError(first_of(title, [f"{rows.origin(i)}: {store.num_images[i]} images" for i in over]))
 
 
+def check_vocabulary(rows: Rows, store: PromptStore, encoder: ChatEncoder) -> None:
+    """Raises DataError for a prompt with a token that the model does not know. rows: of the store."""
+    size = encoder.model_vocab_size
+    over = np.flatnonzero(store.values >= size) if size is not None else ()
+    if len(over):
+        prompts = np.unique(np.searchsorted(store.offsets, over, side="right") - 1).tolist()
+        title = (
+            f"{len(prompts)} of {len(rows)} prompts have tokens that the model in {encoder.path!r} does not know: its "
+            f"vocabulary has {size:,}, its tokenizer {encoder.vocab_size:,}. Use the tokenizer that belongs to it."
+        )
+        raise DataError(first_of(title, [f"{rows.origin(i)}: token {store.prompt(i).max()}" for i in prompts]))
+
+
 def truncate(ids: list[int], limit: int, how: str) -> list[int]:
     """At most ``limit`` of ``ids``: the last (``left``), the first (``right``) or half of each (``middle``)."""
     if len(ids) <= limit:
@@ -192,6 +205,7 @@ def _encode_rows(rows: Rows, encoder: ChatEncoder) -> Iterator[Encoded]:
         prompts = [row.prompt for row in islice(stream, _ENCODE_CHUNK_ROWS)]
 
         def encode(first: int, chunk: list[Any]) -> list[Encoded]:
+            encoder.try_template(chunk, rows.num_images[first : first + len(chunk)].tolist())
             if not len(with_images):
                 # Else a model that could see would be trained on the word.
                 for messages in filter(has_slot, chunk):

@@ -42,6 +42,7 @@ def lint(
     """
     findings: Findings = defaultdict(list)
     if encoder is not None:
+        encoder.try_template([[{"role": "user", "content": "?"}]])
         encoder.encode([{"role": "user", "content": "?"}])  # a folder without a tokenizer fails here, not row by row
     tables = []
     for file in files:

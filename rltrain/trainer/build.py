@@ -30,7 +30,7 @@ from rltrain.controller.sample_writer import WriterProcess
 from rltrain.data.chat import ChatEncoder, chat_encoder
 from rltrain.data.custom import EpochSampler, custom_rows
 from rltrain.data.order import BatchOrder
-from rltrain.data.prompts import PromptStore, check_limit_images, encode_prompts
+from rltrain.data.prompts import PromptStore, check_limit_images, check_vocabulary, encode_prompts
 from rltrain.data.rows import Rows, keys_of, read_rows
 from rltrain.data.sampler import Sampler, make_sampler
 from rltrain.device import get_device, threads_per_worker
@@ -321,6 +321,7 @@ def load_data(cfg: Config) -> Data:
         # Rows and prompts must be numbered alike: a batch carries one row number, which finds the tokens and the ground
         # truth.
         rows[split], prompts[split] = found.select(store.row_index), store
+        check_vocabulary(rows[split], store, encoder)
         check_limit_images(rows[split], store, cfg.actor_rollout_ref.rollout.limit_images)
         sources = ", ".join(rows[split].data_sources())
         prompts_left = logs.count(len(store), "prompt")

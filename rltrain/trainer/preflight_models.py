@@ -16,7 +16,7 @@ from rltrain.config.budgets import longest_sequence
 from rltrain.config.engines import ENGINES, engines_with
 from rltrain.config.schema import Config
 from rltrain.config.step_passes import make_step_passes
-from rltrain.data.chat import chat_encoder
+from rltrain.data.chat import ChatEncoder, chat_encoder
 from rltrain.device import get_device
 from rltrain.errors import ConfigError, DataError
 from rltrain.models.forward import PolicyModel, ScalarModel
@@ -32,6 +32,7 @@ from rltrain.workers.reward_model import check_judge
 from rltrain.workers.rollout.vllm_weights import refuse_on_npu
 
 _R = "actor_rollout_ref.rollout."
+_HELLO = [{"role": "user", "content": "?"}]
 
 
 @dataclass
@@ -96,17 +97,19 @@ def _look_at(kind: type[Any], spec: ModelSpec, cfg: Config, found: Findings) -> 
     config = spec.load_config()
     sizes = {f"{spec.role}.ulysses_sequence_parallel_size": spec.sequence_parallel_size}
     if kind is PolicyModel:
-        _chat(cfg, found)
+        _chat(cfg, config, found)
         found.problems += _positions(cfg, config, found)
         if cfg.actor_rollout_ref.rollout.name == "vllm" and get_device(cfg.trainer.device).kind == "npu":
             refuse_on_npu(config)
         sizes |= _sizes_of_policy(cfg)
+    if spec.role == "critic":
+        found.problems += _critic_vocabulary(spec, config, chat_encoder(cfg))
     problems = [heads_problem(config, size, key) for key, size in sizes.items()]
     found.problems += [problem for problem in problems if problem]
     # On the hub, the head lies in files of gigabytes.
     if kind is ScalarModel and Path(spec.path).is_dir():
         if spec.role == "reward_model":
-            check_judge(spec)
+            check_judge(spec).try_template([[*_HELLO, {"role": "assistant", "content": "!"}]])
         read_score_head(spec.path)
     packed = empty_packed(kind, spec, config)
     trained = sum(weight.numel() for weight in packed.model.parameters() if weight.requires_grad)
@@ -122,14 +125,34 @@ def _look_at(kind: type[Any], spec: ModelSpec, cfg: Config, found: Findings) -> 
         found.notes += [note for note in [exclusion_note(packed.model, spec.lora)] if note]
 
 
-def _chat(cfg: Config, found: Findings) -> None:
+def _chat(cfg: Config, config: Any, found: Findings) -> None:
     encoder, path = chat_encoder(cfg), cfg.actor_rollout_ref.model.path
     # The dry run asks this before it reads and tokenises rows.
     found.tokenizer_works = bool(encoder.tokenizer)  # or it raises
+    encoder.try_template([_HELLO])
+    size, padding = config.get_text_config().vocab_size, getattr(config.get_text_config(), "pad_token_id", None)
+    # Of prompts with tokens beyond the vocabulary `check_vocabulary` tells; others may have a use elsewhere.
+    if size < encoder.vocab_size:
+        found.notes.append(f"{path}: its tokenizer has {encoder.vocab_size:,} tokens, and its model knows {size:,}")
+    if padding is not None and not 0 <= padding < size:
+        raise DataError(
+            f"actor_rollout_ref.model.path={path}: its config.json says pad_token_id={padding}, and the model has "
+            f"{size:,} tokens. Use the config.json and tokenizer that belong to its weights."
+        )
     if encoder.ignores_generation_prompt:
         found.notes.append(
             f"the chat template of {path} writes the same with and without add_generation_prompt, so the model is not "
             "told that it is its turn. If rewards stay low, see actor_rollout_ref.model.custom_chat_template."
+        )
+
+
+def _critic_vocabulary(critic: ModelSpec, config: Any, encoder: ChatEncoder) -> Iterator[str]:
+    """A critic reads what the policy writes."""
+    size, written = config.get_text_config().vocab_size, encoder.vocab_size
+    if size < (written := min(written, encoder.model_vocab_size or written)):
+        yield (
+            f"critic.model.path={critic.path} knows {size:,} tokens, and the policy writes {written:,}. Use a critic "
+            "with the policy's tokenizer, or leave the key out to start from the policy."
         )
 
 

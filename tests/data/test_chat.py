@@ -100,6 +100,46 @@ def test_a_refusing_template_names_file_and_row(tmp_path, write, good_row, token
         encode_prompts(read_rows(path), ChatEncoder(str(tokenizer_folder), chat_template=strict), 9)
 
 
+@pytest.mark.fault("A chat template of the model folder that never ends, or fills the memory, is refused, exit 2")
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "does not end within 1 s"),
+        ("{{ 7 ** 100000000 }}", "does not end within 1 s"),
+        ("{{ 'a' * 10 ** 10 }}", "asks for more than 2,048 MiB of memory"),
+        ("{{ 'a' * 10 ** 8 }}", "writes more than 10,000,000 characters"),
+    ],
+)
+def test_a_template_that_would_not_end_is_refused(tokenizer_folder, template, said):
+    encoder = ChatEncoder(str(tokenizer_folder), chat_template=template)
+    with pytest.raises(DataError, match=f"{said}.*custom_chat_template"):
+        encoder.try_template([ASK], cpu_s=1)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ range(10 ** 9)|list }}",
+        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+        "{{ 1 / 0 }}",
+        "{{ 'a'|center(none) }}",
+    ],
+)
+def test_whatever_a_template_raises_is_the_data_s_fault(tokenizer_folder, template):
+    encoder = ChatEncoder(str(tokenizer_folder), chat_template=template)
+    encoder.try_template([ASK])
+    with pytest.raises(DataError, match=r"the chat template of .* refuses the conversation"):
+        encoder.encode(ASK)
+
+
+def test_a_row_that_a_template_never_ends_on_is_named(tmp_path, write, good_row, tokenizer_folder):
+    picky = "{% if 'a' in messages[0]['content'] %}{{ 'a' * 10 ** 10 }}{% endif %}what"
+    rows = [good_row(0, prompt=[{"role": "user", "content": text}]) for text in ("1", "2", "a", "3")]
+    path = write(tmp_path / "r.parquet", rows)
+    with pytest.raises(DataError, match=r"r\.parquet' row 2: the chat template of .* asks for more"):
+        encode_prompts(read_rows(path), ChatEncoder(str(tokenizer_folder), chat_template=picky), 9)
+
+
 def test_vision_prompts_are_refused_by_name(tmp_path, write, good_row, encoder):
     path = write(tmp_path / "v.parquet", [good_row(0, images=[]), good_row(1, images=[{"bytes": RED}])])
     with pytest.raises(DataError, match=r"v\.parquet' row 1 holds an image: prompts have images, and config.json in"):

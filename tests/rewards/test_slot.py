@@ -49,6 +49,8 @@ def test_one_finite_number_is_a_score(slot, returned, value):
         "{'score': float('nan')}",
         "__import__('numpy').ones(1)",
         "10 ** 400",
+        "1e308",
+        "{'score': -1e308}",
         "type('Odd', (), {'ndim': 0, 'item': lambda self: 1 / 0})()",
         "type('Odd', (), {'__repr__': lambda self: 1 / 0})()",
     ],

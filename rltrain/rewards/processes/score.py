@@ -9,6 +9,8 @@ from typing import Any, Literal
 ScorerCall = tuple[str, str, Any, dict[str, Any]]
 
 MAX_ERROR_CHARS = 4000
+# A norm of gradients squares what it adds up, in float32.
+MOST = 1e15
 _MAX_EXTRAS = 64
 _MAX_TEXT_CHARS = 256
 _SHOWN_CHARS = 400
@@ -73,4 +75,7 @@ def _finite(value: Any, what: str) -> float:
         raise ValueError(f"{what} {type(value).__name__} {value!r:.200}; it must be one number, or a dict with 'score'")
     if not math.isfinite(number):
         raise ValueError(f"{what} {number}; it must be finite")
+    # An int of Python's has no bound, and is compared as it is.
+    if abs(number) > MOST:
+        raise ValueError(f"{what} {number:.4g}; beyond ±{MOST:g} a loss is not finite any more. Scale the rewards down")
     return float(number)

@@ -24,8 +24,10 @@ def main(argv: list[str] | None = None, program: Callable[[argparse.Namespace, S
     """Returns the exit code; see errors.py for what each means. program: another one that takes the same words."""
     code = _main(argv, program or _run)
     # Looked up and not imported: where nothing has imported it there is no tracker, and --help need not load it.
-    tracking = sys.modules.get("rltrain.trainer.tracking")
-    if tracking and tracking.hanging():  # its package would wait for it when Python ends, maybe for ever
+    tracking, lifeline = (sys.modules.get(f"rltrain.{name}") for name in ("trainer.tracking", "controller.lifeline"))
+    # The package of a tracker that hangs would wait for it when Python ends, maybe for ever, and Ray for a Ray that is
+    # gone, which it would then call a failure of its own.
+    if (tracking and tracking.hanging()) or (lifeline and lifeline.lost()):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -14,6 +14,7 @@ import inspect
 import logging
 import os
 import re
+import resource
 import socket
 import time
 from collections.abc import Collection, Iterator
@@ -32,6 +33,8 @@ log = logging.getLogger(__name__)
 _RESERVE_TIMEOUT_S = 120
 _POLL_S = 0.5
 _CONNECT_S = 5
+# Of the object store; what Ray makes of less is told nowhere.
+_LEAST_FILE_BYTES = 80 << 20
 _CLIENT_TRIES = 3
 _CLIENT_NOT_SERVED = ("Starting Ray client server failed", "Proxy failed to Connect")
 _FIRST_WORD_S, _SAY_EVERY_S = 2, 10
@@ -98,7 +101,8 @@ def start_ray(cfg: Config) -> bool:
         _use_token()
     else:
         arguments |= {"num_cpus": max(os.cpu_count() or 1, cfg.trainer.n_gpus_per_node), "include_dashboard": False}
-    # "local" means a Ray of our own, not one that happens to run on this machine.
+        # "local" means a Ray of our own, not one that happens to run on this machine.
+        _check_limits()
     arguments |= given | {"address": address or "local"}
     if runtime or variables:
         arguments["runtime_env"] = runtime | {"env_vars": variables}
@@ -108,9 +112,25 @@ def start_ray(cfg: Config) -> bool:
         shown = {**given, "address": address} if address else given
         named = ", ".join(f"{name}={value}" for name, value in shown.items() if name != "runtime_env")
         raise ConfigError(f"ray.init({named}) failed, see {_KEY}: {error}{_way_in(address, error)}") from error
+    except Exception as error:
+        # Ray has no type of its own for a start that takes too long, or whose processes die.
+        raise WorkerLost(
+            f"Ray did not start on this machine: {error} Run the same command again; if it fails again, look for the "
+            f"reason in gcs_server.out and raylet.out of {ray_logs()}."
+        ) from error
     # Of a node that ends, Ray prints the last lines of its log, over the run's own words.
     ray._private.worker.print_to_stdstream = _first_sentence
     return True
+
+
+def _check_limits() -> None:
+    """Raise ConfigError where a local Ray could not start: its object store is a file in shared memory."""
+    most, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if 0 <= most < _LEAST_FILE_BYTES:
+        raise ConfigError(
+            f"files may have {most / 2**20:.0f} MiB here (ulimit -f), and Ray's object store is one of at least "
+            f"{_LEAST_FILE_BYTES >> 20} MiB. Type `ulimit -f unlimited` first."
+        )
 
 
 def _init(arguments: dict[str, Any]) -> None:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 import ray
 
 from rltrain.controller.cluster import lost_node, ray_logs
+from rltrain.controller.lifeline import AGAIN
+from rltrain.controller.lifeline import lost as ray_lost
 from rltrain.env import shipped
 from rltrain.errors import RltrainError, WorkerError, WorkerLost
 
@@ -21,7 +23,8 @@ _SYMPTOMS = ("gloo", "nccl", "hccl", "connection closed", "connection reset", "b
 _COLOUR = re.compile(r"\x1b\[\d*m")
 # How long Ray may take to see that a node is gone when its processes are.
 _NODE_S = 5.0
-AGAIN = "Run the same command again: it continues from the newest checkpoint."
+# How long the watch of this node's Ray may take to notice that the death of workers is its own.
+_NOTICE_S = 0.5
 
 
 def explain(
@@ -38,6 +41,8 @@ def explain(
     rank = min(errors, key=lambda each: (_severity(errors[each]), each))
     error, where = errors[rank], place([rank])
     if isinstance(error, _LOST):
+        if message := ray_lost(_NOTICE_S):
+            return WorkerLost(message)
         logs = f"Ray's logs: {ray_logs()} on every node."
         # A call also counts as lost where a worker that is gone was to make an argument of it.
         ranks, node = lost(_NODE_S)
@@ -67,6 +72,8 @@ def node_watch() -> Callable[[], str]:
     nodes = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
     def lost() -> str:
+        if message := ray_lost(_NOTICE_S):
+            return message
         _, node = lost_node(nodes, _NODE_S)
         return f"{_node_has_left(node)} {AGAIN}" if node else ""
 

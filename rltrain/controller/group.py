@@ -21,9 +21,10 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from rltrain.controller import lifeline
 from rltrain.controller.calls import Call, Stream, bind
 from rltrain.controller.cluster import lost_node
-from rltrain.controller.failures import AGAIN, explain
+from rltrain.controller.failures import explain
 from rltrain.controller.hang import Deadlines
 from rltrain.controller.host import HOST
 from rltrain.controller.parcels import Cuts, route_calls
@@ -108,6 +109,7 @@ class Handle(Generic[_Result]):
         started, warned, waits = time.monotonic(), False, bool(waiting or polls.open)
         while waiting or polls.open:
             group.check()
+            lifeline.check()
             seconds = time.monotonic() - started
             # Once all results are there, the ranks whose stream is still open are the late ones.
             late = sorted({rank for _, rank in waiting.values()} or polls.ranks)
@@ -332,12 +334,16 @@ class WorkerGroup:
 
     def stop(self) -> None:
         """End all workers, the orderly way if they still answer."""
+        if lifeline.lost():
+            return
         leaving = [host.leave.remote() for host in self.workers]
         ray.wait(leaving, num_returns=len(leaving), timeout=_LEAVE_S)
         self.kill()
 
     def kill(self) -> None:
         """End all workers at once."""
+        if lifeline.lost():
+            return
         for host in self.workers:
             ray.kill(host, no_restart=True)
 
@@ -386,5 +392,5 @@ class WorkerGroup:
         return WorkerLost(
             f"{self.place(silent or late, phase)}: not done after {seconds:.0f} s ({state}; "
             f"trainer.hang_floor_s={floor_s}, trainer.hang_factor={factor}).{stacks_file} All workers were ended. "
-            + AGAIN
+            + lifeline.AGAIN
         )

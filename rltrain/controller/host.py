@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from rltrain.controller.calls import Call
-from rltrain.controller.failures import AGAIN
+from rltrain.controller.lifeline import AGAIN
 from rltrain.controller.parcels import cut_parcels
 from rltrain.controller.samples import Request, StoredRows, assemble
 from rltrain.device import COLLECTIVE_TIMEOUT, load_backend

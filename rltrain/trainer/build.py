@@ -26,6 +26,7 @@ from rltrain.controller.cluster import free, ray_logs, reserve, share, start_ray
 from rltrain.controller.failures import node_watch
 from rltrain.controller.group import WorkerGroup
 from rltrain.controller.hang import Deadlines
+from rltrain.controller.lifeline import unless_lost, watching
 from rltrain.controller.sample_writer import WriterProcess
 from rltrain.data.chat import ChatEncoder, chat_encoder
 from rltrain.data.custom import EpochSampler, custom_rows
@@ -125,8 +126,9 @@ def build(
             )
             return Trainer(cfg, plan, folder, stop, start.step, closing.pop_all())
         with logs.waiting("starting Ray"), stop.keeping_handlers("starting Ray"):
-            if start_ray(cfg):  # not where the caller has started one
-                closing.callback(stop_ray)
+            if started := start_ray(cfg):  # not where the caller has started one
+                closing.callback(unless_lost(stop_ray))
+            closing.enter_context(watching(local=started))
         log.info("Ray's logs: %s", ray_logs())
         trainer = _start(loaded, plan, data, folder, start, find, stop, told, closing)
         # From here on the trainer owns what was started. An error before this line unwinds it in the `with` above.
@@ -165,7 +167,7 @@ def _start(
         placement = reserve(cfg, device)
     # The stack unwinds in reverse order: trackers, writer, scorers and workers end before their devices are given back,
     # and these before Ray stops.
-    closing.callback(free, placement)
+    closing.callback(unless_lost(free), placement)
     threads = threads_per_worker(cfg.trainer.n_gpus_per_node)
     deadlines = Deadlines(cfg.trainer.hang_floor_s, cfg.trainer.hang_factor, folder.path / "incidents")
     # A scorer that does not work is better known before models are loaded.
@@ -178,7 +180,7 @@ def _start(
     # After an error an orderly end would wait for workers that hang.
     closing.push(lambda kind, error, where: group.stop() if error is None else group.kill())
     # With a signal that stops at once, scorers end with Ray too: an answer that is being scored would be waited for.
-    closing.callback(lambda: pool.shutdown() if pool and not stop.at_once else None)
+    closing.callback(unless_lost(lambda: pool.shutdown() if pool and not stop.at_once else None))
     workers = logs.count(group.world, "worker")
     with logs.waiting(f"looking at {logs.count(cfg.trainer.nnodes, 'node')}"):
         refuse(look_at_nodes(group, cfg, folder.path, start.folder))
@@ -208,7 +210,7 @@ def _start(
     if keeps_samples(cfg):
         writer = WriterProcess(splits, prompts, data.encoder.backend)
         archive = ppo.archive = Archive(cfg, folder.path, start.step, writer, tracker)
-        closing.callback(lambda: archive.close(wait=not stop.at_once))
+        closing.callback(unless_lost(lambda: archive.close(wait=not stop.at_once)))
     # As a context and not as a callback, because a tracker must learn whether the run failed.
     closing.enter_context(tracker)
     return Trainer(cfg, plan, folder, stop, start.step, ExitStack(), ppo, tracker, saver, owes_validation)

@@ -2,7 +2,7 @@
 
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from rltrain.report import read_metrics
@@ -61,6 +61,18 @@ def pids(driver: int, words: str) -> list[int]:
 def worker_pids(driver: int) -> list[int]:
     """Training workers below ``driver``: Ray actors that have a process of ours open."""
     return pids(driver, "ray::_Host")
+
+
+def alive(pids: Iterable[int]) -> list[int]:
+    """Which of these still run. One that has ended and that nobody has waited for does not."""
+
+    def runs(pid: int) -> bool:
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        except OSError:
+            return False
+
+    return [pid for pid in pids if runs(pid)]
 
 
 def processes_of(folder: Path) -> list[str]:

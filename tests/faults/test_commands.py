@@ -9,7 +9,7 @@ import pytest
 
 from rltrain import __version__
 from rltrain.report import read_metrics
-from tests.faults.plug import gone, wait_for_line, wait_for_step, worker_pids
+from tests.faults.plug import alive, below, gone, wait_for_line, wait_for_step, wait_until, worker_pids
 from tests.tiny import small_run
 
 
@@ -117,14 +117,16 @@ def test_sigterm_while_ray_starts_says_so_and_leaves_no_process(start, tiny_mode
     assert gone(tmp_path)
 
 
-@pytest.mark.fault("kill -9 of the driver frees the folder; the same command goes on")
+@pytest.mark.fault("kill -9 of the driver leaves no process and frees the folder; the same command goes on")
 @pytest.mark.usefixtures("own_ray")
 def test_kill_nine_of_the_driver_frees_the_folder(start, tiny_model, arithmetic_files, tmp_path):
     args = small_run(tiny_model, arithmetic_files, tmp_path, trainer__total_training_steps=100000, trainer__save_freq=1)
     process = start(args)
     wait_for_step(tmp_path, 2, process)
+    started = below(process.pid)
     process.kill()
     process.communicate()
+    assert wait_until(lambda: not alive(started), 20), [started[pid] for pid in alive(started)]
     again = start([*args, "trainer.total_training_steps=2"])
     output, _ = again.communicate(timeout=90)
     assert again.returncode == 0, output

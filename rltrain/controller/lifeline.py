@@ -1,0 +1,179 @@
+"""Whether Ray lives on this node, and how a run ends where it does not.
+
+Problem: a driver whose raylet or GCS is gone learns nothing of it. Calls wait for ever, until Ray ends the process
+below Python, with exit code 1 and past every handler. Choice: a thread holds a connection to each of the two, which
+the kernel closes when the other end dies. Waits of the driver ask it (`check`), no call of Ray's is made any more
+(`unless_lost`), and where the main thread does not come back from below Python, the thread ends the process. Left out:
+Ray of other nodes, whose loss Ray itself tells, and a driver that is a client (ray://).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import ray
+
+from rltrain.controller import sweep as sweep_module
+from rltrain.controller.sweep import ORDERLY, sweep
+from rltrain.errors import RltrainError, WorkerError, WorkerLost
+
+log = logging.getLogger(__name__)
+_POLL_S = 1.0
+_CONNECT_S = 5.0
+# How long the main thread may take to notice, and to end trackers. Ray itself gives up a GCS after a minute.
+_UNWIND_S = 15.0
+AGAIN = "Run the same command again: it continues from the newest checkpoint."
+
+
+class _Line:
+    """A connection to a process of Ray's, over which nothing is said."""
+
+    def __init__(self, name: str, family: int, address: Any) -> None:
+        self.name, self._family, self._address = name, family, address
+        self.socket = self._connect()
+
+    def _connect(self) -> socket.socket:
+        made = socket.socket(self._family, socket.SOCK_STREAM)
+        try:
+            made.settimeout(_CONNECT_S)
+            made.connect(self._address)
+        except OSError:
+            made.close()
+            raise
+        made.setblocking(False)
+        if self._family != socket.AF_UNIX:  # a host that lost its power closes nothing
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4)):
+                made.setsockopt(socket.IPPROTO_TCP, option, value)
+        return made
+
+    def broken(self) -> bool:
+        """Whether the other end is gone. It may also have closed a connection that says nothing."""
+        try:
+            while self.socket.recv(4096):
+                pass
+        except BlockingIOError:
+            return False
+        except OSError:
+            pass
+        self.socket.close()
+        try:
+            self.socket = self._connect()
+        except OSError:
+            return True
+        return False
+
+
+class _Watch(threading.Thread):
+    """lines: what to watch. session: the folder of a Ray that ends with this process, else ""."""
+
+    def __init__(self, lines: list[_Line], session: str, logs: str) -> None:
+        super().__init__(name="lifeline", daemon=True)
+        self._lines, self.session, self._logs = lines, session, logs
+        self.over = threading.Event()
+        self.noticed = threading.Event()
+        self.message = ""
+
+    def run(self) -> None:
+        while not self.over.is_set():
+            poll = select.poll()
+            for line in self._lines:
+                poll.register(line.socket, select.POLLIN)
+            if poll.poll(1000 * _POLL_S) and (lost := next((line.name for line in self._lines if line.broken()), "")):
+                if not self.over.is_set():
+                    self._end(lost)
+                return
+
+    def _end(self, name: str) -> None:
+        self.message = (
+            f"Ray's {name} has ended on this node ({socket.gethostname()}): it was killed, or memory ran out. {AGAIN} "
+            f"Ray's logs: {self._logs}."
+        )
+        self.noticed.set()
+        if self.over.wait(_UNWIND_S):
+            return
+        # Neither logging nor print: the main thread may hold their locks.
+        os.write(2, f"error: {self.message}\n".encode())
+        if self.session:
+            sweep(self.session)
+        os._exit(WorkerLost.exit_code)
+
+
+_watch: _Watch | None = None
+
+
+@contextlib.contextmanager
+def watching(local: bool) -> Iterator[None]:
+    """Inside, the end of this node's raylet or of the GCS is noticed, and raised as WorkerLost at the latest when the
+    block ends. local: this process has started Ray, and nobody else uses it."""
+    global _watch
+    node: Any = ray._private.worker._global_node
+    if node is None or _watch:  # a client has no Ray of its own, and a caller further out watches already
+        yield
+        return
+    host, _, port = node.gcs_address.rpartition(":")
+    lines = [_Line("raylet", socket.AF_UNIX, node.raylet_socket_name)]
+    with contextlib.suppress(OSError, ValueError):
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        lines.append(_Line("GCS (gcs_server)", family, (host.strip("[]"), int(port))))
+    session = node.get_session_dir_path() if local else ""
+    found = _watch = _Watch(lines, session, node.get_logs_dir_path())
+    found.start()
+    try:
+        with _swept_after_us(session) if session else contextlib.nullcontext():
+            yield
+    except Exception as error:
+        # What Ray raises of it names no cause.
+        if (isinstance(error, RltrainError) and not isinstance(error, WorkerError)) or not lost(_POLL_S):
+            raise
+        raise WorkerLost(found.message) from error
+    finally:
+        found.over.set()
+        if not found.message:
+            _watch = None
+        elif session:
+            sweep(session)
+
+
+@contextlib.contextmanager
+def _swept_after_us(session: str) -> Iterator[None]:
+    """Should this process end inside, another one ends the processes of its Ray."""
+    command = [sys.executable, "-IS", sweep_module.__file__, session]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as sweeper:
+        try:
+            yield
+        finally:
+            with contextlib.suppress(BrokenPipeError):
+                sweeper.communicate(ORDERLY)
+
+
+def lost(wait_s: float = 0.0) -> str:
+    """What to say where Ray of this node is gone, or goes within that time; else ""."""
+    if _watch and wait_s:
+        _watch.noticed.wait(wait_s)
+    return _watch.message if _watch else ""
+
+
+def check() -> None:
+    """Raise WorkerLost where Ray of this node is gone."""
+    if message := lost():
+        raise WorkerLost(message)
+
+
+def unless_lost(function: Callable[..., Any]) -> Callable[..., None]:
+    """``function``, which calls Ray, as one that does nothing once there is nobody to answer."""
+
+    def guarded(*args: Any, **kwargs: Any) -> None:
+        if not lost():
+            function(*args, **kwargs)
+
+    return guarded

@@ -1,0 +1,69 @@
+"""Ray itself dies under a run, or does not start."""
+
+import os
+import re
+import resource
+import signal
+import time
+
+import pytest
+
+from tests.faults.plug import alive, below, gone, pids, wait_for_step, wait_until
+from tests.tiny import small_run
+
+pytestmark = pytest.mark.usefixtures("own_ray")
+
+
+@pytest.fixture
+def command(tiny_model, arithmetic_files, tmp_path):
+    return lambda **changes: small_run(tiny_model, arithmetic_files, tmp_path / "run", **changes)
+
+
+def error_of(output: str) -> str:
+    """What stands behind "error:", which is the last that is said."""
+    assert "Traceback" not in output, output
+    assert "state-dump" not in output
+    return output[output.index("error:") :]
+
+
+@pytest.mark.fault("A killed raylet or GCS is named within seconds, exit 75, and nothing is left")
+@pytest.mark.parametrize("part", ["raylet/raylet", pytest.param("gcs/gcs_server", marks=pytest.mark.long)])
+def test_a_killed_part_of_ray_ends_the_run_and_its_processes(start, command, shm, tmp_path, part):
+    process = start(command(trainer__total_training_steps=100000))
+    wait_for_step(tmp_path / "run", 2, process)
+    started = below(process.pid)
+    os.kill(pids(process.pid, part)[0], signal.SIGKILL)
+    killed = time.monotonic()
+    output, _ = process.communicate(timeout=60)
+    assert time.monotonic() - killed < 20
+    assert process.returncode == 75, output
+    name = part.partition("/")[2]
+    assert re.match(rf"error: Ray's .*{name}.* has ended on this node .*Run the same command again", error_of(output))
+    assert wait_until(lambda: not alive(started), 20), [started[pid] for pid in alive(started)]
+    assert not shm()
+
+
+@pytest.mark.long
+@pytest.mark.fault("A raylet killed while Ray starts is told without a traceback, exit 75, and nothing is left")
+def test_a_raylet_killed_at_the_start_is_told(start, command, tmp_path):
+    process = start(command())
+    assert wait_until(lambda: pids(process.pid, "raylet/raylet"))
+    os.kill(pids(process.pid, "raylet/raylet")[0], signal.SIGKILL)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 75, output
+    assert "Ray" in error_of(output)
+    assert "un the same command again" in error_of(output)
+    assert gone(tmp_path)
+
+
+@pytest.mark.fault("Too small a limit for files (ulimit -f) is named before Ray starts, exit 2")
+def test_a_limit_for_files_that_ray_does_not_fit_is_named(start, command):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000 << 10, limits[1]))
+    try:
+        process = start(command())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    output, _ = process.communicate(timeout=90)
+    assert process.returncode == 2, output
+    assert "ulimit -f unlimited" in error_of(output)

@@ -1,6 +1,6 @@
 PYTHON := $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
 
-.PHONY: check test test-faults conformance oldest bench bench-peers quickstart format
+.PHONY: check test test-faults soak conformance oldest bench bench-peers quickstart format
 
 check:  ## format, lint, types, house rules
 	$(PYTHON) -m ruff format --check .
@@ -13,6 +13,9 @@ test:  ## environment and all tests
 
 test-faults:  ## every fault that docs/recovery.md promises to survive, injected for real; writes its table there
 	bash scripts/test.sh -m fault
+
+soak:  ## 300 steps under the supervisor, hurt every 20 to 40, beside a run left alone; the table of bench/results/soak_cpu.md
+	$(PYTHON) -m bench.soak
 
 conformance:  ## what the adapters use, in the wheels of all supported versions: records it, then checks it
 	$(PYTHON) -m tests.conformance.record

@@ -52,6 +52,7 @@ setup(
         "scripts/ray_start.sh",
         "scripts/slurm.sh",
         "scripts/kuberay/*.yaml",
+        "scripts/kubernetes/*.yaml",
         "scripts/constraints-*.txt",
     ),
     entry_points={"console_scripts": ["rltrain = rltrain.cli:main"]},

@@ -23,6 +23,7 @@ _HYDRA = {
 def main(argv: list[str] | None = None, program: Callable[[argparse.Namespace, Stop], int] | None = None) -> int:
     """Returns the exit code; see errors.py for what each means. program: another one that takes the same words."""
     code = _main(argv, program or _run)
+    tell_supervisor(ended=code)
     # Looked up and not imported: where nothing has imported it there is no tracker, and --help need not load it.
     tracking, lifeline = (sys.modules.get(f"rltrain.{name}") for name in ("trainer.tracking", "controller.lifeline"))
     # The package of a tracker that hangs would wait for it when Python ends, maybe for ever, and Ray for a Ray that is

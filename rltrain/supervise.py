@@ -122,6 +122,9 @@ class Supervisor:
         if code > 128 and not cause:
             with suppress(ValueError):
                 cause = f"killed by {signal.Signals(code - 128).name}"
+        elif code == 1 and told["pids"] and not cause and "ended" not in told:
+            # A library has ended the process below Python, as Ray does where its own processes are gone.
+            code, cause = _AGAIN, "the program has ended without a word (exit code 1)"
         # A run that was killed by the signal that we have handed on has stopped as it was asked to.
         code = _AGAIN if code == 128 + signal.SIGTERM and self._asked else code
         return Attempt(
@@ -143,6 +146,8 @@ class Supervisor:
             return "finished"
         if self._asked:
             return f"stopped by {signal.Signals(self._asked).name}"
+        if self._told().get("stopped"):
+            return "stopped: another node was asked to"
         if code != _AGAIN and (code <= 128 or code == 128 + signal.SIGINT):
             return "stopped: running it again would not help"
         loop = self._attempts[-self._give_up :]
@@ -169,27 +174,28 @@ class Supervisor:
     def _hand_on(self, number: int, _frame: object) -> None:
         """The signal handler. The run gets the signal, and not its whole group: Ray's processes, which have to live
         until it has saved, are of the same group."""
-        run = self._told().get("pid", 0)
-        run = run if _is_below(run, os.getpid()) else 0
+        runs = [pid for pid in self._told().get("pids", ()) if _is_below(pid, os.getpid())]
         if number == signal.SIGUSR1:
             # It would kill a program that does not listen to it, such as the shell around the run.
-            if run and _catches(run, number):
-                os.kill(run, number)
+            for run in runs:
+                if _catches(run, number):
+                    os.kill(run, number)
             return
         self._asked = number
         if self._child:
             with suppress(ProcessLookupError):
                 # A terminal that is closed takes nothing with it: the run saves.
-                os.kill(run or self._child.pid, signal.SIGTERM if number == signal.SIGHUP else number)
+                os.kill(runs[0] if runs else self._child.pid, signal.SIGTERM if number == signal.SIGHUP else number)
 
     def _told(self) -> dict[str, Any]:
-        """What the program has told (`rltrain.env.tell_supervisor`)."""
-        found: dict[str, Any] = {}
+        """What the command has told (`rltrain.env.tell_supervisor`); of ``pids`` the outermost program comes first."""
+        found: dict[str, Any] = {"pids": []}
         # A line that was cut off when the program died is not whole JSON.
         with suppress(OSError):
             for line in self._file.read_text(errors="replace").splitlines():
                 with suppress(ValueError):
-                    found |= json.loads(line)
+                    found |= (facts := json.loads(line))
+                    found["pids"] += [facts["pid"]] if "pid" in facts else []
         return found
 
     def _step(self) -> int | None:

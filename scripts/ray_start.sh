@@ -14,13 +14,14 @@
 # the head leaves its address and token; HEAD_ADDRESS or MASTER_ADDR (host or host:port) where nothing is shared, then
 # with RAY_AUTH_TOKEN; RAY_PORT or MASTER_PORT (6379); WAIT_S (360); NODE_IP (this node's address that others reach, by
 # default that of the card that leads to the head); LAUNCH_ID (tells runs apart, by default the scheduler's job);
-# EXIT_CODE_FILE (rank 0 leaves its code there); DASHBOARD=1 (DASHBOARD_HOST, 127.0.0.1).
+# EXIT_CODE_FILE (rank 0 leaves its code there); DASHBOARD=1 (DASHBOARD_HOST, 127.0.0.1); RESTARTS=20 (on all nodes: as
+# often all of it is run again where that may help, see docs/recovery.md).
 #
 # Ray runs what it is sent, so a token keeps strangers out: RAY_AUTH_TOKEN, or a file RAY_AUTH_TOKEN_PATH, or
 # ~/.ray/auth_token, which the head makes where there is none. Keep the cluster in a private network all the same.
 set -euo pipefail
 
-case "${1:-}" in -h | --help) sed -n '2,22s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && exit ;; esac
+case "${1:-}" in -h | --help) sed -n '2,23s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && exit ;; esac
 # Ray reads the first when it is imported. By itself it runs its workers at low priority.
 export RAY_AUTH_MODE="${RAY_AUTH_MODE:-token}" RAY_worker_niceness="${RAY_worker_niceness:-0}"
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -29,6 +30,7 @@ for python in python python3 "$root/.venv/bin/python"; do
     if "$python" -c 'import importlib.util as each; each.find_spec("ray") or exit(1)' 2>/dev/null; then
         # A checkout that is not installed; what is installed, or lies here, comes first.
         [ ! -d "$root/rltrain" ] || export PYTHONPATH="${PYTHONPATH:+$PYTHONPATH:}$root"
+        [ -z "${RESTARTS:-}" ] || exec "$python" -m rltrain.supervise --max-restarts "$RESTARTS" -- "$python" -m rltrain.controller.launch "$@"
         exec "$python" -m rltrain.controller.launch "$@"
     fi
 done

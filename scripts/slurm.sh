@@ -8,6 +8,8 @@
 # sbatch scripts/slurm.sh examples/grpo_7b_boba_64gpu.sh [key=value ...]
 # A template: add partition, account and devices of your cluster. Five minutes before the time limit the run gets SIGTERM, saves and ends
 # with exit code 75; the job is then put in the queue again (at most MAX_RESTARTS times, 20) and continues.
+# One of two restarts it after a failure: the queue, on nodes of its choice; or with RESTARTS=20 the supervisor, at once and on the same
+# nodes, up to that often. The queue is then for the time limit alone.
 set -euo pipefail
 [ $# -ge 1 ] || { echo "usage: sbatch scripts/slurm.sh LAUNCH_SCRIPT [key=value ...]" >&2; exit 2; }
 
@@ -26,7 +28,8 @@ shift
 # Every node runs ray_start.sh; the first is the head and runs the launch script. srun hands signals on to all of them.
 srun --ntasks-per-node=1 --kill-on-bad-exit=0 bash scripts/ray_start.sh -- bash "$launch" trainer.nnodes="$SLURM_NNODES" "$@" &
 step=$!
-trap 'kill -TERM "$step" 2>/dev/null || true' TERM
+asked=
+trap 'asked=1; kill -TERM "$step" 2>/dev/null || true' TERM
 code=0
 wait "$step" || code=$?
 # A signal cuts wait short; the run is still saving then.
@@ -35,7 +38,8 @@ while kill -0 "$step" 2>/dev/null; do
     wait "$step" || code=$?
 done
 code="$(cat "$EXIT_CODE_FILE" 2>/dev/null || echo "$code")"
-if [ "$code" = 75 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt "${MAX_RESTARTS:-20}" ] && command -v scontrol >/dev/null; then
+# Where there is a supervisor, a failure has used up its restarts already.
+if [ "$code" = 75 ] && { [ -n "$asked" ] || [ -z "${RESTARTS:-}" ]; } && [ "${SLURM_RESTART_COUNT:-0}" -lt "${MAX_RESTARTS:-20}" ] && command -v scontrol >/dev/null; then
     scontrol requeue "$SLURM_JOB_ID" || true
 fi
 exit "$code"

@@ -36,6 +36,8 @@ if "error" in end:
 if "signal" in end:
     signal.signal(end["signal"], signal.SIG_DFL) if end["signal"] != 9 else None
     os.kill(os.getpid(), end["signal"])
+if not end.get("silent"):
+    tell(ended=end.get("code", 0))
 if end.get("sleeps"):
     while True:
         time.sleep(0.05)
@@ -95,6 +97,11 @@ def test_it_runs_again_what_may_be_run_again_until_it_ends(supervise, tmp_path):
     assert told[0] == "attempt 1 ended with exit code 75 after 0 s at step 3: a worker died. | again in 0 s"
     assert told[3].startswith("attempt 4 finished")
     assert len(told) == 4
+
+
+def test_a_program_that_a_library_ended_is_run_again(supervise, tmp_path):
+    assert ended(supervise([{"code": 1, "silent": True}, {}]))[0] == 0
+    assert attempts(tmp_path)[0]["cause"] == "the program has ended without a word (exit code 1)"
 
 
 @pytest.mark.parametrize("code", [1, 2, 70, 74, 130])

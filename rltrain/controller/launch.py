@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +36,10 @@ from rltrain.controller.nodes import (
     group_is_alive,
     program_of,
 )
-from rltrain.env import first_set
+from rltrain.env import first_set, tell_supervisor
 from rltrain.errors import ConfigError, DiskError, Interrupted, WorkerLost, command
 from rltrain.logs import count
+from rltrain.stop import listed_signals
 from rltrain.versions import fingerprint, unlike
 
 _SAY_EVERY_S = 10
@@ -58,6 +59,7 @@ def main(argv: list[str] | None = None) -> int:
         code = _run(argv)
         return code
     finally:
+        tell_supervisor(ended=code)
         # A scheduler that ends with the highest code of all nodes would hide it behind theirs.
         if (file := first_set("EXIT_CODE_FILE")) and first_set("NODE_RANK", "RANK", "SLURM_NODEID") == "0":
             write(Path(file), str(code))
@@ -69,7 +71,8 @@ def _run(argv: list[str] | None) -> int:
     if launch.role == "stop":
         return stop(launch)
     try:
-        with _signals() as asked:
+        with listed_signals() as asked:
+            tell_supervisor(pid=os.getpid())
             return (_head if launch.role == "head" else _worker)(launch, asked)
     except ConnectionError as error:
         raise WorkerLost(f"the head is gone: {error}. Run the same on all nodes again.") from error
@@ -191,6 +194,8 @@ def _heed(board: Board, asked: list[int]) -> None:
     if not asked and (who := board.read(STOP)):
         _say(f"{who} asks for an end")
         asked.append(signal.SIGTERM)
+    elif asked and board.read(STOP) is None:
+        board.tell(STOP, f"a signal on {socket.gethostname()}")
 
 
 def _drive(board: Board, launch: Launch, asked: list[int]) -> int:
@@ -213,6 +218,8 @@ def _drive(board: Board, launch: Launch, asked: list[int]) -> int:
             with suppress(ProcessLookupError):
                 os.killpg(driver.pid, signum)
         time.sleep(_POLL_S)
+    if asked:
+        tell_supervisor(stopped=True)
     if group_is_alive(driver.pid):
         _say("the command has ended and left processes behind, which end now")
     code = driver.returncode if driver.returncode >= 0 else 128 - driver.returncode
@@ -353,6 +360,8 @@ def _stay(board: Board, here: Node, asked: list[int]) -> int:
                 raise
         asked_at = asked_at if asked else time.monotonic()
         if code is not None:
+            if board.read(STOP):
+                tell_supervisor(stopped=True)
             return int(code)
         if time.monotonic() - beat_at > _GONE_S:
             raise ConnectionError(f"Ray answers at {board.address}, but the script there has been killed")
@@ -373,21 +382,6 @@ def _wait_until(missing: Callable[[], str], launch: Launch, asked: list[int], wh
             _say(f"waiting for {lacks} ({launch.wait_s - waited:.0f} s left)")
             say_at += _SAY_EVERY_S
         time.sleep(_POLL_S)
-
-
-@contextmanager
-def _signals() -> Iterator[list[int]]:
-    """Inside, the signals that ask for an end are listed instead of obeyed; one that was ignored (nohup) stays so."""
-    asked: list[int] = []
-    wanted = [
-        each for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if signal.getsignal(each) != signal.SIG_IGN
-    ]
-    before = {each: signal.signal(each, lambda signum, _: asked.append(signum)) for each in wanted}
-    try:
-        yield asked
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
 
 
 def _say(text: str) -> None:

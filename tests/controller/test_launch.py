@@ -1,5 +1,6 @@
 """What a node of a launch decides by itself: who it is, whom it waits for, whose processes it ends."""
 
+import json
 import os
 import re
 import signal
@@ -16,6 +17,7 @@ from rltrain.controller import launch_ray
 from rltrain.controller.launch_files import announce, beside, own_token, take_token, withdraw, write
 from rltrain.controller.launch_words import read
 from rltrain.controller.nodes import BEAT, END, HEAD, MARK, STOP, Node, clusters_here, end_processes
+from rltrain.env import ATTEMPT
 from rltrain.errors import ConfigError, Interrupted, WorkerLost
 
 ENV = (
@@ -243,7 +245,8 @@ SAVES = (
 
 
 @pytest.mark.parametrize("by", ["a signal here", "a signal on another node"])
-def test_a_request_to_end_reaches_the_run_and_waits_for_it(say, tmp_path, by):
+def test_a_request_to_end_reaches_the_run_and_waits_for_it(say, tmp_path, monkeypatch, by):
+    monkeypatch.setenv(ATTEMPT, str(tmp_path / "told"))
     board, asked = Paper(), []
 
     def ask():
@@ -258,6 +261,12 @@ def test_a_request_to_end_reaches_the_run_and_waits_for_it(say, tmp_path, by):
     assert module._drive(board, launch, asked) == 75
     assert (tmp_path / "saved").exists()
     thread.join()
+    # So that no supervisor runs it again, here or on the other nodes.
+    assert json.loads((tmp_path / "told").read_text()) == {"stopped": True}
+    (tmp_path / "told").unlink()
+    board.told[END] = 75
+    assert module._stay(board, Node("10.0.0.2", "n2", 1), []) == 75
+    assert json.loads((tmp_path / "told").read_text()) == {"stopped": True}
 
 
 def test_the_command_learns_where_ray_is_and_its_code_is_kept(say, tmp_path, monkeypatch):

@@ -38,7 +38,13 @@ def test_ray_start_needs_no_active_environment_and_says_what_it_lacks(tmp_path):
     done = run("bash", "scripts/ray_start.sh", "haed", PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     assert done.returncode == 2
     assert "error: 'haed' is neither head, worker nor stop" in done.stderr
-    assert "RANK=r NNODES=4 ray_start.sh -- python" in run("bash", "scripts/ray_start.sh", "--help").stdout
+    help_text = run("bash", "scripts/ray_start.sh", "--help").stdout
+    assert "RANK=r NNODES=4 ray_start.sh -- python" in help_text
+    assert help_text.rstrip().endswith("Keep the cluster in a private network all the same.")
+    supervised = run("bash", "scripts/ray_start.sh", "haed", RESTARTS="3")
+    assert supervised.returncode == 2
+    assert "supervise: attempt 1 ended with exit code 2" in supervised.stderr
+    assert "'haed' is neither head, worker nor stop" in supervised.stderr
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts/ray_start.sh").write_text((ROOT / "scripts/ray_start.sh").read_text())
     done = run("bash", str(tmp_path / "scripts/ray_start.sh"), "head", PATH="/usr/bin:/bin")
@@ -113,10 +119,11 @@ def slurm(tmp_path):
     return start
 
 
-def test_slurm_hands_on_sigterm_waits_and_queues_again(slurm, tmp_path):
+@pytest.mark.parametrize("restarts", ["", "20"])
+def test_slurm_hands_on_sigterm_waits_and_queues_again(slurm, tmp_path, restarts):
     (tmp_path / "recorder.py").write_text(RECORDER)
     (tmp_path / "launch.sh").write_text(f'set -e\nexec {sys.executable} recorder.py {tmp_path} "$@"\n')
-    job = slurm()
+    job = slurm(RESTARTS=restarts)
     deadline = time.monotonic() + 20
     while not (tmp_path / "running").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -142,6 +149,12 @@ def test_slurm_ends_as_the_run_ended_and_queues_75_again(slurm, tmp_path, code, 
     (tmp_path / "launch.sh").write_text(f"exit {code}\n")
     assert slurm(SLURM_RESTART_COUNT=times).wait(timeout=20) == code
     assert (tmp_path / "queued").exists() == queued
+
+
+def test_slurm_leaves_failures_to_the_supervisor_where_there_is_one(slurm, tmp_path):
+    (tmp_path / "launch.sh").write_text("exit 75\n")
+    assert slurm(RESTARTS="20").wait(timeout=20) == 75
+    assert not (tmp_path / "queued").exists()
 
 
 @pytest.mark.parametrize(("of_srun", "of_head", "queued"), [(137, 75, True), (75, 2, False)])
@@ -212,3 +225,23 @@ def test_the_kuberay_example_is_a_rayjob_whose_command_is_accepted(capsys):
     assert json.loads(json.loads(workers["rayStartParams"]["resources"])) == {"NPU": devices}
     assert f"trainer.nnodes={1 + workers['replicas']}" in words
     assert f"trainer.n_gpus_per_node={devices}" in words
+
+
+def test_the_kubernetes_example_supervises_a_command_that_is_accepted(capsys):
+    job = yaml.safe_load((ROOT / "scripts/kubernetes/job.yaml").read_text())
+    pod = job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    # Kubernetes asks for this where there is a podFailurePolicy.
+    assert pod["restartPolicy"] == "Never"
+    _ignored, failed = job["spec"]["podFailurePolicy"]["rules"]
+    assert failed["onExitCodes"]["containerName"] == container["name"]
+    # What the supervisor does not run again, no other pod shall.
+    assert failed["onExitCodes"]["values"] == [1, 2, 70, 74]
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    at = container["command"].index("--")
+    assert container["command"][:at] == ["python", "-m", "rltrain.supervise"]
+    assert container["command"][at + 1 : at + 4] == ["python", "-m", "rltrain.main_ppo"]
+    assert main([*container["command"][at + 4 :], "--dry-run"]) == 2  # the model is not here
+    out, error = capsys.readouterr()
+    assert (error, "samples per step" in out) == ("", True)
+    assert f"trainer.n_gpus_per_node={container['resources']['limits']['nvidia.com/gpu']}" in container["command"]

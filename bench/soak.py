@@ -1,0 +1,267 @@
+"""A long run that is hurt again and again, under the supervisor, beside one that is left alone.
+
+    python -m bench.soak --steps 300 --seed 0
+
+Two workers train a tiny actor and critic with GAE and save every few steps. Every 20 to 40 steps a random process of
+the hurt run gets SIGKILL, SIGTERM or SIGSTOP at a random moment: a worker, the driver, a scorer, the reward worker, the
+raylet, the GCS. `rltrain.supervise` does the rest. Both runs must have the same weights, optimizer state, sampler and
+answers, byte for byte, and the memory of no process may grow. Left out: a stopped scorer, whose answer is lost
+and counts as `reward.on_error` says. Exits with 1 where something differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from bench.table import write
+from rltrain.errors import DataError
+from rltrain.report import read_metrics
+from tests.faults.plug import below
+from tests.tiny import save_tiny_model, small_run, write_arithmetic
+
+# Who -> words of the command line.
+WHO = {
+    "worker": "ray::_Host",
+    "driver": "rltrain.main_ppo",
+    "reward worker": "ray::RewardWorker",
+    "raylet": "raylet/raylet",
+    "gcs": "gcs/gcs_server",
+}
+# Who gets which signal. A driver that was stopped goes on after a while: nobody watches it.
+FAULTS = [
+    ("worker", signal.SIGKILL), ("driver", signal.SIGTERM), ("raylet", signal.SIGKILL), ("worker", signal.SIGSTOP),
+    ("scorer", signal.SIGKILL), ("driver", signal.SIGKILL), ("gcs", signal.SIGKILL), ("worker", signal.SIGTERM),
+    ("driver", signal.SIGSTOP), ("reward worker", signal.SIGKILL), ("raylet", signal.SIGSTOP), ("gcs", signal.SIGSTOP),
+    ("scorer", signal.SIGTERM), ("raylet", signal.SIGTERM), ("gcs", signal.SIGTERM),
+]  # fmt: skip
+_DRIVER_STOPPED_S = 5
+# After so many steps a fault counts as one that the run does not mind.
+_GOES_ON = 10
+_POLL_S = 0.05
+# Metrics that two equal runs share; the rest are times, rates and memory.
+_OF_THE_CLOCK = ("timing", "perf/", "drift/", "memory", "driver/")
+_MEMORY_LIMIT_MB = 1.0
+
+
+@dataclass
+class Run:
+    """A run folder, its process, and what was seen of it."""
+
+    folder: Path
+    process: subprocess.Popen
+    memory: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    """Name of a process -> step, MB."""
+
+    def step(self) -> int:
+        """The newest step with metrics; 0 before the first, and while the file is being replaced."""
+        try:
+            return max((line["step"] for line in read_metrics(self.folder)), default=0)
+        except (DataError, ValueError):
+            return 0
+
+    def sample_memory(self, step: int) -> None:
+        """Resident memory of every process of the run, by what it is."""
+        for name, pids in self.processes().items():
+            for number, pid in enumerate(pids):
+                try:
+                    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+                except OSError:  # it has ended
+                    continue
+                label = f"{name} {number}" if len(pids) > 1 else name
+                self.memory.setdefault(label, []).append((step, pages * os.sysconf("SC_PAGE_SIZE") / 1e6))
+
+    def processes(self) -> dict[str, list[int]]:
+        """What it is -> pids, in the order of their numbers."""
+        found = below(self.process.pid) | {self.process.pid: " ".join(map(str, self.process.args))}
+        named = {
+            name: sorted(pid for pid, words in found.items() if said in words and "rltrain.supervise" not in words)
+            for name, said in WHO.items()
+        }
+        named["scorer"] = [pid for each in named["reward worker"] for pid in sorted(below(each))]
+        return named
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Both runs, the comparison, the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=0, help="of faults, victims and moments")
+    parser.add_argument("--every", type=int, nargs=2, default=(20, 40), help="steps between two faults, from and to")
+    parser.add_argument("--spare", nargs="*", default=[], help="who is not hurt: raylet, gcs, …")
+    parser.add_argument("--out", default="soak_cpu.md", help="table in bench/results")
+    options = parser.parse_args(argv)
+    folder = Path(tempfile.mkdtemp(prefix="soak_"))
+    quiet = undisturbed(folder, options.steps)
+    hurt, faults = disturbed(folder, options)
+    problems = differences(quiet.folder, hurt.folder, options.steps)
+    growth = {name: slope(seen) for name, seen in sorted(quiet.memory.items())}
+    problems += [f"{name} grows by {mb:.2f} MB in 100 steps" for name, mb in growth.items() if mb > _MEMORY_LIMIT_MB]
+    command = f"python -m bench.soak --steps {options.steps} --seed {options.seed}"
+    lost = sum(fault["steps made again"] for fault in faults)
+    found = "; ".join(problems) or "weights, optimizer state, sampler, answers and metrics are equal"
+    what = (
+        f"{options.steps} steps of two workers with a critic; {len(faults)} faults, {lost} steps made again. Beside an "
+        f"undisturbed run: {found}."
+    )
+    rows = [f"| {' | '.join(str(value) for value in fault.values())} |" for fault in faults]
+    notes = "Memory of the undisturbed run, MB in 100 steps (second half): " + ", ".join(
+        f"{name} {mb:+.2f}" for name, mb in growth.items()
+    )
+    write(options.out, command, what, list(faults[0]) if faults else ["none"], rows, notes + ".")
+    if problems:
+        sys.stdout.write(f"\nkept: {folder}\n")
+        return 1
+    shutil.rmtree(folder)
+    return 0
+
+
+def words(folder: Path, name: str, steps: int) -> list[str]:
+    """The command of a run."""
+    model = folder / "model"
+    if not model.exists():
+        save_tiny_model(model)
+        write_arithmetic(folder / "train.parquet", range(24))
+        write_arithmetic(folder / "test.parquet", range(24, 30))
+    changes = {
+        "algorithm__adv_estimator": "gae", "critic__model__path": model, "critic__ppo_mini_batch_size": 2,
+        "critic__ppo_max_token_len_per_gpu": 64, "critic__optim__lr": 5e-3, "critic__optim__eps": 1e-2,
+        "trainer__n_gpus_per_node": 2, "trainer__total_training_steps": steps, "trainer__save_freq": 5,
+        "trainer__max_actor_ckpt_to_keep": 2, "trainer__hang_floor_s": 20,
+    }  # fmt: skip
+    files = (folder / "train.parquet", folder / "test.parquet")
+    return [sys.executable, "-m", "rltrain.main_ppo", *small_run(model, files, folder / name, **changes)]
+
+
+def begin(folder: Path, name: str, command: list[str]) -> Run:
+    """Start a command; what it says goes to NAME.log."""
+    with open(folder / f"{name}.log", "w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    return Run(folder / name, process)
+
+
+def undisturbed(folder: Path, steps: int) -> Run:
+    """The run that is left alone; its memory is sampled."""
+    run = begin(folder, "quiet", words(folder, "quiet", steps))
+    seen = 0
+    while run.process.poll() is None:
+        if (step := run.step()) > seen:
+            run.sample_memory(seen := step)
+        time.sleep(10 * _POLL_S)
+    if run.process.returncode:
+        raise SystemExit(f"the undisturbed run has failed, see {folder}/quiet.log")
+    return run
+
+
+def disturbed(folder: Path, options: argparse.Namespace) -> tuple[Run, list[dict]]:
+    """The run that is hurt, and what was done to it."""
+    supervise = [sys.executable, "-m", "rltrain.supervise", "--wait-s", "1", "--"]
+    run = begin(folder, "hurt", [*supervise, *words(folder, "hurt", options.steps)])
+    draw = random.Random(options.seed)
+    deck: list[tuple[str, signal.Signals]] = []
+    faults: list[dict] = []
+    at = draw.randint(*options.every)
+    while run.process.poll() is None:
+        if (step := run.step()) < at:
+            time.sleep(_POLL_S)
+            continue
+        # Any moment of a step, and of a save.
+        time.sleep(draw.uniform(0, 0.5))
+        deck = deck or [each for each in draw.sample(FAULTS, len(FAULTS)) if each[0] not in options.spare]
+        who, number = deck.pop()
+        if not (pids := run.processes()[who]):
+            continue
+        attempts = len(attempts_of(run))
+        begun, victim = time.monotonic(), draw.choice(pids)
+        print(f"step {step}: {number.name} to {who} {victim}", flush=True)
+        os.kill(victim, number)
+        if (who, number) == ("driver", signal.SIGSTOP):
+            time.sleep(_DRIVER_STOPPED_S)
+            os.kill(victim, signal.SIGCONT)
+        harmless = who == "scorer" or (who, number) == ("driver", signal.SIGSTOP)
+        ended, lost = ("goes on", "") if harmless else wait_for_end(run, attempts, step + _GOES_ON)
+        resumed = step if ended == "goes on" else step_after(run, attempts)
+        faults.append(
+            {
+                "step": step, "signal": number.name, "to": who, "exit code": ended, "cause": lost,
+                "seconds until the next step": f"{time.monotonic() - begun:.0f}",
+                "steps made again": max(0, step - resumed),
+            }
+        )  # fmt: skip
+        at = step + draw.randint(*options.every)
+    if run.process.returncode:
+        raise SystemExit(f"the supervisor has ended with {run.process.returncode}, see {folder}/hurt.log")
+    return run, faults
+
+
+def attempts_of(run: Run) -> list[dict]:
+    """Lines of attempts.jsonl."""
+    file = run.folder / "attempts.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def wait_for_end(run: Run, before: int, step: int) -> tuple[str, str]:
+    """Exit code and cause of the attempt that a fault has ended; "goes on" where it has come to ``step`` instead."""
+    while run.process.poll() is None and len(attempts_of(run)) <= before:
+        if run.step() >= step:
+            return "goes on", ""
+        time.sleep(_POLL_S)
+    if len(found := attempts_of(run)) <= before:
+        return "none", ""
+    cause = found[before]["cause"].replace("|", "/")
+    return str(found[before]["exit_code"]), cause if len(cause) < 160 else cause[:157] + "…"
+
+
+def step_after(run: Run, before: int) -> int:
+    """The checkpoint from which the run goes on; returns once it has made a step."""
+    start = max((int(each.name.rpartition("_")[2]) for each in run.folder.glob("global_step_*")), default=0)
+    # The metrics of steps that are made again are dropped at the start.
+    while run.process.poll() is None and run.step() <= start and len(attempts_of(run)) == before + 1:
+        time.sleep(_POLL_S)
+    return start
+
+
+def differences(quiet: Path, hurt: Path, steps: int) -> list[str]:
+    """What is not equal, file by file and metric by metric."""
+    found = []
+    # Shards and exports; files that hold a time or a path cannot be equal.
+    for pattern in (f"global_step_{steps}/**/*", "samples/*.parquet"):
+        ours, theirs = ({str(each.relative_to(top)) for each in top.glob(pattern)} for top in (quiet, hurt))
+        found += [f"{name} is in one run alone" for name in sorted(ours ^ theirs)]
+        for name in sorted(ours & theirs):
+            kept = name.endswith((".distcp", ".safetensors", ".npz", ".parquet", "progress.json"))
+            if kept and (quiet / name).read_bytes() != (hurt / name).read_bytes():
+                found.append(f"{name} differs")
+    lines = [{line["step"]: line for line in read_metrics(each)} for each in (quiet, hurt)]
+    if lines[0].keys() != lines[1].keys():
+        found.append("metrics.jsonl has not the same steps")
+    for step in sorted(lines[0].keys() & lines[1].keys()):
+        one, other = (
+            {name: value for name, value in each[step].items() if not name.startswith(_OF_THE_CLOCK)} for each in lines
+        )
+        if one != other:
+            differ = [name for name in one.keys() | other.keys() if one.get(name) != other.get(name)]
+            found.append(f"step {step}: {', '.join(sorted(differ)[:5])}")
+    return found[:20]
+
+
+def slope(seen: list[tuple[int, float]]) -> float:
+    """MB in 100 steps over the second half of the run: the first fills caches."""
+    steps, sizes = np.array(seen[len(seen) // 2 :]).T
+    return float(np.polyfit(steps, sizes, 1)[0] * 100) if len(steps) > 2 else 0.0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

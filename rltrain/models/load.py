@@ -24,6 +24,7 @@ from transformers.utils import cached_file
 from rltrain.config.renames import turned_off
 from rltrain.errors import ConfigError
 from rltrain.models.recurrent import adopt
+from rltrain.models.safe import UNREADABLE
 from rltrain.models.scores import count_places_here
 from rltrain.models.vision import takes_images
 
@@ -87,9 +88,15 @@ def read_weights(
     decoder_only: bool = False,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """The model with its weights, on the CPU, in ``dtype``. ``decoder_only``: without any head."""
+    """The model with its weights, on the CPU, in ``dtype``. ``decoder_only``: without any head.
+
+    Raises ConfigError for files that hold anything else than tensors.
+    """
     kind = model_kind(config, decoder_only)
-    return kind.from_pretrained(path, config=config, dtype=dtype, trust_remote_code=trust_remote_code)
+    try:
+        return kind.from_pretrained(path, config=config, dtype=dtype, trust_remote_code=trust_remote_code)
+    except UNREADABLE as error:
+        raise ConfigError(f"the weights of {path} cannot be read as tensors: {error}") from error
 
 
 def read_score_head(path: str) -> Tensor | None:

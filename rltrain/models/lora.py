@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 
 from rltrain.config.model_schema import CriticModelConfig, ModelConfig
 from rltrain.errors import ConfigError
+from rltrain.models.safe import UNREADABLE
 from rltrain.models.vision import language_model
 from rltrain.seeds import name_seed
 
@@ -280,7 +281,7 @@ def _stored_weights(lora: Lora) -> dict[str, Tensor]:
     assert lora.path is not None
     try:
         return load_peft_weights(lora.path, device="cpu")
-    except (OSError, ValueError) as error:
+    except (ValueError, *UNREADABLE) as error:
         raise ConfigError(f"{lora.section}.lora_adapter_path={lora.path} has no weights: {error}") from error
 
 

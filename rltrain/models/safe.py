@@ -14,11 +14,14 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from rltrain.errors import CheckpointError
 
 METADATA = ".metadata"
+# What reading tensors raises where a file is damaged, or holds something else: torch and safetensors run nothing.
+UNREADABLE = (OSError, EOFError, pickle.UnpicklingError, SafetensorError)
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 _ALLOWED = {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),

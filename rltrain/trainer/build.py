@@ -202,7 +202,7 @@ def _start(
     saver.check_room(start.step, plan.total_steps)
     with logs.waiting(f"loading {start.folder} on {workers}") if start.folder else nullcontext():
         saver.load(start)
-    ppo.restore(start.progress)
+    ppo.restore(start.progress, start.folder)
     # Written only once the run can start: a start that is refused leaves the files of the run before as they are.
     write_run_files(folder, loaded, plan, group.hosts)
     names = (cfg.trainer.project_name, cfg.trainer.experiment_name)

@@ -248,6 +248,10 @@ def throughput_metrics(samples: Samples, timing: Metrics, num_devices: int, pass
     return metrics
 
 
+# What a sync of the weights tells.
+OF_SYNC = ("perf/weight_sync_gb", "perf/weight_sync_gb_per_s", "rollout/canary_gap")
+
+
 def generation_metrics(results: Sequence[GenerationNumbers]) -> Metrics:
     """Seconds of the rollout workers per phase (mean over ranks, ``_max``: slowest rank), pixels and weight sync."""
     metrics: Metrics = {}
@@ -261,9 +265,8 @@ def generation_metrics(results: Sequence[GenerationNumbers]) -> Metrics:
     if syncs:
         # Every engine takes over the same weights, and the sync lasts as long as its slowest rank.
         gigabytes = syncs[0].gigabytes
-        metrics["perf/weight_sync_gb"] = gigabytes
-        metrics["perf/weight_sync_gb_per_s"] = gigabytes / max(*(sync.seconds for sync in syncs), 1e-9)
-        metrics["rollout/canary_gap"] = max(sync.canary_gap for sync in syncs)
+        speed = gigabytes / max(*(sync.seconds for sync in syncs), 1e-9)
+        metrics |= zip(OF_SYNC, (gigabytes, speed, max(sync.canary_gap for sync in syncs)), strict=True)
     return metrics
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +36,7 @@ from rltrain.trainer.metrics import Metrics
 from rltrain.trainer.mini_batches import cut_prompts, denominators, num_tokens, per_rank
 from rltrain.trainer.overlap import EarlyPass, Overlap
 from rltrain.trainer.plan import PassBudget, Plan
-from rltrain.trainer.progress import Progress
+from rltrain.trainer.progress import ANSWERS, Progress
 from rltrain.trainer.rewards import Rewards, accuracy
 from rltrain.trainer.roles import Critic, Policy
 from rltrain.trainer.timing import StepTimer
@@ -86,6 +87,7 @@ class PPOTrainer:
         self.model_sizes = model_sizes
         self._prompts = prompts
         self._alarms = Alarms(cfg.actor_rollout_ref.rollout, model_sizes["log_prob_gap_limit"])
+        self._metrics: Metrics = {}  # of the newest step
         self.on_phase: Callable[[str], None] = lambda name: None
 
     # -- the algorithm -------------------------------------------------------------------------------------------------
@@ -132,7 +134,8 @@ class PPOTrainer:
             if passes.updates_actor(step):
                 with timer("update_actor"):  # maximise the clipped surrogate
                     self._update_actor(samples, whitening, record)
-        return self._report(samples, timer, record)
+        self._metrics = self._report(samples, timer, record)
+        return self._metrics
 
     def _overlap(self, step: int) -> Overlap | None:
         """The passes that devices may make before the last answer has ended (`trainer.overlap`)."""
@@ -311,12 +314,16 @@ class PPOTrainer:
     def progress(self) -> Progress:
         """What a resumed run needs besides the weights."""
         drawn, sampler, line = self.experience.batches_drawn, self.experience.sampler, self.experience.line
-        return Progress(drawn, self.advantages.kl_coef, sampler.state(), line.state())
+        coef, lengths = self.advantages.kl_coef, self.actor.lengths.state()
+        return Progress(drawn, coef, sampler.state(), line.state(), line.answers(), lengths, self._metrics)
 
-    def restore(self, progress: Progress) -> None:
-        """Go on where ``progress`` was."""
+    def restore(self, progress: Progress, folder: Path | None = None) -> None:
+        """Go on where ``progress`` was. folder: its checkpoint."""
         self.experience.batches_drawn = progress.batches_drawn
-        self.experience.line.restore(progress.in_flight)
+        self.actor.lengths.restore(progress.lengths)
+        file = folder / ANSWERS if folder else None
+        begun = self.actor.load_answers(str(file)) if progress.in_flight and file and file.exists() else None
+        self.experience.line.restore(progress.in_flight, begun)
         if progress.sampler:
             self.experience.sampler.restore(progress.sampler)
         # A fixed weight follows the config, which may have changed between the two starts.

@@ -20,12 +20,16 @@ from numpy.typing import NDArray
 from rltrain.config.keys import get
 from rltrain.config.schema import Config
 from rltrain.controller.group import WorkerGroup
+from rltrain.controller.samples import Samples
 from rltrain.errors import CheckpointError
 from rltrain.logs import count, waiting
 from rltrain.trainer.checkpoint import Checkpoints, has_digests, large_files, read_record
 from rltrain.workers.node import altered
 
 log = logging.getLogger(__name__)
+
+# The file of `Progress.answers`.
+ANSWERS = "answers.safetensors"
 
 # With LoRA a checkpoint holds the adapters alone: these say what they are adapters to.
 _LORA_KEYS = ("lora_rank", "lora_alpha", "target_modules", "exclude_modules", "lora_adapter_path")
@@ -49,13 +53,18 @@ class Progress:
     """The driver's own state.
 
     batches_drawn: rounds of prompts drawn so far. kl_coef: weight of the KL in the reward. sampler: the sampler's
-    state. in_flight: row, draw and age of the prompts that were drawn and not yet learnt from (`PromptLine.state`).
+    state. in_flight: row, draw and age of the prompts that were drawn and not yet learnt from (`PromptLine.state`);
+    answers: what these have of answers, in a file of its own. lengths: mean answer per prompt, by split. metrics: of
+    the step, for a run that ends between the checkpoint and its line in metrics.jsonl.
     """
 
     batches_drawn: int = 0
     kl_coef: float | None = None
     sampler: dict[str, NDArray[Any]] = field(default_factory=dict)
     in_flight: list[list[int]] = field(default_factory=list)
+    answers: Samples | None = None
+    lengths: dict[str, NDArray[np.float64]] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
 
     def write(self, folder: Path, step: int, cfg: Config, dataset: str) -> None:
         """Write the state into ``folder``, the checkpoint of ``step``, with the values that `find_start` compares.
@@ -64,7 +73,9 @@ class Progress:
         """
         record = {"global_step": step, "dataset": dataset, "frozen": frozen_values(cfg)}
         record |= {"batches_drawn": self.batches_drawn, "kl_coef": self.kl_coef, "in_flight": self.in_flight}
+        record |= {"metrics": self.metrics}
         np.savez(folder / "sampler.npz", **self.sampler)  # type: ignore[arg-type]
+        np.savez(folder / "lengths.npz", **self.lengths)  # type: ignore[arg-type]
         (folder / "progress.json").write_text(json.dumps(record, indent=1))
 
 
@@ -131,12 +142,20 @@ def verified(start: Start, group: WorkerGroup, run: Checkpoints, find: Callable[
 
 
 def _read_progress(folder: Path, record: dict[str, Any]) -> Progress:
+    sampler = _read_arrays(folder / "sampler.npz")
+    # Checkpoints that were made before there were lengths and metrics in them.
+    lengths = _read_arrays(file) if (file := folder / "lengths.npz").exists() else {}
+    known, metrics = (record["batches_drawn"], record["kl_coef"]), record.get("metrics", {})
+    return Progress(*known, sampler, record["in_flight"], lengths=lengths, metrics=metrics)
+
+
+def _read_arrays(file: Path) -> dict[str, NDArray[Any]]:
     try:
         # A pickle could run code of whoever made the checkpoint, and arrays need none.
-        with np.load(folder / "sampler.npz", allow_pickle=False) as arrays:
-            return Progress(record["batches_drawn"], record["kl_coef"], dict(arrays), record["in_flight"])
+        with np.load(file, allow_pickle=False) as arrays:
+            return dict(arrays)
     except (OSError, ValueError, EOFError, BadZipFile) as error:
-        raise CheckpointError(f"{folder / 'sampler.npz'} cannot be read ({error})") from error
+        raise CheckpointError(f"{file} cannot be read ({error})") from error
 
 
 def _refuse_later_checkpoints(run: Checkpoints, step: int) -> None:

@@ -8,7 +8,7 @@ reader who looks for an equation goes from ``roles.Actor.update`` to the class t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
@@ -21,12 +21,13 @@ from rltrain.batch import Batch
 from rltrain.config.step_passes import StepPasses
 from rltrain.controller.calls import Call, Stream, bind
 from rltrain.controller.group import Handle, WorkerGroup
-from rltrain.controller.samples import Request, Samples, whole
+from rltrain.controller.samples import Request, Samples, StoredRows, whole
 from rltrain.trainer import metrics as m
 from rltrain.trainer.balance import Ids, Layout
 from rltrain.trainer.metrics import Metrics
 from rltrain.workers import roles
 from rltrain.workers.results import GenerationNumbers, PassNumbers, UpdateNumbers, largest
+from rltrain.workers.rollout.waiting import WRITTEN
 from rltrain.workers.tasks import Finished, GenerateTask, MiniBatch, UpdateTask
 
 # How long a worker may wait for a finished answer before it says that there is none yet.
@@ -130,7 +131,8 @@ class Policy(_Remote):
     def __init__(self, group: WorkerGroup, passes: StepPasses) -> None:
         super().__init__(group)
         self._calls = 0
-        self._lengths = ResponseLengths()
+        self.lengths = ResponseLengths()
+        self._of_sync: Metrics = {}
         self._passes = passes
         # Under bypass the engine is the old policy, and there is no other column of old log-probs.
         self._old = c.ROLLOUT_LOG_PROBS if passes.bypass else c.OLD_LOG_PROBS
@@ -149,7 +151,7 @@ class Policy(_Remote):
         """
         n = task.num_samples
         self._calls += 1
-        task = replace(task, order=self._lengths.order(task.split, task.rows), call=self._calls)
+        task = replace(task, order=self.lengths.order(task.split, task.rows), call=self._calls)
 
         def arrived(_rank: int, texts: Any, found: Finished) -> None:
             if listener and len(found.place):
@@ -177,8 +179,11 @@ class Policy(_Remote):
         lengths = np.where(samples[c.COMPLETE], samples[c.RESPONSE_LENGTH], task.sampling.max_tokens)
         # Answers that were complete before this step are not served in it, and would count as given up.
         asked = np.ones(len(samples), dtype=bool) if task.todo is None else task.todo.ravel()
-        self._lengths.observe(task.split, samples[c.ROW][asked], lengths[asked])
-        return samples, m.generation_metrics([found for *_, found in handle.results])
+        self.lengths.observe(task.split, samples[c.ROW][asked], lengths[asked])
+        metrics = self._of_sync | m.generation_metrics([found for *_, found in handle.results])
+        # Where a validation comes first, it is that which brings the new weights, and the step tells of it.
+        self._of_sync = {} if task.is_learnt_from else {name: metrics[name] for name in m.OF_SYNC if name in metrics}
+        return samples, metrics
 
     def _take_answers(
         self, samples: Samples, rank: int, result: tuple[Any, Any, GenerationNumbers], *, pictures: bool
@@ -189,11 +194,29 @@ class Policy(_Remote):
             return
         numbers = dict(found.per_sample)
         ids = numbers.pop(c.SLOT)
-        columns = (*c.GENERATED, c.IMAGES) if self._passes.images and pictures else c.GENERATED
-        node = self._group.nodes[rank]
-        samples.attach([whole(payload, columns, ids, node), whole(texts, (c.TEXT,), ids, node)])
+        samples.attach(self._answers(rank, payload, texts, ids, pictures=pictures))
         given = {c.SERVED: np.ones(len(ids), dtype=bool), c.COMPLETE: ~numbers.pop(c.ABORTED)}
         samples.put(ids, numbers | given | {c.ENGINE: np.full(len(ids), rank)})
+
+    def _answers(self, rank: int, payload: Any, texts: Any, ids: Ids, *, pictures: bool) -> list[StoredRows]:
+        columns = (*c.GENERATED, c.IMAGES) if self._passes.images and pictures else c.GENERATED
+        node = self._group.nodes[rank]
+        return [whole(payload, columns, ids, node), whole(texts, (c.TEXT,), ids, node)]
+
+    def save_answers(self, answers: Samples, file: str) -> None:
+        """Write answers that wait for a later step (`PromptLine.answers`)."""
+        # Not every answer has a token yet.
+        request = answers.request(np.arange(len(answers)), (), WRITTEN, optional=c.ANSWER)
+        self._group.submit([bind(roles.Rollout.save_answers, request.as_batch, file)], range(1)).collect()
+
+    def load_answers(self, file: str) -> Samples:
+        """Read them back."""
+        (found,) = self._group.submit([bind(roles.Rollout.load_answers, file)], range(1)).collect()
+        payload, texts, numbers = found
+        answers = Samples(len(numbers[c.SLOT]))
+        answers.update(numbers)
+        answers.attach(self._answers(0, payload, texts, np.arange(len(answers)), pictures=True))
+        return answers
 
     def log_probs(self, samples: Samples, layout: Layout, ranks: range | None = None) -> Pass:
         """Attach ``old_log_probs`` and the rollout correction. Moments: entropy, mismatch and correction."""
@@ -279,17 +302,25 @@ class ResponseLengths:
     """Remembers how long the answers per prompt were, because the longest should start first."""
 
     def __init__(self) -> None:
-        # This is no part of a checkpoint: the order in which prompts start decides how long generation takes, and no
-        # token of an answer.
-        self._seen: dict[tuple[str, int], float] = {}
+        # Part of a checkpoint: the order in which prompts start decides no token of an answer, but with `rollout.tail`
+        # which prompts end first, and with several replicas which answers one computes together.
+        self._seen: dict[str, NDArray[np.float64]] = {}
+
+    def state(self) -> dict[str, NDArray[np.float64]]:
+        """Mean length of the answers per prompt, by split; NaN for one that was never seen."""
+        return dict(self._seen)
+
+    def restore(self, state: Mapping[str, NDArray[np.float64]]) -> None:
+        """Go on from ``state``."""
+        self._seen = dict(state)
 
     def order(self, split: str, rows: NDArray[np.int32]) -> NDArray[np.int32] | None:
         """Places of the prompts, those with the longest answers first (Graham 1969). None: nothing is known yet.
 
         A prompt that was never seen counts as the mean of the others.
         """
-        known = [self._seen.get((split, row), np.nan) for row in rows.tolist()]
-        expected = np.array(known)
+        seen = self._grown(split, int(rows.max(initial=-1)) + 1)
+        expected = seen[rows]
         if np.isnan(expected).all():
             return None
         expected = np.nan_to_num(expected, nan=float(np.nanmean(expected)))
@@ -298,8 +329,13 @@ class ResponseLengths:
     def observe(self, split: str, rows: NDArray[np.int32], lengths: NDArray[np.int64]) -> None:
         """Remember the mean length per prompt. rows, lengths: one per answer."""
         unique, owner = np.unique(rows, return_inverse=True)
-        means = np.bincount(owner, weights=lengths) / np.bincount(owner)
-        self._seen.update(zip(((split, row) for row in unique.tolist()), means.tolist(), strict=True))
+        # A copy, because a state that was asked for must stay what it is.
+        self._seen[split] = seen = self._grown(split, int(rows.max(initial=-1)) + 1).copy()
+        seen[unique] = np.bincount(owner, weights=lengths) / np.bincount(owner)
+
+    def _grown(self, split: str, size: int) -> NDArray[np.float64]:
+        seen = self._seen.get(split, np.zeros(0))
+        return np.concatenate([seen, np.full(max(0, size - len(seen)), np.nan)])
 
 
 class Critic(_Remote):

@@ -17,7 +17,7 @@ from rltrain.errors import DiskError, WorkerError
 from rltrain.trainer.callbacks import Callbacks
 from rltrain.trainer.card import model_card
 from rltrain.trainer.checkpoint import RunFolder
-from rltrain.trainer.progress import Progress, Start
+from rltrain.trainer.progress import ANSWERS, Progress, Start
 from rltrain.trainer.roles import Critic, Policy
 from rltrain.trainer.timing import StepTimer
 
@@ -156,6 +156,8 @@ class Saver:
         if "hf_model" in self._cfg.actor_rollout_ref.actor.checkpoint.save_contents:
             for problem in self._actor.export(str(temporary / "huggingface"), model_card(self._cfg, step)):
                 log.warning("step %d, huggingface/: %s. The checkpoint beside it is whole.", step, problem)
+        if progress.answers:
+            self._actor.save_answers(progress.answers, str(temporary / ANSWERS))
         progress.write(temporary, step, self._cfg, self._fingerprint)
 
     def load(self, start: Start) -> None:

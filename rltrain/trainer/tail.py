@@ -3,7 +3,7 @@
 Problem: the longest answers keep all engines waiting. Choice: a step starts more prompts than it needs and stops when
 enough are complete. Unfinished prompts wait in a line, in front of new ones: ``oversample`` answers them anew,
 ``carry_over`` continues their answers. An age limit forces completion, so that long answers are not lost from the
-data. Left out: keeping begun answers in a checkpoint; they start anew.
+data. Line and answers are part of a checkpoint.
 """
 
 from __future__ import annotations
@@ -20,12 +20,8 @@ from rltrain.controller.samples import Request, Samples
 from rltrain.trainer.balance import Ids
 from rltrain.trainer.metrics import Metrics
 from rltrain.trainer.plan import Plan
+from rltrain.workers.rollout.waiting import KEPT
 
-# Numbers of an answer that no engine has worked on in this step: it was complete before, or it waits.
-_KEPT = (
-    c.PROMPT_LENGTH, c.RESPONSE_LENGTH, c.POLICY_TOKENS, c.LOSS_TOKENS, c.TRUNCATED, c.COMPLETE, c.ENGINE,
-    c.TOKEN_AGES, c.OLDEST,
-)  # fmt: skip
 State = list[list[int]]
 
 
@@ -34,7 +30,7 @@ class Prompt:
     """A prompt that was drawn and not yet learnt from.
 
     row: its place in the data. draw: its draw (from 1), which decides its random numbers in every attempt. age: the
-    number of steps that have ended without it. answers: complete and begun ones, with the numbers of `_KEPT`
+    number of steps that have ended without it. answers: complete and begun ones, with the numbers of `KEPT`
     (carry_over).
     """
 
@@ -151,7 +147,7 @@ class PromptLine:
                     samples[name][ids] = prompt.answers[name]
                 samples[c.CARRIED_LENGTH][ids] = prompt.answers[c.POLICY_TOKENS]
                 mine = np.flatnonzero(~samples[c.SERVED][ids])
-                samples.adopt(prompt.answers, mine, ids[mine], _KEPT)
+                samples.adopt(prompt.answers, mine, ids[mine], KEPT)
 
     def _aged(self, samples: Samples, place: int) -> Samples:
         """The answers of one prompt as the next step finds them, every token a step older."""
@@ -163,13 +159,29 @@ class PromptLine:
 
     def state(self) -> State:
         """Row, draw and age of every waiting prompt, for a checkpoint."""
-        # Age and draw are kept although the answers are not: the age limit holds across a resume, and the draw gives
-        # the same random numbers again.
         return [[prompt.row, prompt.draw, prompt.age] for prompt in self._waiting]
 
-    def restore(self, state: State) -> None:
-        """Go on from ``state``."""
-        self._waiting = [Prompt(row, draw, age) for row, draw, age in state]
+    def answers(self) -> Samples | None:
+        """What waiting prompts have of answers, with ``slot``: place in the line * n + sample."""
+        pieces, slots, own = [], [], np.arange(self._n)
+        for place, prompt in enumerate(self._waiting):
+            if prompt.answers:
+                pieces.append((prompt.answers, own))
+                slots.append(place * self._n + own)
+        if not pieces:
+            return None
+        answers = Samples.join(pieces)
+        answers.update({c.SLOT: np.concatenate(slots)})
+        return answers
+
+    def restore(self, state: State, answers: Samples | None = None) -> None:
+        """Go on from ``state`` and `answers`."""
+        found = {}
+        # Only carry_over continues answers, and a run may go on with another mode.
+        if answers and self._carries:
+            for ids in np.arange(len(answers)).reshape(-1, self._n):
+                found[int(answers[c.SLOT][ids[0]]) // self._n] = Samples.join([(answers, ids)])
+        self._waiting = [Prompt(row, draw, age, found.get(i)) for i, (row, draw, age) in enumerate(state)]
 
 
 def _staleness(batch: Samples) -> Metrics:

@@ -33,12 +33,13 @@ from rltrain.models.spec import actor_spec
 from rltrain.ragged import Ragged
 from rltrain.seeds import sample_seeds
 from rltrain.workers.residency import Residency
-from rltrain.workers.results import GenerationNumbers, SyncReport
+from rltrain.workers.results import Array, GenerationNumbers, SyncReport
 from rltrain.workers.roles import Rollout
 from rltrain.workers.rollout.base import Generation, Job, RolloutEngine
 from rltrain.workers.rollout.pictures import PicturesOfTask
 from rltrain.workers.rollout.queue import JobQueue, make_replica, samples_per_job
 from rltrain.workers.rollout.settings import EngineSettings, make_engine
+from rltrain.workers.rollout.waiting import read_answers, write_answers
 from rltrain.workers.tasks import Finished, GenerateTask
 from rltrain.workers.weight_sync import WeightSync
 
@@ -244,6 +245,16 @@ class RolloutWorker(Rollout):
         places = np.concatenate([nothing, *(np.full(len(job.samples), job.place) for job, _ in found)])
         samples = np.concatenate([nothing, *(job.samples for job, _ in found)])
         return texts, Finished(places, samples, done)
+
+    def save_answers(self, batch: Batch, file: str) -> None:
+        """See `write_answers`."""
+        write_answers(batch, file)
+
+    def load_answers(self, file: str) -> tuple[Batch, list[str], dict[str, Array]]:
+        """See `read_answers`; with the texts of the answers."""
+        payload, numbers = read_answers(file, self._prompts["train"], images=self._images)
+        texts = self.encoder.decode_batch([row.tolist() for row in payload.ragged(c.RESPONSE).rows()])
+        return payload, texts, numbers
 
     def _validate_answers(self, tokens: Ragged, log_probs: Ragged) -> None:
         outside = (tokens.values < 0) | (tokens.values >= self._vocabulary)

@@ -33,7 +33,7 @@ def test_carried_over_prompts_of_two_workers_survive_a_resume(tiny_model, arithm
     lines = read_metrics(tmp_path)
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert sum(line["rollout/tail/carried_tokens"] for line in lines[:3]) > 0
-    assert lines[3]["rollout/tail/carried_tokens"] == 0, "begun answers start anew"
+    assert lines[3]["rollout/tail/carried_tokens"] > 0, "begun answers go on"
     for line in lines:
         assert line["rollout/tail/prompts_carried_over"] == 3
         assert line["rollout/log_prob_gap/mean"] < 1e-4

@@ -295,7 +295,7 @@ def test_a_resumed_run_starts_the_same_prompts(make, mode):
         second.step(4)
         assert seen[0].keys == [*seen[1].keys[:2], *seen[2].keys]
     else:
-        assert metrics["rollout/tail/carried_tokens"] == 0, "begun answers start anew"
+        assert metrics["rollout/tail/carried_tokens"] == 0, "without their file begun answers start anew"
         started = {tuple(key[:2]) for key in seen[2].tokens}
         assert {(row, draw) for row, draw, _ in progress.in_flight[:2]} <= started
 

@@ -1,0 +1,162 @@
+"""A run that is stopped after every step is, number for number, the run that never was: in this process, without Ray.
+
+Each step of the stopped run is made by a trainer of its own, which knows nothing but the files of the checkpoint.
+"""
+
+import functools
+import importlib.util
+import zlib
+
+import numpy as np
+import pytest
+import torch
+
+from rltrain.controller.samples import assemble
+from rltrain.models.state import moments
+from rltrain.stop import Stop
+from rltrain.trainer.checkpoint import RunFolder
+from rltrain.trainer.progress import find_start
+from rltrain.trainer.saving import Saver
+from tests import local
+from tests.tiny import small_run, write_arithmetic
+from tests.tiny_vision import save_tiny_vision_model, write_pictures
+from tests.trainer.steps import ACTOR, CORRECTION, GAE, numbers_of
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+ROLLOUT, MODEL, FILTER = "actor_rollout_ref__rollout__", "actor_rollout_ref__model__", "algorithm__filter_groups__"
+# Nine rows and four prompts a step: an epoch is two steps, and a row is left out of each.
+NUM_ROWS, STEPS = 9, 4
+CURRICULUM = {"data__sampler__name": "solve_rate"}
+# The engine's own log-probs reach the loss, so that every bit of them counts.
+OFF_POLICY = {CORRECTION + "rollout_is": "token"}
+TAIL = {ROLLOUT + "oversample_ratio": 1.5, "data__max_response_length": 20, **OFF_POLICY}
+CARRY, OVERSAMPLE = ({ROLLOUT + "tail": name, **TAIL} for name in ("carry_over", "oversample"))
+PICTURES = {"data__max_prompt_length": 48, ACTOR + "ppo_max_token_len_per_gpu": 160}
+# Half of the answers at a time, so that which are begun first decides which end first.
+IN_JOBS = {ROLLOUT + "max_num_seqs": 8}
+# Changes, and a metric that is not 0 where the run does what its name says.
+RUNS = {
+    "critic, adaptive kl, filtered groups, curriculum": (
+        {**GAE, **CURRICULUM, "algorithm__use_kl_in_reward": True, "algorithm__kl_ctrl__type": "adaptive",
+         "algorithm__kl_ctrl__horizon": 50, FILTER + "enable": True, FILTER + "metric": "seq_reward",
+         "data__gen_batch_size": 2, "trainer__critic_warmup": 1},
+        "filter_groups/prompts_thrown_away",
+    ),
+    "schedule, shuffled epochs, validated": (
+        {ACTOR + "optim__lr_warmup_steps": 3, ACTOR + "shuffle": True, ACTOR + "ppo_epochs": 2, **OFF_POLICY},
+        "rollout/canary_gap",
+    ),
+    "carried over, curriculum": ({**CARRY, **IN_JOBS, **CURRICULUM}, "rollout/tail/carried_tokens"),
+    "pictures carried over": ({**CARRY, **PICTURES}, "rollout/tail/carried_tokens"),
+    "oversampled": ({**OVERSAMPLE, **IN_JOBS}, "rollout/tail/tokens_thrown_away"),
+    "carried over, rewards at the end": ({**CARRY, "reward__overlap": False}, "rollout/tail/carried_tokens"),
+    "remax": ({"algorithm__adv_estimator": "remax", **IN_JOBS, **OFF_POLICY}, "actor/grad_norm"),
+    "adapters, critic": (
+        {**GAE, MODEL + "lora_rank": 4, ACTOR + "optim__lr": 0.01, "critic__model__lora_rank": 2}, "critic/vf_loss"
+    ),
+    "pictures, critic": ({**PICTURES, **GAE, **OFF_POLICY}, "critic/vf_loss"),
+}  # fmt: skip
+ALWAYS = list(RUNS)[:4]
+
+
+def state_of(trainer) -> dict[str, torch.Tensor]:
+    """Weights and optimizer of every role."""
+    worker, found = trainer.worker, {}
+    roles = {"actor": (worker.actor.policy, worker.actor.updater)}
+    roles |= {"critic": (worker.critic.model, worker.critic.updater)} if trainer.critic else {}
+    for role, (model, updater) in roles.items():
+        for name, each in model.named_parameters():
+            found[f"{role} {name}"] = each.full_tensor().detach().clone()
+            for kind, values in moments(updater.optimizer, each).items() if each.requires_grad else ():
+                found[f"{role} {name} {kind}"] = getattr(values, "full_tensor", lambda v=values: v)().clone()
+    return found
+
+
+class Kept:
+    """An `Archive` that keeps the answers of a step: texts, tokens, and all numbers."""
+
+    bytes_through_driver = 0
+
+    def keep(self, split, step, samples, answers_per_prompt) -> None:
+        if split == "train":
+            request = samples.request(np.arange(len(samples)), ["text", "response", "rollout_log_probs"])
+            found = assemble(request, [part.ref for part in request.parts])
+            self.columns = {name: found.ragged(name).values.tolist() for name in ("response", "rollout_log_probs")}
+            self.columns |= {name: values.tolist() for name, values in samples.numbers.items() if name != "ended_s"}
+            self.columns["text"] = found["text"]
+
+    def show_validation(self, *arguments) -> None:
+        pass
+
+
+def step_of(trainer, step: int, validates: bool) -> dict[str, dict]:
+    """Everything that is to be seen of a step: metrics, samples, and what has become of the weights."""
+    trainer.archive = kept = Kept()
+    metrics = numbers_of(trainer.step(step))
+    metrics |= numbers_of(trainer.validate(step, Stop())) if validates else {}
+    return {"metrics": metrics, "samples": kept.columns, "state": state_of(trainer)}
+
+
+def differences(one: dict[str, dict], other: dict[str, dict]) -> dict[str, list[str]]:
+    """Names of what differs, by kind."""
+
+    def differ(kind: str) -> list[str]:
+        mine, theirs = one[kind], other[kind]
+        same = torch.equal if kind == "state" else lambda *both: repr(both[0]) == repr(both[1])
+        return [
+            name for name in mine.keys() | theirs
+            if name not in mine or name not in theirs or not same(mine[name], theirs[name])
+        ]  # fmt: skip
+
+    return {kind: found for kind in one if (found := differ(kind))}
+
+
+@pytest.fixture
+def arguments(tiny_model, tmp_path, monkeypatch):
+    """arguments(name): of a run of `RUNS`, whose scores are made of the text of an answer."""
+    score = lambda text, *rest: zlib.crc32(text.encode()) % 5 / 5  # noqa: E731
+    monkeypatch.setattr(local, "find_scorer", lambda source: score)
+
+    def make(name: str) -> list[str]:
+        model, write = tiny_model, write_arithmetic
+        if "pictures" in name:
+            if not importlib.util.find_spec("torchvision"):
+                pytest.skip("torchvision is not installed (scripts/test.sh installs it)")
+            model, write = save_tiny_vision_model(tmp_path / "model", "qwen2_5_vl", tied=False), write_pictures
+        files = [write(tmp_path / f"{split}.parquet", range(NUM_ROWS)) for split in ("train", "test")]
+        keys = {"trainer__total_training_steps": STEPS, ACTOR + "checkpoint__save_contents": "[model]"}
+        return small_run(model, files, tmp_path / "run", **keys, **RUNS[name][0])
+
+    return make
+
+
+def stopped_run(make, cuts, validates: bool):
+    """The steps of a run that is stopped after each of ``cuts``."""
+    step = 0
+    for cut in cuts:
+        trainer = make()
+        cfg = trainer.cfg
+        folder = RunFolder(cfg.trainer.default_local_dir)
+        saver = Saver(cfg, folder, trainer.actor, trainer.critic, "data", 1, 1)
+        start = find_start(cfg, folder, "data")
+        assert start.step == step
+        saver.load(start)
+        trainer.restore(start.progress, start.folder)
+        for step in range(start.step + 1, cut + 1):
+            yield step_of(trainer, step, validates)
+        saver.save(step, trainer.progress)
+        folder.release()
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=() if each in ALWAYS else pytest.mark.long) for each in RUNS]
+)
+def test_a_run_stopped_after_every_step_is_the_unbroken_one(arguments, name):
+    make = functools.partial(local.local_trainer, arguments(name))
+    validates, whole = "validated" in name, make()
+    straight = [step_of(whole, step, validates) for step in range(1, STEPS + 1)]
+    assert any(seen["metrics"][RUNS[name][1]] for seen in straight)
+    assert not all(map(torch.equal, *(straight[number]["state"].values() for number in (0, -1))))
+    for step, found in enumerate(stopped_run(make, range(1, STEPS + 1), validates), 1):
+        assert differences(straight[step - 1], found) == {}, f"step {step}"

@@ -292,7 +292,7 @@ def test_a_flipped_bit_in_any_file_is_found(folder, caplog):
         add_digests(folder.step_folder(step))
     newest, random = folder.step_folder(2), Random(0)
     files = [*(file for file in newest.rglob("*") if file.is_file() and file.name != "manifest.json")]
-    assert {file.name for file in files} == {"progress.json", "sampler.npz"}
+    assert {file.name for file in files} == {"progress.json", "sampler.npz", "lengths.npz"}
     for file in files:
         for bit in random.sample(range(8 * file.stat().st_size), 20):
             flip(file, bit)

@@ -16,6 +16,7 @@ import re
 import shutil
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -132,6 +133,8 @@ class RunFolder(Checkpoints):
             file.write(f"pid {os.getpid()} on {socket.gethostname()}, started {time.strftime('%Y-%m-%d %H:%M:%S')}")
             file.flush()
         except OSError as error:
+            with suppress(OSError):  # it would try again to write
+                file.close()
             raise _unwritable(self.path, error) from error
         return file
 

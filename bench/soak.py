@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -51,8 +52,8 @@ _DRIVER_STOPPED_S = 5
 # After so many steps a fault counts as one that the run does not mind.
 _GOES_ON = 10
 _POLL_S = 0.05
-# Metrics that two equal runs share; the rest are times, rates and memory.
-_OF_THE_CLOCK = ("timing", "perf/", "drift/", "memory", "driver/")
+# Metrics in which two equal runs differ: times, rates, memory, and which engine was free for a prompt.
+_OF_THE_CLOCK = ("timing", "perf/", "drift/", "reward/compute_s", "global_seqlen/min", "global_seqlen/max")
 _MEMORY_LIMIT_MB = 1.0
 
 
@@ -157,7 +158,8 @@ def undisturbed(folder: Path, steps: int) -> Run:
     run = begin(folder, "quiet", words(folder, "quiet", steps))
     seen = 0
     while run.process.poll() is None:
-        if (step := run.step()) > seen:
+        # At the last step processes end already.
+        if seen < (step := run.step()) < steps:
             run.sample_memory(seen := step)
         time.sleep(10 * _POLL_S)
     if run.process.returncode:
@@ -192,7 +194,7 @@ def disturbed(folder: Path, options: argparse.Namespace) -> tuple[Run, list[dict
             os.kill(victim, signal.SIGCONT)
         harmless = who == "scorer" or (who, number) == ("driver", signal.SIGSTOP)
         ended, lost = ("goes on", "") if harmless else wait_for_end(run, attempts, step + _GOES_ON)
-        resumed = step if ended == "goes on" else step_after(run, attempts)
+        resumed = step if ended == "goes on" else step_after(run)
         faults.append(
             {
                 "step": step, "signal": number.name, "to": who, "exit code": ended, "cause": lost,
@@ -224,11 +226,15 @@ def wait_for_end(run: Run, before: int, step: int) -> tuple[str, str]:
     return str(found[before]["exit_code"]), cause if len(cause) < 160 else cause[:157] + "…"
 
 
-def step_after(run: Run, before: int) -> int:
+def step_after(run: Run) -> int:
     """The checkpoint from which the run goes on; returns once it has made a step."""
     start = max((int(each.name.rpartition("_")[2]) for each in run.folder.glob("global_step_*")), default=0)
-    # The metrics of steps that are made again are dropped at the start.
-    while run.process.poll() is None and run.step() <= start and len(attempts_of(run)) == before + 1:
+    ended = time.time()
+    while run.process.poll() is None:
+        # The metrics of steps that are made again are there until the run has started.
+        with suppress(OSError):
+            if (run.folder / "metrics.jsonl").stat().st_mtime > ended and run.step() > start:
+                break
         time.sleep(_POLL_S)
     return start
 

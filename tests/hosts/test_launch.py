@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from tests.hosts.hosts import ROOT
+from tests.hosts.hosts import ROOT, wait_until
 
 SCRIPT = f"bash {ROOT}/scripts/ray_start.sh"
 # The driver of a run: says what the cluster is, once per run of it, and then waits to be ended.
@@ -86,3 +86,24 @@ def test_one_line_on_every_node_runs_the_command_once(hosts):
     assert (first.wait(90), second.wait(90)) == (75, 75)
     assert not ray_of(head) + ray_of(worker)
     assert not list(head.shared.glob(".ray_head*"))
+
+
+@pytest.mark.long
+@pytest.mark.fault("A supervised launch gathers anew on all nodes after a kill, and ends on all after one signal")
+def test_a_supervised_launch_gathers_again_and_ends_together(hosts):
+    head, worker, _ = hosts
+    (head.shared / "driver.py").write_text(DRIVER)
+    line = f"exec {SCRIPT} --num-cpus=1 -- python {head.shared}/driver.py"
+    second = worker.start(line, {"RANK": 1, "NNODES": 2, "RESTARTS": 5}, cwd=head.shared)
+    first = head.start(line, {"RANK": 0, "NNODES": 2, "RESTARTS": 5}, cwd=head.shared)
+    first.wait_for("driver sees ['192.0.2.1', '192.0.2.2']", 120)
+    head.check(f"kill -KILL {head.pids('driver.py')[-1]}")
+    for job in (first, second):
+        job.wait_for("attempt 1 ended with exit code 137", 60)
+    seen = "driver sees ['192.0.2.1', '192.0.2.2']"
+    wait_until(lambda: first.output.count(seen) == 2 or first.returncode is not None, "the second attempt", 120)
+    worker.check(f"kill -TERM {worker.pids('-m rltrain.supervise')[0]}")
+    assert (first.wait(90), second.wait(90)) == (75, 75)
+    assert "attempt 2 ended with exit code 75" in first.output
+    assert "stopped: another node was asked to" in first.output
+    assert not ray_of(head) + ray_of(worker)

@@ -70,6 +70,8 @@ class TrainerConfig:
     docs/plugins.md."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """When a loss or gradient is not finite: stop, or skip the optimizer step (three in a row stop)."""
+    collapse_steps: int | None = key(None, least=1)
+    """Stop when all rewards of a step were the same number in so many steps in a row; null: warn after ten."""
     hang_floor_s: float | None = key(1800.0, least=1)
     """A call to the workers that takes longer than hang_factor times the longest of its kind, and than this, ends the
     run; null: never."""

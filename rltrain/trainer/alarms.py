@@ -1,26 +1,35 @@
-"""What a step must not get past in silence: an engine that is not the policy, and updates that are never finite."""
+"""What a step must not get past in silence: an engine that is not the policy or writes what cannot be, rewards that
+tell nothing apart, and updates that are never finite."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
 
-from rltrain.config.schema import RolloutConfig
-from rltrain.errors import NonFiniteError, SyncError
+import numpy as np
+from numpy.typing import NDArray
+
+from rltrain.config.schema import Config
+from rltrain.errors import NonFiniteError, RewardError, SyncError
 from rltrain.trainer.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
 # One bad batch may pass; a model that has diverged gives a loss that is not finite in every step from then on.
 _MOST_SKIPPED_STEPS = 3
+# A policy that knows little may well earn nothing for a few steps.
+_EQUAL_STEPS_TOLD = 10
 
 
 class Alarms:
     """Warns or raises. gap_limit: largest mean difference of a sampled token's log-prob between engine and trainer."""
 
-    def __init__(self, cfg: RolloutConfig, gap_limit: float) -> None:
+    def __init__(self, cfg: Config, gap_limit: float) -> None:
         # Read by the step too, which then asks before the update and not only in its report.
-        self.stops_on_gap = cfg.on_log_prob_gap == "stop"
+        self.stops_on_gap = cfg.actor_rollout_ref.rollout.on_log_prob_gap == "stop"
+        self._collapse_steps = cfg.trainer.collapse_steps
+        self._equal_steps = 0
+        self._told_damaged = False
         self._gap_limit = gap_limit
         self._skipped_in_a_row: Counter[str] = Counter()
 
@@ -38,6 +47,30 @@ class Alarms:
             raise SyncError(text)
         log.warning(text)
         return {"rollout/log_prob_gap/alarm": 1.0}
+
+    def damaged(self, metrics: Metrics) -> None:
+        """Warn of answers that the engine has damaged. A worker stops where they are many."""
+        number = metrics.get("rollout/damaged_answers", 0.0)
+        if number and not self._told_damaged:
+            self._told_damaged = True
+            log.warning(
+                "%d answers had token ids outside the vocabulary or log-probs that are not finite; they count as empty "
+                "(rollout/damaged_answers counts them in every step)", number
+            )  # fmt: skip
+
+    def collapsed(self, scores: NDArray[np.float64]) -> Metrics:
+        """Warn or stop when the scores [n] of a step, and of the steps before it, were all one number."""
+        self._equal_steps = self._equal_steps + 1 if scores.min() == scores.max() else 0
+        text = (
+            f"all answers of each of the last {self._equal_steps} steps had the same reward (now {scores[0]:g}), so "
+            "nothing is learnt from them: the task is too hard or solved, or the reward function does not tell answers "
+            "apart. Look at them with python -m rltrain.view"
+        )
+        if self._equal_steps == self._collapse_steps:
+            raise RewardError(f"{text}. trainer.collapse_steps={self._collapse_steps} stops here; null only warns.")
+        if self._equal_steps == _EQUAL_STEPS_TOLD:
+            log.warning("%s (trainer.collapse_steps=N stops such a run)", text)
+        return {"reward/equal_steps": float(self._equal_steps)}
 
     def skipped(self, role: str, metrics: Metrics) -> None:
         """Stop when ``role`` had to skip an optimizer step in three steps in a row."""

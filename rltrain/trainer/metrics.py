@@ -20,6 +20,7 @@ from rltrain.controller.samples import Samples
 from rltrain.workers.results import GenerationNumbers, UpdateNumbers, largest
 
 Metrics = dict[str, float]
+_DAMAGED = "rollout/damaged_answers"
 _RATES = {"error": c.REWARD_FAILED, "timeout": c.REWARD_TIMEOUT}
 
 
@@ -254,7 +255,7 @@ OF_SYNC = ("perf/weight_sync_gb", "perf/weight_sync_gb_per_s", "rollout/canary_g
 
 def generation_metrics(results: Sequence[GenerationNumbers]) -> Metrics:
     """Seconds of the rollout workers per phase (mean over ranks, ``_max``: slowest rank), pixels and weight sync."""
-    metrics: Metrics = {}
+    metrics: Metrics = {_DAMAGED: float(sum(result.num_damaged for result in results))}
     for name in results[0].seconds:
         seconds = [result.seconds[name] for result in results]
         metrics |= {f"timing_s/{name}": float(np.mean(seconds)), f"timing_s/{name}_max": max(seconds)}
@@ -307,10 +308,10 @@ def rollout_metrics(rounds: Sequence[Samples], num_replicas: int, at_once: int) 
 
 
 def join_rounds(rounds: Sequence[Metrics]) -> Metrics:
-    """Metrics of several rounds of generation: seconds add up; of anything else the newest is kept."""
+    """Metrics of several rounds of generation: seconds and damaged answers add up; of others the newest is kept."""
     joined: Metrics = {}
     for found in rounds:
         for name, value in found.items():
             seconds = name.startswith("timing_s/") or (name.endswith("_s") and not name.endswith("_per_s"))
-            joined[name] = joined.get(name, 0.0) + value if seconds else value
+            joined[name] = joined.get(name, 0.0) + value if seconds or name == _DAMAGED else value
     return joined

@@ -86,7 +86,7 @@ class PPOTrainer:
         self.callbacks = callbacks or Callbacks()
         self.model_sizes = model_sizes
         self._prompts = prompts
-        self._alarms = Alarms(cfg.actor_rollout_ref.rollout, model_sizes["log_prob_gap_limit"])
+        self._alarms = Alarms(cfg, model_sizes["log_prob_gap_limit"])
         self._metrics: Metrics = {}  # of the newest step
         self.on_phase: Callable[[str], None] = lambda name: None
 
@@ -103,6 +103,9 @@ class PPOTrainer:
             early = self._overlap(step)
             samples, metrics = self.experience.collect(timer, early)  # y ~ pi_old(. | x), n answers each, and r(x, y)
             record = StepRecord(step, metrics, bytes_before)
+            # Before any update: a run that stops here still has the weights of the step before.
+            self._alarms.damaged(metrics)
+            record.metrics |= self._alarms.collapsed(samples[c.SCORE])
             if early:
                 record.measured = join(early.measured)
                 record.metrics["perf/overlap_share"] = early.share

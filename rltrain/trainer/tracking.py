@@ -121,7 +121,8 @@ class Sender(threading.Thread):
                 if done and finish:
                     finish(self._sink)
                     return
-            except Exception as error:  # noqa: BLE001 - whatever a tracker raises
+            # Whatever a tracker raises, SystemExit too: a thread that ended would take its entries along in silence.
+            except BaseException as error:  # noqa: BLE001
                 self._tell(error)
                 done = False
             if not done:
@@ -137,7 +138,7 @@ class Sender(threading.Thread):
         for send in entries:  # (a full queue may lose some of them meanwhile)
             try:
                 send(sink)
-            except Exception as error:
+            except BaseException as error:
                 failed.append(send)
                 in_a_row += 1
                 # Raised before attempts are counted: entries are not to blame for a tracker that is down.
@@ -158,7 +159,7 @@ class Sender(threading.Thread):
                         self._lost += 1
         return not failed
 
-    def _tell(self, error: Exception) -> None:
+    def _tell(self, error: BaseException) -> None:
         if not self._told:
             self._told = True
             text = (
@@ -180,8 +181,7 @@ class Tracker:
         # Each tracker's own name of this run. A resumed run goes on under it, a new one starts anew.
         self._ids_file = run.folder / "tracking.json"
         # A run from step 0 is a new one: under the old name its steps would mix with those of the run before.
-        known = run.first_step and self._ids_file.exists()
-        self._ids: dict[str, str] = json.loads(self._ids_file.read_text()) if known else {}
+        self._ids = _read_ids(self._ids_file) if run.first_step else {}
         self._ids_lock = threading.Lock()
         self._senders: list[Sender] = []
         self._summary: dict[str, float] = {}
@@ -199,8 +199,12 @@ class Tracker:
             with self._ids_lock:
                 self._ids[name] = sink.run_id
                 temporary = self._ids_file.with_suffix(".tmp")
-                temporary.write_text(json.dumps(self._ids, indent=1))
-                temporary.replace(self._ids_file)
+                try:
+                    temporary.write_text(json.dumps(self._ids, indent=1))
+                    temporary.replace(self._ids_file)
+                # The tracker works; making it again would begin a run with every attempt.
+                except OSError as error:
+                    log.warning("%s cannot be written, so a resumed run begins new tracker runs: %s", temporary, error)
         return sink
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -255,6 +259,15 @@ def missing_package(logger: str) -> str | None:
     """What to install before ``trainer.logger`` may name ``logger``, or None."""
     package = LOGGERS[logger]
     return package if package and importlib.util.find_spec(package) is None else None
+
+
+def _read_ids(file: Path) -> dict[str, str]:
+    try:
+        found = json.loads(file.read_text()) if file.exists() else {}
+        return {str(name): str(each) for name, each in found.items()}
+    except (OSError, ValueError, AttributeError) as error:
+        log.warning("%s cannot be read, so trackers begin new runs: %s", file, error)
+        return {}
 
 
 def _step_of(line: str) -> int:

@@ -55,12 +55,14 @@ class GenerationNumbers:
     """Of a generation. per_sample: numbers of the answers that this rank returns, ``slot`` among them, or nothing.
 
     seconds: by phase. sync: of the weights, where they had changed. image_bytes: of pixels that the trainer gets.
+    num_damaged: answers that were emptied, because the engine gave them tokens or log-probs that cannot be.
     """
 
     seconds: dict[str, float]
     sync: SyncReport | None = None
     per_sample: dict[str, Array] = field(default_factory=dict)
     image_bytes: int = 0
+    num_damaged: int = 0
 
 
 def largest(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:

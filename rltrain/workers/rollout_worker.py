@@ -45,6 +45,8 @@ from rltrain.workers.weight_sync import WeightSync
 
 # After every sync, engine and trainer are compared on this many tokens of a prompt, behind its images.
 _CANARY_TOKENS = 64
+# An engine that damages more than this share of the answers of a call is not to be trusted with the others.
+_MOST_DAMAGED = 0.01
 _NOTHING = np.zeros(0, dtype=np.int32)
 
 
@@ -155,7 +157,7 @@ class RolloutWorker(Rollout):
         numbers = GenerationNumbers(seconds, sync)
         if not queue.taken or not self._replica.leads:
             return Batch(), [], numbers
-        self._validate_answers(generation.tokens, generation.log_probs)
+        generation, num_damaged = self._without_damaged(generation)
         slots = np.concatenate([job.place * task.num_samples + job.samples for job in queue.taken])
         # Which replica took a job, and when, depends on time; the order of slots does not.
         order = np.argsort(slots)
@@ -182,7 +184,7 @@ class RolloutWorker(Rollout):
             c.ABORTED: generation.aborted.numpy()[order],
             c.ENDED_S: generation.seconds.numpy()[order],
         }
-        return payload, texts, replace(numbers, per_sample=per_sample)
+        return payload, texts, replace(numbers, per_sample=per_sample, num_damaged=num_damaged)
 
     def _bring_weights(self) -> tuple[float, SyncReport | None]:
         """Sync once per policy version. Returns seconds, and what the sync says of itself."""
@@ -221,6 +223,8 @@ class RolloutWorker(Rollout):
         return JobQueue(jobs, num_dealt, replica, self._store, key, task.enough, task.must, prepare)
 
     def _hand_out(self, job: Job, answers: list[list[int]]) -> None:
+        # Those that `_without_damaged` will empty cannot all be decoded.
+        answers = [answer if self._known(answer) else [] for answer in answers]
         if job.given:
             answers = [[*part.tolist(), *answer] for part, answer in zip(job.given, answers, strict=True)]
         self._finished.put((job, self.encoder.decode_batch(answers)))
@@ -246,6 +250,7 @@ class RolloutWorker(Rollout):
         samples = np.concatenate([nothing, *(job.samples for job, _ in found)])
         return texts, Finished(places, samples, done)
 
+<<<<<<< HEAD
     def save_answers(self, batch: Batch, file: str) -> None:
         """See `write_answers`."""
         write_answers(batch, file)
@@ -257,12 +262,33 @@ class RolloutWorker(Rollout):
         return payload, texts, numbers
 
     def _validate_answers(self, tokens: Ragged, log_probs: Ragged) -> None:
+=======
+    def _known(self, answer: list[int]) -> bool:
+        return not answer or (min(answer) >= 0 and max(answer) < self._vocabulary)
+
+    def _without_damaged(self, generation: Generation) -> tuple[Generation, int]:
+        """Empty every answer with a token that the model does not have, or a log-prob that is not finite; their number.
+
+        An empty answer has no loss. Raises NonFiniteError where they are more than a few.
+        """
+        tokens, log_probs = generation.tokens, generation.log_probs
+>>>>>>> 031072c (Damaged answers, rewards that never differ and trackers that end their thread are told, counted and bounded)
         outside = (tokens.values < 0) | (tokens.values >= self._vocabulary)
-        if bool(outside.any()) or not bool(log_probs.values.isfinite().all()):
+        damaged = tokens.like(outside | ~log_probs.values.isfinite()).sum() > 0
+        number, count = int(damaged.sum()), len(damaged)
+        if not number:
+            return generation, 0
+        if number > _MOST_DAMAGED * count:
             raise NonFiniteError(
-                f"the rollout engine '{self._rollout.name}' returned token ids outside the vocabulary of "
-                f"{self._vocabulary} or log-probs that are not finite; its weights are probably damaged."
+                f"{number} of {count} answers of the rollout engine '{self._rollout.name}' have token ids outside the "
+                f"vocabulary of {self._vocabulary} ({int(outside.sum())} tokens) or log-probs that are not finite: its "
+                "weights are damaged, or the engine is. At the first step look at the files of "
+                "actor_rollout_ref.model.path; later, resume from an older checkpoint with "
+                "trainer.resume_mode=resume_path."
             )
+        lengths, kept = tokens.lengths * ~damaged, tokens.broadcast(~damaged).values
+        sound = [Ragged(each.values[kept], lengths) for each in (tokens, log_probs)]
+        return replace(generation, tokens=sound[0], log_probs=sound[1]), number
 
 
 def log_prob_gap_limit(cfg: Config, device: Device) -> float:

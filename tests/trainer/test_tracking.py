@@ -165,6 +165,48 @@ def test_a_resumed_run_goes_on_in_the_same_tracker_run(tmp_path, recorded):
     assert json.loads((tmp_path / "tracking.json").read_text()) == {"wandb": "id-1"}
 
 
+def test_a_damaged_list_of_tracker_runs_begins_new_ones(tmp_path, recorded, caplog):
+    for damage in ("", "[1]", "\ufffd{"):
+        (tmp_path / "tracking.json").write_text(damage)
+        with tracker(tmp_path, ["wandb"], 2):
+            pass
+    assert [run.run_id for run, _ in recorded] == [None] * 3
+    assert caplog.text.count("so trackers begin new runs") == 3
+
+
+@pytest.mark.fault("A tracker that cannot write is told once, and the run and its metrics.jsonl go on")
+def test_trackers_that_cannot_write_are_told_once(tmp_path, recorded, caplog, monkeypatch):
+    """A file is in the place of TensorBoard's folder, and a folder in that of the list of ids."""
+    (tmp_path / "tensorboard").write_text("")
+    (tmp_path / "tracking.tmp").mkdir()
+    with tracker(tmp_path, ["tensorboard", "wandb"]) as track:
+        for step in range(1, 4):
+            track.log(step, METRICS)
+        until(lambda: caplog.text.count("tracker 'tensorboard' failed (") == 1 and len(recorded) == 1)
+        monkeypatch.setattr(tracking, "_CLOSE_S", 0.2)
+    assert [sink.arrived for _, sink in recorded] == [[1, 2, 3, "finished"]]
+    assert caplog.text.count("so a resumed run begins new tracker runs") == 1
+    assert "tracker 'tensorboard': not finished, 3 entries did not arrive" in caplog.text
+    (tmp_path / "tensorboard").unlink()
+    until(lambda: not tracking.hanging())  # it is still tried
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+def test_a_tracker_that_ends_its_thread_is_tried_again(caplog):
+    calls = []
+
+    def log(step):
+        calls.append(step)
+        if len(calls) < 3:
+            raise SystemExit("no account")
+
+    sender = Sender("rude", Recorder, pauses_s=(0.01, 0.02))
+    sender.put(lambda sink: log(1))
+    finish(sender)
+    assert calls == [1, 1, 1]
+    assert "tracker 'rude' failed (SystemExit: no account)" in caplog.text
+
+
 def test_a_run_that_fails_is_not_marked_as_finished(tmp_path, recorded):
     with pytest.raises(ZeroDivisionError), tracker(tmp_path, ["wandb"]):
         raise ZeroDivisionError

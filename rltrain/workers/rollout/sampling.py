@@ -81,7 +81,8 @@ def _search(weights: Tensor, sums: Tensor, noise: Tensor) -> Tensor:
     inside = weights.gather(-1, places.masked_fill(outside, 0)).masked_fill_(outside, 0).cumsum(-1)
     # The two sums round differently, and the remainder must stay below the block's own total.
     left = torch.minimum(target - before, inside[:, -1:] * _BELOW_ONE)
-    return block * _BLOCK + _first_above(inside, left)
+    # NaN exceeds nothing, and a search past the end of the vocabulary would hide it behind an error of the gather.
+    return (block * _BLOCK + _first_above(inside, left)).clamp(max=weights.shape[-1] - 1)
 
 
 def _first_above(totals: Tensor, target: Tensor) -> Tensor:

@@ -1,0 +1,92 @@
+"""What ends a run instead of spoiling it: an engine that writes what cannot be, rewards that never differ."""
+
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rltrain.errors import NonFiniteError, RewardError
+from rltrain.ragged import Ragged
+from rltrain.trainer.alarms import Alarms
+from tests.tiny import SPECIALS, small_config
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+
+def damage(trainer, token=None, log_prob=None, answer=3):
+    """The engine writes ``token``, or says ``log_prob``, at the first place of one answer of every generation."""
+    engine = trainer.worker.rollout.engine
+    generate = engine.generate
+
+    def damaged(source, sampling, finished=None):
+        made = generate(source, sampling, finished)
+        found = {"tokens": made.tokens, "log_probs": made.log_probs}
+        for name, value in (("tokens", token), ("log_probs", log_prob)):
+            if value is not None:
+                changed = found[name].values.clone()
+                changed[int(made.tokens.offsets[answer])] = value
+                found[name] = found[name].like(changed)
+        return replace(made, **found)
+
+    engine.generate = damaged
+
+
+@pytest.mark.parametrize("what", [{"token": 20}, {"token": -1}, {"log_prob": float("nan")}, {"log_prob": -np.inf}])
+def test_a_damaged_answer_is_empty_and_counted(tiny_trainer, monkeypatch, caplog, what):
+    monkeypatch.setattr("rltrain.workers.rollout_worker._MOST_DAMAGED", 0.1)
+    trainer = tiny_trainer()
+    damage(trainer, **what)
+    batch, texts, numbers = trainer.worker.rollout.generate(trainer.experience_task())
+    assert numbers.num_damaged == 1
+    assert numbers.per_sample["response_length"][3] == 0
+    assert texts[3] == ""
+    assert batch.ragged("response").lengths.bool().sum() == 15
+    assert isinstance(batch.ragged("rollout_log_probs"), Ragged)
+    for step in (1, 2):
+        metrics = trainer.step(step)
+        assert metrics["rollout/damaged_answers"] == 1
+        assert np.isfinite(metrics["actor/grad_norm"])
+    (told,) = [record for record in caplog.records if "they count as empty" in record.getMessage()]
+    assert told.getMessage().startswith("1 answers had")
+
+
+def test_an_engine_that_damages_many_answers_stops_the_run(tiny_trainer):
+    trainer = tiny_trainer()
+    damage(trainer, token=20)
+    with pytest.raises(NonFiniteError, match="1 of 16 answers of the rollout engine 'hf' have token ids outside"):
+        trainer.step(1)
+
+
+@pytest.mark.fault("Weights with NaN in the model's file end the run before it learns, exit 70")
+def test_a_model_file_with_nan_is_not_trained_on(tiny_model, tiny_trainer, tmp_path):
+    """One row of the table of embeddings: that of a digit which the first prompt does not have."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model, model)
+    weights = load_file(model / "model.safetensors")
+    table = weights["model.embed_tokens.weight"]
+    config = (model / "config.json").read_text().replace('"tie_word_embeddings": true', '"tie_word_embeddings": false')
+    (model / "config.json").write_text(config)
+    weights["lm_head.weight"] = table.clone()
+    table[len(SPECIALS) + 1] = torch.nan
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    trainer = tiny_trainer(actor_rollout_ref__model__path=model, data__shuffle=False)
+    with pytest.raises(NonFiniteError, match=r"answers of the rollout engine 'hf' have .*look at the files of"):
+        trainer.step(1)
+
+
+def test_rewards_that_never_differ_stop_the_run(tiny_trainer):
+    trainer = tiny_trainer(lambda row, score: 0.0, trainer__collapse_steps=2)
+    assert trainer.step(1)["reward/equal_steps"] == 1
+    with pytest.raises(RewardError, match=r"the last 2 steps had the same reward \(now 0\).*trainer.collapse_steps=2"):
+        trainer.step(2)
+
+
+def test_without_a_limit_equal_rewards_are_told_once(caplog):
+    alarms = Alarms(small_config(), 1.0)
+    equal, other = np.ones(4), np.arange(4.0)
+    found = [alarms.collapsed(each)["reward/equal_steps"] for each in [equal] * 9 + [other] + [equal] * 25]
+    assert found == [*range(1, 10), 0, *range(1, 26)]
+    assert len([record for record in caplog.records if "trainer.collapse_steps=N" in record.getMessage()]) == 1

@@ -250,7 +250,6 @@ class RolloutWorker(Rollout):
         samples = np.concatenate([nothing, *(job.samples for job, _ in found)])
         return texts, Finished(places, samples, done)
 
-<<<<<<< HEAD
     def save_answers(self, batch: Batch, file: str) -> None:
         """See `write_answers`."""
         write_answers(batch, file)
@@ -261,8 +260,6 @@ class RolloutWorker(Rollout):
         texts = self.encoder.decode_batch([row.tolist() for row in payload.ragged(c.RESPONSE).rows()])
         return payload, texts, numbers
 
-    def _validate_answers(self, tokens: Ragged, log_probs: Ragged) -> None:
-=======
     def _known(self, answer: list[int]) -> bool:
         return not answer or (min(answer) >= 0 and max(answer) < self._vocabulary)
 
@@ -272,7 +269,6 @@ class RolloutWorker(Rollout):
         An empty answer has no loss. Raises NonFiniteError where they are more than a few.
         """
         tokens, log_probs = generation.tokens, generation.log_probs
->>>>>>> 031072c (Damaged answers, rewards that never differ and trackers that end their thread are told, counted and bounded)
         outside = (tokens.values < 0) | (tokens.values >= self._vocabulary)
         damaged = tokens.like(outside | ~log_probs.values.isfinite()).sum() > 0
         number, count = int(damaged.sum()), len(damaged)

@@ -1,18 +1,20 @@
-"""SIGINT and SIGTERM, from the first line of the program to its last.
+"""SIGINT, SIGTERM and SIGUSR1, from the first line of the program to its last.
 
 A step that is cut short is lost, and schedulers signal minutes before they kill. So the first signal lets a step finish
 and be saved. A second signal ends the run at once, and so does the first one if nothing would be lost. The signal
-handler itself only notes the request or raises, because the program may be anywhere when the signal arrives.
+handler itself only notes the request or raises, because the program may be anywhere when the signal arrives. Where the
+time until the kill is known (`Stop.notice_s`), a step that does not fit into it is left, and at its end all ends.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +26,12 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _ONE_REQUEST_S = 0.5
 # How long it may take to end the workers of a run that is to stop at once.
 _CLEAN_UP_S = 20.0
+# The share of the notice that is kept for ending the workers.
+_KEPT_SHARE = 0.1
+
+
+class StepLeft(Exception):
+    """The step under way is not worth finishing: it would not be saved before the kill."""
 
 
 class Stop:
@@ -31,19 +39,23 @@ class Stop:
 
     While ``finishing`` names work to be finished first, a signal only sets ``requested``. A second signal, or the first
     one without such work, raises `Interrupted` in the main thread. Ray may turn that error into another one on its way,
-    so ``at_once`` records that it was raised.
+    so ``at_once`` records that it was raised. notice_s: how long the process may live after the first signal. leaves():
+    what to say where the step under way should be left for that, or nothing.
     """
 
     def __init__(self) -> None:
         self._done = "before training began; the same command starts it again"
-        self._timer: threading.Timer | None = None
+        self._timers: list[threading.Timer] = []
+        self.notice_s: float | None = None
+        self.leaves: Callable[[], str] = str
         self.begin()
 
     def begin(self) -> None:
         """Nothing has been asked for yet."""
         self.requested = False
         self.at_once = False
-        self.finishing = ""
+        self.save_requested = False
+        self.finishing = self._expired = ""
         self._received: set[int] = set()
         self._requested_at = 0.0
 
@@ -53,6 +65,18 @@ class Stop:
         # 130 is what a shell reports for Ctrl-C (128 + SIGINT), 75 is EX_TEMPFAIL of sysexits.h: try again later.
         return 130 if signal.SIGINT in self._received else 75
 
+    @property
+    def left_s(self) -> float:
+        """Seconds until a run that has been asked to stop is cut off; infinite where no notice is known."""
+        if not self.requested or self.notice_s is None:
+            return math.inf
+        return self._requested_at + self.notice_s - self._kept_s - time.monotonic()
+
+    @property
+    def _kept_s(self) -> float:
+        """The end of the notice, for ending the workers."""
+        return min(_CLEAN_UP_S, _KEPT_SHARE * (self.notice_s or math.inf))
+
     def reached(self, step: int, total: int, saved: int) -> None:
         """``step`` of ``total`` steps are done, and ``saved`` are in a checkpoint."""
         lost = "" if saved == step else f" after step {saved}, the newest that is saved"
@@ -60,12 +84,14 @@ class Stop:
 
     def interrupted(self) -> Interrupted:
         """What to raise when the run has stopped."""
-        return Interrupted(f"stopped {self._done}", self.exit_code)
+        return Interrupted(f"stopped {self._done}{self._expired}", self.exit_code)
 
     def check(self) -> None:
-        """Raise where a signal has asked for it and nothing has to be finished first."""
+        """Raise where a signal has asked for it and nothing has to be finished first. StepLeft: see ``leaves``."""
         if self.at_once or (self.requested and not self.finishing):
             raise self.interrupted()
+        if self.requested and (why := self.leaves()):
+            raise StepLeft(why)
 
     def handle(self, number: int, _frame: object) -> None:
         """The signal handler."""
@@ -77,13 +103,31 @@ class Stop:
         if self.finishing and not self.requested:
             self.requested, self._requested_at = True, now
             log.warning("%s: %s, then stopping (again: stop at once)", signal.Signals(number).name, self.finishing)
+            if self.notice_s is not None:
+                self._after(self.left_s, self._expire)
             return
+        self._requested_at = self._requested_at if self.requested else now
         self.requested = self.at_once = True
         # The clean-up may hang in a call below Python, where no exception arrives; a thread can still end the process.
-        self._timer = threading.Timer(_CLEAN_UP_S, self._give_up)
-        self._timer.daemon = True
-        self._timer.start()
+        self._after(min(_CLEAN_UP_S, max(self.left_s, 0.0) + self._kept_s), self._give_up)
         raise self.interrupted()
+
+    def ask_to_save(self, number: int, _frame: object) -> None:
+        """The handler of SIGUSR1."""
+        self.save_requested = True
+        step = "this step" if self.finishing else "the next step"
+        log.warning("%s: saving after %s, then going on", signal.Signals(number).name, step)
+
+    def _after(self, seconds: float, do: Callable[[], None]) -> None:
+        timer = threading.Timer(seconds, do)
+        timer.daemon = True
+        timer.start()
+        self._timers.append(timer)
+
+    def _expire(self) -> None:
+        self._expired = f" (trainer.stop_notice_s={self.notice_s:g} is over)"
+        # A thread cannot raise in the main one; a second signal does.
+        os.kill(os.getpid(), signal.SIGTERM)
 
     def _give_up(self) -> None:
         # Neither logging nor print: the main thread may hold their locks.
@@ -99,11 +143,17 @@ class Stop:
         # While this names work, a signal only sets `requested`: an exception in the middle of Ray's start would leave
         # half of it running.
         real, self.finishing = signal.signal, finishing
+        # What Ray starts inherits that SIGUSR1 is ignored: schedulers send it to all processes of a job.
+        saves = signal.getsignal(signal.SIGUSR1) == self.ask_to_save
+        if saves:
+            real(signal.SIGUSR1, signal.SIG_IGN)
         signal.signal = lambda number, _handler: signal.getsignal(number)  # type: ignore[assignment]
         try:
             yield
         finally:
             signal.signal, self.finishing = real, ""
+            if saves:
+                signal.signal(signal.SIGUSR1, self.ask_to_save)
             # Below Python, Ray has put its own handlers over ours all the same.
             for number in _SIGNALS:
                 if signal.getsignal(number) == self.handle:
@@ -112,8 +162,8 @@ class Stop:
 
     def end(self) -> None:
         """The run has ended: there is nothing left to cut short."""
-        if self._timer:
-            self._timer.cancel()
+        for timer in self._timers:
+            timer.cancel()
 
 
 @contextmanager
@@ -130,6 +180,7 @@ def listen(stop: Stop | None = None) -> Iterator[Stop]:
         return
     stop.begin()
     before: dict[int, Any] = {number: signal.signal(number, stop.handle) for number in _SIGNALS}
+    before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, stop.ask_to_save)
     try:
         yield stop
     finally:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import threading
 import time
 
@@ -91,3 +92,34 @@ def test_the_exit_code_is_right_whatever_ray_makes_of_a_signal(monkeypatch, caps
     monkeypatch.setattr("rltrain.main_ppo._run", torn)
     assert main([]) == 130
     assert capsys.readouterr().err == "stopped before training began; the same command starts it again\n"
+
+
+def test_sigusr1_asks_for_a_save_and_the_run_goes_on(stop):
+    signal.raise_signal(signal.SIGUSR1)
+    assert stop.save_requested
+    stop.check()
+    assert not stop.requested
+
+
+@pytest.mark.fault("What is not saved when trainer.stop_notice_s is over ends the run then, exit 75")
+def test_the_end_of_the_notice_ends_the_run(stop):
+    stop.notice_s = 1.0
+    stop.reached(3, 6, 2)
+    stop.finishing = "finishing this step, saving"
+    started = time.monotonic()
+    signal.raise_signal(signal.SIGTERM)
+    assert 0.8 < stop.left_s < 1
+    with pytest.raises(Interrupted, match=r"after step 2, .* saved \(trainer.stop_notice_s=1 is over\)$") as caught:
+        time.sleep(5)
+    assert caught.value.exit_code == 75
+    assert time.monotonic() - started < 2
+
+
+def test_ray_starts_processes_that_sigusr1_does_not_end(stop):
+    with stop.keeping_handlers("starting Ray"):
+        child = subprocess.Popen(["sleep", "60"])
+    child.send_signal(signal.SIGUSR1)
+    assert child.poll() is None
+    child.terminate()
+    assert child.wait(10) == -signal.SIGTERM
+    assert signal.getsignal(signal.SIGUSR1) == stop.ask_to_save

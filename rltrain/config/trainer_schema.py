@@ -49,6 +49,9 @@ class TrainerConfig:
     """Save every so many steps; -1: only at the end."""
     save_at_end: bool = True
     """Save when the run ends or is stopped by a signal."""
+    stop_notice_s: float | None = key(None, least=1)
+    """Seconds from the first SIGTERM or Ctrl-C to the kill: a step that does not fit is left, and the one before it is
+    saved; null: a step is always finished."""
     default_local_dir: str = "checkpoints/${trainer.project_name}/${trainer.experiment_name}"
     """Run folder: checkpoints, metrics, logs. On several nodes it must be storage that all of them see."""
     max_actor_ckpt_to_keep: int | None = 3

@@ -262,6 +262,11 @@ class WorkerGroup:
         return Handle[Any](self, phase, [[each] for each in references]).collect()
 
     @property
+    def ranks(self) -> dict[tuple[str, int], int]:
+        """By host and process id."""
+        return {(who["node"], who["pid"]): rank for rank, who in enumerate(self._who)}
+
+    @property
     def hosts(self) -> list[str]:
         """The machines of the workers, by name."""
         return list(dict.fromkeys(who["node"] for who in self._who))
@@ -331,6 +336,10 @@ class WorkerGroup:
     ) -> list[_Result]:
         """Run ``method`` with the same arguments on all ranks, and wait for all results."""
         return self.submit([bind(method, *args, **kwargs)]).collect()
+
+    def interject(self, method: Callable[[_Role], None]) -> None:
+        """Run ``method`` on the first worker, beside whatever call it is busy with. Nobody waits for it."""
+        self.workers[0].poll.remote(bind(method))
 
     def stop(self) -> None:
         """End all workers, the orderly way if they still answer."""

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from rltrain.controller.calls import Call
 from rltrain.controller.lifeline import AGAIN
 from rltrain.controller.parcels import cut_parcels
+from rltrain.controller.processes import Node, this_node
 from rltrain.controller.samples import Request, StoredRows, assemble
 from rltrain.device import COLLECTIVE_TIMEOUT, load_backend
 from rltrain.env import adopt, see_own_device, use_interface
@@ -114,6 +115,11 @@ class _Host:
         """Leave the process group together."""
         dist.barrier()
         dist.destroy_process_group()
+
+    @ray.method(concurrency_group="control")
+    def measure(self) -> Node:
+        """What the processes of this node hold."""
+        return this_node()
 
     @ray.method(concurrency_group="control")
     def stacks(self) -> str:

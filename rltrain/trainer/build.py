@@ -27,6 +27,7 @@ from rltrain.controller.failures import node_watch
 from rltrain.controller.group import WorkerGroup
 from rltrain.controller.hang import Deadlines
 from rltrain.controller.lifeline import unless_lost, watching
+from rltrain.controller.processes import ask_nodes
 from rltrain.controller.sample_writer import WriterProcess
 from rltrain.data.chat import ChatEncoder, chat_encoder
 from rltrain.data.custom import EpochSampler, custom_rows
@@ -46,6 +47,7 @@ from rltrain.trainer.archive import Archive, keeps_samples
 from rltrain.trainer.callbacks import Callbacks
 from rltrain.trainer.changes import tell_changes, write_config
 from rltrain.trainer.checkpoint import RunFolder
+from rltrain.trainer.drift import Drift
 from rltrain.trainer.experience import Experience
 from rltrain.trainer.health import look_at_nodes, refuse, try_collectives
 from rltrain.trainer.plan import ImageSizes, Plan, describe, make_plan
@@ -90,6 +92,7 @@ def build(
     """
     stop = stop or Stop()
     cfg = loaded.config
+    stop.notice_s = cfg.trainer.stop_notice_s
     with ExitStack() as closing:
         # Entered first, so that it ends last and train.log has what the other ends say.
         closing.enter_context(logs.session())
@@ -172,7 +175,7 @@ def _start(
     deadlines = Deadlines(cfg.trainer.hang_floor_s, cfg.trainer.hang_factor, folder.path / "incidents")
     # A scorer that does not work is better known before models are loaded.
     with logs.waiting("trying the scorers on a row of every data source"):
-        pool = start_pool(cfg, plan.num_reward_workers, splits, folder.path)
+        pool = start_pool(cfg, plan.num_reward_workers, splits, folder.path, stop.check)
     rollout = cfg.actor_rollout_ref.rollout
     graphs = rollout.name != "hf" and not rollout.enforce_eager
     environment = worker_environment(device.kind, threads, rollout.name, graphs=graphs)
@@ -213,7 +216,8 @@ def _start(
         closing.callback(unless_lost(lambda: archive.close(wait=not stop.at_once)))
     # As a context and not as a callback, because a tracker must learn whether the run failed.
     closing.enter_context(tracker)
-    return Trainer(cfg, plan, folder, stop, start.step, ExitStack(), ppo, tracker, saver, owes_validation)
+    drift = Drift(lambda: ask_nodes(group.workers, group.nodes), group.ranks)
+    return Trainer(cfg, plan, folder, stop, start.step, ExitStack(), ppo, tracker, saver, drift, owes_validation)
 
 
 def make_trainer(
@@ -264,14 +268,16 @@ def sampler_of(cfg: Config, plan: Plan, rows: Rows, *, trial: bool = False) -> S
     return sampler
 
 
-def start_pool(cfg: Config, num_workers: int, splits: dict[str, Any], folder: Path) -> RewardPool | None:
+def start_pool(
+    cfg: Config, num_workers: int, splits: dict[str, Any], folder: Path, check: Callable[[], None] = lambda: None
+) -> RewardPool | None:
     """The rule scorers, tried on one row of every data source; None where a reward model alone decides.
 
-    What they print goes to ``reward.log`` in ``folder``.
+    What they print goes to ``reward.log`` in ``folder``. check: see `RewardPool`.
     """
     if not cfg.reward_model.runs_scorers:
         return None
-    pool = RewardPool(cfg, num_workers, splits, folder / "reward.log", node_watch())
+    pool = RewardPool(cfg, num_workers, splits, folder / "reward.log", node_watch(), check)
     for split in splits:
         scores = pool.check(split)
         if split == "train":

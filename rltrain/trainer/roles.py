@@ -218,6 +218,10 @@ class Policy(_Remote):
         answers.attach(self._answers(0, payload, texts, np.arange(len(answers)), pictures=True))
         return answers
 
+    def give_up(self) -> None:
+        """Have a generation that is under way end; its answers are not wanted."""
+        self._group.interject(roles.Rollout.give_up)
+
     def log_probs(self, samples: Samples, layout: Layout, ranks: range | None = None) -> Pass:
         """Attach ``old_log_probs`` and the rollout correction. Moments: entropy, mismatch and correction."""
         made = [c.OLD_LOG_PROBS]

@@ -7,6 +7,7 @@ even if saving fails. Left out: going on after an error within the same process;
 
 from __future__ import annotations
 
+import logging
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,13 +15,17 @@ from typing import Any
 
 from rltrain.config.schema import Config
 from rltrain.errors import ConfigError, RewardError
-from rltrain.stop import Stop, listen
+from rltrain.stop import StepLeft, Stop, listen
 from rltrain.trainer.checkpoint import RunFolder
+from rltrain.trainer.drift import Drift
 from rltrain.trainer.metrics import Metrics
+from rltrain.trainer.notice import Notice
 from rltrain.trainer.plan import Plan
 from rltrain.trainer.ppo import PPOTrainer
 from rltrain.trainer.saving import Saver
 from rltrain.trainer.tracking import Tracker
+
+log = logging.getLogger(__name__)
 
 
 class Trainer:
@@ -42,6 +47,7 @@ class Trainer:
         ppo: PPOTrainer | None = None,
         tracker: Tracker | None = None,
         saver: Saver | None = None,
+        drift: Drift | None = None,
         owes_validation: bool = False,
     ) -> None:
         self.config = config
@@ -53,8 +59,10 @@ class Trainer:
         self._ppo, self._tracker, self._saver = ppo, tracker, saver
         # A signal has cut the validation of `num_steps` short, and `fit` makes up for it.
         self._owes_validation = owes_validation
-        if ppo and tracker:
-            ppo.on_phase = tracker.phase
+        self._drift = drift
+        self._notice = Notice(stop)
+        if ppo:
+            ppo.on_phase = self._phase
 
     @property
     def ppo(self) -> PPOTrainer:
@@ -70,6 +78,10 @@ class Trainer:
                 "trainer.experiment_name."
             )
         return self._ppo, self._tracker, self._saver
+
+    def _phase(self, name: str) -> None:
+        self._started[1].phase(name)
+        self._notice.phase(name)
 
     def step(self) -> Metrics:
         """Make the next step of the plan; returns its metrics, which the trackers get as well."""
@@ -123,25 +135,23 @@ class Trainer:
             # out.
             if stop.requested:
                 break
-            stop.finishing = "finishing this step, saving"
-            # The progress before the step, because a step draws prompts and adapts the KL weight before a reward can
-            # fail.
-            started, before = time.perf_counter(), ppo.progress
+            started, stop.finishing = time.perf_counter(), "finishing this step, saving"
             try:
-                metrics = ppo.step(step)
-            # A reward fails before any update of the step, so the weights are still those of the step before and worth
-            # saving. After an error of the workers they may be half updated.
-            except RewardError:
-                saver.rescue(step - 1, before)
-                raise
+                metrics = self._step(ppo, saver, step)
+            except StepLeft as left:
+                log.warning("%s", left)
+                stop.reached(done, total, saver.last_step)
+                break
             done, last = step, step == total
             self.num_steps = step
             untested = ppo.rewards.has_validation and trainer.test_freq > 0 and (last or step % trainer.test_freq == 0)
             try:
                 # Saved first: validation wakes the engine, which then keeps its weights for the next step.
-                if saver.due(step, last or stop.requested):
+                if saver.due(step, last or stop.requested) or stop.save_requested:
                     ppo.on_phase("save_checkpoint")
+                    stop.save_requested = False
                     metrics |= saver.save(step, ppo.progress)
+                    self._notice.saved(metrics["timing_s/save_checkpoint"])
                 stop.reached(step, total, saver.last_step)
                 if saver.last_step == step:
                     # Everything is saved, so from here on a signal may end the run at once, in the middle of a
@@ -160,6 +170,23 @@ class Trainer:
             stop.reached(done, total, done)
         # A run that lacks its last validation has not got to its end, though all steps are made.
         return done == total and not untested
+
+    def _step(self, ppo: PPOTrainer, saver: Saver, step: int) -> Metrics:
+        # The progress before the step, because a step draws prompts and adapts the KL weight before a reward can fail.
+        before = ppo.progress
+        if self._drift:
+            self._drift.begin(step)
+        try:
+            with self._notice.of_step(step):
+                metrics = ppo.step(step)
+            return metrics | self._drift.metrics(step, metrics) if self._drift else metrics
+        # Both come before any update of the step, so the weights are still those of the step before and worth saving.
+        # After an error of the workers they may be half updated.
+        except (RewardError, StepLeft) as error:
+            if isinstance(error, StepLeft):
+                ppo.actor.give_up()
+            saver.rescue(step - 1, before)
+            raise
 
     def close(self) -> None:
         """End what `build` has started. A second call does nothing."""

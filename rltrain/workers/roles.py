@@ -74,6 +74,9 @@ class Rollout(Protocol):
     def load_answers(self, file: str) -> tuple[Batch, list[str], dict[str, Array]]:
         """Read them back: payload columns, the answers as text, and numbers."""
 
+    def give_up(self) -> None:
+        """Have `generate` of all ranks end, now and from now on. Runs beside it."""
+
 
 class Advantages(Protocol):
     """Token-level advantages, computed where the tokens are: `HybridWorker`."""

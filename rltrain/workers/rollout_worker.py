@@ -37,7 +37,7 @@ from rltrain.workers.results import Array, GenerationNumbers, SyncReport
 from rltrain.workers.roles import Rollout
 from rltrain.workers.rollout.base import Generation, Job, RolloutEngine
 from rltrain.workers.rollout.pictures import PicturesOfTask
-from rltrain.workers.rollout.queue import JobQueue, make_replica, samples_per_job
+from rltrain.workers.rollout.queue import JobQueue, give_up, make_replica, samples_per_job
 from rltrain.workers.rollout.settings import EngineSettings, make_engine
 from rltrain.workers.rollout.waiting import read_answers, write_answers
 from rltrain.workers.tasks import Finished, GenerateTask
@@ -51,7 +51,7 @@ _NOTHING = np.zeros(0, dtype=np.int32)
 
 
 class RolloutWorker(Rollout):
-    """Every method but `take_finished` is called on all ranks at once.
+    """Every method but `take_finished` and `give_up` is called on all ranks at once.
 
     policy: the training weights. version: counts the optimizer steps made on the weights. text_log_probs: log-probs of
     a text by the trainer.
@@ -68,6 +68,8 @@ class RolloutWorker(Rollout):
         text_log_probs: Callable[[EncodedPrompt], Tensor],
     ) -> None:
         self._rollout = cfg.actor_rollout_ref.rollout
+        # Asking for it costs a little with every token.
+        self._can_be_given_up = cfg.trainer.stop_notice_s is not None
         self._images = passes.images
         self.residency = residency
         self._device = residency.device
@@ -220,7 +222,8 @@ class RolloutWorker(Rollout):
         replica = replace(self._replica, size=1, group=None) if alone else self._replica
         prepare = pictures.prepare if pictures else list
         key = f"rollout/{task.call}"
-        return JobQueue(jobs, num_dealt, replica, self._store, key, task.enough, task.must, prepare)
+        ends = self._can_be_given_up
+        return JobQueue(jobs, num_dealt, replica, self._store, key, task.enough, task.must, prepare, can_end=ends)
 
     def _hand_out(self, job: Job, answers: list[list[int]]) -> None:
         # Those that `_without_damaged` will empty cannot all be decoded.
@@ -259,6 +262,9 @@ class RolloutWorker(Rollout):
         payload, numbers = read_answers(file, self._prompts["train"], images=self._images)
         texts = self.encoder.decode_batch([row.tolist() for row in payload.ragged(c.RESPONSE).rows()])
         return payload, texts, numbers
+
+    def give_up(self) -> None:
+        give_up(self._store)
 
     def _known(self, answer: list[int]) -> bool:
         return not answer or (min(answer) >= 0 and max(answer) < self._vocabulary)

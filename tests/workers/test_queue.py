@@ -10,7 +10,7 @@ from rltrain.data.images import EncodedPrompt
 from rltrain.workers.rollout.answers import RunningJob
 from rltrain.workers.rollout.base import Job
 from rltrain.workers.rollout.pictures import PicturesOfTask
-from rltrain.workers.rollout.queue import JobQueue, Replica
+from rltrain.workers.rollout.queue import JobQueue, Replica, give_up
 from tests.workers.engines import ALONE, queue_of
 
 PROMPT = np.array([2, 5], dtype=np.int32)
@@ -85,3 +85,15 @@ def test_replicas_count_together():
     assert queues[0].stopped()
     assert sum(len(queue.taken) for queue in queues) == len(jobs)
     assert store.add("call/ended", 0) == 40
+
+
+def test_a_queue_whose_answers_nobody_wants_any_more_ends():
+    store = dist.HashStore()
+    jobs = [job(place, 0) for place in range(3)]
+    ends, other = (JobQueue(jobs, 1, ALONE, store, name, can_end=name == "a") for name in "ab")
+    assert ends.take(1) == jobs[:1]
+    assert (ends.may_stop, ends.stopped(), other.may_stop) == (True, False, False)
+    give_up(store)
+    assert ends.stopped()
+    assert ends.take(1) == []
+    assert (other.stopped(), other.take(1)) == (False, jobs[:1])

@@ -96,6 +96,7 @@ class RewardPool:
 
     ``splits`` maps a name ("train", "val") to a reference of its ``Rows``. ``log_file`` gets what scorers print, see
     `RewardLog`. ``lost_node`` says which node is gone, if one is: of such a node a reward worker is often missed first.
+    ``check()`` is called every now and then while scores are waited for; what it raises ends the wait.
     """
 
     def __init__(
@@ -105,10 +106,12 @@ class RewardPool:
         splits: dict[str, Any],
         log_file: Path | None = None,
         lost_node: Callable[[], str] = str,
+        check: Callable[[], None] = lambda: None,
     ):
         import ray
 
         self._cfg = cfg
+        self._check = check
         self._lost_node = lost_node
         self._log = RewardLog(log_file)
         # Ray's slots are for the workers of the devices; reward.num_workers says how many score. No restarts: a worker
@@ -144,7 +147,8 @@ class RewardPool:
     def begin(self, split: str, total: int) -> "Scoring":
         """Score ``total`` answers as they arrive."""
         reward = self._cfg.reward
-        return Scoring(self._workers, split, total, reward.on_error, reward.timeout_s, self._log, self._lost_node)
+        terms = (reward.on_error, reward.timeout_s, self._log, self._lost_node, self._check)
+        return Scoring(self._workers, split, total, *terms)
 
     def shutdown(self) -> None:
         """End all workers and their processes."""
@@ -176,6 +180,7 @@ class Scoring:
         timeout_s: float,
         log: RewardLog,
         lost_node: Callable[[], str],
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         from ray.util import ActorPool
 
@@ -183,6 +188,7 @@ class Scoring:
         self._workers = ActorPool(list(workers))
         self._num_workers = len(workers)
         self._lost_node = lost_node
+        self._check = check
         self._split = split
         self._total = total
         self._on_error = on_error
@@ -222,6 +228,7 @@ class Scoring:
         # answer.
         limit_s = _LATE_S + self._answers_per_call * (self._timeout_s + _RESTART_S)
         while self._workers.has_next():
+            self._check()
             if self._take(_POLL_S):
                 heard = time.monotonic()
             elif time.monotonic() - heard > limit_s:

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from rltrain.device import COLLECTIVE_TIMEOUT
 from rltrain.workers.rollout.base import Job
 
+_GIVEN_UP = "rollout/given_up"
+
 
 @dataclass(frozen=True)
 class Replica:
@@ -75,13 +77,18 @@ def samples_per_job(num_prompts: int, num_samples: int, num_replicas: int, max_n
     return 1
 
 
+def give_up(store: dist.Store) -> None:
+    """No answers of any queue of this ``store`` are wanted any more."""
+    store.add(_GIVEN_UP, 1)
+
+
 class JobQueue:
     """`Source` of one replica: first its dealt jobs, then jobs from the common rest, one by one.
 
     jobs: those of the whole task, in starting order. The first ``num_dealt`` are dealt to the replicas back and
     forth; if that is all of them, the assignment of jobs to replicas is deterministic. enough: stop when this many
     prompts have all their answers, over all replicas, and the first ``must`` prompts are among them. prepare: what is
-    done to jobs when they are taken, such as reading the images of their prompts.
+    done to jobs when they are taken, such as reading the images of their prompts. can_end: stop after `give_up`.
     """
 
     def __init__(
@@ -94,6 +101,8 @@ class JobQueue:
         enough: int | None = None,
         must: int = 0,
         prepare: Callable[[list[Job]], list[Job]] = list,
+        *,
+        can_end: bool = False,
     ) -> None:
         self.taken: list[Job] = []
         self._jobs = jobs
@@ -104,6 +113,7 @@ class JobQueue:
         self._enough = enough
         self._must = must
         self._prepare = prepare
+        self._can_end = can_end
         self._jobs_of = Counter(job.place for job in jobs)
         # A prompt whose answers are all there already has no job, so it never ends here and is not waited for.
         self._num_must = sum(place < must for place in self._jobs_of)
@@ -150,16 +160,21 @@ class JobQueue:
     @property
     def may_stop(self) -> bool:
         """Whether `stopped` can ever be true."""
-        return self._enough is not None
+        return self._can_end or self._enough is not None
 
     def stopped(self) -> bool:
-        """Whether enough prompts have all their answers."""
-        if self._enough is None:
+        """Whether enough prompts have all their answers, or none is wanted any more."""
+        if not self.may_stop:
             return False
-        return bool(self._replica.agree(self._have_enough(self._enough) if self._replica.leads else None))
+        return bool(self._replica.agree(self._is_over() if self._replica.leads else None))
+
+    def _is_over(self) -> bool:
+        # Adding 0 reads a counter; `get` would wait for one that nobody has begun.
+        if self._can_end and self._store.add(_GIVEN_UP, 0):
+            return True
+        return self._enough is not None and self._have_enough(self._enough)
 
     def _have_enough(self, enough: int) -> bool:
-        # Adding 0 reads a counter; `get` would wait for one that nobody has begun.
         return self._store.add(self._key + "/ended", 0) >= enough and (
             not self._num_must or self._store.add(self._key + "/must", 0) >= self._num_must
         )

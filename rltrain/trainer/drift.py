@@ -1,0 +1,136 @@
+"""What grows over a run: memory, files and threads of its processes, devices, the object store, /dev/shm.
+
+Problem: a leak kills a run after days, and then nobody knows what leaked. Choice: every now and then all processes are
+looked at, the largest of each kind are metrics, and a process that keeps growing is named in one warning, with how long
+it can go on. Left out: limits, as the system has its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+
+from rltrain.controller.processes import Node, Process, this_process
+from rltrain.trainer.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+# Processes are looked at every so many steps, and no less often than this.
+_STEPS, _SECONDS = 10, 60.0
+# So many looks, in three thirds, decide whether something grows.
+_WINDOW = 12
+# What counts as growth over a window: so much, and this share of what was there before.
+_MEMORY, _SHARE = 128 << 20, 0.05
+_NUMBER, _NUMBER_SHARE = 24, 0.25
+_DEVICE = "perf/max_memory_allocated_gb"
+
+
+@dataclass(frozen=True)
+class _Look:
+    step: int
+    value: float
+    free_bytes: int
+
+
+class Drift:
+    """ask(): begins to look at all nodes; what it returns says what has come. ranks: by host and process id."""
+
+    def __init__(self, ask: Callable[[], Callable[[], list[Node]]], ranks: Mapping[tuple[str, int], int]) -> None:
+        self._ask = ask
+        self._ranks = ranks
+        self._come: Callable[[], list[Node]] | None = None
+        self._asked_step, self._asked_at = -_STEPS, 0.0
+        # (what, kind) -> who -> looks
+        self._looks: dict[tuple[str, str], dict[str, deque[_Look]]] = defaultdict(dict)
+        self._told: set[tuple[str, str]] = set()
+
+    def begin(self, step: int) -> None:
+        """Before ``step``: look, if it is time to."""
+        now = time.monotonic()
+        if step - self._asked_step >= _STEPS or now - self._asked_at >= _SECONDS:
+            self._come, self._asked_step, self._asked_at = self._ask(), step, now
+
+    def metrics(self, step: int, found: Metrics) -> Metrics:
+        """``drift/*`` where there was a look during this step. found: the step's other metrics."""
+        if self._come is None:
+            return {}
+        nodes, self._come = self._come(), None
+        driver, here = this_process("driver"), socket.gethostname()
+        processes = [(here, driver)] if driver else []
+        processes += [(node.name, process) for node in nodes for process in node.processes]
+        free = {node.name: node.free_bytes for node in nodes}
+        metrics: Metrics = {}
+
+        def look(what: str, kind: str, who: str, value: float, host: str = "") -> None:
+            self._looks[what, kind].setdefault(who, deque(maxlen=_WINDOW)).append(_Look(step, value, free.get(host, 0)))
+            name = f"drift/{what}" if what in ("files", "threads") else f"drift/{kind}_gb"
+            value = value if what in ("files", "threads") else value / 2**30
+            metrics[name] = max(value, metrics.get(name, 0.0))
+
+        for host, process in processes:
+            who = self._name(host, process)
+            look("memory", process.kind, who, process.num_bytes, host)
+            look("files", process.kind, who, process.num_files)
+            look("threads", process.kind, who, process.num_threads)
+        for node in nodes:
+            look("memory", "object_store", f"the object store on {node.name}", node.store_bytes, node.name)
+            look("memory", "shm", f"/dev/shm on {node.name}", node.shm_bytes, node.name)
+        if _DEVICE in found:
+            look("memory", "device", "the device that holds most", found[_DEVICE] * 2**30)
+        self._forget(step)
+        self._tell()
+        return metrics
+
+    def _name(self, host: str, process: Process) -> str:
+        rank = self._ranks.get((host, process.pid))
+        kind = {"engine": "engine process", "ray": "process of Ray"}.get(process.kind, process.kind)
+        return f"{kind}{'' if rank is None else f' rank {rank}'} (pid {process.pid} on {host})"
+
+    def _forget(self, step: int) -> None:
+        """Processes that have ended: scorers come and go."""
+        for by_name in self._looks.values():
+            for who in [who for who, looks in by_name.items() if looks[-1].step != step]:
+                del by_name[who]
+
+    def _tell(self) -> None:
+        for mark, by_name in self._looks.items():
+            growth = {who: _growth(looks, mark[0]) for who, looks in by_name.items()}
+            growing = sorted((who for who in growth if growth[who]), key=lambda who: -growth[who])
+            if growing and mark not in self._told:
+                self._told.add(mark)
+                others = f" (and {len(growing) - 1} more of its kind)" if len(growing) > 1 else ""
+                log.warning("%s%s %s", growing[0], others, _words(by_name[growing[0]], *mark))
+
+
+def _growth(looks: Sequence[_Look], what: str) -> float:
+    """By how much the numbers have grown in a full window; 0 where they go up and down, level off, or jump once."""
+    if len(looks) < _WINDOW:
+        return 0.0
+    values, third = [each.value for each in looks], _WINDOW // 3
+    parts = [values[first : first + third] for first in range(0, _WINDOW, third)]
+    before, middle, now = map(median, parts)
+    least, share = (_MEMORY, _SHARE) if what == "memory" else (_NUMBER, _NUMBER_SHARE)
+    grown, jump = now - before, max(after - each for each, after in pairwise(values))
+    steady = max(parts[0]) < min(parts[2]) and now - middle >= (middle - before) / 2 > 0 and jump <= grown / 2
+    return grown if steady and grown >= max(least, share * before) else 0.0
+
+
+def _words(looks: Sequence[_Look], what: str, kind: str) -> str:
+    first, last = looks[0], looks[-1]
+    steps = max(last.step - first.step, 1)
+    rate = (last.value - first.value) / steps
+    if what != "memory":
+        has = f"has more and more {what}: {first.value:.0f} at step {first.step}, {last.value:.0f} at step {last.step}"
+        return f"{has} (drift/{what}). A restart by the same command frees them."
+    free = f"{last.free_bytes / 2**30:.1f} GiB are free there, enough for about {last.free_bytes / rate:,.0f} steps. "
+    return (
+        f"holds more and more memory: {first.value / 2**30:.2f} GiB at step {first.step}, {last.value / 2**30:.2f} GiB "
+        f"at step {last.step}, {rate / 2**20:.1f} MiB a step (drift/{kind}_gb). {free if last.free_bytes else ''}"
+        "A restart by the same command frees it."
+    )

@@ -1,0 +1,82 @@
+"""Stopping within a notice, and saving on demand: real signals to the command."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from rltrain.report import read_metrics
+from tests.faults.plug import wait_for_line, wait_for_step, wait_until
+from tests.tiny import small_run
+
+pytestmark = pytest.mark.usefixtures("joined")
+SLOW_ON_DEMAND = """
+import pathlib, time
+def compute_score(data_source, solution_str, ground_truth, extra_info, folder):
+    if (pathlib.Path(folder) / "slow").exists():
+        (pathlib.Path(folder) / "sleeps").touch()
+        time.sleep(60)
+    return 1.0
+"""
+
+
+def saved(folder) -> list[int]:
+    return sorted(int(each.name.rpartition("_")[2]) for each in folder.glob("global_step_*"))
+
+
+@pytest.mark.fault("SIGUSR1 saves and goes on; a step longer than trainer.stop_notice_s is left, the one before saved")
+@pytest.mark.long
+def test_a_step_longer_than_the_notice_is_left(start, tiny_model, arithmetic_files, tmp_path):
+    (tmp_path / "reward.py").write_text(SLOW_ON_DEMAND)
+    run = tmp_path / "run"
+    args = small_run(
+        tiny_model, arithmetic_files, run, trainer__total_training_steps=100000, trainer__stop_notice_s=12,
+        custom_reward_function__path=tmp_path / "reward.py", reward__timeout_s=100,
+        custom_reward_function__reward_kwargs__folder=tmp_path,
+    )  # fmt: skip
+    process = start(args)
+    wait_for_step(run, 2, process)
+    process.send_signal(signal.SIGUSR1)
+    assert wait_until(lambda: saved(run))
+    on_demand = saved(run)[0]
+    wait_for_step(run, on_demand + 2, process)
+    (tmp_path / "slow").touch()
+    assert wait_until((tmp_path / "sleeps").exists)
+    process.send_signal(signal.SIGTERM)
+    asked = time.monotonic()
+    output, _ = process.communicate(timeout=60)
+    assert time.monotonic() - asked < 12 + 5  # and the time that the clean-up of Python takes
+    assert process.returncode == 75, output
+    last = read_metrics(run)[-1]["step"]
+    assert saved(run) == [on_demand, last]
+    assert "SIGUSR1: saving after this step, then going on" in output
+    assert f"step {last + 1} needs about " in output
+    assert output.splitlines()[-1] == f"stopped after step {last} of 100000; the same command goes on"
+    (tmp_path / "slow").unlink()
+    again = start([*args, f"trainer.total_training_steps={last + 1}"])
+    output, _ = again.communicate(timeout=90)
+    assert again.returncode == 0, output
+    assert [line["step"] for line in read_metrics(run)] == list(range(1, last + 2))
+    found = next(line for line in read_metrics(run) if line["step"] == 1)
+    assert {f"drift/{name}" for name in ("driver_gb", "worker_gb", "scorer_gb", "ray_gb", "files")} <= found.keys()
+
+
+@pytest.mark.fault("A generation longer than trainer.stop_notice_s is given up, exit 75")
+@pytest.mark.long
+def test_a_generation_longer_than_the_notice_is_given_up(start, tiny_model, arithmetic_files, tmp_path):
+    args = small_run(
+        tiny_model, arithmetic_files, tmp_path, trainer__stop_notice_s=60, data__max_response_length=20000,
+        actor_rollout_ref__rollout__ignore_eos=True, actor_rollout_ref__actor__ppo_max_token_len_per_gpu=40000,
+    )  # fmt: skip
+    process = start(args)
+    wait_for_line(process, "of them trained")
+    time.sleep(4)  # well into the generation
+    process.send_signal(signal.SIGTERM)
+    asked = time.monotonic()
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 75, output
+    assert time.monotonic() - asked < 30
+    assert "how long step 1 takes is not known yet" in output
+    assert output.splitlines()[-1] == "stopped after step 0 of 2; the same command goes on"
+    assert os.path.exists(tmp_path / "train.log")

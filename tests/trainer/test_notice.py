@@ -1,0 +1,77 @@
+"""A step that does not fit between the signal and the kill is left, as long as that loses nothing."""
+
+import signal
+import time
+
+import pytest
+
+from rltrain.stop import StepLeft, listen
+from rltrain.trainer.notice import Notice
+
+
+@pytest.fixture
+def asked():
+    """asked(notice_s, steps_s, updates_s, save_s, phase): inside a step, after SIGTERM."""
+    with listen() as stop:
+
+        def asked(notice_s, took=(), save_s=None, phase="gen"):
+            stop.notice_s = notice_s
+            notice = Notice(stop)
+            notice._took.extend(took)
+            if save_s is not None:
+                notice.saved(save_s)
+            stop.finishing = "finishing this step, saving"
+            with notice.of_step(7):
+                notice.phase(phase)
+                signal.raise_signal(signal.SIGTERM)
+                notice.phase("next")
+
+        yield asked
+
+
+@pytest.mark.parametrize(
+    ("took", "save_s", "why"),
+    [
+        ((), None, "how long step 7 takes is not known yet, and trainer.stop_notice_s=100 leaves 90 s"),
+        ([(10.0, 1.0), (95.0, 20.0)], 1.0, "step 7 needs about 95 s more, its save 1 s, and .* leaves 90 s"),
+        ([(60.0, 20.0)], 40.0, "step 7 needs about 60 s more, its save 40 s"),
+        ([(70.0, 20.0)], None, "step 7 needs about 70 s more, its save 25 s"),
+    ],
+)
+def test_a_step_that_does_not_fit_is_left(asked, took, save_s, why):
+    with pytest.raises(StepLeft, match=why):
+        asked(100.0, took, save_s)
+
+
+def test_a_step_that_fits_or_learns_already_is_finished(asked):
+    asked(100.0, [(60.0, 20.0)], 20.0)
+
+
+def test_a_step_that_has_begun_to_learn_is_finished(asked):
+    asked(100.0, [(200.0, 20.0)], 20.0, phase="update_critic")
+
+
+def test_without_a_notice_every_step_is_finished(asked):
+    asked(None)
+
+
+def checked_to_the_end(stop) -> None:
+    while stop.left_s > 0:
+        time.sleep(0.05)
+        stop.check()
+
+
+def test_a_step_slower_than_usual_keeps_time_for_its_updates():
+    with listen() as stop:
+        stop.notice_s = 2.0
+        notice = Notice(stop)
+        notice._took.append((0.2, 0.1))
+        notice.saved(1.0)
+        stop.finishing = "finishing this step, saving"
+        with notice.of_step(3):
+            signal.raise_signal(signal.SIGTERM)
+            stop.check()
+            with pytest.raises(StepLeft, match="step 3 needs about 0 s more, its save 1 s"):
+                checked_to_the_end(stop)
+            assert stop.left_s > 0.9
+        stop.check()  # what saves the step before is not cut short

@@ -7,7 +7,7 @@ import path, and the worker process takes the method of that name from the role 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
@@ -70,3 +70,33 @@ class Stream(Generic[_Chunk]):
     poll: Call[tuple[Any, _Chunk]]
     arrived: Callable[[int, Any, _Chunk], None]
     tick: Callable[[], None]
+
+
+class Polls:
+    """Calls of `Stream.poll` under way. open: result for the driver -> (rank, object)."""
+
+    def __init__(self, workers: Sequence[Any], stream: Stream[Any] | None) -> None:
+        self._workers, self._stream = workers, stream
+        self.open: dict[Any, tuple[int, Any]] = {}
+        for rank in range(len(workers)) if stream else ():
+            self._ask(rank)
+
+    @property
+    def ranks(self) -> set[int]:
+        return {rank for rank, _ in self.open.values()}
+
+    def _ask(self, rank: int) -> None:
+        assert self._stream
+        found, chunk = self._workers[rank].poll.options(num_returns=2).remote(self._stream.poll)
+        self.open[chunk] = rank, found
+
+    def receive(self, reference: Any, chunk: Any) -> None:
+        assert self._stream
+        rank, found = self.open.pop(reference)
+        self._stream.arrived(rank, found, chunk)
+        if not chunk.done:
+            self._ask(rank)
+
+    def tick(self) -> None:
+        if self._stream:
+            self._stream.tick()

@@ -22,7 +22,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rltrain.controller import lifeline
-from rltrain.controller.calls import Call, Stream, bind
+from rltrain.controller.calls import Call, Polls, Stream, bind
 from rltrain.controller.cluster import lost_node
 from rltrain.controller.failures import explain
 from rltrain.controller.hang import Deadlines
@@ -105,7 +105,7 @@ class Handle(Generic[_Result]):
         """As `collect`, but yields (handle, rank) as soon as the result of a rank is there."""
         group, deadlines, waiting = self._group, self._group.deadlines, self._waiting
         limit_s = deadlines.limit_s(self._phase) if deadline_s is None else deadline_s
-        polls = _Polls(group.workers, stream)
+        polls = Polls(group.workers, stream)
         started, warned, waits = time.monotonic(), False, bool(waiting or polls.open)
         while waiting or polls.open:
             group.check()
@@ -142,36 +142,6 @@ class Handle(Generic[_Result]):
             polls.tick()
         if waits:  # and not where a loop over another handle has waited already
             deadlines.took(self._phase, time.monotonic() - started)
-
-
-class _Polls:
-    """Calls of `Stream.poll` under way. open: result for the driver -> (rank, object)."""
-
-    def __init__(self, workers: Sequence[Any], stream: Stream[Any] | None) -> None:
-        self._workers, self._stream = workers, stream
-        self.open: dict[Any, tuple[int, Any]] = {}
-        for rank in range(len(workers)) if stream else ():
-            self._ask(rank)
-
-    @property
-    def ranks(self) -> set[int]:
-        return {rank for rank, _ in self.open.values()}
-
-    def _ask(self, rank: int) -> None:
-        assert self._stream
-        found, chunk = self._workers[rank].poll.options(num_returns=2).remote(self._stream.poll)
-        self.open[chunk] = rank, found
-
-    def receive(self, reference: Any, chunk: Any) -> None:
-        assert self._stream
-        rank, found = self.open.pop(reference)
-        self._stream.arrived(rank, found, chunk)
-        if not chunk.done:
-            self._ask(rank)
-
-    def tick(self) -> None:
-        if self._stream:
-            self._stream.tick()
 
 
 def _get(reference: Any) -> tuple[Any, Exception | None]:

@@ -27,7 +27,6 @@ from rltrain.controller.failures import node_watch
 from rltrain.controller.group import WorkerGroup
 from rltrain.controller.hang import Deadlines
 from rltrain.controller.lifeline import unless_lost, watching
-from rltrain.controller.processes import ask_nodes
 from rltrain.controller.sample_writer import WriterProcess
 from rltrain.data.chat import ChatEncoder, chat_encoder
 from rltrain.data.custom import EpochSampler, custom_rows
@@ -216,8 +215,8 @@ def _start(
         closing.callback(unless_lost(lambda: archive.close(wait=not stop.at_once)))
     # As a context and not as a callback, because a tracker must learn whether the run failed.
     closing.enter_context(tracker)
-    drift = Drift(lambda: ask_nodes(group.workers, group.nodes), group.ranks)
-    return Trainer(cfg, plan, folder, stop, start.step, ExitStack(), ppo, tracker, saver, drift, owes_validation)
+    parts = (ppo, tracker, saver, Drift.of(group))
+    return Trainer(cfg, plan, folder, stop, start.step, ExitStack(), *parts, owes_validation)
 
 
 def make_trainer(

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from rltrain.controller.processes import Node, Process, this_process
+from rltrain.controller.group import WorkerGroup
+from rltrain.controller.processes import Node, Process, ask_nodes, this_process
 from rltrain.trainer.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -49,6 +50,11 @@ class Drift:
         # (what, kind) -> who -> looks
         self._looks: dict[tuple[str, str], dict[str, deque[_Look]]] = defaultdict(dict)
         self._told: set[tuple[str, str]] = set()
+
+    @classmethod
+    def of(cls, group: WorkerGroup) -> Drift:
+        """Of all nodes of these workers."""
+        return cls(lambda: ask_nodes(group.workers, group.nodes), group.ranks)
 
     def begin(self, step: int) -> None:
         """Before ``step``: look, if it is time to."""

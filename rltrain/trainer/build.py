@@ -34,7 +34,7 @@ from rltrain.data.order import BatchOrder
 from rltrain.data.prompts import PromptStore, check_limit_images, check_vocabulary, encode_prompts
 from rltrain.data.rows import Rows, keys_of, read_rows
 from rltrain.data.sampler import Sampler, make_sampler
-from rltrain.device import get_device, threads_per_worker
+from rltrain.device import Device, get_device, threads_per_worker
 from rltrain.env import tell_supervisor, worker_environment
 from rltrain.env_report import device_facts, facts
 from rltrain.errors import ConfigError, DataError, RltrainError
@@ -175,9 +175,7 @@ def _start(
     # A scorer that does not work is better known before models are loaded.
     with logs.waiting("trying the scorers on a row of every data source"):
         pool = start_pool(cfg, plan.num_reward_workers, splits, folder.path, stop.check)
-    rollout = cfg.actor_rollout_ref.rollout
-    graphs = rollout.name != "hf" and not rollout.enforce_eager
-    environment = worker_environment(device.kind, threads, rollout.name, graphs=graphs)
+    environment = _environment(cfg, device, threads)
     group = WorkerGroup("hybrid", placement, device, threads, folder.path / "logs", stop.check, deadlines, environment)
     # After an error an orderly end would wait for workers that hang.
     closing.push(lambda kind, error, where: group.stop() if error is None else group.kill())
@@ -217,6 +215,12 @@ def _start(
     closing.enter_context(tracker)
     parts = (ppo, tracker, saver, Drift.of(group))
     return Trainer(cfg, plan, folder, stop, start.step, ExitStack(), *parts, owes_validation)
+
+
+def _environment(cfg: Config, device: Device, threads: int) -> dict[str, str]:
+    rollout = cfg.actor_rollout_ref.rollout
+    graphs = rollout.name != "hf" and not rollout.enforce_eager
+    return worker_environment(device.kind, threads, rollout.name, graphs=graphs)
 
 
 def make_trainer(

@@ -240,13 +240,18 @@ class WriterProcess:
         except (ray.exceptions.RayError, TimeoutError):
             return None
 
-    def close(self, wait_s: float) -> list[Written]:
-        """Wait up to ``wait_s`` for jobs under way, and end the process. Returns the outcomes that are still open."""
-        import ray
-
+    def flush(self, wait_s: float) -> list[Written]:
+        """Wait up to ``wait_s`` for jobs under way. Returns outcomes."""
         found, deadline = [], time.monotonic() + wait_s
         while self._running and time.monotonic() < deadline:
             found += self._take(min(_POLL_S, wait_s))
+        return found
+
+    def close(self, wait_s: float) -> list[Written]:
+        """`flush`, and end the process. Returns the outcomes that are still open."""
+        import ray
+
+        found = self.flush(wait_s)
         ray.kill(self._actor)
         left = [*self._running.values(), *self._waiting]
         return found + [Written(job.split, job.step, f"not written within {wait_s:g} s") for job in left]

@@ -72,6 +72,10 @@ class Alarms:
             log.warning("%s (trainer.collapse_steps=N stops such a run)", text)
         return {"reward/equal_steps": float(self._equal_steps)}
 
+    def restore(self, metrics: Metrics) -> None:
+        """Go on from the step that had ``metrics``."""
+        self._equal_steps = int(metrics.get("reward/equal_steps", 0))
+
     def skipped(self, role: str, metrics: Metrics) -> None:
         """Stop when ``role`` had to skip an optimizer step in three steps in a row."""
         # Per role, because a critic that never learns would hide behind an actor that does.

@@ -92,6 +92,10 @@ class Archive:
         else:
             self._tracker.log_table(step, "val/generations", list(_TABLE), rows)
 
+    def flush(self) -> None:
+        """Wait (a minute at most) until the answers so far are written."""
+        self._hear(self._writer.flush(_LAST_WAIT_S))
+
     def close(self, wait: bool = True) -> None:
         """Wait (a minute at most) until everything is written."""
         self._hear(self._writer.close(_LAST_WAIT_S if wait else 0.0))

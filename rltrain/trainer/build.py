@@ -22,7 +22,7 @@ from rltrain import logs
 from rltrain.config.algorithm_schema import FILTER_METRICS
 from rltrain.config.load import LoadedConfig, to_dict
 from rltrain.config.schema import Config
-from rltrain.controller.cluster import free, ray_logs, reserve, share, start_ray, stop_ray
+from rltrain.controller.cluster import cluster_address, free, ray_logs, reserve, share, start_ray, stop_ray
 from rltrain.controller.failures import node_watch
 from rltrain.controller.group import WorkerGroup
 from rltrain.controller.hang import Deadlines
@@ -59,7 +59,7 @@ from rltrain.trainer.roles import Critic, Policy, RewardModel
 from rltrain.trainer.run import Trainer
 from rltrain.trainer.saving import Saver
 from rltrain.trainer.trackers import RunInfo
-from rltrain.trainer.tracking import Tracker, lacks_validation
+from rltrain.trainer.tracking import Tracker, complete, lacks_validation
 from rltrain.workers.roles import Models
 
 log = logging.getLogger(__name__)
@@ -120,6 +120,8 @@ def build(
         identity, images = data.rows["train"].identity(), plan.passes.images_in_training
         find = partial(find_start, cfg, folder, identity, images=images)
         start = find()
+        if start.folder and start.folder.parent == folder.path:  # and not a step of another run
+            complete(folder.path / "metrics.jsonl", start.step, start.progress.metrics)
         tell_changes(loaded, start)
         if start.step >= plan.total_steps and not (cfg.trainer.val_only or _owes_validation(cfg, plan, folder, start)):
             log.info(
@@ -130,7 +132,8 @@ def build(
         with logs.waiting("starting Ray"), stop.keeping_handlers("starting Ray"):
             if started := start_ray(cfg):  # not where the caller has started one
                 closing.callback(unless_lost(stop_ray))
-            closing.enter_context(watching(local=started))
+            # A cluster that this run has joined is others' too, and outlives it.
+            closing.enter_context(watching(local=started and not cluster_address(cfg)))
         log.info("Ray's logs: %s", ray_logs())
         trainer = _start(loaded, plan, data, folder, start, find, stop, told, closing)
         # From here on the trainer owns what was started. An error before this line unwinds it in the `with` above.

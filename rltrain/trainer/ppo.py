@@ -324,6 +324,7 @@ class PPOTrainer:
         """Go on where ``progress`` was. folder: its checkpoint."""
         self.experience.batches_drawn = progress.batches_drawn
         self.actor.lengths.restore(progress.lengths)
+        self._alarms.restore(progress.metrics)
         file = folder / ANSWERS if folder else None
         begun = self.actor.load_answers(str(file)) if progress.in_flight and file and file.exists() else None
         self.experience.line.restore(progress.in_flight, begun)

@@ -40,11 +40,12 @@ class JsonLines:
     """One JSON object a step, flushed. On resume the lines after the resumed step are dropped."""
 
     def __init__(self, file: Path, resumed_step: int) -> None:
-        kept = []
-        if file.exists():
-            # A line that a kill has cut off has no step and is dropped with the later ones.
-            kept = [line for line in file.read_text().splitlines() if _step_of(line) <= resumed_step]
-        file.write_text("".join(f"{line}\n" for line in kept) if resumed_step else "")
+        # A line that a kill has cut off has no step and is dropped with the later ones.
+        kept = [line for line in _lines(file) if _step_of(line) <= resumed_step]
+        # A kill while the file is written would take the lines of all steps.
+        anew = file.with_suffix(".tmp")
+        anew.write_text("".join(f"{line}\n" for line in kept) if resumed_step else "")
+        anew.replace(file)
         self._file = open(file, "a")  # noqa: SIM115 - open for the run
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -55,10 +56,17 @@ class JsonLines:
         self._file.close()
 
 
+def complete(file: Path, step: int, metrics: dict[str, float]) -> None:
+    """Add the line of ``step`` where it is missing: a run was killed behind the checkpoint and before its line."""
+    if metrics and not any(_step_of(line) == step for line in _lines(file)):
+        with file.open("a") as lines:
+            # In front too, as the kill may have cut a line off.
+            lines.write("\n" + json.dumps({"step": step, **metrics}) + "\n")
+
+
 def lacks_validation(file: Path, step: int) -> bool:
     """Whether ``file`` has the metrics of ``step`` but none of a validation: a signal has cut it short."""
-    lines = file.read_text().splitlines() if file.exists() else []
-    found = [line for line in lines if _step_of(line) == step]
+    found = [line for line in _lines(file) if _step_of(line) == step]
     return bool(found) and not any('"val-core/' in line for line in found)
 
 
@@ -268,6 +276,10 @@ def _read_ids(file: Path) -> dict[str, str]:
     except (OSError, ValueError, AttributeError) as error:
         log.warning("%s cannot be read, so trackers begin new runs: %s", file, error)
         return {}
+
+
+def _lines(file: Path) -> list[str]:
+    return file.read_text().splitlines() if file.exists() else []
 
 
 def _step_of(line: str) -> int:

@@ -49,6 +49,7 @@ RUNS = {
     ),
     "carried over, curriculum": ({**CARRY, **IN_JOBS, **CURRICULUM}, "rollout/tail/carried_tokens"),
     "pictures carried over": ({**CARRY, **PICTURES}, "rollout/tail/carried_tokens"),
+    "equal rewards": ({}, "reward/equal_steps"),
     "oversampled": ({**OVERSAMPLE, **IN_JOBS}, "rollout/tail/tokens_thrown_away"),
     "carried over, rewards at the end": ({**CARRY, "reward__overlap": False}, "rollout/tail/carried_tokens"),
     "remax": ({"algorithm__adv_estimator": "remax", **IN_JOBS, **OFF_POLICY}, "actor/grad_norm"),
@@ -57,7 +58,7 @@ RUNS = {
     ),
     "pictures, critic": ({**PICTURES, **GAE, **OFF_POLICY}, "critic/vf_loss"),
 }  # fmt: skip
-ALWAYS = list(RUNS)[:4]
+ALWAYS = list(RUNS)[:5]
 
 
 def state_of(trainer) -> dict[str, torch.Tensor]:
@@ -115,10 +116,10 @@ def differences(one: dict[str, dict], other: dict[str, dict]) -> dict[str, list[
 @pytest.fixture
 def arguments(tiny_model, tmp_path, monkeypatch):
     """arguments(name): of a run of `RUNS`, whose scores are made of the text of an answer."""
-    score = lambda text, *rest: zlib.crc32(text.encode()) % 5 / 5  # noqa: E731
-    monkeypatch.setattr(local, "find_scorer", lambda source: score)
 
     def make(name: str) -> list[str]:
+        score = lambda text, *rest: 0.5 if "equal" in name else zlib.crc32(text.encode()) % 5 / 5  # noqa: E731
+        monkeypatch.setattr(local, "find_scorer", lambda source: score)
         model, write = tiny_model, write_arithmetic
         if "pictures" in name:
             if not importlib.util.find_spec("torchvision"):

@@ -10,7 +10,7 @@ from rltrain.report import learning_summary, phase_table, read_metrics, report
 from rltrain.report import main as report_main
 from rltrain.trainer.balance import Layout, Workload, cost_of
 from rltrain.trainer.efficiency import decode_metrics, flops_metrics
-from rltrain.trainer.tracking import JsonLines
+from rltrain.trainer.tracking import JsonLines, complete, lacks_validation
 
 
 def lines(count: int) -> list[dict]:
@@ -75,6 +75,22 @@ def test_a_resumed_run_drops_the_lines_after_the_resumed_step(tmp_path):
     writer.log(3, {"x": 1.0})
     writer.close()
     assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3]
+
+
+def test_the_line_of_a_step_that_a_kill_took_comes_back(tmp_path):
+    """It is in the checkpoint of the step, which stands before the line does."""
+    file = tmp_path / "metrics.jsonl"
+    complete(file, 2, {})
+    assert not file.exists(), "a checkpoint of an older version has no metrics"
+    file.write_text('{"step": 1, "x": 0.5}\n{"step": 2, "trunc')
+    complete(file, 2, {"x": 1.0})
+    assert lacks_validation(file, 2)
+    writer = JsonLines(file, resumed_step=2)
+    writer.log(3, {"x": 2.0})
+    writer.close()
+    assert [(line["step"], line["x"]) for line in read_metrics(tmp_path)] == [(1, 0.5), (2, 1.0), (3, 2.0)]
+    complete(file, 2, {"x": 9.0})
+    assert len(read_metrics(tmp_path)) == 3
 
 
 def test_a_fresh_run_starts_its_own_file(tmp_path):

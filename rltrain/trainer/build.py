@@ -212,7 +212,7 @@ def _start(
     tracker = Tracker(cfg.trainer.logger, RunInfo(*names, to_dict(cfg), folder.path, start.step), plan.total_steps)
     if keeps_samples(cfg):
         writer = WriterProcess(splits, prompts, data.encoder.backend)
-        archive = ppo.archive = Archive(cfg, folder.path, start.step, writer, tracker)
+        archive = ppo.archive = saver.archive = Archive(cfg, folder.path, start.step, writer, tracker)
         closing.callback(unless_lost(lambda: archive.close(wait=not stop.at_once)))
     # As a context and not as a callback, because a tracker must learn whether the run failed.
     closing.enter_context(tracker)

@@ -14,6 +14,7 @@ from pathlib import Path
 from rltrain.config.schema import Config
 from rltrain.config.trainer_schema import TrainerConfig
 from rltrain.errors import DiskError, WorkerError
+from rltrain.trainer.archive import Archive
 from rltrain.trainer.callbacks import Callbacks
 from rltrain.trainer.card import model_card
 from rltrain.trainer.checkpoint import RunFolder
@@ -103,6 +104,8 @@ class Saver:
         self._fingerprint = dataset_fingerprint
         self._bytes_needed = checkpoint_bytes(cfg, num_parameters, num_trained)  # the next one is as large as the last
         self.last_step = 0
+        # The answers of its steps are there before a checkpoint is: a run that is killed behind it makes none again.
+        self.archive: Archive | None = None
 
     def due(self, step: int, stopping: bool) -> bool:
         """Every ``save_freq`` steps, and when the run ends unless ``save_at_end`` is off."""
@@ -119,6 +122,8 @@ class Saver:
             temporary = self._folder.begin_save(step)
             try:
                 self._write(temporary, step, progress)
+                if self.archive:
+                    self.archive.flush()
                 final = self._folder.commit(temporary, step)
             except (OSError, WorkerError) as error:
                 # torch does not say that a disk is full.

@@ -18,6 +18,7 @@ _COMMANDS = {
     "view": ("rltrain.view", "the answers of a run"),
     "lint": ("rltrain.data_preprocess.lint", "check data files before a run does"),
     "rewards try": ("rltrain.rewards.try", "try a reward function on rows and answers"),
+    "replay": ("rltrain.replay", "an incident with a loss that is not finite, once more on one device"),
     "collect": ("rltrain.collect", "what a bug report needs of a run, in one file"),
     "env": ("rltrain.env_report", "versions, machine and devices, for a bug report"),
 }

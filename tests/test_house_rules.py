@@ -16,7 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [
     {"cli", "doctor"},
     {"main_ppo"},
-    {"api", "dry_run", "port"},
+    {"api", "dry_run", "port", "replay"},
     {"data_preprocess"},
     {"trainer"},
     {"controller"},

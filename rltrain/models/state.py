@@ -21,7 +21,7 @@ from rltrain.models.vision import tower
 from rltrain.models.weights import huggingface_name
 
 
-def save_training_state(packed: PackedModel, optimizer: torch.optim.Optimizer, folder: str) -> None:
+def save_training_state(packed: PackedModel, optimizer: torch.optim.Optimizer | None, folder: str) -> None:
     """Every rank writes its own shards (a collective)."""
     dcp.save(_state(packed, optimizer), checkpoint_id=folder)
 

@@ -127,9 +127,9 @@ def _look_at(kind: type[Any], spec: ModelSpec, cfg: Config, found: Findings) -> 
 
 def _chat(cfg: Config, config: Any, found: Findings) -> None:
     encoder, path = chat_encoder(cfg), cfg.actor_rollout_ref.model.path
+    encoder.try_template([_HELLO])
     # The dry run asks this before it reads and tokenises rows.
     found.tokenizer_works = bool(encoder.tokenizer)  # or it raises
-    encoder.try_template([_HELLO])
     size, padding = config.get_text_config().vocab_size, getattr(config.get_text_config(), "pad_token_id", None)
     # Of prompts with tokens beyond the vocabulary `check_vocabulary` tells; others may have a use elsewhere.
     if size < encoder.vocab_size:

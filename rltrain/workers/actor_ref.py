@@ -233,6 +233,7 @@ class ActorRefWorker(Actor):
             lambda micro, mini: self._loss(micro, mini, task),
             (lambda micros, mini: self._select(micros, mini, task)) if self._passes.selects else None,
             self._measure,
+            {name: getattr(task, name) for name in ("shift", "scale", "weight_scale", "noise_seed")},
         )
         if self._passes.exact_kl_in_loss:
             # `_reference_states` has gathered the reference's head, and nothing else frees it.

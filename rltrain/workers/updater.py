@@ -8,7 +8,7 @@ of the loss, which training in float16 would need.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -28,6 +28,7 @@ from rltrain.device import Device
 from rltrain.errors import NonFiniteError
 from rltrain.models.forward import PackedModel
 from rltrain.models.optim import clip_gradients, make_optimizer
+from rltrain.workers.incidents import keep
 from rltrain.workers.results import Array, UpdateNumbers
 from rltrain.workers.tasks import MiniBatch
 
@@ -71,11 +72,13 @@ class Updater:
         loss: LossFunction,
         prepare: Preparation | None = None,
         measure: Measurement | None = None,
+        terms: Mapping[str, float] | None = None,
     ) -> UpdateNumbers:
         """One optimizer step per mini-batch. ``batch`` holds their samples in order, micro-batch after micro-batch.
 
         ``prepare`` sees all micro-batches of a mini-batch before the first is differentiated; ``measure`` what the
-        losses of the first mini-batch have left to be measured.
+        losses of the first mini-batch have left to be measured. ``terms``: what else of the task the loss depends
+        on, for an incident.
         """
         self._model.train()
         for group in self.optimizer.param_groups:
@@ -86,7 +89,7 @@ class Updater:
             mine = [next(micros) for _ in mini.micro_sizes]
             if prepare:
                 prepare(mine, mini)
-            steps.append(self._step(mine, mini, loss))
+            steps.append(self._step(mine, mini, loss, terms or {}))
         self._device.synchronize()
         shares = [step.share for step in steps]
         return UpdateNumbers(
@@ -98,7 +101,7 @@ class Updater:
             memory_gb=self._device.peak_memory_gb(),
         )
 
-    def _step(self, micros: Sequence[Batch], mini: MiniBatch, loss: LossFunction) -> _Step:
+    def _step(self, micros: Sequence[Batch], mini: MiniBatch, loss: LossFunction, terms: Mapping[str, float]) -> _Step:
         total: LossShare | None = None
         for number, micro in enumerate(micros, start=1):
             if self._reduces_once:
@@ -123,20 +126,18 @@ class Updater:
             self.optimizer.step()
             self.num_steps += 1
         elif self._trainer.on_nonfinite == "stop":
-            self._report_nonfinite(micros, total)
+            self._report_nonfinite(micros, mini, terms, total)
         self.optimizer.zero_grad(set_to_none=True)
         return _Step(total, grad_norm, not finite)
 
-    def _report_nonfinite(self, micros: Sequence[Batch], share: LossShare) -> None:
-        folder = Path(self._trainer.default_local_dir) / "incidents"
-        folder.mkdir(parents=True, exist_ok=True)
-        file = folder / f"nonfinite_{self._role}_{self.num_steps}_rank_{dist.get_rank()}.pt"
-        torch.save([dict(micro.items()) for micro in micros], file)
+    def _report_nonfinite(
+        self, micros: Sequence[Batch], mini: MiniBatch, terms: Mapping[str, float], share: LossShare
+    ) -> None:
         parts = ", ".join(f"{name}={float(value):.4g}" for name, value in _parts(share).items())
+        kept = keep(Path(self._trainer.default_local_dir), self._role, micros, mini, terms, self._model)
         raise NonFiniteError(
             f"{self._role}: loss or gradient is not finite on some rank (rank {dist.get_rank()} has {parts}); no "
-            f"optimizer step was made. The mini-batch is in {file}. "
-            "To go on past such batches set trainer.on_nonfinite=skip."
+            f"optimizer step was made. {kept} To go on past such batches set trainer.on_nonfinite=skip."
         )
 
 

@@ -1,0 +1,76 @@
+"""What is kept of a mini-batch that is not finite is all that its loss needs."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from rltrain import replay
+from rltrain.config.load import load_config, to_yaml
+from rltrain.errors import DataError, NonFiniteError
+from rltrain.workers.incidents import CONFIG, read
+from tests.tiny import small_run
+from tests.trainer.steps import GAE
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+
+def stopped(tiny_trainer, folder, **changes):
+    """The incident of a run whose actor (or critic) is made to fail by one advantage (or return)."""
+    trainer = tiny_trainer(**changes)
+    role = trainer.worker.critic if trainer.critic else trainer.worker.actor
+    loss, column = role._loss, "returns" if trainer.critic else "advantage"
+
+    def spoiled(micro, *rest):
+        values = micro[column] if column == "advantage" else micro.ragged(column).values
+        values[0] = torch.nan
+        return loss(micro, *rest)
+
+    role._loss = spoiled
+    with pytest.raises(NonFiniteError, match=r"python -m rltrain\.replay"):
+        trainer.step(1)
+    (found,) = (folder / "incidents").iterdir()
+    return found
+
+
+@pytest.mark.parametrize("changes", [{}, GAE], ids=["actor", "critic"])
+def test_the_samples_that_spoil_a_loss_are_named(tiny_trainer, tiny_model, arithmetic_files, tmp_path, changes):
+    one = {**changes, "actor_rollout_ref__actor__ppo_mini_batch_size": 4, "critic__ppo_mini_batch_size": 4}
+    whole = {name: value for name, value in one.items() if changes or "critic" not in name}
+    folder = stopped(tiny_trainer, tmp_path, **whole)
+    config = load_config(small_run(tiny_model, arithmetic_files, tmp_path, **whole)).config
+    (folder / CONFIG).write_text(to_yaml(config))
+    (incident,) = read(folder)
+    text, failed = replay.replay(folder, [])
+    assert failed
+    assert f"{'critic' if changes else 'actor'}: 16 samples in {len(incident.mini.micro_sizes)} micro-batches" in text
+    assert f"column {'returns' if changes else 'advantage'}: " in text
+    starts = np.cumsum([0, *incident.mini.micro_sizes[:-1]])
+    assert f"not finite by itself: {len(starts)} of 16 samples (rank/place: " in text
+    assert all(f"0/{start}" in text for start in starts)
+
+
+def test_pixels_survive_being_kept(tmp_path):
+    from rltrain.batch import Batch, DictionaryColumn
+    from rltrain.data.images import PromptImages
+    from rltrain.workers.incidents import _plain, _restored
+
+    images = PromptImages(np.ones((4, 2), np.float32), None, np.array([4]), np.array([1]), np.array([0]), None)
+    batch = Batch({"images": DictionaryColumn([images, None], torch.tensor([0, 1, 0]))})
+    torch.save(_plain(batch), tmp_path / "batch.pt")
+    found = _restored(torch.load(tmp_path / "batch.pt", weights_only=True)["images"])
+    assert found.values[1] is None
+    for name, value in dataclasses.asdict(images).items():
+        assert np.array_equal(getattr(found.values[0], name), value) if value is not None else True
+
+
+def test_a_folder_that_is_no_incident_is_refused(tmp_path):
+    with pytest.raises(DataError, match=r"has no config\.yaml"):
+        replay.replay(tmp_path, [])
+    (tmp_path / CONFIG).write_text("{}")
+    with pytest.raises(DataError, match=r"holds no rank_N\.pt"):
+        read(tmp_path)
+    (tmp_path / "rank_0.pt").write_bytes(b"no tensors")
+    with pytest.raises(DataError, match="cannot be read"):
+        read(tmp_path)

@@ -84,6 +84,13 @@ class _Watch(threading.Thread):
         self.message = ""
 
     def run(self) -> None:
+        try:
+            self._look()
+        finally:
+            for line in self._lines:
+                line.socket.close()
+
+    def _look(self) -> None:
         while not self.over.is_set():
             poll = select.poll()
             for line in self._lines:

@@ -109,7 +109,13 @@ def find_start(cfg: Config, run: Checkpoints, dataset: str | None, *, images: bo
         # Weights alone may go into any other run: nothing of the old run has to agree.
         if not trainer.resume_weights_only:
             _refuse_other_version(folder, record)
-            start = Start(record["global_step"], _read_progress(folder, record), folder)
+            try:
+                start = Start(record["global_step"], _read_progress(folder, record), folder)
+            except CheckpointError as error:
+                if trainer.resume_mode != "auto":
+                    raise
+                run.distrust(folder, str(error))
+                return find_start(cfg, run, dataset, images=images)
             _refuse_other_run(cfg, folder, record, dataset, images)
         # Asked here, because the workers would find it out only after the models are loaded.
         if cfg.algorithm.needs_critic and not (folder / "critic").is_dir():

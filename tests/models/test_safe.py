@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import re
 import shutil
 from dataclasses import replace
 
@@ -24,8 +25,9 @@ from rltrain.models.safe import read_metadata
 from rltrain.models.shard import sharded_model
 from rltrain.models.spec import ModelSpec
 from rltrain.models.state import load_training_state, save_training_state
-from rltrain.trainer.checkpoint import RunFolder
+from rltrain.trainer.checkpoint import RunFolder, find_damage
 from rltrain.trainer.progress import Progress, find_start
+from tests.test_house_rules import PACKAGE
 from tests.tiny import save_tiny_adapter
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -101,6 +103,10 @@ METADATA = {
 def test_a_crafted_metadata_is_refused_and_not_run(policy, saved, payload, kind):
     crafted = pickle.dumps(METADATA[kind](saved, payload))
     (saved / ".metadata").write_bytes(crafted)
+    # A run looks before anything is started.
+    (saved.parent / "progress.json").write_text('{"global_step": 1}')
+    (saved.parent / "manifest.json").write_text('{"files": {"progress.json": {"bytes": 18}}}')
+    assert f"{saved}/.metadata cannot be read" in find_damage(saved.parent)
     with pytest.raises(CheckpointError, match=r"actor/\.metadata cannot be read"):
         load_training_state(policy, None, str(saved))
 
@@ -130,7 +136,7 @@ def test_a_metadata_that_torch_wrote_is_read_as_torch_reads_it(saved):
 @pytest.mark.fault("Crafted shards of weights are refused, and nothing of them is run")
 def test_a_crafted_shard_is_refused_and_not_run(policy, saved, payload):
     (shard,) = saved.glob("*.distcp")
-    for crafted in (pickle.dumps(payload), b""):
+    for crafted in (pickle.dumps(payload, protocol=2), b""):
         shard.write_bytes(crafted)
         with pytest.raises(CheckpointError, match=f"{saved} cannot be loaded into this model: rank 0") as caught:
             load_training_state(policy, None, str(saved))
@@ -152,6 +158,11 @@ def test_a_crafted_sampler_state_is_refused_and_not_run(tmp_path, payload):
     Progress().write(temporary, 1, cfg, "rows:1 5 rows")
     np.savez(temporary / "sampler.npz", seen=np.array([payload], dtype=object))
     folder.commit(temporary, 1)
+    temporary = folder.begin_save(0)
+    Progress().write(temporary, 0, cfg, "rows:1 5 rows")
+    whole = folder.commit(temporary, 0)
+    assert find_start(cfg, folder, None).folder == whole
+    shutil.rmtree(whole)
     with pytest.raises(CheckpointError, match=r"sampler.npz cannot be read"):
         find_start(cfg, folder, None)
     folder.release()
@@ -171,7 +182,7 @@ def test_crafted_weights_of_a_model_are_refused_and_not_run(tiny_model, tmp_path
     elif kind == "torch":
         torch.save(weights | {"extra": payload}, folder / "pytorch_model.bin")
     else:
-        (folder / "pytorch_model.bin").write_bytes(pickle.dumps(payload))
+        (folder / "pytorch_model.bin").write_bytes(pickle.dumps(payload, protocol=2))
     with pytest.raises(ConfigError, match=f"the weights of {folder} cannot be read as tensors"):
         read_weights(str(folder), model_config(str(folder)), torch.float32)
 
@@ -185,8 +196,20 @@ def test_crafted_adapters_are_refused_and_not_run(tiny_model, tmp_path, payload,
     else:
         (folder / "adapter_model.safetensors").unlink()
         file = folder / "adapter_model.bin"
-        torch.save(payload, file) if kind == "torch" else file.write_bytes(pickle.dumps(payload))
+        torch.save(payload, file) if kind == "torch" else file.write_bytes(pickle.dumps(payload, protocol=2))
     lora = Lora("actor_rollout_ref.model", 0, 1, "all-linear", None, str(folder), torch.float32, 0)
     spec = ModelSpec(str(tiny_model), master_dtype=torch.float32, compute_dtype=torch.float32, lora=lora)
     with pytest.raises(ConfigError, match=f"lora_adapter_path={folder} has no weights"):
         sharded_model(PolicyModel, spec, get_device("cpu"))
+
+
+# What these unpickle this very run has pickled.
+OWN_PICKLES = {"plugin.py", "data/rows.py", "data/pictures.py", "rewards/processes/child.py"}
+
+
+def test_the_library_unpickles_nothing_of_others():
+    unsafe = re.compile(
+        r"torch\.load\((?!.*weights_only=True)|(?<!resume_)weights_only=False|allow_pickle=True|pickle\.loads?\("
+    )
+    found = {str(file.relative_to(PACKAGE)) for file in PACKAGE.rglob("*.py") if unsafe.search(file.read_text())}
+    assert found == OWN_PICKLES

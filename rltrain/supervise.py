@@ -14,6 +14,7 @@ import ctypes
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -97,11 +98,13 @@ class Supervisor:
                     _say(f"stopped by {signal.Signals(self._asked).name} before attempt {last.attempt + 1}")
                     return 130 if self._asked == signal.SIGINT else _AGAIN
         finally:
-            self._file.unlink(missing_ok=True)
-            self._file.parent.rmdir()
+            shutil.rmtree(self._file.parent, ignore_errors=True)
 
     def _attempt(self) -> Attempt:
-        self._file.write_text("")
+        with suppress(OSError):  # without it the cause is not known, and no more
+            # Machines clean their temporary folders of what is older than some days.
+            self._file.parent.mkdir(exist_ok=True)
+            self._file.write_text("")
         started, clock = time.strftime("%Y-%m-%d %H:%M:%S"), time.monotonic()
         environment = os.environ | {ATTEMPT: str(self._file)}
         try:
@@ -289,14 +292,16 @@ def main(argv: list[str] | None = None) -> int:
         description="Runs COMMAND again when it ends with exit code 75 (try again) or is killed by a signal. Ends with "
         "its exit code; SIGTERM and SIGINT (it saves and ends) and SIGUSR1 (it saves) are handed on to it.",
     )  # fmt: skip
-    parser.add_argument("--max-restarts", type=_at_least(0, int), default=50, metavar="N", help="at most; 50")
+    parser.add_argument(
+        "--max-restarts", type=_at_least(0, int), default=50, metavar="N", help="run it again so often at most (50)"
+    )
     parser.add_argument(
         "--wait-s", type=_at_least(0, float), default=10.0, metavar="S",
-        help="before the first restart; doubled while no step is made, up to 300 s; 10",
+        help="seconds before a restart, doubled while attempts make no new step, up to 300 (10)",
     )  # fmt: skip
     parser.add_argument(
         "--give-up", type=_at_least(2, int), default=3, metavar="K",
-        help="after K ends in a row at the same step by the same cause; 3",
+        help="stop after K ends in a row at the same step by the same cause (3)",
     )  # fmt: skip
     options = parser.parse_args(words[:at])
     if not words[at + 1 :]:

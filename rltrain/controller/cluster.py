@@ -16,6 +16,7 @@ import os
 import re
 import resource
 import socket
+import threading
 import time
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -24,6 +25,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group
 
 from rltrain.config.schema import Config
+from rltrain.controller.sweep import sweep
 from rltrain.device import Device
 from rltrain.env import prepare_driver, ray_address, shipped
 from rltrain.errors import ConfigError, WorkerLost
@@ -36,6 +38,7 @@ _CONNECT_S = 5
 # Of the object store; what Ray makes of less is told nowhere.
 _LEAST_FILE_BYTES = 80 << 20
 _CLIENT_TRIES = 3
+_GOODBYE_S = 30
 _CLIENT_NOT_SERVED = ("Starting Ray client server failed", "Proxy failed to Connect")
 _FIRST_WORD_S, _SAY_EVERY_S = 2, 10
 _KEY = "ray_kwargs.ray_init"
@@ -276,5 +279,12 @@ def share(value: Any) -> ray.ObjectRef:
 
 
 def stop_ray() -> None:
-    """Leave the cluster; a local one ends."""
+    """Leave the cluster; a local one ends, also where its raylet is stopped and takes no goodbye."""
+    node: Any = ray._private.worker._global_node
+    ending = threading.Timer(_GOODBYE_S, lambda: sweep(node.get_session_dir_path()))
+    if node and node.head:
+        # Else Ray would wait without an end.
+        ending.daemon = True
+        ending.start()
     ray.shutdown()
+    ending.cancel()

@@ -38,7 +38,7 @@ from rltrain.workers.residency import Residency
 from rltrain.workers.rollout import kv
 from rltrain.workers.rollout.base import Sampling
 from rltrain.workers.rollout.hf import HFRollout
-from rltrain.workers.tasks import GenerateTask, MiniBatch, UpdateTask
+from rltrain.workers.tasks import GenerateTask, MiniBatch, SaveTask, UpdateTask
 from tests.tiny import save_tiny_tokenizer, small_run, write_arithmetic
 
 RANKS, PROMPT, ANSWER, ANSWERS, PROMPTS = 2, 32, 64, 8, 8
@@ -179,7 +179,8 @@ def rank_main(rank: int, folder: Path, case: str, steps: int) -> None:
                 make_step(worker, cfg, step)
             except RuntimeError as error:
                 raise worker.explain(error) from None
-            worker.actor.save(str(folder / f"{case} {step}"))
+            worker.actor.stage(SaveTask(str(folder / f"{case} {step}")))
+            worker.actor.write()
         entered(worker.rollout.residency, "sync")
     (folder / f"{case}.{rank}.pickle").write_bytes(pickle.dumps(found))
     dist.barrier()

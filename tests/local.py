@@ -39,7 +39,7 @@ class LocalGroup:
     def bytes_between_nodes(self) -> int:
         return 0
 
-    def submit(self, calls: Sequence[Call], ranks: range | None = None) -> "LocalHandle":
+    def submit(self, calls: Sequence[Call], ranks: range | None = None, beside: bool = False) -> "LocalHandle":
         (call,) = calls
         self.calls.append(call.name)
         return LocalHandle(self, self.run(call))
@@ -66,6 +66,9 @@ class LocalHandle:
 
     def collect(self):
         return self.results
+
+    def ready(self):
+        return True
 
     @property
     def results(self):

@@ -52,6 +52,9 @@ class TrainerConfig:
     stop_notice_s: float | None = key(None, least=1)
     """Seconds from the first SIGTERM or Ctrl-C to the kill: a step that does not fit is left, and the one before it is
     saved; null: a step is always finished."""
+    async_save: bool = True
+    """Copy what is to be saved into the hosts' memory and write it while training goes on; where there is no room for
+    the copy, training waits."""
     default_local_dir: str = "checkpoints/${trainer.project_name}/${trainer.experiment_name}"
     """Run folder: checkpoints, metrics, logs. On several nodes it must be storage that all of them see."""
     max_actor_ckpt_to_keep: int | None = 3

@@ -163,7 +163,7 @@ NO_EFFECT = {
     _R + "trace.*": "there is no trace in this version",
     _A + "actor.calculate_entropy": "entropy is always measured",
     _A + "actor.calculate_sum_pi_squared": "only an estimator that is not here reads it",
-    _A + "actor.checkpoint.async_save": "a run goes on when a checkpoint is whole on the disk",
+    _A + "actor.checkpoint.async_save": "see trainer.async_save, which is on",
     _A + "actor.checkpoint.load_contents": "see trainer.resume_weights_only",
     _A + "actor.checkpoint.strict": "a checkpoint is always read as a whole",
     _A + "actor.data_loader_seed": "the order of mini-batches follows data.seed",

@@ -79,6 +79,11 @@ class Handle(Generic[_Result]):
             pass
         return self.results
 
+    def ready(self) -> bool:
+        """Whether `collect` would not wait."""
+        waiting = list(self._waiting)
+        return not waiting or len(ray.wait(waiting, num_returns=len(waiting), timeout=0)[0]) == len(waiting)
+
     @property
     def done(self) -> bool:
         """Whether the results of all ranks are here."""
@@ -172,7 +177,7 @@ class WorkerGroup:
         device: Device,
         threads: int,
         logs: Path | None = None,
-        check: Callable[[], None] = lambda: None,
+        check: Callable[[], object] = lambda: None,
         deadlines: Deadlines | None = None,
         environment: dict[str, str] | None = None,
     ) -> None:
@@ -257,16 +262,19 @@ class WorkerGroup:
 
     @overload
     def submit(
-        self, calls: Sequence[Call[tuple[_Object, _Other, _Result]]], ranks: range | None = None
+        self, calls: Sequence[Call[tuple[_Object, _Other, _Result]]], ranks: range | None = None, beside: bool = False
     ) -> Handle[tuple[Any, Any, _Result]]: ...  # references of the objects, and the result
     @overload
     def submit(
-        self, calls: Sequence[Call[tuple[_Object, _Result]]], ranks: range | None = None
+        self, calls: Sequence[Call[tuple[_Object, _Result]]], ranks: range | None = None, beside: bool = False
     ) -> Handle[tuple[Any, _Result]]: ...
     @overload
-    def submit(self, calls: Sequence[Call[_Result]], ranks: range | None = None) -> Handle[_Result]: ...
-    def submit(self, calls: Sequence[Call[Any]], ranks: range | None = None) -> Handle[Any]:
-        """Send calls of one method to the workers, or to neighbouring ones (``ranks``).
+    def submit(
+        self, calls: Sequence[Call[_Result]], ranks: range | None = None, beside: bool = False
+    ) -> Handle[_Result]: ...
+    def submit(self, calls: Sequence[Call[Any]], ranks: range | None = None, beside: bool = False) -> Handle[Any]:
+        """Send calls of one method to the workers, or to neighbouring ones (``ranks``). beside: they do not wait for
+        other calls, nor others for them.
 
         There is one call per worker, or one per group of neighbouring workers (all groups have the same size), so a
         single call goes to all.
@@ -276,10 +284,8 @@ class WorkerGroup:
         nodes = [self.nodes[rank] for rank in ranks]
         of_rank = route_calls([calls[place // copies] for place in range(len(ranks))], nodes, self._cut)
         self.bytes_through_driver += sum(driver_bytes([each.args, each.kwargs]) for each in of_rank)
-        sent = [
-            self.workers[rank].run.options(num_returns=num_returns).remote(call)
-            for rank, call in zip(ranks, of_rank, strict=True)
-        ]
+        ways = [self.workers[rank].beside if beside else self.workers[rank].run for rank in ranks]
+        sent = [way.options(num_returns=num_returns).remote(call) for way, call in zip(ways, of_rank, strict=True)]
         # Ray returns a list only where there are several return values.
         references = [each if isinstance(each, list) else [each] for each in sent]
         return Handle(self, calls[0].name, references, ranks.start)

@@ -86,7 +86,8 @@ class _Host:
         self._worker = kind(**fetched)
 
     def run(self, call: Call[Any]) -> Any:
-        """Run the call on the role that it is for; a Request among its positional arguments arrives as a Batch."""
+        """Run the call on the role that it is for; a Request among its positional arguments arrives as a Batch, a
+        list of references as what they stand for."""
         protocol = getattr(sys.modules[call.method.__module__], call.role)
         # The base class decides, not isinstance: for a Protocol that compares names of methods, and actor and critic
         # share several.
@@ -104,6 +105,11 @@ class _Host:
     @ray.method(concurrency_group="control")
     def poll(self, call: Call[Any]) -> Any:
         """As ``run``, while ``run`` is busy."""
+        return self.run(call)
+
+    @ray.method(concurrency_group="saving")
+    def beside(self, call: Call[Any]) -> Any:
+        """As ``run``, while ``run`` makes the next steps."""
         return self.run(call)
 
     @ray.method(concurrency_group="parcels")
@@ -132,7 +138,7 @@ class _Host:
 
 # No restarts and no retries: a repeated optimizer step would be applied twice.
 # The control group has one thread for polls and stacks, so a poll must be short: the stacks of a hang wait behind it.
-_GROUPS = {"control": 1, "parcels": 1}
+_GROUPS = {"control": 1, "parcels": 1, "saving": 1}
 _OPTIONS: Any = {"max_restarts": 0, "max_task_retries": 0, "concurrency_groups": _GROUPS}
 HOST: Any = ray.remote(**_OPTIONS)(_Host)
 _GONE = (ray.exceptions.ObjectLostError, ray.exceptions.RayActorError)
@@ -145,6 +151,8 @@ def _fetch(value: Any) -> Any:
 
 
 def _assembled(arg: Any) -> Any:
+    if isinstance(arg, list) and arg and isinstance(arg[0], ray.ObjectRef):
+        return ray.get(arg)
     if not isinstance(arg, Request):
         return arg
     found = _objects(arg.parts)

@@ -17,15 +17,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from huggingface_hub import snapshot_download
+from huggingface_hub import snapshot_download, split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import cached_file
 
 from rltrain.data.chat import ChatEncoder
 from rltrain.data.images import SLOT
 from rltrain.errors import ConfigError, DataError
 from rltrain.models.forward import PolicyModel
+from rltrain.models.hashed import Digests, write_weights
 from rltrain.models.load import empty_model, load_config, source_dtype
 from rltrain.models.vision import takes_images
 from rltrain.models.weights import whole_weights
@@ -34,6 +36,7 @@ from rltrain.models.weights import whole_weights
 _COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
 # These describe the weights as they are written here; the source's would describe its own.
 _WRITTEN_HERE = ("config.json", "model.safetensors.index.json", "pytorch_model.bin.index.json")
+_PATTERN = "model{suffix}.safetensors"
 _TEMPLATE = "chat_template.jinja"
 _GENERATION = "generation_config.json"
 _PROCESSOR, _PROCESSORS = "preprocessor_config.json", "processor_config.json"  # transformers 5 writes the second
@@ -43,54 +46,95 @@ _PROBE = (640, 480)
 Shapes = dict[str, tuple[int, ...]]
 
 
+class Export:
+    """A policy as a Hugging Face folder: made on all ranks, gathered again and again, and written by rank 0.
+
+    encoder: the one that wrote the training prompts. The small files of its model (a folder or a hub name) are copied
+    byte for byte; a chat template that replaces the model's own is written over it, and so are bounds of pixels.
+    """
+
+    def __init__(self, policy: PolicyModel, config: PretrainedConfig, encoder: ChatEncoder) -> None:
+        self._policy, self._config, self._encoder = policy, config, encoder
+        self._dtype = source_dtype(config)
+        self._weights: dict[str, torch.Tensor] = {}
+        if dist.get_rank() == 0:
+            # Every family has the eager kind, and those with attention sinks have no other. Not made while it is
+            # written: transformers has states that threads share.
+            self._model = empty_model(config, "eager", self._dtype, trust_remote_code=encoder.trust_remote_code)
+
+    @property
+    def num_bytes(self) -> int:
+        """What `gather` takes on the host of this rank, about."""
+        return self._model.num_parameters() * self._dtype.itemsize if dist.get_rank() == 0 else 0
+
+    def gather(self, copies: bool = False) -> None:
+        """Bring the weights to rank 0, in the source checkpoint's dtype (a collective).
+
+        copies: of those as well that are there already, so that they may change before `write` has ended.
+        """
+        # All ranks iterate, because every weight is a collective; only rank 0 keeps what it is given.
+        for name, values, in_checkpoint in whole_weights(self._policy, self._dtype):
+            if in_checkpoint and dist.get_rank() == 0:
+                self._weights[name] = values.to("cpu", self._dtype, copy=copies)
+
+    def write(self, folder: Path, card: str, digests: Digests) -> list[str]:
+        """Write what `gather` has brought, on rank 0. card: the text of README.md behind the kind of the model.
+
+        Returns the problems that `find_problems` finds. Raises DiskError.
+        """
+        encoder, weights, sees = self._encoder, self._weights, self._policy.sees
+        self._weights = {}
+        weights = {name: weights[name] for name in self._model.state_dict() if name in weights}
+        shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
+        _write(self._model, weights, encoder, _source_folder(encoder.path, self._config), folder, digests)
+        if sees and (encoder.min_pixels or encoder.max_pixels):
+            _write_bounds(encoder, folder)
+        if card:
+            task = "image-text-to-text" if takes_images(self._config) else "text-generation"
+            head = f"---\nlibrary_name: transformers\npipeline_tag: {task}\n"
+            (folder / "README.md").write_text(head + card, encoding="utf-8")
+        return find_problems(folder, encoder, shapes, sees=sees)
+
+
 def export_huggingface(
     policy: PolicyModel, config: PretrainedConfig, encoder: ChatEncoder, folder: str, card: str = ""
 ) -> list[str]:
-    """Gather the weights on rank 0 and write them in the source checkpoint's dtype (a collective).
-
-    encoder: the one that wrote the training prompts. The small files of its model (a folder or a hub name) are copied
-    byte for byte; a chat template that replaces the model's own is written over it, and so are bounds of pixels. card:
-    the text of README.md behind the kind of the model.
-    Returns the problems that `find_problems` finds, on rank 0.
-    """
-    dtype = source_dtype(config)
-    weights: dict[str, torch.Tensor] = {}
-    # All ranks iterate, because every weight is a collective; only rank 0 keeps what it is given.
-    for name, values, in_checkpoint in whole_weights(policy, dtype):
-        if in_checkpoint and dist.get_rank() == 0:
-            weights[name] = values.to("cpu", dtype)
-    problems: list[str] = []
-    if dist.get_rank() == 0:
-        # Every family has the eager kind, and those with attention sinks have no other.
-        model = empty_model(config, "eager", dtype, trust_remote_code=encoder.trust_remote_code)
-        weights = {name: weights[name] for name in model.state_dict() if name in weights}
-        shapes = {name: tuple(weight.shape) for name, weight in weights.items()}  # transformers empties the dictionary
-        _write(model, weights, encoder, _source_folder(encoder.path, config), Path(folder))
-        if policy.sees and (encoder.min_pixels or encoder.max_pixels):
-            _write_bounds(encoder, Path(folder))
-        if card:
-            task = "image-text-to-text" if takes_images(config) else "text-generation"
-            head = f"---\nlibrary_name: transformers\npipeline_tag: {task}\n"
-            (Path(folder) / "README.md").write_text(head + card, encoding="utf-8")
-        problems = find_problems(Path(folder), encoder, shapes, sees=policy.sees)
+    """Write the folder at once (a collective). Returns its problems, on rank 0."""
+    export = Export(policy, config, encoder)
+    export.gather()
+    problems = export.write(Path(folder), card, {}) if dist.get_rank() == 0 else []
     dist.barrier()
     return problems
 
 
 def _write(
-    model: PreTrainedModel, weights: dict[str, torch.Tensor], encoder: ChatEncoder, source: Path, folder: Path
+    model: PreTrainedModel,
+    weights: dict[str, torch.Tensor],
+    encoder: ChatEncoder,
+    source: Path,
+    folder: Path,
+    digests: Digests,
 ) -> None:
     if not (source / _GENERATION).is_file() and model.generation_config is not None:
         # The model's config may name another end token than the one that ended the answers.
         model.generation_config.eos_token_id = encoder.eos_token_ids
-    model.save_pretrained(folder, state_dict=weights)
-    for file in folder.glob("*.safetensors"):
-        shutil.copymode(folder / "config.json", file)  # safetensors makes its files for the owner alone
+    model.save_pretrained(folder, state_dict={})  # all but the weights
+    _write_shards(revert_weight_conversion(model, weights), folder, digests)
     for file in sorted(source.iterdir()):
         if file.is_file() and file.suffix in _COPIED_SUFFIXES and file.name not in _WRITTEN_HERE:
             shutil.copyfile(file, folder / file.name)
     if encoder.chat_template is not None:
         _write_template(encoder.tokenizer.chat_template, folder)
+
+
+def _write_shards(weights: dict[str, torch.Tensor], folder: Path, digests: Digests) -> None:
+    """Weights under the names of a checkpoint -> files as save_pretrained names them, with an index of several."""
+    split = split_torch_state_dict_into_shards(weights, filename_pattern=_PATTERN, max_shard_size="50GB")
+    for name, parts in split.filename_to_tensors.items():
+        write_weights({part: weights[part] for part in parts}, folder / name, digests)
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
 def _source_folder(path: str, config: PretrainedConfig) -> Path:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import difflib
 import math
 import re
-import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,13 +19,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from rltrain.config.model_schema import CriticModelConfig, ModelConfig
 from rltrain.errors import ConfigError
+from rltrain.models.hashed import Digests, write_weights
 from rltrain.models.safe import UNREADABLE
 from rltrain.models.vision import language_model
 from rltrain.seeds import name_seed
@@ -161,24 +160,35 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
             layer._disable_adapters = False
 
 
-def save_adapter(model: PreTrainedModel, base: str, folder: str) -> None:
-    """Write ``adapter_config.json`` and ``adapter_model.safetensors`` for peft (a collective; rank 0 writes).
-
-    base: the model the adapters belong to.
-    """
+def adapter_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The adapters under peft's names, copied to the host of rank 0; nothing on others (a collective)."""
     weights = {}
     for name, layer in lora_layers(model):
         for kind, adapters in (("A", layer.lora_A), ("B", layer.lora_B)):
             full = _full(adapters[_NAME].weight)
             if dist.get_rank() == 0:
-                weights[f"{_PEFT}{name}.lora_{kind}.weight"] = full.cpu().contiguous()
+                weights[f"{_PEFT}{name}.lora_{kind}.weight"] = full.to("cpu", copy=True).contiguous()
+    return weights
+
+
+def write_adapter(
+    model: PreTrainedModel, weights: dict[str, torch.Tensor], base: str, folder: str, digests: Digests
+) -> None:
+    """Write ``adapter_config.json`` and ``adapter_model.safetensors`` for peft, on rank 0.
+
+    base: the model the adapters belong to. Raises DiskError.
+    """
+    config = model.peft_config[_NAME]
+    config.base_model_name_or_path = base
+    config.save_pretrained(folder)
+    write_weights(weights, Path(folder) / "adapter_model.safetensors", digests)
+
+
+def save_adapter(model: PreTrainedModel, base: str, folder: str) -> None:
+    """Write both now (a collective)."""
+    weights = adapter_weights(model)
     if dist.get_rank() == 0:
-        config = model.peft_config[_NAME]
-        config.base_model_name_or_path = base
-        config.save_pretrained(folder)
-        file = Path(folder) / "adapter_model.safetensors"
-        save_file(weights, file, metadata={"format": "pt"})
-        shutil.copymode(file.with_name("adapter_config.json"), file)  # safetensors makes its files for the owner alone
+        write_adapter(model, weights, base, folder, {})
     dist.barrier()
 
 

@@ -23,7 +23,7 @@ from rltrain.models.weights import huggingface_name
 
 def save_training_state(packed: PackedModel, optimizer: torch.optim.Optimizer | None, folder: str) -> None:
     """Every rank writes its own shards (a collective)."""
-    dcp.save(_state(packed, optimizer), checkpoint_id=folder)
+    dcp.save(training_state(packed, optimizer), checkpoint_id=folder)
 
 
 def load_training_state(packed: PackedModel, optimizer: torch.optim.Optimizer | None, folder: str) -> list[str]:
@@ -32,7 +32,7 @@ def load_training_state(packed: PackedModel, optimizer: torch.optim.Optimizer | 
     Weights alone may come from a run that did not train its vision tower: the tower then stays as the model's folder
     has it, which is the one thing that a returned note can say. Raises CheckpointError for what does not fit.
     """
-    state = _state(packed, optimizer)
+    state = training_state(packed, optimizer)
     notes = _settle_tower(packed, state, folder)
     try:
         dcp.load(state, storage_reader=SafeReader(folder))
@@ -71,7 +71,7 @@ def _settle_tower(packed: PackedModel, state: dict[str, Any], folder: str) -> li
     return [f"{folder} has no vision tower, because its run did not train it: it starts as model.path has it"]
 
 
-def _state(packed: PackedModel, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+def training_state(packed: PackedModel, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     """The tensors themselves, not copies: loading writes into them."""
     trained = ((name, parameter) for name, parameter in packed.named_parameters() if parameter.requires_grad)
     parameters = {huggingface_name(name): parameter for name, parameter in trained}

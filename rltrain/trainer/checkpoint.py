@@ -9,6 +9,7 @@ the large ones are read by the workers, each its share, before anything is loade
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import logging
 import os
@@ -16,6 +17,7 @@ import re
 import shutil
 import socket
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -168,12 +170,21 @@ class RunFolder(Checkpoints):
         folder.mkdir()
         return folder
 
-    def commit(self, folder: Path, step: int) -> Path:
-        """Manifest, fsync, one rename: from here on the checkpoint exists."""
-        found = sorted(folder.rglob("*"))
-        # Taken before the manifest is written, so it does not list itself.
-        sizes = {str(each.relative_to(folder)): {"bytes": each.stat().st_size} for each in found if each.is_file()}
-        (folder / _MANIFEST).write_text(json.dumps({"step": step, "files": sizes}, indent=1))
+    def commit(self, folder: Path, step: int, digests: Mapping[str, str] | None = None) -> Path:
+        """Manifest, fsync, one rename: from here on the checkpoint exists.
+
+        digests: SHA-256 by path, of what was hashed while it was written; other files are small and read here.
+        """
+        # Listed before the manifest is written, so it does not list itself.
+        files = {
+            str(each.relative_to(folder)): {
+                "bytes": each.stat().st_size,
+                "sha256": (digests or {}).get(str(each)) or hashlib.sha256(each.read_bytes()).hexdigest(),
+            }
+            for each in sorted(folder.rglob("*"))
+            if each.is_file()
+        }
+        (folder / _MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=1))
         # Contents before the rename: else a power failure could leave the final name with empty files behind it.
         for each in folder.rglob("*"):
             _sync(each)

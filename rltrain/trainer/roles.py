@@ -25,10 +25,11 @@ from rltrain.trainer import metrics as m
 from rltrain.trainer.balance import Ids, Layout
 from rltrain.trainer.lengths import ResponseLengths
 from rltrain.trainer.metrics import Metrics
+from rltrain.trainer.role_save import RoleSave
 from rltrain.workers import roles
 from rltrain.workers.results import GenerationNumbers, PassNumbers, UpdateNumbers, largest
 from rltrain.workers.rollout.waiting import WRITTEN
-from rltrain.workers.tasks import Finished, GenerateTask, MiniBatch, UpdateTask
+from rltrain.workers.tasks import Finished, GenerateTask, MiniBatch, SaveTask, UpdateTask
 
 # How long a worker may wait for a finished answer before it says that there is none yet.
 _POLL_S = 0.5
@@ -88,8 +89,18 @@ class _Remote:
     first are taken.
     """
 
+    _saved_as: type[roles.Actor | roles.Critic]
+
     def __init__(self, group: WorkerGroup) -> None:
         self._group = group
+
+    def begin_save(self, task: SaveTask) -> RoleSave:
+        """Have model and optimizer, and what else ``task`` says, written in the background."""
+        return RoleSave(self._group, self._saved_as, task)
+
+    def save(self, folder: str) -> None:
+        """Write model and optimizer now."""
+        self.begin_save(SaveTask(folder)).finish()
 
     def nodes(self, num_ranks: int) -> list[int]:
         """The node of every data-parallel rank, of which there are ``num_ranks``: that of its first worker."""
@@ -127,6 +138,8 @@ class _Remote:
 
 class Policy(_Remote):
     """Actor, rollout engine and reference."""
+
+    _saved_as = roles.Actor
 
     def __init__(self, group: WorkerGroup, passes: StepPasses) -> None:
         super().__init__(group)
@@ -280,17 +293,9 @@ class Policy(_Remote):
             ]
         )
 
-    def save(self, folder: str) -> None:
-        """Write model and optimizer."""
-        self._group.call(roles.Actor.save, folder)
-
     def load(self, folder: str, weights_only: bool) -> list[str]:
         """Read them back. Returns notes for the log."""
         return self._group.call(roles.Actor.load, folder, weights_only)[0]
-
-    def export(self, folder: str, card: str = "") -> list[str]:
-        """Write the policy as a Hugging Face folder, with ``card`` as README.md. Returns problems of the folder."""
-        return [problem for found in self._group.call(roles.Actor.export, folder, card) for problem in found]
 
     @property
     def bytes_through_driver(self) -> int:
@@ -304,6 +309,8 @@ class Policy(_Remote):
 
 class Critic(_Remote):
     """The value function."""
+
+    _saved_as = roles.Critic
 
     def __init__(self, group: WorkerGroup, passes: StepPasses) -> None:
         super().__init__(group)
@@ -325,10 +332,6 @@ class Critic(_Remote):
                 for ids, mini_batches in zip(layout.ids, work, strict=True)
             ]
         )
-
-    def save(self, folder: str) -> None:
-        """Write model and optimizer."""
-        self._group.call(roles.Critic.save, folder)
 
     def load(self, folder: str, weights_only: bool) -> list[str]:
         """Read them back. Returns notes for the log."""

@@ -104,6 +104,7 @@ class Trainer:
         """Write a checkpoint of the current step; returns its folder."""
         ppo, _, saver = self._started
         saver.save(self.num_steps, ppo.progress)
+        saver.finish()
         return self.folder / f"global_step_{self.num_steps}"
 
     def fit(self) -> bool:
@@ -121,7 +122,16 @@ class Trainer:
         trainer, total, stop, first_step = self.config.trainer, self.plan.total_steps, self._stop, self.num_steps
         # Steps that the caller made with `step` are in no checkpoint yet.
         stop.reached(first_step, total, saver.last_step)
-        done, untested = first_step, self._owes_validation
+        done, untested, under_way = first_step, self._owes_validation, first_step
+
+        def saved() -> None:
+            self._notice.saved(saver.seconds)
+            stop.reached(done, total, saver.last_step)
+            if saver.last_step == under_way:
+                # Everything is saved, so from here on a signal may end the run at once, in the middle of a validation.
+                stop.finishing = ""
+
+        saver.on_saved = saved
         # Nothing is learnt here, so a signal ends it at once.
         first = untested or trainer.val_only or (trainer.val_before_train and not first_step)
         if ppo.rewards.has_validation and first:
@@ -135,7 +145,8 @@ class Trainer:
             # out.
             if stop.requested:
                 break
-            started, stop.finishing = time.perf_counter(), "finishing this step, saving"
+            started, under_way = time.perf_counter(), step
+            stop.finishing = "finishing this step, saving"
             try:
                 metrics = self._step(ppo, saver, step)
             except StepLeft as left:
@@ -151,23 +162,22 @@ class Trainer:
                     ppo.on_phase("save_checkpoint")
                     stop.save_requested = False
                     metrics |= saver.save(step, ppo.progress)
-                    self._notice.saved(metrics["timing_s/save_checkpoint"])
+                saver.poll()
                 stop.reached(step, total, saver.last_step)
-                if saver.last_step == step:
-                    # Everything is saved, so from here on a signal may end the run at once, in the middle of a
-                    # validation.
-                    stop.finishing = ""
                 if untested and not stop.requested:
                     found = ppo.validate(step, stop)
                     # A validation that a signal has cut short returns nothing.
                     metrics, untested = metrics | found, not found
-                metrics["timing_s/wall"] = time.perf_counter() - started
+                if last or stop.requested:
+                    saver.finish()
+                metrics |= saver.news() | {"timing_s/wall": time.perf_counter() - started}
             finally:  # what was measured is not lost with a save that fails
                 tracker.log(step, metrics)
         # The signal may have come after the question above whether a save is due.
+        saver.finish()
         if stop.requested and trainer.save_at_end and saver.last_step < done:
             saver.save(done, ppo.progress)
-            stop.reached(done, total, done)
+            saver.finish()
         # A run that lacks its last validation has not got to its end, though all steps are made.
         return done == total and not untested
 

@@ -1,26 +1,35 @@
 """When to save and what a checkpoint holds.
 
 Problem: a full disk is mostly found out hours after the start, while a checkpoint is written. Choice: its size is
-estimated from the weights before the first step, and measured after the first save. Left out: saving while training
-goes on, which would need a second copy of weights and optimizer state on the host.
+estimated from the weights before the first step, and measured after the first save.
+
+Problem: writing takes minutes in which the devices could train. Choice: the workers copy what is to be saved to their
+hosts and write it while the next steps are made (`workers.saving`). The driver looks every now and then whether all
+have written, and then makes a checkpoint of it; a save is over before the next one begins and before the run ends.
 """
 
 from __future__ import annotations
 
 import logging
 import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rltrain.config.schema import Config
 from rltrain.config.trainer_schema import TrainerConfig
-from rltrain.errors import DiskError, WorkerError
+from rltrain.errors import DiskError
 from rltrain.trainer.archive import Archive
 from rltrain.trainer.callbacks import Callbacks
 from rltrain.trainer.card import model_card
 from rltrain.trainer.checkpoint import RunFolder
 from rltrain.trainer.progress import ANSWERS, Progress, Start
+from rltrain.trainer.role_save import RoleSave
 from rltrain.trainer.roles import Critic, Policy
 from rltrain.trainer.timing import StepTimer
+from rltrain.workers.tasks import SaveTask
 
 log = logging.getLogger(__name__)
 
@@ -73,13 +82,32 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(next(each for each in (folder, *folder.parents) if each.is_dir())).free
 
 
+def sized(num_bytes: float) -> str:
+    """1234567 -> "1.2 MiB"."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} {unit}" if unit == "bytes" or num_bytes >= 100 else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:,.1f} TiB"
+
+
 def describe_room(folder: Path, size: int) -> str:
     """How much there is and how much a checkpoint of ``size`` bytes takes."""
     return (
-        f"{folder} has {free_bytes(folder) / 2**30:.2f} GiB free and a checkpoint takes about {size / 2**30:.2f} GiB. "
+        f"{folder} has {sized(free_bytes(folder))} free and a checkpoint takes about {sized(size)}. "
         "Older checkpoints are intact. "
         "Free space, or lower trainer.max_actor_ckpt_to_keep, and run the same command again."
     )
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """The checkpoint of ``step`` while it is written into ``folder``."""
+
+    step: int
+    folder: Path
+    parts: list[RoleSave]
+    began: float
 
 
 class Saver:
@@ -106,6 +134,11 @@ class Saver:
         self.last_step = 0
         # The answers of its steps are there before a checkpoint is: a run that is killed behind it makes none again.
         self.archive: Archive | None = None
+        self.on_saved: Callable[[], None] = lambda: None  # called when the checkpoint of `last_step` is whole
+        self.seconds = 0.0  # from the beginning of the last save to its end
+        self._pending: _Pending | None = None
+        self._news: dict[str, float] = {}
+        self._told = False
 
     def due(self, step: int, stopping: bool) -> bool:
         """Every ``save_freq`` steps, and when the run ends unless ``save_at_end`` is off."""
@@ -113,34 +146,57 @@ class Saver:
         return (freq > 0 and step % freq == 0) or (stopping and self._cfg.trainer.save_at_end)
 
     def save(self, step: int, progress: Progress) -> dict[str, float]:
-        """Save step ``step``; returns its timing. Raises DiskError naming needed and free space."""
+        """Begin to save step ``step``; where that cannot be in the background, it is saved when this returns.
+
+        Returns its timing, and what callbacks have said of saves that are over. Raises DiskError naming needed and free
+        space.
+        """
         timer = StepTimer()
         with timer("save_checkpoint"):
-            room = describe_room(self._folder.path, self._bytes_needed)
-            if free_bytes(self._folder.path) < self._bytes_needed:
-                raise DiskError(f"there is no room for the checkpoint of step {step}. {room}")
-            temporary = self._folder.begin_save(step)
-            try:
-                self._write(temporary, step, progress)
+            self.finish()
+            in_background = self._begin(step, progress)
+            if not in_background:
+                self.finish()
+        return timer.metrics() | self.news()
+
+    def news(self) -> dict[str, float]:
+        """What callbacks have said of saves that are over, once."""
+        news, self._news = self._news, {}
+        return news
+
+    def poll(self) -> None:
+        """Finish a save whose files are written. Takes milliseconds."""
+        if self._pending and all(part.ready() for part in self._pending.parts):
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the save that is under way. Raises DiskError."""
+        # Taken out first: whoever waits for workers polls.
+        pending, self._pending = self._pending, None
+        if not pending:
+            return
+        try:
+            with self._disk_errors(pending.step, pending.folder):
+                written = [part.finish() for part in pending.parts]
+                digests = {name: digest for each in written for name, digest in each.digests.items()}
                 if self.archive:
                     self.archive.flush()
-                final = self._folder.commit(temporary, step)
-            except (OSError, WorkerError) as error:
-                # torch does not say that a disk is full.
-                written = sum(file.stat().st_size for file in temporary.rglob("*") if file.is_file())
-                # What was written counts as free, because it is removed below.
-                full = free_bytes(self._folder.path) + written < self._bytes_needed
-                shutil.rmtree(temporary, ignore_errors=True)
-                if isinstance(error, WorkerError) and not full:
-                    raise
-                raise DiskError(f"checkpoint of step {step} could not be written: {error}. {room}") from error
-            self.last_step = step
-            # From the second save on, the size is known and no longer estimated.
-            self._bytes_needed = sum(file.stat().st_size for file in final.rglob("*") if file.is_file())
-            # After the new one is in place. The one that trainer.resume_from_path names stays, as the same command
-            # starts from it again.
-            self._folder.prune(self._cfg.trainer.max_actor_ckpt_to_keep, spare=self._cfg.trainer.resume_from_path)
-        return timer.metrics() | self._callbacks.on_save(step, final)
+                final = self._folder.commit(pending.folder, pending.step, digests)
+        except DiskError:
+            raise
+        except BaseException:  # a signal, say: the save goes on, and may be asked for again
+            self._pending = pending
+            raise
+        for problem in (problem for each in written for problem in each.problems):
+            log.warning("step %d, huggingface/: %s. The checkpoint beside it is whole.", pending.step, problem)
+        self.last_step, self.seconds = pending.step, time.perf_counter() - pending.began
+        # From the second save on, the size is known and no longer estimated.
+        self._bytes_needed = sum(file.stat().st_size for file in final.rglob("*") if file.is_file())
+        # After the new one is in place. The one that trainer.resume_from_path names stays, as the same command starts
+        # from it again.
+        self._folder.prune(self._cfg.trainer.max_actor_ckpt_to_keep, spare=self._cfg.trainer.resume_from_path)
+        self._news |= self._callbacks.on_save(pending.step, final)
+        self.on_saved()
 
     def check_room(self, first_step: int, total_steps: int) -> None:
         """Raise DiskError before the first step where the checkpoints that must fit do not."""
@@ -152,18 +208,47 @@ class Saver:
 
     def rescue(self, step: int, progress: Progress) -> None:
         """Save step ``step`` if it is not saved yet: an error that is not the workers' leaves their state whole."""
+        self.finish()
         if step > self.last_step and self._cfg.trainer.save_at_end:
             self.save(step, progress)
+            self.finish()
 
-    def _write(self, temporary: Path, step: int, progress: Progress) -> None:
-        for name, role in self._roles.items():
-            role.save(str(temporary / name))
-        if "hf_model" in self._cfg.actor_rollout_ref.actor.checkpoint.save_contents:
-            for problem in self._actor.export(str(temporary / "huggingface"), model_card(self._cfg, step)):
-                log.warning("step %d, huggingface/: %s. The checkpoint beside it is whole.", step, problem)
-        if progress.answers:
-            self._actor.save_answers(progress.answers, str(temporary / ANSWERS))
-        progress.write(temporary, step, self._cfg, self._fingerprint)
+    def _begin(self, step: int, progress: Progress) -> bool:
+        if free_bytes(self._folder.path) < self._bytes_needed:
+            room = describe_room(self._folder.path, self._bytes_needed)
+            raise DiskError(f"there is no room for the checkpoint of step {step}. {room}")
+        asked, began = self._cfg.trainer.async_save, time.perf_counter()
+        exports = "hf_model" in self._cfg.actor_rollout_ref.actor.checkpoint.save_contents
+        with self._disk_errors(step, None):
+            folder = self._folder.begin_save(step)
+        with self._disk_errors(step, folder):
+            if progress.answers:
+                self._actor.save_answers(progress.answers, str(folder / ANSWERS))
+            progress.write(folder, step, self._cfg, self._fingerprint)
+            tasks = {name: SaveTask(str(folder / name), asked) for name in self._roles}
+            if exports and "actor" in tasks:
+                export, card = str(folder / "huggingface"), model_card(self._cfg, step)
+                tasks["actor"] = replace(tasks["actor"], export=export, card=card)
+            parts = [role.begin_save(tasks[name]) for name, role in self._roles.items()]
+        if asked and not all(part.copied for part in parts) and not self._told:
+            self._told = True
+            log.warning(
+                "note: checkpoints are written while training waits (trainer.async_save): the memory that is free on "
+                "the hosts has no room for a copy of weights and optimizer state."
+            )
+        self._pending = _Pending(step, folder, parts, began)
+        return bool(parts) and all(part.copied for part in parts)
+
+    @contextmanager
+    def _disk_errors(self, step: int, folder: Path | None) -> Iterator[None]:
+        """What cannot be written is a DiskError that names step and room; ``folder`` is removed."""
+        try:
+            yield
+        except (OSError, DiskError) as error:
+            if folder:
+                shutil.rmtree(folder, ignore_errors=True)
+            room = describe_room(self._folder.path, self._bytes_needed)
+            raise DiskError(f"checkpoint of step {step} could not be written: {error}. {room}") from error
 
     def load(self, start: Start) -> None:
         """Bring every role to where the run starts."""

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rltrain import columns as c
@@ -25,20 +27,21 @@ from rltrain.config.step_passes import StepPasses
 from rltrain.data.chat import chat_encoder
 from rltrain.data.images import EncodedPrompt
 from rltrain.device import resolve_dtype
-from rltrain.models.export import export_huggingface
+from rltrain.models.export import Export
 from rltrain.models.forward import PolicyModel, final_logits, model_numbers
 from rltrain.models.head import ReferenceStates
-from rltrain.models.lora import adapters_off, save_adapter
+from rltrain.models.lora import adapter_weights, adapters_off, write_adapter
 from rltrain.models.packing import PackedInputs, pack, per_policy_token
 from rltrain.models.shard import reshard, sharded_model
 from rltrain.models.spec import actor_spec, reference_spec
-from rltrain.models.state import load_training_state, save_training_state
+from rltrain.models.state import load_training_state
 from rltrain.ragged import Ragged
 from rltrain.workers.residency import Phase, Residency
 from rltrain.workers.results import PassNumbers, UpdateNumbers
 from rltrain.workers.roles import Actor
+from rltrain.workers.saving import StateWriter, told_as_disk_error
 from rltrain.workers.selection import noise, select
-from rltrain.workers.tasks import MiniBatch, UpdateTask
+from rltrain.workers.tasks import MiniBatch, SaveTask, UpdateTask, Written
 from rltrain.workers.updater import Updater, idle
 
 # Prompts, answers and images reach the device packed.
@@ -75,6 +78,9 @@ class ActorRefWorker(Actor):
             self.residency.add_model(self.policy.requires_grad_(False).eval(), "sync", offload=True)
             return
         self.updater = Updater("actor", self.policy, self._actor_cfg.optim, fsdp, self._cfg.trainer, self._device)
+        self._writer = StateWriter(self.policy, self.updater.optimizer, self._device)
+        self._export: Export | None = None
+        self._adapters: dict[str, Tensor] = {}
         phases: tuple[Phase, ...] = ("sync", "log_prob", "train_actor", "save")
         # Under LoRA the policy without its adapters is the reference; an exact KL needs the policy's own distribution.
         phases += ("ref",) if self._passes.exact_kl_in_reward or model_cfg.uses_lora else ()
@@ -336,23 +342,43 @@ class ActorRefWorker(Actor):
 
     # -- saving --------------------------------------------------------------------------------------------------------
 
-    def save(self, folder: str) -> None:
-        """Write this rank's shards of model and optimizer into ``folder`` (a collective)."""
+    def stage(self, task: SaveTask) -> bool:
+        """Take model and optimizer, adapters, and the weights of an export, as they are now (a collective)."""
+        self._task, num_bytes = task, 0
+        if task.export:
+            if self._export is None:
+                self._export = Export(self.policy, self._spec.load_config(), chat_encoder(self._cfg))
+            num_bytes = self._export.num_bytes
+            # The phase of a pass: the weights are on the device, the engine and offloaded optimizer state are not.
+            self.residency.enter("log_prob", whole=True)
+            self._export.gather(task.copies)
         self.residency.enter("save")
-        save_training_state(self.policy, self.updater.optimizer, folder)
         if self._model_cfg.uses_lora:
-            save_adapter(self.policy.model, self._model_cfg.path, f"{folder}/lora_adapter")
+            self._adapters = adapter_weights(self.policy.model)
+        return self._writer.stage(task.copies, num_bytes)
+
+    def write(self) -> tuple[list[Any], Written]:
+        """Write what was taken: every rank its shards, rank 0 adapters and export. Raises DiskError."""
+        task, problems = self._task, list[str]()
+        with told_as_disk_error(task.folder):
+            places, digests = self._writer.write(task.folder)
+            if self._adapters:
+                base, folder = self._model_cfg.path, f"{task.folder}/lora_adapter"
+                write_adapter(self.policy.model, self._adapters, base, folder, digests)
+                self._adapters = {}
+            if self._export and task.export and dist.get_rank() == 0:
+                problems = self._export.write(Path(task.export), task.card, digests)
+        return places, Written(digests, problems)
+
+    def seal(self, places: list[list[Any]]) -> dict[str, str]:
+        """Rank 0: ``.metadata``, which says what is where."""
+        with told_as_disk_error(self._task.folder):
+            return self._writer.seal(self._task.folder, places)
 
     def load(self, folder: str, weights_only: bool) -> list[str]:
         """Read model and optimizer back, on any number of ranks (a collective). Returns notes for the log."""
         self.residency.enter("save")
         return load_training_state(self.policy, None if weights_only else self.updater.optimizer, folder)
-
-    def export(self, folder: str, card: str) -> list[str]:
-        """Write a Hugging Face folder with ``card`` as README.md (a collective). Returns its problems."""
-        # The phase of a pass: the weights are on the device, while the engine and offloaded optimizer state are not.
-        self.residency.enter("log_prob", whole=True)
-        return export_huggingface(self.policy, self._spec.load_config(), chat_encoder(self._cfg), folder, card)
 
 
 def _given(batch: Batch) -> Tensor | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -17,11 +18,12 @@ from rltrain.models.forward import ScalarModel
 from rltrain.models.packing import pack, per_policy_token
 from rltrain.models.shard import reshard, sharded_model
 from rltrain.models.spec import critic_spec
-from rltrain.models.state import load_training_state, save_training_state
+from rltrain.models.state import load_training_state
 from rltrain.workers.residency import Residency
 from rltrain.workers.results import PassNumbers, UpdateNumbers
 from rltrain.workers.roles import Critic
-from rltrain.workers.tasks import MiniBatch
+from rltrain.workers.saving import StateWriter, told_as_disk_error
+from rltrain.workers.tasks import MiniBatch, SaveTask, Written
 from rltrain.workers.updater import Updater, idle
 
 
@@ -35,6 +37,7 @@ class CriticWorker(Critic):
         self.model = sharded_model(ScalarModel, critic_spec(cfg, self._device, images), self._device)
         fsdp = cfg.critic.model.fsdp_config
         self.updater = Updater("critic", self.model, cfg.critic.optim, fsdp, cfg.trainer, self._device)
+        self._writer = StateWriter(self.model, self.updater.optimizer, self._device)
         residency.add_model(self.model, "values", "train_critic", "save", offload=fsdp.param_offload)
         residency.add_optimizer(self.updater.optimizer, "train_critic", "save", offload=fsdp.optimizer_offload)
 
@@ -66,10 +69,22 @@ class CriticWorker(Critic):
         loss = aggregate(losses, token_weights(self._cfg.loss_agg_mode or TOKEN_MEAN, mask, mini.denominators))
         return finish(loss, {"vf_loss": loss}, statistics, mask)
 
-    def save(self, folder: str) -> None:
-        """Write this rank's shards of model and optimizer into ``folder`` (a collective)."""
+    def stage(self, task: SaveTask) -> bool:
+        """Take model and optimizer as they are now (a collective)."""
+        self._folder = task.folder
         self.residency.enter("save")
-        save_training_state(self.model, self.updater.optimizer, folder)
+        return self._writer.stage(task.copies)
+
+    def write(self) -> tuple[list[Any], Written]:
+        """Write this rank's shards. Raises DiskError."""
+        with told_as_disk_error(self._folder):
+            places, digests = self._writer.write(self._folder)
+        return places, Written(digests, [])
+
+    def seal(self, places: list[list[Any]]) -> dict[str, str]:
+        """Rank 0: ``.metadata``, which says what is where."""
+        with told_as_disk_error(self._folder):
+            return self._writer.seal(self._folder, places)
 
     def load(self, folder: str, weights_only: bool) -> list[str]:
         """Read them back, on any number of ranks (a collective). Returns notes for the log."""

@@ -124,13 +124,13 @@ class _Resident:
         self.queue.wait_stream(self.device.current_stream())
         tensors = self._tensors()
         missing = [tensor for name, tensor in tensors.items() if name not in self._twins]
-        hosts = iter(_page_locked([_local(tensor) for tensor in missing]))
+        hosts = iter(page_locked([local(tensor) for tensor in missing]))
         with self.device.on_stream(self.queue):
             for name, tensor in tensors.items():
                 if is_new := name not in self._twins:
                     self._twins[name] = next(hosts)
                 if is_new or self.may_have_changed(tensor):
-                    self._twins[name].copy_(_local(tensor), non_blocking=True)
+                    self._twins[name].copy_(local(tensor), non_blocking=True)
 
     def may_have_changed(self, tensor: Tensor) -> bool:
         """Whether the tensor may differ from its copy on the host."""
@@ -138,23 +138,23 @@ class _Resident:
 
     def leave(self) -> None:
         """Go on with the copies on the host, which gives the device's memory back."""
-        self.put({name: _like(tensor, self._twins[name]) for name, tensor in self._tensors().items()})
+        self.put({name: like(tensor, self._twins[name]) for name, tensor in self._tensors().items()})
         self.is_here = False
 
     def come(self) -> None:
         """Queue the copies back, part by part."""
         parts, device = self.parts(), self.device.torch_device
         # Memory belongs to the kernels' queue, and may be in use there by what was freed a moment ago.
-        locals = {name: torch.empty_like(self._twins[name], device=device) for part in parts for name in part}
+        here = {name: torch.empty_like(self._twins[name], device=device) for part in parts for name in part}
         self.queue.wait_stream(self.device.current_stream())
         for number, part in enumerate(parts):
             for name, tensor in part.items():
                 # FSDP copies a shard that it has to pad, in the kernels' queue.
                 stream = self.device.current_stream() if _is_uneven(tensor) else self.queue
                 with self.device.on_stream(stream):
-                    locals[name].copy_(self._twins[name], non_blocking=True)
+                    here[name].copy_(self._twins[name], non_blocking=True)
             self._underway[number] = self.queue.record_event()
-        self.put({name: _like(tensor, locals[name]) for part in parts for name, tensor in part.items()})
+        self.put({name: like(tensor, here[name]) for part in parts for name, tensor in part.items()})
         self.is_here = True
         self.seen.clear()
 
@@ -225,11 +225,12 @@ class _State(_Resident):
             state.update({name: tensors[id(parameter), name] for name in state if (id(parameter), name) in tensors})
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local(tensor: Tensor) -> Tensor:
+    """What this rank has of a tensor."""
     return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def _like(tensor: Tensor, local: Tensor) -> Tensor:
+def like(tensor: Tensor, local: Tensor) -> Tensor:
     """A tensor that is spread as ``tensor`` is, of which this rank has ``local``."""
     # Not `from_local`, which would bring what is on the host back to the device.
     return DTensor(local, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else local
@@ -240,10 +241,10 @@ def _is_uneven(tensor: Tensor) -> bool:
         return False
     placed = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
     shards = prod(size for size, placement in placed if placement.is_shard())
-    return _local(tensor).numel() * shards != tensor.numel()
+    return local(tensor).numel() * shards != tensor.numel()
 
 
-def _page_locked(tensors: list[Tensor]) -> list[Tensor]:
+def page_locked(tensors: list[Tensor]) -> list[Tensor]:
     """Host tensors of these shapes. They are cut from blocks of 2^k bytes, to which torch would round up each one."""
     sizes = [-(-tensor.nbytes // 64) * 64 for tensor in tensors]
     left, block, made = sum(sizes), torch.empty(0, dtype=torch.uint8), []

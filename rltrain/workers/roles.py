@@ -1,6 +1,6 @@
 """What the driver may ask of a worker process, role by role: the signatures of all remote methods.
 
-The driver writes ``group.call(Actor.save, folder)``. mypy checks the arguments against the Protocol here, and also the
+The driver writes ``group.call(Actor.load, …)``. mypy checks the arguments against the Protocol here, and also the
 classes that implement a role, because they name it as their base. A method that returns a tuple leaves all entries but
 the last in Ray's object store, where other workers fetch them; the last entry alone travels to the driver. For a
 `Batch` the driver passes ``request.as_batch``, and the batch is put together in the process that receives it.
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from rltrain.batch import Batch
 from rltrain.config.step_passes import StepPasses
 from rltrain.workers.results import Array, GenerationNumbers, PassNumbers, UpdateNumbers
-from rltrain.workers.tasks import Finished, GenerateTask, MiniBatch, UpdateTask
+from rltrain.workers.tasks import Finished, GenerateTask, MiniBatch, SaveTask, UpdateTask, Written
 
 
 class Models(Protocol):
@@ -49,14 +49,17 @@ class Actor(Protocol):
     def update(self, batch: Batch, task: UpdateTask) -> UpdateNumbers:
         """Maximise the surrogate: one optimizer step per mini-batch."""
 
-    def save(self, folder: str) -> None:
-        """Write model and optimizer."""
+    def stage(self, task: SaveTask) -> bool:
+        """Take model and optimizer as they are now. Returns whether training may go on while `write` runs."""
+
+    def write(self) -> tuple[list[Any], Written]:
+        """Write what was taken. Runs beside other calls. Where what is, for `seal`, stays in the store."""
+
+    def seal(self, places: list[list[Any]]) -> dict[str, str]:
+        """Rank 0, when all have written: make a checkpoint of the parts. Returns the digests of what it writes."""
 
     def load(self, folder: str, weights_only: bool) -> list[str]:
         """Read them back. Returns notes for the log."""
-
-    def export(self, folder: str, card: str) -> list[str]:
-        """Write a Hugging Face folder with ``card`` as README.md. Returns what is wrong with it."""
 
 
 class Rollout(Protocol):
@@ -94,8 +97,14 @@ class Critic(Protocol):
     def update(self, batch: Batch, mini_batches: Sequence[MiniBatch], learning_rate: float) -> UpdateNumbers:
         """Fit V to the returns: one optimizer step per mini-batch."""
 
-    def save(self, folder: str) -> None:
-        """Write model and optimizer."""
+    def stage(self, task: SaveTask) -> bool:
+        """Take model and optimizer as they are now. Returns whether training may go on while `write` runs."""
+
+    def write(self) -> tuple[list[Any], Written]:
+        """Write what was taken. Runs beside other calls. Where what is, for `seal`, stays in the store."""
+
+    def seal(self, places: list[list[Any]]) -> dict[str, str]:
+        """Rank 0, when all have written: make a checkpoint of the parts. Returns the digests of what it writes."""
 
     def load(self, folder: str, weights_only: bool) -> list[str]:
         """Read them back. Returns notes for the log."""

@@ -25,6 +25,27 @@ class MiniBatch:
 
 
 @dataclass(frozen=True)
+class SaveTask:
+    """Save a role into ``folder``. copies: of everything, where there is room, so that training may go on meanwhile.
+
+    export: folder of the policy as a Hugging Face model with ``card`` as README.md; "": none.
+    """
+
+    folder: str
+    copies: bool = False
+    export: str = ""
+    card: str = ""
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a rank has written. digests: SHA-256 by file. problems: of the exported model."""
+
+    digests: dict[str, str]
+    problems: list[str]
+
+
+@dataclass(frozen=True)
 class GenerateTask:
     """Answer these prompts, ``num_samples`` times each. rows [p]: places in the prompt store.
 

@@ -12,7 +12,7 @@ import pytest
 
 from rltrain.config.load import load_config
 from rltrain.config.schema import Config
-from rltrain.errors import CheckpointError, ConfigError, DiskError, WorkerError
+from rltrain.errors import CheckpointError, ConfigError, DiskError
 from rltrain.trainer import progress, saving
 from rltrain.trainer.changes import tell_changes, write_config
 from rltrain.trainer.checkpoint import Checkpoints, RunFolder, read_record
@@ -25,7 +25,7 @@ def save(folder: RunFolder, step: int) -> None:
     (temporary / "actor").mkdir()
     (temporary / "actor" / "shard.bin").write_bytes(b"x" * 100)
     (temporary / "progress.json").write_text(json.dumps({"global_step": step}))
-    folder.commit(temporary, step)
+    folder.commit(temporary, step, {})
 
 
 @pytest.fixture
@@ -202,23 +202,6 @@ def test_room_is_asked_for_before_the_first_step(folder, monkeypatch, caplog):
         limited.check_room(2, 6)
     save(folder, 2)  # one of them is there already
     limited.check_room(2, 6)
-
-
-def test_a_full_disk_is_no_error_of_the_worker(folder, monkeypatch):
-    def fails(message: str) -> None:
-        raise WorkerError(message)
-
-    saver, _ = saver_of(folder)
-    saver._roles = {"actor": type("Role", (), {"save": lambda self, to: fails("unexpected pos 704 vs 598")})()}
-    with pytest.raises(WorkerError, match="unexpected pos"):
-        saver.save(1, Progress())
-    usage = iter([10**9, 10**9, 10])
-    monkeypatch.setattr(
-        saving.shutil, "disk_usage", lambda path: saving.shutil._ntuple_diskusage(10**9, 0, next(usage))
-    )
-    with pytest.raises(DiskError, match="unexpected pos"):
-        saver.save(1, Progress())
-    assert not list(folder.path.glob(".tmp_*"))
 
 
 def started(folder: RunFolder, *settings: str) -> None:

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from rltrain.models.lora import lora_layers
 from rltrain.models.packing import pack
 from rltrain.trainer.progress import Progress, frozen_values
+from rltrain.workers.tasks import SaveTask
 from tests import local
 from tests.distance import distance
 from tests.trainer.steps import (
@@ -150,7 +151,7 @@ def test_a_checkpoint_holds_adapters_and_nothing_kept_elsewhere(make, tiny_model
     config = json.loads((tmp_path / "actor/lora_adapter/adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"]) == (4, 8)
     assert config["target_modules"] == ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
-    trainer.actor.export(str(tmp_path / "merged"))
+    trainer.actor.begin_save(SaveTask(str(tmp_path / "again"), export=str(tmp_path / "merged"))).finish()
     tokens = torch.arange(5, 20)[None]
     base = AutoModelForCausalLM.from_pretrained(tiny_model)
     with torch.no_grad():

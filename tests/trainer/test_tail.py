@@ -314,14 +314,8 @@ def test_progress_is_saved_with_the_prompts_in_flight(make, tmp_path, monkeypatc
     from rltrain.trainer.checkpoint import RunFolder
 
     class Nothing:
-        def save(self, folder):
-            pass
-
         def load(self, *arguments):
             pass
-
-        def export(self, *arguments):
-            return []
 
     cfg = make(**OVERSAMPLE).cfg
     monkeypatch.setattr(cfg.trainer, "resume_mode", "auto")
@@ -329,6 +323,7 @@ def test_progress_is_saved_with_the_prompts_in_flight(make, tmp_path, monkeypatc
     saver = Saver(cfg, folder, Nothing(), None, "data", 1, 1)
     saver._roles = {}
     saver.save(3, Progress(7, 0.1, {}, [[4, 1, 2]]))
+    saver.finish()
     start = find_start(cfg, folder, "data")
     assert (start.step, start.progress) == (3, Progress(7, 0.1, {}, [[4, 1, 2]]))
     folder.release()

@@ -1,0 +1,132 @@
+"""Files whose digests are made while they are written, so that no save reads back what it has written.
+
+SHA-256 and writing let other threads run, so a save in the background does not stop a step. That is also why weights
+are written here and not by safetensors, which holds all threads of the process until the file is there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem
+
+from rltrain.errors import DiskError
+
+Digests = dict[str, str]  # path of a file -> SHA-256 of its contents, in hexadecimal
+_BUFFER = 1 << 20
+_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+
+
+class HashedFile(io.IOBase):
+    """A new file that is written from its first byte to its last; on the disk, and with a digest, once it is closed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._file, self._sha, self._size = path, open(path, "wb", _BUFFER), hashlib.sha256(), 0  # noqa: SIM115
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        # torch reports an error of its own and drops this one, which says that the disk is full.
+        with self._noting():
+            self._file.write(view)
+        self._sha.update(view)
+        self._size += len(view)
+        return len(view)
+
+    def tell(self) -> int:
+        return self._size
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def flush(self) -> None:
+        if not self._file.closed:
+            with self._noting():
+                self._file.flush()
+
+    def end(self) -> str:
+        """Bring everything to the disk; returns the digest."""
+        with self._noting():
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+        return self._sha.hexdigest()
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.error = self.error or error
+            raise
+
+
+class HashedFolder(FileSystem):
+    """The folder of a DCP checkpoint while it is written. digests: of its files so far."""
+
+    def __init__(self) -> None:
+        self.digests: Digests = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        assert mode == "wb", "what is written is not read back"
+        with hashed(Path(path), self.digests) as file:
+            yield file
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self.digests[str(new_path)] = self.digests.pop(str(path))
+
+
+class HashingWriter(FileSystemWriter):
+    """DCP's writer of the shards in ``folder``. of_host: the tensors are in host memory."""
+
+    def __init__(self, folder: str, of_host: bool = False) -> None:
+        # Copying ahead is for tensors of a device. Each file is synced when it ends.
+        super().__init__(folder, sync_files=False, per_thread_copy_ahead=0 if of_host else 10_000_000)
+        self.fs: HashedFolder = HashedFolder()
+
+
+@contextmanager
+def hashed(path: Path, digests: Digests) -> Iterator[IO[bytes]]:
+    """A new file to write into, whose digest goes into ``digests``. Raises DiskError."""
+    file: HashedFile | None = None
+    try:
+        file = HashedFile(path)
+        yield cast(IO[bytes], file)
+        digests[str(path)] = file.end()
+    except (OSError, RuntimeError) as error:
+        cause = (file and file.error) or error
+        if not isinstance(cause, OSError):
+            raise
+        raise DiskError(f"{path} could not be written: {cause.strerror or cause}") from error
+
+
+def write_weights(weights: Mapping[str, torch.Tensor], path: Path, digests: Digests) -> None:
+    """A safetensors file of tensors in host memory. Raises DiskError."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    # Widest elements first, so that each tensor begins at a multiple of its element's size.
+    order, end = sorted(weights, key=lambda name: (-weights[name].element_size(), name)), 0
+    for name in order:
+        start, end, tensor = end, end + weights[name].nbytes, weights[name]
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with hashed(path, digests) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in order:
+            if weights[name].nbytes:
+                file.write(weights[name].contiguous().view(-1).view(torch.uint8).numpy().data)

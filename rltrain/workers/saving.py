@@ -1,0 +1,127 @@
+"""The training state of a role, written while the role goes on training.
+
+Problem: writing takes minutes, and optimizer steps change the tensors meanwhile. Choice: `stage` copies them into host
+memory that is kept for the next save, `write` runs in a thread beside the steps, and `seal` makes the shards of all
+ranks a checkpoint. Only the first `stage` of a run is a collective: which rank writes what is settled once. Where the
+host lacks room for the copy, the tensors themselves are written, and nothing may change them meanwhile. Left out:
+copying while the next step generates; it would have to end before each of the things that move or change weights.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+
+from rltrain.device import DEVICES, Device
+from rltrain.errors import DiskError
+from rltrain.models.forward import PackedModel
+from rltrain.models.hashed import Digests, HashingWriter
+from rltrain.models.state import training_state
+from rltrain.workers.residency import like, local, page_locked
+
+# What the copies may take of the memory that is free: the rest is for the step that goes on.
+_SHARE = 0.7
+
+
+class StateWriter:
+    """Writes model and optimizer of a role as a DCP checkpoint, again and again. Every rank has one."""
+
+    def __init__(self, packed: PackedModel, optimizer: torch.optim.Optimizer, device: Device) -> None:
+        self._packed, self._optimizer, self._device = packed, optimizer, device
+        self._planner = DefaultSavePlanner()
+        self._plan: SavePlan | None = None
+        self._metadata: Metadata | None = None  # rank 0 has it
+        self._fits = False
+        self._hosts: dict[str, torch.Tensor] = {}
+        self._copied = False
+
+    def stage(self, copies: bool, more_bytes: int = 0) -> bool:
+        """Take the state as it is now (the first time a collective).
+
+        Returns whether training may go on while `write` runs: with ``copies``, where every host has room for them and
+        for ``more_bytes`` of this rank's.
+        """
+        self._planner.set_up_planner(training_state(self._packed, self._optimizer), None, dist.get_rank() == 0)
+        state = {name: each for name, each in self._planner.state_dict.items() if isinstance(each, torch.Tensor)}
+        if self._plan is None:
+            self._settle(sum(local(each).nbytes for each in state.values()) + more_bytes)
+        self._copied = copies and self._fits
+        if self._copied:
+            self._planner.state_dict = self._copy(state)
+        return self._copied
+
+    def _settle(self, num_bytes: int) -> None:
+        """Agree with the other ranks on who writes what, and whether the hosts have room for copies."""
+        writer, is_first = HashingWriter(""), dist.get_rank() == 0
+        mine = (self._planner.create_local_plan(), socket.gethostname(), num_bytes, DEVICES["cpu"].free_memory_bytes())
+        everybody: list[Any] = [None] * dist.get_world_size() if is_first else []
+        dist.gather_object(mine, everybody if is_first else None)
+        answers: list[Any] = []
+        if is_first:
+            plans, self._metadata = self._planner.create_global_plan([each[0] for each in everybody])
+            needed: Counter[str] = Counter()
+            for _, host, size, _ in everybody:
+                needed[host] += size
+            fits = all(needed[host] < _SHARE * free for _, host, _, free in everybody)
+            answers = [(plan, fits) for plan in writer.prepare_global_plan(plans)]
+        answer: list[Any] = [None]
+        dist.scatter_object_list(answer, answers or None)
+        plan, self._fits = answer[0]
+        self._plan = self._planner.finish_plan(plan)
+
+    def _copy(self, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if not self._hosts:
+            tensors = [local(each) for each in state.values()]
+            # Memory that is kept is there already: to be given new pages takes longer than the copy.
+            made = [torch.empty_like(each) for each in tensors] if self._device.is_cpu else page_locked(tensors)
+            self._hosts = dict(zip(state, made, strict=True))
+        for name, tensor in state.items():
+            self._hosts[name].copy_(local(tensor), non_blocking=True)
+        self._device.synchronize()
+        return {name: like(tensor, self._hosts[name]) for name, tensor in state.items()}
+
+    def write(self, folder: str) -> tuple[list[Any], Digests]:
+        """Write what `stage` has taken. Returns where what is, for `seal`, and the digests of the files."""
+        assert self._plan is not None, "stage comes first"
+        writer = HashingWriter(folder, of_host=self._copied)
+        writer.prepare_local_plan(self._plan)
+        results = writer.write_data(self._plan, self._planner).wait()
+        # The tensors are let go, except for the copies.
+        self._planner.state_dict = {}
+        return results, writer.fs.digests
+
+    def seal(self, folder: str, results: list[list[Any]]) -> Digests:
+        """Rank 0, once every rank has written: say in ``.metadata`` where what is."""
+        writer = HashingWriter(folder)
+        assert self._metadata is not None, "rank 0 has settled it"
+        writer.finish(self._metadata, results)
+        return writer.fs.digests
+
+
+@contextmanager
+def told_as_disk_error(folder: str) -> Iterator[None]:
+    """What the system says of a file that cannot be written becomes a DiskError."""
+    try:
+        yield
+    except OSError as error:
+        raise DiskError(f"{error.filename or folder} could not be written: {error.strerror or error}") from error
+
+
+def save_training_state(packed: PackedModel, optimizer: torch.optim.Optimizer, folder: str) -> None:
+    """Write everything at once (a collective)."""
+    writer = StateWriter(packed, optimizer, DEVICES["cpu"])
+    writer.stage(copies=False)
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, writer.write(folder)[0])
+    if dist.get_rank() == 0:
+        writer.seal(folder, found)
+    dist.barrier()

@@ -23,7 +23,7 @@ from rltrain.workers.tasks import GenerateTask, UpdateTask
 
 
 def good(group: WorkerGroup, request: Request, task: UpdateTask, prompts: GenerateTask) -> None:
-    assert_type(group.call(Actor.export, "folder", "card"), list[list[str]])
+    assert_type(group.call(Actor.load, "folder", True), list[list[str]])
     log_probs = bind(Actor.log_probs, request.as_batch, [1, 2])
     assert_type(group.submit([log_probs]).collect(), list[tuple[Any, PassNumbers]])
     assert_type(group.submit([bind(Rollout.generate, prompts)]).collect(), list[tuple[Any, Any, GenerationNumbers]])
@@ -31,8 +31,8 @@ def good(group: WorkerGroup, request: Request, task: UpdateTask, prompts: Genera
 """
 WRONG = {
     'group.call(Actor.saev, "folder")': 'has no attribute "saev"',
-    "group.call(Actor.save, 3)": "expected",
-    "group.call(Actor.save)": 'Missing positional argument "folder"',
+    "group.call(Actor.load, 3, True)": "expected",
+    "group.call(Actor.load)": 'Missing positional arguments "folder", "weights_only"',
     "bind(Actor.update, request, task)": 'has incompatible type "Request"',
     "bind(Actor.update, request.as_batch, prompts)": 'has incompatible type "GenerateTask"',
     'names: list[str] = group.call(Actor.load, "folder", True)': "incompatible type",
@@ -40,7 +40,8 @@ WRONG = {
 UNFINISHED = """
 
 class Forgetful(Actor):
-    def save(self, folder: int) -> None: ...
+    def load(self, folder: int, weights_only: bool) -> list[str]:
+        return []
 
 
 Forgetful()
@@ -72,6 +73,14 @@ def test_what_stays_in_the_store_follows_from_the_signature():
         if isfunction(method) and not name.startswith("_")
     }
     two = {"Rollout.generate"}
-    one = {"Actor.log_probs", "Actor.ref_log_probs", "Critic.values", "Advantages.advantages", "Rollout.take_finished"}
+    one = {
+        "Actor.log_probs",
+        "Actor.ref_log_probs",
+        "Critic.values",
+        "Advantages.advantages",
+        "Rollout.take_finished",
+        "Actor.write",
+        "Critic.write",
+    }
     assert {name for name, number in methods.items() if number == 2} == two
     assert {name for name, number in methods.items() if number == 1} == one

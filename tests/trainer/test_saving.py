@@ -1,0 +1,191 @@
+"""Saving while training goes on: nothing that comes later reaches the checkpoint, and digests are of what was meant."""
+
+import hashlib
+import json
+import resource
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rltrain.errors import DiskError
+from rltrain.models.hashed import hashed, write_weights
+from rltrain.trainer.checkpoint import RunFolder, find_damage
+from rltrain.trainer.saving import Saver, sized
+from rltrain.workers import saving
+from tests.local import LocalGroup, LocalHandle
+from tests.trainer.steps import actor_weights, weights
+
+pytestmark = pytest.mark.usefixtures("process_group")
+GAE = {"algorithm__adv_estimator": "gae"}
+
+
+class LaterGroup(LocalGroup):
+    """What runs beside the steps begins when it is waited for."""
+
+    def submit(self, calls, ranks=None, beside=False):
+        return Later(self, calls) if beside else super().submit(calls, ranks)
+
+
+class Later(LocalHandle):
+    def __init__(self, group, calls) -> None:
+        self.group, self.call, self.begun = group, calls[0], False
+
+    def ready(self):
+        return self.begun
+
+    @property
+    def found(self):
+        if not self.begun:
+            self.begun, self._found = True, self.group.run(self.call)
+        return self._found
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 8 MB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)], capture_output=True).returncode:
+        pytest.skip("only root may mount a file system")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = RunFolder(str(tmp_path / "run"))
+    yield folder
+    folder.release()
+
+
+def saver_of(trainer, folder: RunFolder) -> Saver:
+    group = LaterGroup(trainer.worker)
+    for role in (trainer.actor, trainer.critic):
+        if role:
+            role._group = group
+    return Saver(trainer.cfg, folder, trainer.actor, trainer.critic, "rows:1", 1, 1)
+
+
+def test_what_is_trained_later_is_not_in_a_checkpoint(tiny_trainer, folder):
+    trainer = tiny_trainer(**GAE)
+    saver = saver_of(trainer, folder)
+    # The second save uses the memory of the first.
+    for step in (1, 2):
+        trainer.step(step)
+        then, embeddings = (
+            actor_weights(trainer),
+            trainer.worker.actor.policy.model.get_input_embeddings().weight.clone(),
+        )
+        critic = weights(trainer.worker.critic.model)
+        saver.save(step, trainer.progress)
+        assert (saver.last_step, folder.steps()) == (step - 1, list(range(1, step)))
+    trainer.step(3)
+    assert not torch.equal(actor_weights(trainer), then)
+    saver.poll()
+    assert saver.last_step == 1, "nothing is written, so there is nothing to finish"
+    saver.finish()
+    last = folder.step_folder(2)
+    assert (saver.last_step, folder.steps(), find_damage(last)) == (2, [1, 2], None)
+    assert torch.equal(load_file(last / "huggingface" / "model.safetensors")["model.embed_tokens.weight"], embeddings)
+    again = tiny_trainer(**GAE)
+    for role in ("actor", "critic"):
+        getattr(again, role).load(str(last / role), False)
+    assert torch.equal(actor_weights(again), then)
+    assert torch.equal(weights(again.worker.critic.model), critic)
+
+
+def test_no_save_reads_back_what_it_has_written(tiny_trainer, folder, monkeypatch):
+    trainer = tiny_trainer(**GAE)
+    saver, read = saver_of(trainer, folder), []
+    trainer.step(1)
+    real = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read.append(path) or real(path))
+    saver.save(1, trainer.progress)
+    saver.finish()
+    files = json.loads((folder.step_folder(1) / "manifest.json").read_text())["files"]
+    for name, entry in files.items():
+        assert entry["sha256"] == hashlib.sha256(real(folder.step_folder(1) / name)).hexdigest(), name
+    assert not [path for path in read if path.suffix in (".distcp", ".safetensors") or path.name == ".metadata"]
+
+
+def test_without_room_for_a_copy_training_waits_and_it_is_said_once(tiny_trainer, folder, monkeypatch, caplog):
+    monkeypatch.setattr(saving, "_SHARE", 0.0)
+    trainer = tiny_trainer()
+    saver = saver_of(trainer, folder)
+    for step in (1, 2):
+        trainer.step(step)
+        saver.save(step, trainer.progress)
+        assert saver.last_step == step
+    assert caplog.text.count("are written while training waits (trainer.async_save)") == 1
+    assert find_damage(folder.step_folder(2)) is None
+
+
+def test_async_save_off_waits_without_a_word(tiny_trainer, folder, caplog):
+    trainer = tiny_trainer(trainer__async_save=False)
+    saver = saver_of(trainer, folder)
+    trainer.step(1)
+    saver.save(1, trainer.progress)
+    assert saver.last_step == 1
+    assert "trainer.async_save" not in caplog.text
+
+
+def test_weights_are_written_as_safetensors_writes_them(tmp_path):
+    weights = {
+        "b": torch.randn(3, 5), "a": torch.randn(4, 2).T, "half": torch.randn(7).bfloat16(), "none": torch.zeros(0, 3),
+        "n": torch.tensor(5), "flag": torch.tensor([True, False]), "eight": torch.randn(9).to(torch.float8_e4m3fn),
+    }  # fmt: skip
+    digests = {}
+    write_weights(weights, tmp_path / "ours.safetensors", digests)
+    found = load_file(tmp_path / "ours.safetensors")
+    assert found.keys() == weights.keys()
+    for name, weight in weights.items():
+        assert (found[name].dtype, found[name].shape) == (weight.dtype, weight.shape)
+        assert torch.equal(found[name].view(-1).view(torch.uint8), weight.contiguous().view(-1).view(torch.uint8))
+    content = (tmp_path / "ours.safetensors").read_bytes()
+    assert digests == {str(tmp_path / "ours.safetensors"): hashlib.sha256(content).hexdigest()}
+
+
+@pytest.mark.fault("A file that outgrows its limit is told as such, although torch says something else")
+def test_the_limit_of_a_file_is_named(tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, before[1]))
+    try:
+        with (
+            pytest.raises(DiskError, match=r"big could not be written: File too large"),
+            hashed(tmp_path / "big", {}) as file,
+        ):
+            torch.save(torch.zeros(2**20), file)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.fault("A disk that fills up while a checkpoint is written: exit 74, free space told, the older one whole")
+def test_a_disk_that_fills_up_during_a_save_is_told(tiny_trainer, small_disk):
+    trainer = tiny_trainer()
+    folder = RunFolder(str(small_disk / "run"))
+    saver = saver_of(trainer, folder)
+    trainer.step(1)
+    saver.save(1, trainer.progress)
+    saver.finish()
+    trainer.step(2)
+    saver.save(2, trainer.progress)
+    (small_disk / "of_others").write_bytes(bytes(shutil.disk_usage(small_disk).free - 100_000))
+    with pytest.raises(
+        DiskError, match=r"step 2 could not be written: .*No space left.* has 9\d\.\d KiB free.* takes about"
+    ):
+        saver.finish()
+    assert not list(folder.path.glob(".tmp_*"))
+    assert folder.newest() == folder.step_folder(1)
+    folder.release()
+
+
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [(0, "0 bytes"), (1023, "1023 bytes"), (1536, "1.5 KiB"), (300 * 2**20, "300 MiB"), (2**41, "2.0 TiB")],
+)
+def test_sizes_are_said_in_units_that_one_reads(size, words):
+    assert sized(size) == words

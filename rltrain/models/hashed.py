@@ -11,7 +11,7 @@ import io
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -65,6 +65,11 @@ class HashedFile(io.IOBase):
             self._file.close()
         return self._sha.hexdigest()
 
+    def drop(self) -> None:
+        """Close it, if it is not yet, whatever becomes of what is still to be written."""
+        with suppress(OSError):
+            self._file.close()
+
     @contextmanager
     def _noting(self) -> Iterator[None]:
         try:
@@ -113,6 +118,9 @@ def hashed(path: Path, digests: Digests) -> Iterator[IO[bytes]]:
         if not isinstance(cause, OSError):
             raise
         raise DiskError(f"{path} could not be written: {cause.strerror or cause}") from error
+    finally:
+        if file:
+            file.drop()
 
 
 def write_weights(weights: Mapping[str, torch.Tensor], path: Path, digests: Digests) -> None:

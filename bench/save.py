@@ -92,13 +92,15 @@ def main() -> None:
     cost = statistics.median(costs)
     write(
         options.name,
-        f"OMP_NUM_THREADS=1 python -m bench.save --hidden {options.hidden} --layers {options.layers} --rounds {options.rounds}",
+        " ".join(
+            ["OMP_NUM_THREADS=1 python -m bench.save", *(f"--{name} {each}" for name, each in vars(options).items())]
+        ),
         f"Medians of {options.rounds} rounds, a checkpoint of {size / 2**20:.0f} MiB; 1 worker on the CPU.",
         titles,
         rows,
         f"In the background a save costs a step {cost:.3f} s (median of the rounds' differences; "
-        f"{min(costs):.3f} to {max(costs):.3f}), which is {100 * cost / waits:.1f} % of the {waits:.2f} s that it takes "
-        "when the step waits.",
+        f"{min(costs):.3f} to {max(costs):.3f}), which is {100 * cost / waits:.1f} % of the {waits:.2f} s that it "
+        "takes when the step waits.",
     )
 
 

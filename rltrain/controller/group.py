@@ -40,6 +40,7 @@ _Object = TypeVar("_Object")
 _Other = TypeVar("_Other")
 _Question = TypeVar("_Question")
 _Result = TypeVar("_Result")
+_Ranks = range | None
 
 # After the first error, how long to listen for the error that caused it.
 _ROOT_CAUSE_S = 3.0
@@ -81,8 +82,7 @@ class Handle(Generic[_Result]):
 
     def ready(self) -> bool:
         """Whether `collect` would not wait."""
-        waiting = list(self._waiting)
-        return not waiting or len(ray.wait(waiting, num_returns=len(waiting), timeout=0)[0]) == len(waiting)
+        return not self._waiting or not ray.wait([*self._waiting], num_returns=len(self._waiting), timeout=0)[1]
 
     @property
     def done(self) -> bool:
@@ -262,17 +262,15 @@ class WorkerGroup:
 
     @overload
     def submit(
-        self, calls: Sequence[Call[tuple[_Object, _Other, _Result]]], ranks: range | None = None, beside: bool = False
+        self, calls: Sequence[Call[tuple[_Object, _Other, _Result]]], ranks: _Ranks = None, beside: bool = False
     ) -> Handle[tuple[Any, Any, _Result]]: ...  # references of the objects, and the result
     @overload
     def submit(
-        self, calls: Sequence[Call[tuple[_Object, _Result]]], ranks: range | None = None, beside: bool = False
+        self, calls: Sequence[Call[tuple[_Object, _Result]]], ranks: _Ranks = None, beside: bool = False
     ) -> Handle[tuple[Any, _Result]]: ...
     @overload
-    def submit(
-        self, calls: Sequence[Call[_Result]], ranks: range | None = None, beside: bool = False
-    ) -> Handle[_Result]: ...
-    def submit(self, calls: Sequence[Call[Any]], ranks: range | None = None, beside: bool = False) -> Handle[Any]:
+    def submit(self, calls: Sequence[Call[_Result]], ranks: _Ranks = None, beside: bool = False) -> Handle[_Result]: ...
+    def submit(self, calls: Sequence[Call[Any]], ranks: _Ranks = None, beside: bool = False) -> Handle[Any]:
         """Send calls of one method to the workers, or to neighbouring ones (``ranks``). beside: they do not wait for
         other calls, nor others for them.
 

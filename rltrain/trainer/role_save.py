@@ -35,3 +35,18 @@ class RoleSave:
             {name: digest for each in [*digests, sealed] for name, digest in each.items()},
             [problem for _, each in found for problem in each.problems],
         )
+
+
+class Saves:
+    """A role that can be saved."""
+
+    _group: WorkerGroup
+    _saved_as: type[roles.Actor | roles.Critic]
+
+    def begin_save(self, task: SaveTask) -> RoleSave:
+        """Have model and optimizer, and what else ``task`` says, written in the background."""
+        return RoleSave(self._group, self._saved_as, task)
+
+    def save(self, folder: str) -> None:
+        """Write model and optimizer now."""
+        self.begin_save(SaveTask(folder)).finish()

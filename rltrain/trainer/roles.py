@@ -25,11 +25,11 @@ from rltrain.trainer import metrics as m
 from rltrain.trainer.balance import Ids, Layout
 from rltrain.trainer.lengths import ResponseLengths
 from rltrain.trainer.metrics import Metrics
-from rltrain.trainer.role_save import RoleSave
+from rltrain.trainer.role_save import Saves
 from rltrain.workers import roles
 from rltrain.workers.results import GenerationNumbers, PassNumbers, UpdateNumbers, largest
 from rltrain.workers.rollout.waiting import WRITTEN
-from rltrain.workers.tasks import Finished, GenerateTask, MiniBatch, SaveTask, UpdateTask
+from rltrain.workers.tasks import Finished, GenerateTask, MiniBatch, UpdateTask
 
 # How long a worker may wait for a finished answer before it says that there is none yet.
 _POLL_S = 0.5
@@ -81,7 +81,7 @@ class Early(Protocol):
         """``rank`` has returned its part of ``generation``, or of a ``handle`` that was added."""
 
 
-class _Remote:
+class _Remote(Saves):
     """Calls methods of a role on all ranks, with samples by reference.
 
     A data-parallel rank is a group of neighbouring workers that share sequences. A layout has one entry per
@@ -89,18 +89,8 @@ class _Remote:
     first are taken.
     """
 
-    _saved_as: type[roles.Actor | roles.Critic]
-
     def __init__(self, group: WorkerGroup) -> None:
         self._group = group
-
-    def begin_save(self, task: SaveTask) -> RoleSave:
-        """Have model and optimizer, and what else ``task`` says, written in the background."""
-        return RoleSave(self._group, self._saved_as, task)
-
-    def save(self, folder: str) -> None:
-        """Write model and optimizer now."""
-        self.begin_save(SaveTask(folder)).finish()
 
     def nodes(self, num_ranks: int) -> list[int]:
         """The node of every data-parallel rank, of which there are ``num_ranks``: that of its first worker."""

@@ -147,6 +147,7 @@ def stopped_run(make, cuts, validates: bool):
         for step in range(start.step + 1, cut + 1):
             yield step_of(trainer, step, validates)
         saver.save(step, trainer.progress)
+        saver.finish()
         folder.release()
 
 

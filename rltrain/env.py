@@ -255,6 +255,17 @@ def cpu_quota(file: Path = Path("/sys/fs/cgroup/cpu.max")) -> float:
         return math.inf
 
 
+def memory_left(folder: Path = Path("/sys/fs/cgroup")) -> float:
+    """Bytes that the container's memory limit (cgroup v2) still allows; infinite without one."""
+    try:
+        limit, used = (int((folder / name).read_text()) for name in ("memory.max", "memory.current"))
+        # Pages of files count as used, and the kernel gives them up.
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return limit - used + int(stat["inactive_file"])
+    except (OSError, ValueError, KeyError):  # no such file, or "max"
+        return math.inf
+
+
 def scorer_environment() -> dict[str, str]:
     """Environment of a process that scores one answer at a time: a pool of threads would only eat its address space."""
     # What the user has set stands last and wins.

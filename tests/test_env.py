@@ -13,6 +13,7 @@ from rltrain.env import (
     adopt,
     cpu_quota,
     driver_environment,
+    memory_left,
     prepare_driver,
     see_own_device,
     use_interface,
@@ -185,3 +186,12 @@ def test_devices_are_counted_unless_a_number_is_given(variables, device, count, 
     asked = [f"trainer.device={device}"]
     assert load_config(asked).config.trainer.n_gpus_per_node == count
     assert load_config([*asked, "trainer.n_gpus_per_node=5"]).config.trainer.n_gpus_per_node == 5
+
+
+def test_the_memory_limit_of_a_container_is_known(tmp_path):
+    assert memory_left(tmp_path) == math.inf
+    for name, text in (("max", "1000\n"), ("current", "900\n"), ("stat", "anon 400\ninactive_file 300\n")):
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert memory_left(tmp_path) == 400
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory_left(tmp_path) == math.inf

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 from rltrain.device import DEVICES, Device
+from rltrain.env import memory_left
 from rltrain.errors import DiskError
 from rltrain.models.forward import PackedModel
 from rltrain.models.hashed import Digests, HashingWriter
@@ -62,7 +63,8 @@ class StateWriter:
     def _settle(self, num_bytes: int) -> None:
         """Agree with the other ranks on who writes what, and whether the hosts have room for copies."""
         writer, is_first = HashingWriter(""), dist.get_rank() == 0
-        mine = (self._planner.create_local_plan(), socket.gethostname(), num_bytes, DEVICES["cpu"].free_memory_bytes())
+        free = min(DEVICES["cpu"].free_memory_bytes(), memory_left())
+        mine = (self._planner.create_local_plan(), socket.gethostname(), num_bytes, free)
         everybody: list[Any] = [None] * dist.get_world_size() if is_first else []
         dist.gather_object(mine, everybody if is_first else None)
         answers: list[Any] = []

@@ -193,7 +193,8 @@ def _start(
         # A Config object would arrive as a reference too; only the data is big enough to be shared.
         group.start(_WORKER, {"cfg": cfg, "prompts": prompts, "rows": splits if cfg.reward_model.enable else None})
         try_collectives(group)
-    with logs.waiting(f"loading {cfg.actor_rollout_ref.model.path} on {workers}, with the {rollout.name} engine"):
+    engine, model = cfg.actor_rollout_ref.rollout.name, cfg.actor_rollout_ref.model.path
+    with logs.waiting(f"loading {model} on {workers}, with the {engine} engine"):
         # Validation without a checkpoint needs the policy's weights alone: no optimizer, critic or reference.
         trains = bool(start.folder) or not cfg.trainer.val_only
         ppo = make_trainer(cfg, plan, data, group, pool, callbacks, trains=trains)

@@ -72,7 +72,7 @@ def test_what_stays_in_the_store_follows_from_the_signature():
         for name, method in vars(protocol).items()
         if isfunction(method) and not name.startswith("_")
     }
-    two = {"Rollout.generate"}
+    two = {"Rollout.generate", "Rollout.load_answers"}
     one = {
         "Actor.log_probs",
         "Actor.ref_log_probs",

@@ -116,14 +116,3 @@ def told_as_disk_error(folder: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise DiskError(f"{error.filename or folder} could not be written: {error.strerror or error}") from error
-
-
-def save_training_state(packed: PackedModel, optimizer: torch.optim.Optimizer, folder: str) -> None:
-    """Write everything at once (a collective)."""
-    writer = StateWriter(packed, optimizer, DEVICES["cpu"])
-    writer.stage(copies=False)
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, writer.write(folder)[0])
-    if dist.get_rank() == 0:
-        writer.seal(folder, found)
-    dist.barrier()

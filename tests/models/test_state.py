@@ -10,8 +10,7 @@ from rltrain.device import get_device
 from rltrain.models.forward import PolicyModel
 from rltrain.models.shard import sharded_model
 from rltrain.models.spec import ModelSpec
-from rltrain.models.state import load_training_state, moments
-from rltrain.workers.saving import save_training_state
+from rltrain.models.state import load_training_state, moments, save_training_state
 from tests.ranks import run_on_ranks
 
 

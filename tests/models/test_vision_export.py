@@ -24,10 +24,9 @@ from rltrain.models.export import export_huggingface
 from rltrain.models.load import load_config, source_dtype
 from rltrain.models.lora import save_adapter
 from rltrain.models.packing import pack
-from rltrain.models.state import load_training_state
+from rltrain.models.state import load_training_state, save_training_state
 from rltrain.models.vision import tower
 from rltrain.ragged import Ragged
-from rltrain.workers.saving import save_training_state
 from tests.distance import distance
 from tests.models.test_vision_packed import CPU, LORA, TEMPERATURE, loss_of, make, make_batch
 from tests.tiny_vision import FAMILIES, TOKENS, picture, save_tiny_families

@@ -20,7 +20,9 @@ from rltrain.batch import Batch
 from rltrain.config.load import LoadedConfig, load_config
 from rltrain.config.step_passes import make_step_passes
 from rltrain.device import get_device, load_backend
-from rltrain.errors import DataError, NonFiniteError, command
+from rltrain.errors import ConfigError, DataError, NonFiniteError, command
+from rltrain.models.source import model_problem
+from rltrain.models.spec import actor_spec, critic_spec
 from rltrain.ragged import Ragged
 from rltrain.workers.actor_ref import ActorRefWorker
 from rltrain.workers.critic import CriticWorker
@@ -45,6 +47,11 @@ def replay(folder: Path, changes: list[str]) -> tuple[str, bool]:
     parts = parts[::size]
     loaded = load_config([*_ALONE, *changes], [str(folder / CONFIG)])
     device = get_device(loaded.config.trainer.device)
+    if not device.count:
+        raise ConfigError(f"trainer.device={device.kind}: this machine has none. Add trainer.device=cpu.")
+    spec = (critic_spec if parts[0].role == "critic" else actor_spec)(loaded.config, device)
+    if problem := model_problem(f"{spec.role.split('.')[0]}.model.path", spec.path):
+        raise ConfigError(problem)
     device.activate()
     load_backend(device.backend)
     own_group = not dist.is_initialized()

@@ -102,8 +102,9 @@ class ChatEncoder:
             return max(map(len, self._templated(seen, tokenize=False)), default=0)
 
         if found := trouble(longest, _MOST_CHARS, cpu_s):
+            whose = "in custom_chat_template" if self.chat_template else f"of {self.path!r}"
             raise DataError(
-                f"the chat template of {self.path!r} {found} on a conversation that it is to write. Set "
+                f"the chat template {whose} {found} on a conversation that it is to write. Set "
                 "actor_rollout_ref.model.custom_chat_template to another, or take the model from whom you trust."
             )
         # Compiled once for all conversations: Jinja computes constants then, and goes on without one that does not fit.

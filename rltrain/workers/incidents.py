@@ -66,10 +66,11 @@ def keep(
         torch.save(found, folder / f"rank_{dist.get_rank()}.pt")
         if dist.get_rank() == 0 and (run / CONFIG).exists():
             shutil.copy(run / CONFIG, folder / CONFIG)
-    except OSError as error:
-        log.warning("the mini-batch could not be kept: %s", error)
+        said = f"It is kept: python -m rltrain.replay {folder} computes it again on one device."
+    except (OSError, RuntimeError) as error:  # torch raises the second on a full disk
+        said = f"The mini-batch could not be kept in {folder} ({str(error).splitlines()[0]})."
     _keep_weights(model, folder)
-    return f"It is kept: python -m rltrain.replay {folder} computes it again on one device."
+    return said
 
 
 def _keep_weights(model: PackedModel, folder: Path) -> None:

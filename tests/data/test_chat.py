@@ -136,7 +136,7 @@ def test_a_row_that_a_template_never_ends_on_is_named(tmp_path, write, good_row,
     picky = "{% if 'a' in messages[0]['content'] %}{{ 'a' * 10 ** 10 }}{% endif %}what"
     rows = [good_row(0, prompt=[{"role": "user", "content": text}]) for text in ("1", "2", "a", "3")]
     path = write(tmp_path / "r.parquet", rows)
-    with pytest.raises(DataError, match=r"r\.parquet' row 2: the chat template of .* asks for more"):
+    with pytest.raises(DataError, match=r"r\.parquet' row 2: the chat template in custom_chat_template asks for more"):
         encode_prompts(read_rows(path), ChatEncoder(str(tokenizer_folder), chat_template=picky), 9)
 
 

@@ -71,6 +71,7 @@ def test_a_function_may_set_up_its_own_logging(slot):
     assert made.take_printed() == "mine a detail\n"
 
 
+@pytest.mark.fault("A scorer that is killed between two answers costs none")
 def test_a_scorer_that_died_between_two_answers_costs_none(slot, gone):
     made = slot("return 1")
     assert made.score(*CALL).value == 1.0

@@ -16,9 +16,8 @@ from tests.trainer.steps import GAE
 pytestmark = pytest.mark.usefixtures("process_group")
 
 
-def stopped(tiny_trainer, folder, **changes):
-    """The incident of a run whose actor (or critic) is made to fail by one advantage (or return)."""
-    trainer = tiny_trainer(**changes)
+def stop(trainer, match):
+    """One advantage (or, with a critic, return) of every micro-batch is made NaN, and a step begun."""
     role = trainer.worker.critic if trainer.critic else trainer.worker.actor
     loss, column = role._loss, "returns" if trainer.critic else "advantage"
 
@@ -28,17 +27,16 @@ def stopped(tiny_trainer, folder, **changes):
         return loss(micro, *rest)
 
     role._loss = spoiled
-    with pytest.raises(NonFiniteError, match=r"python -m rltrain\.replay"):
+    with pytest.raises(NonFiniteError, match=match):
         trainer.step(1)
-    (found,) = (folder / "incidents").iterdir()
-    return found
 
 
 @pytest.mark.parametrize("changes", [{}, GAE], ids=["actor", "critic"])
 def test_the_samples_that_spoil_a_loss_are_named(tiny_trainer, tiny_model, arithmetic_files, tmp_path, changes):
     one = {**changes, "actor_rollout_ref__actor__ppo_mini_batch_size": 4, "critic__ppo_mini_batch_size": 4}
     whole = {name: value for name, value in one.items() if changes or "critic" not in name}
-    folder = stopped(tiny_trainer, tmp_path, **whole)
+    stop(tiny_trainer(**whole), r"python -m rltrain\.replay")
+    (folder,) = (tmp_path / "incidents").iterdir()
     config = load_config(small_run(tiny_model, arithmetic_files, tmp_path, **whole)).config
     (folder / CONFIG).write_text(to_yaml(config))
     (incident,) = read(folder)
@@ -49,6 +47,21 @@ def test_the_samples_that_spoil_a_loss_are_named(tiny_trainer, tiny_model, arith
     starts = np.cumsum([0, *incident.mini.micro_sizes[:-1]])
     assert f"not finite by itself: {len(starts)} of 16 samples (rank/place: " in text
     assert all(f"0/{start}" in text for start in starts)
+
+
+def test_an_incident_that_cannot_be_kept_hides_no_error(tiny_trainer, tiny_model, tmp_path, caplog):
+    (tmp_path / "incidents").write_text("a file in the place of the folder")
+    stop(tiny_trainer(), r"no optimizer step was made\. The mini-batch could not be kept in .*incidents")
+    assert "the weights of the incident could not be kept" in caplog.text
+
+
+def test_a_model_that_is_not_here_is_named(tiny_trainer, tiny_model, arithmetic_files, tmp_path, capsys):
+    stop(tiny_trainer(), "replay")
+    (folder,) = (tmp_path / "incidents").iterdir()
+    config = load_config(small_run(tiny_model, arithmetic_files, tmp_path)).config
+    (folder / CONFIG).write_text(to_yaml(config))
+    assert replay.main([str(folder), "actor_rollout_ref.model.path=/no/model"]) == 2
+    assert "actor_rollout_ref.model.path=/no/model: there is no such folder" in capsys.readouterr().err
 
 
 def test_pixels_survive_being_kept(tmp_path):
@@ -69,6 +82,7 @@ def test_a_folder_that_is_no_incident_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"has no config\.yaml"):
         replay.replay(tmp_path, [])
     (tmp_path / CONFIG).write_text("{}")
+    assert replay.main(["key=value"]) == 2
     with pytest.raises(DataError, match=r"holds no rank_N\.pt"):
         read(tmp_path)
     (tmp_path / "rank_0.pt").write_bytes(b"no tensors")

@@ -240,10 +240,12 @@ class WriterProcess:
         except (ray.exceptions.RayError, TimeoutError):
             return None
 
-    def flush(self, wait_s: float) -> list[Written]:
-        """Wait up to ``wait_s`` for jobs under way. Returns outcomes."""
+    def flush(self, wait_s: float, step: int | None = None) -> list[Written]:
+        """Wait up to ``wait_s`` for the jobs of the steps up to ``step`` (None: for all). Returns outcomes."""
         found, deadline = [], time.monotonic() + wait_s
-        while self._running and time.monotonic() < deadline:
+        while time.monotonic() < deadline and any(
+            step is None or job.step <= step for job in [*self._running.values(), *self._waiting]
+        ):
             found += self._take(min(_POLL_S, wait_s))
         return found
 

@@ -92,9 +92,9 @@ class Archive:
         else:
             self._tracker.log_table(step, "val/generations", list(_TABLE), rows)
 
-    def flush(self) -> None:
-        """Wait (a minute at most) until the answers so far are written."""
-        self._hear(self._writer.flush(_LAST_WAIT_S))
+    def flush(self, step: int | None = None) -> None:
+        """Wait (a minute at most) until the answers of the steps up to ``step`` (None: of all) are written."""
+        self._hear(self._writer.flush(_LAST_WAIT_S, step))
 
     def close(self, wait: bool = True) -> None:
         """Wait (a minute at most) until everything is written."""

@@ -21,6 +21,7 @@ from rltrain.config.step_passes import StepPasses
 from rltrain.controller.calls import Call, Stream, bind
 from rltrain.controller.group import Handle, WorkerGroup
 from rltrain.controller.samples import Request, Samples, StoredRows, whole
+from rltrain.errors import DiskError
 from rltrain.trainer import metrics as m
 from rltrain.trainer.balance import Ids, Layout
 from rltrain.trainer.lengths import ResponseLengths
@@ -207,10 +208,12 @@ class Policy(_Remote):
         return [whole(payload, columns, ids, node), whole(texts, (c.TEXT,), ids, node)]
 
     def save_answers(self, answers: Samples, file: str) -> None:
-        """Write answers that wait for a later step (`PromptLine.answers`)."""
+        """Write answers that wait for a later step (`PromptLine.answers`). Raises DiskError."""
         # Not every answer has a token yet.
         request = answers.request(np.arange(len(answers)), (), WRITTEN, optional=c.ANSWER)
-        self._group.submit([bind(roles.Rollout.save_answers, request.as_batch, file)], range(1)).collect()
+        call = bind(roles.Rollout.save_answers, request.as_batch, file)
+        if problem := self._group.submit([call], range(1)).collect()[0]:
+            raise DiskError(f"{file}: {problem}")
 
     def load_answers(self, file: str) -> Samples:
         """Read them back."""

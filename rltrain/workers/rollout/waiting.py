@@ -6,10 +6,9 @@ by token. Prompts, pixels and texts are not written: they are made again, of the
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from rltrain import columns as c
@@ -29,13 +28,15 @@ _LENGTHS = {c.RESPONSE: c.RESPONSE_LENGTH, c.RESPONSE_MASK: c.RESPONSE_LENGTH, c
 _DTYPES = {c.RESPONSE: torch.int32, c.RESPONSE_MASK: torch.bool, c.ROLLOUT_LOG_PROBS: torch.float32}
 
 
-def write_answers(batch: Batch, file: str) -> None:
-    """batch: `WRITTEN`, and `columns.ANSWER` where any answer has tokens."""
+def write_answers(batch: Batch, file: str) -> str:
+    """batch: `WRITTEN`, and `columns.ANSWER` where any answer has tokens. Returns what the disk says against it."""
     nothing = {name: torch.zeros(0, dtype=dtype) for name, dtype in _DTYPES.items()}
     payload = {name: batch.ragged(name).values if name in batch else nothing[name] for name in c.ANSWER}
-    # Beside the folders of the roles, which may not be there yet where the weights are written in the background.
-    Path(file).parent.mkdir(parents=True, exist_ok=True)
-    save_file(payload | {name: batch.dense(name) for name in WRITTEN}, file)
+    try:
+        save_file(payload | {name: batch.dense(name) for name in WRITTEN}, file)
+    except (OSError, SafetensorError) as error:
+        return str(error)
+    return ""
 
 
 def read_answers(file: str, store: PromptStore, *, images: bool) -> tuple[Batch, dict[str, Array]]:

@@ -15,6 +15,7 @@ LOGGERS = {
 
 WITH_CRITIC = {"algorithm.needs_critic": "there is no critic: algorithm.adv_estimator needs none"}
 _VALIDATES = {"data.val_files": "data.val_files is not set"}
+_BY_METRIC = {"keep_best": "trainer.keep_best names no metric"}
 
 
 @dataclass
@@ -59,6 +60,12 @@ class TrainerConfig:
     """Run folder: checkpoints, metrics, logs. On several nodes it must be storage that all of them see."""
     max_actor_ckpt_to_keep: int | None = 3
     """Newest checkpoints to keep; null or -1: all."""
+    keep_best: str | None = key(None, only_with=_VALIDATES)
+    """A metric of the validations (val-core/…): the checkpoint that is best by it is kept beside the newest."""
+    keep_best_mode: Literal["max", "min"] = key("max", only_with=_BY_METRIC)
+    """Whether the largest or the smallest is the best."""
+    patience: int | None = key(None, least=1, only_with=_BY_METRIC)
+    """Stop after so many validations in a row without a better keep_best; null: never."""
     resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
     """auto (the newest checkpoint in the run folder), disable, or resume_path."""
     resume_from_path: str | None = key(None, only_with="resume_mode=resume_path")

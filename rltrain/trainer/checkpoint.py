@@ -195,15 +195,16 @@ class RunFolder(Checkpoints):
         _sync(self.path)
         return final
 
-    def prune(self, keep: int | None, spare: str | None = None) -> None:
+    def prune(self, keep: int | None, *spare: str | Path | None) -> None:
         """Remove all but the newest ``keep`` checkpoints (None or less than 1: keep all).
 
-        The folder ``spare`` is never removed, nor is a damaged one, which counts as none.
+        The folders ``spare`` are never removed, nor is a damaged one, which counts as none.
         """
         if keep is None or keep < 1:
             return
+        spared = {Path(each).expanduser().resolve() for each in spare if each}
         for step in [step for step in self.steps() if not self.damage(self.step_folder(step))][:-keep]:
-            if spare is None or self.step_folder(step) != Path(spare).expanduser().resolve():
+            if self.step_folder(step) not in spared:
                 shutil.rmtree(self.step_folder(step))
 
 

@@ -137,13 +137,14 @@ class Trainer:
         if ppo.rewards.has_validation and first:
             found = ppo.validate(first_step, stop)
             tracker.log(first_step, found)
+            saver.best.take(first_step, found)
             untested = self._owes_validation = untested and not found
         if trainer.val_only:
             return True
         for step in range(first_step + 1, total + 1):
             # Asked between steps: a step that has begun is worth finishing, one that has not costs nothing to leave
             # out.
-            if stop.requested:
+            if stop.requested or saver.best.stalled():
                 break
             started, under_way = time.perf_counter(), step
             stop.finishing = "finishing this step, saving"
@@ -153,24 +154,10 @@ class Trainer:
                 log.warning("%s", left)
                 stop.reached(done, total, saver.last_step)
                 break
-            done, last = step, step == total
-            self.num_steps = step
-            untested = ppo.rewards.has_validation and trainer.test_freq > 0 and (last or step % trainer.test_freq == 0)
+            done = self.num_steps = step
             try:
-                # Saved first: validation wakes the engine, which then keeps its weights for the next step.
-                if saver.due(step, last or stop.requested) or stop.save_requested:
-                    ppo.on_phase("save_checkpoint")
-                    stop.save_requested = False
-                    metrics |= saver.save(step, ppo.progress)
-                saver.poll()
-                stop.reached(step, total, saver.last_step)
-                if untested and not stop.requested:
-                    found = ppo.validate(step, stop)
-                    # A validation that a signal has cut short returns nothing.
-                    metrics, untested = metrics | found, not found
-                if last or stop.requested:
-                    saver.finish()
-                metrics |= saver.news() | {"timing_s/wall": time.perf_counter() - started}
+                untested = self._keep_and_test(ppo, saver, metrics)
+                metrics["timing_s/wall"] = time.perf_counter() - started
             finally:  # what was measured is not lost with a save that fails
                 tracker.log(step, metrics)
         # The signal may have come after the question above whether a save is due.
@@ -178,8 +165,41 @@ class Trainer:
         if stop.requested and trainer.save_at_end and saver.last_step < done:
             saver.save(done, ppo.progress)
             saver.finish()
+        if enough := "" if stop.requested else saver.best.stalled():
+            log.info("%s", enough)
         # A run that lacks its last validation has not got to its end, though all steps are made.
-        return done == total and not untested
+        return bool(enough) or (done == total and not untested)
+
+    def _keep_and_test(self, ppo: PPOTrainer, saver: Saver, metrics: Metrics) -> bool:
+        """Save and validate where that is due; ``metrics`` gets what was found.
+
+        Returns whether a validation was due and a signal has cut it short.
+        """
+        trainer, stop, step, total = self.config.trainer, self._stop, self.num_steps, self.plan.total_steps
+        last, untested = step == total, False
+        # Saved first: validation wakes the engine, which then keeps its weights for the next step.
+        if saver.due(step, last or stop.requested) or stop.save_requested:
+            ppo.on_phase("save_checkpoint")
+            stop.save_requested = False
+            metrics |= saver.save(step, ppo.progress)
+        saver.poll()
+        stop.reached(step, total, saver.last_step)
+        if ppo.rewards.has_validation and trainer.test_freq > 0 and (last or step % trainer.test_freq == 0):
+            found = {} if stop.requested else ppo.validate(step, stop)
+            metrics |= found
+            # A validation that a signal has cut short returns nothing.
+            untested = not found
+            try:
+                saver.best.take(step, found)
+            except ConfigError:
+                saver.finish()
+                raise
+            if saver.best.stalled() and trainer.save_at_end and saver.newest < step:
+                metrics |= saver.save(step, ppo.progress)
+        if last or stop.requested or saver.best.stalled():
+            saver.finish()
+        metrics |= saver.news()
+        return untested
 
     def _step(self, ppo: PPOTrainer, saver: Saver, step: int) -> Metrics:
         # The progress before the step, because a step draws prompts and adapts the KL weight before a reward can fail.

@@ -22,6 +22,7 @@ from rltrain.config.schema import Config
 from rltrain.config.trainer_schema import TrainerConfig
 from rltrain.errors import DiskError
 from rltrain.trainer.archive import Archive
+from rltrain.trainer.best import Best
 from rltrain.trainer.callbacks import Callbacks
 from rltrain.trainer.card import model_card
 from rltrain.trainer.checkpoint import RunFolder
@@ -57,6 +58,7 @@ def missing_room(cfg: TrainerConfig, folder: Path, size: int, first_step: int, t
     """
     steps = steps_saved(cfg, first_step, total_steps)
     existing, keep = len(list(folder.glob("global_step_*"))), cfg.max_actor_ckpt_to_keep or 0
+    keep += keep >= 1 and cfg.keep_best is not None
     # The newest is written before the oldest is removed.
     # Room for what exists is taken already; what is asked for is the growth up to the limit.
     needed = max(min(existing + len(steps), keep + 1) - existing, 1) if keep >= 1 else 1
@@ -64,7 +66,8 @@ def missing_room(cfg: TrainerConfig, folder: Path, size: int, first_step: int, t
     if steps and free < size:
         return f"there is no room for the checkpoint of step {steps[0]}. {describe_room(folder, size)}", ""
     if steps and free < needed * size:
-        kept = f"as trainer.max_actor_ckpt_to_keep={keep} keeps and one while it is written"
+        best = ", trainer.keep_best" if cfg.keep_best else ""
+        kept = f"as trainer.max_actor_ckpt_to_keep={cfg.max_actor_ckpt_to_keep}{best} keeps and one while it is written"
         return f"there is no room for {needed} more checkpoints, {kept}. {describe_room(folder, size)}", ""
     if keep < 1 and free < len(steps) * size:
         kept = f"(trainer.save_freq={cfg.save_freq}, and all of them unless trainer.max_actor_ckpt_to_keep is set)"
@@ -132,6 +135,7 @@ class Saver:
         self._fingerprint = dataset_fingerprint
         self._bytes_needed = checkpoint_bytes(cfg, num_parameters, num_trained)  # the next one is as large as the last
         self.last_step = 0
+        self.best = Best(cfg.trainer)
         # The answers of its steps are there before a checkpoint is: a run that is killed behind it makes none again.
         self.archive: Archive | None = None
         self.on_saved: Callable[[], None] = lambda: None  # called when the checkpoint of `last_step` is whole
@@ -158,6 +162,11 @@ class Saver:
             if not in_background:
                 self.finish()
         return timer.metrics() | self.news()
+
+    @property
+    def newest(self) -> int:
+        """The step of the save that is under way, else of the last one."""
+        return self._pending.step if self._pending else self.last_step
 
     def news(self) -> dict[str, float]:
         """What callbacks have said of saves that are over, once."""
@@ -194,7 +203,12 @@ class Saver:
         self._bytes_needed = sum(file.stat().st_size for file in final.rglob("*") if file.is_file())
         # After the new one is in place. The one that trainer.resume_from_path names stays, as the same command starts
         # from it again.
-        self._folder.prune(self._cfg.trainer.max_actor_ckpt_to_keep, spare=self._cfg.trainer.resume_from_path)
+        trainer, best = self._cfg.trainer, self.best.of(self._folder.steps())
+        best_folder = None if best is None else self._folder.step_folder(best)
+        try:
+            self._folder.prune(trainer.max_actor_ckpt_to_keep, trainer.resume_from_path, best_folder)
+        except OSError as error:
+            log.warning("an older checkpoint could not be removed: %s", error)
         self._news |= self._callbacks.on_save(pending.step, final)
         self.on_saved()
 
@@ -256,5 +270,6 @@ class Saver:
             for name, role in self._roles.items():
                 for note in role.load(str(start.folder / name), self._cfg.trainer.resume_weights_only):
                     log.warning("note: %s", note)
+        self.best = Best(self._cfg.trainer, self._folder.path / "metrics.jsonl", start.step)
         # The step that the run starts from is saved already, also for `rescue`.
         self.last_step = start.step

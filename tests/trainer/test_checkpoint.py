@@ -93,7 +93,7 @@ def test_pruning_keeps_the_newest(folder):
         save(folder, step)
     folder.prune(None)
     assert folder.steps() == [1, 2, 3, 10]
-    folder.prune(2, spare=str(folder.step_folder(1)))
+    folder.prune(2, str(folder.step_folder(1)), None)
     assert folder.steps() == [1, 3, 10]
     folder.prune(2)
     assert folder.steps() == [3, 10]

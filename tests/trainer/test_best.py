@@ -1,0 +1,110 @@
+"""The checkpoint that is best by a validation stays; a run without progress ends (`trainer.keep_best`, `patience`)."""
+
+import json
+from contextlib import ExitStack
+
+import pytest
+
+from rltrain.config.effects import without_effect
+from rltrain.config.load import load_config
+from rltrain.errors import ConfigError
+from rltrain.report import read_metrics
+from rltrain.stop import Stop
+from rltrain.trainer.best import Best
+from rltrain.trainer.checkpoint import RunFolder
+from rltrain.trainer.progress import find_start
+from rltrain.trainer.run import Trainer
+from rltrain.trainer.saving import Saver
+from rltrain.trainer.trackers import RunInfo
+from rltrain.trainer.tracking import Tracker
+from tests.tiny import small_run
+
+pytestmark = pytest.mark.usefixtures("process_group")
+METRIC = "val-core/x/acc/mean@1"
+KEYS = {
+    "trainer__keep_best": METRIC, "trainer__max_actor_ckpt_to_keep": 1, "trainer__save_freq": 1,
+    "trainer__test_freq": 1, "trainer__total_training_steps": 8,
+}  # fmt: skip
+
+
+def best_of(mode="max", patience=None, values=()) -> Best:
+    words = [f"trainer.keep_best={METRIC}", f"trainer.keep_best_mode={mode}"]
+    best = Best(load_config([*words, *([f"trainer.patience={patience}"] if patience else [])]).config.trainer)
+    for step, value in enumerate(values):
+        best.take(step, {METRIC: value})
+    return best
+
+
+def test_the_first_of_equal_checkpoints_is_the_best():
+    best = best_of(values=[0.1, 0.5, 0.9, 0.5, float("nan")])
+    assert best.of([1, 3, 4, 7]) == 1
+    assert best.of(range(9)) == 2
+    assert best.of([4, 7]) is None
+    assert best_of("min", values=[0.3, 0.2, 0.4]).of([0, 1, 2]) == 1
+
+
+def test_patience_counts_validations_since_the_best():
+    assert not best_of(patience=3, values=[0.1, 0.5, 0.5, 0.2]).stalled()
+    found = best_of(patience=3, values=[0.1, 0.5, 0.5, 0.2, 0.4]).stalled()
+    assert found == (
+        f"stopped early after step 4: the last 3 validations found no better {METRIC} than the 0.5 of step 1 "
+        "(trainer.patience=3)"
+    )
+    assert not best_of(values=[0.5, 0.1, 0.1]).stalled()
+
+
+def test_a_metric_that_no_validation_finds_is_told_with_those_it_does():
+    with pytest.raises(ConfigError, match=r"keep_best=val-core/x/acc/mean@1: .*such as val-core/y/acc/mean@1"):
+        best_of().take(3, {"val-core/y/acc/mean@1": 0.1, "timing_s/testing": 3.0})
+
+
+def test_a_torn_line_is_no_validation(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({"step": step, METRIC: step / 10}) for step in (1, 2, 3)]
+    file.write_text("\n".join([*lines, '{"step": 2, "val']))
+    cfg = load_config([f"trainer.keep_best={METRIC}"]).config.trainer
+    assert Best(cfg, file, 2).values == {1: 0.1, 2: 0.2}
+    assert Best(cfg, file, 0).values == {}
+
+
+def test_patience_needs_a_metric(tiny_model, arithmetic_files, tmp_path):
+    loaded = load_config(small_run(tiny_model, arithmetic_files, tmp_path, trainer__patience=3))
+    (note,) = [note for note in without_effect(loaded) if "patience" in note]
+    assert "trainer.keep_best names no metric" in note
+
+
+@pytest.fixture
+def run(tiny_trainer, tmp_path):
+    """run(found, **changes) -> (whether it got to its end, its steps, its checkpoints), in one folder."""
+
+    def run(found, **changes):
+        ppo = tiny_trainer(**(KEYS | changes))
+        cfg, folder = ppo.cfg, RunFolder(str(tmp_path / "run"))
+        start = find_start(cfg, folder, "rows:1")
+        saver = Saver(cfg, folder, ppo.actor, ppo.critic, "rows:1", 1, 1)
+        saver.load(start)
+        ppo.restore(start.progress, start.folder)
+        ppo.validate = lambda step, stop: {METRIC: found[step]}
+        with Tracker(["console"], RunInfo("p", "e", {}, folder.path, start.step), 8) as tracker:
+            trainer = Trainer(cfg, ppo.plan, folder, Stop(), start.step, ExitStack(), ppo, tracker, saver)
+            ended = trainer.fit()
+        folder.release()
+        return ended, [line["step"] for line in read_metrics(folder.path)], folder.steps()
+
+    return run
+
+
+def test_the_best_checkpoint_stays_and_survives_a_resume(run):
+    found = [0.1, 0.2, 0.9, 0.3, 0.3, 0.3, 0.95, 0.3, 0.3]
+    assert run(found, trainer__total_training_steps=4) == (True, [1, 2, 3, 4], [2, 4])
+    assert run(found) == (True, list(range(1, 9)), [6, 8])
+
+
+def test_a_run_without_progress_ends_and_stays_ended(run, caplog):
+    caplog.set_level("INFO")
+    found = [0.1, 0.2, 0.9, 0.3, 0.3, 0.3, 0.3, 0.3, 0.3]
+    changes = {"trainer__patience": 2, "trainer__save_freq": 100}
+    assert run(found, **changes) == (True, [1, 2, 3, 4], [4])
+    assert caplog.text.count("stopped early after step 4: the last 2 validations") == 1
+    assert run(found, **changes) == (True, [1, 2, 3, 4], [4])
+    assert caplog.text.count("stopped early after step 4") == 2

@@ -189,7 +189,7 @@ class Saver:
                 written = [part.finish() for part in pending.parts]
                 digests = {name: digest for each in written for name, digest in each.digests.items()}
                 if self.archive:
-                    self.archive.flush()
+                    self.archive.flush(pending.step)
                 final = self._folder.commit(pending.folder, pending.step, digests)
         except DiskError:
             raise

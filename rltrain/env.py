@@ -124,17 +124,20 @@ def chosen_threads() -> int | None:
     return int(value) if value.isdigit() and int(value) else None
 
 
-def use_interface(address: str) -> None:
+def use_interface(address: str, num_nodes: int) -> None:
     """Make gloo, NCCL and HCCL meet over the network card with this address, unless the user has named another.
 
     By itself gloo takes the address of the host's name, which many a system's /etc/hosts says is 127.0.1.1: no other
-    node gets there. The other two take the first card they find, be it a bridge of containers.
+    node gets there. The other two take the first card they find, be it a bridge of containers. On a single node with a
+    Ray of its own gloo alone is told: to stay on the loopback.
     """
     for name, found in _interfaces():
         if found == address:
             # "=": this card, and not all whose names begin so. Only the meeting goes over it, data over RoCE too.
-            for variable, value in (("GLOO", name), ("NCCL", f"={name}"), ("HCCL", f"={name}")):
-                os.environ.setdefault(f"{variable}_SOCKET_IFNAME", value)
+            if num_nodes > 1 or address.startswith("127."):
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            for variable in ("NCCL", "HCCL") if num_nodes > 1 else ():
+                os.environ.setdefault(f"{variable}_SOCKET_IFNAME", f"={name}")
 
 
 def _interfaces() -> Iterator[tuple[str, str]]:

@@ -46,6 +46,7 @@ class Stop:
     def __init__(self) -> None:
         self._done = "before training began; the same command starts it again"
         self._timers: list[threading.Timer] = []
+        self._loses = True
         self.notice_s: float | None = None
         self.leaves: Callable[[], str] = str
         self.begin()
@@ -79,12 +80,15 @@ class Stop:
 
     def reached(self, step: int, total: int, saved: int) -> None:
         """``step`` of ``total`` steps are done, and ``saved`` are in a checkpoint."""
-        lost = "" if saved == step else f" after step {saved}, the newest that is saved"
+        self._loses = saved != step
+        lost = f" after step {saved}, the newest that is saved" if self._loses else ""
         self._done = f"after step {step} of {total}; the same command goes on{lost}"
 
     def interrupted(self) -> Interrupted:
         """What to raise when the run has stopped."""
-        return Interrupted(f"stopped {self._done}{self._expired}", self.exit_code)
+        # What ends a run of which all is saved, a little before it would have ended, is no news.
+        why = self._expired if self._loses else ""
+        return Interrupted(f"stopped {self._done}{why}", self.exit_code)
 
     def check(self) -> None:
         """Raise where a signal has asked for it and nothing has to be finished first. StepLeft: see ``leaves``."""

@@ -158,13 +158,22 @@ def test_nodes_meet_on_the_card_with_their_address(library, card, monkeypatch):
     for other in ("GLOO", "NCCL", "HCCL"):
         # Set and deleted, so that it is put back afterwards.
         monkeypatch.setenv(f"{other}_SOCKET_IFNAME", "mine")
-    use_interface("127.0.0.1")
+    use_interface("127.0.0.1", 2)
     assert os.environ[name] == "mine"
     monkeypatch.delenv(name)
-    use_interface("203.0.113.9")
+    use_interface("203.0.113.9", 2)
     assert name not in os.environ
-    use_interface("127.0.0.1")
+    use_interface("127.0.0.1", 2)
     assert os.environ[name] == card
+
+
+def test_on_one_machine_gloo_alone_stays_on_the_loopback(monkeypatch):
+    names = [f"{library}_SOCKET_IFNAME" for library in ("GLOO", "NCCL", "HCCL")]
+    for name in names:
+        monkeypatch.setenv(name, "mine")
+        monkeypatch.delenv(name)
+    use_interface("127.0.0.1", 1)
+    assert [os.environ.get(name) for name in names] == ["lo", None, None]
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import logging
 import os
 import re
 import resource
+import secrets
 import socket
 import threading
 import time
@@ -25,9 +26,10 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group
 
 from rltrain.config.schema import Config
+from rltrain.controller.launch_files import own_token
 from rltrain.controller.sweep import sweep
 from rltrain.device import Device
-from rltrain.env import prepare_driver, ray_address, shipped
+from rltrain.env import first_set, prepare_driver, ray_address, shipped, use_token
 from rltrain.errors import ConfigError, WorkerLost
 from rltrain.logs import count
 
@@ -106,11 +108,13 @@ def start_ray(cfg: Config) -> bool:
         arguments |= {"num_cpus": max(os.cpu_count() or 1, cfg.trainer.n_gpus_per_node), "include_dashboard": False}
         # "local" means a Ray of our own, not one that happens to run on this machine.
         _check_limits()
+        _have_token()
     arguments |= given | {"address": address or "local"}
     if runtime or variables:
         arguments["runtime_env"] = runtime | {"env_vars": variables}
     try:
-        _init(arguments)
+        with _on_this_machine() if arguments["address"] == "local" else contextlib.nullcontext():
+            _init(arguments)
     except (ValueError, TypeError, ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
         shown = {**given, "address": address} if address else given
         named = ", ".join(f"{name}={value}" for name, value in shown.items() if name != "runtime_env")
@@ -126,6 +130,15 @@ def start_ray(cfg: Config) -> bool:
     return True
 
 
+def _have_token() -> None:
+    """A token for a local Ray. Ray would make one itself, and leave it to the umask who may read it."""
+    if first_set("RAY_AUTH_MODE") in ("", "token"):
+        try:
+            own_token(None)
+        except OSError:  # no home that can be written
+            use_token(secrets.token_hex(32))
+
+
 def _check_limits() -> None:
     """Raise ConfigError where a local Ray could not start: its object store is a file in shared memory."""
     most, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -134,6 +147,19 @@ def _check_limits() -> None:
             f"files may have {most / 2**20:.0f} MiB here (ulimit -f), and Ray's object store is one of at least "
             f"{_LEAST_FILE_BYTES >> 20} MiB. Type `ulimit -f unlimited` first."
         )
+
+
+@contextlib.contextmanager
+def _on_this_machine() -> Iterator[None]:
+    """Inside, a Ray that starts listens on the loopback alone, which no other host reaches."""
+    # Ray has this for desktops, by a variable that it reads when it is imported. It takes no 127.0.0.1 as an address.
+    constants, name = ray._private.ray_constants, "ENABLE_RAY_CLUSTER"
+    before = getattr(constants, name, True)
+    setattr(constants, name, False)
+    try:
+        yield
+    finally:
+        setattr(constants, name, before)
 
 
 def _init(arguments: dict[str, Any]) -> None:

@@ -51,8 +51,11 @@ class _Host:
     def open_store(self) -> tuple[str, int]:
         """Rank 0: listen on a port the system picks, so that no other process can take it in between."""
         host = ray.util.get_node_ip_address()
+        listener = _listen(host)
+        port, file = listener.getsockname()[1], listener.detach()
         # The others learn the port only from this call's result, so waiting for them here would never end.
-        self._store = dist.TCPStore(host, 0, self._world, True, COLLECTIVE_TIMEOUT, wait_for_workers=False)
+        terms = (self._world, True, COLLECTIVE_TIMEOUT, False)
+        self._store = dist.TCPStore(host, port, *terms, master_listen_fd=file)
         return host, self._store.port
 
     def who(self) -> dict[str, Any]:
@@ -66,8 +69,7 @@ class _Host:
 
     def join(self, host: str, port: int, backend: str, num_nodes: int) -> None:
         """Enter the process group."""
-        if num_nodes > 1:
-            use_interface(ray.util.get_node_ip_address())
+        use_interface(ray.util.get_node_ip_address(), num_nodes)
         torch.set_num_threads(self._threads)
         load_backend(backend)
         store = self._store if self._rank == 0 else dist.TCPStore(host, port, self._world, False, COLLECTIVE_TIMEOUT)
@@ -142,6 +144,15 @@ _GROUPS = {"control": 1, "parcels": 1, "saving": 1}
 _OPTIONS: Any = {"max_restarts": 0, "max_task_retries": 0, "concurrency_groups": _GROUPS}
 HOST: Any = ray.remote(**_OPTIONS)(_Host)
 _GONE = (ray.exceptions.ObjectLostError, ray.exceptions.RayActorError)
+
+
+def _listen(host: str) -> socket.socket:
+    """A socket on this address of the node. By itself a store listens on all of them, to whoever comes."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, 0), family=family)
+    except OSError:  # an address that a router stands for
+        return socket.create_server(("", 0), family=family)
 
 
 def _fetch(value: Any) -> Any:

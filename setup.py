@@ -64,7 +64,7 @@ setup(
         "omegaconf>=2.4,<3",
         "cloudpickle>=3",
         "pandas",
-        "pyarrow",
+        "pyarrow>=14.0.1",  # earlier ones run code that a file names (CVE-2023-47248)
         "safetensors",
         "numpy",
         "rich>=13.8",

@@ -13,11 +13,14 @@ RltrainError                  exit code
 └── Interrupted               75    stopped by SIGTERM, 130 by Ctrl-C (SIGINT): not finished, the same command goes on
 """
 
+import re
 import sys
 from collections.abc import Callable
 from functools import wraps
 
 from rltrain.env import tell_supervisor
+
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class RltrainError(Exception):
@@ -88,6 +91,11 @@ class Interrupted(RltrainError):
         self.exit_code = exit_code
 
 
+def plain(text: str) -> str:
+    """``text`` for a terminal: what a model has written may hold sequences that steer one."""
+    return _CONTROLS.sub("\ufffd", text)
+
+
 def command(main: Callable[[list[str] | None], int]) -> Callable[..., int]:
     """Decorator of a program's ``main(argv)``: an RltrainError is printed, and its exit code returned."""
 
@@ -97,7 +105,7 @@ def command(main: Callable[[list[str] | None], int]) -> Callable[..., int]:
             return main(argv)
         except RltrainError as error:
             tell_supervisor(error=str(error))
-            sys.stderr.write(f"error: {error}\n")
+            sys.stderr.write(plain(f"error: {error}\n"))
             return error.exit_code
 
     return guarded

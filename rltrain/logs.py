@@ -19,7 +19,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from rltrain.errors import Interrupted
+from rltrain.errors import Interrupted, plain
 
 TRAIN_LOG = "train.log"
 # Lines that tell the numbers of a step. They are always in train.log; a console shows them where it has no bar.
@@ -35,7 +35,7 @@ class _Stamped(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         level = f"{record.levelname.lower()}: " if record.levelno > logging.INFO else ""
-        return f"{self.formatTime(record, self.datefmt)} {level}{super().format(record)}"
+        return plain(f"{self.formatTime(record, self.datefmt)} {level}{super().format(record)}")
 
 
 class _ConsoleLines(logging.Handler):

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 
 from rltrain.env import tell_supervisor
-from rltrain.errors import ConfigError, Interrupted, RltrainError
+from rltrain.errors import ConfigError, Interrupted, RltrainError, plain
 from rltrain.help import help_text
 from rltrain.stop import Stop, listen
 
@@ -57,7 +57,7 @@ def _main(argv: list[str] | None, program: Callable[[argparse.Namespace, Stop], 
 def _message(error: RltrainError) -> str:
     """What the terminal shows. A run that somebody stopped is no error."""
     first = "" if isinstance(error, Interrupted) else "error: "
-    return first + "\n       ".join(str(error).splitlines()) + "\n"
+    return plain(first + "\n       ".join(str(error).splitlines()) + "\n")
 
 
 def _run(arguments: argparse.Namespace, stop: Stop) -> int:

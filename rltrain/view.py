@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rltrain.errors import DataError, command
+from rltrain.errors import DataError, command, plain
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -41,7 +41,7 @@ def one_line(sample: Mapping[str, Any], width: int = 120) -> str:
 
 def shorten(text: str, width: int) -> str:
     """One line of at most ``width`` characters, with the start and the end of the text."""
-    text = " ".join(text.split())
+    text = plain(" ".join(text.split()))
     head = (width - 3) // 2
     return text if len(text) <= width else f"{text[:head]} … {text[len(text) - (width - 3 - head) :]}"
 
@@ -118,17 +118,19 @@ def show(sample: Mapping[str, Any], console: Any, most: int) -> None:
 
     right = is_right(sample)
     head = " ".join(f"{name} {sample[name]}" for name in _HEAD if sample.get(name) is not None)
-    console.rule(Text(f"{head} {'✓' if right else '✗'}", style="bold green" if right else "bold red"), align="left")
+    console.rule(
+        Text(plain(f"{head} {'✓' if right else '✗'}"), style="bold green" if right else "bold red"), align="left"
+    )
     for name in ("prompt", "answer", "ground_truth", "reward_error"):
         text = sample.get(name)
         if text:
             cut = len(text) - most
             middle = f"\n… {cut:,} characters left out (--chars) …\n"
             shown = text if cut <= 0 else text[: most // 2] + middle + text[len(text) - (most - most // 2) :]
-            console.print(Text(f"{name}: ", style="bold cyan") + Text(shown))
+            console.print(Text(f"{name}: ", style="bold cyan") + Text(plain(shown)))
     numbers = {name: value for name, value in sample.items() if name not in (*_HEAD, *_TEXTS)}
     parts = [f"{name} {each:.4g}" if isinstance(each, float) else f"{name} {each}" for name, each in numbers.items()]
-    console.print(Text("  ".join(parts), style="dim"))
+    console.print(Text(plain("  ".join(parts)), style="dim"))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -100,3 +100,10 @@ def test_a_worker_without_the_folder_goes_on(tmp_path):
 
 def test_one_of_a_thing_is_singular():
     assert [logs.count(number, "worker") for number in (0, 1, 2)] == ["0 workers", "1 worker", "2 workers"]
+
+
+def test_what_is_said_does_not_steer_the_terminal(tmp_path, capsys):
+    with logs.session():
+        logs.open_train_log(tmp_path)
+        logging.getLogger("rltrain.rewards").warning("ValueError: no number in %s", "\x1b]0;title\x07")
+    assert "\x1b" not in capsys.readouterr().out + (tmp_path / "train.log").read_text()

@@ -111,3 +111,13 @@ def test_what_is_not_there_is_said(run, tmp_path, capsys):
     (tmp_path / "other" / "samples").mkdir(parents=True)
     with pytest.raises(DataError, match="no answers of validation"):
         read_samples(tmp_path / "other", split="val")
+
+
+def test_an_answer_does_not_steer_the_terminal(run, capsys):
+    hostile = "\x1b]52;c;cm0gLXJmIH4=\x07\x9b2J\x1b[31m red \r over"
+    table = frame(9, [1.0, 1.0], answer=hostile, prompt=hostile, reward_error=hostile)
+    table.to_parquet(run / "samples" / "train_000009.parquet")
+    for flags in ([], ["--lines"]):
+        text = shown(capsys, run, *flags)
+        assert "]52;c;cm0gLXJmI" in text
+        assert not set(text) & set("\x1b\x07\x9b\r")

@@ -542,5 +542,17 @@ def test_a_mistyped_key_is_no_key_of_a_class():
     assert "Did you mean data.shuffle?" in problems("data.custom_cls=a.py:B", "data.suffle=False")
 
 
+@pytest.mark.parametrize("text", ["trainer: !!python/object/apply:os.mkdir ['{0}']", "a: !!python/name:os.system ''"])
+def test_a_config_file_runs_nothing(tmp_path, text):
+    (tmp_path / "hostile.yaml").write_text(text.format(tmp_path / "it_ran"))
+    for arguments in (
+        ([], [str(tmp_path / "hostile.yaml")]),
+        ([text.format(tmp_path / "it_ran").replace(": ", "=", 1)],),
+    ):
+        with pytest.raises(ConfigError, match="python/"):
+            load_config(*arguments)
+    assert not (tmp_path / "it_ran").exists()
+
+
 if __name__ == "__main__":
     KEYS_FILE.write_text("\n".join(sorted(all_keys())) + "\n")

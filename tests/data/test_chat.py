@@ -208,3 +208,18 @@ def test_a_prompt_store_is_read_without_torch_or_transformers(rows, encoder, tmp
     )
     done = subprocess.run([sys.executable, "-c", code, tmp_path / "store.pickle"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "4 1\n"), done.stderr
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ cycler.__init__.__globals__.os.system('id') }}",
+        "{{ messages.append(1) }}",
+        "{% include '/etc/passwd' %}",
+    ],
+)
+def test_a_template_that_reaches_for_python_is_refused(tmp_path, write, good_row, tokenizer_folder, template):
+    rows = read_rows(write(tmp_path / "r.parquet", [good_row(0)]))
+    with pytest.raises(DataError, match=r"r\.parquet' row 0: "):
+        encode_prompts(rows, ChatEncoder(str(tokenizer_folder), chat_template=template), 9)

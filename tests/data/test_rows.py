@@ -1,3 +1,5 @@
+import base64
+import os
 import pickle
 import random
 import shutil
@@ -268,3 +270,22 @@ def test_images_are_kept_but_not_carried_by_a_row(tmp_path, write, good_row):
     assert rows.images(1) == []
     assert rows.num_images.tolist() == [1, 0]
     assert rows[0].ground_truth == "1"
+
+
+def test_a_file_runs_nothing_that_it_names(tmp_path, good_row):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    class Payload:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "it_ran"),)
+
+    table = pa.Table.from_pylist([good_row()])
+    marks = {"ARROW:extension:name": "arrow.py_extension_type", "ARROW:extension:metadata": pickle.dumps(Payload())}
+    crafted = table.schema.field("data_source").with_metadata(marks)
+    schema = table.schema.set(table.schema.get_field_index("data_source"), crafted)
+    pq.write_table(table.cast(schema.with_metadata({"pandas": b"\x80\x04not json"})), tmp_path / "crafted.parquet")
+    kept = pq.read_metadata(tmp_path / "crafted.parquet").metadata[b"ARROW:schema"]
+    assert b"py_extension_type" in base64.b64decode(kept)
+    assert read_rows(str(tmp_path / "crafted.parquet"))[0].data_source == good_row()["data_source"]
+    assert not (tmp_path / "it_ran").exists()

@@ -140,7 +140,7 @@ def words(folder: Path, name: str, steps: int) -> list[str]:
         "algorithm__adv_estimator": "gae", "critic__model__path": model, "critic__ppo_mini_batch_size": 2,
         "critic__ppo_max_token_len_per_gpu": 64, "critic__optim__lr": 5e-3, "critic__optim__eps": 1e-2,
         "trainer__n_gpus_per_node": 2, "trainer__total_training_steps": steps, "trainer__save_freq": 5,
-        "trainer__max_actor_ckpt_to_keep": 2, "trainer__hang_floor_s": 20,
+        "trainer__max_actor_ckpt_to_keep": 2, "trainer__async_save": True, "trainer__hang_floor_s": 20,
     }  # fmt: skip
     files = (folder / "train.parquet", folder / "test.parquet")
     return [sys.executable, "-m", "rltrain.main_ppo", *small_run(model, files, folder / name, **changes)]

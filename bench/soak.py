@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -105,8 +106,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", default="soak_cpu.md", help="table in bench/results")
     options = parser.parse_args(argv)
     folder = Path(tempfile.mkdtemp(prefix="soak_"))
-    quiet = undisturbed(folder, options.steps)
-    hurt, faults = disturbed(folder, options)
+    words(folder, "quiet", options.steps)  # makes the model, once
+    # Beside each other: both mostly wait.
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(undisturbed, folder, options.steps)
+        hurt, faults = disturbed(folder, options)
+        quiet = waiting.result()
     problems = differences(quiet.folder, hurt.folder, options.steps)
     growth = {name: slope(seen) for name, seen in sorted(quiet.memory.items())}
     problems += [f"{name} grows by {mb:.2f} MB in 100 steps" for name, mb in growth.items() if mb > _MEMORY_LIMIT_MB]

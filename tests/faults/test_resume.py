@@ -7,6 +7,7 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
@@ -91,6 +92,8 @@ def kept(run: Path) -> dict[str, object]:
         for file in sorted(folder.rglob("*")):
             if file.suffix in (".distcp", ".npz", ".safetensors"):
                 found[str(file.relative_to(run))] = file.read_bytes()
+        # Those of a validation behind the save are not in it; they say no more than which prompt of one begins first.
+        found[f"global_step_{step}/lengths.npz"] = np.load(folder / "lengths.npz")["train"].tobytes()
         progress = json.loads((folder / "progress.json").read_text())
         found[f"progress {step}"] = {name: value for name, value in progress.items() if name != "metrics"}
     for file in (run / "samples").glob("*.parquet"):

@@ -26,7 +26,7 @@ from rltrain.errors import ConfigError, WorkerError, WorkerLost
 from rltrain.logs import count
 from rltrain.models.spec import actor_spec, critic_spec, reward_model_spec
 from rltrain.versions import fingerprint, unlike
-from rltrain.workers.node import Facts, Question, look, part, reach, unseen
+from rltrain.workers.node import Facts, Question, leave, look, part, reach, unseen
 from rltrain.workers.roles import Links
 
 log = logging.getLogger(__name__)
@@ -114,15 +114,19 @@ def _proof(folder: Path) -> Iterator[tuple[Path, str]]:
     """A new folder with a file of this process in it, and why there is none. Nobody has asked for its name, so no cache
     says it is missing."""
     proof, unusable = folder / f".tmp_seen_{secrets.token_hex(6)}", ""
+    made = proof.with_name(f"{proof.name}_made")
     try:
-        proof.mkdir(parents=True)
-        (proof / "driver").write_text(proof.name)
+        made.mkdir(parents=True)
+        leave(made / "driver", proof.name)
+        # Not all storage renames folders, and a checkpoint is made by it.
+        made.rename(proof)
     except OSError as error:
         unusable = f"trainer.default_local_dir={folder}: nothing can be written there ({error})."
     try:
         yield proof, unusable
     finally:
-        shutil.rmtree(proof, ignore_errors=True)
+        for each in (proof, made):
+            shutil.rmtree(each, ignore_errors=True)
 
 
 def _models(cfg: Config) -> list[tuple[str, str]]:

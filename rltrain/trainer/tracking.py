@@ -37,7 +37,10 @@ _CLOSE_S, _CLOSE_AFTER_FAILURE_S = 60.0, 10.0
 
 
 class JsonLines:
-    """One JSON object a step, flushed. On resume the lines after the resumed step are dropped."""
+    """One JSON object a step, written at once. On resume the lines after the resumed step are dropped.
+
+    Lines that cannot be written, as on a full disk, wait for the next step.
+    """
 
     def __init__(self, file: Path, resumed_step: int) -> None:
         # A line that a kill has cut off has no step and is dropped with the later ones.
@@ -46,13 +49,24 @@ class JsonLines:
         anew = file.with_suffix(".tmp")
         anew.write_text("".join(f"{line}\n" for line in kept) if resumed_step else "")
         anew.replace(file)
-        self._file = open(file, "a")  # noqa: SIM115 - open for the run
+        # Without a buffer, whose error would come again when the file is closed.
+        self._file = open(file, "ab", buffering=0)  # noqa: SIM115 - open for the run
+        self._left, self._told = b"", False
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
-        self._file.flush()
+        self._left += (json.dumps({"step": step, **metrics}) + "\n").encode()
+        try:
+            while self._left:
+                self._left = self._left[self._file.write(self._left) :]
+        except OSError as error:
+            if not self._told:
+                name, why = self._file.name, error.strerror
+                log.warning("%s cannot be written (%s): training goes on, and its lines wait until it can", name, why)
+                self._told = True
 
     def close(self) -> None:
+        if self._left:
+            log.warning("%s lacks the last %d steps", self._file.name, self._left.count(b"\n"))
         self._file.close()
 
 

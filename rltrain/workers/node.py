@@ -8,6 +8,7 @@ than seconds, unless storage hangs, which the driver's deadline then tells.
 from __future__ import annotations
 
 import hashlib
+import os
 import resource
 import shutil
 import socket
@@ -129,6 +130,15 @@ def altered(files: Sequence[tuple[Path, str]]) -> list[str]:
     return problems
 
 
+def leave(file: Path, text: str) -> None:
+    """Write a file as checkpoints are written: under another name, to the disk, renamed. Raises OSError."""
+    with open(file.with_suffix(".new"), "w") as new:
+        new.write(text)
+        new.flush()
+        os.fsync(new.fileno())
+    os.rename(file.with_suffix(".new"), file)
+
+
 def _missing(file: Path) -> str:
     try:
         return "" if file.read_text() == file.parent.name else "sees another file of that name"
@@ -143,7 +153,7 @@ def _unshared(question: Question) -> str:
     if problem:
         return problem
     try:
-        (question.proof / f"rank_{question.rank}").write_text(question.proof.name)
+        leave(question.proof / f"rank_{question.rank}", question.proof.name)
     except OSError as error:
         return f"sees it and cannot write beside it ({error.strerror})"
     return ""

@@ -13,8 +13,10 @@ from safetensors.torch import load_file
 
 from rltrain.errors import DiskError
 from rltrain.models.hashed import hashed, write_weights
+from rltrain.report import read_metrics
 from rltrain.trainer.checkpoint import RunFolder, find_damage
 from rltrain.trainer.saving import Saver, sized
+from rltrain.trainer.tracking import JsonLines
 from rltrain.workers import saving
 from tests.local import LocalGroup, LocalHandle
 from tests.trainer.steps import actor_weights, weights
@@ -179,6 +181,22 @@ def test_a_disk_that_fills_up_during_a_save_is_told(tiny_trainer, small_disk, re
         saver.finish()
     assert not list(folder.path.glob(".tmp_*"))
     assert folder.newest() == folder.step_folder(1)
+
+
+@pytest.mark.fault("Metrics that cannot be written are told once and kept until they can")
+def test_lines_that_cannot_be_written_wait(small_disk, caplog):
+    file, other = small_disk / "metrics.jsonl", small_disk / "of_others"
+    lines = JsonLines(file, 0)
+    lines.log(1, {"a": 0.5})
+    other.write_bytes(bytes(shutil.disk_usage(small_disk).free))
+    # The page of the first line has room for some more of them.
+    for step in range(2, 1000):
+        lines.log(step, {"a": 0.5, "b": 1.0})
+    assert caplog.text.count("cannot be written (No space left on device): training goes on") == 1
+    other.unlink()
+    lines.log(1000, {})
+    lines.close()
+    assert [line["step"] for line in read_metrics(file)] == list(range(1, 1001))
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def test_a_step_longer_than_the_notice_is_left(start, tiny_model, arithmetic_fil
         custom_reward_function__reward_kwargs__folder=tmp_path,
     )  # fmt: skip
     process = start(args)
-    wait_for_step(run, 2, process)
+    wait_for_step(run, 2, process, limit_s=240)
     process.send_signal(signal.SIGUSR1)
     assert wait_until(lambda: saved(run))
     on_demand = saved(run)[0]

@@ -14,6 +14,7 @@ LOGGERS = {
 }  # fmt: skip
 
 WITH_CRITIC = {"algorithm.needs_critic": "there is no critic: algorithm.adv_estimator needs none"}
+_OWN_HISTORY = {"hang_timeout_s=null": "trainer.hang_timeout_s is the deadline of every call"}
 _VALIDATES = {"data.val_files": "data.val_files is not set"}
 _BY_METRIC = {"keep_best": "trainer.keep_best names no metric"}
 
@@ -85,12 +86,14 @@ class TrainerConfig:
     """When a loss or gradient is not finite: stop, or skip the optimizer step (three in a row stop)."""
     collapse_steps: int | None = key(None, least=1)
     """Stop when all rewards of a step were the same number in so many steps in a row; null: warn after ten."""
-    hang_floor_s: float | None = key(1800.0, least=1)
+    hang_timeout_s: float | None = key(None, least=1)
+    """Seconds after which every call to the workers, and work of the driver, counts as hung and ends the run; null:
+    hang_floor_s and hang_factor say so, by the calls so far."""
+    hang_floor_s: float | None = key(1800.0, least=1, only_with=_OWN_HISTORY)
     """A call to the workers that takes longer than hang_factor times the longest of its kind, and than this, ends the
     run; null: never."""
-    hang_factor: float = key(5.0, least=0)
-    """See hang_floor_s, which also stands for the longest of a kind that is called for the first time; 0: hang_floor_s
-    alone counts."""
+    hang_factor: float = key(5.0, least=1, only_with=_OWN_HISTORY)
+    """See hang_floor_s, which also stands for the longest of a kind that is called for the first time."""
     samples_freq: int = 1
     """Keep the answers of every so many steps, and of every validation, in RUN/samples (python -m rltrain.view RUN);
     -1: never."""

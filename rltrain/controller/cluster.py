@@ -26,6 +26,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group
 
 from rltrain.config.schema import Config
+from rltrain.controller import lifeline
 from rltrain.controller.launch_files import own_token
 from rltrain.controller.sweep import sweep
 from rltrain.device import Device
@@ -252,6 +253,7 @@ def _wait_for(groups: list[PlacementGroup], cfg: Config, name: str) -> None:
             say_at += _SAY_EVERY_S
         # The wait is cut into short ones, because signals are handled between them.
         _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=_POLL_S)
+        lifeline.check()
     if waiting:
         raise WorkerLost(
             f"{len(waiting)} of {count(nnodes, 'node')} with {per_node} free {name} slots each did not come up "

@@ -20,6 +20,8 @@ from rltrain.errors import RltrainError, WorkerError, WorkerLost
 _DEATH, _CAUSE, _SYMPTOM = 0, 1, 2
 _LOST = (ray.exceptions.ActorDiedError, ray.exceptions.ActorUnavailableError)
 _SYMPTOMS = ("gloo", "nccl", "hccl", "connection closed", "connection reset", "broken pipe")
+# As glibc, torch and C++ say it.
+_NO_HOST_MEMORY = ("cannot allocate memory", "can't allocate memory", "not enough memory", "bad_alloc")
 _COLOUR = re.compile(r"\x1b\[\d*m")
 # How long Ray may take to see that a node is gone when its processes are.
 _NODE_S = 5.0
@@ -54,7 +56,13 @@ def explain(
     if isinstance(cause, RltrainError):
         # The program's exit code follows from the type, and the message already says what to do.
         return cause
-    if "out of memory" in str(cause).lower() or isinstance(cause, MemoryError):
+    if isinstance(cause, MemoryError) or any(words in str(cause).lower() for words in _NO_HOST_MEMORY):
+        return WorkerLost(
+            f"{where}: the host has no memory left: {_first_line(cause)}. Give it (or the container) more, or lower "
+            "reward.num_workers, or keep less there: actor_rollout_ref.actor.fsdp_config.param_offload=False and "
+            f"optimizer_offload=False. {AGAIN}"
+        )
+    if "out of memory" in str(cause).lower():
         return WorkerLost(
             f"{where}: out of memory: {_first_line(cause)}. Lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu "
             "(or the micro-batch size) or actor_rollout_ref.rollout.max_num_seqs, or set "

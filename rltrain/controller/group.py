@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import signal
 import socket
@@ -109,7 +110,9 @@ class Handle(Generic[_Result]):
     ) -> Iterator[tuple[Handle[Any], int]]:
         """As `collect`, but yields (handle, rank) as soon as the result of a rank is there."""
         group, deadlines, waiting = self._group, self._group.deadlines, self._waiting
-        limit_s = deadlines.limit_s(self._phase) if deadline_s is None else deadline_s
+        limit_s = (
+            deadlines.limit_s(self._phase) if deadline_s is None else min(deadline_s, deadlines.fixed_s or math.inf)
+        )
         polls = Polls(group.workers, stream)
         started, warned, waits = time.monotonic(), False, bool(waiting or polls.open)
         while waiting or polls.open:
@@ -194,6 +197,9 @@ class WorkerGroup:
         self.world, self._num_nodes = len(bundles), len(placement)
         self.workers = [self._spawn(rank, group, index, threads) for rank, (group, index) in enumerate(bundles)]
         self._who: list[dict[str, Any]] = []
+        self.deadlines.others["workers"] = lambda: {
+            f"{role} worker, rank {rank}": stack for rank, stack in self._stacks().items()
+        }
         # The node of each rank, numbered by their first ranks. Known once all have started.
         self.nodes = [0] * self.world
 
@@ -349,12 +355,16 @@ class WorkerGroup:
         more = f" and {len(ranks) - len(names)} more" if len(ranks) > len(names) else ""
         return f"{self._role} worker, {', '.join(names)}{more}, in {phase}"
 
-    def hung(self, phase: str, late: list[int], seconds: float) -> WorkerLost:
-        """Write all stacks, end all workers, and name the silent ranks, or else the late ones."""
+    def _stacks(self) -> dict[int, str]:
+        """By rank, of the workers that answer."""
         asked = {host.stacks.remote(): rank for rank, host in enumerate(self.workers)}
         answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_STACKS_S)
         found = {asked[reference]: _get(reference)[0] for reference in answered}
-        stacks = {rank: stack for rank, stack in sorted(found.items()) if stack}  # a process that is gone has none
+        return {rank: stack for rank, stack in sorted(found.items()) if stack}  # a process that is gone has none
+
+    def hung(self, phase: str, late: list[int], seconds: float) -> WorkerLost:
+        """Write all stacks, end all workers, and name the silent ranks, or else the late ones."""
+        stacks = self._stacks()
         self.kill()
         # A process that does not even show its stack is stopped or lost, so it is the one to name.
         silent = [rank for rank in late if rank not in stacks]
@@ -363,17 +373,14 @@ class WorkerGroup:
             if who["node"] == socket.gethostname():
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(who["pid"], signal.SIGKILL)
-        stacks_file = self.deadlines.write_stacks(
-            phase, {self.place([rank], phase): stack for rank, stack in stacks.items()}
-        )
+        shown = {self.place([rank], phase): stack for rank, stack in stacks.items()}
+        stacks_file = self.deadlines.write_stacks(phase, workers=shown)
         state = (
             "and not answering: stopped, or its node is gone"
             if silent
             else "though answering: hung, or waiting for one that is"
         )
-        floor_s, factor = self.deadlines.floor_s, self.deadlines.factor
         return WorkerLost(
             f"{self.place(silent or late, phase)}: not done after {seconds:.0f} s ({state}; "
-            f"trainer.hang_floor_s={floor_s}, trainer.hang_factor={factor}).{stacks_file} All workers were ended. "
-            + lifeline.AGAIN
+            f"{self.deadlines.keys}).{stacks_file} All workers were ended. " + lifeline.AGAIN
         )

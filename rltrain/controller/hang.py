@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,30 +18,44 @@ from pathlib import Path
 class Deadlines:
     """A call may take ``factor`` times as long as the longest of its kind so far, and never less than ``floor_s``.
 
-    The first call of a kind may take ``factor`` times ``floor_s``. floor_s None: there is no limit. incidents: folder
-    of the stacks.
+    The first call of a kind may take ``factor`` times ``floor_s``. floor_s None: there is no limit. fixed_s: the limit
+    of every call instead. incidents: folder of the stacks. others: who shows stacks, by name of
+    the process.
     """
 
     floor_s: float | None = None
     factor: float = 5.0
     incidents: Path | None = None
+    fixed_s: float | None = None
+    others: dict[str, Callable[[], Mapping[str, str]]] = field(default_factory=dict)
     _longest: dict[str, float] = field(default_factory=dict)
 
     def limit_s(self, phase: str) -> float:
         """Seconds after which ``phase`` counts as hung."""
+        if self.fixed_s is not None:
+            return self.fixed_s
         if self.floor_s is None:
             return math.inf
-        # A factor of 0 therefore makes the floor the limit of every call.
         return max(self.floor_s, self.factor * self._longest.get(phase, self.floor_s))
 
     def took(self, phase: str, seconds: float) -> None:
         """Remember how long a call of ``phase`` took."""
         self._longest[phase] = max(seconds, self._longest.get(phase, 0.0))
 
-    def write_stacks(self, phase: str, stacks: Mapping[str, str]) -> str:
-        """Write stacks, by name of the process, into a file of ``incidents``. Returns a sentence for the message."""
+    @property
+    def keys(self) -> str:
+        """What the limits follow from, for a message."""
+        if self.fixed_s is not None:
+            return f"trainer.hang_timeout_s={self.fixed_s}"
+        return f"trainer.hang_floor_s={self.floor_s}, trainer.hang_factor={self.factor}"
+
+    def write_stacks(self, phase: str, **known: Mapping[str, str]) -> str:
+        """Write the stacks of ``known`` and, for all names that are not in it, of ``others`` into a file of
+        ``incidents``. Returns a sentence for the message."""
         if self.incidents is None:
             return ""
+        asked = {name: ask() for name, ask in self.others.items() if name not in known}
+        stacks = {name: stack for some in (known | asked).values() for name, stack in some.items()}
         file = self.incidents / f"hang_{phase}_{time.strftime('%Y%m%d_%H%M%S')}.txt"
         try:
             self.incidents.mkdir(parents=True, exist_ok=True)

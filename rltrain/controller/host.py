@@ -7,7 +7,6 @@ hang.
 
 from __future__ import annotations
 
-import faulthandler
 import gc
 import importlib
 import logging
@@ -15,7 +14,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,6 +30,7 @@ from rltrain.device import COLLECTIVE_TIMEOUT, load_backend
 from rltrain.env import adopt, see_own_device, use_interface
 from rltrain.errors import WorkerLost
 from rltrain.logs import open_worker_log
+from rltrain.stacks import stacks_here
 
 log = logging.getLogger(__name__)
 
@@ -131,11 +130,8 @@ class _Host:
 
     @ray.method(concurrency_group="control")
     def stacks(self) -> str:
-        """The Python stacks of all threads, also while ``run`` is busy."""
-        with tempfile.TemporaryFile("w+") as file:
-            faulthandler.dump_traceback(file)
-            file.seek(0)
-            return file.read()
+        """`stacks_here`, also while ``run`` is busy."""
+        return stacks_here()
 
 
 # No restarts and no retries: a repeated optimizer step would be applied twice.

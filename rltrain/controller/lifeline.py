@@ -1,36 +1,43 @@
-"""Whether Ray lives on this node, and how a run ends where it does not.
+"""Whether Ray lives on this node and the driver still works, and how a run ends where they do not.
 
 Problem: a driver whose raylet or GCS is gone learns nothing of it. Calls wait for ever, until Ray ends the process
 below Python, with exit code 1 and past every handler. Choice: a thread holds a connection to each of the two, which
 the kernel closes when the other end dies. Waits of the driver ask it (`check`), no call of Ray's is made any more
-(`unless_lost`), and where the main thread does not come back from below Python, the thread ends the process. Left out:
-Ray of other nodes, whose loss Ray itself tells, and a driver that is a client (ray://).
+(`unless_lost`), and where the main thread does not come back from below Python, the thread ends the process. The same
+thread ends a driver that hangs itself, in storage or in code of the user's. Left out: Ray of other nodes, whose loss
+Ray itself tells; Ray of a driver that is a client (ray://); and a driver that hangs while it holds the interpreter's
+lock.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
+import math
 import os
 import select
 import socket
 import subprocess
 import sys
 import threading
+import time
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import ray
 
 from rltrain.controller import sweep as sweep_module
+from rltrain.controller.hang import Deadlines
 from rltrain.controller.sweep import ORDERLY, sweep
 from rltrain.errors import RltrainError, WorkerError, WorkerLost
+from rltrain.stacks import stacks_here
 
-log = logging.getLogger(__name__)
 _POLL_S = 1.0
 _CONNECT_S = 5.0
 # How long the main thread may take to notice, and to end trackers. Ray itself gives up a GCS after a minute.
 _UNWIND_S = 15.0
+# How long the stacks of a driver that hangs may take to be written.
+_WRITE_S = 15.0
 AGAIN = "Run the same command again: it continues from the newest checkpoint."
 
 
@@ -74,11 +81,14 @@ class _Line:
 
 
 class _Watch(threading.Thread):
-    """lines: what to watch. session: the folder of a Ray that ends with this process, else ""."""
+    """lines: what to watch. session: the folder of a Ray that ends with this process, else "". deadlines: for the
+    driver's own work; see `working`."""
 
-    def __init__(self, lines: list[_Line], session: str, logs: str) -> None:
+    def __init__(self, lines: list[_Line], session: str, logs: str, deadlines: Deadlines) -> None:
         super().__init__(name="lifeline", daemon=True)
-        self._lines, self.session, self._logs = lines, session, logs
+        self._lines, self.session, self._logs, self._deadlines = lines, session, logs, deadlines
+        self._driver = threading.current_thread().ident or 0
+        self.beat = math.inf
         self.over = threading.Event()
         self.noticed = threading.Event()
         self.message = ""
@@ -97,19 +107,45 @@ class _Watch(threading.Thread):
                 poll.register(line.socket, select.POLLIN)
             if poll.poll(1000 * _POLL_S) and (lost := next((line.name for line in self._lines if line.broken()), "")):
                 if not self.over.is_set():
-                    self._end(lost)
+                    self._ray_ended(lost)
                 return
+            silent_s = time.monotonic() - self.beat
+            if silent_s > self._deadlines.limit_s("driver"):
+                self._driver_hangs(silent_s)
 
-    def _end(self, name: str) -> None:
+    def _ray_ended(self, name: str) -> None:
         self.message = (
             f"Ray's {name} has ended on this node ({socket.gethostname()}): it was killed, or memory ran out. {AGAIN} "
             f"Ray's logs: {self._logs}."
         )
         self.noticed.set()
-        if self.over.wait(_UNWIND_S):
-            return
+        if not self.over.wait(_UNWIND_S):
+            self._exit(self.message)
+
+    def _driver_hangs(self, silent_s: float) -> None:
+        frames = traceback.extract_stack(sys._current_frames().get(self._driver))
+        at = next((each for each in reversed(frames) if "rltrain" in each.filename), frames[-1])
+        places = [f"{each.name} ({each.filename}:{each.lineno})" for each in (frames[-1], at)]
+        where = " in ".join(dict.fromkeys(places))
+        said: list[str] = []
+
+        def write() -> None:
+            own = {f"driver (pid {os.getpid()})": stacks_here()}
+            said.append(self._deadlines.write_stacks("driver", driver=own))
+
+        # The storage of the run folder may be what hangs.
+        writing = threading.Thread(target=write, daemon=True)
+        writing.start()
+        writing.join(_WRITE_S)
+        self._exit(
+            f"the driver (pid {os.getpid()} on {socket.gethostname()}) hangs: for {silent_s:.0f} s it has done nothing "
+            f"else than {where}: storage that does not answer, or code of your own ({self._deadlines.keys})."
+            f"{''.join(said)} {AGAIN}"
+        )
+
+    def _exit(self, message: str) -> None:
         # Neither logging nor print: the main thread may hold their locks.
-        os.write(2, f"error: {self.message}\n".encode())
+        os.write(2, f"error: {message}\n".encode())
         if self.session:
             sweep(self.session)
         os._exit(WorkerLost.exit_code)
@@ -119,24 +155,20 @@ _watch: _Watch | None = None
 
 
 @contextlib.contextmanager
-def watching(local: bool) -> Iterator[None]:
+def watching(deadlines: Deadlines, local: bool) -> Iterator[None]:
     """Inside, the end of this node's raylet or of the GCS is noticed, and raised as WorkerLost at the latest when the
-    block ends. local: this process has started Ray, and nobody else uses it."""
+    block ends. deadlines: of the driver, see `working`. local: this process has started Ray, and nobody else uses it.
+    """
     global _watch
-    node: Any = ray._private.worker._global_node
-    if node is None or _watch:  # a client has no Ray of its own, and a caller further out watches already
+    if _watch:  # a caller further out watches already
         yield
         return
-    host, _, port = node.gcs_address.rpartition(":")
-    lines = [_Line("raylet", socket.AF_UNIX, node.raylet_socket_name)]
-    with contextlib.suppress(OSError, ValueError):
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        lines.append(_Line("GCS (gcs_server)", family, (host.strip("[]"), int(port))))
-    session = node.get_session_dir_path() if local else ""
-    found = _watch = _Watch(lines, session, node.get_logs_dir_path())
+    node: Any = ray._private.worker._global_node
+    lines, logs = (list(_lines(node)), node.get_logs_dir_path()) if node else ([], "")
+    found = _watch = _Watch(lines, node.get_session_dir_path() if local else "", logs, deadlines)
     found.start()
     try:
-        with _swept_after_us(session) if session else contextlib.nullcontext():
+        with _swept_after_us(found.session) if local else contextlib.nullcontext():
             yield
     except Exception as error:
         # What Ray raises of it names no cause.
@@ -147,8 +179,31 @@ def watching(local: bool) -> Iterator[None]:
         found.over.set()
         if not found.message:
             _watch = None
-        elif session:
-            sweep(session)
+        elif local:
+            sweep(found.session)
+
+
+def _lines(node: Any) -> Iterator[_Line]:
+    """To the raylet of this node, and to the GCS, as far as they take connections."""
+    host, _, port = node.gcs_address.rpartition(":")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with contextlib.suppress(OSError):
+        yield _Line("raylet", socket.AF_UNIX, node.raylet_socket_name)
+    with contextlib.suppress(OSError, ValueError):
+        yield _Line("GCS (gcs_server)", family, (host.strip("[]"), int(port)))
+
+
+@contextlib.contextmanager
+def working() -> Iterator[None]:
+    """Inside, the driver must call `check` every now and then; where it does not, it hangs, and the process ends."""
+    if not (watch := _watch):
+        yield
+        return
+    watch.beat = time.monotonic()
+    try:
+        yield
+    finally:
+        watch.beat = math.inf
 
 
 @contextlib.contextmanager
@@ -171,7 +226,9 @@ def lost(wait_s: float = 0.0) -> str:
 
 
 def check() -> None:
-    """Raise WorkerLost where Ray of this node is gone."""
+    """Raise WorkerLost where Ray of this node is gone. The driver calls this while it waits, and so does not hang."""
+    if _watch and _watch.beat < math.inf:
+        _watch.beat = time.monotonic()
     if message := lost():
         raise WorkerLost(message)
 

@@ -26,7 +26,7 @@ from rltrain.controller.cluster import cluster_address, free, ray_logs, reserve,
 from rltrain.controller.failures import node_watch
 from rltrain.controller.group import WorkerGroup
 from rltrain.controller.hang import Deadlines
-from rltrain.controller.lifeline import unless_lost, watching
+from rltrain.controller.lifeline import check, unless_lost, watching, working
 from rltrain.controller.sample_writer import WriterProcess
 from rltrain.data.chat import ChatEncoder, chat_encoder
 from rltrain.data.custom import EpochSampler, custom_rows
@@ -39,7 +39,7 @@ from rltrain.env import tell_supervisor, worker_environment
 from rltrain.env_report import device_facts, facts
 from rltrain.errors import ConfigError, DataError, RltrainError
 from rltrain.plugin import is_plugin, user_traceback
-from rltrain.rewards.processes.pool import RewardPool
+from rltrain.rewards.processes.pool import PoolWatch, RewardPool
 from rltrain.rewards.processes.score import Score
 from rltrain.stop import Stop
 from rltrain.trainer.archive import Archive, keeps_samples
@@ -132,10 +132,18 @@ def build(
         with logs.waiting("starting Ray"), stop.keeping_handlers("starting Ray"):
             if started := start_ray(cfg):  # not where the caller has started one
                 closing.callback(unless_lost(stop_ray))
-            # A cluster that this run has joined is others' too, and outlives it.
-            closing.enter_context(watching(local=started and not cluster_address(cfg)))
+        limits = (
+            cfg.trainer.hang_floor_s,
+            cfg.trainer.hang_factor,
+            folder.path / "incidents",
+            cfg.trainer.hang_timeout_s,
+        )
+        deadlines = Deadlines(*limits)
+        # A cluster that this run has joined is others' too, and outlives it.
+        closing.enter_context(watching(deadlines, local=started and not cluster_address(cfg)))
         log.info("Ray's logs: %s", ray_logs())
-        trainer = _start(loaded, plan, data, folder, start, find, stop, told, closing)
+        with working():
+            trainer = _start(loaded, plan, data, folder, start, find, stop, told, closing, deadlines)
         # From here on the trainer owns what was started. An error before this line unwinds it in the `with` above.
         trainer.closing = closing.pop_all()
     return trainer
@@ -159,6 +167,7 @@ def _start(
     stop: Stop,
     callbacks: Callbacks,
     closing: ExitStack,
+    deadlines: Deadlines,
 ) -> Trainer:
     """Workers, models, scorers and trackers of a run that has steps to make. find: another start; see `verified`."""
     cfg = loaded.config
@@ -174,10 +183,9 @@ def _start(
     # and these before Ray stops.
     closing.callback(unless_lost(free), placement)
     threads = threads_per_worker(cfg.trainer.n_gpus_per_node)
-    deadlines = Deadlines(cfg.trainer.hang_floor_s, cfg.trainer.hang_factor, folder.path / "incidents")
     # A scorer that does not work is better known before models are loaded.
     with logs.waiting("trying the scorers on a row of every data source"):
-        pool = start_pool(cfg, plan.num_reward_workers, splits, folder.path, stop.check)
+        pool = start_pool(cfg, plan.num_reward_workers, splits, folder.path, deadlines, stop.check)
     environment = _environment(cfg, device, threads)
     group = WorkerGroup("hybrid", placement, device, threads, folder.path / "logs", stop.check, deadlines, environment)
     # After an error an orderly end would wait for workers that hang.
@@ -276,15 +284,28 @@ def sampler_of(cfg: Config, plan: Plan, rows: Rows, *, trial: bool = False) -> S
 
 
 def start_pool(
-    cfg: Config, num_workers: int, splits: dict[str, Any], folder: Path, check: Callable[[], None] = lambda: None
+    cfg: Config,
+    num_workers: int,
+    splits: dict[str, Any],
+    folder: Path,
+    deadlines: Deadlines,
+    stopped: Callable[[], None],
 ) -> RewardPool | None:
     """The rule scorers, tried on one row of every data source; None where a reward model alone decides.
 
-    What they print goes to ``reward.log`` in ``folder``. check: see `RewardPool`.
+    What they print goes to ``reward.log`` in ``folder``. deadlines: of the trial; they get the scorers' stacks.
+    stopped(): raises what ends a wait.
     """
     if not cfg.reward_model.runs_scorers:
         return None
-    pool = RewardPool(cfg, num_workers, splits, folder / "reward.log", node_watch(), check)
+
+    def ask() -> None:
+        check()
+        stopped()
+
+    watch = PoolWatch(node_watch(), ask, lambda: deadlines.write_stacks("reward"), deadlines.limit_s("trial"))
+    pool = RewardPool(cfg, num_workers, splits, folder / "reward.log", watch)
+    deadlines.others["scorers"] = pool.stacks
     for split in splits:
         scores = pool.check(split)
         if split == "train":

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rltrain.config.schema import Config
+from rltrain.controller.lifeline import working
 from rltrain.errors import ConfigError, RewardError
 from rltrain.stop import StepLeft, Stop, listen
 from rltrain.trainer.checkpoint import RunFolder
@@ -115,7 +116,7 @@ class Trainer:
         left = self.num_steps < self.plan.total_steps or self._owes_validation or self.config.trainer.val_only
         if not left:
             return True
-        with listen(self._stop):
+        with listen(self._stop), working():
             return self._fit(*self._started)
 
     def _fit(self, ppo: PPOTrainer, tracker: Tracker, saver: Saver) -> bool:

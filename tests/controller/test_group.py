@@ -239,7 +239,7 @@ def test_a_call_may_take_some_times_the_longest_of_its_kind():
     assert deadlines.limit_s("save") == 9000
     deadlines.took("save", 3.0)
     assert deadlines.limit_s("save") == 1800
-    assert Deadlines(600.0, 0.0).limit_s("update") == 600
+    assert Deadlines(1800.0, 5.0, fixed_s=600.0).limit_s("update") == 600
     assert Deadlines(None).limit_s("update") == float("inf")
 
 
@@ -286,10 +286,10 @@ class SlowToBuild:
 @pytest.mark.fault("A model that never finishes loading ends the run")
 def test_a_hang_before_the_first_call_is_noticed_too(tmp_path):
     placement = ray.util.placement_group([{"CPU": 1}] * 2, strategy="STRICT_PACK")
-    deadlines = Deadlines(60.0, 0.0, tmp_path)
+    deadlines = Deadlines(60.0, 5.0, tmp_path)
     group = WorkerGroup("toy", [placement], get_device("cpu"), threads=1, deadlines=deadlines)
     # Connecting takes its time; what follows has two seconds.
-    deadlines.took = lambda phase, seconds: phase != "connect" or setattr(deadlines, "floor_s", 2.0)
+    deadlines.took = lambda phase, seconds: phase != "connect" or setattr(deadlines, "fixed_s", 2.0)
     with pytest.raises(WorkerLost, match=r"rank 0 of 2 .*, rank 1 of 2 .*, in build: .*though answering"):
         group.start("tests.controller.test_group:SlowToBuild", {})
     (file,) = tmp_path.glob("hang_build_*.txt")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import cluster, joined  # noqa: F401 - fixtures
-from tests.faults.plug import processes_of
+from tests.faults.plug import Trap, processes_of
 
 
 @pytest.fixture
@@ -47,6 +47,25 @@ def own_ray(monkeypatch):
 
 @pytest.fixture
 def shm():
-    """shm(): what has come into /dev/shm since the test began."""
+    """shm(): what has come into /dev/shm since the test began, and belongs to no process that runs."""
     before = set(Path("/dev/shm").iterdir())
-    return lambda: set(Path("/dev/shm").iterdir()) - before
+
+    def left() -> set[Path]:
+        new = set(Path("/dev/shm").iterdir()) - before
+        mapped = [_text(file) for file in Path("/proc").glob("[0-9]*/maps")] if new else []
+        return {file for file in new if not any(str(file) in maps for maps in mapped)}
+
+    return left
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text()
+    except OSError:  # the process has ended, or is another user's
+        return ""
+
+
+@pytest.fixture
+def trap(tmp_path):
+    """A `Trap`: start the command with its environment, then lay it."""
+    return Trap(tmp_path)

@@ -92,3 +92,33 @@ def gone(folder: Path, within_s: float = 20) -> bool:
     wait_until(lambda: not processes_of(folder), within_s)
     assert not (left := processes_of(folder)), left
     return True
+
+
+class Trap:
+    """Hurts the first process of a run that is found in a phase, see `trap/sitecustomize.py`."""
+
+    # Phase -> (file, function).
+    PHASES = {  # noqa: RUF012 - read only
+        "load": ("workers/actor_ref.py", "_load_models"),
+        "sync": ("workers/weight_sync.py", "run"),
+        "generate": ("rollout/hf.py", "generate"),
+        "log_probs": ("workers/actor_ref.py", "log_probs"),
+        "update": ("workers/updater.py", "run"),
+        "save": ("workers/actor_ref.py", "save"),
+    }
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        here = Path(__file__).parent
+        self.environment = {"PYTHONPATH": f"{here / 'trap'}:{here.parents[1]}", "RLTRAIN_TRAP": str(folder)}
+
+    def lay(self, phase: str, signal: int) -> None:
+        """From now on; processes that have started already are hurt too."""
+        (self._folder / "laid").write_text(" ".join([*self.PHASES[phase], str(int(signal))]))
+        (self._folder / "laid").rename(self._folder / "trap")
+
+    @property
+    def caught(self) -> str:
+        """Its pid, once there is one."""
+        file = self._folder / "caught"
+        return file.read_text() if file.exists() else ""

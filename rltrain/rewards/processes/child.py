@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from rltrain import stacks
 from rltrain.errors import RltrainError
 from rltrain.plugin import user_traceback
 from rltrain.rewards.custom import CustomReward, Late, RewardFunction
@@ -37,6 +38,7 @@ def main(descriptor: int, parent: int) -> None:
     _die_with(parent)
     # A copy of the stderr that the slot keeps apart, made before prints are turned to the pipe.
     faulthandler.enable(file=os.dup(2))
+    stacks.offer()
     _print_by_lines()
     channel = socket.socket(fileno=descriptor)
     requests = channel.makefile("rb")

@@ -7,9 +7,11 @@ worker.
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from rltrain.rewards.processes.output import RewardLog
 from rltrain.rewards.processes.remote import RemoteScorer
 from rltrain.rewards.processes.score import Score, ScorerCall
 from rltrain.rewards.processes.slot import Slot
+from rltrain.stacks import stacks_here
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +41,8 @@ _POLL_S = 0.5
 # What a reward worker may take beyond the time of its answers: in total, and per answer to replace a killed process.
 _LATE_S = 120.0
 _RESTART_S = 5.0
+# How long the workers may take to show what they do.
+_CONTROL, _STACKS_S = "control", 5.0
 
 
 def make_scorer(cfg: Config) -> Slot | RemoteScorer:
@@ -82,6 +87,10 @@ class RewardWorker:
         calls = [self._call(split, row, str(of_split[row].ground_truth)) for row in chosen]
         return [self._scorer.check(call) for call in calls], (self._name, self._scorer.take_printed())
 
+    def stacks(self) -> str:
+        """`stacks_here`, also while an answer is scored."""
+        return stacks_here()
+
     def close(self) -> None:
         """End the slot's process."""
         self._scorer.close()
@@ -91,12 +100,26 @@ class RewardWorker:
         return row.data_source, answer, row.ground_truth, row.extra_info
 
 
+@dataclass(frozen=True)
+class PoolWatch:
+    """What a pool asks while it waits.
+
+    lost_node: what to say where a node is gone, of which a reward worker is often missed first. check: raises what ends
+    the wait. trial_s: how long the trial of the scorers may take. hung: writes the stacks of the run, and returns a
+    sentence about them.
+    """
+
+    lost_node: Callable[[], str] = str
+    check: Callable[[], None] = lambda: None
+    hung: Callable[[], str] = str
+    trial_s: float = math.inf
+
+
 class RewardPool:
     """``num_workers`` reward workers, spread over the nodes of the running Ray.
 
     ``splits`` maps a name ("train", "val") to a reference of its ``Rows``. ``log_file`` gets what scorers print, see
-    `RewardLog`. ``lost_node`` says which node is gone, if one is: of such a node a reward worker is often missed first.
-    ``check()`` is called every now and then while scores are waited for; what it raises ends the wait.
+    `RewardLog`.
     """
 
     def __init__(
@@ -105,18 +128,18 @@ class RewardPool:
         num_workers: int,
         splits: dict[str, Any],
         log_file: Path | None = None,
-        lost_node: Callable[[], str] = str,
-        check: Callable[[], None] = lambda: None,
+        watch: PoolWatch | None = None,
     ):
         import ray
 
         self._cfg = cfg
-        self._check = check
-        self._lost_node = lost_node
+        self._watch = watch or PoolWatch()
         self._log = RewardLog(log_file)
         # Ray's slots are for the workers of the devices; reward.num_workers says how many score. No restarts: a worker
         # that is gone ends the run with its cause, and the run goes on from a checkpoint.
-        actor = ray.remote(num_cpus=0, max_restarts=0, scheduling_strategy="SPREAD")(RewardWorker)
+        options: Any = {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": "SPREAD"}
+        # A thread of its own answers for stacks while an answer is scored.
+        actor = ray.remote(**options | {"concurrency_groups": {_CONTROL: 1}})(RewardWorker)
         names = [f"worker {number}" for number in range(num_workers)]
         self._workers: list[Any] = [actor.remote(cfg, name, splits, driver_environment()) for name in names]
 
@@ -130,7 +153,8 @@ class RewardPool:
         """
         # On every worker, since a package or the reward file may be missing on a single node.
         calls = [worker.check.remote(split, rows if rows is None else list(rows)) for worker in self._workers]
-        results = [_get(call, self._lost_node) for call in calls]
+        deadline = time.monotonic() + self._watch.trial_s
+        results = [_get(call, self._watch, deadline) for call in calls]
         for _, (worker, printed) in results:
             self._log.printed(worker, printed)
         # All workers score the same rows; the scores of one are enough.
@@ -147,8 +171,22 @@ class RewardPool:
     def begin(self, split: str, total: int) -> "Scoring":
         """Score ``total`` answers as they arrive."""
         reward = self._cfg.reward
-        terms = (reward.on_error, reward.timeout_s, self._log, self._lost_node, self._check)
-        return Scoring(self._workers, split, total, *terms)
+        return Scoring(self._workers, split, total, reward.on_error, reward.timeout_s, self._log, self._watch)
+
+    def stacks(self) -> dict[str, str]:
+        """What the workers and their processes do; "" for those that do not answer."""
+        import ray
+
+        asked = {
+            worker.stacks.options(concurrency_group=_CONTROL).remote(): f"reward worker {number}"
+            for number, worker in enumerate(self._workers)
+        }
+        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_STACKS_S) if asked else ([], [])
+        found = dict.fromkeys(asked.values(), "does not answer: stopped, or its node is gone\n")
+        for call in answered:
+            with suppress(ray.exceptions.RayError):
+                found[asked[call]] = ray.get(call)
+        return found
 
     def shutdown(self) -> None:
         """End all workers and their processes."""
@@ -179,16 +217,14 @@ class Scoring:
         on_error: float,
         timeout_s: float,
         log: RewardLog,
-        lost_node: Callable[[], str],
-        check: Callable[[], None] = lambda: None,
+        watch: PoolWatch,
     ) -> None:
         from ray.util import ActorPool
 
         self.seconds = 0.0
         self._workers = ActorPool(list(workers))
         self._num_workers = len(workers)
-        self._lost_node = lost_node
-        self._check = check
+        self._watch = watch
         self._split = split
         self._total = total
         self._on_error = on_error
@@ -228,23 +264,20 @@ class Scoring:
         # answer.
         limit_s = _LATE_S + self._answers_per_call * (self._timeout_s + _RESTART_S)
         while self._workers.has_next():
-            self._check()
+            self._watch.check()
             if self._take(_POLL_S):
                 heard = time.monotonic()
             elif time.monotonic() - heard > limit_s:
                 number = min(self._num_workers, sum(not scores for scores in self._scores))
-                raise WorkerLost(
-                    f"{number} reward workers have not answered for {limit_s:.0f} s, more than reward.timeout_s="
-                    f"{self._timeout_s} lets their answers take: they are stopped, or their node is gone. Run the same "
-                    "command again: it continues from the newest checkpoint."
-                )
+                why = f"more than reward.timeout_s={self._timeout_s} lets their answers take"
+                raise _silent(f"{number} reward workers have", limit_s, why, self._watch)
         return columns_of([score for scores in self._scores for score in scores], self._on_error)
 
     def _take(self, wait_s: float) -> bool:
         if not self._workers.has_next():
             return False
         try:
-            with _worker_errors(self._lost_node):
+            with _worker_errors(self._watch.lost_node):
                 number, scores, seconds, (worker, printed) = self._workers.get_next_unordered(timeout=wait_s)
         except TimeoutError:
             return False
@@ -283,14 +316,23 @@ def columns_of(scores: Sequence[Score], on_error: float) -> Columns:
     return columns
 
 
-def _get(call: Any, lost_node: Callable[[], str]) -> Any:
+def _get(call: Any, watch: PoolWatch, deadline: float) -> Any:
     import ray
 
     # Not `ray.get` alone, which would keep a signal from Python until the call ends.
     while not ray.wait([call], timeout=_POLL_S)[0]:
-        pass
-    with _worker_errors(lost_node):
+        watch.check()
+        if time.monotonic() > deadline:
+            raise _silent("a reward worker has", watch.trial_s, "when it tried a row of every data source", watch)
+    with _worker_errors(watch.lost_node):
         return ray.get(call)
+
+
+def _silent(who: str, seconds: float, why: str, watch: PoolWatch) -> WorkerLost:
+    return WorkerLost(
+        f"{who} not answered for {seconds:.0f} s, {why}: stopped, or on a node that is gone.{watch.hung()} "
+        "Run the same command again: it continues from the newest checkpoint."
+    )
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
+from rltrain import stacks
 from rltrain.device import device_of
 
 # During one sync: the weights that the model did not take, and why.
@@ -28,6 +29,7 @@ def load_weights(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> Non
     """Hand weights to the model's loader: together, and one by one where it refuses, so that a refusal can be told by
     name and keeps no other weight out.
     """
+    stacks.offer()
     if len(named_tensors) > 1 and not _refused(model, named_tensors):
         named_tensors = named_tensors[:0]
     for name, values in named_tensors:

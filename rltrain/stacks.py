@@ -1,0 +1,109 @@
+"""What a process, and all it has started, are doing right now: for the folder of incidents after a hang.
+
+A process that hangs cannot be asked, so its interpreter writes its stacks when a signal comes, even while it holds the
+interpreter's lock. It writes them into memory, which whoever sends the signal reads: no name has to be agreed on, and
+no file is left. Of processes that do not offer this (an engine's, before it has our code) the kernel's word is told.
+Only the standard library is used: the process of a scorer imports this too.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+_NAME, _SIGNAL = "rltrain-stacks", signal.SIGUSR2
+_ANSWER_S = 2.0
+_PROC = Path("/proc")
+_STATES = {
+    "R": "computing",
+    "S": "waiting",
+    "D": "waiting for a disk, a device or a network file system",
+    "T": "stopped by a signal",
+    "t": "stopped by a debugger",
+    "Z": "ended",
+}
+_offered = False
+
+
+def offer() -> None:
+    """From now on `stacks_here` of an ancestor sees the Python stacks of this process. A second call does nothing."""
+    global _offered
+    if not _offered and hasattr(os, "memfd_create"):
+        _offered = True
+        # faulthandler writes to the descriptor below Python: it must stay open for the life of the process.
+        faulthandler.register(_SIGNAL, os.memfd_create(_NAME), all_threads=True)
+
+
+def stacks_here() -> str:
+    """Python stacks of this process, and the state and, where they are offered, the stacks of all processes below."""
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        return "\n".join([file.read(), *map(_other, _below(os.getpid()))])
+
+
+def _below(ancestor: int) -> list[int]:
+    """All processes that this one, or those, have started."""
+    children: dict[int, list[int]] = {}
+    for folder in _PROC.glob("[0-9]*"):
+        if fields := _stat(int(folder.name)):
+            children.setdefault(int(fields[1]), []).append(int(folder.name))
+    found, at = [ancestor], 0
+    while at < len(found):
+        found += sorted(children.get(found[at], []))
+        at += 1
+    return found[1:]
+
+
+def _stat(pid: int) -> list[str]:
+    """State, parent and what else the kernel says of a process; nothing where it has ended."""
+    try:
+        return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _other(pid: int) -> str:
+    fields = _stat(pid)
+    if not fields:
+        return f"process {pid} has ended\n"
+    try:
+        name = (_PROC / str(pid) / "cmdline").read_text().replace("\0", " ")[:100].strip()
+    except OSError:
+        name = "?"
+    return f"process {pid} ({name}) is {_STATES.get(fields[0], fields[0])}\n{_asked(pid) if fields[0] in 'RS' else ''}"
+
+
+def _asked(pid: int) -> str:
+    """The stacks of a process that offers them."""
+    try:
+        links = {each: os.readlink(each) for each in (_PROC / str(pid) / "fd").iterdir()}
+        offered = next((each for each, link in links.items() if link.startswith(f"/memfd:{_NAME}")), None)
+        # The signal would end a process that does not expect it; one that was forked has the file, not the handler's
+        # thread of its own, and answers all the same.
+        if offered is None or not _catches(pid):
+            return ""
+        before = offered.stat().st_size
+        os.kill(pid, _SIGNAL)
+        deadline, seen = time.monotonic() + _ANSWER_S, before
+        while time.monotonic() < deadline:
+            time.sleep(0.05)
+            size = offered.stat().st_size
+            if size > before and size == seen:
+                break
+            seen = size
+        with offered.open("rb") as file:
+            file.seek(before)
+            return file.read().decode(errors="replace")
+    except OSError as error:  # it has ended meanwhile, or may not be looked at
+        return f"its stacks cannot be read: {error}\n"
+
+
+def _catches(pid: int) -> bool:
+    lines = (_PROC / str(pid) / "status").read_text().splitlines()
+    caught = next((line.split()[1] for line in lines if line.startswith("SigCgt:")), "0")
+    return bool(int(caught, 16) >> (_SIGNAL - 1) & 1)

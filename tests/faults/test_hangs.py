@@ -1,0 +1,88 @@
+"""What hangs: a worker, storage under a worker, the driver itself. Every hang ends with 75, and its stacks are kept."""
+
+import os
+import re
+import signal
+import time
+
+import pytest
+
+from tests.faults.plug import alive, below, wait_for_step, wait_until, worker_pids
+from tests.tiny import small_run
+
+# Calls of these runs take a second; a machine that is three times as slow takes some more.
+LIMIT_S = 30
+CALLBACK = """
+import pathlib
+def on_step(step, metrics):
+    if step == 2:
+        pathlib.Path({fifo!r}).read_text()  # as storage does that does not answer
+"""
+
+
+@pytest.fixture
+def command(tiny_model, arithmetic_files, tmp_path):
+    """The words of a run whose calls have LIMIT_S."""
+    always = {"trainer__total_training_steps": 100000, "trainer__hang_timeout_s": LIMIT_S, "trainer__save_freq": -1}
+    return lambda **changes: small_run(tiny_model, arithmetic_files, tmp_path / "run", **always | changes)
+
+
+def ended(process, started) -> str:
+    """What the command says, once it has ended with 75 and all that it started has ended too."""
+    began = time.monotonic()
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 75, output
+    assert time.monotonic() - began < LIMIT_S + 40
+    assert "Traceback" not in output
+    assert wait_until(lambda: not alive(started), 20), [started[pid] for pid in alive(started)]
+    return output[output.index("error:") :]
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("own_ray")
+@pytest.mark.fault("A worker that is stopped is named with its phase, and the stacks of workers and scorers are kept")
+def test_a_stopped_worker_ends_the_run_and_stacks_are_kept(start, command, tmp_path):
+    process = start(command(trainer__n_gpus_per_node=2))
+    wait_for_step(tmp_path / "run", 1, process)
+    started, victim = below(process.pid), worker_pids(process.pid)[1]
+    os.kill(victim, signal.SIGSTOP)
+    message = ended(process, started)
+    assert re.search(
+        rf"rank \d of 2 \(pid {victim} on .*\), in [\w.]+: not done after \d+ s \(and not answering", message
+    )
+    assert f"trainer.hang_timeout_s={LIMIT_S}" in message
+    (file,) = (tmp_path / "run" / "incidents").glob("hang_*.txt")
+    assert str(file) in message
+    stacks = file.read_text()
+    assert "rewards/processes/child.py" in stacks  # of a process that a reward worker has started
+    assert re.search(r"hybrid worker, rank \d of 2", stacks)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("own_ray")
+@pytest.mark.fault("A worker that stops while it loads its model ends the run before the first step, exit 75")
+def test_a_model_that_never_loads_is_told(start, command, trap, tmp_path):
+    trap.lay("load", signal.SIGSTOP)
+    process = start(command(), **trap.environment)
+    assert wait_until(lambda: trap.caught or process.poll() is not None)
+    started = below(process.pid)
+    message = ended(process, started)
+    assert f"rank 0 of 1 (pid {trap.caught}" in message
+    assert "in Models.init_models: not done after" in message
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("own_ray")
+@pytest.mark.fault("A driver that hangs, in storage or a callback, is told with the line that it hangs in, exit 75")
+def test_a_driver_that_hangs_ends_itself(start, command, tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "callback.py").write_text(CALLBACK.format(fifo=str(tmp_path / "fifo")))
+    process = start(command(trainer__callbacks=f"[{tmp_path}/callback.py:on_step]"))
+    wait_for_step(tmp_path / "run", 1, process)
+    started = below(process.pid)
+    message = ended(process, started)
+    assert re.match(rf"error: the driver \(pid {process.pid} on .*\) hangs: for \d+ s", message)
+    assert "callbacks.py" in message
+    (file,) = (tmp_path / "run" / "incidents").glob("hang_driver_*.txt")
+    assert "callback.py" in file.read_text()
+    assert "reward worker 0" in file.read_text()

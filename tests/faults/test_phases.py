@@ -1,0 +1,65 @@
+"""A worker dies, or lacks memory, in the middle of each phase: which of them it is does not matter to what follows."""
+
+import re
+import resource
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from rltrain.report import read_metrics
+from tests.faults.plug import Trap, alive, below, wait_for_step, wait_until, worker_pids
+from tests.tiny import small_run
+
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("own_ray")]
+
+
+@pytest.fixture
+def words(tiny_model, arithmetic_files, tmp_path):
+    always = {"trainer__save_freq": 2, "trainer__total_training_steps": 100000}
+    return small_run(tiny_model, arithmetic_files, tmp_path / "run", **always)
+
+
+@pytest.mark.fault("A worker killed while it loads, syncs, generates, computes, updates or saves is named, exit 75")
+@pytest.mark.parametrize("phase", Trap.PHASES)
+def test_a_worker_killed_in_a_phase_is_named_and_none_is_left(start, words, trap, shm, tmp_path, phase):
+    if phase == "load":
+        trap.lay(phase, signal.SIGKILL)
+    process = start(words, **trap.environment)
+    if phase != "load":
+        wait_for_step(tmp_path / "run", 3, process)
+        trap.lay(phase, signal.SIGKILL)
+    assert wait_until(lambda: trap.caught or process.poll() is not None)
+    killed, started = time.monotonic(), below(process.pid)
+    output, _ = process.communicate(timeout=60)
+    assert time.monotonic() - killed < 30
+    assert process.returncode == 75, output
+    message = output[output.index("error:") :]
+    assert re.match(
+        rf"error: hybrid worker, rank 0 of 1 \(pid {trap.caught} on .*\), in \w+\.?\w*: the process died", message
+    )
+    assert "Run the same command again" in message
+    assert "Traceback" not in output
+    assert wait_until(lambda: not alive(started), 20), [started[pid] for pid in alive(started)]
+    assert not shm()
+    if phase == "save":  # half a checkpoint is none
+        saved = max(int(folder.name.rpartition("_")[2]) for folder in (tmp_path / "run").glob("global_step_*"))
+        again = start([*words, f"trainer.total_training_steps={saved + 1}"])
+        output, _ = again.communicate(timeout=90)
+        assert again.returncode == 0, output
+        assert [line["step"] for line in read_metrics(tmp_path / "run")] == list(range(1, saved + 2))
+
+
+@pytest.mark.fault("A worker that the host has no memory for says so, exit 75")
+def test_a_worker_without_host_memory_says_what_to_do(start, words, tmp_path):
+    process = start(words)
+    wait_for_step(tmp_path / "run", 1, process)
+    started, (victim,) = below(process.pid), worker_pids(process.pid)
+    used = int(Path(f"/proc/{victim}/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.prlimit(victim, resource.RLIMIT_AS, (used, used))
+    output, _ = process.communicate(timeout=90)
+    assert process.returncode == 75, output
+    message = output[output.index("error:") :]
+    assert re.match(r"error: hybrid worker, rank 0 of 1 \(pid \d+ on .*\), in .*: the host has no memory left", message)
+    assert wait_until(lambda: not alive(started), 20), [started[pid] for pid in alive(started)]

@@ -20,6 +20,10 @@ from tests.hosts.hosts import Network, forbidden
 from tests.tiny import save_tiny_model, small_run, write_arithmetic
 
 
+def pytest_addoption(parser):
+    parser.addoption("--fault-table", action="store_true", help="write how faults ended into docs/recovery.md")
+
+
 def pytest_configure(config):
     config.pluginmanager.register(FaultTable())
 

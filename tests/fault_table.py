@@ -2,7 +2,7 @@
 
     @pytest.mark.fault("A killed worker is named within seconds, exit 75")
 
-`make test-faults` runs these tests and writes the table. A run of some of them (-k) writes none.
+`make test-faults` runs these tests and, by `--fault-table`, writes the table.
 """
 
 import re
@@ -31,7 +31,7 @@ class FaultTable:
             self._ends[report.nodeid.partition("[")[0]][report.outcome].append(report.duration)
 
     def pytest_sessionfinish(self, session) -> None:
-        if session.config.option.markexpr != "fault" or session.config.option.keyword:
+        if not session.config.option.fault_table:
             return
         lines = ["| promise | test | result |", "|---|---|---|"]
         for test, ends in sorted(self._ends.items()):

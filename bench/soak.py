@@ -252,20 +252,29 @@ def differences(quiet: Path, hurt: Path, steps: int) -> list[str]:
         ours, theirs = ({str(each.relative_to(top)) for each in top.glob(pattern)} for top in (quiet, hurt))
         found += [f"{name} is in one run alone" for name in sorted(ours ^ theirs)]
         for name in sorted(ours & theirs):
-            kept = name.endswith((".distcp", ".safetensors", ".npz", ".parquet", "progress.json"))
+            kept = name.endswith((".distcp", ".safetensors", ".npz", ".parquet"))
             if kept and (quiet / name).read_bytes() != (hurt / name).read_bytes():
                 found.append(f"{name} differs")
+    # With the metrics of the step it belongs to.
+    progress = [json.loads((each / f"global_step_{steps}" / "progress.json").read_text()) for each in (quiet, hurt)]
+    for each in progress:
+        each["metrics"] = unclocked(each.get("metrics") or {})
+    if progress[0] != progress[1]:
+        found.append("progress.json differs")
     lines = [{line["step"]: line for line in read_metrics(each)} for each in (quiet, hurt)]
     if lines[0].keys() != lines[1].keys():
         found.append("metrics.jsonl has not the same steps")
     for step in sorted(lines[0].keys() & lines[1].keys()):
-        one, other = (
-            {name: value for name, value in each[step].items() if not name.startswith(_OF_THE_CLOCK)} for each in lines
-        )
+        one, other = (unclocked(each[step]) for each in lines)
         if one != other:
             differ = [name for name in one.keys() | other.keys() if one.get(name) != other.get(name)]
             found.append(f"step {step}: {', '.join(sorted(differ)[:5])}")
     return found[:20]
+
+
+def unclocked(metrics: dict) -> dict:
+    """The metrics that equal runs share."""
+    return {name: value for name, value in metrics.items() if not name.startswith(_OF_THE_CLOCK)}
 
 
 def slope(seen: list[tuple[int, float]]) -> float:

@@ -31,6 +31,8 @@ _STEP_FOLDER = re.compile(r"global_step_(\d+)")
 _MANIFEST, _LOCK, _RECORD = "manifest.json", "run.lock", "progress.json"
 # Above this the workers read a file.
 _LARGE_BYTES = 2**22
+# Network storage may show seconds later what another node has written.
+_SEEN_S, _POLL_S = 10.0, 0.1
 
 
 class Checkpoints:
@@ -38,8 +40,8 @@ class Checkpoints:
 
     def __init__(self, path: str) -> None:
         self.path = Path(path).expanduser().resolve()
-        # What was found out by more than a look, which begin_save and the next choice must know as well.
-        self._distrusted: dict[Path, str] = {}
+        # What was found out by more than a look at sizes: the problem, or "" of a checkpoint that was whole.
+        self._known: dict[Path, str] = {}
 
     def step_folder(self, step: int) -> Path:
         return self.path / f"global_step_{step}"
@@ -71,11 +73,11 @@ class Checkpoints:
 
     def damage(self, folder: Path) -> str | None:
         """`find_damage`, or what `distrust` was told."""
-        return self._distrusted.get(folder.resolve()) or find_damage(folder)
+        return self._known.get(folder.resolve()) or find_damage(folder)
 
     def distrust(self, folder: Path, problem: str) -> None:
         """Take no step from the checkpoint ``folder`` from now on."""
-        self._distrusted[folder.resolve()] = problem
+        self._known[folder.resolve()] = problem
 
     def problem(self) -> str | None:
         """Why a run could not take the folder now, or None."""
@@ -173,39 +175,55 @@ class RunFolder(Checkpoints):
     def commit(self, folder: Path, step: int, digests: Mapping[str, str] | None = None) -> Path:
         """Manifest, fsync, one rename: from here on the checkpoint exists.
 
-        digests: SHA-256 by path, of what was hashed while it was written; other files are small and read here.
+        digests: SHA-256 by path, of what was hashed while it was written; other files are small and read here. Raises
+        DiskError where a file that has a digest is not there.
         """
-        # Listed before the manifest is written, so it does not list itself.
+        digests = digests or {}
+        # Listed before the manifest is written, so it does not list itself. Contents reach the disk before the rename:
+        # else a power failure could leave the final name with empty files behind it.
         files = {
             str(each.relative_to(folder)): {
-                "bytes": each.stat().st_size,
-                "sha256": (digests or {}).get(str(each)) or hashlib.sha256(each.read_bytes()).hexdigest(),
+                "bytes": _sync(each),
+                "sha256": digests.get(str(each)) or hashlib.sha256(each.read_bytes()).hexdigest(),
             }
-            for each in sorted(folder.rglob("*"))
-            if each.is_file()
+            for each in _written(folder, digests)
         }
         (folder / _MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=1))
-        # Contents before the rename: else a power failure could leave the final name with empty files behind it.
-        for each in folder.rglob("*"):
+        for each in [folder / _MANIFEST, folder, *(each for each in folder.rglob("*") if each.is_dir())]:
             _sync(each)
-        _sync(folder)
         final = self.step_folder(step)
         os.rename(folder, final)
         # The rename is an entry of the parent folder, which must reach the disk as well.
         _sync(self.path)
+        self._known[final] = ""
         return final
 
     def prune(self, keep: int | None, *spare: str | Path | None) -> None:
         """Remove all but the newest ``keep`` checkpoints (None or less than 1: keep all).
 
-        The folders ``spare`` are never removed, nor is a damaged one, which counts as none.
+        The folders ``spare`` are never removed, nor is a damaged one, which counts as none. Raises OSError where one
+        keeps its name; of those that have lost it, what cannot be removed is a warning.
         """
         if keep is None or keep < 1:
             return
         spared = {Path(each).expanduser().resolve() for each in spare if each}
-        for step in [step for step in self.steps() if not self.damage(self.step_folder(step))][:-keep]:
-            if self.step_folder(step) not in spared:
-                shutil.rmtree(self.step_folder(step))
+        for folder in [each for each in map(self.step_folder, self.steps()) if self._is_whole(each)][:-keep]:
+            if folder not in spared:
+                # A kill while it is removed leaves half of it, which must not have the name of a checkpoint.
+                os.rename(folder, self.path / f".tmp_old_{folder.name}_{os.getpid()}")
+        _sync(self.path)
+        for old in self.path.glob(".tmp_old_*"):
+            shutil.rmtree(old, ignore_errors=True)
+            if old.exists():
+                log.warning("%s cannot be removed whole (is a file of it in use?): it is tried again later", old)
+
+    def _is_whole(self, folder: Path) -> bool:
+        """As `damage`, but of what was whole once, only the sizes are looked at again."""
+        place = folder.resolve()
+        problem = self._known.get(place) or find_damage(folder, contents=place not in self._known)
+        if not problem:
+            self._known[place] = ""
+        return not problem
 
 
 def _in_use(path: Path, owner: str) -> str:
@@ -220,7 +238,23 @@ def _unwritable(path: Path, error: OSError) -> DiskError:
     )
 
 
-def find_damage(folder: Path) -> str | None:
+def _written(folder: Path, digests: Mapping[str, str]) -> list[Path]:
+    """The files of a save. Raises DiskError where one with a digest does not come."""
+    deadline = time.monotonic() + _SEEN_S
+    while True:
+        files = [each for each in sorted(folder.rglob("*")) if each.is_file()]
+        missing = sorted(digests.keys() - {str(each) for each in files})
+        if not missing:
+            return files
+        if time.monotonic() > deadline:
+            raise DiskError(
+                f"{missing[0]} was written and is not there ({len(missing)} of {len(digests)} such files are missing): "
+                "the node that wrote it may have lost its mount of the run folder"
+            )
+        time.sleep(_POLL_S)
+
+
+def find_damage(folder: Path, contents: bool = True) -> str | None:
     """What is wrong with a checkpoint folder, or None: the sizes of all files and the contents of the small ones.
 
     Of large files `large_files` knows the digests, which take time to compare.
@@ -235,6 +269,8 @@ def find_damage(folder: Path) -> str | None:
             return f"{name} is missing"
         if (size := file.stat().st_size) != expected["bytes"]:
             return f"{name} has {size} bytes instead of {expected['bytes']}"
+    if not contents:
+        return None
     small = [each for each in _digests(folder, files) if not _is_large(each[0])]
     if problems := altered(small):
         return problems[0]
@@ -294,10 +330,12 @@ def read_record(folder: Path) -> dict[str, Any]:
     return record
 
 
-def _sync(path: Path) -> None:
+def _sync(path: Path) -> int:
+    """Bring a file or folder to the disk. Returns its size, which network storage is sure of once a file is open."""
     # A folder can be opened for reading only, and that is enough for fsync.
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+        return os.fstat(descriptor).st_size
     finally:
         os.close(descriptor)

@@ -2,6 +2,7 @@ import hashlib
 import json
 import logging
 import os
+import threading
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -13,7 +14,7 @@ import pytest
 from rltrain.config.load import load_config
 from rltrain.config.schema import Config
 from rltrain.errors import CheckpointError, ConfigError, DiskError
-from rltrain.trainer import progress, saving
+from rltrain.trainer import checkpoint, progress, saving
 from rltrain.trainer.changes import tell_changes, write_config
 from rltrain.trainer.checkpoint import Checkpoints, RunFolder, read_record
 from rltrain.trainer.progress import Progress, Start, find_start, verified
@@ -97,6 +98,78 @@ def test_pruning_keeps_the_newest(folder):
     assert folder.steps() == [1, 3, 10]
     folder.prune(2)
     assert folder.steps() == [3, 10]
+
+
+def half_written(folder: RunFolder, step: int) -> tuple[Path, dict[str, str]]:
+    """A save of which one of two files, that were both written, is there."""
+    temporary = folder.begin_save(step)
+    (temporary / "progress.json").write_text(json.dumps({"global_step": step}))
+    (temporary / "__0_0.distcp").write_bytes(b"x")
+    return temporary, {str(temporary / f"__{rank}_0.distcp"): hashlib.sha256(b"x").hexdigest() for rank in (0, 1)}
+
+
+def test_a_file_that_was_written_must_be_there(folder, monkeypatch):
+    monkeypatch.setattr(checkpoint, "_SEEN_S", 0.2)
+    temporary, digests = half_written(folder, 1)
+    with pytest.raises(DiskError, match=r"__1_0.distcp was written and is not there \(1 of 2 such files"):
+        folder.commit(temporary, 1, digests)
+    assert folder.steps() == []
+
+
+def test_a_file_that_storage_shows_later_is_waited_for(folder):
+    temporary, digests = half_written(folder, 1)
+    later = threading.Timer(0.3, (temporary / "__1_0.distcp").write_bytes, [b"x"])
+    later.start()
+    files = json.loads((folder.commit(temporary, 1, digests) / "manifest.json").read_text())["files"]
+    later.join()
+    assert files["__1_0.distcp"] == {"bytes": 1, "sha256": hashlib.sha256(b"x").hexdigest()}
+
+
+def test_a_kill_while_pruning_leaves_no_half_of_a_checkpoint(folder, monkeypatch):
+    def killed(path, **_):
+        (path / "progress.json").unlink()
+        raise SystemExit
+
+    for step in (1, 2):
+        save(folder, step)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.shutil, "rmtree", killed)
+        with pytest.raises(SystemExit):
+            folder.prune(1)
+    assert folder.steps() == [2]
+    folder.release()
+    RunFolder(str(folder.path)).release()
+    assert not list(folder.path.glob(".tmp_*"))
+
+
+def test_files_in_use_do_not_stop_pruning(folder, monkeypatch, caplog):
+    def not_empty(*_, **__):  # as network storage has it, which keeps a file that is open as `.nfs…`
+        raise OSError(39, "Directory not empty")
+
+    for step in (1, 2, 3):
+        save(folder, step)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rmdir", not_empty)
+        folder.prune(1)
+    assert folder.steps() == [3]
+    assert caplog.text.count("cannot be removed whole") == 2
+    folder.prune(1)
+    assert not list(folder.path.glob(".tmp_*"))
+
+
+def test_pruning_reads_no_checkpoint_twice(folder, monkeypatch):
+    read, real = [], checkpoint.altered
+    monkeypatch.setattr(checkpoint, "altered", lambda files: read.append(files) or real(files))
+    for step in (1, 2):
+        save(folder, step)
+    folder.prune(2)
+    assert not read, "this process has written them"
+    folder.release()
+    again = RunFolder(str(folder.path))
+    for _ in range(3):
+        again.prune(2)
+    assert len(read) == 2
+    again.release()
 
 
 def test_a_second_run_in_the_same_folder_is_refused(folder):
@@ -329,6 +402,7 @@ def test_what_workers_distrust_is_passed_over_and_replaced(folder, caplog):
     assert "large.bin have changed since it was saved" in caplog.text
     saver.save(2, Progress())
     assert len(list(folder.path.glob("damaged_global_step_2_*"))) == 1
+    assert find().step == 2, "what has taken its place is trusted"
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,8 @@ _AGAIN = 75
 _MAX_WAIT_S = 300.0
 # How long what the command has left behind may take to end by itself.
 _LEAVE_S = 5.0
+# What outlives even SIGKILL for so long waits in the kernel for storage or a driver.
+_LEFT_S = 60.0
 _POLL_S = 0.1
 # Linux: processes whose parent has ended become children of this one, and not of the first process of the machine.
 _PR_SET_CHILD_SUBREAPER = 36
@@ -53,7 +55,7 @@ class Attempt:
     step: int | None
     """The last that has metrics; None where no run folder is known."""
     cause: str
-    """First line of the error; empty where the command has not said any."""
+    """First line of the error; empty where the program has told of itself, but not of an error."""
     then: str = ""
     """What the supervisor does about it."""
 
@@ -61,7 +63,9 @@ class Attempt:
         """Whether it got no further than another attempt, and ended by the same cause."""
         # Pids and times differ between two ends of one cause.
         ours, theirs = (re.sub(r"\d+", "0", each.cause) for each in (self, other))
-        return bool(self.cause) and (self.step, self.exit_code, ours) == (other.step, other.exit_code, theirs)
+        # A node that is not the first of a launch never knows either: it ends as the head does, which judges.
+        known = bool(self.cause) or self.step is not None
+        return known and (self.step, self.exit_code, ours) == (other.step, other.exit_code, theirs)
 
 
 class Supervisor:
@@ -128,6 +132,8 @@ class Supervisor:
         elif code == 1 and told["pids"] and not cause and "ended" not in told:
             # A library has ended the process below Python, as Ray does where its own processes are gone.
             code, cause = _AGAIN, "the program has ended without a word (exit code 1)"
+        if code and not told["pids"] and not cause:
+            cause = "the command has told the supervisor nothing"
         # A run that was killed by the signal that we have handed on has stopped as it was asked to.
         code = _AGAIN if code == 128 + signal.SIGTERM and self._asked else code
         return Attempt(
@@ -230,10 +236,16 @@ class Supervisor:
 
     def _end_what_is_left(self) -> None:
         """End what the command has left behind: it may hold devices, ports and the run folder."""
-        until = time.monotonic() + _LEAVE_S
+        started = time.monotonic()
         while left := _below(os.getpid()):
-            for pid in left if time.monotonic() > until else ():
-                with suppress(ProcessLookupError):
+            waited = time.monotonic() - started
+            if waited > (2 * _LEAVE_S if self._asked else _LEFT_S):
+                # It never runs another line of its own. What it still holds, the next attempt says by itself.
+                pids = ", ".join(map(str, left))
+                _say(f"these do not end by SIGKILL (stuck storage or driver?) and are left: pid {pids}")
+                return
+            for pid in left if waited > _LEAVE_S else ():
+                with suppress(OSError):  # it is gone, or another user's
                     os.kill(pid, signal.SIGKILL)
             with suppress(ChildProcessError):
                 while os.waitpid(-1, os.WNOHANG)[0]:

@@ -7,7 +7,8 @@
 #SBATCH --signal=B:TERM@300
 # sbatch scripts/slurm.sh examples/grpo_7b_boba_64gpu.sh [key=value ...]
 # A template: add partition, account and devices of your cluster. Five minutes before the time limit the run gets SIGTERM, saves and ends
-# with exit code 75; the job is then put in the queue again (at most MAX_RESTARTS times, 20) and continues.
+# with exit code 75; the job is then put in the queue again (at most MAX_RESTARTS times, 20) and continues. A step that does not fit into
+# trainer.stop_notice_s=280 is left for it: with another --signal set that key behind the script, 20 below the number there.
 # One of two restarts it after a failure: the queue, on nodes of its choice; or with RESTARTS=20 the supervisor, at once and on the same
 # nodes, up to that often. The queue is then for the time limit alone.
 set -euo pipefail
@@ -26,7 +27,7 @@ launch="$1"
 shift
 
 # Every node runs ray_start.sh; the first is the head and runs the launch script. srun hands signals on to all of them.
-srun --ntasks-per-node=1 --kill-on-bad-exit=0 bash scripts/ray_start.sh -- bash "$launch" trainer.nnodes="$SLURM_NNODES" "$@" &
+srun --ntasks-per-node=1 --kill-on-bad-exit=0 bash scripts/ray_start.sh -- bash "$launch" trainer.nnodes="$SLURM_NNODES" trainer.stop_notice_s=280 "$@" &
 step=$!
 asked=
 trap 'asked=1; kill -TERM "$step" 2>/dev/null || true' TERM

@@ -1,11 +1,14 @@
 """The supervisor over commands that end in all the ways that commands end; whole runs are in tests/faults."""
 
+import ctypes
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -120,6 +123,19 @@ def test_the_same_end_at_the_same_step_stops_with_its_code(supervise, tmp_path):
     assert "ended 3 times at step 7 by the same cause" in said.splitlines()[-1]
 
 
+@pytest.mark.parametrize("code", [75, 255])
+def test_a_command_that_says_nothing_is_no_endless_loop(code):
+    words = ["--wait-s", "0", "--max-restarts", "5", "--", "bash", "-c", f"exit {code}"]
+    found = subprocess.run([sys.executable, "-m", "rltrain.supervise", *words], capture_output=True, text=True)
+    assert found.returncode == code
+    assert "ended 3 times before its first step by the same cause" in found.stderr.splitlines()[-1]
+    from rltrain.supervise import Attempt
+
+    in_run, on_another_node = (Attempt(1, "", 0, code, step, "") for step in (7, None))
+    assert in_run.same_as(in_run)
+    assert not on_another_node.same_as(on_another_node)
+
+
 def test_restarts_are_counted_and_waits_double(supervise, tmp_path):
     ends = [{"code": 75, "step": step, "error": f"of step {'x' * step}"} for step in (1, 1, 1, 2, 2)]
     for number, end in enumerate(ends):
@@ -168,6 +184,46 @@ def test_what_a_killed_command_leaves_behind_is_ended(supervise, tmp_path):
     left = f'[ -e {tmp_path}/left ] || (setsid sleep 1000 & echo $! >{tmp_path}/left); exec "$@"'
     assert ended(supervise([{"signal": 9}, {}], before=("bash", "-c", left, "bash")))[0] == 0
     assert not os.path.exists(f"/proc/{(tmp_path / 'left').read_text().strip()}")
+
+
+# What nobody else's SIGKILL takes away, as a process in the kernel's uninterruptible sleep.
+PTRACE_SEIZE = 0x4206
+
+
+@pytest.mark.fault(
+    "A process left behind that cannot even be killed is named, and holds the supervisor up for a minute"
+)
+@pytest.mark.parametrize("asked", [False, True])
+def test_what_cannot_be_killed_does_not_hold_it_up(tmp_path, asked):
+    """A traced process that was killed stays until its tracer has seen it."""
+    left, go = tmp_path / "left", tmp_path / "go"
+    leaves = f"sleep 1000 & echo $! >{left}_; mv {left}_ {left}"
+    command = f"[ -e {go} ] && exit; {leaves}; until [ -e {go} ]; do sleep 0.05; done; exit 75"
+    limits = f"each._LEAVE_S, each._LEFT_S = 0.2, {1000 if asked else 1}"
+    words = ["-c", f"import sys, rltrain.supervise as each; {limits}; sys.exit(each.main())", "--wait-s", "0", "--"]
+    process = subprocess.Popen([sys.executable, *words, "bash", "-c", command], stderr=subprocess.PIPE, text=True)
+    wait_for(left)
+    pid = int(left.read_text())
+    try:
+        if ctypes.CDLL(None, use_errno=True).ptrace(PTRACE_SEIZE, pid, None, None):
+            pytest.skip(f"tracing is not allowed here: {os.strerror(ctypes.get_errno())}")
+        go.touch()
+        deadline = time.monotonic() + 60
+        while asked and "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        if asked:
+            process.terminate()
+        code, said = ended(process)
+    finally:
+        process.kill()
+        process.communicate()
+        os.kill(pid, signal.SIGKILL)
+        with suppress(ChildProcessError):  # it was not traced
+            os.waitpid(pid, 0)
+    assert code == (75 if asked else 0)
+    assert said.splitlines()[0].endswith(f"and are left: pid {pid}")
+    assert ("stopped by SIGTERM" if asked else "attempt 2 finished") in said.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

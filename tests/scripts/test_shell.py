@@ -129,14 +129,14 @@ def test_slurm_hands_on_sigterm_waits_and_queues_again(slurm, tmp_path, restarts
         time.sleep(0.05)
     job.terminate()
     assert job.wait(timeout=20) == 75
-    assert (tmp_path / "saved").read_text() == "trainer.nnodes=2 a=b"
+    assert (tmp_path / "saved").read_text() == "trainer.nnodes=2 trainer.stop_notice_s=280 a=b"
     assert (tmp_path / "queued").read_text() == "requeue 7\n"
     words = (tmp_path / "srun").read_text().split()
     assert words[words.index("bash") :] == [
         "bash",
         "scripts/ray_start.sh",
         "--",
-        *["bash", "launch.sh", "trainer.nnodes=2", "a=b"],
+        *["bash", "launch.sh", "trainer.nnodes=2", "trainer.stop_notice_s=280", "a=b"],
     ]
     assert re.fullmatch(rf"file={tmp_path}/.ray_head_7 token=[0-9a-f]{{64}}\n", (tmp_path / "start").read_text())
     assert not list(tmp_path.glob(".ray_head_*"))

@@ -9,6 +9,7 @@ RltrainError                  exit code
 ├── DiskError                 74    not enough space, or a write that failed
 ├── WorkerError               1     a worker raised: ours to fix, or the user's own code
 ├── SyncError                 75    the rollout engine does not have the trainer's weights: safe to run again
+├── StorageError              75    files that cannot be read now, though they may be whole: safe to run again
 ├── WorkerLost                75    a worker process or node is gone, hung or out of memory: safe to run again
 └── Interrupted               75    stopped by SIGTERM, 130 by Ctrl-C (SIGINT): not finished, the same command goes on
 """
@@ -73,6 +74,12 @@ class WorkerError(RltrainError):
 
 class WorkerLost(RltrainError):
     """A worker process died, hung or ran out of memory."""
+
+    exit_code = 75
+
+
+class StorageError(RltrainError):
+    """Storage does not let a file be read; nothing is known of the file itself."""
 
     exit_code = 75
 

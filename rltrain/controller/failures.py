@@ -20,8 +20,8 @@ from rltrain.errors import RltrainError, WorkerError, WorkerLost
 _DEATH, _CAUSE, _SYMPTOM = 0, 1, 2
 _LOST = (ray.exceptions.ActorDiedError, ray.exceptions.ActorUnavailableError)
 _SYMPTOMS = ("gloo", "nccl", "hccl", "connection closed", "connection reset", "broken pipe")
-# As glibc, torch and C++ say it.
-_NO_HOST_MEMORY = ("cannot allocate memory", "can't allocate memory", "not enough memory", "bad_alloc")
+# As Ray, glibc, torch and C++ say it.
+_NO_HOST_MEMORY = ("low on memory", "cannot allocate memory", "can't allocate memory", "not enough memory", "bad_alloc")
 _COLOUR = re.compile(r"\x1b\[\d*m")
 # How long Ray may take to see that a node is gone when its processes are.
 _NODE_S = 5.0
@@ -42,6 +42,8 @@ def explain(
     """
     rank = min(errors, key=lambda each: (_severity(errors[each]), each))
     error, where = errors[rank], place([rank])
+    if problem := _host_memory(error):
+        return WorkerLost(f"{where}: {problem}")
     if isinstance(error, _LOST):
         if message := ray_lost(_NOTICE_S):
             return WorkerLost(message)
@@ -56,12 +58,6 @@ def explain(
     if isinstance(cause, RltrainError):
         # The program's exit code follows from the type, and the message already says what to do.
         return cause
-    if isinstance(cause, MemoryError) or any(words in str(cause).lower() for words in _NO_HOST_MEMORY):
-        return WorkerLost(
-            f"{where}: the host has no memory left: {_first_line(cause)}. Give it (or the container) more, or lower "
-            "reward.num_workers, or keep less there: actor_rollout_ref.actor.fsdp_config.param_offload=False and "
-            f"optimizer_offload=False. {AGAIN}"
-        )
     if "out of memory" in str(cause).lower():
         return WorkerLost(
             f"{where}: out of memory: {_first_line(cause)}. Lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu "
@@ -72,6 +68,24 @@ def explain(
         return WorkerLost(f"{where}: waited in vain for another worker: {_first_line(cause)}. {AGAIN}")
     # Ray's text of the error has the worker's own traceback, in colours.
     return WorkerError(f"{where}: {type(cause).__name__}: {cause}\n{_COLOUR.sub('', str(error))}")
+
+
+def _host_memory(error: Exception) -> str:
+    """What to say where a host, and not a device, has no memory left; else "".
+
+    By the words, as Ray, which ends workers before the kernel would, may tell it by the death of an actor too.
+    """
+    cause = getattr(error, "cause", None) or error
+    text = str(cause)
+    if not isinstance(cause, MemoryError) and not any(words in text.lower() for words in _NO_HOST_MEMORY):
+        return ""
+    used = re.search("Memory on the node.*", text)
+    return (
+        f"the host has no memory left: {used[0] if used else _first_line(cause)}. Give it (or the container) more, end "
+        "other programs there, or keep less: actor_rollout_ref.actor.fsdp_config.param_offload=False and "
+        "optimizer_offload=False (those of ref and critic too), trainer.async_save=False, a lower reward.num_workers, "
+        f"data.train_batch_size or ray_kwargs.ray_init.object_store_memory. {AGAIN}"
+    )
 
 
 def node_watch() -> Callable[[], str]:

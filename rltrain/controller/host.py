@@ -154,12 +154,12 @@ def _listen(host: str) -> socket.socket:
 def _fetch(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _fetch(each) for key, each in value.items()}
-    return ray.get(value) if isinstance(value, ray.ObjectRef) else value
+    return _get(value) if isinstance(value, ray.ObjectRef) else value
 
 
 def _assembled(arg: Any) -> Any:
     if isinstance(arg, list) and arg and isinstance(arg[0], ray.ObjectRef):
-        return ray.get(arg)
+        return _get(arg)
     if not isinstance(arg, Request):
         return arg
     found = _objects(arg.parts)
@@ -167,12 +167,17 @@ def _assembled(arg: Any) -> Any:
 
 
 def _objects(parts: Sequence[StoredRows]) -> dict[Any, Any]:
-    """The objects of ``parts``, by reference. Raises WorkerLost where one does not come: its node is gone."""
+    """The objects of ``parts``, by reference."""
     refs = list({part.ref: None for part in parts})
+    return dict(zip(refs, _get(refs), strict=True))
+
+
+def _get(refs: Any) -> Any:
+    """What a reference, or a list of them, stands for. Raises WorkerLost where one does not come: its node is gone."""
     try:
-        return dict(zip(refs, ray.get(refs), strict=True))
+        return ray.get(refs)
     except ray.exceptions.RayTaskError as error:
         raise (error.cause or error) from error  # of `cut`, which is no sign of a lost worker
     except _GONE as error:
         # Of its own type, so that the death of the worker that held the object counts as the cause.
-        raise WorkerLost(f"answers that another worker holds did not come ({type(error).__name__}). {AGAIN}") from error
+        raise WorkerLost(f"what another worker holds did not come ({type(error).__name__}). {AGAIN}") from error

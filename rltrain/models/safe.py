@@ -7,6 +7,7 @@ A pickle can call any function when it is read. torch reads tensors with an unpi
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 from pathlib import Path
@@ -17,7 +18,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-from rltrain.errors import CheckpointError
+from rltrain.errors import CheckpointError, StorageError
+from rltrain.storage import patiently
 
 METADATA = ".metadata"
 # What reading tensors raises where a file is damaged, or holds something else: torch and safetensors run nothing.
@@ -46,15 +48,15 @@ class _Unpickler(pickle.Unpickler):
 
 def read_metadata(folder: str | os.PathLike[str]) -> Metadata:
     """Which tensors the files of ``folder`` hold. Raises CheckpointError for anything else; nothing of it is run."""
+    file = Path(folder) / METADATA
     try:
-        with open(Path(folder) / METADATA, "rb") as stream:
-            found = _Unpickler(stream).load()
+        found = _Unpickler(io.BytesIO(patiently(file, file.read_bytes))).load()
         _check(found)
+    except StorageError:
+        raise
     # Damaged bytes make the unpickler raise almost anything.
     except Exception as error:
-        raise CheckpointError(
-            f"{Path(folder) / METADATA} cannot be read ({error}). Use only your own files."
-        ) from error
+        raise CheckpointError(f"{file} cannot be read ({error}). Use only your own files.") from error
     found.storage_meta = found.storage_meta or StorageMeta()
     return found
 

@@ -66,7 +66,8 @@ class Alarms:
             "nothing is learnt from them: the task is too hard or solved, or the reward function does not tell answers "
             "apart. Look at them with python -m rltrain.view"
         )
-        if self._equal_steps == self._collapse_steps:
+        # A resumed run may go on beyond a limit that was lowered.
+        if self._collapse_steps is not None and self._equal_steps >= self._collapse_steps:
             raise RewardError(f"{text}. trainer.collapse_steps={self._collapse_steps} stops here; null only warns.")
         if self._equal_steps == _EQUAL_STEPS_TOLD:
             log.warning("%s (trainer.collapse_steps=N stops such a run)", text)

@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import socket
+import stat
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -24,6 +25,7 @@ from typing import IO, Any
 
 from rltrain.errors import CheckpointError, ConfigError, DiskError
 from rltrain.models.safe import METADATA, read_metadata
+from rltrain.storage import patiently
 from rltrain.workers.node import altered
 
 log = logging.getLogger(__name__)
@@ -48,8 +50,11 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Steps with a checkpoint folder, whole or not, ascending."""
-        found = [_STEP_FOLDER.fullmatch(entry.name) for entry in self.path.glob("global_step_*") if entry.is_dir()]
-        return sorted(int(match[1]) for match in found if match)
+        try:
+            names = patiently(self.path, lambda: [entry.name for entry in os.scandir(self.path) if entry.is_dir()])
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return sorted(int(match[1]) for name in names if (match := _STEP_FOLDER.fullmatch(name)))
 
     def newest(self) -> Path | None:
         """The newest checkpoint that agrees with its manifest; those that do not are named and passed over.
@@ -257,7 +262,8 @@ def _written(folder: Path, digests: Mapping[str, str]) -> list[Path]:
 def find_damage(folder: Path, contents: bool = True) -> str | None:
     """What is wrong with a checkpoint folder, or None: the sizes of all files and the contents of the small ones.
 
-    Of large files `large_files` knows the digests, which take time to compare.
+    Of large files `large_files` knows the digests, which take time to compare. Raises StorageError where something
+    cannot be read now, which is no damage.
     """
     try:
         files = _manifest(folder)
@@ -265,18 +271,21 @@ def find_damage(folder: Path, contents: bool = True) -> str | None:
         return f"its {_MANIFEST} cannot be read ({error})"
     for name, expected in files.items():
         file = folder / name
-        if not file.is_file():
+        try:
+            found = patiently(file, file.stat)
+        except (OSError, ValueError):  # a name that cannot be one
             return f"{name} is missing"
-        if (size := file.stat().st_size) != expected["bytes"]:
-            return f"{name} has {size} bytes instead of {expected['bytes']}"
+        if not stat.S_ISREG(found.st_mode):
+            return f"{name} is missing"
+        if found.st_size != expected["bytes"]:
+            return f"{name} has {found.st_size} bytes instead of {expected['bytes']}"
     if not contents:
         return None
-    small = [each for each in _digests(folder, files) if not _is_large(each[0])]
-    if problems := altered(small):
+    if problems := altered(_digests(folder, files, large=False)):
         return problems[0]
     try:
         read_record(folder)
-        for file in folder.glob(f"*/{METADATA}"):
+        for file in patiently(folder, lambda: list(folder.glob(f"*/{METADATA}"))):
             read_metadata(file.parent)
     except CheckpointError as error:
         return str(error)
@@ -285,7 +294,8 @@ def find_damage(folder: Path, contents: bool = True) -> str | None:
 
 def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
     """The files of a checkpoint -> what is known of each: "bytes" and "sha256". Raises ValueError for anything else."""
-    content = json.loads((folder / _MANIFEST).read_bytes())
+    file = folder / _MANIFEST
+    content = json.loads(patiently(file, file.read_bytes))
     files = content.get("files") if isinstance(content, dict) else None
     if not isinstance(files, dict) or _RECORD not in files:
         raise ValueError(f"it does not list {_RECORD}")
@@ -299,34 +309,36 @@ def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
     return files
 
 
-def _digests(folder: Path, files: dict[str, dict[str, Any]]) -> list[tuple[Path, str]]:
-    return [(folder / name, entry["sha256"]) for name, entry in files.items() if "sha256" in entry]
-
-
-def _is_large(file: Path) -> bool:
-    return file.stat().st_size > _LARGE_BYTES and file.name != METADATA
+def _digests(folder: Path, files: dict[str, dict[str, Any]], *, large: bool) -> list[tuple[Path, str]]:
+    known = [(folder / name, entry) for name, entry in files.items() if "sha256" in entry]
+    return [
+        (file, entry["sha256"])
+        for file, entry in known
+        if (entry["bytes"] > _LARGE_BYTES and file.name != METADATA) == large
+    ]
 
 
 def large_files(folder: Path) -> list[tuple[Path, str]]:
     """The large files of a checkpoint and their digests, in the order of the ranks that have written them."""
-    found = [each for each in _digests(folder, _manifest(folder)) if _is_large(each[0])]
+    found = _digests(folder, _manifest(folder), large=True)
     # Of equal names, those with fewer digits have the smaller number. A rank that reads its own has it in its cache.
     return sorted(found, key=lambda each: (each[0].parent, len(each[0].name), each[0].name))
 
 
 def has_digests(folder: Path) -> bool:
     """Whether the manifest knows more of the files than their sizes."""
-    return bool(_digests(folder, _manifest(folder)))
+    return any("sha256" in entry for entry in _manifest(folder).values())
 
 
 def read_record(folder: Path) -> dict[str, Any]:
     """``progress.json`` of a checkpoint. Raises CheckpointError where it is not what a save has written."""
+    file = folder / _RECORD
     try:
-        record = json.loads((folder / _RECORD).read_bytes())
+        record = json.loads(patiently(file, file.read_bytes))
         if not isinstance(record, dict) or type(record.get("global_step")) is not int:
             raise ValueError("it has no global_step")
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{folder / _RECORD} cannot be read ({error})") from error
+        raise CheckpointError(f"{file} cannot be read ({error})") from error
     return record
 
 

@@ -6,6 +6,7 @@ run with other values, or with other training data, is refused before any worker
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from rltrain.controller.group import WorkerGroup
 from rltrain.controller.samples import Samples
 from rltrain.errors import CheckpointError
 from rltrain.logs import count, waiting
+from rltrain.storage import patiently
 from rltrain.trainer.checkpoint import Checkpoints, has_digests, large_files, read_record
 from rltrain.workers.node import altered
 
@@ -150,7 +152,7 @@ def verified(start: Start, group: WorkerGroup, run: Checkpoints, find: Callable[
 def _read_progress(folder: Path, record: dict[str, Any]) -> Progress:
     sampler = _read_arrays(folder / "sampler.npz")
     # Checkpoints that were made before there were lengths and metrics in them.
-    lengths = _read_arrays(file) if (file := folder / "lengths.npz").exists() else {}
+    lengths = _read_arrays(file) if patiently(file := folder / "lengths.npz", file.exists) else {}
     known, metrics = (record["batches_drawn"], record["kl_coef"]), record.get("metrics", {})
     return Progress(*known, sampler, record["in_flight"], lengths=lengths, metrics=metrics)
 
@@ -158,7 +160,7 @@ def _read_progress(folder: Path, record: dict[str, Any]) -> Progress:
 def _read_arrays(file: Path) -> dict[str, NDArray[Any]]:
     try:
         # A pickle could run code of whoever made the checkpoint, and arrays need none.
-        with np.load(file, allow_pickle=False) as arrays:
+        with np.load(io.BytesIO(patiently(file, file.read_bytes)), allow_pickle=False) as arrays:
             return dict(arrays)
     except (OSError, ValueError, EOFError, BadZipFile) as error:
         raise CheckpointError(f"{file} cannot be read ({error})") from error

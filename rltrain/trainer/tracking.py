@@ -2,7 +2,7 @@
 
 A tracker may be down, slow or hang, and none of this may stop or slow a run. So each tracker is made and fed in a
 thread of its own, failed entries are retried with growing pauses, and the end of the run waits a bounded time.
-metrics.jsonl has all metrics.
+metrics.jsonl has all metrics, unless the run folder takes no more until the end.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rltrain.config.trainer_schema import LOGGERS
+from rltrain.errors import DiskError
+from rltrain.storage import patiently
 from rltrain.trainer.console import Console
 from rltrain.trainer.trackers import TRACKERS, Rows, RunInfo, Sink
 
@@ -37,9 +40,10 @@ _CLOSE_S, _CLOSE_AFTER_FAILURE_S = 60.0, 10.0
 
 
 class JsonLines:
-    """One JSON object a step, written at once. On resume the lines after the resumed step are dropped.
+    """One JSON object a step. On resume the lines after the resumed step are dropped.
 
-    Lines that cannot be written, as on a full disk, wait for the next step.
+    A line that cannot be written is told once, kept, and written with a later one: that is no reason to stop training,
+    and no error on its way may be lost over it. Raises DiskError where there cannot be such a file at the start.
     """
 
     def __init__(self, file: Path, resumed_step: int) -> None:
@@ -47,33 +51,39 @@ class JsonLines:
         kept = [line for line in _lines(file) if _step_of(line) <= resumed_step]
         # A kill while the file is written would take the lines of all steps.
         anew = file.with_suffix(".tmp")
-        anew.write_text("".join(f"{line}\n" for line in kept) if resumed_step else "")
-        anew.replace(file)
-        # Without a buffer, whose error would come again when the file is closed.
-        self._file = open(file, "ab", buffering=0)  # noqa: SIM115 - open for the run
-        self._left, self._told = b"", False
+        with _disk_errors(file):
+            anew.write_text("".join(f"{line}\n" for line in kept) if resumed_step else "")
+            anew.replace(file)
+        self._file = file
+        self._late = b""  # what is not written yet; may begin within a line
+        self._told = False
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        self._left += (json.dumps({"step": step, **metrics}) + "\n").encode()
+        self._late += (json.dumps({"step": step, **metrics}) + "\n").encode()
+        if (error := self._write()) and not self._told:
+            self._told = True
+            text = "%s cannot be written (%s): training goes on, and its lines wait until it can"
+            log.warning(text, self._file, error.strerror)
+
+    def _write(self) -> OSError | None:
         try:
-            while self._left:
-                self._left = self._left[self._file.write(self._left) :]
+            # Unbuffered, so that it is known how much has arrived; opened anew, as a handle may be lost with a server.
+            with open(self._file, "ab", buffering=0) as file:
+                while self._late:
+                    self._late = self._late[file.write(self._late) :]
         except OSError as error:
-            if not self._told:
-                name, why = self._file.name, error.strerror
-                log.warning("%s cannot be written (%s): training goes on, and its lines wait until it can", name, why)
-                self._told = True
+            return error
+        return None
 
     def close(self) -> None:
-        if self._left:
-            log.warning("%s lacks the last %d steps", self._file.name, self._left.count(b"\n"))
-        self._file.close()
+        if self._late and (error := self._write()):
+            log.warning("%s lacks its last %d lines: %s", self._file, self._late.count(b"\n"), error)
 
 
 def complete(file: Path, step: int, metrics: dict[str, float]) -> None:
     """Add the line of ``step`` where it is missing: a run was killed behind the checkpoint and before its line."""
     if metrics and not any(_step_of(line) == step for line in _lines(file)):
-        with file.open("a") as lines:
+        with _disk_errors(file), file.open("a") as lines:
             # In front too, as the kill may have cut a line off.
             lines.write("\n" + json.dumps({"step": step, **metrics}) + "\n")
 
@@ -293,7 +303,21 @@ def _read_ids(file: Path) -> dict[str, str]:
 
 
 def _lines(file: Path) -> list[str]:
-    return file.read_text().splitlines() if file.exists() else []
+    with _disk_errors(file):
+        try:
+            return patiently(file, file.read_text).splitlines()
+        except FileNotFoundError:
+            return []
+
+
+@contextmanager
+def _disk_errors(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DiskError(
+            f"{file} cannot be written: {error}. Make room or allow writing there, and run the same command again."
+        ) from error
 
 
 def _step_of(line: str) -> int:

@@ -16,11 +16,13 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from rltrain.device import get_device
 from rltrain.errors import RltrainError
 from rltrain.models.source import model_problem
+from rltrain.storage import patiently
 from rltrain.versions import fingerprint
 
 # A file that was made on one node may come to the others' caches late, as with NFS.
@@ -114,20 +116,28 @@ def unseen(files: Sequence[Path]) -> list[str]:
 
 
 def altered(files: Sequence[tuple[Path, str]]) -> list[str]:
-    """Read files whole. Returns what is said of those whose contents have another SHA-256 than the one given."""
+    """Read files whole. Returns what is said of those whose contents have another SHA-256 than the one given.
+
+    Raises StorageError where one cannot be read, which says nothing of its contents.
+    """
     problems = []
     for file, expected in files:
-        digest, buffer = hashlib.sha256(), bytearray(_READ_BYTES)
         try:
-            with file.open("rb", buffering=0) as stream:
-                while size := stream.readinto(buffer):
-                    digest.update(memoryview(buffer)[:size])
+            digest = patiently(file, partial(_digest, file))
         except OSError as error:
             problems.append(f"{file.name} cannot be read ({error})")
         else:
-            if digest.hexdigest() != expected:
+            if digest != expected:
                 problems.append(f"the contents of {file.parent.name}/{file.name} have changed since it was saved")
     return problems
+
+
+def _digest(file: Path) -> str:
+    digest, buffer = hashlib.sha256(), bytearray(_READ_BYTES)
+    with file.open("rb", buffering=0) as stream:
+        while size := stream.readinto(buffer):
+            digest.update(memoryview(buffer)[:size])
+    return digest.hexdigest()
 
 
 def leave(file: Path, text: str) -> None:

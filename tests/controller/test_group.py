@@ -18,6 +18,7 @@ import torch
 from rltrain.batch import Batch
 from rltrain.controller.calls import Stream, bind
 from rltrain.controller.cluster import start_ray
+from rltrain.controller.failures import explain
 from rltrain.controller.group import WorkerGroup
 from rltrain.controller.hang import Deadlines
 from rltrain.controller.samples import Samples, whole
@@ -44,6 +45,7 @@ class Toy(Protocol):
     def fail(self) -> None: ...
     def fail_with_ours(self) -> None: ...
     def out_of_memory(self) -> None: ...
+    def texts(self, found: list[str]) -> int: ...
     def wait(self, seconds: float) -> float: ...
     def hang(self) -> None: ...
 
@@ -93,6 +95,9 @@ class ToyWorker(Toy):
 
     def out_of_memory(self) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    def texts(self, found: list[str]) -> int:
+        return len(found)
 
     def wait(self, seconds: float) -> float:
         time.sleep(seconds)
@@ -216,6 +221,47 @@ def test_our_own_errors_keep_their_type(group):
 def test_out_of_memory_says_what_to_lower(group):
     with pytest.raises(WorkerLost, match="ppo_max_token_len_per_gpu"):
         group.call(Toy.out_of_memory)
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["Task was killed due to the node running low on memory.\nMemory on the node (IP: 10.0.0.1) was 22.85GB / 23.54GB",
+     "3 worker(s) were killed due to the node running low on memory. Memory on the node (IP: 10.0.0.1) was 22.85GB "
+     "used / 23.54GB limit (0.97). To avoid out of memory, lower its use."],
+)  # fmt: skip
+@pytest.mark.parametrize("died", [False, True])
+def test_a_full_host_is_told_apart_from_a_full_device(words, died):
+    """Its memory holds what is offloaded, so the advice of a full device would make it worse."""
+    error = ray.exceptions.OutOfMemoryError(words)
+    if died:
+        error = ray.exceptions.ActorDiedError()
+        error.error_msg = f"The actor died unexpectedly.\n{words}"
+    found = explain({0: error}, lambda ranks: f"ranks {ranks}", lambda seconds: ([], ""))
+    assert isinstance(found, WorkerLost)
+    assert "the host has no memory left: Memory on the node (IP: 10.0.0.1) was 22.85GB" in str(found)
+    assert "param_offload=False" in str(found)
+    assert "ppo_max_token_len_per_gpu" not in str(found)
+
+
+@pytest.mark.fault("Data that was on a node which is gone ends the run as lost, exit 75")
+def test_an_object_whose_owner_is_gone_is_a_lost_worker(group):
+    class Owner:
+        def put(self):
+            return [ray.put(["text"])]
+
+    owner = ray.remote(num_cpus=0)(Owner).remote()
+    references = ray.get(owner.put.remote())
+    assert group.call(Toy.texts, references) == [1, 1]
+    ray.kill(owner)
+
+    def ask_until_it_is_freed():  # with its owner, a moment later
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            group.call(Toy.texts, references)
+            time.sleep(0.1)
+
+    with pytest.raises(WorkerLost, match=r"did not come \(OwnerDiedError\)"):
+        ask_until_it_is_freed()
 
 
 @pytest.mark.fault("A worker killed in a collective is named within seconds")

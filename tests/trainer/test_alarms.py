@@ -84,6 +84,15 @@ def test_rewards_that_never_differ_stop_the_run(tiny_trainer):
         trainer.step(2)
 
 
+def test_a_limit_that_was_lowered_below_the_count_still_stops():
+    config = small_config()
+    config.trainer.collapse_steps = 3
+    alarms = Alarms(config, 1.0)
+    alarms.restore({"reward/equal_steps": 7.0})
+    with pytest.raises(RewardError, match="the last 8 steps had the same reward"):
+        alarms.collapsed(np.ones(4))
+
+
 def test_without_a_limit_equal_rewards_are_told_once(caplog):
     alarms = Alarms(small_config(), 1.0)
     equal, other = np.ones(4), np.arange(4.0)

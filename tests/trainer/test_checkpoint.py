@@ -11,9 +11,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from rltrain import storage
 from rltrain.config.load import load_config
 from rltrain.config.schema import Config
-from rltrain.errors import CheckpointError, ConfigError, DiskError
+from rltrain.errors import CheckpointError, ConfigError, DiskError, StorageError
 from rltrain.trainer import checkpoint, progress, saving
 from rltrain.trainer.changes import tell_changes, write_config
 from rltrain.trainer.checkpoint import Checkpoints, RunFolder, read_record
@@ -403,6 +404,61 @@ def test_what_workers_distrust_is_passed_over_and_replaced(folder, caplog):
     saver.save(2, Progress())
     assert len(list(folder.path.glob("damaged_global_step_2_*"))) == 1
     assert find().step == 2, "what has taken its place is trusted"
+
+
+@pytest.fixture
+def hiccup(monkeypatch):
+    """hiccup(file) -> end: reading the file gives EIO, and its size 0, until ``end()``."""
+    monkeypatch.setattr(storage, "_TRIED_S", 0.2)
+    monkeypatch.setattr(storage, "_PAUSE_S", 0.02)
+
+    def hiccup(file):
+        kept = file.rename(file.with_name("kept"))
+        file.symlink_to("/proc/self/mem")
+        return lambda: kept.replace(file)
+
+    return hiccup
+
+
+@pytest.mark.fault("A checkpoint that cannot be read for a moment is neither passed over nor set aside, exit 75")
+@pytest.mark.parametrize("name", ["manifest.json", "actor/empty", "actor/.metadata", "progress.json"])
+def test_what_cannot_be_read_now_is_no_damage(folder, hiccup, monkeypatch, name):
+    save(folder, 1)
+    temporary = folder.begin_save(2)
+    (temporary / "actor").mkdir()
+    (temporary / "actor" / "empty").write_text("")
+    (temporary / "progress.json").write_text('{"global_step": 2}')
+    newest = folder.commit(temporary, 2)
+    if name == "progress.json":  # without a digest, of the size that the device of the error shows
+        (newest / "manifest.json").write_text('{"files": {"progress.json": {"bytes": 0}}}')
+    if name.endswith(".metadata"):
+        (newest / name).write_text("")
+    end = hiccup(newest / name)
+    for use in (folder.newest, partial(folder.begin_save, 2)):
+        with pytest.raises(StorageError, match=f"{name} cannot be read: Input/output error") as caught:
+            use()
+        assert caught.value.exit_code == 75
+    if name in ("manifest.json", "actor/empty"):
+        monkeypatch.setattr(storage, "_TRIED_S", 60)
+        threading.Timer(0.1, end).start()
+        assert folder.newest() == newest
+    assert not list(folder.path.glob("damaged_*"))
+
+
+def test_a_folder_that_cannot_be_looked_into_is_not_empty(folder, monkeypatch):
+    """A run that took it for empty would begin anew."""
+    monkeypatch.setattr(storage, "_TRIED_S", 0)
+    save(folder, 1)
+    folder.path.chmod(0)
+    user = os.geteuid()
+    try:
+        if user == 0:
+            os.seteuid(65534)
+        with pytest.raises(StorageError, match=f"{folder.path} cannot be read: Permission denied"):
+            folder.newest()
+    finally:
+        os.seteuid(user)
+        folder.path.chmod(0o700)
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,12 @@
 import io
 import json
+import resource
 
 import numpy as np
 import pytest
 from rich.console import Console
 
-from rltrain.errors import DataError
+from rltrain.errors import DataError, DiskError
 from rltrain.report import learning_summary, phase_table, read_metrics, report
 from rltrain.report import main as report_main
 from rltrain.trainer.balance import Layout, Workload, cost_of
@@ -91,6 +92,40 @@ def test_the_line_of_a_step_that_a_kill_took_comes_back(tmp_path):
     assert [(line["step"], line["x"]) for line in read_metrics(tmp_path)] == [(1, 0.5), (2, 1.0), (3, 2.0)]
     complete(file, 2, {"x": 9.0})
     assert len(read_metrics(tmp_path)) == 3
+
+
+@pytest.mark.fault("A metrics.jsonl that cannot be written is told once, and its lines come later")
+def test_lines_that_cannot_be_written_come_later(tmp_path, caplog):
+    file = tmp_path / "metrics.jsonl"
+    # Larger than what the tests themselves write while the limit holds.
+    file.write_text(json.dumps({"step": 1, "x": "0" * 2**22}) + "\n")
+    writer = JsonLines(file, resumed_step=1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 10, hard))
+    try:
+        writer.log(2, {"x": 2.0})
+        writer.log(3, {"x": 3.0})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert file.read_text().splitlines()[1] == '{"step": 2'
+    writer.log(4, {"x": 4.0})
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3, 4]
+    assert caplog.text.count("metrics.jsonl cannot be written (") == 1
+
+
+def test_lines_that_never_come_are_counted_at_the_end(tmp_path, caplog):
+    file = tmp_path / "metrics.jsonl"
+    writer = JsonLines(file, resumed_step=0)
+    file.unlink()
+    file.mkdir()
+    # None of these may raise: they run while an error is on its way.
+    writer.log(1, {"x": 1.0})
+    writer.log(2, {"x": 2.0})
+    writer.close()
+    assert "metrics.jsonl lacks its last 2 lines: [Errno 21]" in caplog.text
+    for use in (lambda: JsonLines(file, resumed_step=0), lambda: complete(file, 2, {"x": 1.0})):
+        with pytest.raises(DiskError, match=r"metrics\.jsonl cannot be written"):
+            use()
 
 
 def test_a_fresh_run_starts_its_own_file(tmp_path):

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from rltrain.config.schema import Config
 from rltrain.config.trainer_schema import TrainerConfig
-from rltrain.errors import DiskError
+from rltrain.errors import DiskError, StorageError
 from rltrain.trainer.archive import Archive
 from rltrain.trainer.best import Best
 from rltrain.trainer.callbacks import Callbacks
@@ -207,7 +207,7 @@ class Saver:
         best_folder = None if best is None else self._folder.step_folder(best)
         try:
             self._folder.prune(trainer.max_actor_ckpt_to_keep, trainer.resume_from_path, best_folder)
-        except OSError as error:
+        except (OSError, StorageError) as error:
             log.warning("an older checkpoint could not be removed: %s", error)
         self._news |= self._callbacks.on_save(pending.step, final)
         self.on_saved()

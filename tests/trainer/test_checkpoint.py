@@ -445,6 +445,15 @@ def test_what_cannot_be_read_now_is_no_damage(folder, hiccup, monkeypatch, name)
     assert not list(folder.path.glob("damaged_*"))
 
 
+def test_an_old_checkpoint_that_cannot_be_read_is_no_failed_save(folder, hiccup, caplog):
+    saver, _ = saver_of(folder, "trainer.max_actor_ckpt_to_keep=1")
+    saver.save(1, Progress())
+    hiccup(folder.step_folder(1) / "manifest.json")
+    saver.save(2, Progress())
+    assert (saver.last_step, folder.steps()) == (2, [1, 2])
+    assert "an older checkpoint could not be removed" in caplog.text
+
+
 def test_a_folder_that_cannot_be_looked_into_is_not_empty(folder, monkeypatch):
     """A run that took it for empty would begin anew."""
     monkeypatch.setattr(storage, "_TRIED_S", 0)

@@ -29,6 +29,7 @@ class LocalGroup:
     world = 1
     bytes_through_driver = 0
     nodes = (0,)
+    ended = False
 
     def __init__(self, worker: Any) -> None:
         self.worker = worker

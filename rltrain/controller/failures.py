@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import ray
 
@@ -18,15 +19,32 @@ from rltrain.env import shipped
 from rltrain.errors import RltrainError, WorkerError, WorkerLost
 
 _DEATH, _CAUSE, _SYMPTOM = 0, 1, 2
-_LOST = (ray.exceptions.ActorDiedError, ray.exceptions.ActorUnavailableError)
+LOST = (ray.exceptions.ActorDiedError, ray.exceptions.ActorUnavailableError)
 _SYMPTOMS = ("gloo", "nccl", "hccl", "connection closed", "connection reset", "broken pipe")
 # As Ray, glibc, torch and C++ say it.
 _NO_HOST_MEMORY = ("low on memory", "cannot allocate memory", "can't allocate memory", "not enough memory", "bad_alloc")
 _COLOUR = re.compile(r"\x1b\[\d*m")
+# After the first error, how long to listen for the error that caused it.
+_ROOT_CAUSE_S = 3.0
 # How long Ray may take to see that a node is gone when its processes are.
 _NODE_S = 5.0
 # How long the watch of this node's Ray may take to notice that the death of workers is its own.
 _NOTICE_S = 0.5
+
+
+def get(reference: Any) -> tuple[Any, Exception | None]:
+    """The result of a call that has ended, or its error."""
+    try:
+        return ray.get(reference), None
+    except Exception as error:  # noqa: BLE001 - every error of a worker is reported by `explain`
+        return None, error
+
+
+def errors_of(waiting: dict[Any, int]) -> dict[int, Exception]:
+    """Errors of other ranks within seconds of the first, which may be only a consequence of theirs."""
+    ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=_ROOT_CAUSE_S) if waiting else ([], [])
+    found = {waiting[reference]: get(reference)[1] for reference in ready}
+    return {rank: error for rank, error in found.items() if error}
 
 
 def explain(
@@ -44,7 +62,7 @@ def explain(
     error, where = errors[rank], place([rank])
     if problem := _host_memory(error):
         return WorkerLost(f"{where}: {problem}")
-    if isinstance(error, _LOST):
+    if isinstance(error, LOST):
         if message := ray_lost(_NOTICE_S):
             return WorkerLost(message)
         logs = f"Ray's logs: {ray_logs()} on every node."
@@ -111,7 +129,7 @@ def _node_has_left(node: str) -> str:
 
 
 def _severity(error: Exception) -> int:
-    if isinstance(error, _LOST):
+    if isinstance(error, LOST):
         return _DEATH
     text = str(getattr(error, "cause", None) or error).lower()
     return _SYMPTOM if any(symptom in text for symptom in _SYMPTOMS) else _CAUSE

@@ -25,7 +25,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rltrain.controller import lifeline
 from rltrain.controller.calls import Call, Polls, Stream, bind
 from rltrain.controller.cluster import lost_node
-from rltrain.controller.failures import explain
+from rltrain.controller.failures import LOST, errors_of, explain, get
 from rltrain.controller.hang import Deadlines
 from rltrain.controller.host import HOST
 from rltrain.controller.parcels import Cuts, route_calls
@@ -43,8 +43,6 @@ _Question = TypeVar("_Question")
 _Result = TypeVar("_Result")
 _Ranks = range | None
 
-# After the first error, how long to listen for the error that caused it.
-_ROOT_CAUSE_S = 3.0
 # How long one look at what workers hand out or return may wait.
 _POLL_S = 0.5
 # How long workers may take to show their stacks; one that does not is stopped, or its node is gone.
@@ -59,13 +57,22 @@ class Handle(Generic[_Result]):
     """A call that runs on every rank, or waits there until earlier calls have ended.
 
     references[i]: what rank first_rank + i makes: objects that stay in the store, and last the result for the driver.
+    since: when it was sent, if its time counts from there: it waits for no other call.
     """
 
-    def __init__(self, group: WorkerGroup, phase: str, references: list[list[Any]], first_rank: int = 0) -> None:
+    def __init__(
+        self,
+        group: WorkerGroup,
+        phase: str,
+        references: list[list[Any]],
+        first_rank: int = 0,
+        since: float | None = None,
+    ) -> None:
         self._group = group
         self._phase = phase
         self._references = references
         self._first_rank = first_rank
+        self._since = since
         self._results: dict[int, Any] = {}
         self._waiting: dict[Any, tuple[Handle[Any], int]] = {
             each[-1]: (self, first_rank + place) for place, each in enumerate(references)
@@ -75,15 +82,21 @@ class Handle(Generic[_Result]):
         """Wait for the results of all ranks. Objects stay in the store, as references.
 
         An error of any rank ends all workers and is raised as one RltrainError. So does a call that has not ended
-        within ``deadline_s`` from now (None: within what `Deadlines` allows a call of this kind).
+        within ``deadline_s`` (None: within what `Deadlines` allows a call of this kind), from now, or else ``since``.
         """
         for _ in self.arrivals(deadline_s, stream):
             pass
         return self.results
 
     def ready(self) -> bool:
-        """Whether `collect` would not wait."""
-        return not self._waiting or not ray.wait([*self._waiting], num_returns=len(self._waiting), timeout=0)[1]
+        """Whether `collect` would not wait, or would tell of an error. Raises WorkerLost where it is late."""
+        there, late = _look(self._waiting)
+        if any(get(each)[1] for each in there):
+            return True
+        seconds = time.monotonic() - (self._since or math.inf)
+        if late and seconds > self._group.deadlines.limit_s(self._phase):
+            raise self._group.hung(self._phase, sorted({self._waiting[each][1] for each in late}), seconds)
+        return not late
 
     @property
     def done(self) -> bool:
@@ -114,7 +127,7 @@ class Handle(Generic[_Result]):
             deadlines.limit_s(self._phase) if deadline_s is None else min(deadline_s, deadlines.fixed_s or math.inf)
         )
         polls = Polls(group.workers, stream)
-        started, warned, waits = time.monotonic(), False, bool(waiting or polls.open)
+        started, warned, waits = self._since or time.monotonic(), False, bool(waiting or polls.open)
         while waiting or polls.open:
             group.check()
             lifeline.check()
@@ -124,7 +137,8 @@ class Handle(Generic[_Result]):
             # Where only calls are left that were added, it is these that are late.
             phases = {handle._phase for handle, _ in waiting.values()}
             phase = phases.pop() if len(phases) == 1 else self._phase
-            if seconds > limit_s:
+            # A result that is there is not late, however late it is asked for.
+            if seconds > limit_s and not _look(waiting)[0]:
                 raise group.hung(phase, late, seconds)
             if seconds > limit_s / 2 and not warned:
                 place = group.place(late, phase)
@@ -134,12 +148,12 @@ class Handle(Generic[_Result]):
             # deadline have their turn while nothing comes.
             ready, _ = ray.wait([*waiting, *polls.open], num_returns=1, timeout=_POLL_S)
             for reference in ready:
-                found, error = _get(reference)
+                found, error = get(reference)
                 handle, rank = waiting.pop(reference, (None, -1))
                 if error:
                     rank = polls.open[reference][0] if handle is None else rank
                     others = {each: rank for each, (_, rank) in waiting.items()}
-                    raise group.failed((handle or self)._phase, _errors(others) | {rank: error})
+                    raise group.failed((handle or self)._phase, errors_of(others) | {rank: error})
                 if handle is None:
                     polls.receive(reference, found)
                     continue
@@ -152,25 +166,17 @@ class Handle(Generic[_Result]):
             deadlines.took(self._phase, time.monotonic() - started)
 
 
-def _get(reference: Any) -> tuple[Any, Exception | None]:
-    try:
-        return ray.get(reference), None
-    except Exception as error:  # noqa: BLE001 - every error of a worker is reported by `explain`
-        return None, error
-
-
-def _errors(waiting: dict[Any, int]) -> dict[int, Exception]:
-    """Errors of other ranks within seconds of the first, which may be only a consequence of theirs."""
-    ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=_ROOT_CAUSE_S) if waiting else ([], [])
-    found = {waiting[reference]: _get(reference)[1] for reference in ready}
-    return {rank: error for rank, error in found.items() if error}
+def _look(waiting: dict[Any, Any]) -> tuple[list[Any], list[Any]]:
+    """What is there, and what is not."""
+    return ray.wait([*waiting], num_returns=len(waiting), timeout=0) if waiting else ([], [])
 
 
 class WorkerGroup:
     """The workers of a run.
 
-    check(): called every now and then while the driver waits for workers. What it raises ends the wait. environment: of
-    the workers' processes (None: `worker_environment` for the device and threads).
+    check(): called every now and then while the driver waits for workers. What it raises ends the wait. before_end():
+    called after an error in a process that lives on, before all are ended. environment: of the workers' processes
+    (None: `worker_environment` for the device and threads).
     """
 
     def __init__(
@@ -187,6 +193,8 @@ class WorkerGroup:
         self._role = role
         self.deadlines = deadlines or Deadlines()
         self.check = check
+        self.before_end: Callable[[], object] = lambda: None
+        self.ended = False
         self._device = device
         self._environment = environment or worker_environment(device.kind, threads)
         self._logs = logs
@@ -292,7 +300,7 @@ class WorkerGroup:
         sent = [way.options(num_returns=num_returns).remote(call) for way, call in zip(ways, of_rank, strict=True)]
         # Ray returns a list only where there are several return values.
         references = [each if isinstance(each, list) else [each] for each in sent]
-        return Handle(self, calls[0].name, references, ranks.start)
+        return Handle(self, calls[0].name, references, ranks.start, time.monotonic() if beside else None)
 
     def _cut(self, node: int, cuts: Cuts) -> dict[int, Any]:
         """Have the first worker of ``node`` make the parcels."""
@@ -331,6 +339,7 @@ class WorkerGroup:
 
     def kill(self) -> None:
         """End all workers at once."""
+        self.ended = True
         if lifeline.lost():
             return
         for host in self.workers:
@@ -338,6 +347,8 @@ class WorkerGroup:
 
     def failed(self, phase: str, errors: dict[int, Exception]) -> RltrainError:
         """End all workers; returns the error that caused the others."""
+        if not self.ended and not any(isinstance(each, LOST) for each in errors.values()):
+            self.before_end()
         self.kill()
         return explain(errors, lambda ranks: self.place(ranks, phase), self._lost)
 
@@ -359,7 +370,7 @@ class WorkerGroup:
         """By rank, of the workers that answer."""
         asked = {host.stacks.remote(): rank for rank, host in enumerate(self.workers)}
         answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_STACKS_S)
-        found = {asked[reference]: _get(reference)[0] for reference in answered}
+        found = {asked[reference]: get(reference)[0] for reference in answered}
         return {rank: stack for rank, stack in sorted(found.items()) if stack}  # a process that is gone has none
 
     def hung(self, phase: str, late: list[int], seconds: float) -> WorkerLost:

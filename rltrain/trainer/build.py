@@ -209,7 +209,7 @@ def _start(
     total, trained = (int(ppo.model_sizes[each]) for each in ("num_parameters", "trained_parameters"))
     log.info("%s, %s parameters, %s of them trained", workers, f"{total:,}", f"{trained:,}")
     saver = Saver(cfg, folder, ppo.actor, ppo.critic, data.rows["train"].identity(), total, trained, callbacks)
-    group.check = lambda: [each() for each in (saver.poll, stop.check)]
+    group.check, group.before_end = lambda: [each() for each in (saver.poll, stop.check)], saver.keep
     # The size of a checkpoint follows from the weights, so it is known only now, and still before the first step.
     saver.check_room(start.step, plan.total_steps)
     with logs.waiting(f"loading {start.folder} on {workers}") if start.folder else nullcontext():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rltrain.stop import Stop
@@ -20,10 +20,13 @@ _FIRST_SAVE = 0.25
 
 
 class Notice:
-    """Times the steps of a run, and tells ``stop`` when to leave one."""
+    """Times the steps of a run, and tells ``stop`` when to leave one.
 
-    def __init__(self, stop: Stop) -> None:
-        self._stop = stop
+    saving_s(): for how long a save is under way, which is over before the next begins; None where none is.
+    """
+
+    def __init__(self, stop: Stop, saving_s: Callable[[], float | None] = lambda: None) -> None:
+        self._stop, self._saving_s = stop, saving_s
         self._step = 0
         self._began = 0.0
         self._updates_began: float | None = None
@@ -66,6 +69,10 @@ class Notice:
         # A step that is slower than usual has its updates before it all the same.
         needs_s = max(whole - (time.monotonic() - self._began), updates)
         save_s = _FIRST_SAVE * notice_s if self._save_s is None else self._save_s
+        saving_s = self._saving_s()
+        # A save that is under way goes on beside the step, and what is left of it then is waited for.
+        if saving_s is not None:
+            save_s += max(save_s - saving_s - needs_s, 0.0)
         if needs_s + save_s <= left_s:
             return ""
         return f"step {self._step} needs about {needs_s:.0f} s more, its save {save_s:.0f} s, {leaves}"

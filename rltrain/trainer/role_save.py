@@ -22,8 +22,13 @@ class RoleSave:
         self._handle = group.submit([bind(role.write)], beside=True)
 
     def ready(self) -> bool:
-        """Whether all ranks have written, or one has failed."""
+        """Whether all ranks have written, or one has failed. Raises WorkerLost where one takes longer than it may."""
         return self._handle.ready()
+
+    @property
+    def lost(self) -> bool:
+        """Whether nobody is left to write it."""
+        return self._group.ended
 
     def finish(self) -> Written:
         """Wait until everything is written. Raises DiskError where it could not be."""

@@ -61,7 +61,7 @@ class Trainer:
         # A signal has cut the validation of `num_steps` short, and `fit` makes up for it.
         self._owes_validation = owes_validation
         self._drift = drift
-        self._notice = Notice(stop)
+        self._notice = Notice(stop, lambda: saver.under_way_s if saver else None)
         if ppo:
             ppo.on_phase = self._phase
 
@@ -117,7 +117,12 @@ class Trainer:
         if not left:
             return True
         with listen(self._stop), working():
-            return self._fit(*self._started)
+            try:
+                return self._fit(*self._started)
+            except Exception:
+                if not self._stop.at_once:
+                    self._started[2].keep()
+                raise
 
     def _fit(self, ppo: PPOTrainer, tracker: Tracker, saver: Saver) -> bool:
         trainer, total, stop, first_step = self.config.trainer, self.plan.total_steps, self._stop, self.num_steps

@@ -11,6 +11,7 @@ have written, and then makes a checkpoint of it; a save is over before the next 
 from __future__ import annotations
 
 import logging
+import math
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -33,6 +34,8 @@ from rltrain.trainer.timing import StepTimer
 from rltrain.workers.tasks import SaveTask
 
 log = logging.getLogger(__name__)
+# The driver waits in short turns, and each asks.
+_LOOK_S = 1.0
 
 
 def checkpoint_bytes(cfg: Config, num_parameters: int, num_trained: int) -> int:
@@ -143,6 +146,7 @@ class Saver:
         self._pending: _Pending | None = None
         self._news: dict[str, float] = {}
         self._told = False
+        self._looked = -math.inf
 
     def due(self, step: int, stopping: bool) -> bool:
         """Every ``save_freq`` steps, and when the run ends unless ``save_at_end`` is off."""
@@ -168,15 +172,26 @@ class Saver:
         """The step of the save that is under way, else of the last one."""
         return self._pending.step if self._pending else self.last_step
 
+    @property
+    def under_way_s(self) -> float | None:
+        """For how long a save is under way; None where none is."""
+        return time.perf_counter() - self._pending.began if self._pending else None
+
     def news(self) -> dict[str, float]:
         """What callbacks have said of saves that are over, once."""
         news, self._news = self._news, {}
         return news
 
     def poll(self) -> None:
-        """Finish a save whose files are written. Takes milliseconds."""
-        if self._pending and all(part.ready() for part in self._pending.parts):
-            self.finish()
+        """Finish a save whose files are written; the driver is busy meanwhile with the fsync of them and with removing
+        an older checkpoint. Looks once a second. Raises WorkerLost where writing takes longer than it may, DiskError.
+        """
+        now = time.monotonic()
+        if self._pending and now - self._looked >= _LOOK_S:
+            self._looked = now
+            ready = [part.ready() for part in self._pending.parts]  # every part is asked whether it is late
+            if all(ready):
+                self.finish()
 
     def finish(self) -> None:
         """Wait for the save that is under way. Raises DiskError."""
@@ -211,6 +226,17 @@ class Saver:
             log.warning("an older checkpoint could not be removed: %s", error)
         self._news |= self._callbacks.on_save(pending.step, final)
         self.on_saved()
+
+    def keep(self) -> None:
+        """An error ends the run: finish the save under way, if its writers live. What fails in that is only told."""
+        if not self._pending or any(part.lost for part in self._pending.parts):
+            return
+        step = self._pending.step
+        log.warning("the run ends with an error; the checkpoint of step %d, which is being written, is kept", step)
+        try:
+            self.finish()
+        except Exception as error:  # noqa: BLE001 - the error that ends the run is the one to raise
+            log.warning("the checkpoint of step %d was not kept: %s", step, error)
 
     def check_room(self, first_step: int, total_steps: int) -> None:
         """Raise DiskError before the first step where the checkpoints that must fit do not."""
@@ -250,7 +276,7 @@ class Saver:
                 "note: checkpoints are written while training waits (trainer.async_save): the memory that is free on "
                 "the hosts has no room for a copy of weights and optimizer state."
             )
-        self._pending = _Pending(step, folder, parts, began)
+        self._pending, self._looked = _Pending(step, folder, parts, began), -math.inf
         return bool(parts) and all(part.copied for part in parts)
 
     @contextmanager

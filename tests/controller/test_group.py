@@ -200,6 +200,30 @@ def test_a_deadline_of_ones_own_ends_a_call_that_exceeds_it(group):
     assert time.monotonic() - started < 10
 
 
+def test_a_call_beside_others_is_timed_from_when_it_was_sent(group):
+    deadlines = group.deadlines
+    quick = group.submit([bind(Toy.wait, 0.1)], beside=True)
+    time.sleep(1.0)
+    assert quick.ready()
+    deadlines.fixed_s = 0.5
+    quick.collect()  # it was done in time, although nobody asked then
+    assert deadlines._longest["Toy.wait"] >= 1.0
+    late = group.submit([bind(Toy.wait, 30.0)], beside=True)
+    assert not late.ready()
+    time.sleep(0.6)
+    with pytest.raises(WorkerLost, match=r"in Toy\.wait: not done after 1 s \(though answering"):
+        late.ready()
+
+
+def test_what_goes_on_beside_may_end_before_an_error_ends_all(group):
+    writing, written = group.submit([bind(Toy.wait, 1.0)], beside=True), []
+    group.before_end = lambda: written.extend(writing.collect())
+    with pytest.raises(WorkerError, match="the answer was 41"):
+        group.call(Toy.fail)
+    assert len(written) == 2
+    assert group.ended
+
+
 def test_the_first_real_error_names_role_rank_and_cause(group):
     started = time.monotonic()
     with pytest.raises(WorkerError) as caught:
@@ -266,7 +290,8 @@ def test_an_object_whose_owner_is_gone_is_a_lost_worker(group):
 
 @pytest.mark.fault("A worker killed in a collective is named within seconds")
 def test_a_killed_worker_is_reported_within_ten_seconds(group):
-    pid = group.call(Toy.pid)[1]
+    pid, waited = group.call(Toy.pid)[1], []
+    group.before_end = lambda: waited.append(1)
     started = time.monotonic()
     threading.Timer(1.0, os.kill, [pid, signal.SIGKILL]).start()
     with pytest.raises(WorkerLost) as caught:
@@ -274,6 +299,7 @@ def test_a_killed_worker_is_reported_within_ten_seconds(group):
     assert time.monotonic() - started < 10
     assert f"rank 1 of 2 (pid {pid}" in str(caught.value)
     assert caught.value.exit_code == 75
+    assert not waited, "a dead worker writes nothing any more"
 
 
 def test_a_call_may_take_some_times_the_longest_of_its_kind():

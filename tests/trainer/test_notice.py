@@ -11,12 +11,12 @@ from rltrain.trainer.notice import Notice
 
 @pytest.fixture
 def asked():
-    """asked(notice_s, steps_s, updates_s, save_s, phase): inside a step, after SIGTERM."""
+    """asked(notice_s, (step_s, updates_s) of each, save_s, phase, saving_s): inside a step, after SIGTERM."""
     with listen() as stop:
 
-        def asked(notice_s, took=(), save_s=None, phase="gen"):
+        def asked(notice_s, took=(), save_s=None, phase="gen", saving_s=None):
             stop.notice_s = notice_s
-            notice = Notice(stop)
+            notice = Notice(stop, lambda: saving_s)
             notice._took.extend(took)
             if save_s is not None:
                 notice.saved(save_s)
@@ -41,6 +41,12 @@ def asked():
 def test_a_step_that_does_not_fit_is_left(asked, took, save_s, why):
     with pytest.raises(StepLeft, match=why):
         asked(100.0, took, save_s)
+
+
+def test_a_save_under_way_is_waited_for_first(asked):
+    asked(100.0, [(30.0, 10.0)], 50.0, saving_s=20.0)  # what is left of it goes on beside the step
+    with pytest.raises(StepLeft, match="step 7 needs about 30 s more, its save 70 s"):
+        asked(100.0, [(30.0, 10.0)], 50.0, saving_s=0.0)
 
 
 def test_a_step_that_fits_or_learns_already_is_finished(asked):

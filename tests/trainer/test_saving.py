@@ -5,16 +5,20 @@ import json
 import resource
 import shutil
 import subprocess
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from rltrain.errors import DiskError
+from rltrain.errors import DataError, DiskError, NonFiniteError, WorkerLost
 from rltrain.models.hashed import hashed, write_weights
 from rltrain.report import read_metrics
+from rltrain.stop import Stop
 from rltrain.trainer.checkpoint import RunFolder, find_damage
+from rltrain.trainer.run import Trainer
 from rltrain.trainer.saving import Saver, sized
 from rltrain.trainer.tracking import JsonLines
 from rltrain.workers import saving
@@ -122,6 +126,39 @@ def test_without_room_for_a_copy_training_waits_and_it_is_said_once(tiny_trainer
         assert saver.last_step == step
     assert caplog.text.count("are written while training waits (trainer.async_save)") == 1
     assert find_damage(folder.step_folder(2)) is None
+
+
+def run_that_fails(trainer, folder: RunFolder, error: Exception):
+    """The saver of a run that ends in its second step, while the checkpoint of the first is written."""
+    saver, real = saver_of(trainer, folder), trainer.step
+
+    def step(number):
+        if number == 2:
+            raise error
+        return real(number)
+
+    trainer.step = step
+    stop, tracker = Stop(), SimpleNamespace(log=lambda *_: None, phase=lambda _: None)
+    plan = SimpleNamespace(total_steps=3)
+    run = Trainer(trainer.cfg, plan, folder, stop, 0, ExitStack(), trainer, tracker, saver)
+    with pytest.raises(type(error), match=str(error)):
+        run.fit()
+    return saver
+
+
+@pytest.mark.fault("An error in the step behind a save costs no checkpoint: what is being written is finished first")
+@pytest.mark.parametrize("error", [NonFiniteError("not finite"), DataError("no row"), ValueError("a callback")])
+def test_an_error_costs_no_checkpoint_under_way(tiny_trainer, folder, error):
+    saver = run_that_fails(tiny_trainer(trainer__save_freq=1, trainer__test_freq=-1), folder, error)
+    assert (saver.last_step, folder.steps(), find_damage(folder.step_folder(1))) == (1, [1], None)
+
+
+def test_a_checkpoint_whose_writers_are_gone_is_not_waited_for(tiny_trainer, folder, monkeypatch):
+    monkeypatch.setattr(LaterGroup, "ended", True)
+    saver = run_that_fails(
+        tiny_trainer(trainer__save_freq=1, trainer__test_freq=-1), folder, WorkerLost("a worker died")
+    )
+    assert (saver.last_step, folder.steps()) == (0, [])
 
 
 def test_async_save_off_waits_without_a_word(tiny_trainer, folder, caplog):

@@ -51,6 +51,11 @@ _ACCELERATORS = {
 }
 # Linux's request for the IPv4 address of a network card.
 _SIOCGIFADDR = 0x8915
+# Folder and files of a cgroup's memory, by the controllers that /proc names: version 2, and version 1.
+_MEMORY_FILES = {
+    "": ("", "memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
 _BY_DEVICE = {"npu": _NPU, "cuda": {}, "cpu": _CPU}
 # Micro-batches differ in length, so an allocator of fixed segments is left with holes that no tensor fits into.
 _GROWING = "expandable_segments:True"
@@ -258,13 +263,25 @@ def cpu_quota(file: Path = Path("/sys/fs/cgroup/cpu.max")) -> float:
         return math.inf
 
 
-def memory_left(folder: Path = Path("/sys/fs/cgroup")) -> float:
-    """Bytes that the container's memory limit (cgroup v2) still allows; infinite without one."""
+def memory_left(root: Path = Path("/sys/fs/cgroup"), mine: Path = Path("/proc/self/cgroup")) -> float:
+    """Bytes that the memory limits of this process's cgroup and of those above it still allow; infinite without one."""
+    lines = [line.split(":", 2) for line in mine.read_text().splitlines()] if mine.is_file() else []
+    left = [math.inf]
+    for _, controllers, path in lines:
+        base, *names = _MEMORY_FILES.get(controllers, ("",))
+        folder = root / base / path.strip("/")
+        # A container may see its own group as the root, at a path that is not there.
+        left += [
+            _memory_left(each, *names) for each in (folder, *folder.parents) if names and root in (each, *each.parents)
+        ]
+    return min(left)
+
+
+def _memory_left(folder: Path, limit: str, used: str, files: str) -> float:
     try:
-        limit, used = (int((folder / name).read_text()) for name in ("memory.max", "memory.current"))
         # Pages of files count as used, and the kernel gives them up.
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        return limit - used + int(stat["inactive_file"])
+        return int((folder / limit).read_text()) - int((folder / used).read_text()) + int(stat[files])
     except (OSError, ValueError, KeyError):  # no such file, or "max"
         return math.inf
 

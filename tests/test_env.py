@@ -204,3 +204,20 @@ def test_the_memory_limit_of_a_container_is_known(tmp_path):
     assert memory_left(tmp_path) == 400
     (tmp_path / "memory.max").write_text("max\n")
     assert memory_left(tmp_path) == math.inf
+
+
+def test_the_least_memory_limit_on_the_way_up_counts(tmp_path):
+    root, mine = tmp_path / "root", tmp_path / "cgroup"
+    of_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    for folder, (limit, used, files), size in (
+        ("slurm/job_1", ("memory.max", "memory.current", "inactive_file"), 500),
+        ("slurm/job_1/step_0", ("memory.max", "memory.current", "inactive_file"), 800),
+        ("memory/slurm/job_1", of_1, 300),
+    ):
+        (root / folder).mkdir(parents=True)
+        for name, text in ((limit, size), (used, 200), ("memory.stat", f"{files} 50")):
+            (root / folder / name).write_text(f"{text}\n")
+    mine.write_text("0::/slurm/job_1/step_0\n")
+    assert memory_left(root, mine) == 350
+    mine.write_text("5:cpu,cpuacct:/slurm\n4:memory:/slurm/job_1/step_0\n0::/\n")
+    assert memory_left(root, mine) == 150

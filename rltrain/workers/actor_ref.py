@@ -344,18 +344,18 @@ class ActorRefWorker(Actor):
 
     def stage(self, task: SaveTask) -> bool:
         """Take model and optimizer, adapters, and the weights of an export, as they are now (a collective)."""
-        self._task, num_bytes = task, 0
-        if task.export:
-            if self._export is None:
-                self._export = Export(self.policy, self._spec.load_config(), chat_encoder(self._cfg))
-            num_bytes = self._export.num_bytes
+        self._task = task
+        if task.export and self._export is None:
+            self._export = Export(self.policy, self._spec.load_config(), chat_encoder(self._cfg))
+        copies = self._writer.room(task.copies, self._export.num_bytes if self._export and task.export else 0)
+        if self._export and task.export:
             # The phase of a pass: the weights are on the device, the engine and offloaded optimizer state are not.
             self.residency.enter("log_prob", whole=True)
-            self._export.gather(task.copies)
+            self._export.gather(copies)
         self.residency.enter("save")
         if self._model_cfg.uses_lora:
             self._adapters = adapter_weights(self.policy.model)
-        return self._writer.stage(task.copies, num_bytes)
+        return self._writer.stage(copies)
 
     def write(self) -> tuple[list[Any], Written]:
         """Write what was taken: every rank its shards, rank 0 adapters and export. Raises DiskError."""

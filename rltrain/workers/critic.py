@@ -73,7 +73,7 @@ class CriticWorker(Critic):
         """Take model and optimizer as they are now (a collective)."""
         self._folder = task.folder
         self.residency.enter("save")
-        return self._writer.stage(task.copies)
+        return self._writer.stage(self._writer.room(task.copies))
 
     def write(self) -> tuple[list[Any], Written]:
         """Write this rank's shards. Raises DiskError."""

@@ -41,44 +41,49 @@ class StateWriter:
         self._planner = DefaultSavePlanner()
         self._plan: SavePlan | None = None
         self._metadata: Metadata | None = None  # rank 0 has it
-        self._fits = False
         self._hosts: dict[str, torch.Tensor] = {}
         self._copied = False
 
-    def stage(self, copies: bool, more_bytes: int = 0) -> bool:
-        """Take the state as it is now (the first time a collective).
+    def room(self, copies: bool, more_bytes: int = 0) -> bool:
+        """Whether there shall be ``copies`` and every host has room for them and ``more_bytes`` of this rank's (a
+        collective). Asked before each save, and before anything is taken for it."""
+        if not copies:
+            return False
+        trained = (each for each in self._packed.parameters() if each.requires_grad)
+        # Weights and two moments (AdamW). The memory of the last copies is used again.
+        needed = more_bytes + (0 if self._hosts else sum(3 * local(each).nbytes for each in trained))
+        free = min(DEVICES["cpu"].free_memory_bytes(), memory_left())
+        everybody: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everybody, (socket.gethostname(), needed, free))
+        of_host: Counter[str] = Counter()
+        for host, size, _ in everybody:
+            of_host[host] += size
+        return all(of_host[host] < _SHARE * free for host, _, free in everybody)
 
-        Returns whether training may go on while `write` runs: with ``copies``, where every host has room for them and
-        for ``more_bytes`` of this rank's.
-        """
+    def stage(self, copies: bool) -> bool:
+        """Take the state as it is now (the first time a collective): with ``copies``, which `room` has found room for,
+        training may go on while `write` runs. Returns ``copies``."""
         self._planner.set_up_planner(training_state(self._packed, self._optimizer), None, dist.get_rank() == 0)
         state = {name: each for name, each in self._planner.state_dict.items() if isinstance(each, torch.Tensor)}
         if self._plan is None:
-            self._settle(sum(local(each).nbytes for each in state.values()) + more_bytes)
-        self._copied = copies and self._fits
-        if self._copied:
+            self._settle()
+        self._copied = copies
+        if copies:
             self._planner.state_dict = self._copy(state)
-        return self._copied
+        return copies
 
-    def _settle(self, num_bytes: int) -> None:
-        """Agree with the other ranks on who writes what, and whether the hosts have room for copies."""
+    def _settle(self) -> None:
+        """Agree with the other ranks on who writes what."""
         writer, is_first = HashingWriter(""), dist.get_rank() == 0
-        free = min(DEVICES["cpu"].free_memory_bytes(), memory_left())
-        mine = (self._planner.create_local_plan(), socket.gethostname(), num_bytes, free)
         everybody: list[Any] = [None] * dist.get_world_size() if is_first else []
-        dist.gather_object(mine, everybody if is_first else None)
-        answers: list[Any] = []
+        dist.gather_object(self._planner.create_local_plan(), everybody if is_first else None)
+        plans: list[Any] = []
         if is_first:
-            plans, self._metadata = self._planner.create_global_plan([each[0] for each in everybody])
-            needed: Counter[str] = Counter()
-            for _, host, size, _ in everybody:
-                needed[host] += size
-            fits = all(needed[host] < _SHARE * free for _, host, _, free in everybody)
-            answers = [(plan, fits) for plan in writer.prepare_global_plan(plans)]
-        answer: list[Any] = [None]
-        dist.scatter_object_list(answer, answers or None)
-        plan, self._fits = answer[0]
-        self._plan = self._planner.finish_plan(plan)
+            plans, self._metadata = self._planner.create_global_plan(everybody)
+            plans = writer.prepare_global_plan(plans)
+        plan: list[Any] = [None]
+        dist.scatter_object_list(plan, plans or None)
+        self._plan = self._planner.finish_plan(plan[0])
 
     def _copy(self, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if not self._hosts:

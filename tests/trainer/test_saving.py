@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from rltrain.errors import DataError, DiskError, NonFiniteError, WorkerLost
+from rltrain.models.export import Export
 from rltrain.models.hashed import hashed, write_weights
 from rltrain.report import read_metrics
 from rltrain.stop import Stop
@@ -126,6 +127,20 @@ def test_without_room_for_a_copy_training_waits_and_it_is_said_once(tiny_trainer
         assert saver.last_step == step
     assert caplog.text.count("are written while training waits (trainer.async_save)") == 1
     assert find_damage(folder.step_folder(2)) is None
+
+
+def test_room_is_asked_for_at_each_save_before_it_is_taken(tiny_trainer, folder, monkeypatch):
+    trainer, gathered, real = tiny_trainer(), [], Export.gather
+    monkeypatch.setattr(Export, "gather", lambda self, copies: gathered.append(copies) or real(self, copies))
+    saver, waited = saver_of(trainer, folder), []
+    for step, share in ((1, 0.7), (2, 0.0), (3, 0.7)):
+        monkeypatch.setattr(saving, "_SHARE", share)
+        trainer.step(step)
+        saver.save(step, trainer.progress)
+        waited.append(saver.last_step == step)
+    assert (gathered, waited) == ([True, False, True], [False, True, False])
+    saver.finish()
+    assert [find_damage(folder.step_folder(step)) for step in folder.steps()] == [None] * 3
 
 
 def run_that_fails(trainer, folder: RunFolder, error: Exception):

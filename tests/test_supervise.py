@@ -57,10 +57,7 @@ def supervise(tmp_path):
     def start(ends, *options, before=()):
         command = [*before, sys.executable, str(tmp_path / "run.py"), str(tmp_path), json.dumps(ends)]
         words = [sys.executable, "-m", "rltrain.supervise", "--wait-s", "0", *options, "--", *command]
-        # Those that were started in the background of a script ignore SIGINT.
-        process = subprocess.Popen(
-            words, stderr=subprocess.PIPE, text=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
-        )
+        process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, preexec_fn=_hear_signals)
         started.append(process)
         return process
 
@@ -69,6 +66,12 @@ def supervise(tmp_path):
         process.kill()
         process.wait()
         process.stderr.close()
+
+
+def _hear_signals():
+    """What was started in the background of a script ignores SIGINT, and with nohup SIGHUP."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def ended(process):

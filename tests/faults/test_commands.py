@@ -19,6 +19,8 @@ def test_after_a_killed_worker_the_same_command_goes_on(start, tiny_model, arith
     args = small_run(tiny_model, arithmetic_files, tmp_path, trainer__total_training_steps=100000, trainer__save_freq=2)
     process = start(args)
     wait_for_step(tmp_path, 3, process)
+    # Steps are faster than the checkpoint that is written beside them, and a death takes one that is not whole.
+    assert wait_until(lambda: list(tmp_path.glob("global_step_*")), 60)
     victim = worker_pids(process.pid)[0]
     os.kill(victim, signal.SIGKILL)
     killed = time.monotonic()

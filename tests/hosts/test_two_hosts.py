@@ -83,6 +83,8 @@ def run(network, tiny_model, arithmetic_files):
     hosts[0].wire(delay_ms=100, loss=0.01)
     job, run.slow_step = run.start(2, 1), run.last_step + 1
     run.wait_for_step(job, run.slow_step)
+    # The next run makes this step again where its checkpoint was not whole when the cable was pulled.
+    run.slow = run.lines[run.slow_step - 1]
     hosts[1].cut()
     run.end(job)
     run.end(run.start(1, 1, run.last_step + 1))
@@ -114,8 +116,7 @@ def test_the_engines_of_both_hosts_have_the_trained_weights(run):
 @pytest.mark.fault("Training goes on over a wire that is slow and loses packets")
 def test_training_goes_on_over_a_bad_wire(run):
     """A ping of 200 ms; one frame in a hundred is lost each way."""
-    slow = run.lines[run.slow_step - 1]
-    assert slow["timing_s/update_actor"] > 1  # it did pass the wire, and more than five times
+    assert run.slow["timing_s/update_actor"] > 1  # it did pass the wire, and more than five times
 
 
 @pytest.mark.fault("A host that loses its raylet or its cable is named, exit 75; the command goes on")

@@ -105,7 +105,7 @@ def test_the_kl_is_taken_out_of_the_reward_and_its_weight_adapts(make):
     # KL of 0 lowers the weight by at most 20 % x 16 samples / 160, a KL far over the target raises it by as much.
     assert second["actor/reward_kl_penalty_coeff"] == pytest.approx(0.5 * 0.98)
     assert trainer.advantages.kl_coef == pytest.approx(0.5 * 0.98 * 1.02)
-    assert trainer.progress == Progress(2, trainer.advantages.kl_coef)
+    assert (trainer.progress.batches_drawn, trainer.progress.kl_coef) == (2, trainer.advantages.kl_coef)
 
 
 def test_the_exact_kl_equals_the_sum_over_the_vocabulary(make, tiny_model):

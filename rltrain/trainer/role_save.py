@@ -51,7 +51,3 @@ class Saves:
     def begin_save(self, task: SaveTask) -> RoleSave:
         """Have model and optimizer, and what else ``task`` says, written in the background."""
         return RoleSave(self._group, self._saved_as, task)
-
-    def save(self, folder: str) -> None:
-        """Write model and optimizer now."""
-        self.begin_save(SaveTask(folder)).finish()

@@ -2,7 +2,6 @@
 
 import re
 import shutil
-import subprocess
 
 import pytest
 
@@ -10,16 +9,6 @@ from rltrain.report import read_metrics
 from rltrain.trainer.checkpoint import find_damage
 from tests.faults.plug import gone, wait_for_step
 from tests.tiny import small_run
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)], capture_output=True).returncode:
-        pytest.skip("only root may mount a file system")
-    yield disk
-    subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
 @pytest.mark.long

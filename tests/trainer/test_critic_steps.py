@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 from rltrain.errors import NonFiniteError
 from rltrain.trainer.progress import Progress
 from rltrain.workers.results import UpdateNumbers
+from rltrain.workers.tasks import SaveTask
 from tests.trainer.steps import (
     ESTIMATOR,
     GAE,
@@ -51,7 +52,7 @@ def test_actor_and_critic_go_on_from_a_checkpoint_bit_for_bit(make, tmp_path):
     for step in (1, 2):
         whole.step(step)
     for name in ("actor", "critic"):
-        getattr(whole, name).save(str(tmp_path / name))
+        getattr(whole, name).begin_save(SaveTask(str(tmp_path / name))).finish()
     expected = whole.step(3)
     resumed = make(**{ESTIMATOR: "gae"})
     for name in ("actor", "critic"):

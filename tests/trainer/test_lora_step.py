@@ -127,7 +127,7 @@ def test_training_resumes_from_adapters_bit_for_bit(make, tmp_path):
     for step in (1, 2):
         whole.step(step)
     for name in ("actor", "critic"):
-        getattr(whole, name).save(str(tmp_path / name))
+        getattr(whole, name).begin_save(SaveTask(str(tmp_path / name))).finish()
     expected = whole.step(3)
     resumed = make(**changes)
     for name in ("actor", "critic"):
@@ -143,7 +143,7 @@ def test_training_resumes_from_adapters_bit_for_bit(make, tmp_path):
 def test_a_checkpoint_holds_adapters_and_nothing_kept_elsewhere(make, tiny_model, tmp_path):
     trainer = make()
     trainer.step(1)
-    trainer.actor.save(str(tmp_path / "actor"))
+    trainer.actor.begin_save(SaveTask(str(tmp_path / "actor"))).finish()
     stored = FileSystemReader(tmp_path / "actor").read_metadata().state_dict_metadata
     assert all(".lora_A." in name or ".lora_B." in name for name in stored)
     actor = trainer.worker.actor

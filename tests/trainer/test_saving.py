@@ -4,7 +4,6 @@ import hashlib
 import json
 import resource
 import shutil
-import subprocess
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,17 +48,6 @@ class Later(LocalHandle):
         if not self.begun:
             self.begun, self._found = True, self.group.run(self.call)
         return self._found
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 8 MB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)], capture_output=True).returncode:
-        pytest.skip("only root may mount a file system")
-    yield disk
-    subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
 @pytest.fixture

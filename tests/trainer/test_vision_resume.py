@@ -9,6 +9,7 @@ import torch
 if not importlib.util.find_spec("torchvision"):
     pytest.skip("torchvision is not installed (scripts/test.sh installs it)", allow_module_level=True)
 
+from rltrain.workers.tasks import SaveTask
 from tests.local import local_trainer
 from tests.tiny import small_run
 from tests.tiny_vision import save_tiny_vision_model, write_pictures
@@ -55,7 +56,7 @@ def test_steps_with_pictures_resume_bit_for_bit(name, tmp_path):
     straight.step(1)
     roles = {"actor": straight.actor} | ({"critic": straight.critic} if straight.critic else {})
     for role, each in roles.items():
-        each.save(str(tmp_path / role))
+        each.begin_save(SaveTask(str(tmp_path / role))).finish()
     progress, saved = straight.progress, whole(straight)
     expected = numbers_of(straight.step(2))
     resumed = make()

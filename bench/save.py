@@ -1,19 +1,25 @@
-"""What saving costs a step: one that follows a save in the background, one that waits for it, and one without any.
+"""What saving costs a step: one that waits for it, one beside a save in the background, and one without any.
 
-    OMP_NUM_THREADS=1 python -m bench.save [--hidden 768] [--layers 8] [--rounds 7]
+    OMP_NUM_THREADS=1 python -m bench.save [--hidden 768] [--layers 8] [--rounds 16]
 
 The three take turns in one run, so that all see the same machine. A save in the background costs the time until the
 step begins (the copy to the host) and what the step is slowed down by; one that waits costs the time that it takes.
 One thread computes, as on a host of accelerators: with all cores computing, a save in the background has to take the
-processor from the step. Writes bench/results/save_cpu.md.
+processor from the step. The limit that the machine sets is a step beside another process that does no more than to
+digest and write as many bytes. Writes bench/results/save_cpu.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import select
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -25,7 +31,21 @@ from rltrain.trainer.build import build
 from rltrain.trainer.run import Trainer
 from tests.tiny import save_tiny_tokenizer, small_run, write_arithmetic
 
-WAYS = ("no save", "waits", "in the background")
+WAYS = ("no save", "waits", "in the background", "another process writes")
+_OTHER = """
+import hashlib, os, sys
+folder, count = sys.argv[1], int(sys.argv[2])
+data = os.urandom(1 << 24)
+for line in sys.stdin:
+    sha = hashlib.sha256()
+    with open(os.path.join(folder, "other"), "wb") as file:
+        for _ in range(count):
+            file.write(data)
+            sha.update(data)
+        os.fsync(file.fileno())
+    os.unlink(file.name)
+    print("done", flush=True)
+"""
 
 
 def make_model(folder: Path, hidden: int, layers: int) -> Path:
@@ -42,19 +62,35 @@ def make_model(folder: Path, hidden: int, layers: int) -> Path:
     return folder
 
 
-def turn(trainer: Trainer, way: str) -> dict[str, float]:
+@contextmanager
+def other_writer(folder: Path, size: int) -> Iterator[subprocess.Popen[str]]:
+    """A process that digests and writes ``size`` bytes for every line that it is told."""
+    command = [sys.executable, "-c", _OTHER, str(folder), str(round(size / 2**24))]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as process:
+        yield process
+        process.stdin.close()  # type: ignore[union-attr]
+
+
+def turn(trainer: Trainer, way: str, other: subprocess.Popen[str]) -> dict[str, float]:
     """Seconds of a save and of the step behind it."""
     saver, ppo = trainer._saver, trainer.ppo
     assert saver
+    assert other.stdin
+    assert other.stdout
     trainer.config.trainer.async_save = way == WAYS[2]
     started = time.perf_counter()
-    if way != WAYS[0]:
+    if way in WAYS[1:3]:
         saver.save(trainer.num_steps, ppo.progress)
+    elif way == WAYS[3]:
+        other.stdin.write("go\n")
     saved = time.perf_counter()
     trainer.step()
     stepped = time.perf_counter()
     under_way = saver._pending is not None
     saver.finish()
+    if way == WAYS[3]:
+        under_way = not select.select([other.stdout], [], [], 0)[0]
+        other.stdout.readline()
     return {
         "save": saved - started,
         "step": stepped - saved,
@@ -67,7 +103,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=16)
     parser.add_argument("--name", default="save_cpu.md")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as made:
@@ -77,9 +113,14 @@ def main() -> None:
         changes = {"trainer__total_training_steps": 10_000, "trainer__max_actor_ckpt_to_keep": 1}
         args = small_run(model, (files[0], files[1]), folder / "run", **changes)
         with build(load_config([*args, "trainer.val_before_train=False"])) as trainer:
-            for way in (*WAYS, *WAYS):  # the first of each has memory and files to make
-                turn(trainer, way)
-            rounds = [{way: turn(trainer, way) for way in WAYS} for _ in range(options.rounds)]
+            size = sum(parameter.nbytes for parameter in AutoModelForCausalLM.from_pretrained(model).parameters()) * 4
+            with other_writer(folder, size) as other:
+                for way in (*WAYS, *WAYS):  # the first of each has memory and files to make
+                    turn(trainer, way, other)
+                # Each way follows each of the others equally often.
+                orders = [[*WAYS[shift:], *WAYS[:shift]][:: 1 - 2 * (shift % 2)] for shift in range(len(WAYS))]
+                turns = range(options.rounds)
+                rounds = [{way: turn(trainer, way, other) for way in orders[each % len(orders)]} for each in turns]
             newest = max((folder / "run").glob("global_step_*"), key=lambda each: int(each.name.rpartition("_")[2]))
             size = sum(file.stat().st_size for file in newest.rglob("*") if file.is_file())
     titles = ["a step", "save s", "step s", "both s", "still writing when it ends s"]
@@ -87,9 +128,7 @@ def main() -> None:
     for way in WAYS:
         cells = [statistics.median(each[way][name] for each in rounds) for name in ("save", "step", "both", "after")]
         rows.append(f"| {way} | {' | '.join(f'{cell:.3f}' for cell in cells)} |")
-    costs = [each[WAYS[2]]["both"] - each[WAYS[0]]["both"] for each in rounds]
     waits = statistics.median(each["waits"]["save"] for each in rounds)
-    cost = statistics.median(costs)
     write(
         options.name,
         " ".join(
@@ -98,10 +137,16 @@ def main() -> None:
         f"Medians of {options.rounds} rounds, a checkpoint of {size / 2**20:.0f} MiB; 1 worker on the CPU.",
         titles,
         rows,
-        f"In the background a save costs a step {cost:.3f} s (median of the rounds' differences; "
-        f"{min(costs):.3f} to {max(costs):.3f}), which is {100 * cost / waits:.1f} % of the {waits:.2f} s that it "
-        "takes when the step waits.",
+        f"Of the {waits:.2f} s that a save takes when the step waits, {cost(rounds, WAYS[2], waits)} is left in the "
+        f"background; another process that writes as much costs the step {cost(rounds, WAYS[3], waits)}.",
     )
+
+
+def cost(rounds: list[dict[str, dict[str, float]]], way: str, waits: float) -> str:
+    """What ``way`` adds to a step: mean of the rounds' differences, with its standard error."""
+    more = [each[way]["both"] - each[WAYS[0]]["both"] for each in rounds]
+    mean, error = statistics.mean(more), statistics.stdev(more) / len(more) ** 0.5
+    return f"{100 * mean / waits:.1f} % (standard error {100 * error / waits:.1f}, {mean:.3f} s)"
 
 
 if __name__ == "__main__":

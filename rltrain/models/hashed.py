@@ -23,6 +23,9 @@ from rltrain.errors import DiskError
 
 Digests = dict[str, str]  # path of a file -> SHA-256 of its contents, in hexadecimal
 _BUFFER = 1 << 20
+# Brought to the disk at once, and let go from the host's memory. A whole checkpoint in the page cache takes memory from
+# the step, and the system writes it in bursts that slow what computes beside it.
+_PIECE = 32 << 20
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -35,15 +38,20 @@ class HashedFile(io.IOBase):
 
     def __init__(self, path: Path) -> None:
         self._path, self._file, self._sha, self._size = path, open(path, "wb", _BUFFER), hashlib.sha256(), 0  # noqa: SIM115
+        self._synced = 0
         self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         # torch reports an error of its own and drops this one, which says that the disk is full.
         with self._noting():
-            self._file.write(view)
-        self._sha.update(view)
-        self._size += len(view)
+            for start in range(0, len(view), _PIECE):
+                piece = view[start : start + _PIECE]
+                self._file.write(piece)
+                self._sha.update(piece)
+                self._size += len(piece)
+                if self._size - self._synced >= _PIECE:
+                    self._sync()
         return len(view)
 
     def tell(self) -> int:
@@ -60,10 +68,16 @@ class HashedFile(io.IOBase):
     def end(self) -> str:
         """Bring everything to the disk; returns the digest."""
         with self._noting():
-            self._file.flush()
-            os.fsync(self._file.fileno())
+            self._sync()
             self._file.close()
         return self._sha.hexdigest()
+
+    def _sync(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        if hasattr(os, "posix_fadvise"):  # not on macOS
+            os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        self._synced = self._size
 
     def drop(self) -> None:
         """Close it, if it is not yet, whatever becomes of what is still to be written."""

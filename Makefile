@@ -12,7 +12,7 @@ test:  ## environment and all tests
 	bash scripts/test.sh
 
 test-faults:  ## every fault that docs/recovery.md promises to survive, injected for real; writes its table there
-	bash scripts/test.sh -m fault --fault-table
+	bash scripts/test.sh faults
 
 soak:  ## 300 steps under the supervisor, hurt every 20 to 40, beside a run left alone; the table of bench/results/soak_cpu.md
 	$(PYTHON) -m bench.soak

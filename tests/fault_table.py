@@ -2,9 +2,10 @@
 
     @pytest.mark.fault("A killed worker is named within seconds, exit 75")
 
-`make test-faults` runs these tests and, by `--fault-table`, writes the table.
+`make test-faults` runs these tests in several processes, each of which writes its rows of the table (`--fault-table`).
 """
 
+import fcntl
 import re
 from collections import defaultdict
 from pathlib import Path
@@ -33,17 +34,24 @@ class FaultTable:
     def pytest_sessionfinish(self, session) -> None:
         if not session.config.option.fault_table:
             return
-        lines = ["| promise | test | result |", "|---|---|---|"]
-        for test, ends in sorted(self._ends.items()):
+        new = {}
+        for test, ends in self._ends.items():
             result = ", ".join(f"{len(times)} {outcome}" for outcome, times in sorted(ends.items()))
-            lines.append(f"| {self._promises[test]} | `{test.removeprefix('tests/')}` | {result} |")
-        PAGE.write_text(_TABLE.sub(lambda _: "\n".join(lines) + "\n", PAGE.read_text()))
+            new[test] = f"| {self._promises[test]} | `{test.removeprefix('tests/')}` | {result} |"
+        with open(PAGE, "r+") as page:
+            fcntl.flock(page, fcntl.LOCK_EX)
+            text, exist = page.read(), marked()
+            lines = dict(sorted({test: line for test, line in (rows(text) | new).items() if test in exist}.items()))
+            table = "\n".join(["| promise | test | result |", "|---|---|---|", *lines.values(), ""])
+            page.seek(0)
+            page.write(_TABLE.sub(lambda _: table, text))
+            page.truncate()
 
 
-def rows() -> set[str]:
-    """The tests that the page lists."""
-    (table,) = _TABLE.findall(PAGE.read_text())
-    return {f"tests/{name}" for name in re.findall(r"\| `([\w/.:]+)` \|", table)}
+def rows(text: str) -> dict[str, str]:
+    """The tests that the page lists, and the line of each."""
+    (table,) = _TABLE.findall(text)
+    return {f"tests/{test}": line for line, test in re.findall(r"^(.*\| `([\w/.:]+)` \|.*)$", table, re.MULTILINE)}
 
 
 def marked() -> set[str]:

@@ -104,17 +104,21 @@ class Trap:
         "generate": ("rollout/hf.py", "generate"),
         "log_probs": ("workers/actor_ref.py", "log_probs"),
         "update": ("workers/updater.py", "run"),
-        "save": ("workers/actor_ref.py", "save"),
+        "stage": ("workers/actor_ref.py", "stage"),
+        "save": ("workers/actor_ref.py", "write"),
     }
+    # Of vLLM: the process that looks at the model's class while the engine starts, and the loop of its steps.
+    ENGINE = {"vllm_start": ("models/registry.py", "_run"), "vllm_generate": ("rollout/vllm.py", "generate")}  # noqa: RUF012
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         here = Path(__file__).parent
         self.environment = {"PYTHONPATH": f"{here / 'trap'}:{here.parents[1]}", "RLTRAIN_TRAP": str(folder)}
 
-    def lay(self, phase: str, signal: int) -> None:
-        """From now on; processes that have started already are hurt too."""
-        (self._folder / "laid").write_text(" ".join([*self.PHASES[phase], str(int(signal))]))
+    def lay(self, phase: str, how: int | str) -> None:
+        """From now on; processes that have started already are hurt too. how: a signal, or "memory"."""
+        words = [*(self.PHASES | self.ENGINE)[phase], how if isinstance(how, str) else str(int(how))]
+        (self._folder / "laid").write_text(" ".join(words))
         (self._folder / "laid").rename(self._folder / "trap")
 
     @property

@@ -7,11 +7,13 @@ import time
 
 import pytest
 
-from tests.faults.plug import alive, below, wait_for_step, wait_until, worker_pids
+from tests.faults.plug import Trap, alive, below, wait_for_step, wait_until, worker_pids
 from tests.tiny import small_run
 
 # Calls of these runs take a second; a machine that is three times as slow takes some more.
 LIMIT_S = 30
+# vLLM's start is one call.
+VLLM_LIMIT_S = 60
 CALLBACK = """
 import pathlib
 def on_step(step, metrics):
@@ -27,12 +29,12 @@ def command(tiny_model, arithmetic_files, tmp_path):
     return lambda **changes: small_run(tiny_model, arithmetic_files, tmp_path / "run", **always | changes)
 
 
-def ended(process, started) -> str:
+def ended(process, started, limit_s=LIMIT_S) -> str:
     """What the command says, once it has ended with 75 and all that it started has ended too."""
     began = time.monotonic()
-    output, _ = process.communicate(timeout=200)
+    output, _ = process.communicate(timeout=300)
     assert process.returncode == 75, output
-    assert time.monotonic() - began < LIMIT_S + 40
+    assert time.monotonic() - began < limit_s + 40
     assert "Traceback" not in output
     assert wait_until(lambda: not alive(started), 20), [started[pid] for pid in alive(started)]
     return output[output.index("error:") :]
@@ -58,17 +60,54 @@ def test_a_stopped_worker_ends_the_run_and_stacks_are_kept(start, command, tmp_p
     assert re.search(r"hybrid worker, rank \d of 2", stacks)
 
 
+VLLM = {"actor_rollout_ref__rollout__name": "vllm", "trainer__hang_timeout_s": VLLM_LIMIT_S}
+
+
 @pytest.mark.long
 @pytest.mark.usefixtures("own_ray")
-@pytest.mark.fault("A worker that stops while it loads its model ends the run before the first step, exit 75")
-def test_a_model_that_never_loads_is_told(start, command, trap, tmp_path):
-    trap.lay("load", signal.SIGSTOP)
-    process = start(command(), **trap.environment)
+@pytest.mark.fault("A worker that stops while it loads, syncs or generates with vLLM is named, exit 75")
+@pytest.mark.parametrize(
+    ("phase", "changes", "call", "seen"),
+    [
+        ("load", {}, "Models.init_models", ""),
+        ("sync", {"trainer__n_gpus_per_node": 2}, "Rollout.generate", "weight_sync.py"),
+        # Over two workers, one of which waits for the other within a kernel of vLLM's.
+        (
+            "vllm_generate",
+            {"trainer__n_gpus_per_node": 2, "actor_rollout_ref__rollout__tensor_model_parallel_size": 2, **VLLM},
+            "Rollout.generate",
+            "rollout/vllm.py",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) and value in (*Trap.PHASES, *Trap.ENGINE) else "",
+)
+def test_a_worker_that_stops_in_a_phase_is_told(start, command, trap, tmp_path, phase, changes, call, seen):
+    trap.lay(phase, signal.SIGSTOP)
+    process = start(command(**changes), **trap.environment)
+    assert wait_until(lambda: trap.caught or process.poll() is not None)
+    started, world = below(process.pid), changes.get("trainer__n_gpus_per_node", 1)
+    message = ended(process, started, changes.get("trainer__hang_timeout_s", LIMIT_S))
+    assert re.search(rf"rank \d of {world} \(pid {trap.caught} on .*\), in {call}: not done after", message), message
+    assert "and not answering" in message
+    (file,) = (tmp_path / "run" / "incidents").glob("hang_*.txt")
+    assert "rewards/processes/child.py" in file.read_text()
+    assert seen in file.read_text()
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("own_ray")
+@pytest.mark.fault("An engine whose own process stops while it starts ends the run, and that process is told and ended")
+def test_an_engine_that_never_starts_is_told(start, command, trap, tmp_path):
+    trap.lay("vllm_start", signal.SIGSTOP)
+    process = start(command(**VLLM), **trap.environment, VLLM_CACHE_ROOT=str(tmp_path / "vllm"))
     assert wait_until(lambda: trap.caught or process.poll() is not None)
     started = below(process.pid)
-    message = ended(process, started)
-    assert f"rank 0 of 1 (pid {trap.caught}" in message
-    assert "in Models.init_models: not done after" in message
+    message = ended(process, started, VLLM_LIMIT_S)
+    late = r"rank 0 of 1 \(pid \d+ on .*\), in Models.init_models: not done after .*though answering"
+    assert re.search(late, message), message
+    (file,) = (tmp_path / "run" / "incidents").glob("hang_*.txt")
+    assert re.search(rf"process {trap.caught} \(.*registry.*\) is stopped by a signal", file.read_text())
+    assert "_run_in_subprocess" in file.read_text()  # what the worker waits in
 
 
 @pytest.mark.long

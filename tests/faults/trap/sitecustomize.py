@@ -1,21 +1,29 @@
 """Hurts a process in the middle of a function, as a debugger would: RLTRAIN_TRAP=FOLDER, in which lies `trap`.
 
-The file holds the end of a code file's name, a function and the number of a signal; it may be written or changed while
-the processes run. The first process that is found in that function sends itself the signal, and leaves its pid in
-FOLDER/caught. Nothing of what runs is replaced.
+The file holds the end of a code file's name, a function, and the number of a signal or `memory`; it may be written or
+changed while the processes run. The first process that is found in that function leaves its pid in FOLDER/caught and
+sends itself the signal, or gets no more memory from the kernel. Nothing of what runs is replaced.
 """
 
 import os
+import resource
 import sys
 import threading
 import time
 from pathlib import Path
 
 
+def _hurt(how: str) -> None:
+    if how == "memory":
+        resource.setrlimit(resource.RLIMIT_AS, (1 << 20, 1 << 20))  # less than it has
+    else:
+        os.kill(os.getpid(), int(how))
+
+
 def _watch(folder: Path) -> None:
     while not (folder / "caught").exists():
         try:
-            file, function, number = (folder / "trap").read_text().split()
+            file, function, how = (folder / "trap").read_text().split()
         except (OSError, ValueError):
             time.sleep(0.05)
             continue
@@ -27,7 +35,7 @@ def _watch(folder: Path) -> None:
                             caught.write(str(os.getpid()))
                     except FileExistsError:
                         return
-                    os.kill(os.getpid(), int(number))
+                    _hurt(how)
                     return
                 frame = frame.f_back
         time.sleep(0.001)

@@ -54,8 +54,8 @@ def device_is_full(error: Exception, cfg: Config, residency: Residency) -> Worke
         "optimizer": _bytes(states, device),
     }
     used = device.allocated_bytes()
-    there = ", ".join(f"{name} {_gib(size)}" for name, size in resting.items() if size)
-    rest = f"{there}, and {_gib(used - sum(resting.values()))} of engine, activations and gathered weights"
+    there = [f"{name} {_gib(size)}" for name, size in resting.items() if size]
+    rest = ", ".join([*there, f"{_gib(used - sum(resting.values()))} of engine, activations and gathered weights"])
     policy, rollout = residency.models[:1], cfg.actor_rollout_ref.rollout
     elements = sum(each.numel() for model in policy for name, each in model.named_parameters() if ".lora_" not in name)
     engine = elements * resolve_dtype(rollout.dtype, device).itemsize // rollout.tensor_model_parallel_size

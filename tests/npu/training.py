@@ -1,6 +1,8 @@
 """What the tests of fast training run in a process with the stand-in device. Each public function is one process."""
 
 import functools
+import gc
+import re
 import traceback
 from collections import Counter
 from collections.abc import Iterator
@@ -16,10 +18,19 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bench import device_memory as bench
 from rltrain.batch import Batch
+from rltrain.config.load import load_config
+from rltrain.data.chat import chat_encoder
+from rltrain.data.prompts import encode_prompts
+from rltrain.data.rows import read_rows
 from rltrain.device import get_device
+from rltrain.errors import WorkerLost
+from rltrain.trainer.plan import make_plan
+from rltrain.workers.hybrid import HybridWorker
 from rltrain.workers.residency import Residency
-from rltrain.workers.tasks import MiniBatch, UpdateTask
+from rltrain.workers.rollout.kv import KeyValues
+from rltrain.workers.tasks import MiniBatch, SaveTask, UpdateTask
 from tests.distance import distance
 from tests.tiny import save_tiny_model, write_arithmetic
 from tests.workers.test_actor import denominators_of, make_worker, scored
@@ -30,6 +41,11 @@ OFFLOAD = {
     "actor_rollout_ref__ref__fsdp_config__param_offload": True,
 }
 FLOAT32 = {"actor_rollout_ref__actor__fsdp_config__compute_dtype": "float32", "actor_rollout_ref__rollout__name": "hf"}
+# As workers know the phases, and as messages tell them.
+PHASES = {
+    "start": "start", "sync": "sync", "rollout": "gen", "log_prob": "old_log_prob", "ref": "ref", "values": "values",
+    "train_critic": "update_critic", "train_actor": "update_actor", "save": "save",
+}  # fmt: skip
 
 
 @contextmanager
@@ -190,3 +206,42 @@ def fuses(folder: str) -> None:
 def _count(called: Counter[str], name: str, kernel: Any, *args: Any, **kwargs: Any) -> Any:
     called[name] += 1
     return kernel(*args, **kwargs)
+
+
+def tells_a_full_device(folder: str) -> None:
+    """A device that gets no more memory than it has when a phase begins: the phase is named, and what to type."""
+    dist.init_process_group("cpu:gloo,npu:hccl", store=dist.HashStore(), rank=0, world_size=1)
+    save_tiny_model(Path(folder) / "model")
+    write_arithmetic(Path(folder) / "train.parquet", range(bench.PROMPTS))
+    cfg = load_config(bench.arguments(Path(folder), "gae, all offloaded")).config
+    prompts = {"train": encode_prompts(read_rows(f"{folder}/train.parquet"), chat_encoder(cfg), bench.PROMPT, True)}
+    passes = make_plan(cfg, len(prompts["train"])).passes
+    standin, enter, decode = torch_npu.npu.standin, Residency.enter, KeyValues.decode
+    for phase, name in PHASES.items():
+
+        def entered(self: Residency, entering: str, *, whole: bool = False, phase: str = phase) -> None:
+            if entering == phase != "rollout":
+                standin.set_cap(0, standin.allocated(0))
+            enter(self, entering, whole=whole)
+
+        def decoded(*args: Any, phase: str = phase) -> torch.Tensor:  # the engine has looked what is free
+            if phase == "rollout":
+                standin.set_cap(0, standin.allocated(0))
+            return decode(*args)
+
+        worker = HybridWorker(cfg, prompts)
+        standin.set_cap(0, standin.allocated(0) if phase == "start" else 4 << 30)
+        try:
+            worker.init_models(passes)
+            Residency.enter, KeyValues.decode = entered, decoded
+            bench.make_step(worker, cfg, 0)
+            worker.actor.stage(SaveTask(f"{folder}/{name}", export=f"{folder}/{name} export"))
+            raise AssertionError(f"{phase} takes no memory of the device")
+        except RuntimeError as error:
+            told = worker.explain(error)
+        assert isinstance(told, WorkerLost)
+        assert re.match(rf"rank 0, {name}: the device \(.*\) is out of memory", str(told)), told
+        assert re.search("Make room with one of\n  (.*=|more devices)", str(told)), told
+        Residency.enter, KeyValues.decode = enter, decode
+        del told, worker
+        gc.collect()

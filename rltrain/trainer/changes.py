@@ -46,7 +46,7 @@ def tell_changes(loaded: LoadedConfig, start: Start) -> None:
     Raises ConfigError if it is another experiment and neither of them has a name.
     """
     # Weights alone start a new run, which has nothing to agree with.
-    if start.folder is None or loaded.config.trainer.resume_weights_only:
+    if start.folder is None or start.weights_only:
         return
     changes = {key: f"{key}: {then} -> {now}" for key, then, now in _changes(start.folder.parent, loaded)}
     if not changes:

@@ -73,7 +73,7 @@ class Progress:
 
         dataset: `Rows.identity`.
         """
-        record = {"global_step": step, "dataset": dataset, "frozen": frozen_values(cfg)}
+        record = {"global_step": step, "dataset": dataset, "frozen": frozen_values(cfg), "origin": _origin(cfg)}
         record |= {"batches_drawn": self.batches_drawn, "kl_coef": self.kl_coef, "in_flight": self.in_flight}
         record |= {"metrics": self.metrics}
         np.savez(folder / "sampler.npz", **self.sampler)  # type: ignore[arg-type]
@@ -85,36 +85,41 @@ class Progress:
 class Start:
     """The start of a run: after ``step`` steps, with the weights of checkpoint ``folder``.
 
-    ``folder`` None: the run starts with the model's weights.
+    ``folder`` None: the run starts with the model's weights. weights_only: nothing else of ``folder`` is taken.
     """
 
     step: int = 0
     progress: Progress = field(default_factory=Progress)
     folder: Path | None = None
+    weights_only: bool = False
 
 
 def find_start(cfg: Config, run: Checkpoints, dataset: str | None, *, images: bool = True) -> Start:
-    """What ``trainer.resume_mode`` points at. Raises CheckpointError where this run cannot go on from there.
+    """What ``trainer.resume_mode`` points at, or the newest checkpoint of a run that this same command has begun.
+
+    Raises CheckpointError where this run cannot go on from there.
 
     dataset: the training rows; None where they are not known, so that they are not compared. images: whether they may
     have images.
     """
     trainer = cfg.trainer
-    folder = run.newest() if trainer.resume_mode == "auto" else None
-    if trainer.resume_mode == "resume_path":
+    begun = _begun_before(cfg, run)
+    weights_only, searched = trainer.resume_weights_only and not begun, begun or trainer.resume_mode == "auto"
+    folder = begun or (run.newest() if searched else None)
+    if trainer.resume_mode == "resume_path" and not begun:
         folder = Path(trainer.resume_from_path or "")
-    start = Start(folder=folder)
+    start = Start(folder=folder, weights_only=weights_only)
     if folder is not None:
         if problem := run.damage(folder):
             raise CheckpointError(f"{folder} cannot be resumed from: {problem}.")
         record = read_record(folder)
         # Weights alone may go into any other run: nothing of the old run has to agree.
-        if not trainer.resume_weights_only:
+        if not weights_only:
             _refuse_other_version(folder, record)
             try:
                 start = Start(record["global_step"], _read_progress(folder, record), folder)
             except CheckpointError as error:
-                if trainer.resume_mode != "auto":
+                if not searched:
                     raise
                 run.distrust(folder, str(error))
                 return find_start(cfg, run, dataset, images=images)
@@ -129,8 +134,9 @@ def find_start(cfg: Config, run: Checkpoints, dataset: str | None, *, images: bo
     if folder is not None:
         if not has_digests(folder):
             log.warning("note: %s was saved without digests, so the sizes of its files alone are compared", folder)
-        what = "weights only" if trainer.resume_weights_only else f"{start.step} steps are done"
-        log.info("resuming from %s: %s", folder, what)
+        what = "weights only" if weights_only else f"{start.step} steps are done"
+        why = f", by the same command (trainer.resume_mode={trainer.resume_mode})" if begun else ""
+        log.info("resuming from %s: %s%s", folder, what, why)
     return start
 
 
@@ -164,6 +170,27 @@ def _read_arrays(file: Path) -> dict[str, NDArray[Any]]:
             return dict(arrays)
     except (OSError, ValueError, EOFError, BadZipFile) as error:
         raise CheckpointError(f"{file} cannot be read ({error})") from error
+
+
+def _origin(cfg: Config) -> dict[str, Any]:
+    """Where the config lets a new run begin."""
+    trainer = cfg.trainer
+    path = str(Path(trainer.resume_from_path or "").resolve()) if trainer.resume_mode == "resume_path" else None
+    return {"mode": trainer.resume_mode, "path": path, "weights_only": trainer.resume_weights_only}
+
+
+def _begun_before(cfg: Config, run: Checkpoints) -> Path | None:
+    """The newest whole checkpoint of the run folder, if its run began where this one would: the run was cut short.
+
+    None with the default settings, which go on from the newest whatever it says.
+    """
+    if cfg.trainer.resume_mode == "auto" and not cfg.trainer.resume_weights_only:
+        return None
+    try:
+        newest = run.newest()
+    except CheckpointError:  # none is whole, and nothing of them is asked for
+        return None
+    return newest if newest and read_record(newest).get("origin") == _origin(cfg) else None
 
 
 def _refuse_later_checkpoints(run: Checkpoints, step: int) -> None:

@@ -294,7 +294,7 @@ class Saver:
         """Bring every role to where the run starts."""
         if start.folder:
             for name, role in self._roles.items():
-                for note in role.load(str(start.folder / name), self._cfg.trainer.resume_weights_only):
+                for note in role.load(str(start.folder / name), start.weights_only):
                     log.warning("note: %s", note)
         self.best = Best(self._cfg.trainer, self._folder.path / "metrics.jsonl", start.step)
         # The step that the run starts from is saved already, also for `rescue`.

@@ -235,6 +235,34 @@ def test_other_training_data_is_refused_by_name(folder):
     assert "rows:" not in str(caught.value)
 
 
+@pytest.mark.parametrize("mode", ["resume_path", "disable"])
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_a_run_that_began_elsewhere_goes_on_too(folder, tmp_path, caplog, mode, weights_only):
+    grpo = "algorithm.adv_estimator=grpo"
+    old = RunFolder(str(tmp_path / "old"))
+    saver_of(old, grpo)[0].save(7, Progress())
+    path = [f"trainer.resume_from_path={old.step_folder(7)}"] if mode == "resume_path" else []
+    command = [grpo, f"trainer.resume_mode={mode}", f"trainer.resume_weights_only={weights_only}", *path]
+    saver, cfg = saver_of(folder, *command)
+    begun = find_start(cfg, folder, None)
+    assert begun.folder == (old.step_folder(7) if path else None)
+    first = begun.step + 1
+    for step in (first, first + 1, first + 2):
+        saver.save(step, Progress(batches_drawn=step))
+    (folder.step_folder(first + 2) / "sampler.npz").unlink()
+    caplog.set_level(logging.INFO)
+    start = find_start(cfg, folder, None)
+    assert (start.step, start.folder, start.weights_only) == (first + 1, folder.step_folder(first + 1), False)
+    assert start.progress.batches_drawn == first + 1
+    assert f"by the same command (trainer.resume_mode={mode})" in caplog.text
+    # Another start than the one of the run is refused, as before.
+    save(old, 8)
+    other = [grpo, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={old.step_folder(8)}"]
+    with pytest.raises(CheckpointError, match="already holds a checkpoint of step"):
+        find_start(saver_of(folder, *other, "trainer.resume_weights_only=True")[1], folder, None)
+    old.release()
+
+
 @pytest.mark.parametrize(
     ("settings", "first", "total", "steps"),
     [
@@ -323,7 +351,8 @@ def test_another_experiment_needs_a_name_to_resume(folder):
         )
     tell_changes(load_config(["algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.optim.lr=1e-5"]), start)
     tell_changes(load_config(["algorithm.adv_estimator=rloo", "trainer.experiment_name=run"]), start)
-    tell_changes(load_config(["algorithm.adv_estimator=rloo", "trainer.resume_weights_only=True"]), start)
+    of_weights = Start(folder=start.folder, weights_only=True)
+    tell_changes(load_config(["algorithm.adv_estimator=rloo", "trainer.resume_weights_only=True"]), of_weights)
 
 
 def add_digests(folder: Path) -> None:

@@ -24,6 +24,8 @@ set -euo pipefail
 case "${1:-}" in -h | --help) sed -n '2,23s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && exit ;; esac
 # Ray reads the first when it is imported. By itself it runs its workers at low priority.
 export RAY_AUTH_MODE="${RAY_AUTH_MODE:-token}" RAY_worker_niceness="${RAY_worker_niceness:-0}"
+# Ray starts a process a core beforehand, which would serve nobody: a run's have environments of their own.
+export RAY_prestart_worker_first_driver="${RAY_prestart_worker_first_driver:-0}"
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 # The active environment, else the one that quickstart.sh and test.sh make.
 for python in python python3 "$root/.venv/bin/python"; do

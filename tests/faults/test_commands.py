@@ -126,6 +126,7 @@ def test_kill_nine_of_the_driver_frees_the_folder(start, tiny_model, arithmetic_
     process = start(args)
     wait_for_step(tmp_path, 2, process)
     started = below(process.pid)
+    assert not [words for words in started.values() if "ray::IDLE" in words], "a process that serves nobody"
     process.kill()
     process.communicate()
     assert wait_until(lambda: not alive(started), 20), [started[pid] for pid in alive(started)]

@@ -9,13 +9,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-# Imported once, in a process from which those of the ranks are forked.
-_PRELOADED = ["rltrain.workers.hybrid", "tests.tiny"]
-
 
 def run_on_ranks(function: Callable[..., None], world: int, *args: Any) -> None:
     """``function(rank, world, *args)`` in ``world`` processes of one group. Raises what the first that fails raises."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOADED)
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.preloaded"])
     with tempfile.TemporaryDirectory() as folder:
         own = (function, world, f"{folder}/store", *args)
         mp.start_processes(_in_group, own, nprocs=world, start_method="forkserver")

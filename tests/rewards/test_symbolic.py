@@ -30,12 +30,17 @@ BOMBS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def slot():
+    with Slot(timeout_s=2.0) as made:
+        yield made
+
+
 @pytest.mark.parametrize("bomb", BOMBS, ids=range(len(BOMBS)))
-def test_a_bomb_costs_its_own_answer_at_most(bomb):
-    with Slot(timeout_s=2.0) as slot:
-        score = slot.score("lighteval/MATH", f"\\boxed{{{bomb}}}", "x+1", {})
-        assert (score.value, score.status) in ((0.0, "ok"), (None, "timeout"), (None, "crashed"))
-        assert slot.score("lighteval/MATH", "\\boxed{1+x}", "x+1", {}).value == 1.0
+def test_a_bomb_costs_its_own_answer_at_most(slot, bomb):
+    score = slot.score("lighteval/MATH", f"\\boxed{{{bomb}}}", "x+1", {})
+    assert (score.value, score.status) in ((0.0, "ok"), (None, "timeout"), (None, "crashed"))
+    assert slot.score("lighteval/MATH", "\\boxed{1+x}", "x+1", {}).value == 1.0
 
 
 def test_words_are_not_taken_for_products_of_letters():

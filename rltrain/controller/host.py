@@ -40,6 +40,8 @@ class _Host:
         # An engine ends this process by SIGQUIT when one of its own has died. A run that a script has put into the
         # background (`&`) inherits that this signal is ignored, and would wait for ever.
         signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+        # Ray's own handler needs memory: where none is left it calls itself again and again, and hides the reason.
+        signal.signal(signal.SIGABRT, signal.SIG_DFL)
         adopt(environment)
         see_own_device(ray.get_runtime_context().get_accelerator_ids())
         self._rank, self._world, self._threads = rank, world, threads

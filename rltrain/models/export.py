@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import cached_file
+from transformers.utils.logging import disable_progress_bar
 
 from rltrain.data.chat import ChatEncoder
 from rltrain.data.images import SLOT
@@ -118,6 +119,7 @@ def _write(
     if not (source / _GENERATION).is_file() and model.generation_config is not None:
         # The model's config may name another end token than the one that ended the answers.
         model.generation_config.eos_token_id = encoder.eos_token_ids
+    disable_progress_bar()  # nobody sees it, and its thread, which is started here, waits for ever without memory
     model.save_pretrained(folder, state_dict={})  # all but the weights
     _write_shards(revert_weight_conversion(model, weights), folder, digests)
     for file in sorted(source.iterdir()):

@@ -1,15 +1,13 @@
 """A worker dies, or lacks memory, in the middle of each phase: which of them it is does not matter to what follows."""
 
 import re
-import resource
 import signal
 import time
-from pathlib import Path
 
 import pytest
 
 from rltrain.report import read_metrics
-from tests.faults.plug import Trap, alive, below, wait_for_step, wait_until, worker_pids
+from tests.faults.plug import Trap, alive, below, wait_for_step, wait_until
 from tests.tiny import small_run
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("own_ray")]
@@ -52,15 +50,27 @@ def test_a_worker_killed_in_a_phase_is_named_and_none_is_left(start, words, trap
         assert [line["step"] for line in read_metrics(tmp_path / "run")] == list(range(1, saved + 2))
 
 
-@pytest.mark.fault("A worker that the host has no memory for says so, exit 75")
-def test_a_worker_without_host_memory_says_what_to_do(start, words, tmp_path):
-    process = start(words)
-    wait_for_step(tmp_path / "run", 1, process)
-    started, (victim,) = below(process.pid), worker_pids(process.pid)
-    used = int(Path(f"/proc/{victim}/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.prlimit(victim, resource.RLIMIT_AS, (used, used))
+@pytest.mark.fault("A worker that the host has no memory for says so, whatever it does, exit 75")
+@pytest.mark.parametrize("phase", [*(each for each in Trap.PHASES if each != "stage"), "save, waiting"])
+def test_a_worker_without_host_memory_says_what_to_do(start, words, trap, tmp_path, phase):
+    trapped, waits = phase.partition(",")[0], ["trainer.async_save=False"] if "waiting" in phase else []
+    if phase == "load":
+        trap.lay(trapped, "memory")
+    # Every tensor, however small, is asked of the kernel.
+    process = start([*words, *waits], **trap.environment, MALLOC_MMAP_THRESHOLD_="4096")
+    if phase != "load":  # and not the trial of the model's family, which the driver makes
+        wait_for_step(tmp_path / "run", 1, process)
+        trap.lay(trapped, "memory")
+    assert wait_until(lambda: trap.caught or process.poll() is not None)
+    began, started = time.monotonic(), below(process.pid)
     output, _ = process.communicate(timeout=90)
+    assert time.monotonic() - began < 60
     assert process.returncode == 75, output
     message = output[output.index("error:") :]
-    assert re.match(r"error: hybrid worker, rank 0 of 1 \(pid \d+ on .*\), in .*: the host has no memory left", message)
+    # The next call that asks for memory, be it the one that is caught or a save beside it.
+    where = rf"hybrid worker, rank 0 of 1 \(pid {trap.caught} on .*\), in [\w.]+"
+    assert re.match(rf"error: {where}: the host has no memory left", message), message
+    assert "Give it (or the container) more" in message
+    assert "Run the same command again" in message
+    assert "Traceback" not in output
     assert wait_until(lambda: not alive(started), 20), [started[pid] for pid in alive(started)]

@@ -167,7 +167,7 @@ def test_two_calls_in_flight_are_collected_in_any_order(group):
     started = time.time()
     first = group.submit([bind(Toy.wait, 1.0)])
     second = group.submit([bind(Toy.who)])
-    assert time.time() - started < 0.5
+    assert time.time() - started < 1.0
     assert second.collect() == ["w0", "w1"]
     ended = first.collect(deadline_s=0.5)  # it has ended already, so a short deadline is no obstacle
     assert all(1.0 <= moment - started < 5.0 for moment in ended)

@@ -40,10 +40,10 @@ def slot(custom):
 
 @pytest.fixture
 def gone():
-    """Says whether a process has ended, waiting up to a second for it."""
+    """Says whether a process has ended, waiting up to ten seconds for it."""
 
     def check(pid):
-        for _ in range(100):
+        for _ in range(1000):
             try:
                 os.kill(pid, 0)
                 with open(f"/proc/{pid}/stat") as stream:

@@ -184,7 +184,7 @@ def test_expected_outputs_are_not_in_the_program_s_reach(allowed):
 
 def test_unit_tests_beyond_the_deadline_count_as_failed():
     truth = {"inputs": ["1 2"] * 50, "outputs": ["3"] * 50}
-    with Slot(timeout_s=2.0, allow_code_execution=True) as slot:
+    with Slot(timeout_s=4.0, allow_code_execution=True) as slot:
         score = slot.score("apps", f"```\nimport time; time.sleep(0.3)\n{SUM}\n```", truth, {})
     assert score.status == "ok"
     assert 0.0 < score.value < 0.5
@@ -197,9 +197,9 @@ def test_the_last_block_is_the_program():
     assert extract_code("```python\ncut off").strip() == "cut off"
     assert extract_code("print(1)") == "print(1)"
     assert len(extract_code("x" * 10**6)) == 65_536
-    start = time.perf_counter()
+    start = time.process_time()
     extract_code("```" * 100_000)
-    assert time.perf_counter() - start < 0.05
+    assert time.process_time() - start < 0.05  # what others do on this machine does not count
 
 
 def test_output_is_compared_word_by_word():

@@ -103,7 +103,7 @@ def test_a_hanging_answer_is_killed_at_its_deadline(slot, body, gone):
     assert made.score("s", "good", "", {}).value == 1.0
     pid, start = made.pid, time.monotonic()
     score = made.score(*CALL)
-    assert time.monotonic() - start < 1.5
+    assert time.monotonic() - start < 15  # the shortest of them would take a minute
     assert (score.value, score.status) == (None, "timeout")
     assert "0.3 s" in score.error
     assert gone(pid)
@@ -248,17 +248,17 @@ def test_answers_of_an_async_function_are_under_way_at_once(custom):
             await asyncio.sleep(60 if solution_str == "7" else 0.2)
             return 1 / (int(solution_str) - 3)
     """
-    with Slot(custom(code), timeout_s=0.5) as made:
+    with Slot(custom(code), timeout_s=1.5) as made:
         made.prepare("any")
         pid, began = made.pid, time.monotonic()
-        scores = made.score_all(answers(16))
-        assert time.monotonic() - began < 1.5
+        scores = made.score_all(answers(50))
+        assert time.monotonic() - began < 8  # one after the other they would take 11
         assert [score.status for score in scores] == [
-            "timeout" if i == 7 else "crashed" if i == 3 else "ok" for i in range(16)
+            "timeout" if i == 7 else "crashed" if i == 3 else "ok" for i in range(50)
         ]
         assert scores[5].value == 0.5
         assert "ZeroDivisionError" in scores[3].error
-        assert "0.5 s (reward.timeout_s)" in scores[7].error
+        assert "1.5 s (reward.timeout_s)" in scores[7].error
         assert made.pid == pid
 
 

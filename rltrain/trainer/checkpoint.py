@@ -23,7 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from rltrain.errors import CheckpointError, ConfigError, DiskError
+from rltrain.errors import CheckpointError, ConfigError, DiskError, StorageError
 from rltrain.models.safe import METADATA, read_metadata
 from rltrain.storage import patiently
 from rltrain.workers.node import altered
@@ -328,6 +328,14 @@ def large_files(folder: Path) -> list[tuple[Path, str]]:
 def has_digests(folder: Path) -> bool:
     """Whether the manifest knows more of the files than their sizes."""
     return any("sha256" in entry for entry in _manifest(folder).values())
+
+
+def size_of(folder: Path) -> int:
+    """Bytes that the manifest of a checkpoint lists; 0 where it cannot be read now."""
+    try:
+        return sum(entry["bytes"] for entry in _manifest(folder).values())
+    except (OSError, ValueError, StorageError):
+        return 0
 
 
 def read_record(folder: Path) -> dict[str, Any]:

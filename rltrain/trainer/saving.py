@@ -26,7 +26,7 @@ from rltrain.trainer.archive import Archive
 from rltrain.trainer.best import Best
 from rltrain.trainer.callbacks import Callbacks
 from rltrain.trainer.card import model_card
-from rltrain.trainer.checkpoint import RunFolder
+from rltrain.trainer.checkpoint import RunFolder, size_of
 from rltrain.trainer.progress import ANSWERS, Progress, Start
 from rltrain.trainer.role_save import RoleSave
 from rltrain.trainer.roles import Critic, Policy
@@ -82,10 +82,13 @@ def missing_room(cfg: TrainerConfig, folder: Path, size: int, first_step: int, t
     return "", ""
 
 
-def free_bytes(folder: Path) -> int:
-    """Free space where ``folder`` is or will be."""
-    # A dry run asks before the run folder exists, so the nearest folder above it answers.
-    return shutil.disk_usage(next(each for each in (folder, *folder.parents) if each.is_dir())).free
+def free_bytes(folder: Path) -> float:
+    """Free space where ``folder`` is or will be; infinity where storage does not say."""
+    try:
+        # A dry run asks before the run folder exists, so the nearest folder above it answers.
+        return shutil.disk_usage(next(each for each in (folder, *folder.parents) if each.is_dir())).free
+    except OSError:  # writing finds out
+        return math.inf
 
 
 def sized(num_bytes: float) -> str:
@@ -98,10 +101,11 @@ def sized(num_bytes: float) -> str:
 
 
 def describe_room(folder: Path, size: int) -> str:
-    """How much there is and how much a checkpoint of ``size`` bytes takes."""
+    """How much there is, where that is known, and how much a checkpoint of ``size`` bytes takes."""
+    free = free_bytes(folder)
+    known = f"{folder} has {sized(free)} free and a checkpoint takes about {sized(size)}. " if free < math.inf else ""
     return (
-        f"{folder} has {sized(free_bytes(folder))} free and a checkpoint takes about {sized(size)}. "
-        "Older checkpoints are intact. "
+        f"{known}Older checkpoints are intact. "
         "Free space, or lower trainer.max_actor_ckpt_to_keep, and run the same command again."
     )
 
@@ -215,7 +219,7 @@ class Saver:
             log.warning("step %d, huggingface/: %s. The checkpoint beside it is whole.", pending.step, problem)
         self.last_step, self.seconds = pending.step, time.perf_counter() - pending.began
         # From the second save on, the size is known and no longer estimated.
-        self._bytes_needed = sum(file.stat().st_size for file in final.rglob("*") if file.is_file())
+        self._bytes_needed = size_of(final) or self._bytes_needed
         # After the new one is in place. The one that trainer.resume_from_path names stays, as the same command starts
         # from it again.
         trainer, best = self._cfg.trainer, self.best.of(self._folder.steps())

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rltrain import storage
 from rltrain.errors import DataError, DiskError, NonFiniteError, WorkerLost
 from rltrain.models.export import Export
 from rltrain.models.hashed import hashed, write_weights
@@ -239,6 +240,41 @@ def test_lines_that_cannot_be_written_wait(small_disk, caplog):
     lines.log(1000, {})
     lines.close()
     assert [line["step"] for line in read_metrics(file)] == list(range(1, 1001))
+
+
+def stale(*_, **__):
+    """As network storage whose server has forgotten the folder."""
+    raise OSError(116, "Stale file handle")
+
+
+def test_a_disk_that_says_nothing_of_its_room_is_no_traceback(tiny_trainer, folder, monkeypatch):
+    trainer = tiny_trainer()
+    saver = saver_of(trainer, folder)
+    monkeypatch.setattr(shutil, "disk_usage", stale)
+    saver.check_room(0, 1)
+    saver.save(1, trainer.progress)
+    saver.finish()
+    monkeypatch.setattr(Path, "mkdir", stale)
+    with pytest.raises(DiskError, match=r"step 2 could not be written: .*Stale file handle. Older checkpoints"):
+        saver.save(2, trainer.progress)
+    assert (saver.last_step, find_damage(folder.step_folder(1))) == (1, None)
+
+
+def test_a_checkpoint_that_is_whole_stays_one_whatever_storage_does(tiny_trainer, folder, monkeypatch):
+    trainer = tiny_trainer(trainer__max_actor_ckpt_to_keep=1)
+    saver = saver_of(trainer, folder)
+    monkeypatch.setattr(storage, "_TRIED_S", 0.0)
+    monkeypatch.setattr(storage, "_PAUSE_S", 0.01)
+    saver.save(1, trainer.progress)
+    for name in ("stat", "read_bytes"):
+        real = getattr(Path, name)
+        monkeypatch.setattr(
+            Path,
+            name,
+            lambda path, real=real, **k: stale() if folder.step_folder(1) in path.parents else real(path, **k),
+        )
+    saver.finish()
+    assert saver.last_step == 1
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import math
 import os
 import socket
 import struct
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, files
@@ -35,6 +36,7 @@ _NPU = {
 }
 # The file in which a run tells `rltrain.supervise` about itself.
 ATTEMPT = "RLTRAIN_ATTEMPT"
+WITHOUT_A_WORD = "the program has ended without a word (exit code 1)"
 # Activations come and go: their memory must not go back to the kernel each time. Waiting OpenMP threads must not spin.
 _CPU = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "1073741824", "OMP_WAIT_POLICY": "PASSIVE"}
 # A user who sets one of these for the driver means the workers too, on every node,
@@ -87,6 +89,33 @@ def tell_supervisor(**facts: Any) -> None:
     if file := os.environ.get(ATTEMPT):
         with suppress(OSError), open(file, "a") as told:
             told.write(json.dumps(facts) + "\n")
+
+
+def told_supervisor(file: str | Path) -> dict[str, Any]:
+    """What was told through ``file``; of ``pids`` the outermost program comes first."""
+    found: dict[str, Any] = {"pids": []}
+    # A line that was cut off when the program died is not whole JSON.
+    with suppress(OSError):
+        for line in Path(file).read_text(errors="replace").splitlines():
+            with suppress(ValueError):
+                found |= (facts := json.loads(line))
+                found["pids"] += [facts["pid"]] if "pid" in facts else []
+    return found
+
+
+@contextmanager
+def attempt_file() -> Iterator[str]:
+    """The file through which a command below this process tells about itself: the supervisor's, where there is one."""
+    if file := os.environ.get(ATTEMPT):
+        yield file
+        return
+    with tempfile.NamedTemporaryFile(prefix="rltrain_attempt_") as own:
+        yield own.name
+
+
+def ended_without_a_word(code: int, told: dict[str, Any]) -> bool:
+    """Whether a library has ended the program below Python, as Ray does where its own processes are gone."""
+    return bool(code == 1 and told["pids"] and not told.get("error") and "ended" not in told)
 
 
 def worker_environment(device: str, threads: int, engine: str = "hf", *, graphs: bool = False) -> dict[str, str]:

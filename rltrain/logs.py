@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from logging.handlers import MemoryHandler
 from pathlib import Path
+from typing import Any, TextIO, cast
 
 from rich.console import Console
 
@@ -48,6 +49,26 @@ class _ConsoleLines(logging.Handler):
             # Anew for each line: a program may send standard output somewhere else in the middle, as tests do.
             self.setFormatter(_Stamped(datefmt="%H:%M:%S" if console.is_terminal else "%Y-%m-%d %H:%M:%S"))
             console.print(self.format(record), style=_STYLES.get(record.levelno), markup=False, soft_wrap=True)
+
+
+class _Output:
+    """Standard output that may be full, or gone with its terminal or pipe: that ends no run, as train.log has the lines
+    too. What writes without a log line, such as a bar or a callback, goes through it as well."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 class _File(logging.FileHandler):
@@ -101,6 +122,7 @@ def session() -> Iterator[None]:
     logging.captureWarnings(True)
     for handler in (found.lines, found.file):
         root.addHandler(handler)
+    output, sys.stdout = sys.stdout, cast(TextIO, _Output(sys.stdout))
     try:
         yield
     except BaseException as error:
@@ -112,6 +134,7 @@ def session() -> Iterator[None]:
         raise
     finally:
         _session = None
+        sys.stdout = output
         logging.captureWarnings(False)
         own.setLevel(level)
         for handler in (found.lines, found.file):

@@ -5,13 +5,18 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import threading
 from collections.abc import Callable
+from contextlib import suppress
+from typing import NoReturn
 
 from rltrain.env import tell_supervisor
 from rltrain.errors import ConfigError, Interrupted, RltrainError, plain
 from rltrain.help import help_text
 from rltrain.stop import Stop, listen
 
+# What Python and packages may take to end once the run has.
+_LEAVE_S = 60
 # Hydra's flags, which users of verl know: those that name files, and others -> what to do instead.
 _NAMING = (("--config-path", "-cp"), ("--config-name", "-cn"), ("--config-dir", "-cd"))
 _HYDRA = {
@@ -28,11 +33,27 @@ def main(argv: list[str] | None = None, program: Callable[[argparse.Namespace, S
     tracking, lifeline = (sys.modules.get(f"rltrain.{name}") for name in ("trainer.tracking", "controller.lifeline"))
     # The package of a tracker that hangs would wait for it when Python ends, maybe for ever, and Ray for a Ray that is
     # gone, which it would then call a failure of its own.
+    _flush()
     if (tracking and tracking.hanging()) or (lifeline and lifeline.lost()):
-        sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(code)
     return code
+
+
+def leave(code: int) -> NoReturn:
+    """End this process, even if a thread of somebody's callback or tracker goes on for ever."""
+    late = threading.Timer(_LEAVE_S, os._exit, [code])
+    late.daemon = True
+    late.start()
+    sys.exit(code)
+
+
+def _flush() -> None:
+    """What cannot be written to a terminal or pipe that is gone is given up: Python would change the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _main(argv: list[str] | None, program: Callable[[argparse.Namespace, Stop], int]) -> int:
@@ -47,10 +68,11 @@ def _main(argv: list[str] | None, program: Callable[[argparse.Namespace, Stop], 
             if not isinstance(ours, RltrainError):
                 tell_supervisor(error=f"{type(ours).__name__}: {ours}")
                 raise
-        # What the run has printed stands above the error, also where both go to one file.
-        sys.stdout.flush()
         tell_supervisor(error=str(ours))
-        sys.stderr.write(_message(ours))
+        # What the run has printed stands above the error, also where both go to one file.
+        _flush()
+        with suppress(OSError):
+            sys.stderr.write(_message(ours))
         return ours.exit_code
 
 
@@ -93,7 +115,7 @@ def _write(text: str) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:  # a reader such as head has seen enough; nothing must be written at exit either
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _flush()
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
@@ -139,4 +161,4 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rltrain.env import ATTEMPT
+from rltrain.env import ATTEMPT, WITHOUT_A_WORD, ended_without_a_word, told_supervisor
 from rltrain.errors import ConfigError, command
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -129,9 +129,8 @@ class Supervisor:
         if code > 128 and not cause:
             with suppress(ValueError):
                 cause = f"killed by {signal.Signals(code - 128).name}"
-        elif code == 1 and told["pids"] and not cause and "ended" not in told:
-            # A library has ended the process below Python, as Ray does where its own processes are gone.
-            code, cause = _AGAIN, "the program has ended without a word (exit code 1)"
+        elif ended_without_a_word(code, told):
+            code, cause = _AGAIN, WITHOUT_A_WORD
         if code and not told["pids"] and not cause:
             cause = "the command has told the supervisor nothing"
         # A run that was killed by the signal that we have handed on has stopped as it was asked to.
@@ -197,15 +196,7 @@ class Supervisor:
                 os.kill(runs[0] if runs else self._child.pid, signal.SIGTERM if number == signal.SIGHUP else number)
 
     def _told(self) -> dict[str, Any]:
-        """What the command has told (`rltrain.env.tell_supervisor`); of ``pids`` the outermost program comes first."""
-        found: dict[str, Any] = {"pids": []}
-        # A line that was cut off when the program died is not whole JSON.
-        with suppress(OSError):
-            for line in self._file.read_text(errors="replace").splitlines():
-                with suppress(ValueError):
-                    found |= (facts := json.loads(line))
-                    found["pids"] += [facts["pid"]] if "pid" in facts else []
-        return found
+        return told_supervisor(self._file)
 
     def _step(self) -> int | None:
         if not self._folder:

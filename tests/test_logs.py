@@ -1,5 +1,6 @@
 import io
 import logging
+import os
 import subprocess
 import sys
 import warnings
@@ -107,3 +108,22 @@ def test_what_is_said_does_not_steer_the_terminal(tmp_path, capsys):
         logs.open_train_log(tmp_path)
         logging.getLogger("rltrain.rewards").warning("ValueError: no number in %s", "\x1b]0;title\x07")
     assert "\x1b" not in capsys.readouterr().out + (tmp_path / "train.log").read_text()
+
+
+@pytest.mark.fault("Standard output that is full, or a pipe whose reader is gone, ends no run")
+@pytest.mark.parametrize("output", ["/dev/full", "pipe"])
+def test_output_that_cannot_be_written_ends_nothing(tmp_path, monkeypatch, output):
+    if output == "pipe":
+        reader, writer = os.pipe()
+        os.close(reader)
+    else:
+        writer = os.open(output, os.O_WRONLY)
+    stream = io.TextIOWrapper(os.fdopen(writer, "wb", 0), write_through=True)
+    monkeypatch.setattr(sys, "stdout", stream)
+    with logs.session():
+        logs.open_train_log(tmp_path)
+        with logs.waiting("reading data"):
+            print("from a callback")
+        log.warning("hm")
+    assert sys.stdout is stream
+    assert "hm" in (tmp_path / "train.log").read_text()

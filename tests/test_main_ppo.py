@@ -89,6 +89,17 @@ def test_help_into_a_closed_pipe_is_no_traceback():
     assert done.stderr == ""
 
 
+def test_the_exit_code_is_kept_where_nothing_can_be_written():
+    done = subprocess.run(f"{sys.executable} -m rltrain.main_ppo --no-flag >/dev/full 2>&1", shell=True, check=False)
+    assert done.returncode == 2
+
+
+def test_a_thread_of_a_callback_does_not_keep_a_finished_run():
+    words = "import threading; threading.Thread(target=threading.Event().wait).start(); main_ppo.leave(3)"
+    code = f"from rltrain import main_ppo; main_ppo._LEAVE_S = 0.1; {words}"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 3
+
+
 def test_version_help_and_printed_config(capsys):
     assert main(["--version"]) == 0
     version = capsys.readouterr().out

@@ -309,10 +309,16 @@ def share(value: Any) -> ray.ObjectRef:
 def stop_ray() -> None:
     """Leave the cluster; a local one ends, also where its raylet is stopped and takes no goodbye."""
     node: Any = ray._private.worker._global_node
-    ending = threading.Timer(_GOODBYE_S, lambda: sweep(node.get_session_dir_path()))
     if node and node.head:
         # Else Ray would wait without an end.
+        ending = threading.Timer(_GOODBYE_S, lambda: sweep(node.get_session_dir_path()))
         ending.daemon = True
         ending.start()
-    ray.shutdown()
-    ending.cancel()
+        ray.shutdown()
+        ending.cancel()
+        return
+    leaving = threading.Thread(target=ray.shutdown, daemon=True)
+    leaving.start()
+    leaving.join(_GOODBYE_S)
+    if leaving.is_alive():
+        log.warning("Ray has not let this process go in %d s", _GOODBYE_S)

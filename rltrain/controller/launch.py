@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from rltrain.controller.launch_command import run_command, say
 from rltrain.controller.launch_files import announce, named_token, own_token, take_token, text, withdraw, write
 from rltrain.controller.launch_ray import dashboard, own_address, ray_start
 from rltrain.controller.launch_words import Launch, read
@@ -26,14 +26,12 @@ from rltrain.controller.nodes import (
     BEAT,
     END,
     HEAD,
-    MARK,
     STOP,
     Board,
     Node,
     answers,
     clusters_here,
     end_processes,
-    group_is_alive,
     program_of,
 )
 from rltrain.env import first_set, tell_supervisor
@@ -94,10 +92,10 @@ def stop(launch: Launch) -> int:
     if addresses and _ask_to_end(launch, addresses[0]):
         left = f"the run of {addresses[0]}, which saves; a second `stop` ends it at once"
         _wait_until(lambda: left if addresses[0] in clusters_here() else "", launch, [], left)
-        _say(f"the run of {addresses[0]} has ended")
+        say(f"the run of {addresses[0]} has ended")
         return 0
     ended = end_processes(addresses[0]) if addresses else 0
-    _say(f"ended {ended} processes" + (f" of {addresses[0]}" if ended else ": this script has started none here"))
+    say(f"ended {ended} processes" + (f" of {addresses[0]}" if ended else ": this script has started none here"))
     return 0
 
 
@@ -130,11 +128,11 @@ def _head(launch: Launch, asked: list[int]) -> int:
         board.tell_of(Node(ip, socket.gethostname(), launch.rank))
         if launch.file:
             announce(launch.file, address, token)
-        _say(f"the head answers at {address}" + (f", as {launch.file} says" if launch.file else ""))
+        say(f"the head answers at {address}" + (f", as {launch.file} says" if launch.file else ""))
         if launch.num_nodes:
             _gather(board, launch, asked)
         kept = not launch.command
-        code = _drive(board, launch, asked) if launch.command else 0
+        code = run_command(launch, board.address, asked, lambda: _heed(board, asked)) if launch.command else 0
         return code
     except ConfigError as error:
         code = error.exit_code
@@ -165,7 +163,7 @@ def _gather(board: Board, launch: Launch, asked: list[int]) -> None:
         devices = ", ".join(
             f"{each:.0f} {name}" for name in ("NPU", "GPU", "CPU") if (each := node.resources.get(name))
         )
-        _say(f"{node}: {devices}")
+        say(f"{node}: {devices}")
 
 
 def _missing(nodes: list[Node], launch: Launch) -> Iterator[str]:
@@ -192,38 +190,10 @@ def _heed(board: Board, asked: list[int]) -> None:
     """Tell the nodes that this script is alive, and hear whether one of them asks for an end."""
     board.tell(BEAT, time.monotonic())
     if not asked and (who := board.read(STOP)):
-        _say(f"{who} asks for an end")
+        say(f"{who} asks for an end")
         asked.append(signal.SIGTERM)
     elif asked and board.read(STOP) is None:
         board.tell(STOP, f"a signal on {socket.gethostname()}")
-
-
-def _drive(board: Board, launch: Launch, asked: list[int]) -> int:
-    """Run the command, hand signals on to it, and return its exit code."""
-    # Whose `python` may be another than the one that this runs with.
-    path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"
-    own = {"RAY_ADDRESS": board.address, MARK: board.address, "PATH": path}
-    own |= {"RLTRAIN_NNODES": str(launch.num_nodes)} if launch.num_nodes else {}
-    try:
-        driver = subprocess.Popen(launch.command, env=os.environ | own, start_new_session=True)
-    except OSError as error:
-        raise ConfigError(f"the command cannot be started: {error}") from error
-    handed = 0
-    # After a signal its whole group: a script that does not exec ends alone, and leaves the run behind that is saving.
-    while driver.poll() is None or (handed and group_is_alive(driver.pid)):
-        with suppress(ConnectionError):  # without its head the command ends by itself
-            _heed(board, asked)
-        for signum in asked[handed:]:
-            handed += 1
-            with suppress(ProcessLookupError):
-                os.killpg(driver.pid, signum)
-        time.sleep(_POLL_S)
-    if asked:
-        tell_supervisor(stopped=True)
-    if group_is_alive(driver.pid):
-        _say("the command has ended and left processes behind, which end now")
-    code = driver.returncode if driver.returncode >= 0 else 128 - driver.returncode
-    return 75 if handed and code == 128 + signal.SIGTERM else code
 
 
 def _finish(board: Board | None, code: int) -> None:
@@ -292,7 +262,7 @@ def _take_part(board: Board, head: dict[str, Any], here: Node, launch: Launch, a
     try:
         ray_start(launch, mark, f"--address={board.address}", f"--node-ip-address={here.address}")
         board.tell_of(here)
-        _say(f"joined {board.address} as {here.address}")
+        say(f"joined {board.address} as {here.address}")
         return _stay(board, here, asked) if launch.command else 0
     finally:
         if launch.command:
@@ -350,7 +320,7 @@ def _stay(board: Board, here: Node, asked: list[int]) -> int:
             if asked and not told and time.monotonic() - asked_at > _SAME_SIGNAL_S:
                 board.tell(STOP, str(here))
                 told = True
-                _say("asked the head to stop; a second signal leaves at once")
+                say("asked the head to stop; a second signal leaves at once")
             heard = time.monotonic()
             if now != beat:
                 beat, beat_at = now, heard
@@ -379,15 +349,9 @@ def _wait_until(missing: Callable[[], str], launch: Launch, asked: list[int], wh
         if waited >= launch.wait_s:
             raise WorkerLost(f"waited {launch.wait_s:.0f} s (WAIT_S) for {lacks}")
         if waited > say_at:
-            _say(f"waiting for {lacks} ({launch.wait_s - waited:.0f} s left)")
+            say(f"waiting for {lacks} ({launch.wait_s - waited:.0f} s left)")
             say_at += _SAY_EVERY_S
         time.sleep(_POLL_S)
-
-
-def _say(text: str) -> None:
-    """With the name of the node, as a scheduler shows the lines of all nodes together."""
-    sys.stdout.write(f"{socket.gethostname()}: {text}\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

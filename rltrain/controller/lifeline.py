@@ -12,6 +12,7 @@ lock.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import select
@@ -25,10 +26,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from rltrain.controller import sweep as sweep_module
 from rltrain.controller.hang import Deadlines
 from rltrain.controller.sweep import ORDERLY, sweep
+from rltrain.env import tell_supervisor
 from rltrain.errors import RltrainError, WorkerError, WorkerLost
 from rltrain.stacks import stacks_here
 
@@ -38,6 +41,7 @@ _CONNECT_S = 5.0
 _UNWIND_S = 15.0
 # How long the stacks of a driver that hangs may take to be written.
 _WRITE_S = 15.0
+log = logging.getLogger(__name__)
 AGAIN = "Run the same command again: it continues from the newest checkpoint."
 
 
@@ -144,6 +148,7 @@ class _Watch(threading.Thread):
         )
 
     def _exit(self, message: str) -> None:
+        tell_supervisor(error=message)
         # Neither logging nor print: the main thread may hold their locks.
         os.write(2, f"error: {message}\n".encode())
         if self.session:
@@ -234,10 +239,14 @@ def check() -> None:
 
 
 def unless_lost(function: Callable[..., Any]) -> Callable[..., None]:
-    """``function``, which calls Ray, as one that does nothing once there is nobody to answer."""
+    """``function``, which calls Ray to end something, as one that does nothing once there is nobody to answer, and
+    that leaves it at a warning where the answer is an error: why the run ends is said already."""
 
     def guarded(*args: Any, **kwargs: Any) -> None:
-        if not lost():
-            function(*args, **kwargs)
+        try:
+            if not lost():
+                function(*args, **kwargs)
+        except RayError as error:
+            log.warning("Ray does not help to end the run: %s", error)
 
     return guarded

@@ -14,10 +14,11 @@ import pytest
 
 from rltrain.controller import launch as module
 from rltrain.controller import launch_ray
+from rltrain.controller.launch_command import run_command
 from rltrain.controller.launch_files import announce, beside, own_token, take_token, withdraw, write
 from rltrain.controller.launch_words import read
 from rltrain.controller.nodes import BEAT, END, HEAD, MARK, STOP, Node, clusters_here, end_processes
-from rltrain.env import ATTEMPT
+from rltrain.env import ATTEMPT, tell_supervisor, told_supervisor
 from rltrain.errors import ConfigError, Interrupted, WorkerLost
 
 ENV = (
@@ -258,7 +259,7 @@ def test_a_request_to_end_reaches_the_run_and_waits_for_it(say, tmp_path, monkey
     launch = say("head --nodes=1 -- x")
     launch.command[:] = ["bash", "-c", SAVES]
     thread.start()
-    assert module._drive(board, launch, asked) == 75
+    assert run_command(launch, board.address, asked, lambda: module._heed(board, asked)) == 75
     assert (tmp_path / "saved").exists()
     thread.join()
     # So that no supervisor runs it again, here or on the other nodes.
@@ -273,11 +274,27 @@ def test_the_command_learns_where_ray_is_and_its_code_is_kept(say, tmp_path, mon
     launch = say("head --nodes=3 -- x")
     launch.command[:] = ["bash", "-c", "echo $RAY_ADDRESS $RLTRAIN_NNODES $(type -P python) >said; exit 7"]
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
-    assert module._drive(Paper(), launch, []) == 7
+    assert run_command(launch, Paper().address, [], lambda: None) == 7
     assert (tmp_path / "said").read_text() == f"10.0.0.1:6379 3 {Path(sys.executable).parent}/python\n"
     launch.command[:] = ["/no/such/program"]
     with pytest.raises(ConfigError, match=r"the command cannot be started: .*'/no/such/program'"):
-        module._drive(Paper(), launch, [])
+        run_command(launch, Paper().address, [], lambda: None)
+
+
+@pytest.mark.parametrize(("last", "code"), [("ended=1", 1), ("error='a bug'", 1), ("folder='run'", 75)])
+@pytest.mark.parametrize("supervised", [True, False])
+def test_a_run_that_ray_has_ended_may_be_run_again(say, tmp_path, monkeypatch, last, code, supervised):
+    if supervised:
+        monkeypatch.setenv(ATTEMPT, str(tmp_path / "told"))
+        tell_supervisor(pid=os.getpid())
+    launch = say("head --nodes=1 -- x")
+    told = (
+        f"import os; from rltrain.env import tell_supervisor as tell; tell(pid=os.getpid()); tell({last}); os._exit(1)"
+    )
+    launch.command[:] = [sys.executable, "-c", told]
+    assert run_command(launch, Paper().address, [], lambda: None) == code
+    if supervised and code == 75:
+        assert "without a word" in told_supervisor(tmp_path / "told")["error"]
 
 
 def test_ray_is_told_of_npus_and_its_words_are_shown_when_it_fails(say, monkeypatch):
@@ -354,7 +371,7 @@ def test_what_a_command_leaves_behind_is_not_waited_for(say, capsys):
     launch = say("head --nodes=1 -- x")
     launch.command[:] = ["bash", "-c", "sleep 30 & echo $! >left; exit 3"]
     started = time.monotonic()
-    assert module._drive(Paper(), launch, []) == 3
+    assert run_command(launch, Paper().address, [], lambda: None) == 3
     assert time.monotonic() - started < 20
     os.kill(int(Path("left").read_text()), signal.SIGKILL)
     assert "left processes behind" in capsys.readouterr().out

@@ -12,13 +12,14 @@ import fcntl
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import shutil
 import socket
 import stat
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -35,6 +36,8 @@ _MANIFEST, _LOCK, _RECORD = "manifest.json", "run.lock", "progress.json"
 _LARGE_BYTES = 2**22
 # Network storage may show seconds later what another node has written.
 _SEEN_S, _POLL_S = 10.0, 0.1
+# NFS keeps the lock of a client that died for a lease, which mostly is 90 s.
+_FREED_S = 120.0
 
 
 class Checkpoints:
@@ -110,6 +113,7 @@ class RunFolder(Checkpoints):
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise DiskError(f"trainer.default_local_dir={path} cannot be created: {error}") from error
+        self.pruned_at = -math.inf  # when a checkpoint was last removed
         self._lock = self._take_lock()
         # Only under the lock: before, the folder might be a save of a run that is alive.
         for leftover in self.path.glob(".tmp_*"):
@@ -129,12 +133,7 @@ class RunFolder(Checkpoints):
         except OSError as error:
             raise _unwritable(self.path, error) from error
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            owner = file.read()
-            file.close()
-            raise ConfigError(_in_use(self.path, owner)) from None
+            self._lock_patiently(file)
         except OSError as error:  # some network storage has no locks at all
             log.warning("%s cannot be locked (%s): make sure that no other run uses it", self.path, error)
         try:
@@ -146,6 +145,31 @@ class RunFolder(Checkpoints):
                 file.close()
             raise _unwritable(self.path, error) from error
         return file
+
+    def _lock_patiently(self, file: IO[str]) -> None:
+        """Raises ConfigError where a run of this host has the lock, StorageError where one of another keeps it."""
+        deadline = None
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                file.seek(0)
+                owner = file.read()
+            now, elsewhere = time.monotonic(), " on " in owner and f" on {socket.gethostname()}," not in owner
+            if not elsewhere or now > (deadline or math.inf):
+                file.close()
+                raise (StorageError if elsewhere else ConfigError)(_in_use(self.path, owner))
+            if deadline is None:
+                deadline = now + _FREED_S
+                log.warning(
+                    "%s is locked by %s: tried again for %.0f s, as network storage keeps the lock of a host that is "
+                    "gone for a while",
+                    self.path,
+                    owner,
+                    _FREED_S,
+                )
+            time.sleep(_POLL_S)
 
     def release(self) -> None:
         self._lock.close()
@@ -203,17 +227,23 @@ class RunFolder(Checkpoints):
         self._known[final] = ""
         return final
 
-    def prune(self, keep: int | None, *spare: str | Path | None) -> None:
+    def prune(
+        self, keep: int | None, *spare: str | Path | None, best: Callable[[list[int]], int | None] = lambda _: None
+    ) -> None:
         """Remove all but the newest ``keep`` checkpoints (None or less than 1: keep all).
 
-        The folders ``spare`` are never removed, nor is a damaged one, which counts as none. Raises OSError where one
+        The folders ``spare`` are never removed, nor is the ``best`` of the whole ones, nor a damaged one, which counts
+        as none. Raises OSError where one
         keeps its name; of those that have lost it, what cannot be removed is a warning.
         """
         if keep is None or keep < 1:
             return
         spared = {Path(each).expanduser().resolve() for each in spare if each}
-        for folder in [each for each in map(self.step_folder, self.steps()) if self._is_whole(each)][:-keep]:
-            if folder not in spared:
+        whole = [step for step in self.steps() if self._is_whole(self.step_folder(step))]
+        kept = best(whole)
+        for step in whole[:-keep]:
+            if (folder := self.step_folder(step)) not in spared and step != kept:
+                self.pruned_at = time.monotonic()
                 # A kill while it is removed leaves half of it, which must not have the name of a checkpoint.
                 os.rename(folder, self.path / f".tmp_old_{folder.name}_{os.getpid()}")
         _sync(self.path)

@@ -36,6 +36,8 @@ from rltrain.workers.tasks import SaveTask
 log = logging.getLogger(__name__)
 # The driver waits in short turns, and each asks.
 _LOOK_S = 1.0
+# Some storage gives back the room of what was removed a while later.
+_FREED_S = 60.0
 
 
 def checkpoint_bytes(cfg: Config, num_parameters: int, num_trained: int) -> int:
@@ -222,10 +224,9 @@ class Saver:
         self._bytes_needed = size_of(final) or self._bytes_needed
         # After the new one is in place. The one that trainer.resume_from_path names stays, as the same command starts
         # from it again.
-        trainer, best = self._cfg.trainer, self.best.of(self._folder.steps())
-        best_folder = None if best is None else self._folder.step_folder(best)
+        trainer = self._cfg.trainer
         try:
-            self._folder.prune(trainer.max_actor_ckpt_to_keep, trainer.resume_from_path, best_folder)
+            self._folder.prune(trainer.max_actor_ckpt_to_keep, trainer.resume_from_path, best=self.best.of)
         except (OSError, StorageError) as error:
             log.warning("an older checkpoint could not be removed: %s", error)
         self._news |= self._callbacks.on_save(pending.step, final)
@@ -258,7 +259,10 @@ class Saver:
             self.finish()
 
     def _begin(self, step: int, progress: Progress) -> bool:
-        if free_bytes(self._folder.path) < self._bytes_needed:
+        while free_bytes(self._folder.path) < self._bytes_needed:
+            if time.monotonic() < self._folder.pruned_at + _FREED_S:
+                time.sleep(_LOOK_S)
+                continue
             room = describe_room(self._folder.path, self._bytes_needed)
             raise DiskError(f"there is no room for the checkpoint of step {step}. {room}")
         asked, began = self._cfg.trainer.async_save, time.perf_counter()

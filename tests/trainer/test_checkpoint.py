@@ -101,6 +101,17 @@ def test_pruning_keeps_the_newest(folder):
     assert folder.steps() == [3, 10]
 
 
+def test_a_damaged_checkpoint_is_not_the_best(folder):
+    for step in (1, 2, 3, 4):
+        save(folder, step)
+    (folder.step_folder(2) / "actor" / "shard.bin").unlink()
+    saver, _ = saver_of(folder, "trainer.keep_best=m", "trainer.max_actor_ckpt_to_keep=1")
+    for step, value in enumerate((0.3, 0.9, 0.1, 0.1, 0.1), start=1):
+        saver.best.take(step, {"m": value})
+    saver.save(5, Progress())
+    assert folder.steps() == [1, 2, 5]
+
+
 def half_written(folder: RunFolder, step: int) -> tuple[Path, dict[str, str]]:
     """A save of which one of two files, that were both written, is there."""
     temporary = folder.begin_save(step)
@@ -176,6 +187,19 @@ def test_pruning_reads_no_checkpoint_twice(folder, monkeypatch):
 def test_a_second_run_in_the_same_folder_is_refused(folder):
     with pytest.raises(ConfigError, match=r"in use by pid \d+"):
         RunFolder(str(folder.path))
+
+
+def test_the_lock_of_a_host_that_is_gone_is_waited_for(folder, monkeypatch, caplog):
+    monkeypatch.setattr(checkpoint, "_FREED_S", 0.2)
+    (folder.path / "run.lock").write_text("pid 7 on elsewhere, started 2026-01-03 10:15:00")
+    with pytest.raises(StorageError, match="in use by pid 7 on elsewhere"):
+        RunFolder(str(folder.path))
+    assert caplog.text.count("is locked by pid 7 on elsewhere") == 1
+    monkeypatch.setattr(checkpoint, "_FREED_S", 30.0)
+    freed = threading.Timer(0.2, folder.release)
+    freed.start()
+    RunFolder(str(folder.path)).release()
+    freed.join()
 
 
 def test_storage_without_locks_is_used_with_a_warning(tmp_path, monkeypatch, caplog):
@@ -304,6 +328,20 @@ def test_room_is_asked_for_before_the_first_step(folder, monkeypatch, caplog):
         limited.check_room(2, 6)
     save(folder, 2)  # one of them is there already
     limited.check_room(2, 6)
+
+
+def test_room_that_comes_back_late_is_waited_for(folder, monkeypatch):
+    room = [0, 10**9, 0, 10**9, 10**9]
+    monkeypatch.setattr(saving.shutil, "disk_usage", lambda _: saving.shutil._ntuple_diskusage(10**9, 0, room.pop()))
+    monkeypatch.setattr(saving, "_LOOK_S", 0.01)
+    saver, _ = saver_of(folder, "algorithm.adv_estimator=grpo", "trainer.max_actor_ckpt_to_keep=1")
+    for step in (1, 2, 3):  # the second removes the first
+        saver.save(step, Progress())
+    assert (folder.steps(), room) == ([3], [0])
+    folder.pruned_at -= saving._FREED_S
+    room[:] = [0, 0]
+    with pytest.raises(DiskError, match="no room for the checkpoint of step 4"):
+        saver.save(4, Progress())
 
 
 def started(folder: RunFolder, *settings: str) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from rltrain.env import tell_supervisor
 from rltrain.errors import Interrupted
 
 log = logging.getLogger(__name__)
@@ -134,6 +135,7 @@ class Stop:
         os.kill(os.getpid(), signal.SIGTERM)
 
     def _give_up(self) -> None:
+        tell_supervisor(error=str(self.interrupted()))
         # Neither logging nor print: the main thread may hold their locks.
         os.write(2, f"{self.interrupted()}\n".encode())
         os._exit(self.exit_code)

@@ -1,5 +1,6 @@
 """What a signal does depends on whether something is begun."""
 
+import json
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import time
 import pytest
 
 from rltrain import stop as module
+from rltrain.env import ATTEMPT
 from rltrain.errors import Interrupted
 from rltrain.main_ppo import main
 from rltrain.stop import Stop, listen
@@ -113,6 +115,17 @@ def test_the_end_of_the_notice_ends_the_run(stop):
         time.sleep(30)
     assert caught.value.exit_code == 75
     assert time.monotonic() - started < 15
+
+
+def test_a_clean_up_that_hangs_tells_the_supervisor_why(stop, monkeypatch, tmp_path, capfd):
+    monkeypatch.setenv(ATTEMPT, str(tmp_path / "told"))
+    ended = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    stop.reached(3, 6, 2)
+    stop._give_up()
+    assert ended == [75]
+    assert json.loads((tmp_path / "told").read_text())["error"].startswith("stopped after step 3 of 6")
+    assert capfd.readouterr().err.startswith("stopped after step 3 of 6")
 
 
 def test_ray_starts_processes_that_sigusr1_does_not_end(stop):

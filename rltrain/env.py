@@ -84,8 +84,8 @@ def shipped_file(name: str) -> Path | None:
 
 
 def tell_supervisor(**facts: Any) -> None:
-    """Tell the supervisor, where there is one: ``pid``, ``folder``, ``error``, the code it has ``ended`` with, and
-    whether this node was ``stopped`` by a request from another."""
+    """Tell the supervisor, where there is one: ``pid``, ``folder``, ``error`` and whether it is ``passing`` (waiting
+    may mend it), the code it has ``ended`` with, and whether this node was ``stopped`` by a request from another."""
     if file := os.environ.get(ATTEMPT):
         with suppress(OSError), open(file, "a") as told:
             told.write(json.dumps(facts) + "\n")

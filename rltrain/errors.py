@@ -6,14 +6,15 @@ RltrainError                  exit code
 ├── RewardError               2     a reward function that is missing, wrong, or failing on most answers
 ├── CheckpointError           2     a checkpoint that is incomplete, damaged, or of another run
 ├── NonFiniteError            70    NaN or infinity in a loss, gradient or reward
-├── DiskError                 74    not enough space, or a write that failed
+├── DiskError                 74    not enough space, or a write that the system refuses
 ├── WorkerError               1     a worker raised: ours to fix, or the user's own code
 ├── SyncError                 75    the rollout engine does not have the trainer's weights: safe to run again
-├── StorageError              75    files that cannot be read now, though they may be whole: safe to run again
+├── StorageError              75    storage that does not answer now, to a read or a write: safe to run again
 ├── WorkerLost                75    a worker process or node is gone, hung or out of memory: safe to run again
 └── Interrupted               75    stopped by SIGTERM, 130 by Ctrl-C (SIGINT): not finished, the same command goes on
 """
 
+import errno
 import re
 import sys
 from collections.abc import Callable
@@ -21,6 +22,14 @@ from functools import wraps
 
 from rltrain.env import tell_supervisor
 
+# What the system says where it does not get through to storage, network storage above all. All else it says of a write,
+# such as that there is no space, would be said again.
+_NO_ANSWER = {
+    errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH,
+    errno.ENETRESET, errno.ENOTCONN, errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.ESHUTDOWN,
+    errno.EPIPE, errno.EAGAIN, errno.EINTR, errno.ENXIO, errno.ENODEV,
+    *(getattr(errno, name) for name in ("EREMOTEIO", "ECOMM", "ENOLINK") if hasattr(errno, name)),  # not on macOS
+}  # fmt: skip
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -28,6 +37,8 @@ class RltrainError(Exception):
     """Base class. ``str(error)`` is the whole message a user sees: what is wrong, where, and what to type."""
 
     exit_code = 1
+    passing = False
+    """Whether waiting may mend it."""
 
 
 class ConfigError(RltrainError):
@@ -61,7 +72,7 @@ class NonFiniteError(RltrainError):
 
 
 class DiskError(RltrainError):
-    """A file could not be written."""
+    """A file could not be written, and will not be as things are."""
 
     exit_code = 74
 
@@ -79,9 +90,10 @@ class WorkerLost(RltrainError):
 
 
 class StorageError(RltrainError):
-    """Storage does not let a file be read; nothing is known of the file itself."""
+    """Storage does not let a file be read or written; nothing is known of the file itself."""
 
     exit_code = 75
+    passing = True
 
 
 class SyncError(RltrainError):
@@ -103,6 +115,17 @@ def plain(text: str) -> str:
     return _CONTROLS.sub("\ufffd", text)
 
 
+def unwritten(what: str, cause: Exception, way_out: Callable[[], str] | None = None) -> DiskError | StorageError:
+    """The error to raise for ``what`` could not be written: of storage that does not answer, else of the disk.
+
+    way_out(): what a user shall do about the disk.
+    """
+    if isinstance(cause, StorageError) or (isinstance(cause, OSError) and cause.errno in _NO_ANSWER):
+        then = ". The storage does not answer: see to it, and run the same command again." if way_out else ""
+        return StorageError(what + then)
+    return DiskError(f"{what}. {way_out()}" if way_out else what)
+
+
 def command(main: Callable[[list[str] | None], int]) -> Callable[..., int]:
     """Decorator of a program's ``main(argv)``: an RltrainError is printed, and its exit code returned."""
 
@@ -111,7 +134,8 @@ def command(main: Callable[[list[str] | None], int]) -> Callable[..., int]:
         try:
             return main(argv)
         except RltrainError as error:
-            tell_supervisor(error=str(error))
+            # Whoever trains nothing has lost none of its workers: nodes are missing, and may come.
+            tell_supervisor(error=str(error), passing=error.passing or isinstance(error, WorkerLost))
             sys.stderr.write(plain(f"error: {error}\n"))
             return error.exit_code
 

@@ -22,6 +22,8 @@ import tempfile
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +32,17 @@ from rltrain.errors import ConfigError, command
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _AGAIN = 75
-# Waiting doubles while no step is made, up to this.
+# Waiting doubles while no checkpoint is made, up to this.
 _MAX_WAIT_S = 300.0
 # How long what the command has left behind may take to end by itself.
 _LEAVE_S = 5.0
 # What outlives even SIGKILL for so long waits in the kernel for storage or a driver.
 _LEFT_S = 60.0
 _POLL_S = 0.1
+# Storage and nodes may be away for so long: until then that is no crash loop.
+_AWAY_S = 1800.0
+# So many times --give-up ends without a new checkpoint, at whatever steps, are a crash loop too.
+_IN_VAIN = 3
 # Linux: processes whose parent has ended become children of this one, and not of the first process of the machine.
 _PR_SET_CHILD_SUBREAPER = 36
 # More than one line of metrics.
@@ -56,21 +62,28 @@ class Attempt:
     """The last that has metrics; None where no run folder is known."""
     cause: str
     """First line of the error; empty where the program has told of itself, but not of an error."""
+    checkpoint: int | None = None
+    """The newest there is; None where no run folder is known."""
+    passing: bool = False
+    """Waiting may mend the cause."""
+    uptime: float = 0.0
+    """Of the machine, when it ended."""
     then: str = ""
     """What the supervisor does about it."""
 
-    def same_as(self, other: Attempt) -> bool:
-        """Whether it got no further than another attempt, and ended by the same cause."""
+    def same_as(self, other: Attempt, place: str = "step") -> bool:
+        """Whether it got no further than another attempt (in steps or ``checkpoint``), and ended by the same cause."""
         # Pids and times differ between two ends of one cause.
         ours, theirs = (re.sub(r"\d+", "0", each.cause) for each in (self, other))
         # A node that is not the first of a launch never knows either: it ends as the head does, which judges.
         known = bool(self.cause) or self.step is not None
-        return known and (self.step, self.exit_code, ours) == (other.step, other.exit_code, theirs)
+        at, other_at = getattr(self, place), getattr(other, place)
+        return known and (at, self.exit_code, ours) == (other_at, other.exit_code, theirs)
 
 
 class Supervisor:
     """Runs ``words`` until they end for good, or ``max_restarts`` restarts are used up, or ``give_up`` attempts in a
-    row end at the same step by the same cause."""
+    row end at the same step by the same cause (or `_IN_VAIN` times as many without a new checkpoint)."""
 
     def __init__(self, words: list[str], max_restarts: int, wait_s: float, give_up: int) -> None:
         self._words, self._max_restarts, self._wait_s, self._give_up = words, max_restarts, wait_s, give_up
@@ -136,7 +149,8 @@ class Supervisor:
         # A run that was killed by the signal that we have handed on has stopped as it was asked to.
         code = _AGAIN if code == 128 + signal.SIGTERM and self._asked else code
         return Attempt(
-            len(self._attempts) + 1, started, round(time.monotonic() - clock, 1), code, self._step(), cause
+            len(self._attempts) + 1, started, round(time.monotonic() - clock, 1), code, self._step(), cause,
+            self._checkpoint(), bool(told.get("passing")), time.monotonic(),
         )  # fmt: skip
 
     def _wait_for(self, child: subprocess.Popen[bytes]) -> int:
@@ -158,19 +172,22 @@ class Supervisor:
             return "stopped: another node was asked to"
         if code != _AGAIN and (code <= 128 or code == 128 + signal.SIGINT):
             return "stopped: running it again would not help"
-        loop = self._attempts[-self._give_up :]
-        if len(loop) == self._give_up and all(last.same_as(each) for each in loop):
-            place = "before its first step" if last.step is None else f"at step {last.step}"
-            return f"stopped: it has ended {self._give_up} times {place} by the same cause, which needs mending first"
+        step = "before its first step" if last.step is None else f"at step {last.step}"
+        rules = ("step", step, self._give_up), ("checkpoint", "without a new checkpoint", _IN_VAIN * self._give_up)
+        for place, where, most in rules:
+            loop = list(takewhile(partial(last.same_as, place=place), reversed(self._attempts)))
+            if len(loop) >= most and not (last.passing and last.uptime - loop[-1].uptime < _AWAY_S):
+                return f"stopped: it has ended {len(loop)} times {where} by the same cause, which needs mending first"
         if len(self._attempts) > self._max_restarts:
             return f"stopped: {self._max_restarts} restarts are used up (--max-restarts)"
         return ""
 
     def _waiting(self) -> float:
         """Seconds until the next attempt."""
-        steps = [each.step or 0 for each in self._attempts]
+        # Steps that no checkpoint holds are made again.
+        saved = [each.checkpoint or 0 for each in self._attempts]
         in_vain = 0
-        while in_vain < len(steps) - 1 and steps[-1 - in_vain] <= max(steps[: -1 - in_vain]):
+        while in_vain < len(saved) - 1 and saved[-1 - in_vain] <= max(saved[: -1 - in_vain]):
             in_vain += 1
         return min(self._wait_s * 2**in_vain, max(self._wait_s, _MAX_WAIT_S))
 
@@ -207,6 +224,15 @@ class Supervisor:
                 with suppress(ValueError, KeyError, TypeError):
                     return int(json.loads(line)["step"])
         return 0
+
+    def _checkpoint(self) -> int | None:
+        if not self._folder:
+            return None
+        try:
+            found = [re.fullmatch(r"global_step_(\d+)", name) for name in os.listdir(self._folder)]
+        except OSError:  # as before
+            return self._attempts[-1].checkpoint if self._attempts else None
+        return max((int(match[1]) for match in found if match), default=0)
 
     def _tell(self, last: Attempt) -> None:
         code = last.exit_code
@@ -300,11 +326,11 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument(
         "--wait-s", type=_at_least(0, float), default=10.0, metavar="S",
-        help="seconds before a restart, doubled while attempts make no new step, up to 300 (10)",
+        help="seconds before a restart, doubled while attempts make no new checkpoint, up to 300 (10)",
     )  # fmt: skip
     parser.add_argument(
         "--give-up", type=_at_least(2, int), default=3, metavar="K",
-        help="stop after K ends in a row at the same step by the same cause (3)",
+        help="stop after K ends in a row at the same step by the same cause, or 3 K without a new checkpoint (3)",
     )  # fmt: skip
     options = parser.parse_args(words[:at])
     if not words[at + 1 :]:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from rltrain.env import ATTEMPT
+from rltrain.supervise import Attempt, Supervisor
 
 # A run as the supervisor sees it: it tells where it is, has metrics, and ends as `ends` says for each of its starts.
 RUN = f"""
@@ -35,7 +36,7 @@ end = ends[min(number, len(ends) - 1)]
 (folder / "metrics.jsonl").write_text(json.dumps({{"step": end.get("step", 0)}}) + "\\n")
 (folder / f"up_{{number}}").touch()
 if "error" in end:
-    tell(error=end["error"].format(pid=os.getpid()))
+    tell(error=end["error"].format(pid=os.getpid()), passing=end.get("passing", False))
 if "signal" in end:
     signal.signal(end["signal"], signal.SIG_DFL) if end["signal"] != 9 else None
     os.kill(os.getpid(), end["signal"])
@@ -132,8 +133,6 @@ def test_a_command_that_says_nothing_is_no_endless_loop(code):
     found = subprocess.run([sys.executable, "-m", "rltrain.supervise", *words], capture_output=True, text=True)
     assert found.returncode == code
     assert "ended 3 times before its first step by the same cause" in found.stderr.splitlines()[-1]
-    from rltrain.supervise import Attempt
-
     in_run, on_another_node = (Attempt(1, "", 0, code, step, "") for step in (7, None))
     assert in_run.same_as(in_run)
     assert not on_another_node.same_as(on_another_node)
@@ -147,15 +146,39 @@ def test_restarts_are_counted_and_waits_double(supervise, tmp_path):
     assert code == 75
     assert len(attempts(tmp_path)) == 4
     assert "3 restarts are used up (--max-restarts)" in said
-    from rltrain.supervise import Attempt, Supervisor
-
     found = Supervisor(["true"], 50, 10, 3)
     waits = []
-    for step in (1, 1, 1, 2, 2, None, *[0] * 9):
-        found._attempts.append(Attempt(1, "", 0, 75, step, ""))
+    for saved in (1, 1, 1, 2, 2, None, *[0] * 9):
+        found._attempts.append(Attempt(1, "", 0, 75, 100 + len(waits), "", saved))
         waits.append(found._waiting())
     assert waits[:6] == [10, 20, 40, 10, 20, 40]
     assert waits[-1] == 300
+
+
+def ends_until_given_up(*, passing=False, apart_s=100.0, steps=(7,), saved=100):
+    """How many ends by one cause it takes; what the supervisor says of the last."""
+    found = Supervisor(["true"], 50, 10, 3)
+    for number in range(50):
+        step = steps[number % len(steps)]
+        found._attempts.append(Attempt(1, "", 0, 75, step, f"rank {number} died", saved, passing, number * apart_s))
+        if said := found._verdict():
+            return number + 1, said
+    return 50, ""
+
+
+def test_what_waiting_may_mend_is_given_up_after_half_an_hour():
+    assert ends_until_given_up()[0] == 3
+    assert ends_until_given_up(passing=True)[0] == 19
+    assert ends_until_given_up(passing=True, apart_s=900.0)[0] == 3
+
+
+def test_a_crash_loop_without_a_new_checkpoint_is_seen(supervise, tmp_path):
+    count, said = ends_until_given_up(steps=(103, 117, 110, 104))
+    assert (count, "ended 9 times without a new checkpoint by the same cause" in said) == (9, True)
+    for name in ("global_step_20", "global_step_100", ".tmp_global_step_110_1"):
+        (tmp_path / name).mkdir()
+    assert ended(supervise([{"code": 75, "error": "storage", "passing": True}, {}]))[0] == 0
+    assert [(line["checkpoint"], line["passing"]) for line in attempts(tmp_path)] == [(100, True), (100, False)]
 
 
 @pytest.mark.fault("SIGTERM, Ctrl-C and a closed terminal let the run save under the supervisor too, and end it")

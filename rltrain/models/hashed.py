@@ -19,7 +19,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from rltrain.errors import DiskError
+from rltrain.errors import unwritten
 
 Digests = dict[str, str]  # path of a file -> SHA-256 of its contents, in hexadecimal
 _BUFFER = 1 << 20
@@ -121,7 +121,7 @@ class HashingWriter(FileSystemWriter):
 
 @contextmanager
 def hashed(path: Path, digests: Digests) -> Iterator[IO[bytes]]:
-    """A new file to write into, whose digest goes into ``digests``. Raises DiskError."""
+    """A new file to write into, whose digest goes into ``digests``. Raises as `unwritten` says."""
     file: HashedFile | None = None
     try:
         file = HashedFile(path)
@@ -131,7 +131,7 @@ def hashed(path: Path, digests: Digests) -> Iterator[IO[bytes]]:
         cause = (file and file.error) or error
         if not isinstance(cause, OSError):
             raise
-        raise DiskError(f"{path} could not be written: {cause.strerror or cause}") from error
+        raise unwritten(f"{path} could not be written: {cause.strerror or cause}", cause) from error
     finally:
         if file:
             file.drop()

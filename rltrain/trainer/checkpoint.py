@@ -24,7 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from rltrain.errors import CheckpointError, ConfigError, DiskError, StorageError
+from rltrain.errors import CheckpointError, ConfigError, DiskError, StorageError, unwritten
 from rltrain.models.safe import METADATA, read_metadata
 from rltrain.storage import patiently
 from rltrain.workers.node import altered
@@ -112,7 +112,7 @@ class RunFolder(Checkpoints):
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise DiskError(f"trainer.default_local_dir={path} cannot be created: {error}") from error
+            raise unwritten(f"trainer.default_local_dir={path} cannot be created: {error}", error) from error
         self.pruned_at = -math.inf  # when a checkpoint was last removed
         self._lock = self._take_lock()
         # Only under the lock: before, the folder might be a save of a run that is alive.
@@ -266,11 +266,11 @@ def _in_use(path: Path, owner: str) -> str:
     return f"{path} is in use by {by}. Wait for it, stop it, or choose another trainer.experiment_name."
 
 
-def _unwritable(path: Path, error: OSError) -> DiskError:
-    return DiskError(
-        f"nothing can be written into the run folder {path}: {error}. Make room or allow writing there, or choose "
-        "another trainer.default_local_dir, and run the same command again."
+def _unwritable(path: Path, error: OSError) -> DiskError | StorageError:
+    way_out = (
+        "Make room or allow writing there, or choose another trainer.default_local_dir, and run the same command again."
     )
+    return unwritten(f"nothing can be written into the run folder {path}: {error}", error, lambda: way_out)
 
 
 def _written(folder: Path, digests: Mapping[str, str]) -> list[Path]:

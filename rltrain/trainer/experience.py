@@ -208,5 +208,6 @@ class Experience:
         samples = Samples.join([(part, np.arange(len(part))) for part in parts])
         # Each part has numbered its groups from 0; together they must differ.
         samples.update({c.GROUP: np.arange(len(rows)).repeat(num_samples)})
-        scores = self._rewards.score("val", samples)
+        # In parts again: of all answers the reward model would take many times as long as in a step, and count as hung.
+        scores = self._rewards.score("val", samples, at_once=at_once * num_samples)
         return samples, scores, num_samples

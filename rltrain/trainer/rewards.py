@@ -59,10 +59,13 @@ class Rewards:
         """Rule rewards of answers that are about to be generated; None where scoring does not overlap generation."""
         return AnswersInScoring(self._pool.begin(split, num_samples)) if self._pool and self._overlap else None
 
-    def score(self, split: str, samples: Samples, begun: AnswersInScoring | None = None) -> dict[str, Column]:
+    def score(
+        self, split: str, samples: Samples, begun: AnswersInScoring | None = None, at_once: int | None = None
+    ) -> dict[str, Column]:
         """``score``, its parts (``rule_score``, ``model_score``, ``overlong``), failures, and ``scorer/NAME`` [n].
 
-        ``begun``: rule rewards that were begun while the answers were generated.
+        begun: rule rewards that were begun while the answers were generated. at_once: how many answers a call of the
+        reward model may have.
         """
         nothing = np.zeros(len(samples))
         found = {c.SCORE: nothing, c.REWARD_FAILED: nothing, c.REWARD_TIMEOUT: nothing}
@@ -78,7 +81,7 @@ class Rewards:
             # Kept although it may be the score itself: accuracy and the sampler ask for the rule's part.
             found[c.RULE_SCORE] = total
         if self._model:
-            found[c.MODEL_SCORE] = self._model.score(split, samples)
+            found[c.MODEL_SCORE] = self._model.score(split, samples, at_once)
             total = self._cfg.weight * found[c.MODEL_SCORE] + (self._cfg.rule_weight or 0.0) * total
         if self._cfg.reward_manager == "dapo" and self._cfg.overlong_buffer.enable:
             found[c.OVERLONG] = overlong_penalty(

@@ -21,7 +21,6 @@ from rltrain.config.step_passes import StepPasses
 from rltrain.controller.calls import Call, Stream, bind
 from rltrain.controller.group import Handle, WorkerGroup
 from rltrain.controller.samples import Request, Samples, StoredRows, whole
-from rltrain.errors import DiskError
 from rltrain.trainer import metrics as m
 from rltrain.trainer.balance import Ids, Layout
 from rltrain.trainer.lengths import ResponseLengths
@@ -208,12 +207,11 @@ class Policy(_Remote):
         return [whole(payload, columns, ids, node), whole(texts, (c.TEXT,), ids, node)]
 
     def save_answers(self, answers: Samples, file: str) -> None:
-        """Write answers that wait for a later step (`PromptLine.answers`). Raises DiskError."""
+        """Write answers that wait for a later step (`PromptLine.answers`). Raises as `errors.unwritten` says."""
         # Not every answer has a token yet.
         request = answers.request(np.arange(len(answers)), (), WRITTEN, optional=c.ANSWER)
         call = bind(roles.Rollout.save_answers, request.as_batch, file)
-        if problem := self._group.submit([call], range(1)).collect()[0]:
-            raise DiskError(f"{file}: {problem}")
+        self._group.submit([call], range(1)).collect()
 
     def load_answers(self, file: str) -> Samples:
         """Read them back."""
@@ -337,17 +335,19 @@ class RewardModel(_Remote):
     def __init__(self, group: WorkerGroup) -> None:
         super().__init__(group)
 
-    def score(self, split: str, samples: Samples) -> np.ndarray:
-        """Score per answer [n]. Texts are spread over the ranks by length."""
+    def score(self, split: str, samples: Samples, at_once: int | None = None) -> np.ndarray:
+        """Score per answer [n], so many in a call (None: all). Texts are spread over the ranks by length."""
         # The reward model has a tokenizer of its own, so the policy's lengths only estimate the work, and its workers
         # cut their micro-batches themselves.
-        shares = _deal(samples[c.PROMPT_LENGTH] + samples[c.RESPONSE_LENGTH], self._group.world)
-        calls = [
-            bind(roles.RewardModel.score, samples.request(ids, [c.TEXT], [c.ROW]).as_batch, split) for ids in shares
-        ]
+        lengths, at_once = samples[c.PROMPT_LENGTH] + samples[c.RESPONSE_LENGTH], at_once or max(1, len(samples))
         scores = np.zeros(len(samples))
-        for ids, found in zip(shares, self._group.submit(calls).collect(), strict=True):
-            scores[ids] = found
+        for first in range(0, len(samples), at_once):
+            shares = [first + ids for ids in _deal(lengths[first : first + at_once], self._group.world)]
+            calls = [
+                bind(roles.RewardModel.score, samples.request(ids, [c.TEXT], [c.ROW]).as_batch, split) for ids in shares
+            ]
+            for ids, found in zip(shares, self._group.submit(calls).collect(), strict=True):
+                scores[ids] = found
         return scores
 
 

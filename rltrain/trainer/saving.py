@@ -21,7 +21,7 @@ from pathlib import Path
 
 from rltrain.config.schema import Config
 from rltrain.config.trainer_schema import TrainerConfig
-from rltrain.errors import DiskError, StorageError
+from rltrain.errors import DiskError, StorageError, unwritten
 from rltrain.trainer.archive import Archive
 from rltrain.trainer.best import Best
 from rltrain.trainer.callbacks import Callbacks
@@ -200,7 +200,7 @@ class Saver:
                 self.finish()
 
     def finish(self) -> None:
-        """Wait for the save that is under way. Raises DiskError."""
+        """Wait for the save that is under way. Raises DiskError, or StorageError where the storage does not answer."""
         # Taken out first: whoever waits for workers polls.
         pending, self._pending = self._pending, None
         if not pending:
@@ -212,7 +212,7 @@ class Saver:
                 if self.archive:
                     self.archive.flush(pending.step)
                 final = self._folder.commit(pending.folder, pending.step, digests)
-        except DiskError:
+        except (DiskError, StorageError):
             raise
         except BaseException:  # a signal, say: the save goes on, and may be asked for again
             self._pending = pending
@@ -289,14 +289,14 @@ class Saver:
 
     @contextmanager
     def _disk_errors(self, step: int, folder: Path | None) -> Iterator[None]:
-        """What cannot be written is a DiskError that names step and room; ``folder`` is removed."""
+        """What cannot be written names the step, and a DiskError the room; ``folder`` is removed."""
         try:
             yield
-        except (OSError, DiskError) as error:
+        except (OSError, DiskError, StorageError) as error:
             if folder:
                 shutil.rmtree(folder, ignore_errors=True)
-            room = describe_room(self._folder.path, self._bytes_needed)
-            raise DiskError(f"checkpoint of step {step} could not be written: {error}. {room}") from error
+            what = f"checkpoint of step {step} could not be written: {error}"
+            raise unwritten(what, error, lambda: describe_room(self._folder.path, self._bytes_needed)) from error
 
     def load(self, start: Start) -> None:
         """Bring every role to where the run starts."""

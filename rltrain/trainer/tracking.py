@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rltrain.config.trainer_schema import LOGGERS
-from rltrain.errors import DiskError
+from rltrain.errors import unwritten
 from rltrain.storage import patiently
 from rltrain.trainer.console import Console
 from rltrain.trainer.trackers import TRACKERS, Rows, RunInfo, Sink
@@ -43,7 +43,7 @@ class JsonLines:
     """One JSON object a step. On resume the lines after the resumed step are dropped.
 
     A line that cannot be written is told once, kept, and written with a later one: that is no reason to stop training,
-    and no error on its way may be lost over it. Raises DiskError where there cannot be such a file at the start.
+    and no error on its way may be lost over it. Raises where there cannot be such a file at the start (`unwritten`).
     """
 
     def __init__(self, file: Path, resumed_step: int) -> None:
@@ -315,9 +315,8 @@ def _disk_errors(file: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise DiskError(
-            f"{file} cannot be written: {error}. Make room or allow writing there, and run the same command again."
-        ) from error
+        way_out = "Make room or allow writing there, and run the same command again."
+        raise unwritten(f"{file} cannot be written: {error}", error, lambda: way_out) from error
 
 
 def _step_of(line: str) -> int:

@@ -71,8 +71,8 @@ class Rollout(Protocol):
     def take_finished(self, wait_s: float) -> tuple[list[str], Finished]:
         """The texts that `generate` has finished since the last call. Runs beside it."""
 
-    def save_answers(self, batch: Batch, file: str) -> str:
-        """Write answers that wait for a later step (`waiting.WRITTEN` and their tokens). Returns why it cannot."""
+    def save_answers(self, batch: Batch, file: str) -> None:
+        """Write answers that wait for a later step (`waiting.WRITTEN` and their tokens)."""
 
     def load_answers(self, file: str) -> tuple[Batch, list[str], dict[str, Array]]:
         """Read them back: payload columns, the answers as text, and numbers."""

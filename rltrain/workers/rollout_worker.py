@@ -253,9 +253,9 @@ class RolloutWorker(Rollout):
         samples = np.concatenate([nothing, *(job.samples for job, _ in found)])
         return texts, Finished(places, samples, done)
 
-    def save_answers(self, batch: Batch, file: str) -> str:
+    def save_answers(self, batch: Batch, file: str) -> None:
         """See `write_answers`."""
-        return write_answers(batch, file)
+        write_answers(batch, file)
 
     def load_answers(self, file: str) -> tuple[Batch, list[str], dict[str, Array]]:
         """See `read_answers`; with the texts of the answers."""

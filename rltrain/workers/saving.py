@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from rltrain.device import DEVICES, Device
 from rltrain.env import memory_left
-from rltrain.errors import DiskError
+from rltrain.errors import unwritten
 from rltrain.models.forward import PackedModel
 from rltrain.models.hashed import Digests, HashingWriter
 from rltrain.models.state import training_state
@@ -116,8 +116,9 @@ class StateWriter:
 
 @contextmanager
 def told_as_disk_error(folder: str) -> Iterator[None]:
-    """What the system says of a file that cannot be written becomes a DiskError."""
+    """What the system says of a file that cannot be written becomes a DiskError, or a StorageError."""
     try:
         yield
     except OSError as error:
-        raise DiskError(f"{error.filename or folder} could not be written: {error.strerror or error}") from error
+        what = f"{error.filename or folder} could not be written: {error.strerror or error}"
+        raise unwritten(what, error) from error

@@ -1,6 +1,7 @@
 """Rewards in whole steps: reward model, penalties, weighted sums, scores that fail."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from rltrain.config.model_schema import OverlongBufferConfig
 from rltrain.controller.samples import Samples
 from rltrain.errors import ConfigError, RewardError
 from rltrain.stop import Stop
+from rltrain.trainer import experience
 from rltrain.trainer.rewards import overlong_penalty
 from rltrain.trainer.timing import StepTimer
 from tests.trainer.steps import (
@@ -80,6 +82,18 @@ def test_a_reward_model_alone_is_the_whole_score(make, reward_model):
     assert "rule_score" not in samples.numbers
     assert np.allclose(samples["score"], 0.5 * samples["model_score"])
     assert np.ptp(samples["score"]) > 0
+
+
+def test_a_validation_is_judged_in_parts_like_steps(make, reward_model, monkeypatch):
+    """All answers in one call would take many times as long as those of a step, and count as hung."""
+    monkeypatch.setattr(experience, "_BUSY_ENGINE", 1)
+    trainer = make(reward_model__enable=True, reward_model__model__path=reward_model)
+    steps = trainer.experience
+    steps._plan = replace(steps._plan, prompts_per_step=3, answers_per_prompt=1)
+    samples, scores, _ = steps.validation(0, Stop())
+    assert trainer.group.calls.count("RewardModel.score") == math.ceil(len(samples) / 3) > 1
+    together = trainer.rewards.score("val", samples)
+    assert np.allclose(scores["model_score"], together["model_score"], rtol=0, atol=1e-6)
 
 
 def test_the_overlong_penalty_by_hand():

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from rltrain import storage
-from rltrain.errors import DataError, DiskError, NonFiniteError, WorkerLost
+from rltrain.errors import DataError, DiskError, NonFiniteError, StorageError, WorkerLost
 from rltrain.models.export import Export
 from rltrain.models.hashed import hashed, write_weights
 from rltrain.report import read_metrics
@@ -255,7 +255,7 @@ def test_a_disk_that_says_nothing_of_its_room_is_no_traceback(tiny_trainer, fold
     saver.save(1, trainer.progress)
     saver.finish()
     monkeypatch.setattr(Path, "mkdir", stale)
-    with pytest.raises(DiskError, match=r"step 2 could not be written: .*Stale file handle. Older checkpoints"):
+    with pytest.raises(StorageError, match=r"step 2 could not be written: .*Stale file handle. The storage does not"):
         saver.save(2, trainer.progress)
     assert (saver.last_step, find_damage(folder.step_folder(1))) == (1, None)
 

@@ -6,14 +6,16 @@ by token. Prompts, pixels and texts are not written: they are made again, of the
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from rltrain import columns as c
 from rltrain.batch import Batch, DictionaryColumn
 from rltrain.data.prompts import PromptStore
+from rltrain.models.hashed import write_weights
 from rltrain.ragged import Ragged
 from rltrain.workers.results import Array
 
@@ -28,15 +30,11 @@ _LENGTHS = {c.RESPONSE: c.RESPONSE_LENGTH, c.RESPONSE_MASK: c.RESPONSE_LENGTH, c
 _DTYPES = {c.RESPONSE: torch.int32, c.RESPONSE_MASK: torch.bool, c.ROLLOUT_LOG_PROBS: torch.float32}
 
 
-def write_answers(batch: Batch, file: str) -> str:
-    """batch: `WRITTEN`, and `columns.ANSWER` where any answer has tokens. Returns what the disk says against it."""
+def write_answers(batch: Batch, file: str) -> None:
+    """batch: `WRITTEN`, and `columns.ANSWER` where any answer has tokens. Raises as `unwritten` says."""
     nothing = {name: torch.zeros(0, dtype=dtype) for name, dtype in _DTYPES.items()}
     payload = {name: batch.ragged(name).values if name in batch else nothing[name] for name in c.ANSWER}
-    try:
-        save_file(payload | {name: batch.dense(name) for name in WRITTEN}, file)
-    except (OSError, SafetensorError) as error:
-        return str(error)
-    return ""
+    write_weights(payload | {name: batch.dense(name) for name in WRITTEN}, Path(file), {})
 
 
 def read_answers(file: str, store: PromptStore, *, images: bool) -> tuple[Batch, dict[str, Array]]:

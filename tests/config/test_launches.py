@@ -111,6 +111,8 @@ def walk(stand_ins, seeing, monkeypatch, capsys):
     # Rows and reward functions are ours, so what they are like says nothing of the launch.
     monkeypatch.setattr(dry_run, "_try_reward", lambda cfg, rows, found: [])
     monkeypatch.setattr(dry_run, "_look_at", lambda cfg, rows, found: [])
+    # Nor does the memory of tiny models; tests/config/test_recipes.py foretells that of models of the real sizes.
+    monkeypatch.setattr(dry_run, "look_at_memory", lambda *_: ([], ""))
 
     def run(launch: Launch) -> str | None:
         given = [word.lstrip("+").partition("=") for word in launch.words]

@@ -172,22 +172,21 @@ def _start(
     """Workers, models, scorers and trackers of a run that has steps to make. find: another start; see `verified`."""
     cfg = loaded.config
     device = get_device(cfg.trainer.device)
-    # Rows and prompts go into the object store once. As plain arguments they would be copied per process. Pictures
-    # that a class has made go with the prompts, which alone are asked for them.
+    # Rows and prompts go into the object store once, not per process. Pictures that a class has made go with prompts.
     splits = {name: share(each.without_pictures()) for name, each in data.rows.items()}
     prompts = share(data.prompts)
     devices = logs.count(plan.num_devices, f"{device.kind.upper()} device")
     with logs.waiting(f"waiting for {devices} on {logs.count(cfg.trainer.nnodes, 'node')}"):
         placement = reserve(cfg, device)
-    # The stack unwinds in reverse order: trackers, writer, scorers and workers end before their devices are given back,
-    # and these before Ray stops.
+    # The stack unwinds in reverse: trackers, writer, scorers and workers end before their devices are given back.
     closing.callback(unless_lost(free), placement)
     threads = threads_per_worker(cfg.trainer.n_gpus_per_node)
+    polled = [stop.check]  # wherever the driver waits, for workers or for scorers
     # A scorer that does not work is better known before models are loaded.
     with logs.waiting("trying the scorers on a row of every data source"):
-        pool = start_pool(cfg, plan.num_reward_workers, splits, folder.path, deadlines, stop.check)
-    environment = _environment(cfg, device, threads)
-    group = WorkerGroup("hybrid", placement, device, threads, folder.path / "logs", stop.check, deadlines, environment)
+        pool = start_pool(cfg, plan.num_reward_workers, splits, folder.path, deadlines, partial(_ask, polled))
+    rest = (folder.path / "logs", partial(_ask, polled), deadlines, _environment(cfg, device, threads))
+    group = WorkerGroup("hybrid", placement, device, threads, *rest)
     # After an error an orderly end would wait for workers that hang.
     closing.push(lambda kind, error, where: group.stop() if error is None else group.kill())
     # With a signal that stops at once, scorers end with Ray too: an answer that is being scored would be waited for.
@@ -209,7 +208,8 @@ def _start(
     total, trained = (int(ppo.model_sizes[each]) for each in ("num_parameters", "trained_parameters"))
     log.info("%s, %s parameters, %s of them trained", workers, f"{total:,}", f"{trained:,}")
     saver = Saver(cfg, folder, ppo.actor, ppo.critic, data.rows["train"].identity(), total, trained, callbacks)
-    group.check, group.before_end = lambda: [each() for each in (saver.poll, stop.check)], saver.keep
+    polled.insert(0, saver.poll)
+    group.before_end = saver.keep
     # The size of a checkpoint follows from the weights, so it is known only now, and still before the first step.
     saver.check_room(start.step, plan.total_steps)
     with logs.waiting(f"loading {start.folder} on {workers}") if start.folder else nullcontext():
@@ -227,6 +227,11 @@ def _start(
     closing.enter_context(tracker)
     parts = (ppo, tracker, saver, Drift.of(group))
     return Trainer(cfg, plan, folder, stop, start.step, ExitStack(), *parts, owes_validation)
+
+
+def _ask(polled: Sequence[Callable[[], None]]) -> None:
+    for each in polled:
+        each()
 
 
 def _environment(cfg: Config, device: Device, threads: int) -> dict[str, str]:

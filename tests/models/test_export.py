@@ -133,6 +133,19 @@ def test_an_export_that_would_not_serve_is_named_by_its_file(source, tmp_path, f
     assert any(said in problem for problem in find_problems(out, encoder, shapes))
 
 
+@pytest.mark.parametrize("error", [ImportError("no package"), AttributeError("no attribute"), Exception("no merges")])
+def test_a_look_that_fails_in_any_way_costs_no_export(source, tmp_path, monkeypatch, error):
+    """As transformers and tokenizers raise where a model needs a package, or has a file of another version."""
+
+    def fail(*_, **__):
+        raise error
+
+    out = tmp_path / "out"
+    export(source, out)
+    monkeypatch.setattr("rltrain.models.export.load_config", fail)
+    assert f"config.json does not load: {error}" in find_problems(out, ChatEncoder(str(source)), {})
+
+
 def test_weights_under_older_names_are_no_problem(source, tmp_path):
     """As transformers writes models whose weights it has fused."""
     out = tmp_path / "out"

@@ -101,7 +101,7 @@ def _look_at_folder(loaded: LoadedConfig, rows: dict[str, Rows], plan: Plan, fou
         tell_changes(loaded, start)
     except RltrainError as error:
         found.problems.append(str(error))
-    size = checkpoint_bytes(cfg, found.num_parameters, found.num_trained)
+    size = start.size or checkpoint_bytes(cfg, found.num_parameters, found.num_trained)
     lacking, note = missing_room(cfg.trainer, run.path, size, start.step, plan.total_steps)
     found.problems += [problem for problem in (taken, lacking) if problem]
     found.notes += [note] if note else []

@@ -211,7 +211,7 @@ def _start(
     polled.insert(0, saver.poll)
     group.before_end = saver.keep
     # The size of a checkpoint follows from the weights, so it is known only now, and still before the first step.
-    saver.check_room(start.step, plan.total_steps)
+    saver.check_room(start.step, plan.total_steps, start.size)
     with logs.waiting(f"loading {start.folder} on {workers}") if start.folder else nullcontext():
         saver.load(start)
     ppo.restore(start.progress, start.folder)

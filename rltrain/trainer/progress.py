@@ -25,7 +25,7 @@ from rltrain.controller.samples import Samples
 from rltrain.errors import CheckpointError
 from rltrain.logs import count, waiting
 from rltrain.storage import patiently
-from rltrain.trainer.checkpoint import Checkpoints, has_digests, large_files, read_record
+from rltrain.trainer.checkpoint import Checkpoints, has_digests, large_files, read_record, size_of
 from rltrain.workers.node import altered
 
 log = logging.getLogger(__name__)
@@ -92,6 +92,11 @@ class Start:
     progress: Progress = field(default_factory=Progress)
     folder: Path | None = None
     weights_only: bool = False
+
+    @property
+    def size(self) -> int:
+        """Bytes of its checkpoint, as the next will have them; 0 where that is not known."""
+        return size_of(self.folder) if self.folder and not self.weights_only else 0
 
 
 def find_start(cfg: Config, run: Checkpoints, dataset: str | None, *, images: bool = True) -> Start:

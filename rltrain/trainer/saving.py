@@ -243,8 +243,11 @@ class Saver:
         except Exception as error:  # noqa: BLE001 - the error that ends the run is the one to raise
             log.warning("the checkpoint of step %d was not kept: %s", step, error)
 
-    def check_room(self, first_step: int, total_steps: int) -> None:
-        """Raise DiskError before the first step where the checkpoints that must fit do not."""
+    def check_room(self, first_step: int, total_steps: int, size: int = 0) -> None:
+        """Raise DiskError before the first step where the checkpoints that must fit do not. size: of the checkpoint
+        that the run goes on from, if it is known: the next one is as large.
+        """
+        self._bytes_needed = size or self._bytes_needed
         problem, note = missing_room(self._cfg.trainer, self._folder.path, self._bytes_needed, first_step, total_steps)
         if problem:
             raise DiskError(problem)

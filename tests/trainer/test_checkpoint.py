@@ -330,6 +330,21 @@ def test_room_is_asked_for_before_the_first_step(folder, monkeypatch, caplog):
     limited.check_room(2, 6)
 
 
+def test_a_resume_asks_for_the_room_of_its_checkpoint(folder, monkeypatch):
+    grpo = ["algorithm.adv_estimator=grpo", "trainer.max_actor_ckpt_to_keep=null"]
+    saver, cfg = saver_of(folder, *grpo)
+    saver.save(1, Progress())
+    start = find_start(cfg, folder, None)
+    files = (file for file in start.folder.iterdir() if file.name != "manifest.json")
+    assert start.size == sum(file.stat().st_size for file in files)
+    again, _ = saver_of(folder, *grpo)  # estimates 16,000 bytes
+    monkeypatch.setattr(saving.shutil, "disk_usage", lambda _: saving.shutil._ntuple_diskusage(10**9, 0, start.size))
+    again.check_room(start.step, 2, start.size)
+    with pytest.raises(DiskError, match="no room for the checkpoint of step 2"):
+        again.check_room(start.step, 2, start.size + 1)
+    assert Start(folder=start.folder, weights_only=True).size == 0
+
+
 def test_room_that_comes_back_late_is_waited_for(folder, monkeypatch):
     room = [0, 10**9, 0, 10**9, 10**9]
     monkeypatch.setattr(saving.shutil, "disk_usage", lambda _: saving.shutil._ntuple_diskusage(10**9, 0, room.pop()))

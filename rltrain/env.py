@@ -337,8 +337,9 @@ def prepare_driver(**of_workers: str) -> None:
     os.environ.setdefault("RAY_worker_niceness", "0")
     # Ray's GCS keeps a record of 100,000 calls for a dashboard that is not there: 65 kB a step in the soak.
     os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
-    # Ray starts a process a core beforehand. Ours have environments of their own, so those would serve nobody.
+    # Ray starts a process a core beforehand, which would serve nobody: ours have environments of their own.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # those behind the one that ends the run, and is told
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
 

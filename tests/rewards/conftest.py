@@ -80,6 +80,7 @@ def local_ray():
 
     started = not ray.is_initialized()
     if started:
+        os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # as `prepare_driver` does
         ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     yield ray
     if started:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import fault_table
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "rltrain"
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -118,6 +120,10 @@ def test_the_library_stays_small():
     assert lines_of_code('"""Doc."""\n\n# why\nx = 1\n') == 1
     library = [file for file in FILES if "data_preprocess" not in file.parts]
     assert sum(lines_of_code(file.read_text()) for file in library) < 24_288
+
+
+def test_every_fault_has_a_line_in_the_table_of_the_docs():
+    assert fault_table.rows(fault_table.PAGE.read_text()).keys() == fault_table.marked()
 
 
 def test_the_top_level_shows_rooms_nobody_imports_through():

@@ -8,8 +8,7 @@ from the command are the same from there on. Left out: callbacks, which run in t
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +17,7 @@ from rltrain import __version__, logs
 from rltrain.config.check import check
 from rltrain.config.effects import together, without_effect
 from rltrain.config.load import LoadedConfig, changed, load_config
-from rltrain.env import tell_supervisor
-from rltrain.errors import Interrupted, RltrainError
+from rltrain.errors import Interrupted
 from rltrain.plugin import save_object
 from rltrain.stop import Stop, listen
 
@@ -163,7 +161,7 @@ def look_over(loaded: LoadedConfig) -> list[str]:
 
 def run(loaded: LoadedConfig, notes: Sequence[str], stop: Stop, callbacks: Sequence[Any] = ()) -> None:
     """Say what is about to run and run it. Raises RltrainError, and Interrupted where ``stop`` has ended it."""
-    with logs.session(), _telling_what_passes():
+    with logs.session():
         trainer, model = loaded.config.trainer, loaded.config.actor_rollout_ref.model.path
         devices = logs.count(trainer.nnodes * trainer.n_gpus_per_node, "device")
         log.info(
@@ -181,16 +179,6 @@ def run(loaded: LoadedConfig, notes: Sequence[str], stop: Stop, callbacks: Seque
         if not finished:
             raise stop.interrupted()
         show_report(made.folder)
-
-
-@contextmanager
-def _telling_what_passes() -> Iterator[None]:
-    """The supervisor is told where an error of the block is one that waiting may mend."""
-    try:
-        yield
-    except RltrainError as error:
-        tell_supervisor(passing=error.passing)
-        raise
 
 
 def _folder(loaded: LoadedConfig) -> Path:

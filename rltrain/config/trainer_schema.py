@@ -68,7 +68,8 @@ class TrainerConfig:
     patience: int | None = key(None, least=1, only_with=_BY_METRIC)
     """Stop after so many validations in a row without a better keep_best; null: never."""
     resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
-    """auto (the newest checkpoint in the run folder), disable, or resume_path."""
+    """auto (the newest checkpoint in the run folder), disable, or resume_path. The other two hold for the first
+    start: the same command then goes on from the newest checkpoint of its own folder."""
     resume_from_path: str | None = key(None, only_with="resume_mode=resume_path")
     """Checkpoint folder (global_step_N) for resume_mode=resume_path."""
     resume_weights_only: bool = False

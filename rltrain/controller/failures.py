@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -118,8 +119,10 @@ def _last_words(death: str) -> str:
     """What a process of this node, whose death Ray tells, has written to stderr: C++ ends it where it has no memory."""
     pid, address = (re.search(rf"^\s*{name}: (\S+)$", death, re.MULTILINE) for name in ("pid", "ip"))
     if pid and address and address[1] == ray.util.get_node_ip_address():
-        for file in Path(ray_logs()).glob(f"worker-*-{pid[1]}.err"):
-            return file.read_bytes()[-_WORDS_BYTES:].decode(errors="replace")
+        for path in Path(ray_logs()).glob(f"worker-*-{pid[1]}.err"):
+            with suppress(OSError), open(path, "rb") as file:
+                file.seek(max(0, path.stat().st_size - _WORDS_BYTES))
+                return file.read().decode(errors="replace")
     return ""
 
 

@@ -233,8 +233,7 @@ class RunFolder(Checkpoints):
         """Remove all but the newest ``keep`` checkpoints (None or less than 1: keep all).
 
         The folders ``spare`` are never removed, nor is the ``best`` of the whole ones, nor a damaged one, which counts
-        as none. Raises OSError where one
-        keeps its name; of those that have lost it, what cannot be removed is a warning.
+        as none. Raises OSError where one keeps its name; what cannot be removed of those that have lost it is told.
         """
         if keep is None or keep < 1:
             return

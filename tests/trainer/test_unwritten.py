@@ -6,9 +6,9 @@ import pickle
 
 import pytest
 
-from rltrain import api
-from rltrain.env import ATTEMPT, tell_supervisor
+from rltrain.env import ATTEMPT
 from rltrain.errors import DiskError, StorageError, WorkerLost, command, unwritten
+from rltrain.main_ppo import main
 from rltrain.models.hashed import hashed
 from rltrain.supervise import Supervisor
 from rltrain.trainer.checkpoint import RunFolder
@@ -67,8 +67,10 @@ def test_the_supervisor_is_told_what_waiting_may_mend(tmp_path, monkeypatch):
     assert ends(unwritten("x", OSError(errno.EIO, "")))
     assert ends(WorkerLost("waited 600 s (WAIT_S) for a node"))
     assert not ends(DiskError("full"))
-    found._file.write_text("")
-    with pytest.raises(StorageError), api._telling_what_passes():
+
+    def fails(arguments, stop):
         raise StorageError("manifest.json cannot be read")
-    tell_supervisor(error="manifest.json cannot be read")
+
+    found._file.write_text("")
+    assert main([], fails) == 75
     assert found._told()["passing"]

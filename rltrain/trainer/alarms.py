@@ -76,8 +76,10 @@ class Alarms:
     def restore(self, metrics: Metrics) -> None:
         """Go on from the step that had ``metrics``."""
         self._equal_steps = int(metrics.get("reward/equal_steps", 0))
+        for role in ("actor", "critic"):
+            self._skipped_in_a_row[role] = int(metrics.get(f"{role}/skipped_in_a_row", 0))
 
-    def skipped(self, role: str, metrics: Metrics) -> None:
+    def skipped(self, role: str, metrics: Metrics) -> Metrics:
         """Stop when ``role`` had to skip an optimizer step in three steps in a row."""
         # Per role, because a critic that never learns would hide behind an actor that does.
         self._skipped_in_a_row[role] = self._skipped_in_a_row[role] + 1 if metrics[f"{role}/steps_skipped"] else 0
@@ -86,3 +88,4 @@ class Alarms:
                 f"{role}: {_MOST_SKIPPED_STEPS} steps in a row had a loss or gradient that is not finite; stopping in "
                 "spite of trainer.on_nonfinite=skip. Lower its optim.lr and resume from the newest checkpoint."
             )
+        return {f"{role}/skipped_in_a_row": float(self._skipped_in_a_row[role])}

@@ -216,7 +216,7 @@ class PPOTrainer:
         record.layouts["update_actor"] = layout
         # What the update's own forward has measured joins what the old_log_prob pass did; no sample is in both.
         record.measured = join([record.measured, join(each.measured for each in results)])
-        self._alarms.skipped("actor", record.metrics)
+        record.metrics |= self._alarms.skipped("actor", record.metrics)
 
     def _update_critic(self, critic: Critic, samples: Samples, record: StepRecord) -> None:
         plan, cfg, step = self.plan, self.cfg.critic, record.step
@@ -232,7 +232,7 @@ class PPOTrainer:
         record.metrics |= m.update_metrics(results, np.array([count.tokens for count in counts]), "critic")
         record.layouts["update_critic"] = layout
         record.metrics["critic/lr"] = rate
-        self._alarms.skipped("critic", record.metrics)
+        record.metrics |= self._alarms.skipped("critic", record.metrics)
 
     def _report(self, samples: Samples, timer: StepTimer, record: StepRecord) -> Metrics:
         """The metrics of the step, to the archive and the callbacks too."""

@@ -1,5 +1,8 @@
 """The critic in whole steps."""
 
+import dataclasses
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -73,12 +76,20 @@ def test_a_critic_may_start_from_a_reward_model(make, reward_model):
     assert torch.equal(found[-16:], load_file(reward_model / "model.safetensors")["score.weight"].flatten())
 
 
-def test_a_critic_that_is_never_finite_stops_the_run(make):
-    trainer = make(**{ESTIMATOR: "gae"}, trainer__on_nonfinite="skip")
-    with torch.no_grad():
-        trainer.worker.critic.model.score.weight.to_local().fill_(float("nan"))
-    trainer.actor.update = lambda *arguments, **named: [UpdateNumbers(np.zeros(1), np.zeros(1))]
-    trainer.step(1)
-    trainer.step(2)
-    with pytest.raises(NonFiniteError, match="critic: 3 steps in a row"):
-        trainer.step(3)
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_critic_that_is_never_finite_stops_the_run(make, resumed):
+    """Also where every step is made by another start of the command."""
+    progress = Progress()
+    for step in (1, 2, 3):
+        if step == 1 or resumed:
+            trainer = make(**{ESTIMATOR: "gae"}, trainer__on_nonfinite="skip")
+            with torch.no_grad():
+                trainer.worker.critic.model.score.weight.to_local().fill_(float("nan"))
+            trainer.actor.update = lambda *arguments, **named: [UpdateNumbers(np.zeros(1), np.zeros(1))]
+            trainer.restore(dataclasses.replace(progress, metrics=json.loads(json.dumps(progress.metrics))))
+        if step == 3:
+            with pytest.raises(NonFiniteError, match="critic: 3 steps in a row"):
+                trainer.step(step)
+        else:
+            assert trainer.step(step)["critic/skipped_in_a_row"] == step
+            progress = trainer.progress

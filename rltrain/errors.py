@@ -11,6 +11,7 @@ RltrainError                  exit code
 ├── SyncError                 75    the rollout engine does not have the trainer's weights: safe to run again
 ├── StorageError              75    storage that does not answer now, to a read or a write: safe to run again
 ├── WorkerLost                75    a worker process or node is gone, hung or out of memory: safe to run again
+│   └── NodesMissing          75    nodes or devices that were waited for in vain: they may come
 └── Interrupted               75    stopped by SIGTERM, 130 by Ctrl-C (SIGINT): not finished, the same command goes on
 """
 
@@ -89,6 +90,12 @@ class WorkerLost(RltrainError):
     exit_code = 75
 
 
+class NodesMissing(WorkerLost):
+    """Nodes or devices are not there, or not yet."""
+
+    passing = True
+
+
 class StorageError(RltrainError):
     """Storage does not let a file be read or written; nothing is known of the file itself."""
 
@@ -134,8 +141,7 @@ def command(main: Callable[[list[str] | None], int]) -> Callable[..., int]:
         try:
             return main(argv)
         except RltrainError as error:
-            # Whoever trains nothing has lost none of its workers: nodes are missing, and may come.
-            tell_supervisor(error=str(error), passing=error.passing or isinstance(error, WorkerLost))
+            tell_supervisor(error=str(error), passing=error.passing)
             sys.stderr.write(plain(f"error: {error}\n"))
             return error.exit_code
 

@@ -31,7 +31,7 @@ from rltrain.controller.launch_files import own_token
 from rltrain.controller.sweep import sweep
 from rltrain.device import Device
 from rltrain.env import first_set, prepare_driver, ray_address, shipped, use_token
-from rltrain.errors import ConfigError, WorkerLost
+from rltrain.errors import ConfigError, NodesMissing, WorkerLost
 from rltrain.logs import count
 
 log = logging.getLogger(__name__)
@@ -222,7 +222,7 @@ def free(groups: list[PlacementGroup]) -> None:
 
 
 def reserve(cfg: Config, device: Device) -> list[PlacementGroup]:
-    """Reserve one placement group per node, with one bundle per device. Raises WorkerLost when they do not come up.
+    """Reserve one placement group per node, with one bundle per device. Raises NodesMissing when they do not come up.
 
     A local Ray that lacks devices is a ConfigError at once. In a cluster, nodes may still join.
     """
@@ -255,7 +255,7 @@ def _wait_for(groups: list[PlacementGroup], cfg: Config, name: str) -> None:
         _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=_POLL_S)
         lifeline.check()
     if waiting:
-        raise WorkerLost(
+        raise NodesMissing(
             f"{len(waiting)} of {count(nnodes, 'node')} with {per_node} free {name} slots each did not come up "
             f"in {_RESERVE_TIMEOUT_S} s: {_lacking(len(waiting), cfg, name)}. "
             "Check trainer.nnodes and trainer.n_gpus_per_node, or start the missing nodes."

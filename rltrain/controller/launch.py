@@ -35,7 +35,7 @@ from rltrain.controller.nodes import (
     program_of,
 )
 from rltrain.env import first_set, tell_supervisor
-from rltrain.errors import ConfigError, DiskError, Interrupted, WorkerLost, command
+from rltrain.errors import ConfigError, DiskError, Interrupted, NodesMissing, command
 from rltrain.logs import count
 from rltrain.stop import listed_signals
 from rltrain.versions import fingerprint, unlike
@@ -73,7 +73,7 @@ def _run(argv: list[str] | None) -> int:
             tell_supervisor(pid=os.getpid())
             return (_head if launch.role == "head" else _worker)(launch, asked)
     except ConnectionError as error:
-        raise WorkerLost(f"the head is gone: {error}. Run the same on all nodes again.") from error
+        raise NodesMissing(f"the head is gone: {error}. Run the same on all nodes again.") from error
     except OSError as error:
         raise DiskError(str(error)) from error
 
@@ -340,14 +340,14 @@ def _stay(board: Board, here: Node, asked: list[int]) -> int:
 
 
 def _wait_until(missing: Callable[[], str], launch: Launch, asked: list[int], what: str) -> None:
-    """Poll until `missing` has nothing to say. Raises WorkerLost with what it says when the time is over."""
+    """Poll until `missing` has nothing to say. Raises NodesMissing with what it says when the time is over."""
     started, say_at = time.monotonic(), 2.0
     while lacks := missing():
         waited = time.monotonic() - started
         if asked:
             raise Interrupted(f"stopped while waiting for {what}", 75)
         if waited >= launch.wait_s:
-            raise WorkerLost(f"waited {launch.wait_s:.0f} s (WAIT_S) for {lacks}")
+            raise NodesMissing(f"waited {launch.wait_s:.0f} s (WAIT_S) for {lacks}")
         if waited > say_at:
             say(f"waiting for {lacks} ({launch.wait_s - waited:.0f} s left)")
             say_at += _SAY_EVERY_S

@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from rltrain.env import ATTEMPT
-from rltrain.errors import DiskError, StorageError, WorkerLost, command, unwritten
+from rltrain.errors import DiskError, NodesMissing, StorageError, WorkerLost, command, unwritten
 from rltrain.main_ppo import main
 from rltrain.models.hashed import hashed
 from rltrain.supervise import Supervisor
@@ -65,8 +65,9 @@ def test_the_supervisor_is_told_what_waiting_may_mend(tmp_path, monkeypatch):
         return found._told()["passing"]
 
     assert ends(unwritten("x", OSError(errno.EIO, "")))
-    assert ends(WorkerLost("waited 600 s (WAIT_S) for a node"))
+    assert ends(NodesMissing("waited 600 s (WAIT_S) for a node"))
     assert not ends(DiskError("full"))
+    assert not ends(WorkerLost("rank 0 died"))
 
     def fails(arguments, stop):
         raise StorageError("manifest.json cannot be read")

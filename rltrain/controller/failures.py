@@ -23,9 +23,10 @@ from rltrain.errors import RltrainError, WorkerError, WorkerLost
 _DEATH, _CAUSE, _SYMPTOM = 0, 1, 2
 LOST = (ray.exceptions.ActorDiedError, ray.exceptions.ActorUnavailableError)
 _SYMPTOMS = ("gloo", "nccl", "hccl", "connection closed", "connection reset", "broken pipe")
-# As Ray, glibc, torch and C++ say it.
+# As Ray, glibc, torch, Python and C++ say it.
 _NO_HOST_MEMORY = (
-    "low on memory", "cannot allocate memory", "can't allocate memory", "not enough memory", "bad_alloc", "mmap error",
+    "low on memory", "cannot allocate memory", "can't allocate memory", "not enough memory", "memoryerror", "bad_alloc",
+    "mmap error",
 )  # fmt: skip
 _COLOUR = re.compile(r"\x1b\[\d*m")
 # After the first error, how long to listen for the error that caused it.
@@ -33,7 +34,7 @@ _ROOT_CAUSE_S = 3.0
 # How long Ray may take to see that a node is gone when its processes are.
 _NODE_S = 5.0
 # Of what a process said before its death.
-_WORDS_BYTES = 2000
+_WORDS_BYTES = 64 << 10
 # How long the watch of this node's Ray may take to notice that the death of workers is its own.
 _NOTICE_S = 0.5
 

@@ -267,6 +267,24 @@ def test_a_full_host_is_told_apart_from_a_full_device(words, died):
     assert "ppo_max_token_len_per_gpu" not in str(found)
 
 
+@pytest.mark.long
+@pytest.mark.fault("A worker that dies because its host has no memory, even for an error, is told as such")
+@pytest.mark.parametrize("words", ["terminate called after throwing an instance of 'std::bad_alloc'", "MemoryError"])
+def test_a_process_that_dies_of_no_memory_is_told_by_its_last_words(words):
+    class Dying:
+        def run(self):
+            # Packages add what they find when a process ends.
+            os.write(2, f"{words}\n{'leaked a type' * 300}\n".encode())
+            os.kill(os.getpid(), signal.SIGABRT)
+
+    dying = ray.remote(num_cpus=0)(Dying).remote()
+    with pytest.raises(ray.exceptions.ActorDiedError) as died:
+        ray.get(dying.run.remote())
+    found = explain({0: died.value}, lambda ranks: f"ranks {ranks}", lambda seconds: ([], ""))
+    assert isinstance(found, WorkerLost)
+    assert "ranks [0]: the host has no memory left: " in str(found)
+
+
 @pytest.mark.fault("Data that was on a node which is gone ends the run as lost, exit 75")
 def test_an_object_whose_owner_is_gone_is_a_lost_worker(group):
     class Owner:

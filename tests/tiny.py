@@ -30,11 +30,13 @@ def save_tiny_tokenizer(folder: Path, template: str = TEMPLATE) -> None:
     fast.save_pretrained(folder)
 
 
-def save_tiny_model(folder: Path, seed: int = 0, heads: int = 2, kv_heads: int = 1, positions: int = 128) -> Path:
+def save_tiny_model(
+    folder: Path, seed: int = 0, heads: int = 2, kv_heads: int = 1, positions: int = 128, width: int = 32
+) -> Path:
     """A random two-layer Qwen3 over the tiny tokenizer."""
     save_tiny_tokenizer(folder)
     config = Qwen3Config(
-        vocab_size=len(CHARACTERS) + len(SPECIALS), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        vocab_size=len(CHARACTERS) + len(SPECIALS), hidden_size=width, intermediate_size=2 * width, num_hidden_layers=2,
         num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=32, max_position_embeddings=positions,
         tie_word_embeddings=True, eos_token_id=1, pad_token_id=0, bos_token_id=None, initializer_range=0.2,
     )  # fmt: skip

@@ -7,8 +7,11 @@ from pathlib import Path
 
 from rltrain.report import read_metrics
 
+# What a run may take to start or to end beside others, where no time is promised. Alone it takes a tenth of it.
+PATIENCE_S = 240
 
-def wait_until(found: Callable[[], object], limit_s: float = 90) -> bool:
+
+def wait_until(found: Callable[[], object], limit_s: float = PATIENCE_S) -> bool:
     """Whether ``found()`` is true within the time; asked every 50 ms."""
     deadline = time.monotonic() + limit_s
     while not (value := found()) and time.monotonic() < deadline:
@@ -16,7 +19,7 @@ def wait_until(found: Callable[[], object], limit_s: float = 90) -> bool:
     return bool(value)
 
 
-def wait_for_step(folder: Path, step: int, process: subprocess.Popen, limit_s: float = 90) -> None:
+def wait_for_step(folder: Path, step: int, process: subprocess.Popen, limit_s: float = PATIENCE_S) -> None:
     """Return once metrics.jsonl has that step; raises with what the run says where it does not come."""
 
     def come() -> bool:
@@ -109,6 +112,9 @@ class Trap:
     }
     # Of vLLM: the process that looks at the model's class while the engine starts, and the loop of its steps.
     ENGINE = {"vllm_start": ("models/registry.py", "_run"), "vllm_generate": ("rollout/vllm.py", "generate")}  # noqa: RUF012
+
+    # What "memory" needs: one heap, and large blocks that are asked of the kernel each by itself.
+    MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(3 << 19)}  # noqa: RUF012 - read only
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

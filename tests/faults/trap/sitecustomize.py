@@ -5,6 +5,7 @@ changed while the processes run. The first process that is found in that functio
 sends itself the signal, or gets no more memory from the kernel. Nothing of what runs is replaced.
 """
 
+import ctypes
 import os
 import resource
 import sys
@@ -12,10 +13,28 @@ import threading
 import time
 from pathlib import Path
 
+# Bytes; `Trap.MALLOC` has the first too.
+_LARGE, _SMALL = 3 << 19, 5 << 18
+
+
+def _starve() -> None:
+    """From now on the kernel gives nothing, and what large blocks the heap has are taken. Some small ones are left:
+    of a tensor that does not fit Ray makes a message, for which it needs up to a MiB at once."""
+    libc = ctypes.PyDLL(None)
+    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    libc.free.argtypes = [ctypes.c_void_p]
+    # Behind each small block a tiny one stays, so that they do not become a large one.
+    kept = [(libc.malloc(_SMALL), libc.malloc(1024)) for _ in range(16)]
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 20, 1 << 20))  # less than it has
+    while libc.malloc(_LARGE):
+        pass
+    for small, _ in kept:
+        libc.free(small)
+
 
 def _hurt(how: str) -> None:
     if how == "memory":
-        resource.setrlimit(resource.RLIMIT_AS, (1 << 20, 1 << 20))  # less than it has
+        _starve()
     else:
         os.kill(os.getpid(), int(how))
 

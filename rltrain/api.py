@@ -17,7 +17,7 @@ from rltrain import __version__, logs
 from rltrain.config.check import check
 from rltrain.config.effects import together, without_effect
 from rltrain.config.load import LoadedConfig, changed, load_config
-from rltrain.errors import Interrupted
+from rltrain.errors import Interrupted, RltrainError
 from rltrain.plugin import save_object
 from rltrain.stop import Stop, listen
 
@@ -178,7 +178,10 @@ def run(loaded: LoadedConfig, notes: Sequence[str], stop: Stop, callbacks: Seque
         # error.
         if not finished:
             raise stop.interrupted()
-        show_report(made.folder)
+        try:
+            show_report(made.folder)
+        except (RltrainError, OSError) as error:  # the run has got to its end all the same
+            log.warning("the report of the run cannot be shown: %s", error)
 
 
 def _folder(loaded: LoadedConfig) -> Path:

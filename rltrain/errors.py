@@ -31,6 +31,14 @@ _NO_ANSWER = {
     errno.EPIPE, errno.EAGAIN, errno.EINTR, errno.ENXIO, errno.ENODEV,
     *(getattr(errno, name) for name in ("EREMOTEIO", "ECOMM", "ENOLINK") if hasattr(errno, name)),  # not on macOS
 }  # fmt: skip
+# Of these no socket and no process ever speaks; of those below it is a file where they name one.
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG}
+_NOT_GIVEN = {errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR}
+# As Ray, the C library, torch, Python, C++, the loader of libraries and Pillow say it.
+_NO_HOST_MEMORY = (
+    "low on memory", "cannot allocate memory", "can't allocate memory", "not enough memory", "memoryerror", "bad_alloc",
+    "mmap error", "failed to map segment", "out of memory error when reading",
+)  # fmt: skip
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -122,7 +130,7 @@ def plain(text: str) -> str:
     return _CONTROLS.sub("\ufffd", text)
 
 
-def unwritten(what: str, cause: Exception, way_out: Callable[[], str] | None = None) -> DiskError | StorageError:
+def unwritten(what: str, cause: BaseException, way_out: Callable[[], str] | None = None) -> DiskError | StorageError:
     """The error to raise of a file that could not be written, as ``what`` says: StorageError where storage is away.
 
     way_out(): what a user shall do about the disk.
@@ -133,14 +141,60 @@ def unwritten(what: str, cause: Exception, way_out: Callable[[], str] | None = N
     return DiskError(f"{what}. {way_out()}" if way_out else what)
 
 
+def lacks_memory(error: BaseException, said: str = "") -> bool:
+    """Whether a host, and not a device, has had no memory for what has failed. said: what else is known of it."""
+    text = f"{error} {said}".lower()
+    return isinstance(error, MemoryError) or any(words in text for words in _NO_HOST_MEMORY)
+
+
+def no_memory(told: str) -> str:
+    """The beginning of a sentence about a host that has no memory left."""
+    return f"the host has no memory left: {told}. Give it (or the container) more, end other programs there"
+
+
+def of_host(error: BaseException) -> RltrainError | None:
+    """The error to tell where this host has no memory left, or its storage gives no answer: what was read may be as it
+    should. None of any other."""
+    number = error.errno if isinstance(error, OSError) else None
+    if isinstance(error, RltrainError):
+        return None
+    if lacks_memory(error):
+        limit = "or raise its limit (ulimit -v), and run the same command again."
+        return WorkerLost(f"{no_memory(first_line(error).rstrip('.'))}, {limit}")
+    if number in (errno.EIO, errno.ESTALE) or (number in _NO_ANSWER and _names_file(error)):
+        return unwritten(first_line(error), error, lambda: "")
+    return None
+
+
+def of_system(error: BaseException) -> RltrainError | None:
+    """`of_host`, and the error to tell where the system refuses a file."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number in _FULL or (number in _NOT_GIVEN and _names_file(error)):
+        return DiskError(f"{first_line(error)}. Mend that, and run the same command again.")
+    return of_host(error)
+
+
+def _names_file(error: BaseException) -> bool:
+    return getattr(error, "filename", None) is not None
+
+
+def first_line(error: BaseException) -> str:
+    """Of its text; the name of its type where it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].strip()
+
+
 def command(main: Callable[[list[str] | None], int]) -> Callable[..., int]:
-    """Decorator of a program's ``main(argv)``: an RltrainError is printed, and its exit code returned."""
+    """Decorator of a program's ``main(argv)``: an RltrainError is printed, and its exit code returned; so is what
+    `of_system` makes of another."""
 
     @wraps(main)
     def guarded(argv: list[str] | None = None) -> int:
         try:
             return main(argv)
-        except RltrainError as error:
+        except Exception as found:
+            error = found if isinstance(found, RltrainError) else of_system(found)
+            if not error:
+                raise
             tell_supervisor(error=str(error), passing=error.passing)
             sys.stderr.write(plain(f"error: {error}\n"))
             return error.exit_code

@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from rltrain.env import tell_supervisor
-from rltrain.errors import ConfigError, Interrupted, RltrainError, plain
+from rltrain.errors import ConfigError, Interrupted, RltrainError, of_system, plain
 from rltrain.help import help_text
 from rltrain.stop import Stop, listen
 
@@ -64,7 +64,7 @@ def _main(argv: list[str] | None, program: Callable[[argparse.Namespace, Stop], 
             return program(_parse(sys.argv[1:] if argv is None else argv), stop)
         except BaseException as error:
             # Ray makes errors of its own of what a signal handler raises.
-            ours = stop.interrupted() if stop.at_once else error
+            ours = stop.interrupted() if stop.at_once else of_system(error) or error
             if not isinstance(ours, RltrainError):
                 tell_supervisor(error=f"{type(ours).__name__}: {ours}")
                 raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from rich.table import Table
 
 from rltrain.errors import DataError, command
 from rltrain.logs import console, count
+from rltrain.storage import json_lines
 
 PHASES = (
     "generate_sequences", "reshard", "gen", "gen_max", "reward", "old_log_prob", "ref", "values", "adv",
@@ -32,12 +32,13 @@ ROWS = [
 
 
 def read_metrics(run: Path | str) -> list[dict[str, Any]]:
-    """All lines of a run's metrics.jsonl, in order."""
+    """All lines of a run's metrics.jsonl, in order. Raises DataError where there is none, StorageError where it
+    cannot be read."""
     run = Path(run)
     file = run / "metrics.jsonl" if run.is_dir() else run
     if not file.is_file():
         raise DataError(f"{file} does not exist. Give the run folder (trainer.default_local_dir).")
-    return [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
+    return json_lines(file)
 
 
 def _summary(lines: list[dict[str, Any]]) -> tuple[str, list[tuple[str, str, float, float, int, float | None]]]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rltrain.errors import StorageError
 
@@ -17,7 +20,7 @@ def patiently(path: Path, read: Callable[[], T]) -> T:
     """What ``read`` returns, which looks at ``path``; tried again for seconds where storage fails.
 
     Raises StorageError where it does not come back. That something is not there, or is a folder, is an answer and no
-    failure: these OSErrors are raised as they are.
+    failure: these OSErrors are raised as they are, and so are those without a number.
     """
     deadline = 0.0
     while True:
@@ -26,12 +29,32 @@ def patiently(path: Path, read: Callable[[], T]) -> T:
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             raise
         except OSError as error:
+            if error.errno is None:  # no word of the system: a library has read something that it cannot use
+                raise
             # Counted from the first failure, as reading itself may take long.
             deadline = deadline or time.monotonic() + _TRIED_S
             if time.monotonic() > deadline:
                 raise StorageError(
                     f"{path} cannot be read: {error.strerror or error}. That is no damage to pass over: see to the "
-                    "storage (or its permissions) and run the same command again. If the file itself is lost, move "
-                    "its checkpoint folder away."
+                    "storage (or its permissions) and run the same command again. If a file of a checkpoint is lost "
+                    "for good, move the checkpoint's folder away."
                 ) from error
         time.sleep(_PAUSE_S)
+
+
+def json_lines(file: Path) -> list[dict[str, Any]]:
+    """The objects of a file with one on each line, none where it is not there. Lines that a kill has cut off are passed
+    over. Raises StorageError."""
+    found = []
+    for line in lines_of(file):
+        with suppress(ValueError):
+            found.append(json.loads(line))
+    return [each for each in found if isinstance(each, dict)]
+
+
+def lines_of(file: Path) -> list[str]:
+    """The lines of a file, none where it is not there. Raises StorageError, and OSError for what is no file."""
+    try:
+        return patiently(file, partial(file.read_text, errors="replace")).splitlines()
+    except FileNotFoundError:
+        return []

@@ -18,16 +18,11 @@ from rltrain.controller.cluster import lost_node, ray_logs
 from rltrain.controller.lifeline import AGAIN
 from rltrain.controller.lifeline import lost as ray_lost
 from rltrain.env import shipped
-from rltrain.errors import RltrainError, WorkerError, WorkerLost
+from rltrain.errors import RltrainError, WorkerError, WorkerLost, first_line, lacks_memory, no_memory
 
 _DEATH, _CAUSE, _SYMPTOM = 0, 1, 2
 LOST = (ray.exceptions.ActorDiedError, ray.exceptions.ActorUnavailableError)
 _SYMPTOMS = ("gloo", "nccl", "hccl", "connection closed", "connection reset", "broken pipe")
-# As Ray, glibc, torch, Python and C++ say it.
-_NO_HOST_MEMORY = (
-    "low on memory", "cannot allocate memory", "can't allocate memory", "not enough memory", "memoryerror", "bad_alloc",
-    "mmap error",
-)  # fmt: skip
 _COLOUR = re.compile(r"\x1b\[\d*m")
 # After the first error, how long to listen for the error that caused it.
 _ROOT_CAUSE_S = 3.0
@@ -77,7 +72,7 @@ def explain(
         ranks, node = lost(_NODE_S)
         if ranks:
             return WorkerLost(f"{place(ranks)}: {_node_has_left(node)} {AGAIN} {logs}")
-        return WorkerLost(f"{where}: the process died ({_first_line(error)}). {AGAIN} {logs}")
+        return WorkerLost(f"{where}: the process died ({first_line(error)}). {AGAIN} {logs}")
     # Ray wraps what a worker raises in a RayTaskError, which keeps the original as its cause.
     cause = getattr(error, "cause", None) or error
     if isinstance(cause, RltrainError):
@@ -85,12 +80,12 @@ def explain(
         return cause
     if "out of memory" in str(cause).lower():
         return WorkerLost(
-            f"{where}: out of memory: {_first_line(cause)}. Lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu "
+            f"{where}: out of memory: {first_line(cause)}. Lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu "
             "(or the micro-batch size) or actor_rollout_ref.rollout.max_num_seqs, or set "
             "actor_rollout_ref.actor.fsdp_config.param_offload=True."
         )
     if _severity(error) == _SYMPTOM and re.search("timeout|timed out", str(cause).lower()):
-        return WorkerLost(f"{where}: waited in vain for another worker: {_first_line(cause)}. {AGAIN}")
+        return WorkerLost(f"{where}: waited in vain for another worker: {first_line(cause)}. {AGAIN}")
     # Ray's text of the error has the worker's own traceback, in colours.
     return WorkerError(f"{where}: {type(cause).__name__}: {cause}\n{_COLOUR.sub('', str(error))}")
 
@@ -102,15 +97,12 @@ def _host_memory(error: Exception) -> str:
     """
     cause = getattr(error, "cause", None) or error
     text = str(cause)
-    if isinstance(error, LOST):
-        text += _last_words(text)
-    if not isinstance(cause, MemoryError) and not any(words in text.lower() for words in _NO_HOST_MEMORY):
+    if not lacks_memory(cause, _last_words(text) if isinstance(error, LOST) else ""):
         return ""
     used = re.search("Memory on the node.*", text)
-    told = used[0] if used else _first_line(cause).rstrip(".")
+    told = used[0] if used else first_line(cause).rstrip(".")
     return (
-        f"the host has no memory left: {told}. Give it (or the container) more, end "
-        "other programs there, or keep less: actor_rollout_ref.actor.fsdp_config.param_offload=False and "
+        f"{no_memory(told)}, or keep less: actor_rollout_ref.actor.fsdp_config.param_offload=False and "
         "optimizer_offload=False (those of ref and critic too), trainer.async_save=False, a lower reward.num_workers, "
         f"data.train_batch_size or ray_kwargs.ray_init.object_store_memory. {AGAIN}"
     )
@@ -154,8 +146,3 @@ def _severity(error: Exception) -> int:
         return _DEATH
     text = str(getattr(error, "cause", None) or error).lower()
     return _SYMPTOM if any(symptom in text for symptom in _SYMPTOMS) else _CAUSE
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

@@ -35,7 +35,7 @@ from rltrain.controller.nodes import (
     program_of,
 )
 from rltrain.env import first_set, tell_supervisor
-from rltrain.errors import ConfigError, DiskError, Interrupted, NodesMissing, command
+from rltrain.errors import ConfigError, Interrupted, NodesMissing, command, unwritten
 from rltrain.logs import count
 from rltrain.stop import listed_signals
 from rltrain.versions import fingerprint, unlike
@@ -60,7 +60,10 @@ def main(argv: list[str] | None = None) -> int:
         tell_supervisor(ended=code)
         # A scheduler that ends with the highest code of all nodes would hide it behind theirs.
         if (file := first_set("EXIT_CODE_FILE")) and first_set("NODE_RANK", "RANK", "SLURM_NODEID") == "0":
-            write(Path(file), str(code))
+            try:
+                write(Path(file), str(code))
+            except OSError as error:
+                say(f"EXIT_CODE_FILE: {error}")
 
 
 @command
@@ -75,7 +78,7 @@ def _run(argv: list[str] | None) -> int:
     except ConnectionError as error:
         raise NodesMissing(f"the head is gone: {error}. Run the same on all nodes again.") from error
     except OSError as error:
-        raise DiskError(str(error)) from error
+        raise unwritten(str(error), error) from error
 
 
 def stop(launch: Launch) -> int:

@@ -30,7 +30,7 @@ from rltrain.data.images import (
     with_parts,
 )
 from rltrain.data.trial import CPU_S, memory_bound, trouble
-from rltrain.errors import DataError
+from rltrain.errors import DataError, of_host
 
 # More than any model reads, of one conversation.
 _MOST_CHARS = 10_000_000
@@ -250,7 +250,7 @@ class ChatEncoder:
         try:
             processor = AutoProcessor.from_pretrained(self.path, trust_remote_code=self.trust_remote_code)
         except (OSError, ValueError, KeyError, ImportError) as error:
-            raise DataError(
+            raise of_host(error) or DataError(
                 f"prompts have images, and no processor could be loaded from {self.path!r}: {error} It needs "
                 "preprocessor_config.json (or processor_config.json) in the folder, and the packages pillow and "
                 "torchvision."
@@ -298,7 +298,7 @@ class ChatEncoder:
         try:
             tokenizer = AutoTokenizer.from_pretrained(self.path, trust_remote_code=self.trust_remote_code)
         except (OSError, ValueError, KeyError) as error:
-            raise DataError(
+            raise of_host(error) or DataError(
                 f"no tokenizer could be loaded from actor_rollout_ref.model.path={self.path!r}: {error}"
             ) from error
         if self.chat_template is not None:
@@ -377,7 +377,9 @@ def _template_text(template: str) -> str:
     try:
         return Path(template).expanduser().read_text(encoding="utf-8")
     except OSError as error:
-        raise DataError(f"the chat template {template!r} is neither Jinja text nor a readable file: {error}") from error
+        raise of_host(error) or DataError(
+            f"the chat template {template!r} is neither Jinja text nor a readable file: {error}"
+        ) from error
 
 
 def _generation_eos(path: str) -> set[int]:

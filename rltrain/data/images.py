@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from rltrain.errors import DataError
+from rltrain.errors import DataError, of_host
 
 # What stands for an image in the text of a row, as in verl's files.
 SLOT = "<image>"
@@ -267,7 +267,7 @@ def _reading() -> Iterator[None]:
     except ImportError as error:
         raise DataError("prompts have images, which Pillow reads: pip install pillow torchvision.") from error
     except (OSError, SyntaxError, ValueError, struct.error, bomb) as error:
-        raise DataError(f"it cannot be read: {re.sub(r' <_io.*?>', '', str(error))}") from error
+        raise of_host(error) or DataError(f"it cannot be read: {re.sub(r' <_io.*?>', '', str(error))}") from error
 
 
 def _refuse_bomb(opened: Any) -> None:
@@ -294,7 +294,12 @@ def _file_bytes(image: Any) -> bytes:
         raise DataError(f"it is a {type(image).__name__} with neither bytes nor a path.")
     if "://" in str(entry["path"]):
         raise DataError(f"{str(entry['path'])!r} is a web address; copy the image to a local disk and give its path.")
-    return Path(entry["path"]).expanduser().read_bytes()
+    path = Path(entry["path"]).expanduser()
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        error.filename = str(path)  # which is told where a file is opened, and not where it is read
+        raise
 
 
 def blank_image() -> Any:

@@ -27,7 +27,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rltrain.data.images import file_bytes, measured
-from rltrain.errors import DataError
+from rltrain.errors import DataError, of_host
 
 log = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ class Pictures:
         try:
             found = entries(source.value(int(self.number[row])), source.path)
         except (OSError, IndexError, pa.ArrowException) as error:
-            raise DataError(f"its pictures cannot be read any more: {error}") from error
+            raise of_host(error) or DataError(f"its pictures cannot be read any more: {error}") from error
         files = []
         for number, entry in enumerate(found, 1):
             try:

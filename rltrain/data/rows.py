@@ -3,8 +3,7 @@
 Files come from many programs, and a wrong field would otherwise surface hours later, as a crash in a scorer or as a
 prompt that reads "None". So every row is checked before anything starts. A ``Rows`` keeps the Arrow tables and builds a
 ``PromptRow`` on demand: a process that takes it from Ray's object store shares the memory. The `datasets` library was
-left out: of it we would use the parquet reader alone, which Arrow has. So was pandas, which turns lists into arrays
-that chat templates reject.
+left out: of it we would use the parquet reader alone, Arrow's own. So was pandas: no chat template takes its arrays.
 """
 
 import hashlib
@@ -13,6 +12,7 @@ import pickle
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise, repeat
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,9 @@ import pyarrow.parquet as pq
 from rltrain.config.schema import DataConfig
 from rltrain.data.checks import VIDEOS, Keys, check_schema, row_problem
 from rltrain.data.pictures import Look, PictureFile, Pictures, PictureTable, entries, look_through, seal
-from rltrain.errors import DataError
+from rltrain.errors import DataError, RltrainError, first_line, of_host
 from rltrain.seeds import stream
+from rltrain.storage import patiently
 
 _NUM_SHOWN = 5
 # Rows become Python objects to be checked, which take many times the memory of the table; a chunk at a time is enough.
@@ -305,31 +306,34 @@ def _open(path: str, keys: Keys) -> _File:
     if "://" in path:
         raise DataError(f"{path!r} is a remote address; copy the file to a local disk and give its path.")
     local = Path(path).expanduser()
-    if not local.exists():
-        raise DataError(f"data file {path!r} does not exist (looked at {local.absolute()}).")
-    if local.is_dir():
-        raise DataError(f"{path!r} is a folder; list its parquet files: data.train_files='[{path}/a.parquet,…]'.")
-    if local.stat().st_size == 0:
-        raise DataError(f"data file {path!r} is empty (0 bytes); write it again.")
     try:
-        # A flipped bit in a page with a checksum is then an error and not another number.
-        with pq.ParquetFile(local, page_checksum_verification=True) as source:
-            schema = source.schema_arrow
-            check_schema(path, schema, keys)
-            # Columns that nobody reads would only fill Ray's object store.
-            wanted = {*keys.required(), *keys.optional(), VIDEOS} - {keys.image}
-            table = source.read(columns=[name for name in schema.names if name in wanted])
+        table, names = patiently(local, partial(_read, path, local, keys))
+    except FileNotFoundError:
+        raise DataError(f"data file {path!r} does not exist (looked at {local.absolute()}).") from None
     except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
-        raise _damaged(path, error) from error
+        raise _unreadable(path, error) from error
     # Other processes, which read the pictures, may have another folder for their current one.
-    pictures = PictureFile(str(local.absolute()), keys.image) if keys.image in schema.names else None
+    pictures = PictureFile(str(local.absolute()), keys.image) if keys.image in names else None
     return _File(path, table, np.arange(table.num_rows), pictures)
 
 
-def _damaged(path: str, error: Exception) -> DataError:
-    return DataError(
+def _read(path: str, file: Path, keys: Keys) -> tuple[pa.Table, list[str]]:
+    if file.is_dir():
+        raise DataError(f"{path!r} is a folder; list its parquet files: data.train_files='[{path}/a.parquet,…]'.")
+    if file.stat().st_size == 0:
+        raise DataError(f"data file {path!r} is empty (0 bytes); write it again.")
+    # A flipped bit in a page with a checksum is then an error and not another number.
+    with pq.ParquetFile(file, page_checksum_verification=True) as source:
+        check_schema(path, source.schema_arrow, keys)
+        # Columns that nobody reads would only fill Ray's object store.
+        names, wanted = source.schema_arrow.names, {*keys.required(), *keys.optional(), VIDEOS} - {keys.image}
+        return source.read(columns=[name for name in names if name in wanted]), names
+
+
+def _unreadable(path: str, error: Exception) -> RltrainError:
+    return of_host(error) or DataError(
         f"data file {path!r} cannot be read as parquet: it is truncated, damaged or of another format "
-        f"({_first_line(error)}). Write or copy it again."
+        f"({first_line(error)[:200]}). Write or copy it again."
     )
 
 
@@ -338,7 +342,7 @@ def _looks(file: _File, keys: Keys) -> Iterator[Look]:
     try:
         yield from look_through(file.pictures, file.numbers, keys.image) if file.pictures else repeat(Look())
     except (OSError, pa.ArrowException) as error:
-        raise _damaged(file.path, error) from error
+        raise _unreadable(file.path, error) from error
 
 
 def _check_table(file: _File, keys: Keys, digests: bytearray, looks: list[Look]) -> dict[int, str]:
@@ -394,7 +398,3 @@ def first_of(title: str, lines: Sequence[str]) -> str:
     """A title, and below it the first of the lines."""
     more = [f"… and {len(lines) - _NUM_SHOWN} more"] if len(lines) > _NUM_SHOWN else []
     return "\n  ".join([title, *lines[:_NUM_SHOWN], *more])
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]

@@ -23,14 +23,15 @@ MEMORY_BYTES = 2 << 30
 # A busy machine may give the fork little of its time.
 _WALL_S_PER_CPU_S = 20
 _POLL_S = 0.005
-_NO_MEMORY, _TOO_LARGE = 3, 4
+_NO_MEMORY, _TOO_LARGE, _NO_HOST_MEMORY = 3, 4, 5
 
 
 def trouble(work: Callable[[], int], most: int, cpu_s: int = CPU_S, memory_bytes: int = MEMORY_BYTES) -> str:
     """Why ``work`` cannot be done here: a phrase, or "" if it can.
 
     work: returns the size of what it has made, of which ``most`` are allowed; an error that it raises is no trouble,
-    as it will be raised here too. memory_bytes: beyond what this process has now.
+    as it will be raised here too. memory_bytes: beyond what this process has now. Raises MemoryError where the
+    host, and not this bound, has no memory for it.
     """
     with warnings.catch_warnings():
         # Python 3.12 warns of a fork where there are threads. This one takes no lock that a thread may hold.
@@ -50,7 +51,9 @@ def trouble(work: Callable[[], int], most: int, cpu_s: int = CPU_S, memory_bytes
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
     code = os.waitstatus_to_exitcode(status) if pid else -signal.SIGXCPU
-    if code in (-signal.SIGXCPU, -signal.SIGKILL):
+    if code in (_NO_HOST_MEMORY, -signal.SIGKILL):  # by the kernel, as nobody else knows of the fork
+        raise MemoryError("there was none to try the chat template in a process of its own")
+    if code == -signal.SIGXCPU:
         return f"does not end within {cpu_s} s"
     if code == _NO_MEMORY:
         return f"asks for more than {memory_bytes >> 20:,} MiB of memory"
@@ -60,32 +63,36 @@ def trouble(work: Callable[[], int], most: int, cpu_s: int = CPU_S, memory_bytes
 
 
 @contextmanager
-def memory_bound(memory_bytes: int = MEMORY_BYTES) -> Iterator[None]:
-    """Within, this process may take so much memory beyond what it has. Systems other than Linux have no such bound."""
-    before = resource.getrlimit(resource.RLIMIT_AS)
+def memory_bound(memory_bytes: int = MEMORY_BYTES) -> Iterator[bool]:
+    """Within, this process may take so much memory beyond what it has. Systems other than Linux have no such bound.
+
+    Yields whether this is the bound: a tighter one, which the process has had before, stays.
+    """
+    before, bounds = resource.getrlimit(resource.RLIMIT_AS), False
     with suppress(OSError, ValueError), open("/proc/self/statm") as file:
         size = int(file.read().split()[0]) * resource.getpagesize() + memory_bytes
         limits = [each for each in before if each != resource.RLIM_INFINITY]
         resource.setrlimit(resource.RLIMIT_AS, (min([size, *limits]), before[1]))
+        bounds = size <= min([size, *limits])
     try:
-        yield
+        yield bounds
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def _work(work: Callable[[], int], most: int, cpu_s: int, memory_bytes: int) -> None:
     """The fork: never returns, and runs nothing that this process would run at its end."""
-    code = 0
+    code, bounded = 0, False
     try:
         for kind in (signal.SIGINT, signal.SIGTERM):  # those of a terminal are for the process that waits
             signal.signal(kind, signal.SIG_IGN)
         signal.signal(signal.SIGXCPU, signal.SIG_DFL)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
-        with memory_bound(memory_bytes):
+        with memory_bound(memory_bytes) as bounded:
             code = _TOO_LARGE if work() > most else 0
     except MemoryError:
-        code = _NO_MEMORY
+        code = _NO_MEMORY if bounded else _NO_HOST_MEMORY
     except BaseException:  # noqa: BLE001 - raised again, and told, by the process that waits
         pass
     finally:

@@ -52,7 +52,7 @@ def read_metadata(folder: str | os.PathLike[str]) -> Metadata:
     try:
         found = _Unpickler(io.BytesIO(patiently(file, file.read_bytes))).load()
         _check(found)
-    except StorageError:
+    except (StorageError, MemoryError):
         raise
     # Damaged bytes make the unpickler raise almost anything.
     except Exception as error:

@@ -16,6 +16,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from rltrain.config.check import nearest_file
 from rltrain.env import work_offline
+from rltrain.errors import first_line
 
 log = logging.getLogger(__name__)
 _HUB_TIMEOUT_S = 5.0
@@ -100,9 +101,9 @@ def _hub_problem(key: str, name: str) -> str | None:
     except HFValidationError:
         return f"{no_folder}, and a name on the hub is written otherwise.{meant}"
     except HfHubHTTPError as error:
-        return None if local else f"{no_folder}, and the hub says: {_first_line(error)}{meant}"
+        return None if local else f"{no_folder}, and the hub says: {first_line(error)}{meant}"
     except Exception as error:  # noqa: BLE001 - what a broken line raises depends on the hub's HTTP client
-        unreachable = f"{huggingface_hub.constants.ENDPOINT} cannot be reached ({_first_line(error)})"
+        unreachable = f"{huggingface_hub.constants.ENDPOINT} cannot be reached ({first_line(error)})"
         if not local:
             return f"{no_folder}, and {unreachable}.{meant} Give a folder, or fetch the model where there is a network."
         log.warning("note: %s, so %s is taken from the cache (as HF_HUB_OFFLINE=1 does at once)", unreachable, name)
@@ -110,7 +111,3 @@ def _hub_problem(key: str, name: str) -> str | None:
         huggingface_hub.constants.HF_HUB_OFFLINE = True
         return _folder_problem(key, local)
     return None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

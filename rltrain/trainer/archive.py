@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -54,11 +55,18 @@ class Archive:
 
     def _forget_after(self, step: int) -> None:
         """Remove the files of steps that will be made again, as is done with the lines of metrics.jsonl."""
-        for file in self._folder.glob("*.parquet") if self._folder.is_dir() else ():
-            found = _FILE.fullmatch(file.name)
-            # A run that starts at step 0 is a new one: also the validation before the first step is its own to write.
-            if found and (int(found[1]) > step or not step):
-                file.unlink()
+        try:
+            for name in os.listdir(self._folder):
+                found = _FILE.fullmatch(name)
+                # A run that starts at step 0 is a new one: also the validation before the first step is its own.
+                if found and (int(found[1]) > step or not step):
+                    (self._folder / name).unlink()
+        except FileNotFoundError:
+            pass
+        except OSError as error:  # most of them are written again by the steps to come
+            log.warning(
+                "answers of steps that are made again cannot be removed (%s): later ones are not this run's", error
+            )
 
     def keep(self, split: str, step: int, samples: Samples, answers_per_prompt: int) -> None:
         """Have the answers (prompt-major) of a step or a validation written, as the configuration asks."""

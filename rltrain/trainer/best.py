@@ -6,23 +6,23 @@ What a validation found stands in metrics.jsonl, which a resumed run goes on fro
 from __future__ import annotations
 
 import difflib
-import json
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from rltrain.config.trainer_schema import TrainerConfig
 from rltrain.errors import ConfigError
+from rltrain.storage import json_lines
 
 
 class Best:
     """values: what the validations so far have found, by step."""
 
     def __init__(self, cfg: TrainerConfig, file: Path | None = None, step: int = 0) -> None:
-        """file: metrics.jsonl, of which the lines up to ``step`` count."""
+        """file: metrics.jsonl, of which the lines up to ``step`` count. Raises StorageError where it cannot be read."""
         self._metric, self._patience, self._sign = cfg.keep_best, cfg.patience, 1 if cfg.keep_best_mode == "max" else -1
         self.values: dict[int, float] = {}
-        for line in _lines(file) if file and step and self._metric else ():
+        for line in json_lines(file) if file and step and self._metric else ():
             if line.get("step", math.inf) <= step:
                 self._remember(int(line["step"]), line.get(self._metric or ""))
 
@@ -57,13 +57,3 @@ class Best:
             f"stopped early after step {max(since)}: the last {len(since)} validations found no better {self._metric} "
             f"than the {self.values[best]:.4g} of step {best} (trainer.patience={self._patience})"
         )
-
-
-def _lines(file: Path) -> Iterable[dict[str, float]]:
-    for line in file.read_text(errors="replace").splitlines() if file.is_file() else ():
-        try:
-            found = json.loads(line)
-        except ValueError:  # torn by a kill
-            continue
-        if isinstance(found, dict):
-            yield found

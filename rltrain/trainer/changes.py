@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from rltrain.config.declarations import LOSS_KEY, POLICY_LOSSES, LossTraits
 from rltrain.config.keys import all_keys
 from rltrain.config.load import LoadedConfig, to_dict, to_yaml
 from rltrain.errors import ConfigError
+from rltrain.storage import patiently
 from rltrain.trainer.checkpoint import RunFolder
 from rltrain.trainer.progress import Start
 
@@ -76,12 +78,13 @@ def tell_changes(loaded: LoadedConfig, start: Start) -> None:
 def write_config(run: RunFolder, loaded: LoadedConfig) -> None:
     """config.yaml, secrets masked; one that says otherwise is kept as config.1.yaml, config.2.yaml and so on."""
     file, text = run.path / "config.yaml", to_yaml(loaded.config)
-    if file.exists() and file.read_text() != text:
-        number = 1
-        # Renamed and never overwritten: the settings of earlier steps must be found later.
-        while (kept := run.path / f"config.{number}.yaml").exists():
-            number += 1
-        os.rename(file, kept)
+    with suppress(FileNotFoundError):
+        if patiently(file, file.read_bytes) != text.encode():
+            number = 1
+            # Renamed and never overwritten: the settings of earlier steps must be found later.
+            while (kept := run.path / f"config.{number}.yaml").exists():
+                number += 1
+            os.rename(file, kept)
     run.write("config.yaml", text)
 
 

@@ -130,7 +130,7 @@ def find_start(cfg: Config, run: Checkpoints, dataset: str | None, *, images: bo
                 return find_start(cfg, run, dataset, images=images)
             _refuse_other_run(cfg, folder, record, dataset, images)
         # Asked here, because the workers would find it out only after the models are loaded.
-        if cfg.algorithm.needs_critic and not (folder / "critic").is_dir():
+        if cfg.algorithm.needs_critic and not patiently(folder, (folder / "critic").is_dir):
             raise CheckpointError(
                 f"{folder} holds no critic: it was saved by a run without one. Set algorithm.adv_estimator as it was, "
                 "or choose another trainer.experiment_name."

@@ -21,7 +21,7 @@ from typing import Any
 
 from rltrain.config.trainer_schema import LOGGERS
 from rltrain.errors import unwritten
-from rltrain.storage import patiently
+from rltrain.storage import lines_of
 from rltrain.trainer.console import Console
 from rltrain.trainer.trackers import TRACKERS, Rows, RunInfo, Sink
 
@@ -304,10 +304,7 @@ def _read_ids(file: Path) -> dict[str, str]:
 
 def _lines(file: Path) -> list[str]:
     with _disk_errors(file):
-        try:
-            return patiently(file, file.read_text).splitlines()
-        except FileNotFoundError:
-            return []
+        return lines_of(file)
 
 
 @contextmanager

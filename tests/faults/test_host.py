@@ -1,0 +1,164 @@
+"""What the host does not give: no memory, files that cannot be read or written. Told as that, and not as damage."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rltrain import api, storage
+from rltrain.config.load import load_config
+from rltrain.errors import RewardError, StorageError, command
+from rltrain.main_ppo import main
+from rltrain.report import main as report
+from rltrain.report import read_metrics
+from rltrain.trainer.archive import Archive
+from rltrain.trainer.best import Best
+from rltrain.trainer.changes import write_config
+from rltrain.trainer.checkpoint import RunFolder
+from tests.data.conftest import make_row
+from tests.tiny import small_config
+
+NO_ANSWER = "/proc/self/mem"  # EIO, as of storage that is gone
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    monkeypatch.setattr(storage, "_TRIED_S", 0.0)
+    monkeypatch.setattr(storage, "_PAUSE_S", 0.01)
+
+
+def into_a_full_disk():
+    with open("/dev/full", "w") as file:
+        file.write("x")
+
+
+def below_a_file(folder):
+    (folder / "file").touch()
+    (folder / "file" / "run").mkdir()
+
+
+FAILURES = {
+    "storage": (lambda folder: Path(NO_ANSWER).read_bytes(), 75, "Input/output error"),
+    "full disk": (
+        lambda folder: into_a_full_disk(),
+        74,
+        "No space left on device. Mend that, and run the same command",
+    ),
+    "no folder": (below_a_file, 74, "Not a directory: '"),
+    "no memory": (lambda folder: np.empty(1 << 50), 75, "the host has no memory left: Unable to allocate"),
+}
+
+
+@pytest.mark.fault("What nothing else has dealt with: storage and memory of the driver end a command with one sentence")
+@pytest.mark.parametrize("name", FAILURES)
+def test_what_the_host_refuses_is_told_without_a_traceback(tmp_path, capsys, name):
+    fails, code, said = FAILURES[name]
+    assert command(lambda argv: fails(tmp_path))([]) == code
+    assert main([], lambda arguments, stop: fails(tmp_path)) == code
+    assert [said in line for line in capsys.readouterr().err.splitlines()] == [True, True]
+
+
+def test_other_errors_keep_their_traceback(capsys):
+    def fails(argv, stop=None):
+        raise FileNotFoundError(2, "No such file", "x")
+
+    for called in (command(fails), lambda argv: main(argv, fails)):
+        with pytest.raises(FileNotFoundError):
+            called([])
+
+    def raises(argv):
+        raise RewardError("the scorer says: cannot allocate memory")
+
+    assert command(raises)([]) == 2
+
+
+@pytest.mark.fault(
+    "A file of the run folder that cannot be read or removed at a start: its name, exit 75, or a warning"
+)
+def test_files_of_a_run_that_cannot_be_read(tmp_path, at_once, caplog, capsys):
+    config = small_config()
+    config.trainer.keep_best = "val-core/x"
+    (tmp_path / "metrics.jsonl").symlink_to(NO_ANSWER)
+    with pytest.raises(StorageError, match=r"metrics.jsonl cannot be read: Input/output error"):
+        Best(config.trainer, tmp_path / "metrics.jsonl", 1)
+    assert report([str(tmp_path)]) == 75
+    assert "error: " in capsys.readouterr().err
+    (tmp_path / "config.yaml").symlink_to(NO_ANSWER)
+    folder = RunFolder(str(tmp_path))
+    with pytest.raises(StorageError, match=r"config.yaml cannot be read: Input/output error"):
+        write_config(folder, load_config([]))
+    folder.release()
+    for step in (1, 2, 3):
+        (tmp_path / "samples" / f"train_{step:06d}.parquet").mkdir(parents=True)
+    for resumed in (1, 3):
+        Archive(config, tmp_path, resumed, None, None)
+    (told,) = [record.getMessage() for record in caplog.records if "answers of steps" in record.getMessage()]
+    assert "train_00000" in told
+
+
+def test_a_run_that_has_ended_needs_no_report(tmp_path, at_once, monkeypatch, caplog):
+    class Ended:
+        folder = tmp_path
+
+        def fit(self):
+            return self
+
+        __enter__ = fit
+
+        def __exit__(self, *_):
+            return None
+
+    (tmp_path / "metrics.jsonl").symlink_to(NO_ANSWER)
+    monkeypatch.setattr("rltrain.trainer.build.build", lambda *_: Ended())
+    api.run(load_config([]), [], None)
+    assert "the report of the run cannot be shown" in caplog.text
+
+
+def test_a_line_that_a_kill_has_cut_off_is_passed_over(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1}) + '\n{"step": 2, "a')
+    assert read_metrics(tmp_path) == [{"step": 1}]
+
+
+# In a process of its own, which gets little more memory than it has.
+SCRIPT = """
+import resource, sys
+from pathlib import Path
+import pandas
+from rltrain.data.rows import read_rows
+from rltrain.data.trial import trouble
+from rltrain.main_ppo import main
+from rltrain.models.safe import read_metadata
+from rltrain.view import read_samples
+
+folder = Path(sys.argv[1])
+works = [
+    lambda: read_rows(folder / "big.parquet"),
+    lambda: read_metadata(folder),
+    lambda: read_samples(folder),
+    lambda: trouble(lambda: len(bytes(1 << 27)), 1 << 30),
+]
+pages = int(Path("/proc/self/statm").read_text().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (48 << 20),) * 2)
+for work in works:
+    print("code", main([], lambda arguments, stop: work()), file=sys.stderr)
+"""
+
+
+@pytest.mark.fault("A driver without memory says so, exit 75, and calls no data, template or checkpoint damaged")
+def test_a_driver_without_memory_calls_nothing_damaged(tmp_path):
+    (tmp_path / "samples").mkdir()
+    rows = [make_row(extra_info={"long": os.urandom(1 << 20).hex()}) for _ in range(64)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "big.parquet")
+    (tmp_path / "samples" / "train_000001.parquet").symlink_to(tmp_path / "big.parquet")
+    (tmp_path / ".metadata").write_bytes(bytes(64 << 20))
+    done = subprocess.run([sys.executable, "-c", SCRIPT, tmp_path], capture_output=True, text=True, timeout=120)
+    said = re.findall(r"(?m)^error: the host has no memory left: .*\ncode 75$", done.stderr)
+    assert len(said) == 4, done.stderr
+    assert "Traceback" not in done.stderr

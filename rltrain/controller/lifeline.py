@@ -15,6 +15,7 @@ import contextlib
 import logging
 import math
 import os
+import re
 import select
 import socket
 import subprocess
@@ -23,6 +24,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -41,6 +43,8 @@ _CONNECT_S = 5.0
 _UNWIND_S = 15.0
 # How long the stacks of a driver that hangs may take to be written.
 _WRITE_S = 15.0
+# What a driver that waits for storage does not do from one look to the next: compute so long, and read so much.
+_BUSY_S, _BUSY_BYTES = 0.1 * _POLL_S, 1 << 16
 log = logging.getLogger(__name__)
 AGAIN = "Run the same command again: it continues from the newest checkpoint."
 
@@ -86,10 +90,11 @@ class _Line:
 
 class _Watch(threading.Thread):
     """lines: what to watch. session: the folder of a Ray that ends with this process, else "". deadlines: for the
-    driver's own work; see `working`."""
+    driver's own work; see `working`. reads: see `watching`."""
 
-    def __init__(self, lines: list[_Line], session: str, logs: str, deadlines: Deadlines) -> None:
+    def __init__(self, lines: list[_Line], session: str, logs: str, deadlines: Deadlines, reads: bool) -> None:
         super().__init__(name="lifeline", daemon=True)
+        self._reads, self._done = reads, (0.0, 0)
         self._lines, self.session, self._logs, self._deadlines = lines, session, logs, deadlines
         self._driver = threading.current_thread().ident or 0
         self.beat = math.inf
@@ -113,9 +118,17 @@ class _Watch(threading.Thread):
                 if not self.over.is_set():
                     self._ray_ended(lost)
                 return
+            if self._reads and self._is_busy() and self.beat < math.inf:
+                self.beat = time.monotonic()
             silent_s = time.monotonic() - self.beat
             if silent_s > self._deadlines.limit_s("driver"):
                 self._driver_hangs(silent_s)
+
+    def _is_busy(self) -> bool:
+        """Whether this process has computed or read since the last look."""
+        found = re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())
+        before, self._done = self._done, (time.process_time() - time.thread_time(), int(found[1]) if found else 0)
+        return self._done[0] - before[0] > _BUSY_S or self._done[1] - before[1] > _BUSY_BYTES
 
     def _ray_ended(self, name: str) -> None:
         self.message = (
@@ -160,9 +173,10 @@ _watch: _Watch | None = None
 
 
 @contextlib.contextmanager
-def watching(deadlines: Deadlines, local: bool) -> Iterator[None]:
+def watching(deadlines: Deadlines, local: bool, reads: bool = False) -> Iterator[None]:
     """Inside, the end of this node's raylet or of the GCS is noticed, and raised as WorkerLost at the latest when the
     block ends. deadlines: of the driver, see `working`. local: this process has started Ray, and nobody else uses it.
+    reads: the driver reads and prepares data, which may take long: it does not hang as long as it is busy.
     """
     global _watch
     if _watch:  # a caller further out watches already
@@ -170,7 +184,7 @@ def watching(deadlines: Deadlines, local: bool) -> Iterator[None]:
         return
     node: Any = ray._private.worker._global_node
     lines, logs = (list(_lines(node)), node.get_logs_dir_path()) if node else ([], "")
-    found = _watch = _Watch(lines, node.get_session_dir_path() if local else "", logs, deadlines)
+    found = _watch = _Watch(lines, node.get_session_dir_path() if local else "", logs, deadlines, reads)
     found.start()
     try:
         with _swept_after_us(found.session) if local else contextlib.nullcontext():

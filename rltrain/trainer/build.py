@@ -92,9 +92,14 @@ def build(
     stop = stop or Stop()
     cfg = loaded.config
     stop.notice_s = cfg.trainer.stop_notice_s
-    with ExitStack() as closing:
+    incidents = Path(cfg.trainer.default_local_dir).expanduser().resolve() / "incidents"
+    limits = (cfg.trainer.hang_floor_s, cfg.trainer.hang_factor, incidents, cfg.trainer.hang_timeout_s)
+    deadlines = Deadlines(*limits)
+    with ExitStack() as closing, ExitStack() as reading:
         # Entered first, so that it ends last and train.log has what the other ends say.
         closing.enter_context(logs.session())
+        reading.enter_context(watching(deadlines, local=False, reads=True))
+        reading.enter_context(working())
         found = preflight(loaded)
         # All problems at once, before anything that takes long or changes the disk.
         if found.problems:
@@ -129,16 +134,10 @@ def build(
                 plan.total_steps,
             )
             return Trainer(cfg, plan, folder, stop, start.step, closing.pop_all())
+        reading.close()
         with logs.waiting("starting Ray"), stop.keeping_handlers("starting Ray"):
             if started := start_ray(cfg):  # not where the caller has started one
                 closing.callback(unless_lost(stop_ray))
-        limits = (
-            cfg.trainer.hang_floor_s,
-            cfg.trainer.hang_factor,
-            folder.path / "incidents",
-            cfg.trainer.hang_timeout_s,
-        )
-        deadlines = Deadlines(*limits)
         # A cluster that this run has joined is others' too, and outlives it.
         closing.enter_context(watching(deadlines, local=started and not cluster_address(cfg)))
         log.info("Ray's logs: %s", ray_logs())

@@ -125,3 +125,16 @@ def test_a_driver_that_hangs_ends_itself(start, command, tmp_path):
     (file,) = (tmp_path / "run" / "incidents").glob("hang_driver_*.txt")
     assert "callback.py" in file.read_text()
     assert "reward worker 0" in file.read_text()
+
+
+@pytest.mark.long
+@pytest.mark.fault("Storage that hangs before Ray starts is told with the line that waits for it, exit 75")
+def test_a_driver_that_hangs_before_ray_ends_itself(start, command, tmp_path):
+    os.mkfifo(tmp_path / "template")
+    template = {"actor_rollout_ref__model__custom_chat_template": tmp_path / "template"}
+    process = start(command(**template, trainer__hang_timeout_s=5))
+    message = ended(process, {}, 60)
+    assert re.match(r"error: the driver \(pid \d+ on .*\) hangs: for \d s it has done nothing else than open", message)
+    assert " in _template_text (" in message
+    (file,) = (tmp_path / "run" / "incidents").glob("hang_driver_*.txt")
+    assert str(file) in message

@@ -15,7 +15,6 @@ import contextlib
 import logging
 import math
 import os
-import re
 import select
 import socket
 import subprocess
@@ -126,8 +125,10 @@ class _Watch(threading.Thread):
 
     def _is_busy(self) -> bool:
         """Whether this process has computed or read since the last look."""
-        found = re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())
-        before, self._done = self._done, (time.process_time() - time.thread_time(), int(found[1]) if found else 0)
+        read = 0
+        with contextlib.suppress(OSError, ValueError):  # not on macOS
+            read = int(Path("/proc/self/io").read_text().split()[1])  # "rchar: 123 …"
+        before, self._done = self._done, (time.process_time() - time.thread_time(), read)
         return self._done[0] - before[0] > _BUSY_S or self._done[1] - before[1] > _BUSY_BYTES
 
     def _ray_ended(self, name: str) -> None:

@@ -1,9 +1,12 @@
 """What a run calls at its end, where Ray may be gone."""
 
+import threading
+
 import pytest
 from ray.exceptions import GetTimeoutError
 
-from rltrain.controller.lifeline import unless_lost
+from rltrain.controller.hang import Deadlines
+from rltrain.controller.lifeline import _Watch, unless_lost
 
 
 def test_ray_that_does_not_answer_hides_no_error(caplog):
@@ -15,3 +18,17 @@ def test_ray_that_does_not_answer_hides_no_error(caplog):
     assert "GCS server is dead" in caplog.text
     with pytest.raises(ZeroDivisionError):
         unless_lost(lambda: 1 / 0)()
+
+
+def test_a_driver_that_reads_or_computes_does_not_hang(tmp_path):
+    watch = _Watch([], "", "", Deadlines(), reads=True)
+    watch._is_busy()
+    assert not watch._is_busy()
+    (tmp_path / "data").write_bytes(bytes(1 << 20))
+    (tmp_path / "data").read_bytes()
+    assert watch._is_busy()
+    assert not watch._is_busy()
+    computing = threading.Thread(target=lambda: sum(range(10_000_000)))
+    computing.start()
+    computing.join()
+    assert watch._is_busy()

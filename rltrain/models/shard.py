@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
-from rltrain.device import Device
+from rltrain.device import COLLECTIVE_TIMEOUT, Device
 from rltrain.models import attention
 from rltrain.models.forward import PackedModel, PolicyModel, ScalarModel
 from rltrain.models.kernels import fuse, kernels_of
@@ -43,7 +43,10 @@ def make_mesh(device: Device, fsdp_size: int = -1) -> DeviceMesh:
     world = dist.get_world_size()
     if fsdp_size in (-1, 0) or fsdp_size >= world:
         return init_device_mesh(device.kind, (world,), mesh_dim_names=("shard",))
-    return init_device_mesh(device.kind, (world // fsdp_size, fsdp_size), mesh_dim_names=("replicate", "shard"))
+    ranks = torch.arange(world).view(-1, fsdp_size)
+    # Those that a mesh makes for itself would give up after minutes, long before a call is late.
+    groups = [dist.new_subgroups_by_enumeration(each.tolist(), COLLECTIVE_TIMEOUT)[0] for each in (ranks.T, ranks)]
+    return DeviceMesh.from_group(groups, device.kind, ranks, mesh_dim_names=("replicate", "shard"))
 
 
 def empty_packed(kind: type[Model], spec: ModelSpec, config: PretrainedConfig) -> Model:

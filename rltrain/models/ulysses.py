@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
 from transformers import PretrainedConfig
 
-from rltrain.device import send
+from rltrain.device import COLLECTIVE_TIMEOUT, send
 from rltrain.errors import ConfigError
 from rltrain.models.packing import PackedInputs
 
@@ -54,7 +54,7 @@ def heads_problem(config: PretrainedConfig, size: int, key: str) -> str | None:
 @cache
 def _neighbours(world: ProcessGroup, size: int) -> ProcessGroup:
     """One group for all models of a process. ``world``: the group that is split, so that a later one is split anew."""
-    group, _ = dist.new_subgroups(group_size=size, group=world)
+    group, _ = dist.new_subgroups(size, world, COLLECTIVE_TIMEOUT)
     return group
 
 

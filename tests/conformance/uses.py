@@ -83,7 +83,8 @@ VLLM = Package(
             "enable_prefix_caching enable_sleep_mode enforce_eager gpu_memory_utilization hf_overrides "
             "limit_mm_per_prompt load_format logprobs_mode max_model_len max_num_batched_tokens max_num_seqs "
             "mm_processor_cache_gb mm_processor_kwargs model seed skip_tokenizer_init speculative_config "
-            "tensor_parallel_size trust_remote_code attention_backend mm_device_do_normalize?",
+            "distributed_timeout_seconds tensor_parallel_size trust_remote_code attention_backend "
+            "mm_device_do_normalize?",
         "vllm.v1.engine.llm_engine:LLMEngine": "reset_encoder_cache reset_mm_cache",
         "vllm.v1.worker.gpu_worker": "kv_cache weights",
         "vllm.config.model": "processed_logprobs",

@@ -7,11 +7,11 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3Config
 
 from rltrain.batch import Batch
-from rltrain.device import get_device
+from rltrain.device import COLLECTIVE_TIMEOUT, get_device
 from rltrain.errors import ConfigError
 from rltrain.models.forward import PolicyModel, ScalarModel
 from rltrain.models.packing import AttentionPlan, PackedInputs, Segment, pack
-from rltrain.models.shard import sharded_model
+from rltrain.models.shard import make_mesh, sharded_model
 from rltrain.models.spec import ModelSpec
 from rltrain.models.ulysses import sequence_group
 from tests.batches import batch_of_rows
@@ -137,3 +137,14 @@ def test_heads_that_do_not_divide_are_refused_before_loading():
     hybrid = Qwen3_5TextConfig(num_attention_heads=6, linear_num_value_heads=4)
     with pytest.raises(ConfigError, match=r"divide the 4 recurrent heads of the model\. Use one of 1, 2, 4\."):
         sequence_group(hybrid, 3, "actor.size")
+
+
+def waits_for_the_driver(rank, world):
+    mesh = make_mesh(get_device("cpu"), fsdp_size=1)
+    assert (mesh["replicate"].size(), mesh["shard"].size(), mesh.get_local_rank("replicate")) == (world, 1, rank)
+    for group in (mesh.get_group("replicate"), mesh.get_group("shard"), sequence_group(MODELS["llama"], world, "key")):
+        assert group._get_backend(torch.device("cpu")).options._timeout == COLLECTIVE_TIMEOUT
+
+
+def test_no_collective_gives_up_before_the_driver_does():
+    run_on_ranks(waits_for_the_driver, 2)

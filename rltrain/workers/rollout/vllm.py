@@ -24,6 +24,7 @@ from torch import Tensor
 
 from rltrain.config.engines import ENGINES
 from rltrain.data.images import EncodedPrompt
+from rltrain.device import COLLECTIVE_TIMEOUT
 from rltrain.env import prepare_vllm, shipped
 from rltrain.errors import ConfigError
 from rltrain.models.load import by_owner
@@ -79,6 +80,8 @@ class VLLMRollout:
             "tensor_parallel_size": replica.size,
             # It looks for the devices of other ranks, and every worker sees only its own.
             "disable_custom_all_reduce": True,
+            # NCCL's ten minutes would end a process that waits for a late one, which then could not be named.
+            "distributed_timeout_seconds": int(COLLECTIVE_TIMEOUT.total_seconds()),
             "max_model_len": settings.max_model_len,
             "max_num_seqs": rollout.max_num_seqs,
             # vLLM refuses a budget of less than a token per sequence.

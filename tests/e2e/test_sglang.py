@@ -73,7 +73,7 @@ def test_a_dead_process_of_an_engine_ends_the_run(launch, tmp_path):
     both = engine_pids()
     assert len(both) == 2
     os.kill(both[1], signal.SIGKILL)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=240)
     assert process.returncode == 75, output
     assert re.search(r"rank 0 of 2 .*the process died", output)
     assert gone(tmp_path)

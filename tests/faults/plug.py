@@ -90,7 +90,7 @@ def processes_of(folder: Path) -> list[str]:
     return found
 
 
-def gone(folder: Path, within_s: float = 20) -> bool:
+def gone(folder: Path, within_s: float = 40) -> bool:
     """Whether nothing that was started with `start` is left; raises with what is."""
     wait_until(lambda: not processes_of(folder), within_s)
     assert not (left := processes_of(folder)), left

@@ -9,7 +9,7 @@ import pytest
 
 from rltrain import __version__
 from rltrain.report import read_metrics
-from tests.faults.plug import alive, below, gone, wait_for_line, wait_for_step, wait_until, worker_pids
+from tests.faults.plug import PATIENCE_S, alive, below, gone, wait_for_line, wait_for_step, wait_until, worker_pids
 from tests.tiny import small_run
 
 
@@ -20,12 +20,12 @@ def test_after_a_killed_worker_the_same_command_goes_on(start, tiny_model, arith
     process = start(args)
     wait_for_step(tmp_path, 3, process)
     # Steps are faster than the checkpoint that is written beside them, and a death takes one that is not whole.
-    assert wait_until(lambda: list(tmp_path.glob("global_step_*")), 60)
+    assert wait_until(lambda: list(tmp_path.glob("global_step_*")))
     victim = worker_pids(process.pid)[0]
     os.kill(victim, signal.SIGKILL)
     killed = time.monotonic()
-    output, _ = process.communicate(timeout=60)
-    assert time.monotonic() - killed < 20  # the error within seconds; the rest is Ray's own shutdown
+    output, _ = process.communicate(timeout=PATIENCE_S)
+    assert time.monotonic() - killed < 60  # the error within seconds; the rest is Ray's own shutdown
     assert process.returncode == 75
     message = output[output.index("error:") :]
     assert re.search(rf"rank 0 of 1 \(pid {victim} on .*the process died", message)
@@ -44,7 +44,7 @@ def test_after_a_killed_worker_the_same_command_goes_on(start, tiny_model, arith
     assert f"rank 0: pid {victim}" in (tmp_path / "logs" / "rank_00000.log").read_text()
     saved = max(int(folder.name.rpartition("_")[2]) for folder in tmp_path.glob("global_step_*"))
     again = start([*args, f"trainer.total_training_steps={saved + 1}"])
-    output, _ = again.communicate(timeout=90)
+    output, _ = again.communicate(timeout=PATIENCE_S)
     assert again.returncode == 0, output
     assert [line["step"] for line in read_metrics(tmp_path)] == list(range(1, saved + 2))
 
@@ -56,7 +56,7 @@ def test_sigterm_finishes_the_step_saves_and_exits_75(start, tiny_model, arithme
     wait_for_step(tmp_path, 2, process)
     process.send_signal(signal.SIGTERM)
     process.send_signal(signal.SIGTERM)  # as `timeout` does: to the process, and to its group
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 75, output
     last = read_metrics(tmp_path)[-1]["step"]
     assert output.splitlines()[-1] == f"stopped after step {last} of 100000; the same command goes on"
@@ -70,7 +70,7 @@ import pathlib, time
 def compute_score(data_source, solution_str, ground_truth, extra_info, folder, slow):
     if extra_info["index"] in slow and solution_str != ground_truth:
         (pathlib.Path(folder) / "slow").touch()
-        time.sleep(60)
+        time.sleep(200)
     return 1.0
 """
 
@@ -83,12 +83,12 @@ def test_ctrl_c_stops_at_once_outside_steps_or_when_repeated(start, tiny_model, 
     process = start(
         small_run(
             tiny_model, arithmetic_files, tmp_path / "run", trainer__total_training_steps=6,
-            trainer__val_before_train=True, custom_reward_function__path=tmp_path / "reward.py", reward__timeout_s=100,
+            trainer__val_before_train=True, custom_reward_function__path=tmp_path / "reward.py", reward__timeout_s=300,
             custom_reward_function__reward_kwargs__folder=tmp_path,
             custom_reward_function__reward_kwargs__slow=[*range(24)] if when == "in_a_step" else [*range(24, 30)],
         )
     )  # fmt: skip
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + PATIENCE_S
     while not (tmp_path / "slow").exists() and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
@@ -97,8 +97,8 @@ def test_ctrl_c_stops_at_once_outside_steps_or_when_repeated(start, tiny_model, 
         time.sleep(1)
         process.send_signal(signal.SIGINT)
     asked = time.monotonic()
-    output, _ = process.communicate(timeout=60)
-    assert time.monotonic() - asked < 25  # and not the minute that the scorer takes
+    output, _ = process.communicate(timeout=PATIENCE_S)
+    assert time.monotonic() - asked < 60  # and not the minutes that the scorer takes
     assert process.returncode == 130, output
     assert output.splitlines()[-1] == "stopped after step 0 of 6; the same command goes on"
     assert "Traceback" not in output
@@ -112,7 +112,7 @@ def test_sigterm_while_ray_starts_says_so_and_leaves_no_process(start, tiny_mode
     said = wait_for_line(process, f"in {tmp_path}")  # the last line of the plan; Ray comes next
     time.sleep(1)
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 75, said + output
     assert output.splitlines()[-1] == "stopped before training began; the same command starts it again"
     assert "Traceback" not in output
@@ -129,9 +129,9 @@ def test_kill_nine_of_the_driver_frees_the_folder(start, tiny_model, arithmetic_
     assert not [words for words in started.values() if "ray::IDLE" in words], "a process that serves nobody"
     process.kill()
     process.communicate()
-    assert wait_until(lambda: not alive(started), 20), [started[pid] for pid in alive(started)]
+    assert wait_until(lambda: not alive(started), 40), [started[pid] for pid in alive(started)]
     again = start([*args, "trainer.total_training_steps=2"])
-    output, _ = again.communicate(timeout=90)
+    output, _ = again.communicate(timeout=PATIENCE_S)
     assert again.returncode == 0, output
 
 
@@ -148,7 +148,7 @@ def test_what_a_user_mistypes_is_an_error_without_traceback(
     start, tiny_model, arithmetic_files, tmp_path, change, words
 ):
     process = start(small_run(tiny_model, arithmetic_files, tmp_path, **change))
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 2, output
     assert "Traceback" not in output
     assert "error:" in output
@@ -166,7 +166,7 @@ def test_a_broken_row_is_named_before_any_worker_starts(start, tiny_model, arith
     broken = tmp_path / "broken.parquet"
     pq.write_table(pa.Table.from_pylist(table), broken)
     process = start(small_run(tiny_model, (broken, arithmetic_files[1]), tmp_path / "run"))
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 2, output
     assert "broken.parquet" in output
     assert re.search(r"row 5\b", output)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.plug import processes_of, wait_for_step
+from tests.faults.plug import PATIENCE_S, processes_of, wait_for_step
 from tests.tiny import small_run
 
 LISTENS = "0A"  # Linux's number of the state
@@ -71,5 +71,5 @@ def test_nothing_of_a_run_on_one_machine_listens_beyond_it(start, tiny_model, ar
         )  # fmt: skip
         assert words in told.stdout, told
     process.terminate()
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 75, output

@@ -7,7 +7,7 @@ import pytest
 
 from rltrain.report import read_metrics
 from rltrain.trainer.checkpoint import find_damage
-from tests.faults.plug import gone, wait_for_step
+from tests.faults.plug import PATIENCE_S, gone, wait_for_step
 from tests.tiny import small_run
 
 
@@ -26,7 +26,7 @@ def test_a_disk_that_fills_up_in_a_run_costs_no_checkpoint(start, tiny_model, ar
                 pass
         except OSError:
             pass
-    output, _ = process.communicate(timeout=90)
+    output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 74, output
     said = output[output.index("error: ") :]
     assert re.search(
@@ -37,7 +37,7 @@ def test_a_disk_that_fills_up_in_a_run_costs_no_checkpoint(start, tiny_model, ar
     assert not [find_damage(run / f"global_step_{step}") for step in saved if find_damage(run / f"global_step_{step}")]
     (small_disk / "of_others").unlink()
     again = start([*args, f"trainer.total_training_steps={max(saved) + 2}"])
-    output, _ = again.communicate(timeout=90)
+    output, _ = again.communicate(timeout=PATIENCE_S)
     assert again.returncode == 0, output
     assert [line["step"] for line in read_metrics(run)] == list(range(1, max(saved) + 3))
     assert shutil.disk_usage(small_disk).free > 2**20

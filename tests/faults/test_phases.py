@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rltrain.report import read_metrics
-from tests.faults.plug import Trap, alive, below, wait_for_step, wait_until, worker_pids
+from tests.faults.plug import PATIENCE_S, Trap, alive, below, wait_for_step, wait_until, worker_pids
 from tests.tiny import save_tiny_model, small_run
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("own_ray")]
@@ -35,8 +35,8 @@ def test_a_worker_killed_in_a_phase_is_named_and_none_is_left(start, words, trap
         trap.lay(phase, signal.SIGKILL)
     assert wait_until(lambda: trap.caught or process.poll() is not None)
     killed, started = time.monotonic(), below(process.pid)
-    output, _ = process.communicate(timeout=60)
-    assert time.monotonic() - killed < 30
+    output, _ = process.communicate(timeout=PATIENCE_S)
+    assert time.monotonic() - killed < 60
     assert process.returncode == 75, output
     message = output[output.index("error:") :]
     assert re.match(
@@ -44,13 +44,13 @@ def test_a_worker_killed_in_a_phase_is_named_and_none_is_left(start, words, trap
     )
     assert "Run the same command again" in message
     assert "Traceback" not in output
-    assert wait_until(lambda: not alive(started), 20), [started[pid] for pid in alive(started)]
+    assert wait_until(lambda: not alive(started), 40), [started[pid] for pid in alive(started)]
     # What others make and remove beside this test is seen for a moment.
-    assert wait_until(lambda: not shm(), 20), shm()
+    assert wait_until(lambda: not shm(), 40), shm()
     if phase == "save":  # half a checkpoint is none
         saved = max(int(folder.name.rpartition("_")[2]) for folder in (tmp_path / "run").glob("global_step_*"))
         again = start([*words, f"trainer.total_training_steps={saved + 1}"])
-        output, _ = again.communicate(timeout=90)
+        output, _ = again.communicate(timeout=PATIENCE_S)
         assert again.returncode == 0, output
         assert [line["step"] for line in read_metrics(tmp_path / "run")] == list(range(1, saved + 2))
 
@@ -73,7 +73,7 @@ def test_a_worker_without_host_memory_says_what_to_do(start, large, trap, tmp_pa
         trap.lay(trapped, "memory")
     assert wait_until(lambda: trap.caught or process.poll() is not None)
     began, started = time.monotonic(), below(process.pid)
-    output, _ = process.communicate(timeout=90)
+    output, _ = process.communicate(timeout=PATIENCE_S)
     assert time.monotonic() - began < 60
     assert process.returncode == 75, output
     message = output[output.index("error:") :]
@@ -83,7 +83,7 @@ def test_a_worker_without_host_memory_says_what_to_do(start, large, trap, tmp_pa
     assert "Give it (or the container) more" in message
     assert "Run the same command again" in message
     assert "Traceback" not in output
-    assert wait_until(lambda: not alive(started), 20), [started[pid] for pid in alive(started)]
+    assert wait_until(lambda: not alive(started), 40), [started[pid] for pid in alive(started)]
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def test_a_worker_that_the_kernel_ends_for_memory_is_named(group, start, large, 
     wait_for_step(tmp_path / "run", 1, process)
     began, (worker,) = time.monotonic(), worker_pids(process.pid)
     group.write_text(str(worker))
-    output, _ = process.communicate(timeout=90)
+    output, _ = process.communicate(timeout=PATIENCE_S)
     assert time.monotonic() - began < 60
     assert process.returncode == 75, output
     message = output[output.index("error:") :]

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.faults.plug import alive, below, gone, pids, wait_for_step, wait_until
+from tests.faults.plug import PATIENCE_S, alive, below, gone, pids, wait_for_step, wait_until
 from tests.tiny import small_run
 
 pytestmark = pytest.mark.usefixtures("own_ray")
@@ -34,14 +34,14 @@ def test_a_killed_part_of_ray_ends_the_run_and_its_processes(start, command, shm
     started = below(process.pid)
     os.kill(pids(process.pid, part)[0], signal.SIGKILL)
     killed = time.monotonic()
-    output, _ = process.communicate(timeout=60)
-    assert time.monotonic() - killed < 20
+    output, _ = process.communicate(timeout=PATIENCE_S)
+    assert time.monotonic() - killed < 60  # with the end of Python on a busy machine
     assert process.returncode == 75, output
     name = part.partition("/")[2]
     assert re.match(rf"error: Ray's .*{name}.* has ended on this node .*Run the same command again", error_of(output))
-    assert wait_until(lambda: not alive(started), 20), [started[pid] for pid in alive(started)]
+    assert wait_until(lambda: not alive(started), 40), [started[pid] for pid in alive(started)]
     # What others make and remove beside this test is seen for a moment.
-    assert wait_until(lambda: not shm(), 20), shm()
+    assert wait_until(lambda: not shm(), 40), shm()
 
 
 @pytest.mark.long
@@ -50,7 +50,7 @@ def test_a_raylet_killed_at_the_start_is_told(start, command, tmp_path):
     process = start(command())
     assert wait_until(lambda: pids(process.pid, "raylet/raylet"))
     os.kill(pids(process.pid, "raylet/raylet")[0], signal.SIGKILL)
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 75, output
     assert "Ray" in error_of(output)
     assert "un the same command again" in error_of(output)
@@ -65,6 +65,6 @@ def test_a_limit_for_files_that_ray_does_not_fit_is_named(start, command):
         process = start(command())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    output, _ = process.communicate(timeout=90)
+    output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 2, output
     assert "ulimit -f unlimited" in error_of(output)

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from rltrain.report import read_metrics
-from tests.faults.plug import wait_for_line, wait_for_step, wait_until
+from tests.faults.plug import PATIENCE_S, wait_for_line, wait_for_step, wait_until
 from tests.tiny import small_run
 
 pytestmark = pytest.mark.usefixtures("joined")
@@ -45,7 +45,7 @@ def test_a_step_longer_than_the_notice_is_left(start, tiny_model, arithmetic_fil
     assert wait_until((tmp_path / "sleeps").exists)
     process.send_signal(signal.SIGTERM)
     asked = time.monotonic()
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=PATIENCE_S)
     assert time.monotonic() - asked < 12 + 5  # and the time that the clean-up of Python takes
     assert process.returncode == 75, output
     last = read_metrics(run)[-1]["step"]
@@ -55,7 +55,7 @@ def test_a_step_longer_than_the_notice_is_left(start, tiny_model, arithmetic_fil
     assert output.splitlines()[-1] == f"stopped after step {last} of 100000; the same command goes on"
     (tmp_path / "slow").unlink()
     again = start([*args, f"trainer.total_training_steps={last + 1}"])
-    output, _ = again.communicate(timeout=90)
+    output, _ = again.communicate(timeout=PATIENCE_S)
     assert again.returncode == 0, output
     assert [line["step"] for line in read_metrics(run)] == list(range(1, last + 2))
     found = next(line for line in read_metrics(run) if line["step"] == 1)
@@ -74,9 +74,9 @@ def test_a_generation_longer_than_the_notice_is_given_up(start, tiny_model, arit
     time.sleep(4)  # well into the generation
     process.send_signal(signal.SIGTERM)
     asked = time.monotonic()
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 75, output
-    assert time.monotonic() - asked < 30
+    assert time.monotonic() - asked < 60
     assert "how long step 1 takes is not known yet" in output
     assert output.splitlines()[-1] == "stopped after step 0 of 2; the same command goes on"
     assert os.path.exists(tmp_path / "train.log")

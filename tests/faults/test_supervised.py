@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from rltrain.report import read_metrics
-from tests.faults.plug import gone, wait_for_step, wait_until
+from tests.faults.plug import PATIENCE_S, gone, wait_for_step, wait_until
 from tests.tiny import small_run
 
 
@@ -29,7 +29,7 @@ def test_the_supervisor_goes_on_after_a_kill_and_saves(start, tiny_model, arithm
     assert (killed["exit_code"], killed["cause"]) == (137, "killed by SIGKILL")
     wait_for_step(tmp_path, killed["step"] + 2, process)
     process.terminate()
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 75, output
     last = read_metrics(tmp_path)[-1]["step"]
     assert f"stopped after step {last} of 100000; the same command goes on" in output

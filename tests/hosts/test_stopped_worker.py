@@ -30,4 +30,4 @@ def test_a_stopped_worker_of_another_host_is_named_and_ended(network, tiny_model
     assert re.search(rf"^error: {place}: not done after \d+ s \(and not answering", job.output, re.MULTILINE)
     assert "Traceback" not in job.output
     for host in hosts:
-        wait_until(lambda host=host: not host.pids("ray::_Host"), f"workers of {host.name} end", 20)
+        wait_until(lambda host=host: not host.pids("ray::_Host"), f"workers of {host.name} end", 40)

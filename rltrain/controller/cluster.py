@@ -212,7 +212,8 @@ def num_nodes(cfg: Config, device: Device) -> int:
 
 
 def _first_sentence(data: dict[str, Any], ignore_prefix: bool = False) -> None:
-    log.warning("Ray: %s", " ".join(data["lines"]).partition(". ")[0].partition("\n")[0])
+    # Of a traceback, what stands behind it.
+    log.warning("Ray: %s", re.split(r"\. |\n", re.sub(r"(?s)^Traceback.*\n(?=\S+:)", "", " ".join(data["lines"])))[0])
 
 
 def free(groups: list[PlacementGroup]) -> None:

@@ -182,3 +182,16 @@ def test_a_row_alone_goes_to_the_node_that_reads_it(monkeypatch):
         group.submit(calls[:1] * 2).collect()
     for each in placement:
         ray.util.remove_placement_group(each)
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("A worker died. It had\nthe number 7.", "Ray: A worker died"),
+        ("Traceback (most recent call last):\n  File \"a.py\"\nMemoryError: no buffer. Of Ray.\nA task failed.",
+         "Ray: MemoryError: no buffer"),
+    ],
+)  # fmt: skip
+def test_what_ray_says_is_one_line_and_no_traceback(caplog, said, told):
+    subject._first_sentence({"lines": [said]})
+    assert [each.getMessage() for each in caplog.records] == [told]

@@ -1,13 +1,15 @@
 """Power fails while a checkpoint is written: at every call that orders what reaches the disk, and at any byte.
 
-A forked process writes the checkpoint and is killed. What it had not synced by then the disk may not have, so it is cut
-off, and a rename whose folder was not synced is taken back, both by chance.
+A forked process writes the checkpoint and is killed. What it had not synced by then the disk may not have, so by chance
+it is cut off. Names are contents of folders: one that is new since its folder was synced may be lost, and a rename may
+be taken back.
 """
 
 import os
 import resource
 import shutil
 import signal
+import stat
 import time
 import warnings
 from pathlib import Path
@@ -34,7 +36,8 @@ def killed_at(call: int, log: int):
             found = real(*args, **kwargs)
             if name == "fsync":
                 status = os.fstat(args[0])
-                os.write(log, f"fsync {status.st_ino} {status.st_size}\n".encode())
+                names = os.listdir(args[0]) if stat.S_ISDIR(status.st_mode) else []
+                os.write(log, " ".join(["fsync", str(status.st_ino), str(status.st_size), *names, "\n"]).encode())
             else:
                 os.write(log, f"{name} {args[0]} {args[1] if name in ('rename', 'replace') else ''}\n".encode())
             return found
@@ -65,25 +68,31 @@ def in_a_process(work) -> list[list[str]]:
 
 def lose_power(run: Path, said: list[list[str]], random: Random) -> None:
     """Do to the files what a loss of power may do to what was not synced."""
-    synced = {int(inode): int(size) for name, inode, size in (each for each in said if each[0] == "fsync")}
+    calls = (each[1:] for each in said if each[0] == "fsync")
+    synced = {int(inode): (int(size), names) for inode, size, *names in calls}
     for at, (name, source, *target) in enumerate(said):
         of_run = name == "rename" and Path(target[0]).parent == run
         later = {int(each[1]) for each in said[at:] if each[0] == "fsync"}
         if of_run and os.stat(run).st_ino not in later and random.random() < 0.5:
             os.rename(target[0], source)
     old = run / "global_step_1"
-    for file in run.rglob("*"):
-        if file.is_file() and old not in file.parents and (inode := file.stat().st_ino) in synced:
-            os.truncate(file, synced[inode])
-        elif file.is_file() and old not in file.parents:
-            os.truncate(file, random.randint(0, file.stat().st_size))
+    for entry in sorted(each for folder in run.iterdir() if folder.is_dir() for each in folder.rglob("*")):
+        if old in entry.parents or not entry.exists():
+            continue
+        _, names = synced.get(entry.parent.stat().st_ino, (0, []))
+        if entry.name not in names and random.random() < 0.5:
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        elif entry.is_file():
+            size, _ = synced.get(entry.stat().st_ino, (random.randint(0, entry.stat().st_size), []))
+            os.truncate(entry, size)
 
 
 @pytest.mark.long
 @pytest.mark.fault("A loss of power at any point of a save leaves a whole checkpoint, the old one or the new one")
 @pytest.mark.usefixtures("process_group")
 def test_power_may_fail_at_any_point_of_a_save(tiny_trainer, tmp_path):
-    trainer, random = tiny_trainer(trainer__max_actor_ckpt_to_keep=1), Random(0)
+    trainer, random = tiny_trainer(trainer__max_actor_ckpt_to_keep=1, algorithm__adv_estimator="gae"), Random(0)
+    assert trainer.critic
     run, before = tmp_path / "run", tmp_path / "before"
     folder = RunFolder(str(run))
     saver = saver_of(trainer, folder)

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,17 @@ from tests.faults.plug import Trap, processes_of
 
 @pytest.fixture
 def start(tmp_path):
-    """start(args, module, **environment) -> Popen. All that it started ends with the test."""
+    """start(args, module, **environment) -> Popen. All that it started ends with the test.
+
+    inside: words before the command.
+    """
     processes = []
 
-    def start(args: list[str], module: str = "rltrain.main_ppo", **environment: str) -> subprocess.Popen:
+    def start(
+        args: list[str], module: str = "rltrain.main_ppo", inside: Sequence[str] = (), **environment: str
+    ) -> subprocess.Popen:
         process = subprocess.Popen(
-            [sys.executable, "-m", module, *map(str, args)],
+            [*inside, sys.executable, "-m", module, *map(str, args)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -9,6 +9,7 @@ import pytest
 
 from rltrain import __version__
 from rltrain.report import read_metrics
+from rltrain.trainer.checkpoint import find_damage
 from tests.faults.plug import PATIENCE_S, alive, below, gone, wait_for_line, wait_for_step, wait_until, worker_pids
 from tests.tiny import small_run
 
@@ -103,6 +104,79 @@ def test_ctrl_c_stops_at_once_outside_steps_or_when_repeated(start, tiny_model, 
     assert output.splitlines()[-1] == "stopped after step 0 of 6; the same command goes on"
     assert "Traceback" not in output
     assert not list(tmp_path.glob("run/global_step_*"))
+
+
+WAITING_REWARD = """
+import pathlib, time
+def compute_score(data_source, solution_str, ground_truth, extra_info, folder):
+    folder = pathlib.Path(folder)
+    lines = folder / "run" / "metrics.jsonl"
+    while lines.exists() and lines.read_text() and not (folder / "go").exists():  # from the second step on
+        (folder / "waits").touch()
+        time.sleep(0.05)
+    return 1.0
+"""
+
+
+@pytest.mark.long
+@pytest.mark.fault("One Ctrl-C in a step finishes and saves it, exit 130; the same command goes on")
+@pytest.mark.usefixtures("joined")
+def test_one_ctrl_c_finishes_the_step_and_saves(start, tiny_model, arithmetic_files, tmp_path):
+    (tmp_path / "reward.py").write_text(WAITING_REWARD)
+    run = tmp_path / "run"
+    args = small_run(
+        tiny_model, arithmetic_files, run, trainer__total_training_steps=3, reward__timeout_s=100,
+        custom_reward_function__path=tmp_path / "reward.py",
+        custom_reward_function__reward_kwargs__folder=tmp_path,
+    )  # fmt: skip
+    process = start(args)
+    assert wait_until(lambda: (tmp_path / "waits").exists() or process.poll() is not None)
+    process.send_signal(signal.SIGINT)
+    wait_for_line(process, "SIGINT: finishing this step, saving, then stopping (again: stop at once)")
+    (tmp_path / "go").touch()
+    output, _ = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 130, output
+    assert output.splitlines()[-1] == "stopped after step 2 of 3; the same command goes on"
+    assert "Traceback" not in output
+    assert [line["step"] for line in read_metrics(run)] == [1, 2]
+    assert [folder.name for folder in run.glob("global_step_*")] == ["global_step_2"]
+    assert not find_damage(run / "global_step_2")
+    again = start(args)
+    output, _ = again.communicate(timeout=PATIENCE_S)
+    assert again.returncode == 0, output
+    assert [line["step"] for line in read_metrics(run)] == [1, 2, 3]
+
+
+@pytest.mark.long
+@pytest.mark.fault("SIGTERM while a checkpoint is written leaves that checkpoint whole, exit 75")
+@pytest.mark.usefixtures("own_ray")
+@pytest.mark.parametrize("beside", [True, False], ids=["beside_a_step", "waited_for"])
+def test_sigterm_while_a_checkpoint_is_written(start, tiny_model, arithmetic_files, trap, tmp_path, beside):
+    run = tmp_path / "run"
+    trap.lay("save", signal.SIGSTOP)  # in the middle of its file, until the signal has come
+    process = start(
+        small_run(
+            tiny_model, arithmetic_files, run, trainer__total_training_steps=100000, trainer__save_freq=1,
+            trainer__async_save=beside,
+        ),
+        **trap.environment,
+    )  # fmt: skip
+    assert wait_until(lambda: trap.caught or process.poll() is not None)
+    assert wait_until(lambda: list(run.glob(".tmp_global_step_1_*")), 1)
+    assert not list(run.glob("global_step_*"))
+    process.send_signal(signal.SIGTERM)
+    wait_for_line(process, "SIGTERM: finishing this step, saving, then stopping")
+    os.kill(int(trap.caught), signal.SIGCONT)
+    output, _ = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 75, output
+    last = read_metrics(run)[-1]["step"]
+    assert last == (2 if beside else 1)
+    assert output.splitlines()[-1] == f"stopped after step {last} of 100000; the same command goes on"
+    saved = sorted(run.glob("global_step_*"))
+    assert [folder.name for folder in saved] == [f"global_step_{step}" for step in range(1, last + 1)]
+    assert not any(map(find_damage, saved))
+    assert not list(run.glob(".tmp_*"))
+    assert gone(tmp_path)
 
 
 @pytest.mark.fault("SIGTERM while Ray starts leaves no process, exit 75")

@@ -137,12 +137,12 @@ def rank_main(rank: int, folder: Path, case: str, steps: int) -> None:
     phases = ["start"]
     enter = Residency.enter
 
-    def entered(self: Residency, phase: str) -> None:
+    def entered(self: Residency, phase: str, *, whole: bool = False) -> None:
         found[_STEP.get(phases[-1], phases[-1])] = (module.max_memory_allocated(), ledger.cut())
         module.reset_peak_memory_stats()
         phases.append(phase)
         before = module.memory_allocated()
-        enter(self, phase)
+        enter(self, phase, whole=whole)
         claim(worker, ledger)
         # What leaves is gone before anything comes.
         most = max(before, module.memory_allocated())

@@ -32,6 +32,9 @@ def load_training_state(packed: PackedModel, optimizer: torch.optim.Optimizer | 
     Weights alone may come from a run that did not train its vision tower: the tower then stays as the model's folder
     has it, which is the one thing that a returned note can say. Raises CheckpointError for what does not fit.
     """
+    for parameter in packed.parameters():
+        if optimizer is not None and parameter.requires_grad:
+            moments(optimizer, parameter)  # DCP loads into tensors that are there
     state = training_state(packed, optimizer)
     notes = _settle_tower(packed, state, folder)
     try:
@@ -72,26 +75,33 @@ def _settle_tower(packed: PackedModel, state: dict[str, Any], folder: str) -> li
 
 
 def training_state(packed: PackedModel, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    """The tensors themselves, not copies: loading writes into them."""
+    """The tensors themselves, not copies: loading writes into them. Moments of which there are none yet are zeros."""
     trained = ((name, parameter) for name, parameter in packed.named_parameters() if parameter.requires_grad)
     parameters = {huggingface_name(name): parameter for name, parameter in trained}
     state: dict[str, Any] = {"model": {name: parameter.detach() for name, parameter in parameters.items()}}
     if optimizer is not None:
-        state["optimizer"] = {name: moments(optimizer, parameter) for name, parameter in parameters.items()}
+        # Not kept: a save may find a weight and its moments to come on different devices.
+        state["optimizer"] = {
+            name: optimizer.state.get(parameter) or _zeros(parameter, "cpu", "cpu")
+            for name, parameter in parameters.items()
+        }
     return state
 
 
 def moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-    """AdamW's state of one weight.
-
-    Before the first step it is made here as AdamW would make it, so that it can be loaded.
-    """
+    """AdamW's state of one weight. Before the first step it is made here, as AdamW would make it."""
     state = optimizer.state[parameter]
-    # DCP loads into tensors that are there, and AdamW makes its state only in its first step.
     if not state:
         # One kernel for all of a step reads the count where the weight is.
-        where = parameter.device if optimizer.defaults["fused"] else "cpu"
-        state["step"] = torch.zeros((), dtype=torch.float32, device=where)
-        state["exp_avg"] = torch.zeros_like(parameter)
-        state["exp_avg_sq"] = torch.zeros_like(parameter)
+        state.update(_zeros(parameter, parameter.device, parameter.device if optimizer.defaults["fused"] else "cpu"))
     return state
+
+
+def _zeros(
+    parameter: nn.Parameter, device: torch.device | str, device_of_step: torch.device | str
+) -> dict[str, torch.Tensor]:
+    return {
+        "step": torch.zeros((), dtype=torch.float32, device=device_of_step),
+        "exp_avg": torch.zeros_like(parameter, device=device),
+        "exp_avg_sq": torch.zeros_like(parameter, device=device),
+    }

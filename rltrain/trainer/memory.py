@@ -36,7 +36,7 @@ from rltrain.workers.rollout.kv import ROOM
 from rltrain.workers.rollout.queue import samples_per_job
 
 OWNERS = ("weights", "gradients", "optimizer", "engine weights", "cache", "gathered", "activations")
-PHASES = ("sync", "gen", "reward", "old_log_prob", "ref", "values", "update_critic", "update_actor", "save")
+PHASES = ("sync", "gen", "reward", "old_log_prob", "ref", "values", "update_critic", "update_actor")
 _CANARY_TOKENS = 64
 
 
@@ -119,7 +119,6 @@ def forecast(
         found["sync"] = together("sync", load)
         if "gen" in phases and not engine:
             found["gen"] += _generation(cfg, plan, device, roles["actor"], weights, found["gen"], device_bytes)
-    found["save"] = together("save", {})
     return {phase: found[phase] for phase in PHASES if phase in found and phase in phases}
 
 
@@ -128,9 +127,9 @@ def _roles(cfg: Config, plan: Plan, device: Device, trains: bool) -> dict[str, _
     roles, passes, ranks = cfg.actor_rollout_ref, plan.passes, plan.num_devices
     spec = actor_spec(cfg, device, passes.images, passes.images_in_training)
     fsdp, lora = roles.actor.fsdp_config, roles.model.uses_lora
-    phases: tuple[str, ...] = ("sync", "old_log_prob", "update_actor", "save")
+    phases: tuple[str, ...] = ("sync", "old_log_prob", "update_actor")
     phases += ("ref",) if passes.exact_kl_in_reward or lora else ()
-    learns = ("update_actor", "save")
+    learns: tuple[str, ...] = ("update_actor",)
     offloads = fsdp.param_offload, ranks, learns, fsdp.optimizer_offload
     found = {"actor": _Role(PolicyModel, spec, phases, *offloads, roles.actor.optim)}
     if not trains:
@@ -141,7 +140,7 @@ def _roles(cfg: Config, plan: Plan, device: Device, trains: bool) -> dict[str, _
         found["ref"] = _Role(PolicyModel, spec, phases, roles.ref.fsdp_config.param_offload, ranks)
     if passes.values and trains:
         spec, fsdp = critic_spec(cfg, device, passes.images_in_training), cfg.critic.model.fsdp_config
-        learns = ("update_critic", "save")
+        learns = ("update_critic",)
         offloads = fsdp.param_offload, ranks, learns, fsdp.optimizer_offload
         found["critic"] = _Role(ScalarModel, spec, ("values", *learns), *offloads, cfg.critic.optim)
     if cfg.reward_model.enable:

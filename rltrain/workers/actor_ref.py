@@ -81,7 +81,7 @@ class ActorRefWorker(Actor):
         self._writer = StateWriter(self.policy, self.updater.optimizer, self._device)
         self._export: Export | None = None
         self._adapters: dict[str, Tensor] = {}
-        phases: tuple[Phase, ...] = ("sync", "log_prob", "train_actor", "save")
+        phases: tuple[Phase, ...] = ("sync", "log_prob", "train_actor")
         # Under LoRA the policy without its adapters is the reference; an exact KL needs the policy's own distribution.
         phases += ("ref",) if self._passes.exact_kl_in_reward or model_cfg.uses_lora else ()
         self.residency.add_model(self.policy, *phases, offload=fsdp.param_offload)
@@ -94,7 +94,7 @@ class ActorRefWorker(Actor):
             phases = ("ref", "train_actor") if self._passes.exact_kl_in_loss else ("ref",)
             self.residency.add_model(self.reference, *phases, offload=offload)
         # Behind all models, whose forwards come first.
-        self.residency.add_optimizer(self.updater.optimizer, "train_actor", "save", offload=fsdp.optimizer_offload)
+        self.residency.add_optimizer(self.updater.optimizer, "train_actor", offload=fsdp.optimizer_offload)
 
     @property
     def num_updates(self) -> int:
@@ -345,14 +345,16 @@ class ActorRefWorker(Actor):
     def stage(self, task: SaveTask) -> bool:
         """Take model and optimizer, adapters, and the weights of an export, as they are now (a collective)."""
         self._task = task
+        self._writer.settle()
         if task.export and self._export is None:
             self._export = Export(self.policy, self._spec.load_config(), chat_encoder(self._cfg))
         copies = self._writer.room(task.copies, self._export.num_bytes if self._export and task.export else 0)
-        if self._export and task.export:
-            # The phase of a pass: the weights are on the device, the engine and offloaded optimizer state are not.
+        # Whole weights are gathered between devices, as hosts exchange bytes many times more slowly. After an update
+        # they are there; else they come as for a pass, a little before the next sync would have them come.
+        if (task.export or self._model_cfg.uses_lora) and not self.residency.is_here(self.policy):
             self.residency.enter("log_prob", whole=True)
+        if self._export and task.export:
             self._export.gather(copies)
-        self.residency.enter("save")
         if self._model_cfg.uses_lora:
             self._adapters = adapter_weights(self.policy.model)
         return self._writer.stage(copies)
@@ -377,7 +379,7 @@ class ActorRefWorker(Actor):
 
     def load(self, folder: str, weights_only: bool) -> list[str]:
         """Read model and optimizer back, on any number of ranks (a collective). Returns notes for the log."""
-        self.residency.enter("save")
+        self.residency.enter("train_actor", whole=True)
         return load_training_state(self.policy, None if weights_only else self.updater.optimizer, folder)
 
 

@@ -38,8 +38,8 @@ class CriticWorker(Critic):
         fsdp = cfg.critic.model.fsdp_config
         self.updater = Updater("critic", self.model, cfg.critic.optim, fsdp, cfg.trainer, self._device)
         self._writer = StateWriter(self.model, self.updater.optimizer, self._device)
-        residency.add_model(self.model, "values", "train_critic", "save", offload=fsdp.param_offload)
-        residency.add_optimizer(self.updater.optimizer, "train_critic", "save", offload=fsdp.optimizer_offload)
+        residency.add_model(self.model, "values", "train_critic", offload=fsdp.param_offload)
+        residency.add_optimizer(self.updater.optimizer, "train_critic", offload=fsdp.optimizer_offload)
 
     @torch.no_grad()
     def values(self, batch: Batch, micro_sizes: Sequence[int]) -> tuple[Batch, PassNumbers]:
@@ -72,7 +72,7 @@ class CriticWorker(Critic):
     def stage(self, task: SaveTask) -> bool:
         """Take model and optimizer as they are now (a collective)."""
         self._folder = task.folder
-        self.residency.enter("save")
+        self._writer.settle()
         return self._writer.stage(self._writer.room(task.copies))
 
     def write(self) -> tuple[list[Any], Written]:
@@ -88,5 +88,5 @@ class CriticWorker(Critic):
 
     def load(self, folder: str, weights_only: bool) -> list[str]:
         """Read them back, on any number of ranks (a collective). Returns notes for the log."""
-        self.residency.enter("save")
+        self.residency.enter("train_critic", whole=True)
         return load_training_state(self.model, None if weights_only else self.updater.optimizer, folder)

@@ -111,11 +111,11 @@ def _offloads(cfg: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
     passes, lora = make_step_passes(cfg), cfg.actor_rollout_ref.model.uses_lora
     if passes.reference and not lora:
         yield f"{_REF}{_FSDP}param_offload", ("ref", "train_actor") if passes.exact_kl_in_loss else ("ref",)
-    yield f"{_A}{_FSDP}optimizer_offload", ("train_actor", "save")
-    policy = ("sync", "log_prob", "train_actor", "save")
+    yield f"{_A}{_FSDP}optimizer_offload", ("train_actor",)
+    policy = ("sync", "log_prob", "train_actor")
     yield f"{_A}{_FSDP}param_offload", policy + (("ref",) if passes.exact_kl_in_reward or lora else ())
     if passes.values:
-        yield f"critic.model.{_FSDP}optimizer_offload", ("train_critic", "save")
-        yield f"critic.model.{_FSDP}param_offload", ("values", "train_critic", "save")
+        yield f"critic.model.{_FSDP}optimizer_offload", ("train_critic",)
+        yield f"critic.model.{_FSDP}param_offload", ("values", "train_critic")
     if cfg.reward_model.enable:
         yield f"reward_model.model.{_FSDP}param_offload", ("reward",)

@@ -6,8 +6,9 @@ need it; `enter` first sends everything else to the host, so that the two are ne
 The bus is the slowest part of this, so nothing waits for it that need not. Host memory is page-locked and kept, because
 copies from and to other memory go through a buffer of the driver's at a fraction of the speed. What comes back comes
 layer by layer in a queue of its own: a forward waits at each layer for that layer, an optimizer's state arrives while
-the gradients are computed. Weights that have only been through phases that write to none are not copied out again. Left
-out: copies out that overlap with the phase that follows, which could not have their memory meanwhile.
+the gradients are computed. Weights that have only been through phases that write to none are not copied out again. A
+save reads everything where it is, so it is no phase. Left out: copies out that overlap with the phase that follows,
+which could not have their memory meanwhile.
 """
 
 from __future__ import annotations
@@ -25,12 +26,9 @@ from torch.distributed.tensor import DTensor
 from rltrain.device import Device
 from rltrain.models.shard import reshard
 
-Phase = Literal["sync", "rollout", "log_prob", "ref", "values", "reward", "train_actor", "train_critic", "save"]
-# What reads weights in these does not come through a forward.
-_READ_AT_ONCE = ("sync", "save")
-# In these weights are written to. A checkpoint is loaded in "save", frozen weights with it.
-_LOADED_IN: set[Phase] = {"save"}
-_WRITTEN_IN: set[Phase] = {"train_actor", "train_critic", "save"}
+Phase = Literal["sync", "rollout", "log_prob", "ref", "values", "reward", "train_actor", "train_critic"]
+# In these weights that learn are written to: by the optimizer, and where a checkpoint is loaded.
+_WRITTEN_IN: set[Phase] = {"train_actor", "train_critic"}
 
 
 class Residency:
@@ -68,6 +66,10 @@ class Residency:
         weights = [each for one in self._staying for group in one.param_groups for each in group["params"]]
         return sum(2 * (each.to_local() if isinstance(each, DTensor) else each).nbytes for each in weights)
 
+    def is_here(self, model: nn.Module) -> bool:
+        """Whether the weights of a model are on the device, or on their way to it."""
+        return all(resident.is_here for _, resident in self._residents if resident.owner is model)
+
     def enter(self, phase: Phase, *, whole: bool = False) -> None:
         """Make the device ready for ``phase``. whole: weights will be read elsewhere than in a forward, so that kernels
         wait for all of them.
@@ -89,7 +91,7 @@ class Residency:
                 if not resident.is_here:
                     resident.come()
                 resident.seen.add(phase)
-        if self._queue is not None and (whole or phase in _READ_AT_ONCE):
+        if self._queue is not None and whole:
             self.device.current_stream().wait_stream(self._queue)
 
 
@@ -189,7 +191,7 @@ class _Model(_Resident):
 
     def may_have_changed(self, tensor: Tensor) -> bool:
         """Not by the version that tensors carry: fused kernels write to all weights at once and do not count it up."""
-        return not self.seen.isdisjoint(_LOADED_IN if not tensor.requires_grad else _WRITTEN_IN)
+        return tensor.requires_grad and not self.seen.isdisjoint(_WRITTEN_IN)
 
     def parts(self) -> list[dict[Any, Tensor]]:
         parameters = dict(self.owner.named_parameters())

@@ -194,7 +194,7 @@ class RolloutWorker(Rollout):
         version = self._version()
         report = None
         if self.weight_sync.version != version:
-            self.residency.enter("sync")
+            self.residency.enter("sync", whole=True)
             report = self.weight_sync.run(version, free_training_copy=lambda: self.residency.enter("rollout"))
         else:
             self.residency.enter("rollout")

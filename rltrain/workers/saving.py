@@ -3,7 +3,8 @@
 Problem: writing takes minutes, and optimizer steps change the tensors meanwhile. Choice: `stage` copies them into host
 memory that is kept for the next save, `write` runs in a thread beside the steps, and `seal` makes the shards of all
 ranks a checkpoint. Only the first `stage` of a run is a collective: which rank writes what is settled once. Where the
-host lacks room for the copy, the tensors themselves are written, and nothing may change them meanwhile. Left out:
+host lacks room for the copy, the tensors themselves are written, and nothing may change them meanwhile. Everything is
+read where it is: what rests on the host does not go through the device, which may have no room for it. Left out:
 copying while the next step generates; it would have to end before each of the things that move or change weights.
 """
 
@@ -26,6 +27,7 @@ from rltrain.env import memory_left
 from rltrain.errors import unwritten
 from rltrain.models.forward import PackedModel
 from rltrain.models.hashed import Digests, HashingWriter
+from rltrain.models.shard import reshard
 from rltrain.models.state import training_state
 from rltrain.workers.residency import like, local, page_locked
 
@@ -42,7 +44,12 @@ class StateWriter:
         self._plan: SavePlan | None = None
         self._metadata: Metadata | None = None  # rank 0 has it
         self._hosts: dict[str, torch.Tensor] = {}
-        self._copied = False
+        self._of_host = False
+
+    def settle(self) -> None:
+        """Before anything is read: the parameters are shards, and what was on its way to the device has arrived."""
+        reshard(self._packed)
+        self._device.synchronize()
 
     def room(self, copies: bool, more_bytes: int = 0) -> bool:
         """Whether there shall be ``copies`` and every host has room for them and ``more_bytes`` of this rank's (a
@@ -67,7 +74,7 @@ class StateWriter:
         state = {name: each for name, each in self._planner.state_dict.items() if isinstance(each, torch.Tensor)}
         if self._plan is None:
             self._settle()
-        self._copied = copies
+        self._of_host = copies or all(local(each).is_cpu for each in state.values())
         if copies:
             self._planner.state_dict = self._copy(state)
         return copies
@@ -76,7 +83,11 @@ class StateWriter:
         """Agree with the other ranks on who writes what."""
         writer, is_first = HashingWriter(""), dist.get_rank() == 0
         everybody: list[Any] = [None] * dist.get_world_size() if is_first else []
-        dist.gather_object(self._planner.create_local_plan(), everybody if is_first else None)
+        own = self._planner.create_local_plan()
+        for item in own.items:
+            if item.tensor_data:  # where a tensor was is no part of a checkpoint
+                item.tensor_data.properties.pin_memory = False
+        dist.gather_object(own, everybody if is_first else None)
         plans: list[Any] = []
         if is_first:
             plans, self._metadata = self._planner.create_global_plan(everybody)
@@ -99,7 +110,7 @@ class StateWriter:
     def write(self, folder: str) -> tuple[list[Any], Digests]:
         """Write what `stage` has taken. Returns where what is, for `seal`, and the digests of the files."""
         assert self._plan is not None, "stage comes first"
-        writer = HashingWriter(folder, of_host=self._copied)
+        writer = HashingWriter(folder, of_host=self._of_host)
         writer.prepare_local_plan(self._plan)
         results = writer.write_data(self._plan, self._planner).wait()
         # The tensors are let go, except for the copies.

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch_npu
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -26,14 +28,15 @@ from rltrain.data.prompts import encode_prompts
 from rltrain.data.rows import read_rows
 from rltrain.device import get_device
 from rltrain.errors import WorkerLost
+from rltrain.models.safe import read_metadata
 from rltrain.trainer.plan import make_plan
 from rltrain.workers.hybrid import HybridWorker
-from rltrain.workers.residency import Residency
+from rltrain.workers.residency import Residency, local
 from rltrain.workers.rollout.kv import KeyValues
 from rltrain.workers.tasks import MiniBatch, SaveTask, UpdateTask
 from tests.distance import distance
 from tests.tiny import save_tiny_model, write_arithmetic
-from tests.workers.test_actor import denominators_of, make_worker, scored
+from tests.workers.test_actor import TASK, denominators_of, make_worker, scored
 
 OFFLOAD = {
     "actor_rollout_ref__actor__fsdp_config__param_offload": True,
@@ -44,7 +47,7 @@ FLOAT32 = {"actor_rollout_ref__actor__fsdp_config__compute_dtype": "float32", "a
 # As workers know the phases, and as messages tell them.
 PHASES = {
     "start": "start", "sync": "sync", "rollout": "gen", "log_prob": "old_log_prob", "ref": "ref", "values": "values",
-    "train_critic": "update_critic", "train_actor": "update_actor", "save": "save",
+    "train_critic": "update_critic", "train_actor": "update_actor",
 }  # fmt: skip
 
 
@@ -109,15 +112,21 @@ def no_wait_per_micro_batch(folder: str) -> None:
 def offloads(folder: str) -> None:
     """What rests on the host and comes back trains to the weights of what stays on the device, bit for bit."""
     make = workers(folder)
-    results = []
+    results, early, all_workers = [], [], []
     for changes in ({}, OFFLOAD):
         worker = make("npu", **changes)
-        for _ in range(2):
+        for step in range(2):
             batch = scored(worker)
+            if step == 0:  # AdamW has made no moments yet, and a save leaves that to it
+                early.append(save(worker, Path(folder) / f"early {len(changes)}", export=False))
+                assert not any(worker.updater.optimizer.state.values())
             worker.update(batch, update(batch, 2, minis=2))
         results.append([batch.ragged("old_log_probs").values, *trained(worker)])
+        all_workers.append(worker)
     for found, expected in zip(*reversed(results), strict=True):
         assert torch.equal(found, expected)
+    assert early[0] == early[1]
+    saves_move_nothing(*all_workers, Path(folder))
     worker.residency.enter("rollout")
     moved = [*worker.policy.parameters(), *worker.reference.parameters(), *states(worker)]
     assert {each.to_local().device.type for each in moved} == {"cpu"}
@@ -166,8 +175,108 @@ def states(worker: Any) -> list[torch.Tensor]:
 
 def trained(worker: Any) -> list[torch.Tensor]:
     """Weights and moments, on the host."""
-    worker.residency.enter("save")
+    worker.residency.enter("train_actor", whole=True)
     return [each.full_tensor().cpu().clone() for each in [*worker.policy.parameters(), *states(worker)]]
+
+
+def save(role: Any, folder: Path, copies: bool = True, export: bool = True, meanwhile: Any = None) -> dict[str, Any]:
+    """What a save writes: the description of the tensors, and digests of files with tensors and exported weights.
+
+    meanwhile: called while the save is in the background. Without ``copies`` the order within a file depends on the
+    device, so the tensors themselves are returned.
+    """
+    role.stage(SaveTask(str(folder), copies, str(folder / "export") if export else ""))
+    if meanwhile:
+        meanwhile()
+    places, written = role.write()
+    role.seal([places])
+    found: dict[str, Any] = {"described": read_metadata(str(folder)).state_dict_metadata}
+    if copies:
+        return found | {"digests": {Path(file).name: digest for file, digest in written.digests.items()}}
+    dcp_to_torch_save(folder, folder / "whole.pt")
+    tensors = flatten_state_dict(torch.load(folder / "whole.pt"))[0]
+    return found | {"tensors": {name: each.numpy().tobytes() for name, each in tensors.items()}}
+
+
+def saves_move_nothing(plain: Any, worker: Any, folder: Path) -> None:
+    """A save reads everything where it is, in whatever phase, and takes no memory of the device for that."""
+    standin, residency = torch_npu.npu.standin, worker.residency
+    expected = save(plain, folder / "expected") | save(plain, folder / "at once", False, False)
+    worker.generate(TASK)
+    version = worker.rollout.weight_sync.version
+    assert version == worker.num_updates
+    for phase in ("rollout", "log_prob", "train_actor"):
+        for copies in (True, False):
+            residency.enter(phase)  # what comes is still under way
+            kept = [*worker.policy.parameters(), *states(worker)]
+            before = [local(each).clone() for each in kept] if copies and phase == "rollout" else []
+            places = [local(each).data_ptr() for each in kept]
+            if phase == "log_prob":
+                worker.policy.unshard()  # as a forward may leave it
+            count, held = standin.num_allocations(0), standin.allocated(0)
+
+            def goes_on(before: list[torch.Tensor] = before, kept: list[torch.Tensor] = kept) -> None:
+                for each in kept if before else ():
+                    local(each).fill_(7.0)
+
+            found = save(worker, folder / f"{phase} {copies}", copies, False, goes_on)
+            assert standin.num_allocations(0) == count, "a save takes no memory of the device"
+            assert standin.allocated(0) <= held
+            assert [local(each).data_ptr() for each in [*worker.policy.parameters(), *states(worker)]] == places
+            assert residency.phase == phase
+            for name, values in found.items():  # files with tensors
+                wanted = expected[name]
+                assert values == ({file: wanted[file] for file in values} if name == "digests" else wanted), name
+            for each, values in zip(kept if before else (), before, strict=True):
+                local(each).copy_(values)
+        if phase == "rollout":
+            assert worker.rollout.weight_sync.version == version, "the engine stays awake"
+        places = [local(each).data_ptr() for each in states(worker)]
+        if phase != "log_prob":
+            assert save(worker, folder / f"{phase} with export")["digests"] == expected["digests"]
+        assert [local(each).data_ptr() for each in states(worker)] == places, "an export needs no moments"
+    assert residency.phase == "train_actor"
+
+
+def adapters_and_critics_save(folder: str) -> None:
+    """As all weights of an actor: saves with and without offload are the same, wherever the state is."""
+    make, standin = workers(folder), torch_npu.npu.standin
+    critics = {"algorithm__adv_estimator": "gae"}
+    critics_rest = critics | {f"critic__model__fsdp_config__{each}_offload": True for each in ("param", "optimizer")}
+    found = []
+    for changes in (critics, OFFLOAD | critics_rest):
+        critic = (worker := make("npu", **changes)).critic
+        batch = scored(worker)
+        early = save(critic, Path(folder) / f"early critic {len(changes)}", export=False)
+        batch.update(critic.values(batch, [8, 8])[0])
+        values = batch.ragged("values")
+        batch.update(
+            {name: values.like(torch.linspace(-1, 1, len(values.values))) for name in ("returns", "advantages")}
+        )
+        critic.update(batch, update(batch, 2).mini_batches, 1e-3)
+        worker.update(batch, update(batch, 2))
+        count = standin.num_allocations(0)
+        found.append([early, *(save(each, Path(folder) / f"{number} {len(changes)}", export=False)
+                               for number, each in enumerate((critic, worker)))])  # fmt: skip
+        assert standin.num_allocations(0) == count
+        critic.load(f"{folder}/0 {len(changes)}", False)
+        again = save(critic, Path(folder) / f"again {len(changes)}", export=False)
+        assert again == found[-1][1], "what was loaded is what was saved"
+    assert found[0] == found[1]
+    found = []
+    for changes in ({}, OFFLOAD):
+        worker = make("npu", actor_rollout_ref__model__lora_rank=4, **changes)
+        batch = scored(worker)
+        worker.update(batch, update(batch, 2))
+        here = save(worker, Path(folder) / f"lora {len(changes)}")
+        worker.generate(TASK)
+        assert save(worker, Path(folder) / f"lora at rest {len(changes)}") == here
+        if changes:  # the adapters are gathered, and what no save gathers stays at rest
+            assert worker.residency.phase == "log_prob"
+            assert {local(each).device.type for each in states(worker)} == {"cpu"}
+        found.append(here)
+    assert found[0] == found[1]
+    assert "adapter_model.safetensors" in here["digests"]
 
 
 def count_copies_to_host(residency: Any, phase: str) -> int:

@@ -52,14 +52,15 @@ def planned(tmp_path):
 
 def test_what_rests_is_the_sum_by_hand(planned):
     cfg, plan = planned(actor_rollout_ref__ref__fsdp_config__param_offload=True)
-    found = forecast(cfg, plan, None, ("sync", "gen", "save"))
+    found = forecast(cfg, plan, None, ("sync", "gen"))
     # Rows of vectors do not divide evenly, hence a little more.
-    assert found["save"] == {
+    assert found["gen"] == {
         "weights": pytest.approx(PARAMETERS * 4 / 64, rel=1e-3),
         "optimizer": pytest.approx(PARAMETERS * 8 / 64, rel=1e-3),
         "activations": 2048**2,
+        "engine weights": pytest.approx(PARAMETERS * 2, rel=1e-6),
+        "cache": 0,
     }
-    assert found["gen"]["engine weights"] == pytest.approx(PARAMETERS * 2, rel=1e-6)
     # Embedding and head exceed half a bucket, and are gathered alone; a bucket may follow before one is freed.
     alone = 152064 * 3584 * 2 * (1 + 1 / 64)
     assert alone <= found["sync"]["gathered"] <= alone + (512 << 20)
@@ -101,15 +102,16 @@ def test_short_models_tell_the_memory_of_a_long_one(planned, monkeypatch):
 
 def test_the_settings_that_are_named_make_it_fit(planned):
     one = {"trainer__n_gpus_per_node": 1, "trainer__nnodes": 1}
-    size = round(1.12 * PARAMETERS * 12)  # of weights and optimizer, without the reference
+    size = 33 * PARAMETERS  # weights and optimizer fit beside the engine's share, and the reference does not
     cfg, plan = planned(**one)
-    found = forecast(cfg, plan, size, ("save",))
-    assert too_large(found, size) == ["save"]
+    found = forecast(cfg, plan, size, ("gen",))
+    assert too_large(found, size) == ["gen"]
     said = way_out(cfg, plan, size, found)
-    settings = said.partition("fit: ")[2].split("; ")[0].split(" (")[0].split()
-    assert settings == ["actor_rollout_ref.ref.fsdp_config.param_offload=True"], said
-    changes = {key.replace(".", "__"): value for key, value in (each.split("=") for each in settings)}
-    assert not too_large(forecast(*planned(**one, **changes), size, ("save",)), size)
+    ways = [each.split(" (")[0].split() for each in said.partition("fit: ")[2].split("; ")]
+    assert ["actor_rollout_ref.ref.fsdp_config.param_offload=True"] in ways, said
+    for settings in ways:
+        changes = {key.replace(".", "__"): value for key, value in (each.split("=") for each in settings)}
+        assert not too_large(forecast(*planned(**one, **changes), size, ("gen",)), size), settings
 
 
 @pytest.mark.long
@@ -144,20 +146,20 @@ def test_no_share_is_named_with_which_no_engine_starts(planned):
 
 def test_an_engine_that_is_not_freed_stays_in_every_phase(planned):
     size = 60 << 30
-    freed, kept = (forecast(*planned(**{FREES: frees}), size, ("sync", "gen", "save")) for frees in (True, False))
-    assert freed["save"]["engine weights"] == 0 == freed["save"]["cache"]
+    freed, kept = (forecast(*planned(**{FREES: frees}), size, ("sync", "gen", "ref")) for frees in (True, False))
+    assert freed["ref"]["engine weights"] == 0 == freed["ref"]["cache"]
     engine = {owner: freed["gen"][owner] for owner in ("engine weights", "cache")}
     assert engine["cache"] > 0
     for row in kept.values():
         assert {owner: row[owner] for owner in engine} == engine
     cfg, plan = planned(**{FREES: False, SHARE: 0.95})
-    said = way_out(cfg, plan, size, forecast(cfg, plan, size, ("save",)))
+    said = way_out(cfg, plan, size, forecast(cfg, plan, size, ("ref",)))
     assert "rollout.free_cache_engine=True" in said
 
 
 def test_a_validation_counts_what_it_loads_alone(planned):
     cfg, plan = planned(trainer__val_only=True)
-    found = forecast(cfg, plan, 60 << 30, ("gen", "update_actor", "save"), trains=False)
+    found = forecast(cfg, plan, 60 << 30, ("gen", "update_actor"), trains=False)
     assert list(found) == ["gen"]
     assert found["gen"]["optimizer"] == found["gen"]["weights"] == 0
     assert forecast(cfg, plan, 60 << 30, ("gen",))["gen"]["optimizer"] > 0, "with a checkpoint"
@@ -165,15 +167,15 @@ def test_a_validation_counts_what_it_loads_alone(planned):
 
 def test_adapters_are_named_as_another_training(planned):
     one = {"trainer__n_gpus_per_node": 1, "trainer__nnodes": 1}
-    size = 6 * PARAMETERS
+    size = round(5.5 * PARAMETERS)  # less than weights in float32 and those of the engine
     cfg, plan = planned(**one)
-    said = way_out(cfg, plan, size, forecast(cfg, plan, size, ("save",)))
+    said = way_out(cfg, plan, size, forecast(cfg, plan, size, ("sync",)))
     assert said.startswith("No key that keeps the algorithm makes it fit")
     assert "or train adapters alone, which is another training: actor_rollout_ref.model.lora_rank=32 (" in said
 
 
 def test_a_device_of_unknown_size_gets_a_table_without_a_verdict(planned):
     cfg, plan = planned(trainer__device_memory_gb="null")
-    found = forecast(cfg, plan, None, ("save",))
+    found = forecast(cfg, plan, None, ("gen",))
     assert "set trainer.device_memory_gb" in table(found, None)
-    assert "save" in table(found, 60 << 30)
+    assert "gen" in table(found, 60 << 30)

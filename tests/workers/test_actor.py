@@ -35,7 +35,7 @@ def make_worker(tiny_model, arithmetic_files, tmp_path, **changes):
     worker = HybridWorker(config, {"train": store, "val": store})
     worker.init_models(make_step_passes(config))
     worker.actor.generate = lambda task: worker.rollout.generate(dataclasses.replace(task, call=next(CALLS)))
-    worker.actor.rollout = worker.rollout
+    worker.actor.rollout, worker.actor.critic = worker.rollout, getattr(worker, "critic", None)
     return worker.actor
 
 

@@ -81,27 +81,19 @@ def training_state(packed: PackedModel, optimizer: torch.optim.Optimizer | None)
     state: dict[str, Any] = {"model": {name: parameter.detach() for name, parameter in parameters.items()}}
     if optimizer is not None:
         # Not kept: a save may find a weight and its moments to come on different devices.
-        state["optimizer"] = {
-            name: optimizer.state.get(parameter) or _zeros(parameter, "cpu", "cpu")
-            for name, parameter in parameters.items()
-        }
+        state["optimizer"] = {name: moments(optimizer, each, keep=False) for name, each in parameters.items()}
     return state
 
 
-def moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-    """AdamW's state of one weight. Before the first step it is made here, as AdamW would make it."""
-    state = optimizer.state[parameter]
-    if not state:
-        # One kernel for all of a step reads the count where the weight is.
-        state.update(_zeros(parameter, parameter.device, parameter.device if optimizer.defaults["fused"] else "cpu"))
-    return state
+def moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, *, keep: bool = True) -> dict[str, torch.Tensor]:
+    """AdamW's state of one weight.
 
-
-def _zeros(
-    parameter: nn.Parameter, device: torch.device | str, device_of_step: torch.device | str
-) -> dict[str, torch.Tensor]:
-    return {
-        "step": torch.zeros((), dtype=torch.float32, device=device_of_step),
-        "exp_avg": torch.zeros_like(parameter, device=device),
-        "exp_avg_sq": torch.zeros_like(parameter, device=device),
-    }
+    Before the first step it is made here: as AdamW would make it, or where it is not to be kept, on the host.
+    """
+    if state := optimizer.state[parameter]:
+        return state
+    device = parameter.device if keep else torch.device("cpu")
+    # One kernel for all of a step reads the count where the weight is.
+    state["step"] = torch.zeros((), dtype=torch.float32, device=device if optimizer.defaults["fused"] else "cpu")
+    state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(parameter, device=device) for _ in range(2))
+    return state if keep else optimizer.state.pop(parameter)

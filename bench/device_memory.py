@@ -179,6 +179,7 @@ def rank_main(rank: int, folder: Path, case: str, steps: int) -> None:
                 make_step(worker, cfg, step)
             except RuntimeError as error:
                 raise worker.explain(error) from None
+            # Within the phase of the update, whose peak it must not raise.
             worker.actor.stage(SaveTask(str(folder / f"{case} {step}")))
             worker.actor.write()
         entered(worker.rollout.residency, "sync")

@@ -20,12 +20,15 @@ from typing import Any, TextIO, cast
 
 from rich.console import Console
 
+from rltrain.aside import Lines
 from rltrain.errors import Interrupted, plain
 
 TRAIN_LOG = "train.log"
 # Lines that tell the numbers of a step. They are always in train.log; a console shows them where it has no bar.
 STEPS = logging.getLogger("rltrain.steps")
 
+# How long the end of a session waits for its last lines.
+_LAST_S = 5.0
 # Bars, tables and lines of this process share it, so that a line stands above the bar.
 console = Console(highlight=False)
 _STYLES = {logging.WARNING: "yellow", logging.ERROR: "red"}
@@ -71,15 +74,20 @@ class _Output:
         return getattr(self._stream, name)
 
 
-class _File(logging.FileHandler):
-    """Appends to a file, whose disk may be full: that ends no run and fills no screen."""
+class _File(logging.Handler):
+    """Appends to a file, whose disk may be full or may not answer: that stops no run and fills no screen."""
 
     def __init__(self, file: Path) -> None:
-        super().__init__(file, encoding="utf-8")
+        super().__init__()
+        self.lines = Lines(file)
         self.setFormatter(_Stamped())
 
-    def handleError(self, record: logging.LogRecord) -> None:
-        pass
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.add(self.format(record) + "\n")
+
+    def close(self) -> None:
+        self.lines.close(_LAST_S)
+        super().close()
 
 
 class _TrainLog(MemoryHandler):
@@ -154,12 +162,12 @@ def open_train_log(folder: Path) -> None:
         return
     file = folder / TRAIN_LOG
     again = file.exists() and file.stat().st_size > 0
-    _session.file.setTarget(_File(file))
+    target = _File(file)
     if again:
         # Written past the handler, because it is no line with a time, and before the flush, so that it stands above all
         # lines of this start.
-        with open(file, "a") as log:
-            log.write(f"\n{'=' * 20} started again on {time.strftime('%Y-%m-%d %H:%M:%S')} {'=' * 20}\n")
+        target.lines.add(f"\n{'=' * 20} started again on {time.strftime('%Y-%m-%d %H:%M:%S')} {'=' * 20}\n")
+    _session.file.setTarget(target)
     _session.file.flush()
 
 
@@ -176,15 +184,14 @@ def open_worker_log(folder: str, rank: int) -> None:
     """
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        handler = _File(Path(folder) / f"rank_{rank:05d}.log")
+        crashes = open(file := Path(folder) / f"rank_{rank:05d}.log", "a")  # noqa: SIM115 - see below
     except OSError:  # storage that not all nodes see is told of where it matters, at checkpoints
         return
-    logging.getLogger().addHandler(handler)
+    logging.getLogger().addHandler(_File(file))
     logging.getLogger("rltrain").setLevel(logging.INFO)
     logging.captureWarnings(True)
-    assert handler.stream
-    # It writes to the file's descriptor below Python, so the handler is never closed while the worker lives.
-    faulthandler.enable(file=handler.stream)
+    # It writes to the file's descriptor below Python, so the file is never closed while the worker lives.
+    faulthandler.enable(file=crashes)
     logging.getLogger(__name__).info("rank %d: pid %d on %s", rank, os.getpid(), socket.gethostname())
 
 

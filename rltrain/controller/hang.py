@@ -13,6 +13,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rltrain.aside import Aside
+
+# How long storage may take for the stacks.
+_WRITE_S = 10.0
+
 
 @dataclass
 class Deadlines:
@@ -57,9 +62,16 @@ class Deadlines:
         asked = {name: ask() for name, ask in self.others.items() if name not in known}
         stacks = {name: stack for some in (known | asked).values() for name, stack in some.items()}
         file = self.incidents / f"hang_{phase}_{time.strftime('%Y%m%d_%H%M%S')}.txt"
+        writing = Aside("writing stacks", lambda: _write(file, "\n".join(map("\n".join, stacks.items()))))
+        if not writing.ready(_WRITE_S):  # the storage of the run folder may be what hangs
+            return f" Their stacks could not be written: {file.parent} does not answer."
         try:
-            self.incidents.mkdir(parents=True, exist_ok=True)
-            file.write_text("\n".join(f"{name}\n{stack}" for name, stack in stacks.items()))
+            writing.result()
         except OSError as error:
             return f" Their stacks could not be written: {error}."
         return f" Stacks of those that answer: {file}."
+
+
+def _write(file: Path, text: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)

@@ -29,6 +29,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from rltrain.aside import Aside, running
 from rltrain.controller import sweep as sweep_module
 from rltrain.controller.hang import Deadlines
 from rltrain.controller.sweep import ORDERLY, sweep
@@ -95,7 +96,7 @@ class _Watch(threading.Thread):
         super().__init__(name="lifeline", daemon=True)
         self._reads, self._done = reads, (0.0, 0)
         self._lines, self.session, self._logs, self._deadlines = lines, session, logs, deadlines
-        self._driver = threading.current_thread().ident or 0
+        self._driver = threading.current_thread()
         self.beat = math.inf
         self.over = threading.Event()
         self.noticed = threading.Event()
@@ -119,9 +120,11 @@ class _Watch(threading.Thread):
                 return
             if self._reads and self._is_busy() and self.beat < math.inf:
                 self.beat = time.monotonic()
-            silent_s = time.monotonic() - self.beat
-            if silent_s > self._deadlines.limit_s("driver"):
-                self._driver_hangs(silent_s)
+            # What is done aside comes first: the driver may wait for it.
+            beats = [*((each.beat, each) for each in running()), (self.beat, self._driver)]
+            for beat, thread in beats if self.beat < math.inf else ():
+                if (silent_s := time.monotonic() - beat) > self._deadlines.limit_s("driver"):
+                    self._driver_hangs(silent_s, thread)
 
     def _is_busy(self) -> bool:
         """Whether this process has computed or read since the last look."""
@@ -140,8 +143,8 @@ class _Watch(threading.Thread):
         if not self.over.wait(_UNWIND_S):
             self._exit(self.message)
 
-    def _driver_hangs(self, silent_s: float) -> None:
-        frames = traceback.extract_stack(sys._current_frames().get(self._driver))
+    def _driver_hangs(self, silent_s: float, thread: threading.Thread) -> None:
+        frames = traceback.extract_stack(sys._current_frames().get(thread.ident or 0))
         at = next((each for each in reversed(frames) if "rltrain" in each.filename), frames[-1])
         places = [f"{each.name} ({each.filename}:{each.lineno})" for each in (frames[-1], at)]
         where = " in ".join(dict.fromkeys(places))
@@ -151,13 +154,11 @@ class _Watch(threading.Thread):
             own = {f"driver (pid {os.getpid()})": stacks_here()}
             said.append(self._deadlines.write_stacks("driver", driver=own))
 
-        # The storage of the run folder may be what hangs.
-        writing = threading.Thread(target=write, daemon=True)
-        writing.start()
-        writing.join(_WRITE_S)
+        Aside("stacks", write).ready(_WRITE_S)
+        who = "it" if thread is self._driver else f"its thread '{thread.name}'"
         self._exit(
-            f"the driver (pid {os.getpid()} on {socket.gethostname()}) hangs: for {silent_s:.0f} s it has done nothing "
-            f"else than {where}: storage that does not answer, or code of your own ({self._deadlines.keys})."
+            f"the driver (pid {os.getpid()} on {socket.gethostname()}) hangs: for {silent_s:.0f} s {who} has done "
+            f"nothing else than {where}: storage that does not answer, or code of your own ({self._deadlines.keys})."
             f"{''.join(said)} {AGAIN}"
         )
 

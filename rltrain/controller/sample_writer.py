@@ -242,12 +242,14 @@ class WriterProcess:
 
     def flush(self, wait_s: float, step: int | None = None) -> list[Written]:
         """Wait up to ``wait_s`` for the jobs of the steps up to ``step`` (None: for all). Returns outcomes."""
-        found, deadline = [], time.monotonic() + wait_s
-        while time.monotonic() < deadline and any(
-            step is None or job.step <= step for job in [*self._running.values(), *self._waiting]
-        ):
+        found, deadline = self._take(0), time.monotonic() + wait_s
+        while self.holds(step) and time.monotonic() < deadline:
             found += self._take(min(_POLL_S, wait_s))
         return found
+
+    def holds(self, step: int | None = None) -> bool:
+        """Whether a job of the steps up to ``step`` (None: any) is not written."""
+        return any(step is None or job.step <= step for job in [*self._running.values(), *self._waiting])
 
     def close(self, wait_s: float) -> list[Written]:
         """`flush`, and end the process. Returns the outcomes that are still open."""

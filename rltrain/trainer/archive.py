@@ -100,9 +100,10 @@ class Archive:
         else:
             self._tracker.log_table(step, "val/generations", list(_TABLE), rows)
 
-    def flush(self, step: int | None = None) -> None:
-        """Wait (a minute at most) until the answers of the steps up to ``step`` (None: of all) are written."""
-        self._hear(self._writer.flush(_LAST_WAIT_S, step))
+    def flush(self, step: int, wait_s: float) -> bool:
+        """Whether the answers of the steps up to ``step`` are written, or are within that time."""
+        self._hear(self._writer.flush(wait_s, step))
+        return not self._writer.holds(step)
 
     def close(self, wait: bool = True) -> None:
         """Wait (a minute at most) until everything is written."""

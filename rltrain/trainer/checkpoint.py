@@ -24,6 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
+from rltrain.aside import goes_on
 from rltrain.errors import CheckpointError, ConfigError, DiskError, StorageError, unwritten
 from rltrain.models.safe import METADATA, read_metadata
 from rltrain.storage import patiently
@@ -185,8 +186,12 @@ class RunFolder(Checkpoints):
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
-    def begin_save(self, step: int) -> Path:
-        """An empty temporary folder for the checkpoint of ``step``.
+    def under_way(self, step: int) -> Path:
+        """The temporary folder of the checkpoint of ``step``."""
+        return self.path / f".tmp_global_step_{step}_{os.getpid()}"
+
+    def begin_save(self, step: int, files: Mapping[str, bytes] | None = None) -> Path:
+        """Make the temporary folder for the checkpoint of ``step``, with ``files`` by name.
 
         A whole checkpoint of the step is never replaced (CheckpointError); a damaged one is set aside.
         """
@@ -197,8 +202,10 @@ class RunFolder(Checkpoints):
             # Set aside and not removed: damaged may mean that a copy was interrupted, and its weights may still be of
             # use.
             os.rename(existing, existing.with_name(f"damaged_{existing.name}_{int(time.time())}"))
-        folder = self.path / f".tmp_global_step_{step}_{os.getpid()}"
+        folder = self.under_way(step)
         folder.mkdir()
+        for name, content in (files or {}).items():
+            (folder / name).write_bytes(content)
         return folder
 
     def commit(self, folder: Path, step: int, digests: Mapping[str, str] | None = None) -> Path:
@@ -381,6 +388,7 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 def _sync(path: Path) -> int:
     """Bring a file or folder to the disk. Returns its size, which network storage is sure of once a file is open."""
+    goes_on()  # a checkpoint has many files
     # A folder can be opened for reading only, and that is enough for fsync.
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -68,17 +68,19 @@ class Progress:
     lengths: dict[str, NDArray[np.float64]] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
 
-    def write(self, folder: Path, step: int, cfg: Config, dataset: str) -> None:
-        """Write the state into ``folder``, the checkpoint of ``step``, with the values that `find_start` compares.
+    def files(self, step: int, cfg: Config, dataset: str) -> dict[str, bytes]:
+        """The files of a checkpoint of ``step`` that hold the state as it is now, and what `find_start` compares.
 
         dataset: `Rows.identity`.
         """
         record = {"global_step": step, "dataset": dataset, "frozen": frozen_values(cfg), "origin": _origin(cfg)}
         record |= {"batches_drawn": self.batches_drawn, "kl_coef": self.kl_coef, "in_flight": self.in_flight}
         record |= {"metrics": self.metrics}
-        np.savez(folder / "sampler.npz", **self.sampler)  # type: ignore[arg-type]
-        np.savez(folder / "lengths.npz", **self.lengths)  # type: ignore[arg-type]
-        (folder / "progress.json").write_text(json.dumps(record, indent=1))
+        found = {"progress.json": json.dumps(record, indent=1).encode()}
+        for name, arrays in (("sampler.npz", self.sampler), ("lengths.npz", self.lengths)):
+            np.savez(content := io.BytesIO(), **arrays)
+            found[name] = content.getvalue()
+        return found
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from rltrain.controller.calls import bind
-from rltrain.controller.group import WorkerGroup
+from rltrain.controller.group import Handle, WorkerGroup
+from rltrain.models.hashed import Digests
 from rltrain.workers import roles
 from rltrain.workers.tasks import SaveTask, Written
 
@@ -19,11 +20,24 @@ class RoleSave:
     def __init__(self, group: WorkerGroup, role: type[roles.Actor | roles.Critic], task: SaveTask) -> None:
         self._group, self._role = group, role
         self.copied = all(group.call(role.stage, task))
-        self._handle = group.submit([bind(role.write)], beside=True)
+        self._writing: Handle[tuple[Any, Written]] | None = None
+        self._sealing: Handle[Digests] | None = None
+
+    def _write(self) -> Handle[tuple[Any, Written]]:
+        self._writing = self._writing or self._group.submit([bind(self._role.write)], beside=True)
+        return self._writing
+
+    def _seal(self) -> Handle[Digests]:
+        """Wait until all ranks have written, and have said by rank 0 what is where."""
+        if not self._sealing:
+            places = [place for place, _ in self._write().collect()]
+            self._sealing = self._group.submit([bind(self._role.seal, places)], range(1), beside=True)
+        return self._sealing
 
     def ready(self) -> bool:
-        """Whether all ranks have written, or one has failed. Raises WorkerLost where one takes longer than it may."""
-        return self._handle.ready()
+        """Have it written; whether that is done. Raises WorkerLost where a rank takes longer than it may, and as
+        `finish`."""
+        return self._write().ready() and self._seal().ready()
 
     @property
     def lost(self) -> bool:
@@ -32,13 +46,11 @@ class RoleSave:
 
     def finish(self) -> Written:
         """Wait until everything is written. Raises DiskError where it could not be."""
-        found: list[tuple[Any, Written]] = self._handle.collect()
-        places = [place for place, _ in found]
-        (sealed,) = self._group.submit([bind(self._role.seal, places)], range(1), beside=True).collect()
-        digests = [each.digests for _, each in found]
+        (sealed,) = self._seal().collect()
+        written = [each for _, each in self._write().collect()]
         return Written(
-            {name: digest for each in [*digests, sealed] for name, digest in each.items()},
-            [problem for _, each in found for problem in each.problems],
+            {name: digest for each in [*(each.digests for each in written), sealed] for name, digest in each.items()},
+            [problem for each in written for problem in each.problems],
         )
 
 

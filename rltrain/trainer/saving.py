@@ -4,8 +4,9 @@ Problem: a full disk is mostly found out hours after the start, while a checkpoi
 estimated from the weights before the first step, and measured after the first save.
 
 Problem: writing takes minutes in which the devices could train. Choice: the workers copy what is to be saved to their
-hosts and write it while the next steps are made (`workers.saving`). The driver looks every now and then whether all
-have written, and then makes a checkpoint of it; a save is over before the next one begins and before the run ends.
+hosts and write it while the next steps are made (`workers.saving`). The driver looks every now and then how far that
+is, and makes a checkpoint of it; a save is over before the next one begins and before the run ends. What the driver has
+to do with the disk is done aside too (`aside`), because storage may take minutes for it.
 """
 
 from __future__ import annotations
@@ -17,11 +18,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+from rltrain.aside import Aside, goes_on
 from rltrain.config.schema import Config
 from rltrain.config.trainer_schema import TrainerConfig
-from rltrain.errors import DiskError, StorageError, unwritten
+from rltrain.controller.lifeline import check
+from rltrain.errors import CheckpointError, DiskError, StorageError, unwritten
 from rltrain.trainer.archive import Archive
 from rltrain.trainer.best import Best
 from rltrain.trainer.callbacks import Callbacks
@@ -31,11 +36,13 @@ from rltrain.trainer.progress import ANSWERS, Progress, Start
 from rltrain.trainer.role_save import RoleSave
 from rltrain.trainer.roles import Critic, Policy
 from rltrain.trainer.timing import StepTimer
-from rltrain.workers.tasks import SaveTask
+from rltrain.workers.tasks import SaveTask, Written
 
 log = logging.getLogger(__name__)
 # The driver waits in short turns, and each asks.
 _LOOK_S = 1.0
+# So long the answers of its steps may take to be written, once all else of a checkpoint is.
+_ANSWERS_S = 60.0
 # Some storage gives back the room of what was removed a while later.
 _FREED_S = 60.0
 
@@ -112,14 +119,26 @@ def describe_room(folder: Path, size: int) -> str:
     )
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Pending:
-    """The checkpoint of ``step`` while it is written into ``folder``."""
+    """The checkpoint of ``step`` while it is written into ``folder``: first the driver opens that, then the workers
+    write the parts, then the answers of its steps have to be there, and then the driver closes it. closing: makes a
+    checkpoint of it, and returns its size in bytes."""
 
     step: int
     folder: Path
     parts: list[RoleSave]
     began: float
+    opening: Aside[None]
+    written_at: float = math.inf
+    closing: Aside[int] | None = None
+
+
+def _over(work: Aside[Any], waits: bool) -> bool:
+    """Whether ``work`` is done, with ``waits`` once it is."""
+    while waits and not work.ready(_LOOK_S):
+        check()
+    return work.ready()
 
 
 class Saver:
@@ -189,39 +208,64 @@ class Saver:
         return news
 
     def poll(self) -> None:
-        """Finish a save whose files are written; the driver is busy meanwhile with the fsync of them and with removing
-        an older checkpoint. Looks once a second. Raises WorkerLost where writing takes longer than it may, DiskError.
-        """
+        """Bring a save that is under way as far as it gets without waiting. Looks once a second. Raises as `finish`."""
         now = time.monotonic()
         if self._pending and now - self._looked >= _LOOK_S:
             self._looked = now
-            ready = [part.ready() for part in self._pending.parts]  # every part is asked whether it is late
-            if all(ready):
-                self.finish()
+            self._go_on(waits=False)
 
     def finish(self) -> None:
-        """Wait for the save that is under way. Raises DiskError, or StorageError where the storage does not answer."""
+        """Wait for the save that is under way. Raises DiskError, StorageError where the storage does not answer, and
+        WorkerLost where writing takes longer than it may."""
+        self._go_on(waits=True)
+
+    def _go_on(self, waits: bool) -> None:
         # Taken out first: whoever waits for workers polls.
         pending, self._pending = self._pending, None
         if not pending:
             return
         try:
-            with self._disk_errors(pending.step, pending.folder):
-                written = [part.finish() for part in pending.parts]
-                digests = {name: digest for each in written for name, digest in each.digests.items()}
-                if self.archive:
-                    self.archive.flush(pending.step)
-                final = self._folder.commit(pending.folder, pending.step, digests)
-        except (DiskError, StorageError):
+            size = self._bring_on(pending, waits)
+        except (DiskError, StorageError, CheckpointError):
             raise
         except BaseException:  # a signal, say: the save goes on, and may be asked for again
             self._pending = pending
             raise
-        for problem in (problem for each in written for problem in each.problems):
+        if size is None:
+            self._pending = pending
+            return
+        for problem in (problem for part in pending.parts for problem in part.finish().problems):
             log.warning("step %d, huggingface/: %s. The checkpoint beside it is whole.", pending.step, problem)
         self.last_step, self.seconds = pending.step, time.perf_counter() - pending.began
         # From the second save on, the size is known and no longer estimated.
-        self._bytes_needed = size_of(final) or self._bytes_needed
+        self._bytes_needed = size or self._bytes_needed
+        self._news |= self._callbacks.on_save(pending.step, self._folder.step_folder(pending.step))
+        self.on_saved()
+
+    def _bring_on(self, pending: _Pending, waits: bool) -> int | None:
+        """As far as it gets, with ``waits`` to the end: the size of the checkpoint once it is there, else None."""
+        if not _over(pending.opening, waits):
+            return None
+        pending.opening.result()
+        with self._disk_errors(pending.step, pending.folder):
+            if not pending.closing:
+                ready = [part.ready() for part in pending.parts]  # every part begins, and is asked whether it is late
+                if not waits and not all(ready):
+                    return None
+                written = [part.finish() for part in pending.parts]
+                now = time.monotonic()
+                pending.written_at = min(now, pending.written_at)
+                left_s = max(0.0, pending.written_at + _ANSWERS_S - now)
+                there = not self.archive or self.archive.flush(pending.step, left_s if waits else 0.0)
+                if not there and left_s and not waits:
+                    return None
+                pending.closing = Aside(f"save of step {pending.step}", partial(self._close, pending, written))
+            return pending.closing.result() if _over(pending.closing, waits) else None
+
+    def _close(self, pending: _Pending, written: list[Written]) -> int:
+        """Make a checkpoint of what is written, and then room by removing an older one."""
+        digests = {name: digest for each in written for name, digest in each.digests.items()}
+        size = size_of(self._folder.commit(pending.folder, pending.step, digests))
         # After the new one is in place. The one that trainer.resume_from_path names stays, as the same command starts
         # from it again.
         trainer = self._cfg.trainer
@@ -229,12 +273,13 @@ class Saver:
             self._folder.prune(trainer.max_actor_ckpt_to_keep, trainer.resume_from_path, best=self.best.of)
         except (OSError, StorageError) as error:
             log.warning("an older checkpoint could not be removed: %s", error)
-        self._news |= self._callbacks.on_save(pending.step, final)
-        self.on_saved()
+        return size
 
     def keep(self) -> None:
-        """An error ends the run: finish the save under way, if its writers live. What fails in that is only told."""
-        if not self._pending or any(part.lost for part in self._pending.parts):
+        """An error ends the run: finish the save under way, if its writers live or are done. What fails in that is only
+        told.
+        """
+        if not self._pending or (not self._pending.closing and any(part.lost for part in self._pending.parts)):
             return
         step = self._pending.step
         log.warning("the run ends with an error; the checkpoint of step %d, which is being written, is kept", step)
@@ -262,42 +307,49 @@ class Saver:
             self.finish()
 
     def _begin(self, step: int, progress: Progress) -> bool:
-        while free_bytes(self._folder.path) < self._bytes_needed:
-            if time.monotonic() < self._folder.pruned_at + _FREED_S:
-                time.sleep(_LOOK_S)
-                continue
-            room = describe_room(self._folder.path, self._bytes_needed)
-            raise DiskError(f"there is no room for the checkpoint of step {step}. {room}")
-        asked, began = self._cfg.trainer.async_save, time.perf_counter()
+        """Take what is to be saved. Returns whether the steps may go on."""
+        asked, began, folder = self._cfg.trainer.async_save, time.perf_counter(), self._folder.under_way(step)
         exports = "hf_model" in self._cfg.actor_rollout_ref.actor.checkpoint.save_contents
-        with self._disk_errors(step, None):
-            folder = self._folder.begin_save(step)
-        with self._disk_errors(step, folder):
-            if progress.answers:
+        files = progress.files(step, self._cfg, self._fingerprint)
+        opening = Aside(f"save of step {step}", partial(self._open, step, files))
+        if progress.answers:  # written by the call of a worker, before those of the next step
+            _over(opening, True)
+            opening.result()
+            with self._disk_errors(step, folder):
                 self._actor.save_answers(progress.answers, str(folder / ANSWERS))
-            progress.write(folder, step, self._cfg, self._fingerprint)
-            tasks = {name: SaveTask(str(folder / name), asked) for name in self._roles}
-            if exports and "actor" in tasks:
-                export, card = str(folder / "huggingface"), model_card(self._cfg, step)
-                tasks["actor"] = replace(tasks["actor"], export=export, card=card)
-            parts = [role.begin_save(tasks[name]) for name, role in self._roles.items()]
+        tasks = {name: SaveTask(str(folder / name), asked) for name in self._roles}
+        if exports and "actor" in tasks:
+            export, card = str(folder / "huggingface"), model_card(self._cfg, step)
+            tasks["actor"] = replace(tasks["actor"], export=export, card=card)
+        parts = [role.begin_save(tasks[name]) for name, role in self._roles.items()]
         if asked and not all(part.copied for part in parts) and not self._told:
             self._told = True
             log.warning(
                 "note: checkpoints are written while training waits (trainer.async_save): the memory that is free on "
                 "the hosts has no room for a copy of weights and optimizer state."
             )
-        self._pending, self._looked = _Pending(step, folder, parts, began), -math.inf
+        self._pending, self._looked = _Pending(step, folder, parts, began, opening), -math.inf
         return bool(parts) and all(part.copied for part in parts)
 
+    def _open(self, step: int, files: dict[str, bytes]) -> None:
+        """Make the folder, with the driver's own files. Raises DiskError naming needed and free space."""
+        while free_bytes(self._folder.path) < self._bytes_needed:
+            if time.monotonic() < self._folder.pruned_at + _FREED_S:
+                goes_on()
+                time.sleep(_LOOK_S)
+                continue
+            room = describe_room(self._folder.path, self._bytes_needed)
+            raise DiskError(f"there is no room for the checkpoint of step {step}. {room}")
+        with self._disk_errors(step, self._folder.under_way(step)):
+            self._folder.begin_save(step, files)
+
     @contextmanager
-    def _disk_errors(self, step: int, folder: Path | None) -> Iterator[None]:
+    def _disk_errors(self, step: int, folder: Path) -> Iterator[None]:
         """What cannot be written names the step, and a DiskError the room; ``folder`` is removed."""
         try:
             yield
         except (OSError, DiskError, StorageError) as error:
-            if folder:
-                shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
             what = f"checkpoint of step {step} could not be written: {error}"
             raise unwritten(what, error, lambda: describe_room(self._folder.path, self._bytes_needed)) from error
 

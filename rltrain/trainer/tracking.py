@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rltrain.aside import Lines
 from rltrain.config.trainer_schema import LOGGERS
 from rltrain.errors import unwritten
 from rltrain.storage import lines_of
@@ -42,8 +43,9 @@ _CLOSE_S, _CLOSE_AFTER_FAILURE_S = 60.0, 10.0
 class JsonLines:
     """One JSON object a step. On resume the lines after the resumed step are dropped.
 
-    A line that cannot be written is told once, kept, and written with a later one: that is no reason to stop training,
-    and no error on its way may be lost over it. Raises where there cannot be such a file at the start (`unwritten`).
+    A line that cannot be written, or that storage does not answer for, is told once, kept, and written with a later
+    one: that is no reason to stop training, and no error on its way may be lost over it. Raises where there cannot be
+    such a file at the start (`unwritten`).
     """
 
     def __init__(self, file: Path, resumed_step: int) -> None:
@@ -54,30 +56,18 @@ class JsonLines:
         with _disk_errors(file):
             anew.write_text("".join(f"{line}\n" for line in kept) if resumed_step else "")
             anew.replace(file)
-        self._file = file
-        self._late = b""  # what is not written yet; may begin within a line
+        self._file, self._lines = file, Lines(file)
         self._told = False
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        self._late += (json.dumps({"step": step, **metrics}) + "\n").encode()
-        if (error := self._write()) and not self._told:
+        if (error := self._lines.add(json.dumps({"step": step, **metrics}) + "\n")) and not self._told:
             self._told = True
             text = "%s cannot be written (%s): training goes on, and its lines wait until it can"
             log.warning(text, self._file, error.strerror)
 
-    def _write(self) -> OSError | None:
-        try:
-            # Unbuffered, so that it is known how much has arrived; opened anew, as a handle may be lost with a server.
-            with open(self._file, "ab", buffering=0) as file:
-                while self._late:
-                    self._late = self._late[file.write(self._late) :]
-        except OSError as error:
-            return error
-        return None
-
     def close(self) -> None:
-        if self._late and (error := self._write()):
-            log.warning("%s lacks its last %d lines: %s", self._file, self._late.count(b"\n"), error)
+        if error := self._lines.close(_CLOSE_AFTER_FAILURE_S):
+            log.warning("%s lacks its last %d lines: %s", self._file, self._lines.num_late, error)
 
 
 def complete(file: Path, step: int, metrics: dict[str, float]) -> None:

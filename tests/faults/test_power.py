@@ -101,6 +101,7 @@ def test_power_may_fail_at_any_point_of_a_save(tiny_trainer, tmp_path):
         saver.save(step, trainer.progress)  # the second is staged; `finish` writes it
         if step == 1:
             saver.finish()
+    saver._pending.opening.result()  # a process that is forked has no other threads
     shutil.copytree(run, before)
 
     def crash(work) -> tuple[int, list[list[str]]]:

@@ -4,6 +4,9 @@ import hashlib
 import json
 import resource
 import shutil
+import signal
+import threading
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +21,8 @@ from rltrain.models.export import Export
 from rltrain.models.hashed import hashed, write_weights
 from rltrain.report import read_metrics
 from rltrain.stop import Stop
+from rltrain.trainer import checkpoint
+from rltrain.trainer import saving as saving_of_driver
 from rltrain.trainer.checkpoint import RunFolder, find_damage
 from rltrain.trainer.run import Trainer
 from rltrain.trainer.saving import Saver, sized
@@ -165,6 +170,65 @@ def test_a_checkpoint_whose_writers_are_gone_is_not_waited_for(tiny_trainer, fol
     assert (saver.last_step, folder.steps()) == (0, [])
 
 
+class Rang(Exception):
+    pass
+
+
+@pytest.fixture
+def slow_fsync(monkeypatch):
+    """Every fsync of the driver waits until this event is set."""
+    gate, real = threading.Event(), checkpoint._sync
+    monkeypatch.setattr(checkpoint, "_sync", lambda path: real(path) if gate.wait(10) else 0)
+    monkeypatch.setattr(saving_of_driver, "_LOOK_S", 0.01)
+    yield gate
+    gate.set()
+
+
+def polled_until_closing(trainer, folder) -> Saver:
+    """The saver of a checkpoint that waits for fsync."""
+    saver = Saver(trainer.cfg, folder, trainer.actor, trainer.critic, "rows:1", 1, 1)
+    trainer.step(1)
+    saver.save(1, trainer.progress)
+    while not saver._pending.closing:
+        time.sleep(0.02)
+        saver.poll()
+    return saver
+
+
+def test_no_step_waits_for_the_disk_and_a_signal_costs_no_save(tiny_trainer, folder, slow_fsync):
+    trainer = tiny_trainer()
+    started = time.monotonic()
+    saver = polled_until_closing(trainer, folder)
+    trainer.step(2)
+    for _ in range(3):
+        time.sleep(0.02)
+        saver.poll()
+    assert (saver.last_step, saver.newest, folder.steps()) == (0, 1, [])
+
+    def ring(*_):
+        raise Rang
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    try:
+        with pytest.raises(Rang):
+            saver.finish()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert time.monotonic() - started < 9, "nothing has waited for fsync"
+    slow_fsync.set()
+    saver.finish()
+    assert (saver.last_step, folder.steps(), find_damage(folder.step_folder(1))) == (1, [1], None)
+
+
+def test_a_checkpoint_of_which_all_is_written_needs_no_worker(tiny_trainer, folder, slow_fsync, monkeypatch):
+    saver = polled_until_closing(tiny_trainer(), folder)
+    monkeypatch.setattr(LocalGroup, "ended", True)
+    slow_fsync.set()
+    saver.keep()
+    assert (saver.last_step, find_damage(folder.step_folder(1))) == (1, None)
+
+
 def test_async_save_off_waits_without_a_word(tiny_trainer, folder, caplog):
     trainer = tiny_trainer(trainer__async_save=False)
     saver = saver_of(trainer, folder)
@@ -255,8 +319,9 @@ def test_a_disk_that_says_nothing_of_its_room_is_no_traceback(tiny_trainer, fold
     saver.save(1, trainer.progress)
     saver.finish()
     monkeypatch.setattr(Path, "mkdir", stale)
+    saver.save(2, trainer.progress)
     with pytest.raises(StorageError, match=r"step 2 could not be written: .*Stale file handle. The storage does not"):
-        saver.save(2, trainer.progress)
+        saver.finish()
     assert (saver.last_step, find_damage(folder.step_folder(1))) == (1, None)
 
 

@@ -1,0 +1,115 @@
+"""Work that storage may hold up, in a thread of its own while the rest goes on.
+
+A call of storage that does not answer cannot be cut short, by no signal and no time-out: whoever makes it waits, and so
+may the end of the process. Choice: such work is done aside by a thread that nobody has to wait for, and the driver's
+watch (`controller.lifeline`) asks here for how long each has come no further.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+# How long whoever adds a line waits for storage that has answered so far.
+_PATIENCE_S = 1.0
+_running: set[Aside[Any]] = set()
+
+
+class Aside(threading.Thread, Generic[T]):
+    """Does ``work`` once, from now on. The process may end before it has."""
+
+    def __init__(self, name: str, work: Callable[[], T]) -> None:
+        super().__init__(name=name, daemon=True)
+        self._work = work
+        self._found: list[T] = []
+        self._error: BaseException | None = None
+        # Not `join`: where a signal raises in it, Python 3.11 takes a thread that runs for one that has ended.
+        self._over = threading.Event()
+        self.beat = time.monotonic()
+        _running.add(self)
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._found.append(self._work())
+        except BaseException as error:  # noqa: BLE001 - raised by `result`
+            self._error = error
+        finally:
+            _running.discard(self)
+            self._over.set()
+
+    def ready(self, wait_s: float = 0.0) -> bool:
+        """Whether it is done, or is within that time. A signal cuts the wait short."""
+        return self._over.wait(wait_s)
+
+    def result(self) -> T:
+        """Wait for it. Returns what the work returned, raises what it raised."""
+        self._over.wait()
+        if self._error:
+            raise self._error
+        return self._found[0]
+
+
+def goes_on() -> None:
+    """The work that calls this has come further, however long it may still take."""
+    this = threading.current_thread()
+    if isinstance(this, Aside):
+        this.beat = time.monotonic()
+
+
+def running() -> list[Aside[Any]]:
+    """What is being done aside."""
+    return list(_running)
+
+
+class Lines:
+    """A file that lines are added to, on storage that may be full or may not answer.
+
+    Whoever adds one waits for a second at most, and not at all while an earlier one is still being written. What could
+    not be written is kept, and goes with a later line.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._late: deque[bytes] = deque()  # the first may begin within a line
+        self._writing: Aside[OSError | None] | None = None
+
+    @property
+    def num_late(self) -> int:
+        """Lines that are not written yet."""
+        return sum(each.count(b"\n") for each in list(self._late))
+
+    def add(self, text: str) -> OSError | None:
+        """Add ``text``. Returns why not all that was added so far is written."""
+        self._late.append(text.encode())
+        return self._push(_PATIENCE_S)
+
+    def close(self, wait_s: float) -> OSError | None:
+        """Write what is not written yet, as far as that can be within the time. Returns as `add`."""
+        if self._writing:
+            self._writing.ready(wait_s)
+        return self._push(wait_s) if self._late else None
+
+    def _push(self, wait_s: float) -> OSError | None:
+        unanswered = TimeoutError(None, "the storage does not answer")
+        if self._writing and not self._writing.ready():
+            return unanswered
+        self._writing = Aside(f"writing {self._file.name}", self._write)
+        return self._writing.result() if self._writing.ready(wait_s) else unanswered
+
+    def _write(self) -> OSError | None:
+        try:
+            # Unbuffered, so that it is known how much has arrived; opened anew, as a handle may be lost with a server.
+            with open(self._file, "ab", buffering=0) as file:
+                while self._late:
+                    self._late[0] = self._late[0][file.write(self._late[0]) :]
+                    if not self._late[0]:
+                        self._late.popleft()
+        except OSError as error:
+            return error
+        return None

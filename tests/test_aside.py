@@ -1,0 +1,76 @@
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from rltrain import aside
+from rltrain.aside import Aside, Lines, goes_on, running
+
+
+class Rang(Exception):
+    pass
+
+
+def ring(*_):
+    raise Rang
+
+
+def test_work_is_done_aside_and_tells_what_came_of_it():
+    gate = threading.Event()
+    work = Aside("work", lambda: gate.wait(10) and "done")
+    assert not work.ready(0.01)
+    assert work in running()
+    gate.set()
+    assert work.result() == "done"
+    assert work.ready()
+    assert work not in running()
+    failed = Aside("work", lambda: 1 // 0)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            failed.result()
+
+
+def test_a_signal_cuts_the_wait_short_and_not_the_work():
+    gate = threading.Event()
+    work = Aside("work", lambda: gate.wait(10))
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    try:
+        with pytest.raises(Rang):
+            work.ready(10)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    gate.set()
+    assert work.result()
+
+
+def test_work_that_comes_further_is_not_taken_for_one_that_hangs():
+    steps = [threading.Event() for _ in range(2)]
+    work = Aside("work", lambda: [goes_on() or each.wait(10) for each in steps])
+    began = work.beat
+    steps[0].set()
+    while work.beat == began:
+        time.sleep(0.001)
+    steps[1].set()
+    work.result()
+    goes_on()  # outside of such work it means nothing
+
+
+def test_lines_wait_for_storage_that_does_not_answer_and_nobody_waits_for_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(aside, "_PATIENCE_S", 0.05)
+    os.mkfifo(file := tmp_path / "lines")  # nobody opens it, so whoever would write hangs
+    lines = Lines(file)
+    assert "does not answer" in lines.add("1\n").strerror
+    started = time.monotonic()
+    for number in range(2, 1000):
+        assert lines.add(f"{number}\n")
+    assert time.monotonic() - started < 1
+    assert lines.num_late == 999
+    assert lines.close(0.01)
+    with file.open() as read:
+        assert lines.close(10) is None
+        assert lines.num_late == 0
+        os.set_blocking(read.fileno(), False)
+        assert read.read().split() == [str(number) for number in range(1, 1000)]

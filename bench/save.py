@@ -1,12 +1,16 @@
 """What saving costs a step: one that waits for it, one beside a save in the background, and one without any.
 
-    OMP_NUM_THREADS=1 python -m bench.save [--hidden 768] [--layers 8] [--rounds 16]
+    OMP_NUM_THREADS=1 python -m bench.save [--hidden 768] [--layers 8] [--rounds 16] [--mib-per-s 100]
 
 The three take turns in one run, so that all see the same machine. A save in the background costs the time until the
 step begins (the copy to the host) and what the step is slowed down by; one that waits costs the time that it takes.
 One thread computes, as on a host of accelerators: with all cores computing, a save in the background has to take the
 processor from the step. The limit that the machine sets is a step beside another process that does no more than to
 digest and write as many bytes. Writes bench/results/save_cpu.md.
+
+--mib-per-s: the run folder lies on storage that takes so much a second and no more, as shared storage does, and the
+table is save_slow_disk_cpu.md. That storage is made for the bench (a file behind a loop device, with the kernel's limit
+for it), so it needs root and the blkio controller of the first version of control groups.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -29,6 +33,7 @@ from bench.table import write
 from rltrain.config.load import load_config
 from rltrain.trainer.build import build
 from rltrain.trainer.run import Trainer
+from tests.slow_disk import slow_disk
 from tests.tiny import save_tiny_tokenizer, small_run, write_arithmetic
 
 WAYS = ("no save", "waits", "in the background", "another process writes")
@@ -104,37 +109,65 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=16)
-    parser.add_argument("--name", default="save_cpu.md")
+    parser.add_argument("--mib-per-s", type=int, default=0)
+    parser.add_argument("--name")
     options = parser.parse_args()
+    options.name = options.name or ("save_slow_disk_cpu.md" if options.mib_per_s else "save_cpu.md")
     with tempfile.TemporaryDirectory() as made:
-        folder = Path(made)
-        model = make_model(folder / "model", options.hidden, options.layers)
-        files = [write_arithmetic(folder / f"{each}.parquet", range(24)) for each in ("train", "test")]
-        changes = {"trainer__total_training_steps": 10_000, "trainer__max_actor_ckpt_to_keep": 1}
-        args = small_run(model, (files[0], files[1]), folder / "run", **changes)
-        with build(load_config([*args, "trainer.val_before_train=False"])) as trainer:
-            size = sum(parameter.nbytes for parameter in AutoModelForCausalLM.from_pretrained(model).parameters()) * 4
-            with other_writer(folder, size) as other:
-                for way in (*WAYS, *WAYS):  # the first of each has memory and files to make
-                    turn(trainer, way, other)
-                # Each way follows each of the others equally often.
-                orders = [[*WAYS[shift:], *WAYS[:shift]][:: 1 - 2 * (shift % 2)] for shift in range(len(WAYS))]
-                turns = range(options.rounds)
-                rounds = [{way: turn(trainer, way, other) for way in orders[each % len(orders)]} for each in turns]
-            newest = max((folder / "run").glob("global_step_*"), key=lambda each: int(each.name.rpartition("_")[2]))
-            size = sum(file.stat().st_size for file in newest.rglob("*") if file.is_file())
+        model = make_model(Path(made) / "model", options.hidden, options.layers)
+        size = sum(parameter.nbytes for parameter in AutoModelForCausalLM.from_pretrained(model).parameters()) * 4
+        with storage(Path(made), options.mib_per_s, size) as folder:
+            measure(options, Path(made), model, folder, size)
+
+
+@contextmanager
+def storage(made: Path, mib_per_s: int, size: int) -> Iterator[Path]:
+    """``made``, or a folder on storage of that speed, with room for checkpoints of ``size`` bytes."""
+    if not mib_per_s:
+        yield made
+        return
+    with ExitStack() as stack:
+        try:
+            # The newest checkpoint, the one before it, the next one, and what another process writes.
+            disk = stack.enter_context(slow_disk(made, 256 + 5 * (size >> 20)))
+            disk.limit(mib_per_s << 20)
+        except OSError as error:
+            sys.exit(f"--mib-per-s needs root, loop devices and the blkio controller: {error}")
+        yield disk.path
+
+
+def measure(options: argparse.Namespace, made: Path, model: Path, folder: Path, size: int) -> None:
+    """Make the rounds with the run in ``folder``, and write the table. size: about that of a checkpoint, in bytes."""
+    files = [write_arithmetic(made / f"{each}.parquet", range(24)) for each in ("train", "test")]
+    changes = {"trainer__total_training_steps": 10_000, "trainer__max_actor_ckpt_to_keep": 1}
+    args = small_run(model, (files[0], files[1]), folder / "run", **changes)
+    with build(load_config([*args, "trainer.val_before_train=False"])) as trainer:
+        with other_writer(folder, size) as other:
+            for way in (*WAYS, *WAYS):  # the first of each has memory and files to make
+                turn(trainer, way, other)
+            # Each way follows each of the others equally often.
+            orders = [[*WAYS[shift:], *WAYS[:shift]][:: 1 - 2 * (shift % 2)] for shift in range(len(WAYS))]
+            turns = range(options.rounds)
+            rounds = [{way: turn(trainer, way, other) for way in orders[each % len(orders)]} for each in turns]
+        newest = max((folder / "run").glob("global_step_*"), key=lambda each: int(each.name.rpartition("_")[2]))
+        size = sum(file.stat().st_size for file in newest.rglob("*") if file.is_file())
     titles = ["a step", "save s", "step s", "both s", "still writing when it ends s"]
     rows = []
     for way in WAYS:
         cells = [statistics.median(each[way][name] for each in rounds) for name in ("save", "step", "both", "after")]
         rows.append(f"| {way} | {' | '.join(f'{cell:.3f}' for cell in cells)} |")
     waits = statistics.median(each["waits"]["save"] for each in rounds)
+    took = f"a save that is waited for writes {size / 2**20 / waits:.0f} MiB/s"
+    disk = f"storage of {options.mib_per_s} MiB/s ({took})" if options.mib_per_s else "its own disk"
     write(
         options.name,
         " ".join(
-            ["OMP_NUM_THREADS=1 python -m bench.save", *(f"--{name} {each}" for name, each in vars(options).items())]
+            [
+                "OMP_NUM_THREADS=1 python -m bench.save",
+                *(f"--{name.replace('_', '-')} {each}" for name, each in vars(options).items() if each),
+            ]
         ),
-        f"Medians of {options.rounds} rounds, a checkpoint of {size / 2**20:.0f} MiB; 1 worker on the CPU.",
+        f"Medians of {options.rounds} rounds, a checkpoint of {size / 2**20:.0f} MiB; 1 worker on the CPU, {disk}.",
         titles,
         rows,
         f"Of the {waits:.2f} s that a save takes when the step waits, {cost(rounds, WAYS[2], waits)} is left in the "

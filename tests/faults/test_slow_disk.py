@@ -1,0 +1,96 @@
+"""Runs on storage that does not answer for a while, or never again, or is slow: the steps do not wait for it."""
+
+import re
+import signal
+import time
+
+import pytest
+
+from rltrain.report import read_metrics
+from rltrain.trainer.checkpoint import find_damage
+from tests.faults.plug import gone, wait_for_line, wait_for_step, wait_until
+from tests.slow_disk import slow_disk
+from tests.tiny import small_run
+
+pytestmark = pytest.mark.timeout(600)
+LIMIT_S = 30
+BYTES_PER_S = 100_000
+
+
+@pytest.fixture
+def disk(start, tmp_path):
+    """A disk of 64 MiB, which answers again before what was started is ended."""
+    try:
+        with slow_disk(tmp_path, 64) as disk:
+            yield disk
+    except OSError as error:
+        pytest.skip(f"no disk can be made: {error}")
+
+
+@pytest.fixture
+def command(tiny_model, arithmetic_files, disk):
+    """The words of a run on that disk, which saves every ten steps."""
+    always = {"trainer__save_freq": 10, "trainer__max_actor_ckpt_to_keep": 1, "trainer__total_training_steps": 100000}
+    return lambda **changes: small_run(tiny_model, arithmetic_files, disk.path / "run", **always | changes)
+
+
+@pytest.mark.long
+@pytest.mark.fault("Storage that does not answer for a while, or is slow, stops no step; the save is whole afterwards")
+@pytest.mark.usefixtures("joined")
+@pytest.mark.parametrize("how", ["frozen", "slow"])
+def test_steps_do_not_wait_for_the_disk(start, command, disk, tmp_path, how):
+    run = disk.path / "run"
+    process = start(command())
+    wait_for_step(run, 3, process)
+    try:
+        disk.freeze() if how == "frozen" else disk.limit(BYTES_PER_S)
+    except OSError as error:
+        pytest.skip(str(error))
+    said = wait_for_line(process, "step 10/")
+    begun = time.monotonic()
+    said += wait_for_line(process, "step 16/")  # the next save would wait for this one
+    assert not (run / "global_step_10").exists()
+    disk.thaw()
+    assert wait_until(lambda: (run / "global_step_10").exists())
+    took = time.monotonic() - begun
+    disk.limit(0)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 75, output
+    told = "metrics.jsonl cannot be written (the storage does not answer): training goes on" in said
+    assert told or how == "slow"
+    steps = read_metrics(run)
+    assert [each["step"] for each in steps] == list(range(1, len(steps) + 1))
+    assert steps[9]["timing_s/save_checkpoint"] < took / 5
+    assert find_damage(run / f"global_step_{len(steps)}") is None
+    again = start(command(trainer__total_training_steps=len(steps) + 1))
+    output, _ = again.communicate(timeout=200)
+    assert again.returncode == 0, output
+    assert [each["step"] for each in read_metrics(run)] == list(range(1, len(steps) + 2))
+    assert gone(tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.fault("Storage that never answers again ends the run with what waits for it; it is gone once that answers")
+@pytest.mark.usefixtures("own_ray")
+def test_a_disk_that_never_answers_is_told(start, command, disk, tmp_path):
+    run = disk.path / "run"
+    process = start(command(trainer__hang_timeout_s=LIMIT_S))
+    wait_for_step(run, 11, process)
+    disk.freeze()
+    frozen = time.monotonic()
+    said = wait_for_line(process, "error:")
+    assert time.monotonic() - frozen < LIMIT_S + 60
+    # Whichever is looked at first: what the driver does aside, or the worker that writes.
+    assert re.search(
+        r"hangs: for \d+ s its thread '[^']+' has done nothing else|in Actor\.\w+: not done after", said
+    ), said
+    assert f"trainer.hang_timeout_s={LIMIT_S}" in said
+    assert "incidents does not answer" in said
+    assert "Traceback" not in said
+    disk.thaw()  # till then the kernel ends no process that waits for it
+    assert process.wait(30) == 75
+    assert gone(tmp_path)
+    again = start(command(trainer__total_training_steps=12))
+    output, _ = again.communicate(timeout=200)
+    assert again.returncode == 0, output

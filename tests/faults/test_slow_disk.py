@@ -8,11 +8,10 @@ import pytest
 
 from rltrain.report import read_metrics
 from rltrain.trainer.checkpoint import find_damage
-from tests.faults.plug import gone, wait_for_line, wait_for_step, wait_until
+from tests.faults.plug import PATIENCE_S, gone, wait_for_line, wait_for_step, wait_until
 from tests.slow_disk import slow_disk
 from tests.tiny import small_run
 
-pytestmark = pytest.mark.timeout(600)
 LIMIT_S = 30
 BYTES_PER_S = 100_000
 
@@ -55,7 +54,7 @@ def test_steps_do_not_wait_for_the_disk(start, command, disk, tmp_path, how):
     took = time.monotonic() - begun
     disk.limit(0)
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=200)
+    output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 75, output
     told = "metrics.jsonl cannot be written (the storage does not answer): training goes on" in said
     assert told or how == "slow"
@@ -64,7 +63,7 @@ def test_steps_do_not_wait_for_the_disk(start, command, disk, tmp_path, how):
     assert steps[9]["timing_s/save_checkpoint"] < took / 5
     assert find_damage(run / f"global_step_{len(steps)}") is None
     again = start(command(trainer__total_training_steps=len(steps) + 1))
-    output, _ = again.communicate(timeout=200)
+    output, _ = again.communicate(timeout=PATIENCE_S)
     assert again.returncode == 0, output
     assert [each["step"] for each in read_metrics(run)] == list(range(1, len(steps) + 2))
     assert gone(tmp_path)
@@ -92,5 +91,5 @@ def test_a_disk_that_never_answers_is_told(start, command, disk, tmp_path):
     assert process.wait(30) == 75
     assert gone(tmp_path)
     again = start(command(trainer__total_training_steps=12))
-    output, _ = again.communicate(timeout=200)
+    output, _ = again.communicate(timeout=PATIENCE_S)
     assert again.returncode == 0, output

@@ -308,7 +308,7 @@ def _open(path: str, keys: Keys) -> _File:
     local = Path(path).expanduser()
     try:
         table, names = patiently(local, partial(_read, path, local, keys))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise DataError(f"data file {path!r} does not exist (looked at {local.absolute()}).") from None
     except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
         raise _unreadable(path, error) from error

@@ -171,6 +171,7 @@ def test_files_that_are_not_there_or_not_parquet_are_named(tmp_path):
     empty = tmp_path / "empty.parquet"
     empty.touch()
     assert "does not exist" in problem(str(tmp_path / "no.parquet"))
+    assert "does not exist" in problem(str(text / "no.parquet"))
     assert "cannot be read as parquet" in problem(str(text))
     assert "0 bytes" in problem(str(empty))
     assert "is a folder" in problem(str(tmp_path))

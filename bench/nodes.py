@@ -27,8 +27,9 @@ from ray.cluster_utils import Cluster
 from bench.scale import PROMPT_TOKENS, make_trainer, numbers
 from bench.table import write
 from rltrain.config.load import load_config
-from rltrain.controller.cluster import reserve, start_ray, stop_ray
+from rltrain.controller.cluster import reserve, start_ray
 from rltrain.controller.group import WorkerGroup
+from rltrain.controller.lifeline import stop_ray
 from rltrain.device import get_device
 
 _CLONE_NEWNET = 0x40000000

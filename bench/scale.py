@@ -21,8 +21,9 @@ import numpy as np
 
 from bench.table import write
 from rltrain.config.load import load_config
-from rltrain.controller.cluster import reserve, start_ray, stop_ray
+from rltrain.controller.cluster import reserve, start_ray
 from rltrain.controller.group import WorkerGroup
+from rltrain.controller.lifeline import stop_ray
 from rltrain.data.order import BatchOrder
 from rltrain.device import get_device
 from rltrain.trainer.experience import Experience

@@ -4,9 +4,10 @@
 
 Two workers train a tiny actor and critic with GAE and save every few steps. Every 20 to 40 steps a random process of
 the hurt run gets SIGKILL, SIGTERM or SIGSTOP at a random moment: a worker, the driver, a scorer, the reward worker, the
-raylet, the GCS. `rltrain.supervise` does the rest. Both runs must have the same weights, optimizer state, sampler and
-answers, byte for byte, and the memory of no process may grow. Left out: a stopped scorer, whose answer is lost
-and counts as `reward.on_error` says. Exits with 1 where something differs.
+raylet, the GCS. A raylet or GCS that the run goes on without is still stopped when the next process is hurt.
+`rltrain.supervise` does the rest. Both runs must have the same weights, optimizer state, sampler and answers, byte for
+byte, and the memory of no process may grow. Left out: a stopped scorer, whose answer is lost and counts as
+`reward.on_error` says. Exits with 1 where something differs, or where a hurt worker ends the run without a word.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import numpy as np
 from bench.table import write
 from rltrain.errors import DataError
 from rltrain.report import read_metrics
+from rltrain.supervise import WITHOUT_A_WORD
 from tests.faults.plug import below
 from tests.tiny import save_tiny_model, small_run, write_arithmetic
 
@@ -115,6 +117,11 @@ def main(argv: list[str] | None = None) -> int:
     problems = differences(quiet.folder, hurt.folder, options.steps)
     growth = {name: slope(seen) for name, seen in sorted(quiet.memory.items())}
     problems += [f"{name} grows by {mb:.2f} MB in 100 steps" for name, mb in growth.items() if mb > _MEMORY_LIMIT_MB]
+    problems += [
+        f"step {fault['step']}: {fault['signal']} to {fault['to']}: {WITHOUT_A_WORD}"
+        for fault in faults
+        if "worker" in fault["to"] and fault["cause"] == WITHOUT_A_WORD
+    ]
     command = f"python -m bench.soak --steps {options.steps} --seed {options.seed}"
     lost = sum(fault["steps made again"] for fault in faults)
     found = "; ".join(problems) or "weights, optimizer state, sampler, answers and metrics are equal"

@@ -19,9 +19,10 @@ import numpy as np
 from rltrain import logs
 from rltrain.config.load import LoadedConfig, changed, load_config
 from rltrain.controller.calls import bind
-from rltrain.controller.cluster import cluster_address, free, num_nodes, reserve, start_ray, stop_ray
+from rltrain.controller.cluster import cluster_address, free, num_nodes, reserve, start_ray
 from rltrain.controller.group import WorkerGroup
 from rltrain.controller.hang import Deadlines
+from rltrain.controller.lifeline import stop_ray
 from rltrain.device import get_device, threads_per_worker
 from rltrain.errors import ConfigError, WorkerError, WorkerLost
 from rltrain.main_ppo import main as guarded

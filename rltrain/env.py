@@ -36,7 +36,6 @@ _NPU = {
 }
 # The file in which a run tells `rltrain.supervise` about itself.
 ATTEMPT = "RLTRAIN_ATTEMPT"
-WITHOUT_A_WORD = "the program has ended without a word (exit code 1)"
 # Activations come and go: their memory must not go back to the kernel each time. Waiting OpenMP threads must not spin.
 _CPU = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "1073741824", "OMP_WAIT_POLICY": "PASSIVE"}
 # A user who sets one of these for the driver means the workers too, on every node,
@@ -85,7 +84,8 @@ def shipped_file(name: str) -> Path | None:
 
 def tell_supervisor(**facts: Any) -> None:
     """Tell the supervisor, where there is one: ``pid``, ``folder``, ``error`` and whether it is ``passing`` (waiting
-    may mend it), the code it has ``ended`` with, and whether this node was ``stopped`` by a request from another."""
+    may mend it), the code that it ``ends`` with once it has cleaned up and the one it has ``ended`` with, and whether
+    this node was ``stopped`` by a request from another."""
     if file := os.environ.get(ATTEMPT):
         with suppress(OSError), open(file, "a") as told:
             told.write(json.dumps(facts) + "\n")
@@ -111,11 +111,6 @@ def attempt_file() -> Iterator[str]:
         return
     with tempfile.NamedTemporaryFile(prefix="rltrain_attempt_") as own:
         yield own.name
-
-
-def ended_without_a_word(code: int, told: dict[str, Any]) -> bool:
-    """Whether a library has ended the program below Python, as Ray does where its own processes are gone."""
-    return bool(code == 1 and told["pids"] and not told.get("error") and "ended" not in told)
 
 
 def worker_environment(device: str, threads: int, engine: str = "hf", *, graphs: bool = False) -> dict[str, str]:

@@ -32,9 +32,9 @@ def main(argv: list[str] | None = None, program: Callable[[argparse.Namespace, S
     # Looked up and not imported: where nothing has imported it there is no tracker, and --help need not load it.
     tracking, lifeline = (sys.modules.get(f"rltrain.{name}") for name in ("trainer.tracking", "controller.lifeline"))
     # The package of a tracker that hangs would wait for it when Python ends, maybe for ever, and Ray for a Ray that is
-    # gone, which it would then call a failure of its own.
+    # gone or does not answer, which it would then call a failure of its own.
     _flush()
-    if (tracking and tracking.hanging()) or (lifeline and lifeline.lost()):
+    if (tracking and tracking.hanging()) or (lifeline and (lifeline.lost() or lifeline.hanging())):
         os._exit(code)
     return code
 

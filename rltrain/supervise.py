@@ -27,10 +27,11 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from rltrain.env import ATTEMPT, WITHOUT_A_WORD, ended_without_a_word, told_supervisor
+from rltrain.env import ATTEMPT, told_supervisor
 from rltrain.errors import ConfigError, command
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+WITHOUT_A_WORD = "the program has ended without a word (exit code 1)"
 _AGAIN = 75
 # Waiting doubles while no checkpoint is made, up to this.
 _MAX_WAIT_S = 300.0
@@ -138,12 +139,11 @@ class Supervisor:
         told = self._told()
         if "folder" in told:
             self._folder = Path(told["folder"])
-        cause = str(told.get("error", "")).partition("\n")[0]
+        code, cause = meant_by(code, told)
+        cause = cause.partition("\n")[0]
         if code > 128 and not cause:
             with suppress(ValueError):
                 cause = f"killed by {signal.Signals(code - 128).name}"
-        elif ended_without_a_word(code, told):
-            code, cause = _AGAIN, WITHOUT_A_WORD
         if code and not told["pids"] and not cause:
             cause = "the command has told the supervisor nothing"
         # A run that was killed by the signal that we have handed on has stopped as it was asked to.
@@ -268,6 +268,15 @@ class Supervisor:
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass
             time.sleep(_POLL_S)
+
+
+def meant_by(code: int, told: dict[str, Any]) -> tuple[int, str]:
+    """Exit code and cause of a program that has ended with ``code``. A library may have ended it below Python with
+    another than it was about to end with, as Ray does where its own processes are gone."""
+    cause = str(told.get("error", ""))
+    if code != 1 or not told["pids"] or "ended" in told:
+        return code, cause
+    return (told.get("ends", code), cause) if cause else (_AGAIN, WITHOUT_A_WORD)
 
 
 def _parents() -> dict[int, int]:

@@ -17,7 +17,6 @@ import re
 import resource
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -28,7 +27,6 @@ from ray.util.placement_group import PlacementGroup, placement_group
 from rltrain.config.schema import Config
 from rltrain.controller import lifeline
 from rltrain.controller.launch_files import own_token
-from rltrain.controller.sweep import sweep
 from rltrain.device import Device
 from rltrain.env import first_set, prepare_driver, ray_address, shipped, use_token
 from rltrain.errors import ConfigError, NodesMissing, WorkerLost
@@ -41,7 +39,6 @@ _CONNECT_S = 5
 # Of the object store; what Ray makes of less is told nowhere.
 _LEAST_FILE_BYTES = 80 << 20
 _CLIENT_TRIES = 3
-_GOODBYE_S = 30
 _CLIENT_NOT_SERVED = ("Starting Ray client server failed", "Proxy failed to Connect")
 _FIRST_WORD_S, _SAY_EVERY_S = 2, 10
 _KEY = "ray_kwargs.ray_init"
@@ -305,21 +302,3 @@ def _as_text(value: Any) -> str:
 def share(value: Any) -> ray.ObjectRef:
     """Put ``value`` into the object store once; workers that get the reference read it from there."""
     return ray.put(value)
-
-
-def stop_ray() -> None:
-    """Leave the cluster; a local one ends, also where its raylet is stopped and takes no goodbye."""
-    node: Any = ray._private.worker._global_node
-    if node and node.head:
-        # Else Ray would wait without an end.
-        ending = threading.Timer(_GOODBYE_S, lambda: sweep(node.get_session_dir_path()))
-        ending.daemon = True
-        ending.start()
-        ray.shutdown()
-        ending.cancel()
-        return
-    leaving = threading.Thread(target=ray.shutdown, daemon=True)
-    leaving.start()
-    leaving.join(_GOODBYE_S)
-    if leaving.is_alive():
-        log.warning("Ray has not let this process go in %d s", _GOODBYE_S)

@@ -14,15 +14,9 @@ from pathlib import Path
 
 from rltrain.controller.launch_words import Launch
 from rltrain.controller.nodes import MARK, group_is_alive
-from rltrain.env import (
-    ATTEMPT,
-    WITHOUT_A_WORD,
-    attempt_file,
-    ended_without_a_word,
-    tell_supervisor,
-    told_supervisor,
-)
-from rltrain.errors import ConfigError, WorkerLost
+from rltrain.env import ATTEMPT, attempt_file, tell_supervisor, told_supervisor
+from rltrain.errors import ConfigError
+from rltrain.supervise import meant_by
 
 _POLL_S = 0.5
 
@@ -38,10 +32,10 @@ def run_command(launch: Launch, address: str, asked: list[int], heed: Callable[[
         code = _run(launch.command, asked, heed, os.environ | own | {ATTEMPT: file})
         told = told_supervisor(file)
     told["pids"] = [pid for pid in told["pids"] if pid != os.getpid()]
-    if ended_without_a_word(code, told):
-        tell_supervisor(error=WITHOUT_A_WORD)
-        return WorkerLost.exit_code
-    return code
+    meant, cause = meant_by(code, told)
+    if meant != code:
+        tell_supervisor(error=cause)
+    return meant
 
 
 def _run(words: list[str], asked: list[int], heed: Callable[[], None], environment: dict[str, str]) -> int:

@@ -4,13 +4,15 @@ Problem: a driver whose raylet or GCS is gone learns nothing of it. Calls wait f
 below Python, with exit code 1 and past every handler. Choice: a thread holds a connection to each of the two, which
 the kernel closes when the other end dies. Waits of the driver ask it (`check`), no call of Ray's is made any more
 (`unless_lost`), and where the main thread does not come back from below Python, the thread ends the process. The same
-thread ends a driver that hangs itself, in storage or in code of the user's. Left out: Ray of other nodes, whose loss
-Ray itself tells; Ray of a driver that is a client (ray://); and a driver that hangs while it holds the interpreter's
-lock.
+thread ends a driver that hangs itself, in storage or in code of the user's. Ray's library may end the process even so:
+an error is told before anything of Ray is ended, and another process says it after us (`ended_after_us`). Left out: Ray
+of other nodes, whose loss Ray itself tells; Ray of a driver that is a client (ray://); and a driver that hangs while it
+holds the interpreter's lock.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import math
@@ -32,9 +34,9 @@ from ray.exceptions import RayError
 from rltrain.aside import Aside, running
 from rltrain.controller import sweep as sweep_module
 from rltrain.controller.hang import Deadlines
-from rltrain.controller.sweep import ORDERLY, sweep
+from rltrain.controller.sweep import ORDERLY, SILENT, message, sweep
 from rltrain.env import tell_supervisor
-from rltrain.errors import RltrainError, WorkerError, WorkerLost
+from rltrain.errors import Interrupted, RltrainError, WorkerError, WorkerLost
 from rltrain.stacks import stacks_here
 
 _POLL_S = 1.0
@@ -45,6 +47,8 @@ _UNWIND_S = 15.0
 _WRITE_S = 15.0
 # What a driver that waits for storage does not do from one look to the next: compute so long, and read so much.
 _BUSY_S, _BUSY_BYTES = 0.1 * _POLL_S, 1 << 16
+# How long Ray may take to let this process go.
+_GOODBYE_S = 30.0
 log = logging.getLogger(__name__)
 AGAIN = "Run the same command again: it continues from the newest checkpoint."
 
@@ -163,15 +167,19 @@ class _Watch(threading.Thread):
         )
 
     def _exit(self, message: str) -> None:
-        tell_supervisor(error=message)
+        tell_supervisor(error=message, ends=WorkerLost.exit_code)
         # Neither logging nor print: the main thread may hold their locks.
         os.write(2, f"error: {message}\n".encode())
+        _tell_after_us(ORDERLY)
         if self.session:
             sweep(self.session)
         os._exit(WorkerLost.exit_code)
 
 
 _watch: _Watch | None = None
+# The process that ends after this one.
+_last: subprocess.Popen[bytes] | None = None
+_hanging = False
 
 
 @contextlib.contextmanager
@@ -189,8 +197,7 @@ def watching(deadlines: Deadlines, local: bool, reads: bool = False) -> Iterator
     found = _watch = _Watch(lines, node.get_session_dir_path() if local else "", logs, deadlines, reads)
     found.start()
     try:
-        with _swept_after_us(found.session) if local else contextlib.nullcontext():
-            yield
+        yield
     except Exception as error:
         # What Ray raises of it names no cause.
         if (isinstance(error, RltrainError) and not isinstance(error, WorkerError)) or not lost(_POLL_S):
@@ -216,27 +223,67 @@ def _lines(node: Any) -> Iterator[_Line]:
 
 @contextlib.contextmanager
 def working() -> Iterator[None]:
-    """Inside, the driver must call `check` every now and then; where it does not, it hangs, and the process ends."""
+    """Inside, the driver must call `check` every now and then; where it does not, it hangs, and the process ends. An
+    error is told here already: Ray may end the process while it cleans up."""
     if not (watch := _watch):
         yield
         return
     watch.beat = time.monotonic()
+    _tell_after_us(SILENT)  # the caller may go on after an error
     try:
         yield
+    except Exception as error:
+        if not isinstance(error, Interrupted):
+            said = str(error) if isinstance(error, RltrainError) else f"{type(error).__name__}: {error}"
+            code, passing = getattr(error, "exit_code", 1), getattr(error, "passing", False)
+            tell_supervisor(error=said, passing=passing, ends=code)
+            _tell_after_us(message(f"error: {said}\n"))
+        raise
     finally:
         watch.beat = math.inf
 
 
 @contextlib.contextmanager
-def _swept_after_us(session: str) -> Iterator[None]:
-    """Should this process end inside, another one ends the processes of its Ray."""
+def ended_after_us(local: bool) -> Iterator[None]:
+    """Should this process end inside, another one says by which error, and ends what is left of its Ray. local: this
+    process has started it."""
+    global _last
+    node: Any = ray._private.worker._global_node
+    session = node.get_session_dir_path() if local else ""
     command = [sys.executable, "-IS", sweep_module.__file__, session]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as sweeper:
-        try:
-            yield
-        finally:
-            with contextlib.suppress(BrokenPipeError):
-                sweeper.communicate(ORDERLY)
+    _last = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    _tell_after_us(SILENT)
+    try:
+        yield
+    finally:
+        _tell_after_us(SILENT if _hanging else ORDERLY)
+        if not _hanging:
+            _last.communicate()
+            _last = None
+
+
+def _tell_after_us(words: bytes) -> None:
+    if _last and _last.stdin:
+        with contextlib.suppress(OSError):  # somebody has killed it
+            os.write(_last.stdin.fileno(), words)
+
+
+def stop_ray() -> None:
+    """Leave the cluster; a local one ends. Where Ray does not answer, as a raylet that is stopped, it is left: a local
+    one ends with this process. To end it before would end this process too, in Ray's library, with exit code 1."""
+    global _hanging
+    leaving = threading.Thread(target=unless_lost(ray.shutdown), daemon=True)
+    leaving.start()
+    leaving.join(_GOODBYE_S)
+    _hanging = leaving.is_alive()
+    if _hanging:
+        log.warning("Ray has not let this process go in %d s", _GOODBYE_S)
+        atexit.unregister(ray.shutdown)  # it would wait for this call
+
+
+def hanging() -> bool:
+    """Whether Ray has not let this process go."""
+    return _hanging
 
 
 def lost(wait_s: float = 0.0) -> str:

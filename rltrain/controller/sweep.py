@@ -1,7 +1,9 @@
 """Ends what a local Ray leaves behind: without raylet, GCS or driver some of its processes go on for minutes.
 
-Run as a program, which the driver starts, this waits for the driver's end, be it by kill -9. The standard library is
-enough, so that it costs next to nothing. Left out: a Ray that this driver has only joined, which others use as well.
+Run as a program, which the driver starts, this waits for the driver's end, be it by kill -9. What the driver has told
+it last (`message`, or SILENT) it then says, as the driver itself could not; after ORDERLY it does nothing. The standard
+library is enough, so that it costs next to nothing. Left out: a Ray that this driver has only joined, which others use
+as well: no session is given then, and nothing is ended.
 """
 
 from __future__ import annotations
@@ -13,8 +15,14 @@ import sys
 import time
 from pathlib import Path
 
-ORDERLY = b"."
+_PART = b"\0"
+ORDERLY, SILENT = _PART, _PART + b" "
 _PATIENCE_S = 5.0
+
+
+def message(text: str) -> bytes:
+    """What the program says at the driver's end, in the place of what it was told before."""
+    return _PART + text.encode(errors="replace").replace(_PART, b"")
 
 
 def sweep(session: str) -> None:
@@ -37,5 +45,8 @@ def _holders(folder: str) -> list[int]:
     return found
 
 
-if __name__ == "__main__" and sys.stdin.buffer.read() != ORDERLY:
-    sweep(sys.argv[1])
+if __name__ == "__main__" and (last := sys.stdin.buffer.read().rpartition(_PART)[2]):
+    with contextlib.suppress(OSError):  # a terminal that is gone
+        os.write(2, last.lstrip())
+    if sys.argv[1]:
+        sweep(sys.argv[1])

@@ -22,11 +22,11 @@ from rltrain import logs
 from rltrain.config.algorithm_schema import FILTER_METRICS
 from rltrain.config.load import LoadedConfig, to_dict
 from rltrain.config.schema import Config
-from rltrain.controller.cluster import cluster_address, free, ray_logs, reserve, share, start_ray, stop_ray
+from rltrain.controller.cluster import cluster_address, free, ray_logs, reserve, share, start_ray
 from rltrain.controller.failures import node_watch
 from rltrain.controller.group import WorkerGroup
 from rltrain.controller.hang import Deadlines
-from rltrain.controller.lifeline import check, unless_lost, watching, working
+from rltrain.controller.lifeline import check, ended_after_us, stop_ray, unless_lost, watching, working
 from rltrain.controller.sample_writer import WriterProcess
 from rltrain.data.chat import ChatEncoder, chat_encoder
 from rltrain.data.custom import EpochSampler, custom_rows
@@ -137,6 +137,7 @@ def build(
         reading.close()
         with logs.waiting("starting Ray"), stop.keeping_handlers("starting Ray"):
             if started := start_ray(cfg):  # not where the caller has started one
+                closing.enter_context(ended_after_us(not cluster_address(cfg)))
                 closing.callback(unless_lost(stop_ray))
         # A cluster that this run has joined is others' too, and outlives it.
         closing.enter_context(watching(deadlines, local=started and not cluster_address(cfg)))

@@ -1,25 +1,71 @@
-"""A raylet that is stopped: nothing of Ray answers, and nothing is gone."""
+"""A raylet that is stopped: nothing of Ray answers, and nothing is gone. Ray's library ends a process whose raylet is
+killed, with exit code 1 and without a word."""
 
+import json
+import os
+import re
 import subprocess
 import sys
 
 import pytest
 
+from rltrain.env import ATTEMPT
+from tests.faults.plug import alive, wait_until
+
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("own_ray")]
+
 PROGRAM = """
-import os, signal, ray
-from rltrain.controller import cluster
-cluster._GOODBYE_S = 2
-ray.init(num_cpus=1, include_dashboard=False, address="local")
-(raylet,) = ray._private.worker._global_node.all_processes["raylet"]
-os.kill(raylet.process.pid, signal.SIGSTOP)
-cluster.stop_ray()
-print("over:", not os.path.exists(f"/proc/{raylet.process.pid}"))
+import os, signal, sys, ray
+from rltrain.controller import lifeline
+from rltrain.controller.hang import Deadlines
+from rltrain.errors import WorkerLost
+lifeline._GOODBYE_S = 2
+ray.init(num_cpus=1, include_dashboard=False, address="local", log_to_driver=False)
+node = ray._private.worker._global_node
+kept = ray.put(bytearray(1 << 20))
+(raylet,), (gcs,) = (node.all_processes[name] for name in ("raylet", "gcs_server"))
+print("pids:", raylet.process.pid, gcs.process.pid, flush=True)
+"""
+GOODBYE = """
+with lifeline.ended_after_us(local=True):
+    os.kill(raylet.process.pid, signal.SIGSTOP)
+    lifeline.stop_ray()
+print("over", flush=True)
+os._exit(3)
+"""
+CUT_OFF = """
+with lifeline.ended_after_us(local=True), lifeline.watching(Deadlines(), local=True):
+    try:
+        with lifeline.working():
+            raise WorkerLost("rank 1 of 2 hangs")
+    except WorkerLost:
+        os._exit(1)  # as Ray's library may at any call
 """
 
 
-@pytest.mark.long
-@pytest.mark.fault("A run that has made its steps ends, though its raylet is stopped")
-def test_a_stopped_raylet_does_not_keep_a_run_from_its_end(monkeypatch):
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    found = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=100)
-    assert "over: True" in found.stdout, found.stderr
+def run(end: str, **environment: str) -> tuple[subprocess.CompletedProcess, list[int]]:
+    """How it ends, and the pids of its raylet and GCS."""
+    words, env = [sys.executable, "-c", PROGRAM + end], {**os.environ, **environment}
+    found = subprocess.run(words, capture_output=True, text=True, timeout=100, env=env)
+    pids = re.search(r"pids: (\d+) (\d+)", found.stdout)
+    assert pids, found.stderr
+    return found, [int(pids[1]), int(pids[2])]
+
+
+@pytest.mark.fault("A run that has made its steps ends with its own exit code, though its raylet is stopped")
+def test_a_stopped_raylet_does_not_keep_a_run_from_its_end():
+    found, pids = run(GOODBYE)
+    assert found.returncode == 3, found.stderr
+    assert "over" in found.stdout
+    assert "error:" not in found.stderr
+    assert wait_until(lambda: not alive(pids), 10)
+
+
+@pytest.mark.fault("A run that Ray's library ends while it cleans up after an error has told the error, with its code")
+def test_an_error_is_told_before_anything_of_ray_is_ended(tmp_path):
+    found, pids = run(CUT_OFF, **{ATTEMPT: str(tmp_path / "told")})
+    assert "error: rank 1 of 2 hangs\n" in found.stderr
+    assert found.stderr.count("error:") == 1
+    told = [json.loads(line) for line in (tmp_path / "told").read_text().splitlines()]
+    assert {"error": "rank 1 of 2 hangs", "passing": False, "ends": 75} in told
+    assert wait_until(lambda: not alive(pids), 10)

@@ -9,8 +9,9 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from rltrain.config.load import load_config
-from rltrain.controller.cluster import ray_logs, reserve, start_ray, stop_ray
+from rltrain.controller.cluster import ray_logs, reserve, start_ray
 from rltrain.controller.group import WorkerGroup
+from rltrain.controller.lifeline import stop_ray
 from rltrain.device import get_device, threads_per_worker
 from rltrain.errors import RltrainError
 

@@ -110,6 +110,14 @@ class Trap:
         "stage": ("workers/actor_ref.py", "stage"),
         "save": ("workers/actor_ref.py", "write"),
     }
+    # Of a run with a critic.
+    TRAINED = {  # noqa: RUF012 - read only
+        "values": ("workers/critic.py", "values"),
+        "update_critic": ("workers/critic.py", "update"),
+        "ref": ("workers/actor_ref.py", "ref_log_probs"),
+        "update_actor": ("workers/actor_ref.py", "update"),
+        "save": PHASES["save"],
+    }
     # Of vLLM: the process that looks at the model's class while the engine starts, and the loop of its steps.
     ENGINE = {"vllm_start": ("models/registry.py", "_run"), "vllm_generate": ("rollout/vllm.py", "generate")}  # noqa: RUF012
 
@@ -121,9 +129,11 @@ class Trap:
         here = Path(__file__).parent
         self.environment = {"PYTHONPATH": f"{here / 'trap'}:{here.parents[1]}", "RLTRAIN_TRAP": str(folder)}
 
-    def lay(self, phase: str, how: int | str) -> None:
-        """From now on; processes that have started already are hurt too. how: a signal, or "memory"."""
-        words = [*(self.PHASES | self.ENGINE)[phase], how if isinstance(how, str) else str(int(how))]
+    def lay(self, phase: str, how: int | str, rank: int | None = None) -> None:
+        """From now on; processes that have started already are hurt too. how: a signal, or "memory". rank: which worker
+        alone; None: the first that comes."""
+        words = [*(self.PHASES | self.TRAINED | self.ENGINE)[phase], how if isinstance(how, str) else str(int(how))]
+        words += [] if rank is None else [str(rank)]
         (self._folder / "laid").write_text(" ".join(words))
         (self._folder / "laid").rename(self._folder / "trap")
 

@@ -1,8 +1,9 @@
 """Hurts a process in the middle of a function, as a debugger would: RLTRAIN_TRAP=FOLDER, in which lies `trap`.
 
-The file holds the end of a code file's name, a function, and the number of a signal or `memory`; it may be written or
-changed while the processes run. The first process that is found in that function leaves its pid in FOLDER/caught and
-sends itself the signal, or gets no more memory from the kernel. Nothing of what runs is replaced.
+The file holds the end of a code file's name, a function, the number of a signal or `memory`, and maybe a rank; it may
+be written or changed while the processes run. The first process (of that rank) that is found in that function leaves
+its pid in FOLDER/caught and sends itself the signal, or gets no more memory from the kernel. Nothing of what runs is
+replaced.
 """
 
 import ctypes
@@ -39,11 +40,22 @@ def _hurt(how: str) -> None:
         os.kill(os.getpid(), int(how))
 
 
+def _is_rank(wanted: str) -> bool:
+    try:
+        found = sys.modules["torch.distributed"]
+        return found.is_initialized() and found.get_rank() == int(wanted)
+    except (KeyError, AttributeError):  # it is not there yet, or not whole
+        return False
+
+
 def _watch(folder: Path) -> None:
     while not (folder / "caught").exists():
         try:
-            file, function, how = (folder / "trap").read_text().split()
+            file, function, how, *rank = (folder / "trap").read_text().split()
         except (OSError, ValueError):
+            time.sleep(0.05)
+            continue
+        if not all(map(_is_rank, rank)):
             time.sleep(0.05)
             continue
         for frame in sys._current_frames().values():

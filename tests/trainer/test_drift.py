@@ -4,10 +4,11 @@ import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
-from rltrain.controller.processes import Node, _process
-from rltrain.trainer.drift import Drift
+from rltrain.controller.processes import Node, Process, _process
+from rltrain.trainer.drift import Drift, _History, _Look
 
 LEAKS = """
 import sys
@@ -16,7 +17,8 @@ for line in sys.stdin:
     kept.append(bytearray(b"x" * (30 << 20)) if "memory" in line else [open("/dev/null") for _ in range(8)])
     print(flush=True)
 """
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
+A_DAY = 1440  # looks, where one is taken every minute
 
 
 @pytest.fixture
@@ -33,7 +35,6 @@ def leaking():
     process.communicate()
 
 
-@pytest.mark.fault("A process that leaks memory or files is named, once, with how long it can go on")
 @pytest.mark.parametrize(
     ("what", "words"),
     [
@@ -62,22 +63,74 @@ def test_a_process_that_leaks_is_named_once(leaking, caplog, what, words):
     assert re.search(words, said), said
 
 
+def named(values):
+    """The look at which a process that holds these bytes, minute by minute, is told to grow; None for never."""
+    history = _History()
+    for look, value in enumerate(values):
+        history.add(_Look(look, value), "node-a", 64 * GIB)
+        if history.growing("memory"):
+            return look
+    return None
+
+
+@pytest.mark.parametrize("rate", [1, 5, 15, 100])
+def test_a_slow_leak_is_named_within_a_day(rate):
+    shaken = np.random.default_rng(0).normal(0, 5 * MIB, 2000)
+    assert named([GIB + look * rate * MIB + shaken[look] for look in range(2000)]) < A_DAY
+
+
 @pytest.mark.parametrize(
-    "values",
+    "value",
     [
-        [GIB * (1 + 0.3 * (look % 2)) for look in range(24)],  # up and down
-        [GIB * (2 - 0.5**look) for look in range(24)],  # levels off
-        [GIB + look * 2**20 for look in range(24)],  # so little
-        [GIB] * 12 + [2 * GIB] * 12,  # one step
+        lambda look: 0.3 * (look % 2),  # up and down
+        lambda look: 0.01 * (look % 10),
+        lambda look: 0.01 * (look % 65),
+        lambda look: 0.001 * (look % 129),
+        lambda look: 1 - 0.5**look,  # levels off
+        lambda look: 0.05 * (1 - 0.99**look),
+        lambda look: min(look, 100) / 200,
+        lambda look: look / 2**14,  # so little
+        lambda look: look >= 12,  # one step
+        lambda look: look >= 700,
     ],
 )
-def test_what_does_not_keep_growing_is_not_named(values, caplog):
-    nodes = iter([Node("node-a", store_bytes=int(value)) for value in values])
-    drift = Drift(lambda: lambda: [next(nodes)], {})
-    for step in range(0, 240, 10):
+def test_what_does_not_keep_growing_is_not_named(value):
+    assert named([GIB * (1 + value(look)) for look in range(2000)]) is None
+
+
+def test_each_process_that_leaks_is_named_once(caplog):
+    looks = iter(range(120))
+
+    def come():
+        look = next(looks)
+        held = [look, max(look - 100, 0), 0] if look < 60 else [look, look - 60, 0]
+        held += [max(look - 80, 0) * (1 + pid) for pid in range(6)]
+        return [Node("node-a", [Process(pid, "scorer", GIB + 30 * MIB * leak, 1, 9) for pid, leak in enumerate(held)])]
+
+    drift = Drift(lambda: come, {})
+    for step in range(0, 1200, 10):
         drift.begin(step)
         drift.metrics(step, {})
-    assert caplog.messages == []
+    first, second, *others = caplog.messages
+    assert first.startswith("scorer (pid 0 on node-a) holds more and more memory")
+    assert second.startswith("scorer (pid 1 on node-a) holds more and more memory")
+    named = [pid for words in others for pid in re.findall(r"pid (\d)", words)]
+    assert len(set(named)) == len(named)
+    assert {"8", "7", "6"} <= set(named) <= set("345678")
+
+
+def test_a_node_that_answers_late_loses_nothing(caplog):
+    answers = iter(range(40))
+
+    def come():
+        look = next(answers)
+        return [] if look % 5 == 4 else [Node("node-a", store_bytes=GIB + look * 30 * MIB)]
+
+    drift = Drift(lambda: come, {})
+    for step in range(0, 400, 10):
+        drift.begin(step)
+        drift.metrics(step, {})
+    assert len(caplog.messages) == 1
 
 
 def test_a_node_that_has_not_answered_yet_is_left_out():

@@ -2,7 +2,9 @@
 
 It calls the update that the run called, with the weights and samples of all ranks, and then sample by sample, at a
 learning rate of 0. Keys change how: ``actor_rollout_ref.actor.fsdp_config.compute_dtype=float32`` shows whether it is
-the precision, ``trainer.device=cpu`` needs no accelerator. Exit code 70: it is not finite here either; 0: it is.
+the precision, ``trainer.device=cpu`` needs no accelerator. An incident may be somebody else's: code that its
+configuration names is run only where the command names it too; reward functions, callbacks and the like never are.
+Exit code 70: it is not finite here either; 0: it is.
 """
 
 from __future__ import annotations
@@ -17,12 +19,15 @@ import torch
 import torch.distributed as dist
 
 from rltrain.batch import Batch
+from rltrain.config.declarations import ESTIMATOR_KEY, LOSS_KEY
+from rltrain.config.keys import get
 from rltrain.config.load import LoadedConfig, load_config
 from rltrain.config.step_passes import make_step_passes
 from rltrain.device import get_device, load_backend
 from rltrain.errors import ConfigError, DataError, NonFiniteError, command
 from rltrain.models.source import model_problem
 from rltrain.models.spec import actor_spec, critic_spec
+from rltrain.plugin import is_plugin
 from rltrain.ragged import Ragged
 from rltrain.workers.actor_ref import ActorRefWorker
 from rltrain.workers.critic import CriticWorker
@@ -35,12 +40,20 @@ from rltrain.workers.tasks import MiniBatch, UpdateTask
 _ROLES = ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")
 _ALONE = ["trainer.nnodes=1", "trainer.n_gpus_per_node=1", "trainer.on_nonfinite=skip"]
 _ALONE += [f"{role}.ulysses_sequence_parallel_size=1" for role in _ROLES]
+# The keys by which an update runs code that is not rltrain's, and values by which it does not.
+_CODE = {
+    ESTIMATOR_KEY: "gae",
+    LOSS_KEY: "vanilla",
+    "actor_rollout_ref.model.trust_remote_code": "False",
+    "critic.model.trust_remote_code": "False",
+}
 
 
 def replay(folder: Path, changes: list[str]) -> tuple[str, bool]:
     """What to print, and whether it is not finite here either. Raises RltrainError."""
     if not (folder / CONFIG).exists():
         raise DataError(f"{folder} has no {CONFIG}. Give a folder incidents/nonfinite_… of a run.")
+    _refuse_code(folder / CONFIG, changes)
     parts = read(folder)
     size = _sharing(load_config([], [str(folder / CONFIG)]), parts[0].role)
     # Ranks that share sequences have the same samples.
@@ -62,6 +75,18 @@ def replay(folder: Path, changes: list[str]) -> tuple[str, bool]:
     finally:
         if own_group:
             dist.destroy_process_group()
+
+
+def _refuse_code(file: Path, changes: list[str]) -> None:
+    """Raise ConfigError where the file names code that the command does not."""
+    # First without code, because the rules of a configuration that has other problems would run it.
+    load_config([f"{key}={value}" for key, value in _CODE.items()], [str(file)])
+    config = load_config([], [str(file)]).config
+    values = {key: str(get(config, key)) for key in _CODE.keys() - {word.partition("=")[0] for word in changes}}
+    if found := [f"{key}={value}" for key, value in sorted(values.items()) if is_plugin(value) or value == "True"]:
+        raise ConfigError(
+            f"{file} names code that an update runs. If you trust it, add to the command: {' '.join(found)}"
+        )
 
 
 def _sharing(loaded: LoadedConfig, role: str) -> int:

@@ -27,6 +27,24 @@ def test_files_of_one_name_in_two_folders_do_not_collide(tmp_path):
     assert sys.modules[one.__module__].f is one
 
 
+def test_a_name_leads_nowhere_else(tmp_path, monkeypatch):
+    """Files of other kinds are not run, a NAME is no expression, and a neighbour takes no package's place."""
+    monkeypatch.chdir(tmp_path)
+    evil = "open('trace', 'w')\ndef f(): return 7\n"
+    for other in ("mine.txt", "mine.pyc", "mine.so", "colorsys.py"):
+        (tmp_path / other).write_text(evil)
+    (tmp_path / "mine.py").write_text("import colorsys\ndef f(): return colorsys.rgb_to_hsv(0, 0, 0)")
+    for other in ("mine.txt", "mine.pyc", "mine.so", ".", "/etc/passwd"):
+        with pytest.raises(ConfigError, match=r"is not a Python file|cannot be imported"):
+            load_plugin("key", f"{tmp_path / other}:f")
+    for name in ("__import__('os').mkdir('trace')", "f.__globals__", "f()", ""):
+        with pytest.raises(ConfigError, match="the file has no function"):
+            load_plugin("key", f"mine.py:{name}")
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    assert load_plugin("key", "mine.py:f")() == (0, 0, 0)
+    assert not (tmp_path / "trace").exists()
+
+
 def test_a_plugin_imports_its_neighbours(tmp_path):
     (tmp_path / "neighbour_of_a_plugin.py").write_text("x = 7")
     (tmp_path / "mine.py").write_text("from neighbour_of_a_plugin import x\ndef f():\n    return x")

@@ -8,6 +8,7 @@ has no room. Left out too: random numbers, which matter where the model has drop
 from __future__ import annotations
 
 import logging
+import pickle
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -97,7 +98,10 @@ def read(folder: Path) -> list[Incident]:
         found = [_incident(torch.load(file, weights_only=True)) for file in files]
     # Damaged bytes make torch raise almost anything.
     except Exception as error:
-        raise DataError(f"{folder} cannot be read: {error}") from error
+        # What torch says of the first kind is how to run what a file holds.
+        unsafe = isinstance(error, pickle.UnpicklingError)
+        cause = "a rank_N.pt is damaged, or holds more than tensors and numbers" if unsafe else error
+        raise DataError(f"{folder} cannot be read: {cause}") from error
     if not found or [each.rank for each in found] != list(range(found[0].world)):
         have = f"{len(found)} of {found[0].world}" if found else "no"
         raise DataError(

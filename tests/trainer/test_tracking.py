@@ -9,6 +9,8 @@ import types
 
 import pytest
 
+from rltrain.config.check import broken_rules
+from rltrain.config.load import load_config
 from rltrain.config.trainer_schema import LOGGERS
 from rltrain.trainer import tracking
 from rltrain.trainer.trackers import TRACKERS, RunInfo, Sink, markdown_table
@@ -222,6 +224,17 @@ def test_a_tracker_that_is_not_installed_is_named_and_left_out(tmp_path, caplog,
         track.log(1, METRICS)
     assert "trainer.logger=vemlp_wandb needs 'pip install volcengine_ml_platform'" in caplog.text
     assert (tmp_path / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("name", ["evil_tracker", "evil_tracker:Tracker", "evil_tracker.py:Tracker", "../evil_tracker"])
+def test_a_name_that_is_no_tracker_imports_nothing(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "evil_tracker.py").write_text("open('trace', 'w')\nclass Tracker: pass\n")
+    assert any(line.startswith("trainer.logger") for line in broken_rules(load_config([f"trainer.logger=['{name}']"])))
+    with pytest.raises(KeyError):
+        Tracker([name], RunInfo("project", "run", {}, tmp_path), total_steps=4)
+    assert not (tmp_path / "trace").exists()
 
 
 def test_every_name_that_is_accepted_leads_somewhere():

@@ -1,6 +1,8 @@
 """What is kept of a mini-batch that is not finite is all that its loss needs."""
 
 import dataclasses
+import os
+import pickle
 
 import numpy as np
 import pytest
@@ -8,7 +10,7 @@ import torch
 
 from rltrain import replay
 from rltrain.config.load import load_config, to_yaml
-from rltrain.errors import DataError, NonFiniteError
+from rltrain.errors import ConfigError, DataError, NonFiniteError
 from rltrain.workers.incidents import CONFIG, read
 from tests.tiny import small_run
 from tests.trainer.steps import GAE
@@ -62,6 +64,51 @@ def test_a_model_that_is_not_here_is_named(tiny_trainer, tiny_model, arithmetic_
     (folder / CONFIG).write_text(to_yaml(config))
     assert replay.main([str(folder), "actor_rollout_ref.model.path=/no/model"]) == 2
     assert "actor_rollout_ref.model.path=/no/model: there is no such folder" in capsys.readouterr().err
+
+
+CODE = {
+    "algorithm.adv_estimator": "evil.py:compute_score",
+    "actor_rollout_ref.actor.policy_loss.loss_mode": "evil.py:compute_score",
+    "actor_rollout_ref.model.trust_remote_code": "True",
+}
+
+
+@pytest.mark.parametrize("broken", [[], ["no_such_key: 1"]])
+def test_an_incident_of_somebody_else_runs_nothing(tmp_path, broken, monkeypatch):
+    """Not even where the configuration has problems, which are told with what its rules say."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "evil.py").write_text("open('trace', 'w')\ndef compute_score(*_, **__): return 0\n")
+    (tmp_path / "rank_0.pt").write_bytes(b"")
+    others = [
+        "custom_reward_function: {path: evil.py}",
+        "trainer: {device: cpu, callbacks: ['evil.py:compute_score']}",
+        "data: {sampler: {name: 'evil.py:compute_score'}}",
+    ]
+    for key, value in CODE.items():
+        (tmp_path / CONFIG).write_text("\n".join([f"{key}: {value}", *others, *broken]))
+        with pytest.raises(ConfigError, match="no_such_key" if broken else f"add to the command: .*{key}={value}"):
+            replay.replay(tmp_path, [])
+    if not broken:
+        (tmp_path / CONFIG).write_text("\n".join(others))
+        with pytest.raises(DataError, match="cannot be read"):  # the part, which comes next
+            replay.replay(tmp_path, [])
+    assert not (tmp_path / "trace").exists()
+
+
+def test_a_crafted_part_of_an_incident_is_refused_and_not_run(tmp_path):
+    class Payload:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "trace"),)
+
+    found = {"role": "actor", "rank": 0, "world": 1, "terms": {}, "sizes": [], "batch": {"x": Payload()}}
+    torch.save(found, tmp_path / "rank_0.pt")
+    with pytest.raises(DataError, match="cannot be read") as caught:
+        read(tmp_path)
+    assert "weights_only" not in str(caught.value)
+    (tmp_path / "rank_0.pt").write_bytes(pickle.dumps(found))
+    with pytest.raises(DataError, match="cannot be read"):
+        read(tmp_path)
+    assert not (tmp_path / "trace").exists()
 
 
 def test_pixels_survive_being_kept(tmp_path):

@@ -39,6 +39,7 @@ _NO_HOST_MEMORY = (
     "low on memory", "cannot allocate memory", "can't allocate memory", "not enough memory", "memoryerror", "bad_alloc",
     "mmap error", "failed to map segment", "out of memory error when reading",
 )  # fmt: skip
+AGAIN = "Run the same command again: it continues from the newest checkpoint."
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 

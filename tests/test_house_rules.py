@@ -36,7 +36,7 @@ LAYERS = [
 ]
 # Where a heavy package may be imported.
 HOMES = {
-    "ray": ("main_ppo.py", "controller/", "rewards/processes/pool.py"),
+    "ray": ("main_ppo.py", "controller/", "rewards/processes/pool.py", "rewards/processes/crew.py"),
     "vllm": ("workers/rollout/vllm",),
     "sglang": ("workers/rollout/sglang.py",),
     "transformers": ("models/", "data/chat.py", "workers/rollout/hf.py"),

@@ -15,10 +15,9 @@ from typing import Any
 import ray
 
 from rltrain.controller.cluster import lost_node, ray_logs
-from rltrain.controller.lifeline import AGAIN
 from rltrain.controller.lifeline import lost as ray_lost
 from rltrain.env import shipped
-from rltrain.errors import RltrainError, WorkerError, WorkerLost, first_line, lacks_memory, no_memory
+from rltrain.errors import AGAIN, RltrainError, WorkerError, WorkerLost, first_line, lacks_memory, no_memory
 
 _DEATH, _CAUSE, _SYMPTOM = 0, 1, 2
 LOST = (ray.exceptions.ActorDiedError, ray.exceptions.ActorUnavailableError)
@@ -119,18 +118,20 @@ def _last_words(death: str) -> str:
     return ""
 
 
-def node_watch() -> Callable[[], str]:
-    """What to say once one of the nodes that are there now is gone; "" as long as none is, after some seconds."""
+def death_watch() -> Callable[[Exception], str]:
+    """What to say of a process that is no rank, by Ray's error: that the host has no memory, that one of the nodes that
+    are there now is gone, of which such a process is often missed first, or else that it is gone."""
     # Not those that have left a cluster which is older than the run.
     nodes = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
-    def lost() -> str:
-        if message := ray_lost(_NOTICE_S):
+    def gone(error: Exception) -> str:
+        if message := _host_memory(error) or ray_lost(_NOTICE_S):
             return message
         _, node = lost_node(nodes, _NODE_S)
-        return f"{_node_has_left(node)} {AGAIN}" if node else ""
+        cause = _node_has_left(node) if node else "the process is gone: killed, or memory ran out."
+        return f"{cause} {AGAIN} Ray's logs: {ray_logs()} on every node."
 
-    return lost
+    return gone
 
 
 def _node_has_left(node: str) -> str:

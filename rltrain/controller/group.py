@@ -32,7 +32,7 @@ from rltrain.controller.parcels import Cuts, route_calls
 from rltrain.controller.samples import driver_bytes
 from rltrain.device import Device
 from rltrain.env import driver_environment, worker_environment
-from rltrain.errors import RltrainError, WorkerLost
+from rltrain.errors import AGAIN, RltrainError, WorkerLost
 
 log = logging.getLogger(__name__)
 _Role = TypeVar("_Role")
@@ -393,5 +393,5 @@ class WorkerGroup:
         )
         return WorkerLost(
             f"{self.place(silent or late, phase)}: not done after {seconds:.0f} s ({state}; "
-            f"{self.deadlines.keys}).{stacks_file} All workers were ended. " + lifeline.AGAIN
+            f"{self.deadlines.keys}).{stacks_file} All workers were ended. " + AGAIN
         )

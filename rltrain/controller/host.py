@@ -22,13 +22,12 @@ import torch
 import torch.distributed as dist
 
 from rltrain.controller.calls import Call
-from rltrain.controller.lifeline import AGAIN
 from rltrain.controller.parcels import cut_parcels
 from rltrain.controller.processes import Node, this_node
 from rltrain.controller.samples import Request, StoredRows, assemble
 from rltrain.device import COLLECTIVE_TIMEOUT, load_backend
 from rltrain.env import adopt, see_own_device, use_interface
-from rltrain.errors import WorkerLost
+from rltrain.errors import AGAIN, WorkerLost
 from rltrain.logs import open_worker_log
 from rltrain.stacks import stacks_here
 

@@ -36,7 +36,7 @@ from rltrain.controller import sweep as sweep_module
 from rltrain.controller.hang import Deadlines
 from rltrain.controller.sweep import ORDERLY, SILENT, message, sweep
 from rltrain.env import tell_supervisor
-from rltrain.errors import Interrupted, RltrainError, WorkerError, WorkerLost
+from rltrain.errors import AGAIN, Interrupted, RltrainError, WorkerError, WorkerLost
 from rltrain.stacks import stacks_here
 
 _POLL_S = 1.0
@@ -50,7 +50,6 @@ _BUSY_S, _BUSY_BYTES = 0.1 * _POLL_S, 1 << 16
 # How long Ray may take to let this process go.
 _GOODBYE_S = 30.0
 log = logging.getLogger(__name__)
-AGAIN = "Run the same command again: it continues from the newest checkpoint."
 
 
 class _Line:

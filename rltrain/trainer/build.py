@@ -23,7 +23,7 @@ from rltrain.config.algorithm_schema import FILTER_METRICS
 from rltrain.config.load import LoadedConfig, to_dict
 from rltrain.config.schema import Config
 from rltrain.controller.cluster import cluster_address, free, ray_logs, reserve, share, start_ray
-from rltrain.controller.failures import node_watch
+from rltrain.controller.failures import death_watch
 from rltrain.controller.group import WorkerGroup
 from rltrain.controller.hang import Deadlines
 from rltrain.controller.lifeline import check, ended_after_us, stop_ray, unless_lost, watching, working
@@ -39,7 +39,8 @@ from rltrain.env import tell_supervisor, worker_environment
 from rltrain.env_report import device_facts, facts
 from rltrain.errors import ConfigError, DataError, RltrainError
 from rltrain.plugin import is_plugin, user_traceback
-from rltrain.rewards.processes.pool import PoolWatch, RewardPool
+from rltrain.rewards.processes.crew import PoolWatch
+from rltrain.rewards.processes.pool import RewardPool
 from rltrain.rewards.processes.score import Score
 from rltrain.stop import Stop
 from rltrain.trainer.archive import Archive, keeps_samples
@@ -308,7 +309,13 @@ def start_pool(
         check()
         stopped()
 
-    watch = PoolWatch(node_watch(), ask, lambda: deadlines.write_stacks("reward"), deadlines.limit_s("trial"))
+    watch = PoolWatch(
+        death_watch(),
+        ask,
+        lambda: deadlines.write_stacks("reward"),
+        min(PoolWatch.late_s, deadlines.fixed_s or PoolWatch.late_s),
+        deadlines.limit_s("trial"),
+    )
     pool = RewardPool(cfg, num_workers, splits, folder / "reward.log", watch)
     deadlines.others["scorers"] = pool.stacks
     for split in splits:

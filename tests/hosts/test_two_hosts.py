@@ -127,7 +127,7 @@ def test_a_lost_host_is_named_and_the_command_goes_on(run, which):
     assert job.returncode == 75, job.output
     (message,) = re.findall("^error: .*", job.output, re.MULTILINE)
     # A scorer of the host may be missed before its workers are.
-    missed = r"(rank \d of \d \(pid \d+ on host2\), in [\w.]+|a reward worker)"
+    missed = r"(rank|reward worker) \d of \d \(pid \d+ on host2\), in [\w. ]+"
     assert re.search(rf"{missed}: the node host2 \(192.0.2.2\) has left", message)
     assert "If scripts/ray_start.sh ran this command, type that line again on every node." in message
     assert "If it has started Ray alone, start it there again, or lower trainer.nnodes." in message

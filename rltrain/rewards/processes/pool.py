@@ -7,11 +7,10 @@ worker.
 """
 
 import logging
-import math
+import os
+import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,9 @@ from rltrain import columns as c
 from rltrain.config.schema import Config
 from rltrain.data.rows import Rows
 from rltrain.env import adopt, driver_environment
-from rltrain.errors import RewardError, WorkerError, WorkerLost
+from rltrain.errors import RewardError
 from rltrain.rewards.custom import custom_reward
+from rltrain.rewards.processes.crew import CONTROL, Crew, PoolWatch
 from rltrain.rewards.processes.output import RewardLog
 from rltrain.rewards.processes.remote import RemoteScorer
 from rltrain.rewards.processes.score import Score, ScorerCall
@@ -38,11 +38,9 @@ _CALLS_PER_WORKER = 4
 _TIMEOUT_ALARM = 0.1
 # Python handles a signal only when a wait for the workers returns, because Ray waits below Python.
 _POLL_S = 0.5
-# What a reward worker may take beyond the time of its answers: in total, and per answer to replace a killed process.
-_LATE_S = 120.0
+# What a reward worker may take per answer to replace a killed process.
 _RESTART_S = 5.0
-# How long the workers may take to show what they do.
-_CONTROL, _STACKS_S = "control", 5.0
+_PHASE = "scoring answers"
 
 
 def make_scorer(cfg: Config) -> Slot | RemoteScorer:
@@ -87,6 +85,10 @@ class RewardWorker:
         calls = [self._call(split, row, str(of_split[row].ground_truth)) for row in chosen]
         return [self._scorer.check(call) for call in calls], (self._name, self._scorer.take_printed())
 
+    def who(self) -> tuple[int, str]:
+        """Process id and host."""
+        return os.getpid(), socket.gethostname()
+
     def stacks(self) -> str:
         """`stacks_here`, also while an answer is scored."""
         return stacks_here()
@@ -98,21 +100,6 @@ class RewardWorker:
     def _call(self, split: str, number: int, answer: str) -> ScorerCall:
         row = self._rows[split][number]
         return row.data_source, answer, row.ground_truth, row.extra_info
-
-
-@dataclass(frozen=True)
-class PoolWatch:
-    """What a pool asks while it waits.
-
-    lost_node: what to say where a node is gone, of which a reward worker is often missed first. check: raises what ends
-    the wait. trial_s: how long the trial of the scorers may take. hung: writes the stacks of the run, and returns a
-    sentence about them.
-    """
-
-    lost_node: Callable[[], str] = str
-    check: Callable[[], None] = lambda: None
-    hung: Callable[[], str] = str
-    trial_s: float = math.inf
 
 
 class RewardPool:
@@ -133,15 +120,15 @@ class RewardPool:
         import ray
 
         self._cfg = cfg
-        self._watch = watch or PoolWatch()
         self._log = RewardLog(log_file)
         # Ray's slots are for the workers of the devices; reward.num_workers says how many score. No restarts: a worker
         # that is gone ends the run with its cause, and the run goes on from a checkpoint.
         options: Any = {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": "SPREAD"}
         # A thread of its own answers for stacks while an answer is scored.
-        actor = ray.remote(**options | {"concurrency_groups": {_CONTROL: 1}})(RewardWorker)
+        actor = ray.remote(**options | {"concurrency_groups": {CONTROL: 1}})(RewardWorker)
         names = [f"worker {number}" for number in range(num_workers)]
-        self._workers: list[Any] = [actor.remote(cfg, name, splits, driver_environment()) for name in names]
+        workers = [actor.remote(cfg, name, splits, driver_environment()) for name in names]
+        self._crew = Crew(workers, watch or PoolWatch())
 
     def check(self, split: str, rows: Sequence[int] | None = None) -> list[Score]:
         """Score rows with their ground truth as the answer, on every worker, before anything is trained.
@@ -152,9 +139,8 @@ class RewardPool:
         an answer.
         """
         # On every worker, since a package or the reward file may be missing on a single node.
-        calls = [worker.check.remote(split, rows if rows is None else list(rows)) for worker in self._workers]
-        deadline = time.monotonic() + self._watch.trial_s
-        results = [_get(call, self._watch, deadline) for call in calls]
+        calls = [worker.check.remote(split, rows if rows is None else list(rows)) for worker in self._crew.workers]
+        results = self._tried(calls)
         for _, (worker, printed) in results:
             self._log.printed(worker, printed)
         # All workers score the same rows; the scores of one are enough.
@@ -171,35 +157,43 @@ class RewardPool:
     def begin(self, split: str, total: int) -> "Scoring":
         """Score ``total`` answers as they arrive."""
         reward = self._cfg.reward
-        return Scoring(self._workers, split, total, reward.on_error, reward.timeout_s, self._log, self._watch)
+        return Scoring(self._crew, split, total, reward.on_error, reward.timeout_s, self._log)
+
+    def _tried(self, calls: list[Any]) -> list[Any]:
+        import ray
+
+        watch, late, started = self._crew.watch, list(range(len(calls))), time.monotonic()
+        phase = "the trial on a row of every data source"
+        while late:
+            # Not `ray.get` alone, which would keep a signal from Python until the call ends.
+            ready, _ = ray.wait([calls[late[0]]], timeout=_POLL_S)
+            if ready:
+                with self._crew.errors(phase, late[:1]):
+                    ray.get(ready)
+                late.pop(0)
+                continue
+            watch.check()
+            if (seconds := time.monotonic() - started) > watch.trial_s:
+                raise self._crew.silent(phase, late, seconds, "the deadline of a first call")
+        return ray.get(calls)
 
     def stacks(self) -> dict[str, str]:
         """What the workers and their processes do; "" for those that do not answer."""
-        import ray
-
-        asked = {
-            worker.stacks.options(concurrency_group=_CONTROL).remote(): f"reward worker {number}"
-            for number, worker in enumerate(self._workers)
-        }
-        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_STACKS_S) if asked else ([], [])
-        found = dict.fromkeys(asked.values(), "does not answer: stopped, or its node is gone\n")
-        for call in answered:
-            with suppress(ray.exceptions.RayError):
-                found[asked[call]] = ray.get(call)
-        return found
+        gone = "does not answer: stopped, or its node is gone\n"
+        return {f"reward worker {number}": stack or gone for number, stack in enumerate(self._crew.stacks())}
 
     def shutdown(self) -> None:
         """End all workers and their processes."""
         import ray
 
-        closing = [worker.close.remote() for worker in self._workers]
+        closing = [worker.close.remote() for worker in self._crew.workers]
         if closing:
             # Killed at once, a worker could not end what its scorers have started; one that hangs is killed all the
             # same.
             ray.wait(closing, num_returns=len(closing), timeout=5)
-        for worker in self._workers:
+        for worker in self._crew.workers:
             ray.kill(worker)
-        self._workers = []
+        self._crew.workers.clear()
 
 
 class Scoring:
@@ -211,27 +205,26 @@ class Scoring:
 
     def __init__(
         self,
-        workers: Sequence[Any],
+        crew: Crew,
         split: str,
         total: int,
         on_error: float,
         timeout_s: float,
         log: RewardLog,
-        watch: PoolWatch,
     ) -> None:
         from ray.util import ActorPool
 
         self.seconds = 0.0
-        self._workers = ActorPool(list(workers))
-        self._num_workers = len(workers)
-        self._watch = watch
+        self._crew = crew
+        self._workers = ActorPool(list(crew.workers))
+        self._busy: dict[int, int] = {}  # call -> number of the worker that has it
         self._split = split
         self._total = total
         self._on_error = on_error
         self._timeout_s = timeout_s
         self._log = log
         # Small enough that a slow answer holds up few others.
-        self._answers_per_call = max(1, -(-total // (_CALLS_PER_WORKER * len(workers))))
+        self._answers_per_call = max(1, -(-total // (_CALLS_PER_WORKER * len(crew.workers))))
         self._scores: list[list[Score]] = []  # per call, in the order of `add`
         self._failures: list[Score] = []
 
@@ -244,8 +237,12 @@ class Scoring:
             some = slice(first, first + self._answers_per_call)
             call = (len(self._scores), self._split, [texts], rows[some], positions[some])
             self._scores.append([])
-            self._workers.submit(lambda worker, arguments: worker.score.remote(*arguments), call)
+            self._workers.submit(self._hand_out, call)
         self.advance()
+
+    def _hand_out(self, worker: Any, call: tuple[Any, ...]) -> Any:
+        self._busy[call[0]] = self._crew.workers.index(worker)
+        return worker.score.remote(*call)
 
     def advance(self) -> None:
         """Take what is done and hand out what waits, without waiting."""
@@ -262,26 +259,27 @@ class Scoring:
         heard = time.monotonic()
         # A worker that is alive keeps its deadlines, so silence for longer than a whole call may take is not a slow
         # answer.
-        limit_s = _LATE_S + self._answers_per_call * (self._timeout_s + _RESTART_S)
+        watch, per_call = self._crew.watch, self._answers_per_call
+        more_s = watch.late_s + per_call * _RESTART_S
+        limit = f"reward.timeout_s={self._timeout_s} for each of {per_call} answers, and {more_s:g} s"
         while self._workers.has_next():
-            self._watch.check()
+            watch.check()
             if self._take(_POLL_S):
                 heard = time.monotonic()
-            elif time.monotonic() - heard > limit_s:
-                number = min(self._num_workers, sum(not scores for scores in self._scores))
-                why = f"more than reward.timeout_s={self._timeout_s} lets their answers take"
-                raise _silent(f"{number} reward workers have", limit_s, why, self._watch)
+            elif (seconds := time.monotonic() - heard) > more_s + per_call * self._timeout_s:
+                raise self._crew.silent(_PHASE, sorted({*self._busy.values()}), seconds, limit)
         return columns_of([score for scores in self._scores for score in scores], self._on_error)
 
     def _take(self, wait_s: float) -> bool:
         if not self._workers.has_next():
             return False
         try:
-            with _worker_errors(self._watch.lost_node):
+            with self._crew.errors(_PHASE, sorted({*self._busy.values()})):
                 number, scores, seconds, (worker, printed) = self._workers.get_next_unordered(timeout=wait_s)
         except TimeoutError:
             return False
         self._scores[number] = scores
+        self._busy.pop(number)
         self.seconds += seconds
         self._log.printed(worker, printed)
         self._log.failures(scores)
@@ -314,44 +312,6 @@ def columns_of(scores: Sequence[Score], on_error: float) -> Columns:
     if num_timeouts > _TIMEOUT_ALARM * len(scores):
         logger.warning("%d of %d answers ran out of reward.timeout_s", num_timeouts, len(scores))
     return columns
-
-
-def _get(call: Any, watch: PoolWatch, deadline: float) -> Any:
-    import ray
-
-    # Not `ray.get` alone, which would keep a signal from Python until the call ends.
-    while not ray.wait([call], timeout=_POLL_S)[0]:
-        watch.check()
-        if time.monotonic() > deadline:
-            raise _silent("a reward worker has", watch.trial_s, "when it tried a row of every data source", watch)
-    with _worker_errors(watch.lost_node):
-        return ray.get(call)
-
-
-def _silent(who: str, seconds: float, why: str, watch: PoolWatch) -> WorkerLost:
-    return WorkerLost(
-        f"{who} not answered for {seconds:.0f} s, {why}: stopped, or on a node that is gone.{watch.hung()} "
-        "Run the same command again: it continues from the newest checkpoint."
-    )
-
-
-@contextmanager
-def _worker_errors(lost_node: Callable[[], str]) -> Iterator[None]:
-    """Ray's errors as those of rltrain."""
-    from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
-
-    try:
-        yield
-    except RayTaskError as error:
-        if isinstance(error.cause, RewardError):
-            raise RewardError(str(error.cause)) from None
-        if isinstance(error.cause, ObjectLostError):
-            raise WorkerLost(f"the answers to score are gone with the worker that wrote them: {error.cause}") from error
-        raise WorkerError(f"a reward worker failed:\n{error}") from error
-    except RayActorError as error:
-        if node := lost_node():
-            raise WorkerLost(f"a reward worker: {node}") from error
-        raise WorkerLost(f"a reward worker process is gone (out of memory, or killed): {error}") from error
 
 
 def _failure_report(failures: list[Score], total: int) -> str:

@@ -1,0 +1,63 @@
+"""A reward worker that is killed or stopped while it scores a slow answer."""
+
+import os
+import re
+import signal
+import socket
+
+import pytest
+
+from tests.faults.plug import alive, below, gone, wait_for_step, wait_until
+from tests.tiny import small_run
+
+# Every call of such a run takes seconds, the slow answers too.
+LIMIT_S = 45
+REWARD = """
+import os, time
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    if os.path.exists({slow!r}):
+        with open({scoring!r}, "a") as opened:
+            opened.write(f"{{os.getppid()}}\\n")
+        time.sleep(2)
+    return len(solution_str) % 3
+"""
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("own_ray")
+@pytest.mark.fault("A reward worker that is killed or stopped while it scores is named with its node, exit 75")
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        (signal.SIGKILL, r"the process is gone: killed, or memory ran out\. "),
+        (signal.SIGSTOP, r"not done after \d+ s \(and not answering: stopped, or .*\)\. Stacks of those that answer: "),
+    ],
+    ids=lambda value: value.name if isinstance(value, signal.Signals) else "",
+)
+def test_a_reward_worker_that_ends_while_it_scores_is_named(start, tiny_model, arithmetic_files, tmp_path, how, words):
+    slow, scoring, run = tmp_path / "slow", tmp_path / "scoring", tmp_path / "run"
+    (tmp_path / "reward.py").write_text(REWARD.format(slow=str(slow), scoring=str(scoring)))
+    changes = {
+        "custom_reward_function__path": tmp_path / "reward.py",
+        "reward__num_workers": 2,
+        "reward__timeout_s": 4,
+        "trainer__total_training_steps": 100000,
+        "trainer__hang_timeout_s": LIMIT_S,
+        "trainer__save_freq": -1,
+    }
+    process = start(small_run(tiny_model, arithmetic_files, run, **changes))
+    wait_for_step(run, 1, process, limit_s=240)
+    slow.touch()
+    assert wait_until(lambda: scoring.exists() and scoring.read_text().endswith("\n"))
+    started, victim = below(process.pid), int(scoring.read_text().split()[0])
+    assert started[victim].startswith("ray::RewardWorker")
+    os.kill(victim, how)
+    output, _ = process.communicate(timeout=180)
+    assert process.returncode == 75, output
+    message = output[output.index("error:") :]
+    who = rf"error: reward worker \d of 2 \(pid {victim} on {re.escape(socket.gethostname())}\), in scoring answers: "
+    assert re.match(who + words, message), message
+    assert "Run the same command again" in message
+    assert not re.search(r"Traceback|actor|ray\.|RayActor", message.partition("Ray's logs")[0]), message
+    assert wait_until(lambda: not alive(started), 20), [started[pid] for pid in alive(started)]
+    assert gone(tmp_path)

@@ -12,11 +12,11 @@ import ray
 from rltrain.controller.launch_words import Launch
 from rltrain.controller.nodes import MARK, is_here
 from rltrain.env import address_towards, devices_here, first_set
-from rltrain.errors import ConfigError
+from rltrain.errors import ConfigError, NodesMissing
 
 
 def ray_start(launch: Launch, address: str, *arguments: str) -> None:
-    """`ray start`, whose lines are shown where it fails. Raises ConfigError."""
+    """`ray start`, whose lines are shown where it fails: ConfigError for unknown words, else NodesMissing."""
     given = [*arguments, *launch.arguments]
     # Ray counts GPUs itself; NPUs only where CANN's Python package is installed, so tell it.
     if (devices := devices_here("npu", none=0)) and not any(word.startswith("--resources") for word in given):
@@ -29,7 +29,9 @@ def ray_start(launch: Launch, address: str, *arguments: str) -> None:
         )  # fmt: skip
         output.seek(0)
         if done.returncode:
-            raise ConfigError(f"ray start {' '.join(given)} failed:\n{output.read().strip()}")
+            # A head that ends meanwhile, to start anew, fails it too. 2 is said of arguments.
+            kind = ConfigError if done.returncode == 2 else NodesMissing
+            raise kind(f"ray start {' '.join(given)} failed:\n{output.read().strip()}")
 
 
 def dashboard() -> list[str]:

@@ -19,7 +19,7 @@ from rltrain.controller.launch_files import announce, beside, own_token, take_to
 from rltrain.controller.launch_words import read
 from rltrain.controller.nodes import BEAT, END, HEAD, MARK, STOP, Node, clusters_here, end_processes
 from rltrain.env import ATTEMPT, tell_supervisor, told_supervisor
-from rltrain.errors import ConfigError, Interrupted, WorkerLost
+from rltrain.errors import ConfigError, Interrupted, NodesMissing, WorkerLost
 
 ENV = (
     "RANK", "NODE_RANK", "SLURM_NODEID", "NNODES", "SLURM_NNODES", "HEAD_FILE", "HEAD_ADDRESS", "MASTER_ADDR", "WAIT_S",
@@ -306,7 +306,7 @@ def test_ray_is_told_of_npus_and_its_words_are_shown_when_it_fails(say, monkeypa
         started.append((words[words.index("start") + 1 :], env[MARK]))
         stdout.write("no room in /dev/shm")
         stdout.flush()
-        return subprocess.CompletedProcess(words, len(started) - 1)
+        return subprocess.CompletedProcess(words, [0, 2, 1][len(started) - 1])
 
     monkeypatch.setattr(launch_ray.subprocess, "run", run)
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0,1,3")
@@ -314,6 +314,9 @@ def test_ray_is_told_of_npus_and_its_words_are_shown_when_it_fails(say, monkeypa
     assert started == [(["--head", "--temp-dir=/x", "--resources", '{"NPU": 3}'], "10.0.0.1:6379")]
     with pytest.raises(ConfigError, match=r"ray start --head --resources=1 failed:\nno room in /dev/shm"):
         launch_ray.ray_start(say("head --resources=1"), "10.0.0.1:6379", "--head")
+    # As where the head ended while this node joined it.
+    with pytest.raises(NodesMissing, match=r"ray start .* failed:\nno room in /dev/shm"):
+        launch_ray.ray_start(say("worker"), "10.0.0.1:6379", "--address=10.0.0.1:6379")
 
 
 def test_the_dashboard_is_off_unless_it_and_its_host_are_named(monkeypatch):

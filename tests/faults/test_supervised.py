@@ -51,6 +51,7 @@ ORPHANS = 'for each in 1 2 3 4 5 6; do (sleep $each &); done; exec "$@"'
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 @pytest.mark.fault(
     "A container whose first process is the supervisor goes on after a kill, saves at SIGTERM, keeps no zombies"
 )

@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from tests.hosts.hosts import wait_until
-from tests.hosts.test_two_hosts import END_S, Run, join, joined
+from tests.hosts.test_two_hosts import END_S, Run, join, joined, of_run
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 # Of the longest call, which loads the models on a busy machine.
@@ -24,10 +24,11 @@ def test_a_stopped_worker_of_another_host_is_named_and_ended(network, tiny_model
     job = run.start(2, 1, trainer__hang_timeout_s=LIMIT_S)
     run.wait_for_step(job, 1)
     (victim,) = hosts[1].pids("ray::_Host")
+    assert len(of_run(hosts[1])) > 1
     hosts[1].check(f"kill -{signal.SIGSTOP:d} {victim}")
     assert job.wait(END_S) == 75, job.output
     place = rf"hybrid worker, rank \d of 2 \(pid {victim} on host2\), in [\w.]+"
     assert re.search(rf"^error: {place}: not done after \d+ s \(and not answering", job.output, re.MULTILINE)
     assert "Traceback" not in job.output
     for host in hosts:
-        wait_until(lambda host=host: not host.pids("ray::_Host"), f"workers of {host.name} end", 40)
+        wait_until(lambda host=host: not of_run(host), f"workers and scorers of {host.name} end", 40)

@@ -30,6 +30,11 @@ def joined(host) -> None:
     assert host.ray.wait(START_S) == 0, host.ray.output
 
 
+def of_run(host) -> list[int]:
+    """Workers, reward workers and scorers, by the host's own numbers."""
+    return host.pids("ray::") + host.pids("rltrain.rewards.processes")
+
+
 class Run:
     """The command of a run, typed on the first host again and again with other numbers of nodes and workers."""
 
@@ -48,6 +53,18 @@ class Run:
     def wait_for_step(self, job, step: int) -> None:
         wait_until(lambda: self.last_step >= step or job.returncode is not None, f"step {step}", START_S)
         assert self.last_step >= step, job.output
+
+    def learns_what_one_process_learns(self, folder) -> list[dict]:
+        """Whether its last weights are those of one process that makes all steps, whose metrics this returns."""
+        found = load_file(self.folder / f"global_step_{self.last_step}/huggingface/model.safetensors")
+        start = load_file(self.model / "model.safetensors")
+        alone = local_trainer(small_run(self.model, self.files, folder, trainer__total_training_steps=self.last_step))
+        metrics = [alone.step(step) for step in range(1, self.last_step + 1)]
+        policy = alone.worker.actor.policy
+        expected = {name.removeprefix("model."): each.full_tensor() for name, each in policy.named_parameters()}
+        moved = [{name: each[name] - start[name] for name in start} for each in (found, expected)]
+        assert distance(*moved) < 1e-4
+        return metrics
 
     def end(self, job) -> None:
         job.wait(END_S)
@@ -98,15 +115,7 @@ def test_two_hosts_learn_what_one_process_learns(run, tmp_path):
     assert sorted(run.machines) == ["host1", "host2"]
     assert run.ended[2].returncode == 0, run.ended[2].output
     assert [line["step"] for line in run.lines] == list(range(1, run.last_step + 1))
-    found = load_file(run.folder / f"global_step_{run.last_step}/huggingface/model.safetensors")
-    start = load_file(run.model / "model.safetensors")
-    alone = local_trainer(small_run(run.model, run.files, tmp_path, trainer__total_training_steps=run.last_step))
-    metrics = [alone.step(step) for step in range(1, run.last_step + 1)]
-    policy = alone.worker.actor.policy
-    expected = {name.removeprefix("model."): each.full_tensor() for name, each in policy.named_parameters()}
-    moved = [{name: each[name] - start[name] for name in start} for each in (found, expected)]
-    assert distance(*moved) < 1e-4
-    for one, other in zip(run.lines, metrics, strict=True):
+    for one, other in zip(run.lines, run.learns_what_one_process_learns(tmp_path), strict=True):
         assert one["actor/grad_norm"] == pytest.approx(other["actor/grad_norm"], abs=1e-5)
 
 

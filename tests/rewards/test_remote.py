@@ -216,7 +216,7 @@ def rows(tmp_path):
 
 def test_the_pool_scores_at_the_address_and_checks_it_first(local_ray, serve, pool, rows):
     server = serve(echo)
-    made = pool(rows, url=server.url, url_concurrency=2, timeout_s=2.0)
+    made = pool(rows, url=server.url, url_concurrency=2, timeout_s=60.0)
     assert [score.value for score in made.check("train")] == [2.0]
     scoring = made.begin("train", 4)
     scoring.add(local_ray.put(["a", "bb", "ccc", "dddd"]), np.arange(4), np.arange(4))

@@ -211,7 +211,7 @@ def test_hostile_answers_score_nothing_quickly(text):
         function = find_scorer(source)
         start = time.process_time()  # what others do on this machine does not count
         given = function(text, "7.5", entry)
-        assert time.process_time() - start < 0.05, source
+        assert time.process_time() - start < 0.2, source
         assert (given["score"] if isinstance(given, dict) else given) <= 0.05
 
 

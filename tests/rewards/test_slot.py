@@ -32,7 +32,7 @@ def test_a_score_comes_back_with_its_extras(slot):
     ],
 )
 def test_one_finite_number_is_a_score(slot, returned, value):
-    assert slot(f"return {returned}").score(*CALL).value == value
+    assert slot(f"return {returned}", timeout_s=60).score(*CALL).value == value
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def test_packed_log_probs_and_gradients_are_transformers(name, tmp_path):
             if weight.grad is not None
         }
         policy.zero_grad()
-        # Of recurrent layers they come close to 1e-5 apart by rounding, on some processors beyond.
-        assert distance(gradients, of_plain) < 3e-5
+        # Shared states of delta nets round more: 1.0e-5 was seen, where transformers itself is 4e-6 from float64.
+        assert distance(gradients, of_plain) < (3e-5 if share and "delta net" in name else 1e-5)
         sinks = {path: gradient for path, gradient in of_plain.items() if path.endswith("sinks")}
         assert distance({path: gradients[path] for path in sinks}, sinks) < 1e-5 if sinks else "sinks" not in name

@@ -36,6 +36,8 @@ _NPU = {
 }
 # The file in which a run tells `rltrain.supervise` about itself.
 ATTEMPT = "RLTRAIN_ATTEMPT"
+# The session of a worker's Ray: shared memory that may outlive the worker has it in its name.
+SESSION = "RLTRAIN_SESSION"
 # Activations come and go: their memory must not go back to the kernel each time. Waiting OpenMP threads must not spin.
 _CPU = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "1073741824", "OMP_WAIT_POLICY": "PASSIVE"}
 # A user who sets one of these for the driver means the workers too, on every node,

@@ -26,7 +26,7 @@ from rltrain.controller.parcels import cut_parcels
 from rltrain.controller.processes import Node, this_node
 from rltrain.controller.samples import Request, StoredRows, assemble
 from rltrain.device import COLLECTIVE_TIMEOUT, load_backend
-from rltrain.env import adopt, see_own_device, use_interface
+from rltrain.env import SESSION, adopt, see_own_device, use_interface
 from rltrain.errors import AGAIN, WorkerLost
 from rltrain.logs import open_worker_log
 from rltrain.stacks import stacks_here
@@ -41,7 +41,8 @@ class _Host:
         signal.signal(signal.SIGQUIT, signal.SIG_DFL)
         # Ray's own handler needs memory: where none is left it calls itself again and again, and hides the reason.
         signal.signal(signal.SIGABRT, signal.SIG_DFL)
-        adopt(environment)
+        node: Any = ray._private.worker._global_node
+        adopt(environment | {SESSION: node.session_name})
         see_own_device(ray.get_runtime_context().get_accelerator_ids())
         self._rank, self._world, self._threads = rank, world, threads
         if logs:

@@ -34,7 +34,7 @@ from ray.exceptions import RayError
 from rltrain.aside import Aside, running
 from rltrain.controller import sweep as sweep_module
 from rltrain.controller.hang import Deadlines
-from rltrain.controller.sweep import ORDERLY, SILENT, message, sweep
+from rltrain.controller.sweep import ORDERLY, SILENT, forget, message, sweep
 from rltrain.env import tell_supervisor
 from rltrain.errors import AGAIN, Interrupted, RltrainError, WorkerError, WorkerLost
 from rltrain.stacks import stacks_here
@@ -259,6 +259,8 @@ def ended_after_us(local: bool) -> Iterator[None]:
         if not _hanging:
             _last.communicate()
             _last = None
+            if local:
+                forget(session)
 
 
 def _tell_after_us(words: bytes) -> None:

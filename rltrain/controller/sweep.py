@@ -33,6 +33,14 @@ def sweep(session: str) -> None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.1)
+    forget(session)
+
+
+def forget(session: str) -> None:
+    """Remove shared memory that has the session in its name: of an engine that was killed while it started."""
+    for file in Path("/dev/shm").glob(f"*{Path(session).name}*"):
+        with contextlib.suppress(OSError):
+            file.unlink()
 
 
 def _holders(folder: str) -> list[int]:

@@ -90,6 +90,11 @@ def processes_of(folder: Path) -> list[str]:
     return found
 
 
+def own_shm(folder: Path) -> list[str]:
+    """Words before a command, to which ``folder`` is /dev/shm. What is left stays in the folder."""
+    return ["unshare", "--mount", "sh", "-c", f'mount --bind {folder} /dev/shm && exec "$@"', "sh"]
+
+
 def gone(folder: Path, within_s: float = 40) -> bool:
     """Whether nothing that was started with `start` is left; raises with what is."""
     wait_until(lambda: not processes_of(folder), within_s)

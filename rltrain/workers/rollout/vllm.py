@@ -25,7 +25,7 @@ from torch import Tensor
 from rltrain.config.engines import ENGINES
 from rltrain.data.images import EncodedPrompt
 from rltrain.device import COLLECTIVE_TIMEOUT
-from rltrain.env import prepare_vllm, shipped
+from rltrain.env import SESSION, first_set, prepare_vllm, shipped
 from rltrain.errors import ConfigError
 from rltrain.models.load import by_owner
 from rltrain.models.vision import placeholder_ids, takes_images
@@ -257,9 +257,10 @@ def _own_shared_memory(replica: Replica) -> Iterator[None]:
     """Inside, shared memory of vLLM's CPU ranks has a name that belongs to this replica alone.
 
     vLLM gives it the same name in every run on a machine, and a killed run leaves it there. At the end the name is
-    removed: the ranks have opened the memory by then.
+    removed: the ranks have opened the memory by then. A run that is killed inside has its own Ray's session in the
+    name, by which `controller/sweep.py` removes it; in a cluster that it has joined the name stays.
     """
-    token = replica.agree(uuid.uuid4().hex)
+    token = replica.agree(f"{first_set(SESSION)}-{uuid.uuid4().hex}")
     if replica.size > 1 and (module := _import_if_there("vllm.distributed.device_communicators.cpu_communicator")):
         plain = module._CPUSHMDistributed.make_group_name
         module._CPUSHMDistributed.make_group_name = staticmethod(lambda found: f"{plain(found)}-{token}")

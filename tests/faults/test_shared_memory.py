@@ -1,0 +1,65 @@
+"""Shared memory of an engine over two processes: whoever is killed, none is left, neither in the start nor later."""
+
+import os
+import re
+import signal
+import threading
+import time
+
+import pytest
+
+from tests.faults.plug import alive, below, gone, own_shm, wait_until
+from tests.tiny import small_run
+
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("own_ray")]
+
+
+@pytest.fixture
+def words(tiny_model, arithmetic_files, tmp_path):
+    changes = {
+        "actor_rollout_ref__rollout__name": "vllm", "actor_rollout_ref__rollout__tensor_model_parallel_size": 2,
+        "trainer__n_gpus_per_node": 2, "trainer__save_freq": -1, "trainer__total_training_steps": 100000,
+    }  # fmt: skip
+    return small_run(tiny_model, arithmetic_files, tmp_path / "run", **changes)
+
+
+@pytest.fixture
+def appeared(shm):
+    """The first names of the engine's shared memory, as soon as there are any."""
+    found, over = [], threading.Event()
+
+    def look():
+        while not over.is_set() and not found:
+            found.extend(shm.glob("*cpushm*"))
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    yield found
+    over.set()
+    thread.join()
+
+
+@pytest.mark.fault("A worker that is killed while it generates with vLLM over two leaves no shared memory, exit 75")
+def test_a_killed_rank_of_an_engine_leaves_no_shared_memory(start, words, trap, shm, appeared, tmp_path):
+    trap.lay("vllm_generate", signal.SIGKILL, rank=1)
+    process = start(words, inside=own_shm(shm), **trap.environment)
+    assert wait_until(lambda: trap.caught or process.poll() is not None, 150)
+    started = below(process.pid)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, output
+    assert re.search(rf"error: .* rank 1 of 2 \(pid {trap.caught} on .*\), in Rollout.generate: the process", output)
+    assert appeared
+    assert wait_until(lambda: not alive(started), 20), [started[pid] for pid in alive(started)]
+    assert gone(tmp_path)
+    assert wait_until(lambda: not os.listdir(shm), 10), os.listdir(shm)
+
+
+@pytest.mark.fault("A driver that is killed while vLLM over two starts leaves no shared memory")
+def test_a_driver_killed_in_an_engines_start_leaves_no_shared_memory(start, words, shm, appeared, tmp_path):
+    process = start(words, inside=own_shm(shm))
+    assert wait_until(lambda: appeared or process.poll() is not None, 150)
+    os.kill(process.pid, signal.SIGKILL)
+    assert appeared[0].exists()  # in the start: later it has no name
+    assert gone(tmp_path)
+    assert wait_until(lambda: not os.listdir(shm), 10), os.listdir(shm)

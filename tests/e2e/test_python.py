@@ -14,6 +14,7 @@ from tests.tiny import small_run
 ROOT = Path(__file__).parent.parent.parent
 
 
+@pytest.mark.long
 def test_the_example_script_runs_as_it_stands(tiny_model, arithmetic_files, tmp_path):
     run = [word for word in small_run(tiny_model, arithmetic_files, tmp_path) if "adv_estimator" not in word]
     further = [

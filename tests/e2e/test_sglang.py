@@ -62,6 +62,7 @@ def test_a_run_with_one_engine_over_two_devices(launch, tmp_path):
     assert gone(tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.fault("A killed process of an engine ends the run, exit 75, and leaves none")
 def test_a_dead_process_of_an_engine_ends_the_run(launch, tmp_path):
     before = signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # as a script's `&` does

@@ -104,9 +104,12 @@ def reference_run(tiny_model, arithmetic_files, tmp_path_factory):
             "actor_rollout_ref__actor__fsdp_config__fsdp_size": 1,
         },
         {"reward__overlap": False},
-        # Two replicas that serve one queue: tests/workers/test_replicas.py has them in every run.
+        # Replicas that serve one queue: tests/workers/test_replicas.py has them in every run.
         pytest.param({"trainer__n_gpus_per_node": 2, R + "name": "vllm"}, marks=pytest.mark.long),
-        {"trainer__n_gpus_per_node": 2, R + "name": "vllm", R + "tensor_model_parallel_size": 2},
+        pytest.param(
+            {"trainer__n_gpus_per_node": 2, R + "name": "vllm", R + "tensor_model_parallel_size": 2},
+            marks=pytest.mark.long,
+        ),
     ],
     ids=[
         "smaller_token_budget",

@@ -78,7 +78,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info, folder, s
 
 @pytest.mark.fault("A second Ctrl-C, and one outside of a step, stop at once: 130")
 @pytest.mark.usefixtures("joined")
-@pytest.mark.parametrize("when", ["in_a_step", "in_the_first_validation"])
+@pytest.mark.parametrize("when", ["in_a_step", pytest.param("in_the_first_validation", marks=pytest.mark.long)])
 def test_ctrl_c_stops_at_once_outside_steps_or_when_repeated(start, tiny_model, arithmetic_files, tmp_path, when):
     (tmp_path / "reward.py").write_text(SLOW_REWARD)
     process = start(
@@ -193,6 +193,7 @@ def test_sigterm_while_ray_starts_says_so_and_leaves_no_process(start, tiny_mode
     assert gone(tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.fault("kill -9 of the driver leaves no process and frees the folder; the same command goes on")
 @pytest.mark.usefixtures("own_ray")
 def test_kill_nine_of_the_driver_frees_the_folder(start, tiny_model, arithmetic_files, tmp_path):

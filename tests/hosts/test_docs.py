@@ -107,13 +107,8 @@ def test_a_command_for_one_node_does_what_its_page_says(hosts, line):
         assert [each for each in problems if not any(lack in each for lack in LACKS)] == []
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        pytest.param(each, id=name, marks=[pytest.mark.long] * (name == "doctor"))
-        for each, name in zip(ALL_NODES, ["rehearsal", "doctor"], strict=True)
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("line", ALL_NODES, ids=["rehearsal", "doctor"])
 def test_a_command_for_all_nodes_does_what_its_page_says(hosts, line):
     jobs = [typed(host, line.replace("RANK=0", f"RANK={rank}")) for rank, host in enumerate(hosts)]
     assert [job.wait(300) for job in jobs] == [0, 0], "\n".join(job.output for job in jobs)

@@ -4,7 +4,7 @@ import pytest
 
 from bench.device_memory import CASES, compare, foretold, measured, prepare
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 CASE = "grpo, all offloaded"
 
 
@@ -15,9 +15,7 @@ def made(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(
-    "case", [each if each == CASE else pytest.param(each, marks=pytest.mark.long) for each in CASES]
-)
+@pytest.mark.parametrize("case", CASES)
 def test_every_phase_needs_what_was_foretold(made, case):
     compared = compare(made, case, steps=1, room=1.02)  # a device of little more than that
     found = {phase: (told, owners, peak) for phase, told, owners, peak in compared}
@@ -32,7 +30,6 @@ def test_every_phase_needs_what_was_foretold(made, case):
 
 
 @pytest.mark.fault("A device that is full says which keys to lower")
-@pytest.mark.long
 def test_a_device_of_a_little_less_says_what_to_type(made):
     need = foretold(made, CASE)[0]["update_actor"].total()
     with pytest.raises(RuntimeError) as caught:

@@ -19,7 +19,7 @@ def test_memory_is_counted_and_ends():
     [
         ("grpo", "reward model", "tis"),
         ("exact kl in reward, gae", "adapters"),
-        ("half precision", "carry over", "exact kl"),
+        pytest.param(("half precision", "carry over", "exact kl"), marks=pytest.mark.long),
         pytest.param((), marks=pytest.mark.long),
     ],
     ids=lambda some: " and ".join(some) or "all",

@@ -7,6 +7,7 @@ watch (`controller.lifeline`) asks here for how long each has come no further.
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections import deque
@@ -20,21 +21,45 @@ _PATIENCE_S = 1.0
 _running: set[Aside[Any]] = set()
 
 
-class Aside(threading.Thread, Generic[T]):
-    """Does ``work`` once, from now on. The process may end before it has."""
+class Hand(threading.Thread):
+    """A thread that does one work after the other until `end`: it is there when the process has no memory for another,
+    where `Thread.start` would wait for ever."""
 
-    def __init__(self, name: str, work: Callable[[], T]) -> None:
+    def __init__(self, name: str) -> None:
         super().__init__(name=name, daemon=True)
-        self._work = work
+        self._given: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.give = self._given.put
+        self.start()
+
+    def run(self) -> None:
+        while do := self._given.get():
+            do()
+            del do  # whoever gave it may go
+
+    def end(self) -> None:
+        """Once it has done what it was given."""
+        self.give(None)
+
+
+class Aside(Generic[T]):
+    """Does ``work`` once, from now on, by a thread of its own or by ``hand``. The process may end before it has."""
+
+    def __init__(self, name: str, work: Callable[[], T], hand: Hand | None = None) -> None:
+        self.name, self._work = name, work
+        self.ident: int | None = None  # of the thread, once it works
         self._found: list[T] = []
         self._error: BaseException | None = None
         # Not `join`: where a signal raises in it, Python 3.11 takes a thread that runs for one that has ended.
         self._over = threading.Event()
         self.beat = time.monotonic()
         _running.add(self)
-        self.start()
+        if hand:
+            hand.give(self._do)
+        else:
+            threading.Thread(target=self._do, name=name, daemon=True).start()
 
-    def run(self) -> None:
+    def _do(self) -> None:
+        self.ident = threading.get_ident()
         try:
             self._found.append(self._work())
         except BaseException as error:  # noqa: BLE001 - raised by `result`
@@ -57,9 +82,9 @@ class Aside(threading.Thread, Generic[T]):
 
 def goes_on() -> None:
     """The work that calls this has come further, however long it may still take."""
-    this = threading.current_thread()
-    if isinstance(this, Aside):
-        this.beat = time.monotonic()
+    for each in running():
+        if each.ident == threading.get_ident():
+            each.beat = time.monotonic()
 
 
 def running() -> list[Aside[Any]]:
@@ -78,6 +103,7 @@ class Lines:
         self._file = file
         self._late: deque[bytes] = deque()  # the first may begin within a line
         self._writing: Aside[OSError | None] | None = None
+        self._hand: Hand | None = None
 
     @property
     def num_late(self) -> int:
@@ -93,13 +119,19 @@ class Lines:
         """Write what is not written yet, as far as that can be within the time. Returns as `add`."""
         if self._writing:
             self._writing.ready(wait_s)
-        return self._push(wait_s) if self._late else None
+        error = self._push(wait_s) if self._late else None
+        if self._hand:
+            self._hand.end()
+            self._hand = None
+        return error
 
     def _push(self, wait_s: float) -> OSError | None:
         unanswered = TimeoutError(None, "the storage does not answer")
         if self._writing and not self._writing.ready():
             return unanswered
-        self._writing = Aside(f"writing {self._file.name}", self._write)
+        name = f"writing {self._file.name}"
+        self._hand = self._hand or Hand(name)
+        self._writing = Aside(name, self._write, self._hand)
         return self._writing.result() if self._writing.ready(wait_s) else unanswered
 
     def _write(self) -> OSError | None:

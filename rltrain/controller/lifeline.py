@@ -124,8 +124,8 @@ class _Watch(threading.Thread):
             if self._reads and self._is_busy() and self.beat < math.inf:
                 self.beat = time.monotonic()
             # What is done aside comes first: the driver may wait for it.
-            beats = [*((each.beat, each) for each in running()), (self.beat, self._driver)]
-            for beat, thread in beats if self.beat < math.inf else ():
+            beats: list[tuple[float, threading.Thread | Aside[Any]]] = [(each.beat, each) for each in running()]
+            for beat, thread in [*beats, (self.beat, self._driver)] if self.beat < math.inf else ():
                 if (silent_s := time.monotonic() - beat) > self._deadlines.limit_s("driver"):
                     self._driver_hangs(silent_s, thread)
 
@@ -146,7 +146,7 @@ class _Watch(threading.Thread):
         if not self.over.wait(_UNWIND_S):
             self._exit(self.message)
 
-    def _driver_hangs(self, silent_s: float, thread: threading.Thread) -> None:
+    def _driver_hangs(self, silent_s: float, thread: threading.Thread | Aside[Any]) -> None:
         frames = traceback.extract_stack(sys._current_frames().get(thread.ident or 0))
         at = next((each for each in reversed(frames) if "rltrain" in each.filename), frames[-1])
         places = [f"{each.name} ({each.filename}:{each.lineno})" for each in (frames[-1], at)]

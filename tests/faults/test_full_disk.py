@@ -38,6 +38,9 @@ def ended_and_goes_on(process, start, command, disk) -> str:
     assert process.returncode == 74, output
     assert re.search(ROOM, output[output.index("error: ") :]), output
     assert "Traceback" not in output
+    # The half of a checkpoint that is removed may leave room for lines that have waited.
+    last = max(map(int, re.findall(r"step (\d+)/", output)), default=0)
+    assert "metrics.jsonl lacks its last" in output or read_metrics(run)[-1]["step"] >= last, output
     assert not list(run.glob(".tmp_*"))
     saved = [int(folder.name.rpartition("_")[2]) for folder in run.glob("global_step_*")]
     assert [find_damage(run / f"global_step_{step}") for step in saved] == [None] * len(saved)
@@ -89,6 +92,5 @@ def test_a_full_disk_that_metrics_and_a_save_hit(start, command, tmp_path, small
     fill(small_disk)
     wait_for_line(process, "metrics.jsonl cannot be written (No space left on device): training goes on")
     process.send_signal(signal.SIGUSR1)
-    output = ended_and_goes_on(process, start, command, small_disk)
-    assert "metrics.jsonl lacks its last" in output
+    ended_and_goes_on(process, start, command, small_disk)
     assert gone(tmp_path)

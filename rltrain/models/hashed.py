@@ -17,7 +17,10 @@ from typing import IO, Any, cast
 
 import torch
 from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.serialization import set_crc32_options
 
 from rltrain.errors import unwritten
 
@@ -110,6 +113,25 @@ class HashedFolder(FileSystem):
         self.digests[str(new_path)] = self.digests.pop(str(path))
 
 
+class Planner(DefaultSavePlanner):
+    """DCP's, for tensors that are parts of a larger block of host memory: DCP would copy each of them once more, and
+    keep all copies until the file is written."""
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        found = super().transform_object(write_item, object)
+        return _alone(found) if isinstance(found, torch.Tensor) else found
+
+
+def _alone(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, as a storage that ends where the tensor does."""
+    if not tensor.is_cpu or not tensor.is_contiguous() or tensor.untyped_storage().nbytes() == tensor.nbytes:
+        return tensor
+    if not tensor.nbytes:  # numpy has no stride for it
+        return torch.empty_like(tensor)
+    data = torch.from_numpy(tensor.detach().view(-1).view(torch.uint8).numpy())
+    return data.view(tensor.dtype).view(tensor.shape)
+
+
 class HashingWriter(FileSystemWriter):
     """DCP's writer of the shards in ``folder``. of_host: the tensors are in host memory."""
 
@@ -117,6 +139,8 @@ class HashingWriter(FileSystemWriter):
         # Copying ahead is for tensors of a device. Each file is synced when it ends.
         super().__init__(folder, sync_files=False, per_thread_copy_ahead=0 if of_host else 10_000_000)
         self.fs: HashedFolder = HashedFolder()
+        # For this whole process: nobody needs a second checksum, which is a quarter of the work.
+        set_crc32_options(False)
 
 
 @contextmanager

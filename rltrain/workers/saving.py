@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
@@ -26,7 +25,7 @@ from rltrain.device import DEVICES, Device
 from rltrain.env import memory_left
 from rltrain.errors import unwritten
 from rltrain.models.forward import PackedModel
-from rltrain.models.hashed import Digests, HashingWriter
+from rltrain.models.hashed import Digests, HashingWriter, Planner
 from rltrain.models.shard import reshard
 from rltrain.models.state import training_state
 from rltrain.workers.residency import like, local, page_locked
@@ -40,7 +39,7 @@ class StateWriter:
 
     def __init__(self, packed: PackedModel, optimizer: torch.optim.Optimizer, device: Device) -> None:
         self._packed, self._optimizer, self._device = packed, optimizer, device
-        self._planner = DefaultSavePlanner()
+        self._planner = Planner()
         self._plan: SavePlan | None = None
         self._metadata: Metadata | None = None  # rank 0 has it
         self._hosts: dict[str, torch.Tensor] = {}

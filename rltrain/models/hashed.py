@@ -114,12 +114,25 @@ class HashedFolder(FileSystem):
 
 
 class Planner(DefaultSavePlanner):
-    """DCP's, for tensors that are parts of a larger block of host memory: DCP would copy each of them once more, and
-    keep all copies until the file is written."""
+    """DCP's, with which writing takes host memory for one tensor at a time: DCP would copy all that is on a device or a
+    part of a larger block, and keep the copies until the file is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._copied = torch.empty(0)
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        """What DCP writes next; it writes one after the other (`HashingWriter`)."""
         found = super().transform_object(write_item, object)
-        return _alone(found) if isinstance(found, torch.Tensor) else found
+        if not isinstance(found, torch.Tensor) or found.is_cpu:
+            return _alone(found) if isinstance(found, torch.Tensor) else found
+        self.drop()
+        self._copied = found.cpu()
+        return self._copied
+
+    def drop(self) -> None:
+        """Give back the memory of the copy, which is written. If it were not, writing it would fail."""
+        self._copied.untyped_storage().resize_(0)
 
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:
@@ -133,11 +146,12 @@ def _alone(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class HashingWriter(FileSystemWriter):
-    """DCP's writer of the shards in ``folder``. of_host: the tensors are in host memory."""
+    """DCP's writer of the shards in ``folder``."""
 
-    def __init__(self, folder: str, of_host: bool = False) -> None:
-        # Copying ahead is for tensors of a device. Each file is synced when it ends.
-        super().__init__(folder, sync_files=False, per_thread_copy_ahead=0 if of_host else 10_000_000)
+    def __init__(self, folder: str) -> None:
+        # One thread that copies nothing ahead asks the planner for a tensor once the one before is written. Each file
+        # is synced when it ends.
+        super().__init__(folder, thread_count=1, sync_files=False, per_thread_copy_ahead=0)
         self.fs: HashedFolder = HashedFolder()
         # For this whole process: nobody needs a second checksum, which is a quarter of the work.
         set_crc32_options(False)

@@ -43,7 +43,6 @@ class StateWriter:
         self._plan: SavePlan | None = None
         self._metadata: Metadata | None = None  # rank 0 has it
         self._hosts: dict[str, torch.Tensor] = {}
-        self._of_host = False
 
     def settle(self) -> None:
         """Before anything is read: the parameters are shards, and what was on its way to the device has arrived."""
@@ -73,7 +72,6 @@ class StateWriter:
         state = {name: each for name, each in self._planner.state_dict.items() if isinstance(each, torch.Tensor)}
         if self._plan is None:
             self._settle()
-        self._of_host = copies or all(local(each).is_cpu for each in state.values())
         if copies:
             self._planner.state_dict = self._copy(state)
         return copies
@@ -109,10 +107,11 @@ class StateWriter:
     def write(self, folder: str) -> tuple[list[Any], Digests]:
         """Write what `stage` has taken. Returns where what is, for `seal`, and the digests of the files."""
         assert self._plan is not None, "stage comes first"
-        writer = HashingWriter(folder, of_host=self._of_host)
+        writer = HashingWriter(folder)
         writer.prepare_local_plan(self._plan)
         results = writer.write_data(self._plan, self._planner).wait()
         # The tensors are let go, except for the copies.
+        self._planner.drop()
         self._planner.state_dict = {}
         return results, writer.fs.digests
 

@@ -72,7 +72,7 @@ def test_parts_of_a_block_are_written_without_another_copy(tmp_path, monkeypatch
         "step": block[128:132].view(torch.float32).view(()),
         "none": block[192:192].view(torch.float32),
     }
-    planner, writer = Planner(), HashingWriter(str(tmp_path), of_host=True)
+    planner, writer = Planner(), HashingWriter(str(tmp_path))
     planner.set_up_planner(state, None, True)
     plans, metadata = planner.create_global_plan([planner.create_local_plan()])
     (plan,) = writer.prepare_global_plan(plans)

@@ -3,9 +3,11 @@
 import pytest
 import torch
 import torch_npu
+from torch.distributed.checkpoint import load
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from rltrain.device import detect, get_device
+from rltrain.models.hashed import HashingWriter, Planner
 
 _SMALL = {
     "vocab_size": 32, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -78,6 +80,32 @@ def counts_memory() -> None:
     weights.resize_(0)
     weights.untyped_storage().resize_(0)
     assert torch.npu.memory_allocated() == 0
+
+
+def is_written_one_tensor_at_a_time(folder: str) -> None:
+    """A save for which the host has no room takes that of one tensor, not of all."""
+    state = {str(each): torch.full((1 << 16,), float(each), device="npu") for each in range(8)}
+    planner, writer, given = Planner(), HashingWriter(folder), []
+    planner.set_up_planner(state, None, True)
+    plans, metadata = planner.create_global_plan([planner.create_local_plan()])
+    (plan,) = writer.prepare_global_plan(plans)
+    resolve = planner.resolve_data
+
+    def resolve_data(item):
+        given.append(resolve(item))
+        assert sum(each.untyped_storage().nbytes() for each in given) == 1 << 18
+        return given[-1]
+
+    planner.resolve_data = resolve_data
+    results = writer.write_data(planner.finish_plan(plan), planner).wait()
+    planner.drop()
+    assert [each.untyped_storage().nbytes() for each in given] == [0] * len(state)
+    writer.finish(metadata, [results])
+    found = {name: torch.zeros(1 << 16) for name in state}
+    with pytest.warns(UserWarning, match="single process"):
+        load(found, checkpoint_id=folder, no_dist=True)
+    for name, each in found.items():
+        assert torch.equal(each, state[name].cpu()), name
 
 
 def has_streams_and_randomness() -> None:

@@ -14,6 +14,10 @@ def test_memory_is_counted_and_ends():
     run("tests.npu.checks:counts_memory", cap=1 << 20)
 
 
+def test_a_save_takes_the_host_memory_of_one_tensor(tmp_path):
+    run("tests.npu.checks:is_written_one_tensor_at_a_time", str(tmp_path))
+
+
 @pytest.mark.parametrize(
     "some",
     [

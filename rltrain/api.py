@@ -18,6 +18,7 @@ from rltrain.config.check import check
 from rltrain.config.effects import together, without_effect
 from rltrain.config.load import LoadedConfig, changed, load_config
 from rltrain.errors import Interrupted, RltrainError
+from rltrain.imports import importing
 from rltrain.plugin import save_object
 from rltrain.stop import Stop, listen
 
@@ -92,7 +93,8 @@ def build(
 
     The arguments are those of `train`.
     """
-    from rltrain.trainer.build import build as put_together  # torch and Ray take seconds
+    with importing():
+        from rltrain.trainer.build import build as put_together
 
     code = {"reward": reward, "advantage": advantage, "policy_loss": policy_loss, "sampler": sampler}
     loaded, objects = _split_callbacks(with_code(read(config), **code), callbacks)
@@ -169,8 +171,9 @@ def run(loaded: LoadedConfig, notes: Sequence[str], stop: Stop, callbacks: Seque
         )
         for note in notes:
             log.warning("note: %s", note)
-        from rltrain.report import show_report
-        from rltrain.trainer.build import build as put_together  # torch and Ray take seconds
+        with importing():
+            from rltrain.report import show_report
+            from rltrain.trainer.build import build as put_together
 
         with put_together(loaded, stop, callbacks) as made:
             finished = made.fit()

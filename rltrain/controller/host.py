@@ -28,6 +28,7 @@ from rltrain.controller.samples import Request, StoredRows, assemble
 from rltrain.device import COLLECTIVE_TIMEOUT, load_backend
 from rltrain.env import SESSION, adopt, see_own_device, use_interface
 from rltrain.errors import AGAIN, WorkerLost
+from rltrain.imports import importing
 from rltrain.logs import open_worker_log
 from rltrain.stacks import stacks_here
 
@@ -81,11 +82,9 @@ class _Host:
         module, _, name = worker.partition(":")
         # Ray resolves references that are arguments themselves, but not those inside a dictionary.
         fetched = {key: _fetch(value) for key, value in kwargs.items()}
-        # Imported modules are never freed; gc.freeze() keeps about 500k objects out of every later collection.
-        gc.disable()
-        kind = getattr(importlib.import_module(module), name)
-        gc.freeze()
-        gc.enable()
+        with importing():
+            kind = getattr(importlib.import_module(module), name)
+            gc.freeze()  # keeps about 500k objects out of every later collection
         self._worker = kind(**fetched)
 
     def run(self, call: Call[Any]) -> Any:

@@ -1,12 +1,13 @@
 """What a run calls at its end, where Ray may be gone."""
 
 import threading
+import time
 
 import pytest
 from ray.exceptions import GetTimeoutError
 
 from rltrain.controller.hang import Deadlines
-from rltrain.controller.lifeline import _Watch, unless_lost
+from rltrain.controller.lifeline import _BUSY_S, _Watch, unless_lost
 
 
 def test_ray_that_does_not_answer_hides_no_error(caplog):
@@ -28,7 +29,12 @@ def test_a_driver_that_reads_or_computes_does_not_hang(tmp_path):
     (tmp_path / "data").read_bytes()
     assert watch._is_busy()
     assert not watch._is_busy()
-    computing = threading.Thread(target=lambda: sum(range(10_000_000)))
+
+    def compute():
+        while time.thread_time() < 2 * _BUSY_S:
+            pass
+
+    computing = threading.Thread(target=compute)
     computing.start()
     computing.join()
     assert watch._is_busy()

@@ -200,8 +200,9 @@ def test_kill_nine_of_the_driver_frees_the_folder(start, tiny_model, arithmetic_
     args = small_run(tiny_model, arithmetic_files, tmp_path, trainer__total_training_steps=100000, trainer__save_freq=1)
     process = start(args)
     wait_for_step(tmp_path, 2, process)
+    # Ray's name for a process between its start and the actor that it is for.
+    assert wait_until(lambda: "ray::IDLE" not in below(process.pid).values(), 10), "a process that serves nobody"
     started = below(process.pid)
-    assert not [words for words in started.values() if "ray::IDLE" in words], "a process that serves nobody"
     process.kill()
     process.communicate()
     assert wait_until(lambda: not alive(started), 40), [started[pid] for pid in alive(started)]

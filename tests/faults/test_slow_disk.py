@@ -7,7 +7,9 @@ import time
 import pytest
 
 from rltrain.report import read_metrics
+from rltrain.trainer import tracking
 from rltrain.trainer.checkpoint import find_damage
+from rltrain.trainer.trackers import RunInfo
 from tests.faults.plug import PATIENCE_S, gone, wait_for_line, wait_for_step, wait_until
 from tests.slow_disk import slow_disk
 from tests.tiny import small_run
@@ -93,3 +95,26 @@ def test_a_disk_that_never_answers_is_told(start, command, disk, tmp_path):
     again = start(command(trainer__total_training_steps=12))
     output, _ = again.communicate(timeout=PATIENCE_S)
     assert again.returncode == 0, output
+
+
+@pytest.mark.fault("A tracker that hangs neither slows a run nor holds up its end")
+def test_a_tracker_whose_storage_does_not_answer_is_not_waited_for(disk, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(tracking, "_CLOSE_S", 0.5)
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "tensorboard").symlink_to(disk.path)
+    track = tracking.Tracker(["tensorboard"], RunInfo("project", "run", {}, run, 0), total_steps=4)
+    track.log(1, {"loss": 0.5})
+    assert wait_until(lambda: any(file.stat().st_size for file in disk.path.glob("events*")), 60)
+    disk.freeze()
+    started = time.monotonic()
+    for step in range(2, 5):
+        track.log(step, {"loss": 0.5})
+    assert time.monotonic() - started < 1
+    track.close()
+    assert time.monotonic() - started < 5
+    assert "tracker 'tensorboard': not finished" in caplog.text
+    assert tracking.hanging()
+    assert len(read_metrics(run)) == 4
+    disk.thaw()
+    assert wait_until(lambda: not tracking.hanging(), 30)

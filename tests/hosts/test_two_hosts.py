@@ -75,6 +75,17 @@ class Run:
     def lines(self) -> list[dict]:
         return read_metrics(self.folder) if (self.folder / "metrics.jsonl").exists() else []
 
+    def line_of_second_step(self, job) -> dict:
+        """Of the second step that ``job`` itself has made: older lines may be of the command before."""
+
+        def made() -> list[int]:
+            return [int(step) for step in re.findall(r"step (\d+)/", job.output)]
+
+        wait_until(lambda: len(made()) > 1 or job.returncode is not None, "a second step", START_S)
+        assert len(made()) > 1, job.output
+        self.wait_for_step(job, made()[1])
+        return self.lines[made()[1] - 1]
+
     @property
     def last_step(self) -> int:
         return max((line["step"] for line in self.lines), default=0)
@@ -99,11 +110,8 @@ def run(network, tiny_model, arithmetic_files):
     run.refused = run.start(2, 1, trainer__default_local_dir="/tmp/run")
     run.refused.wait(END_S)
     hosts[0].wire(delay_ms=100, loss=0.01)
-    # The line of the first step may be of the run before, which had saved it, and told in the checkpoint.
-    job, slow_step = run.start(2, 1), run.last_step + 2
-    run.wait_for_step(job, slow_step)
-    # The next run makes this step again where its checkpoint was not whole when the cable was pulled.
-    run.slow = run.lines[slow_step - 1]
+    job = run.start(2, 1)
+    run.slow = run.line_of_second_step(job)
     hosts[1].cut()
     run.end(job)
     run.end(run.start(1, 1, run.last_step + 1))

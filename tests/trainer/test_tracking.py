@@ -105,7 +105,6 @@ def test_one_entry_that_is_refused_does_not_hold_up_the_others(caplog):
     assert "1 entries did not arrive" in caplog.text
 
 
-@pytest.mark.fault("A tracker that hangs neither slows a run nor holds up its end")
 def test_a_tracker_that_hangs_neither_slows_nor_holds_up_the_end(tmp_path, monkeypatch, caplog):
     release = threading.Event()
 

@@ -1,0 +1,19 @@
+"""Importing torch, Ray and transformers: seconds, of which looking for garbage takes a fifth."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Inside, nobody looks for garbage: modules are never freed."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()

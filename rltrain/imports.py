@@ -9,11 +9,14 @@ from contextlib import contextmanager
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Inside, nobody looks for garbage: modules are never freed."""
+    """Inside, nobody looks for garbage: modules are never freed. Afterwards what was made inside counts as old: as new
+    it would be looked through three times before the next step."""
     was = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
+        gc.freeze()
+        gc.unfreeze()
         if was:
             gc.enable()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import os
 import sys
 import threading
@@ -17,6 +18,7 @@ from rltrain.stop import Stop, listen
 
 # What Python and packages may take to end once the run has.
 _LEAVE_S = 60
+_left: list[int] = []  # the exit code, once the run is over
 # Hydra's flags, which users of verl know: those that name files, and others -> what to do instead.
 _NAMING = (("--config-path", "-cp"), ("--config-name", "-cn"), ("--config-dir", "-cd"))
 _HYDRA = {
@@ -40,11 +42,22 @@ def main(argv: list[str] | None = None, program: Callable[[argparse.Namespace, S
 
 
 def leave(code: int) -> NoReturn:
-    """End this process, even if a thread of somebody's callback or tracker goes on for ever."""
+    """End this process, even if a thread of somebody's callback or tracker goes on for ever.
+
+    What packages do when Python ends is done. Modules are not taken apart then: that takes more than a second, and a
+    library's thread that is still there may crash in it, which would look like a run that was killed.
+    """
+    _left.append(code)
     late = threading.Timer(_LEAVE_S, os._exit, [code])
     late.daemon = True
     late.start()
     sys.exit(code)
+
+
+def _end() -> None:
+    if _left:
+        _flush()
+        os._exit(_left[0])
 
 
 def _flush() -> None:
@@ -161,4 +174,5 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    atexit.register(_end)  # before any package has registered its own: the first one is called last
     leave(main())

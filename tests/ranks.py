@@ -1,5 +1,6 @@
 """Tests on several processes, without Ray."""
 
+import faulthandler
 import multiprocessing
 import tempfile
 from collections.abc import Callable
@@ -19,6 +20,7 @@ def run_on_ranks(function: Callable[..., None], world: int, *args: Any) -> None:
 
 
 def _in_group(rank: int, function: Callable[..., None], world: int, store: str, *args: Any) -> None:
+    faulthandler.enable()  # a rank that crashes shows where
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
     function(rank, world, *args)

@@ -100,6 +100,22 @@ def test_a_thread_of_a_callback_does_not_keep_a_finished_run():
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 3
 
 
+def test_what_packages_do_at_the_end_is_done_and_modules_are_not_taken_apart():
+    words = """
+import atexit, runpy, sys, rltrain.help
+class Module:
+    def __del__(self):
+        print("taken apart")
+def help_text(section):  # stands for a run, which imports packages
+    atexit.register(print, "a package ends")
+    return "helped\\n"
+rltrain.help.help_text, sys.argv, sys.modules["a_package"] = help_text, ["main_ppo", "--help"], Module()
+runpy.run_module("rltrain.main_ppo", run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "helped\na package ends\n"), done.stderr
+
+
 def test_version_help_and_printed_config(capsys):
     assert main(["--version"]) == 0
     version = capsys.readouterr().out

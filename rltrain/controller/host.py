@@ -84,7 +84,7 @@ class _Host:
         fetched = {key: _fetch(value) for key, value in kwargs.items()}
         with importing():
             kind = getattr(importlib.import_module(module), name)
-            gc.freeze()  # keeps about 500k objects out of every later collection
+        gc.freeze()  # keeps about 500k objects out of every later collection
         self._worker = kind(**fetched)
 
     def run(self, call: Call[Any]) -> Any:

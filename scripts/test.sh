@@ -23,15 +23,25 @@ elif [ $# -gt 0 ]; then
 fi
 outputs=$(mktemp -d)
 running=()
-trap 'kill "${running[@]}" 2>/dev/null || true; cat "$outputs"/*; rm -r "$outputs"' EXIT
+started=0
+failed=0
+# Forgets those that have ended, at once: Bash forgets the exit code of a process whose number another one gets.
+settle() {
+    local each still=()
+    for each in ${running[@]+"${running[@]}"}; do
+        if kill -0 "$each" 2>/dev/null; then still+=("$each"); else wait "$each" || failed=$?; fi
+    done
+    running=(${still[@]+"${still[@]}"})
+}
+trap 'kill ${running[@]+"${running[@]}"} 2>/dev/null || true; cat "$outputs"/*; rm -r "$outputs"' EXIT
 # shellcheck disable=SC2048,SC2086,SC2068 - several folders in one word, and patterns
 for folders in "$(printf -- '--ignore=%s ' ${PARTS[@]})" "${PARTS[@]}"; do
-    while [ "$(jobs -rp | wc -l)" -ge "$PROCESSES" ]; do sleep 0.2; done
+    while settle && [ "${#running[@]}" -ge "$PROCESSES" ]; do sleep 0.5; done
     log=1 # the first one's words are shown as they come
-    [ ${#running[@]} = 0 ] || exec {log}>"$outputs/${#running[@]}"
+    [ "$started" = 0 ] || exec {log}>"$outputs/$started"
     "$PYTHON" -m pytest $folders "$@" >&"$log" 2>&1 &
     running+=($!)
+    started=$((started + 1))
 done
-failed=0
-for each in "${running[@]}"; do wait "$each" || failed=$?; done
+while settle && [ "${#running[@]}" -gt 0 ]; do sleep 0.5; done
 exit "$failed"

@@ -111,7 +111,10 @@ def start_ray(cfg: Config) -> bool:
     if runtime or variables:
         arguments["runtime_env"] = runtime | {"env_vars": variables}
     try:
-        with _on_this_machine() if arguments["address"] == "local" else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            if arguments["address"] == "local":
+                stack.enter_context(_on_this_machine())
+                stack.enter_context(_without(_unasked(arguments)))
             _init(arguments)
     except (ValueError, TypeError, ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
         shown = {**given, "address": address} if address else given
@@ -158,6 +161,30 @@ def _on_this_machine() -> Iterator[None]:
         yield
     finally:
         setattr(constants, name, before)
+
+
+def _unasked(arguments: dict[str, Any]) -> list[str]:
+    """What a Ray for one run starts and nobody asks: what makes a cluster larger, what sends output of workers to the
+    driver, and what shows the cluster. Each is a process that takes a second of processor and 100 MB."""
+    return [
+        "start_monitor",
+        *(["start_log_monitor"] if not arguments["log_to_driver"] else []),
+        *(["start_api_server"] if not arguments["include_dashboard"] else []),
+    ]
+
+
+@contextlib.contextmanager
+def _without(parts: list[str]) -> Iterator[None]:
+    """Inside, a Ray that starts leaves these out. Only `ray start` has words for it."""
+    node = ray._private.node.Node
+    before = {name: getattr(node, name) for name in parts if hasattr(node, name)}
+    for name in before:
+        setattr(node, name, lambda self, **_: None)
+    try:
+        yield
+    finally:
+        for name, method in before.items():
+            setattr(node, name, method)
 
 
 def _init(arguments: dict[str, Any]) -> None:

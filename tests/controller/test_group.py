@@ -125,6 +125,10 @@ def group(tmp_path):
     ray.util.remove_placement_group(placement)
 
 
+def test_a_ray_of_its_own_has_no_process_that_nobody_asks():
+    assert set(ray._private.worker._global_node.all_processes) <= {"gcs_server", "raylet", "reaper"}
+
+
 def stream(group, arrived, tick=lambda: None, *, fail: bool) -> list[float]:
     handle = group.submit([bind(Toy.stream, fail)])
     return handle.collect(stream=Stream(bind(Toy.take, 0.5), arrived, tick))

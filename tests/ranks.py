@@ -3,6 +3,7 @@
 import faulthandler
 import multiprocessing
 import tempfile
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +24,11 @@ def _in_group(rank: int, function: Callable[..., None], world: int, store: str, 
     faulthandler.enable()  # a rank that crashes shows where
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
-    function(rank, world, *args)
+    try:
+        function(rank, world, *args)
+    except Exception:
+        traceback.print_exc()  # of every rank: the one that is told may have failed because of another one
+        raise
     # A rank that is done may still be asked by another one.
     dist.barrier()
     dist.destroy_process_group()

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.faults.plug import alive, below, gone, own_shm, wait_until
+from tests.faults.plug import PATIENCE_S, alive, below, gone, own_shm, wait_until
 from tests.tiny import small_run
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("own_ray")]
@@ -31,7 +31,7 @@ def appeared(shm):
     def look():
         while not over.is_set() and not found:
             found.extend(shm.glob("*session_*"))
-            time.sleep(0.001)
+            time.sleep(0.005)
 
     thread = threading.Thread(target=look)
     thread.start()
@@ -44,9 +44,9 @@ def appeared(shm):
 def test_a_killed_rank_of_an_engine_leaves_no_shared_memory(start, words, trap, shm, appeared, tmp_path):
     trap.lay("vllm_generate", signal.SIGKILL, rank=1)
     process = start(words, inside=own_shm(shm), **trap.environment)
-    assert wait_until(lambda: trap.caught or process.poll() is not None, 150)
+    assert wait_until(lambda: trap.caught or process.poll() is not None)
     started = below(process.pid)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 75, output
     assert re.search(rf"error: .* rank 1 of 2 \(pid {trap.caught} on .*\), in Rollout.generate: the process", output)
     assert appeared
@@ -58,7 +58,7 @@ def test_a_killed_rank_of_an_engine_leaves_no_shared_memory(start, words, trap, 
 @pytest.mark.fault("A driver that is killed while vLLM over two starts leaves no shared memory")
 def test_a_driver_killed_in_an_engines_start_leaves_no_shared_memory(start, words, shm, appeared, tmp_path):
     process = start(words, inside=own_shm(shm))
-    assert wait_until(lambda: appeared or process.poll() is not None, 150)
+    assert wait_until(lambda: appeared or process.poll() is not None)
     os.kill(process.pid, signal.SIGKILL)
     assert gone(tmp_path)
     assert wait_until(lambda: not os.listdir(shm), 10), os.listdir(shm)

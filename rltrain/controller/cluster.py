@@ -175,7 +175,7 @@ def _unasked(arguments: dict[str, Any]) -> list[str]:
 
 @contextlib.contextmanager
 def _without(parts: list[str]) -> Iterator[None]:
-    """Inside, a Ray that starts leaves these out. Only `ray start` has words for it."""
+    """Inside, a Ray that starts leaves these out. No argument of ray.init does."""
     node = ray._private.node.Node
     before = {name: getattr(node, name) for name in parts if hasattr(node, name)}
     for name in before:

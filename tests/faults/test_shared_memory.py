@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.faults.plug import PATIENCE_S, alive, below, gone, own_shm, wait_until
+from tests.faults.plug import alive, below, gone, own_shm, wait_until
 from tests.tiny import small_run
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("own_ray")]
@@ -31,7 +31,7 @@ def appeared(shm):
     def look():
         while not over.is_set() and not found:
             found.extend(shm.glob("*session_*"))
-            time.sleep(0.005)
+            time.sleep(0.001)
 
     thread = threading.Thread(target=look)
     thread.start()
@@ -46,7 +46,7 @@ def test_a_killed_rank_of_an_engine_leaves_no_shared_memory(start, words, trap, 
     process = start(words, inside=own_shm(shm), **trap.environment)
     assert wait_until(lambda: trap.caught or process.poll() is not None)
     started = below(process.pid)
-    output, _ = process.communicate(timeout=PATIENCE_S)
+    output, _ = process.communicate(timeout=60)
     assert process.returncode == 75, output
     assert re.search(rf"error: .* rank 1 of 2 \(pid {trap.caught} on .*\), in Rollout.generate: the process", output)
     assert appeared

@@ -70,6 +70,7 @@ setup(
         "rich>=13.8",
         "tensorboard",
         "httpx>=0.27",
+        "xxhash>=3",
     ],
     extras_require={
         "dev": [

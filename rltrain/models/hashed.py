@@ -1,12 +1,11 @@
 """Files whose digests are made while they are written, so that no save reads back what it has written.
 
-SHA-256 and writing let other threads run, so a save in the background does not stop a step. That is also why weights
+Writing and digests let other threads run, so a save in the background does not stop a step. That is also why weights
 are written here and not by safetensors, which holds all threads of the process until the file is there.
 """
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import os
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
+import xxhash
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem
@@ -24,7 +24,7 @@ from torch.serialization import set_crc32_options
 
 from rltrain.errors import unwritten
 
-Digests = dict[str, str]  # path of a file -> SHA-256 of its contents, in hexadecimal
+Digests = dict[str, str]  # path of a file -> XXH3 (128 bits) of its contents, in hexadecimal
 _BUFFER = 1 << 20
 # Brought to the disk at once, and let go from the host's memory. A whole checkpoint in the page cache takes memory from
 # the step, and the system writes it in bursts that slow what computes beside it.
@@ -40,7 +40,7 @@ class HashedFile(io.IOBase):
     """A new file that is written from its first byte to its last; on the disk, and with a digest, once it is closed."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._file, self._sha, self._size = path, open(path, "wb", _BUFFER), hashlib.sha256(), 0  # noqa: SIM115
+        self._path, self._file, self._digest, self._size = path, open(path, "wb", _BUFFER), xxhash.xxh3_128(), 0  # noqa: SIM115
         self._synced = 0
         self.error: OSError | None = None
 
@@ -51,7 +51,7 @@ class HashedFile(io.IOBase):
             for start in range(0, len(view), _PIECE):
                 piece = view[start : start + _PIECE]
                 self._file.write(piece)
-                self._sha.update(piece)
+                self._digest.update(piece)
                 self._size += len(piece)
                 if self._size - self._synced >= _PIECE:
                     self._sync()
@@ -73,7 +73,7 @@ class HashedFile(io.IOBase):
         with self._noting():
             self._sync()
             self._file.close()
-        return self._sha.hexdigest()
+        return self._digest.hexdigest()
 
     def _sync(self) -> None:
         self._file.flush()

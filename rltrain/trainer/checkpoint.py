@@ -9,7 +9,6 @@ the large ones are read by the workers, each its share, before anything is loade
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import logging
 import math
@@ -24,6 +23,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
+import xxhash
+
 from rltrain.aside import goes_on
 from rltrain.errors import CheckpointError, ConfigError, DiskError, StorageError, unwritten
 from rltrain.models.safe import METADATA, read_metadata
@@ -32,7 +33,8 @@ from rltrain.workers.node import altered
 
 log = logging.getLogger(__name__)
 _STEP_FOLDER = re.compile(r"global_step_(\d+)")
-_MANIFEST, _LOCK, _RECORD = "manifest.json", "run.lock", "progress.json"
+# A digest has the name of its hash, which finds what chance has changed, and not what people have.
+_MANIFEST, _LOCK, _RECORD, _DIGEST = "manifest.json", "run.lock", "progress.json", "xxh3_128"
 # Above this the workers read a file.
 _LARGE_BYTES = 2**22
 # Network storage may show seconds later what another node has written.
@@ -211,7 +213,7 @@ class RunFolder(Checkpoints):
     def commit(self, folder: Path, step: int, digests: Mapping[str, str] | None = None) -> Path:
         """Manifest, fsync, one rename: from here on the checkpoint exists.
 
-        digests: SHA-256 by path, of what was hashed while it was written; other files are small and read here. Raises
+        digests: by path, of what was hashed while it was written; other files are small and read here. Raises
         DiskError where a file that has a digest is not there.
         """
         digests = digests or {}
@@ -220,7 +222,7 @@ class RunFolder(Checkpoints):
         files = {
             str(each.relative_to(folder)): {
                 "bytes": _sync(each),
-                "sha256": digests.get(str(each)) or hashlib.sha256(each.read_bytes()).hexdigest(),
+                _DIGEST: digests.get(str(each)) or xxhash.xxh3_128(each.read_bytes()).hexdigest(),
             }
             for each in _written(folder, digests)
         }
@@ -329,7 +331,7 @@ def find_damage(folder: Path, contents: bool = True) -> str | None:
 
 
 def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
-    """The files of a checkpoint -> what is known of each: "bytes" and "sha256". Raises ValueError for anything else."""
+    """The files of a checkpoint -> what is known of each: size and digest. Raises ValueError for anything else."""
     file = folder / _MANIFEST
     content = json.loads(patiently(file, file.read_bytes))
     files = content.get("files") if isinstance(content, dict) else None
@@ -339,16 +341,16 @@ def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
         if not isinstance(entry, dict) or type(entry.get("bytes")) is not int:
             raise ValueError(f"it has no size of {name}")
     # One of many is lost by a flipped bit; none are there in checkpoints that were made before there were digests.
-    lacking = [name for name, entry in files.items() if not isinstance(entry.get("sha256"), str)]
+    lacking = [name for name, entry in files.items() if not isinstance(entry.get(_DIGEST), str)]
     if lacking and len(lacking) < len(files):
         raise ValueError(f"it has no digest of {lacking[0]}")
     return files
 
 
 def _digests(folder: Path, files: dict[str, dict[str, Any]], *, large: bool) -> list[tuple[Path, str]]:
-    known = [(folder / name, entry) for name, entry in files.items() if "sha256" in entry]
+    known = [(folder / name, entry) for name, entry in files.items() if _DIGEST in entry]
     return [
-        (file, entry["sha256"])
+        (file, entry[_DIGEST])
         for file, entry in known
         if (entry["bytes"] > _LARGE_BYTES and file.name != METADATA) == large
     ]
@@ -363,7 +365,7 @@ def large_files(folder: Path) -> list[tuple[Path, str]]:
 
 def has_digests(folder: Path) -> bool:
     """Whether the manifest knows more of the files than their sizes."""
-    return any("sha256" in entry for entry in _manifest(folder).values())
+    return any(_DIGEST in entry for entry in _manifest(folder).values())
 
 
 def size_of(folder: Path) -> int:

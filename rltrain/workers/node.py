@@ -7,7 +7,6 @@ than seconds, unless storage hangs, which the driver's deadline then tells.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import resource
 import shutil
@@ -18,6 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+
+import xxhash
 
 from rltrain.device import get_device
 from rltrain.errors import RltrainError
@@ -116,7 +117,7 @@ def unseen(files: Sequence[Path]) -> list[str]:
 
 
 def altered(files: Sequence[tuple[Path, str]]) -> list[str]:
-    """Read files whole. Returns what is said of those whose contents have another SHA-256 than the one given.
+    """Read files whole. Returns what is said of those whose contents have another digest than the one given.
 
     Raises StorageError where one cannot be read, which says nothing of its contents.
     """
@@ -133,7 +134,7 @@ def altered(files: Sequence[tuple[Path, str]]) -> list[str]:
 
 
 def _digest(file: Path) -> str:
-    digest, buffer = hashlib.sha256(), bytearray(_READ_BYTES)
+    digest, buffer = xxhash.xxh3_128(), bytearray(_READ_BYTES)
     with file.open("rb", buffering=0) as stream:
         while size := stream.readinto(buffer):
             digest.update(memoryview(buffer)[:size])

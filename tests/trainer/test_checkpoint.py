@@ -1,4 +1,3 @@
-import hashlib
 import json
 import logging
 import os
@@ -10,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import xxhash
 
 from rltrain import storage
 from rltrain.config.load import load_config
@@ -117,7 +117,7 @@ def half_written(folder: RunFolder, step: int) -> tuple[Path, dict[str, str]]:
     temporary = folder.begin_save(step)
     (temporary / "progress.json").write_text(json.dumps({"global_step": step}))
     (temporary / "__0_0.distcp").write_bytes(b"x")
-    return temporary, {str(temporary / f"__{rank}_0.distcp"): hashlib.sha256(b"x").hexdigest() for rank in (0, 1)}
+    return temporary, {str(temporary / f"__{rank}_0.distcp"): xxhash.xxh3_128(b"x").hexdigest() for rank in (0, 1)}
 
 
 def test_a_file_that_was_written_must_be_there(folder, monkeypatch):
@@ -134,7 +134,7 @@ def test_a_file_that_storage_shows_later_is_waited_for(folder):
     later.start()
     files = json.loads((folder.commit(temporary, 1, digests) / "manifest.json").read_text())["files"]
     later.join()
-    assert files["__1_0.distcp"] == {"bytes": 1, "sha256": hashlib.sha256(b"x").hexdigest()}
+    assert files["__1_0.distcp"] == {"bytes": 1, "xxh3_128": xxhash.xxh3_128(b"x").hexdigest()}
 
 
 def test_a_kill_while_pruning_leaves_no_half_of_a_checkpoint(folder, monkeypatch):
@@ -412,7 +412,7 @@ def add_digests(folder: Path) -> None:
     """What a save writes beside the sizes."""
     manifest = json.loads((folder / "manifest.json").read_text())
     for name, entry in manifest["files"].items():
-        entry["sha256"] = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+        entry["xxh3_128"] = xxhash.xxh3_128((folder / name).read_bytes()).hexdigest()
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 

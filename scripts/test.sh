@@ -9,6 +9,7 @@ cd "$REPO"
 # The parts that the tests run in, those that take longest first: whichever process is free takes the next one. What is
 # in none of them runs as a part too. A process that waits, for Ray or a deadline, leaves the cores to the others.
 PROCESSES=3
+rest=
 PARTS=(tests/hosts tests/e2e tests/trainer "tests/controller tests/bench" "tests/faults tests/rewards" tests/workers
     tests/npu tests/models)
 if [ "$*" = faults ]; then
@@ -17,6 +18,7 @@ if [ "$*" = faults ]; then
         "tests/faults/test_[s-z]*.py" tests/faults/test_resume.py
         "tests/faults/test_r[!e]*.py tests/faults/test_re[!s]*.py" "tests/faults/test_[a-d]*.py" tests/npu
         "tests/hosts/test_[a-s]*.py" "tests/faults/test_[e-g]*.py")
+    rest=$(grep -rlF 'mark.fault(' --include='test_*.py' tests | grep -vE '^tests/(faults|hosts|npu)/')
     set -- -m fault --fault-table --timeout=600
 elif [ $# -gt 0 ]; then
     exec "$PYTHON" -m pytest "$@"
@@ -35,7 +37,7 @@ settle() {
 }
 trap 'kill ${running[@]+"${running[@]}"} 2>/dev/null || true; cat "$outputs"/*; rm -r "$outputs"' EXIT
 # shellcheck disable=SC2048,SC2086,SC2068 - several folders in one word, and patterns
-for folders in "$(printf -- '--ignore=%s ' ${PARTS[@]})" "${PARTS[@]}"; do
+for folders in "${rest:-$(printf -- '--ignore=%s ' ${PARTS[@]})}" "${PARTS[@]}"; do
     while settle && [ "${#running[@]}" -ge "$PROCESSES" ]; do sleep 0.5; done
     log=1 # the first one's words are shown as they come
     [ "$started" = 0 ] || exec {log}>"$outputs/$started"

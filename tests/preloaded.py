@@ -1,8 +1,10 @@
-"""Imported once, in a process from which those of the ranks are forked: see `tests.ranks`."""
+"""Imported once, in a process from which those of ranks and forked runs are made: see `tests.ranks.preload`."""
 
 import gc
 
-import rltrain.workers.hybrid  # noqa: F401
+import rltrain.report
+import rltrain.trainer.build
+import rltrain.workers.hybrid
 import tests.tiny  # noqa: F401
 
 # What a collection looks through is copied for the process that does: half a gigabyte for each rank.

@@ -2,9 +2,11 @@
 
 import faulthandler
 import multiprocessing
+import os
 import tempfile
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from typing import Any
 
 import torch
@@ -12,9 +14,21 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
+# The variable that what is started for a test is found by.
+MARK = "RLTRAIN_TEST"
+
+
+def preload() -> None:
+    """Start the process from which those of multiprocessing's forkserver are made, if there is none yet."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.preloaded"])
+    os.environ[MARK] = "-" * 4096  # room for the folder of a test
+    forkserver.ensure_running()
+    del os.environ[MARK]
+
+
 def run_on_ranks(function: Callable[..., None], world: int, *args: Any) -> None:
     """``function(rank, world, *args)`` in ``world`` processes of one group. Raises what the first that fails raises."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.preloaded"])
+    preload()
     with tempfile.TemporaryDirectory() as folder:
         own = (function, world, f"{folder}/store", *args)
         mp.start_processes(_in_group, own, nprocs=world, start_method="forkserver")

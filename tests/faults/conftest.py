@@ -5,32 +5,45 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
 from tests.e2e.conftest import cluster, joined  # noqa: F401 - fixtures
+from tests.faults.forked import Forked
 from tests.faults.plug import Trap, processes_of
+from tests.ranks import MARK
 
 
 @pytest.fixture
 def start(tmp_path):
-    """start(args, module, **environment) -> Popen. All that it started ends with the test.
+    """start(args, module="rltrain.main_ppo", **environment) -> Popen. All that it started ends with the test.
 
-    inside: words before the command.
+    shm: the folder that is its /dev/shm. inside: words before the command. whole: with the start of Python, which a
+    run of main_ppo can do without (`Forked`).
     """
     processes = []
 
     def start(
-        args: list[str], module: str = "rltrain.main_ppo", inside: Sequence[str] = (), **environment: str
-    ) -> subprocess.Popen:
-        process = subprocess.Popen(
-            [*inside, sys.executable, "-m", module, *map(str, args)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-            env={**os.environ, "RLTRAIN_TEST": str(tmp_path), **environment},
-        )
+        args: list[str],
+        module: str = "rltrain.main_ppo",
+        shm: Path | None = None,
+        inside: Sequence[str] = (),
+        whole: bool = False,
+        **environment: str,
+    ) -> subprocess.Popen | Forked:
+        variables = {**os.environ, MARK: str(tmp_path), **environment}
+        if inside or whole or module != "rltrain.main_ppo":
+            process = subprocess.Popen(
+                [*inside, sys.executable, "-m", module, *map(str, args)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+                env=variables,
+            )
+        else:
+            process = Forked([*map(str, args)], variables, str(shm or ""))
         processes.append(process)
         return process
 
@@ -52,7 +65,7 @@ def own_ray(monkeypatch):
 
 @pytest.fixture
 def shm(tmp_path):
-    """The /dev/shm of what is started inside of `own_shm` of it: that of the machine has what others make beside."""
+    """A folder to be the /dev/shm of what is started: that of the machine has what others make beside."""
     folder = tmp_path / "shm"
     folder.mkdir()
     return folder

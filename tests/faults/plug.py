@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from rltrain.report import read_metrics
+from tests.ranks import MARK
 
 # What a run may take to start or to end beside others, where no time is promised. Alone it takes a tenth of it.
 PATIENCE_S = 240
@@ -83,16 +84,11 @@ def processes_of(folder: Path) -> list[str]:
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            if f"RLTRAIN_TEST={folder}".encode() in (process / "environ").read_bytes().split(b"\0"):
+            if f"{MARK}={folder}".encode() in (process / "environ").read_bytes().split(b"\0"):
                 found.append(process.name + " " + (process / "cmdline").read_text().replace("\0", " ")[:200])
         except OSError:  # it ended meanwhile, or is of another user
             continue
     return found
-
-
-def own_shm(folder: Path) -> list[str]:
-    """Words before a command, to which ``folder`` is /dev/shm. What is left stays in the folder."""
-    return ["unshare", "--mount", "sh", "-c", f'mount --bind {folder} /dev/shm && exec "$@"', "sh"]
 
 
 def gone(folder: Path, within_s: float = 40) -> bool:

@@ -182,7 +182,7 @@ def test_sigterm_while_a_checkpoint_is_written(start, tiny_model, arithmetic_fil
 @pytest.mark.fault("SIGTERM while Ray starts leaves no process, exit 75")
 @pytest.mark.usefixtures("own_ray")
 def test_sigterm_while_ray_starts_says_so_and_leaves_no_process(start, tiny_model, arithmetic_files, tmp_path):
-    process = start(small_run(tiny_model, arithmetic_files, tmp_path))
+    process = start(small_run(tiny_model, arithmetic_files, tmp_path), whole=True)
     said = wait_for_line(process, f"in {tmp_path}")  # the last line of the plan; Ray comes next
     time.sleep(1)
     process.send_signal(signal.SIGTERM)
@@ -223,7 +223,7 @@ def test_kill_nine_of_the_driver_frees_the_folder(start, tiny_model, arithmetic_
 def test_what_a_user_mistypes_is_an_error_without_traceback(
     start, tiny_model, arithmetic_files, tmp_path, change, words
 ):
-    process = start(small_run(tiny_model, arithmetic_files, tmp_path, **change))
+    process = start(small_run(tiny_model, arithmetic_files, tmp_path, **change), whole=True)
     output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 2, output
     assert "Traceback" not in output

@@ -53,7 +53,7 @@ def test_nothing_of_a_run_on_one_machine_listens_beyond_it(start, tiny_model, ar
     args = small_run(
         tiny_model, arithmetic_files, run, trainer__total_training_steps=100000, trainer__n_gpus_per_node=2
     )
-    process = start(args, HOME=str(home))
+    process = start(args, whole=True, HOME=str(home))
     wait_for_step(run, 1, process, limit_s=240)
     pids = [int(line.split()[0]) for line in processes_of(tmp_path)]
     found = list(listening(pids))

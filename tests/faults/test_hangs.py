@@ -132,7 +132,7 @@ def test_a_driver_that_hangs_ends_itself(start, command, tmp_path):
 def test_a_driver_that_hangs_before_ray_ends_itself(start, command, tmp_path):
     os.mkfifo(tmp_path / "template")
     template = {"actor_rollout_ref__model__custom_chat_template": tmp_path / "template"}
-    process = start(command(**template, trainer__hang_timeout_s=5))
+    process = start(command(**template, trainer__hang_timeout_s=5), whole=True)
     message = ended(process, {}, 60)
     assert re.match(r"error: the driver \(pid \d+ on .*\) hangs: for \d s it has done nothing else than open", message)
     assert " in _template_text (" in message

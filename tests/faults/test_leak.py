@@ -20,7 +20,7 @@ except FileExistsError:
     leaks = False
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     if leaks:
-        kept.append(b"x" * (1 << 19))
+        kept.append(b"x" * (1 << 20))
     return len(solution_str) % 3
 """
 
@@ -32,6 +32,7 @@ def test_a_scorer_that_leaks_is_named_once(start, tiny_model, arithmetic_files, 
     file = tmp_path / "leaks"
     (tmp_path / "reward.py").write_text(LEAKS.format(file=str(file)))
     changes = {"reward__num_workers": 2, "trainer__total_training_steps": 100000, "trainer__save_freq": -1}
+    changes |= {"data__train_batch_size": 2, "actor_rollout_ref__actor__use_kl_loss": False}  # many steps
     reward = {"custom_reward_function__path": tmp_path / "reward.py"}
     process = start(small_run(tiny_model, arithmetic_files, tmp_path / "run", **changes, **reward))
     said = wait_for_line(process, "holds more and more memory")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rltrain.report import read_metrics
-from tests.faults.plug import PATIENCE_S, Trap, alive, below, own_shm, wait_for_step, wait_until, worker_pids
+from tests.faults.plug import PATIENCE_S, Trap, alive, below, wait_for_step, wait_until, worker_pids
 from tests.tiny import save_tiny_model, small_run
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("own_ray")]
@@ -29,7 +29,7 @@ def words(tiny_model, arithmetic_files, tmp_path):
 def test_a_worker_killed_in_a_phase_is_named_and_none_is_left(start, words, trap, shm, tmp_path, phase):
     if phase == "load":
         trap.lay(phase, signal.SIGKILL)
-    process = start(words, inside=own_shm(shm), **trap.environment)
+    process = start(words, shm=shm, **trap.environment)
     if phase != "load":
         wait_for_step(tmp_path / "run", 3, process)
         trap.lay(phase, signal.SIGKILL)

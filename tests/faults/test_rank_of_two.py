@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from tests.faults.plug import Trap, alive, below, gone, own_shm, wait_until
+from tests.faults.plug import Trap, alive, below, gone, wait_until
 from tests.tiny import small_run
 
 
@@ -23,7 +23,7 @@ def test_the_rank_that_died_is_named(start, tiny_model, arithmetic_files, trap, 
     }  # fmt: skip
     trap.lay(phase, signal.SIGKILL, rank=1)
     words = small_run(tiny_model, arithmetic_files, tmp_path / "run", **changes)
-    process = start(words, inside=own_shm(shm), **trap.environment)
+    process = start(words, shm=shm, **trap.environment)
     assert wait_until(lambda: trap.caught or process.poll() is not None)
     started = below(process.pid)
     output, _ = process.communicate(timeout=60)

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.faults.plug import PATIENCE_S, alive, below, gone, own_shm, pids, wait_for_step, wait_until
+from tests.faults.plug import PATIENCE_S, alive, below, gone, pids, wait_for_step, wait_until
 from tests.tiny import small_run
 
 pytestmark = pytest.mark.usefixtures("own_ray")
@@ -29,7 +29,7 @@ def error_of(output: str) -> str:
 @pytest.mark.fault("A killed raylet or GCS is named within seconds, exit 75, and nothing is left")
 @pytest.mark.parametrize("part", ["raylet/raylet", pytest.param("gcs/gcs_server", marks=pytest.mark.long)])
 def test_a_killed_part_of_ray_ends_the_run_and_its_processes(start, command, shm, tmp_path, part):
-    process = start(command(trainer__total_training_steps=100000), inside=own_shm(shm))
+    process = start(command(trainer__total_training_steps=100000), shm=shm)
     wait_for_step(tmp_path / "run", 2, process)
     started = below(process.pid)
     os.kill(pids(process.pid, part)[0], signal.SIGKILL)
@@ -61,7 +61,7 @@ def test_a_limit_for_files_that_ray_does_not_fit_is_named(start, command):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000 << 10, limits[1]))
     try:
-        process = start(command())
+        process = start(command(), whole=True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     output, _ = process.communicate(timeout=PATIENCE_S)

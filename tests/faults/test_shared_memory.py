@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.faults.plug import alive, below, gone, own_shm, wait_until
+from tests.faults.plug import alive, below, gone, wait_until
 from tests.tiny import small_run
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("own_ray")]
@@ -43,7 +43,7 @@ def appeared(shm):
 @pytest.mark.fault("A worker that is killed while it generates with vLLM over two leaves no shared memory, exit 75")
 def test_a_killed_rank_of_an_engine_leaves_no_shared_memory(start, words, trap, shm, appeared, tmp_path):
     trap.lay("vllm_generate", signal.SIGKILL, rank=1)
-    process = start(words, inside=own_shm(shm), **trap.environment)
+    process = start(words, shm=shm, **trap.environment)
     assert wait_until(lambda: trap.caught or process.poll() is not None)
     started = below(process.pid)
     output, _ = process.communicate(timeout=60)
@@ -57,7 +57,7 @@ def test_a_killed_rank_of_an_engine_leaves_no_shared_memory(start, words, trap, 
 
 @pytest.mark.fault("A driver that is killed while vLLM over two starts leaves no shared memory")
 def test_a_driver_killed_in_an_engines_start_leaves_no_shared_memory(start, words, shm, appeared, tmp_path):
-    process = start(words, inside=own_shm(shm))
+    process = start(words, shm=shm)
     assert wait_until(lambda: appeared or process.poll() is not None)
     os.kill(process.pid, signal.SIGKILL)
     assert gone(tmp_path)

@@ -4,7 +4,7 @@ import gc
 
 import rltrain.report
 import rltrain.trainer.build
-import rltrain.workers.hybrid
+import rltrain.workers.hybrid  # noqa: F401
 import tests.tiny  # noqa: F401
 
 # What a collection looks through is copied for the process that does: half a gigabyte for each rank.

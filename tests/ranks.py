@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-
 # The variable that what is started for a test is found by.
 MARK = "RLTRAIN_TEST"
 

@@ -29,7 +29,7 @@ def launch(start, tiny_model, arithmetic_files, tmp_path, monkeypatch):  # noqa:
             f"+{R}engine_kwargs__sglang__enable_deterministic_inference": True,
             "trainer__total_training_steps": steps, "trainer__save_freq": -1, "trainer__save_at_end": False,
         }  # fmt: skip
-        return start(small_run(tiny_model, arithmetic_files, tmp_path, **changes))
+        return start(small_run(tiny_model, arithmetic_files, tmp_path, **changes), whole=True)
 
     return launch
 

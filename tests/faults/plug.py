@@ -12,11 +12,11 @@ from tests.ranks import MARK
 PATIENCE_S = 240
 
 
-def wait_until(found: Callable[[], object], limit_s: float = PATIENCE_S) -> bool:
-    """Whether ``found()`` is true within the time; asked every 50 ms."""
+def wait_until(found: Callable[[], object], limit_s: float = PATIENCE_S, every_s: float = 0.05) -> bool:
+    """Whether ``found()`` is true within the time."""
     deadline = time.monotonic() + limit_s
     while not (value := found()) and time.monotonic() < deadline:
-        time.sleep(0.05)
+        time.sleep(every_s)
     return bool(value)
 
 
@@ -93,7 +93,7 @@ def processes_of(folder: Path) -> list[str]:
 
 def gone(folder: Path, within_s: float = 40) -> bool:
     """Whether nothing that was started with `start` is left; raises with what is."""
-    wait_until(lambda: not processes_of(folder), within_s)
+    wait_until(lambda: not processes_of(folder), within_s, 0.3)  # it looks at everything in /proc
     assert not (left := processes_of(folder)), left
     return True
 

@@ -18,17 +18,21 @@ from tests.trainer.steps import ACTOR, GAE, numbers_of
 
 pytestmark = pytest.mark.usefixtures("joined")
 
-# Pulls the plug as soon as there is a checkpoint, or asks the run to stop in every step.
+# Pulls the plug as soon as there is a checkpoint, or asks the run to stop, in every step up to one.
 FUSE = """
 import os, signal
 
 class Fuse:
+    def __init__(self):
+        self.name, until = os.environ.get("FUSE", "- 0").split()
+        self.until = int(until)
+
     def on_step(self, step, metrics):
-        if os.environ.get("FUSE") == "SIGTERM":
+        if self.name == "SIGTERM" and step <= self.until:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def on_save(self, step, folder):
-        if os.environ.get("FUSE") == "SIGKILL":
+        if self.name == "SIGKILL" and step <= self.until:
             os.kill(os.getpid(), signal.SIGKILL)
 """
 # Nine rows and four prompts a step: an epoch is two steps.
@@ -50,10 +54,11 @@ CARRIED = {
     ROLLOUT + "tail": "carry_over", ROLLOUT + "oversample_ratio": 1.5, ROLLOUT + "max_num_seqs": 8,
     "algorithm__rollout_correction__rollout_is": "token",
 }  # fmt: skip
+# What stops it, and the last step in which it does. One is stopped behind its last step too.
 RUNS = {
-    "two workers, all roles": ("SIGKILL", ALL_ROLES),
-    "two workers, pictures and adapters": ("SIGKILL", PICTURES | {"trainer__n_gpus_per_node": 2}),
-    "one worker, pictures and adapters, answers carried over": ("SIGTERM", PICTURES | CARRIED),
+    "two workers, all roles": ("SIGKILL", STEPS, ALL_ROLES),
+    "two workers, pictures and adapters": ("SIGKILL", STEPS - 1, PICTURES | {"trainer__n_gpus_per_node": 2}),
+    "one worker, pictures and adapters, answers carried over": ("SIGTERM", STEPS - 1, PICTURES | CARRIED),
 }
 
 
@@ -114,17 +119,17 @@ def kept(run: Path) -> dict[str, object]:
 @pytest.mark.fault("A run that is stopped or killed after any step ends bit for bit as the one that never was")
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_stopped_at_every_step_is_the_unbroken_one(start, arguments, tmp_path, name):
-    fuse, changes = RUNS[name]
+    fuse, until, changes = RUNS[name]
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
     process = start(arguments(straight, **changes))
     assert process.wait(300) == 0, process.communicate()[0]
     codes = []
-    while 0 not in codes and len(codes) <= STEPS:
-        process = start(arguments(stopped, **changes), FUSE=fuse)
+    while 0 not in codes and len(codes) <= until:
+        process = start(arguments(stopped, **changes), FUSE=f"{fuse} {until}")
         output, _ = process.communicate(timeout=300)
         codes.append(process.returncode)
         assert process.returncode in (0, 75, -9), output
-    assert len(codes) >= STEPS, "it is stopped in every step"
+    assert len(codes) == until + 1, "it is stopped in every step"
     assert told(stopped) == told(straight)
     one, other = kept(straight), kept(stopped)
     assert one.keys() == other.keys()

@@ -100,9 +100,12 @@ class Job:
 
 
 class Space:
-    """Namespaces with a first process, which ends when its input does."""
+    """Namespaces with a first process, which ends when its input does. shared: what it sees below /tmp, beside the
+    repository and Python."""
 
-    def __init__(self, name: str, own: Path, visible: list[Path]) -> None:
+    def __init__(self, name: str, own: Path, *shared: Path) -> None:
+        needed = {Path(each).resolve() for each in (*shared, ROOT, sys.prefix, sys.base_prefix)}
+        visible = [each for each in needed if each.is_relative_to("/tmp")]
         command = [
             *_UNSHARE,
             sys.executable,
@@ -155,9 +158,7 @@ class Host:
 
     def boot(self) -> None:
         """Start it, with the files it had."""
-        needed = {Path(each).resolve() for each in (self.shared, ROOT, sys.prefix, sys.base_prefix)}
-        visible = [each for each in needed if each.is_relative_to("/tmp")]
-        self._space = space = Space(self.name, self.own, visible)
+        self._space = space = Space(self.name, self.own, self.shared)
         # The name is new each time, as the card of a host that ended is taken away only some time later.
         self._port = f"p{self.number}.{space.process.pid}"
         space.ip("link", "add", "docker0", "type", "bridge")
@@ -251,7 +252,7 @@ class Network:
         (own / "tmp").mkdir(parents=True)
         self._wire: subprocess.Popen[str] | None = None
         self.hosts: list[Host] = []
-        self._switch = switch = Space("switch", own, [])
+        self._switch = switch = Space("switch", own)
         try:
             self._connect([f"switch{each}" for each in range(1, number + 1)], delay_ms is not None)
             if delay_ms is not None:

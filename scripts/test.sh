@@ -9,16 +9,17 @@ cd "$REPO"
 # The parts that the tests run in, those that take longest first: whichever process is free takes the next one. What is
 # in none of them runs as a part too. A process that waits, for Ray or a deadline, leaves the cores to the others.
 PROCESSES=3
-rest=
-export PYTHONDONTWRITEBYTECODE= # hundreds of processes import the same files
 PARTS=(tests/hosts tests/e2e tests/trainer "tests/controller tests/bench" "tests/faults tests/rewards" tests/workers
     tests/npu tests/models)
+first=$(printf -- '--ignore=%s ' ${PARTS[@]})
+export PYTHONDONTWRITEBYTECODE= # hundreds of processes import the same files
 if [ "$*" = faults ]; then
     PROCESSES=4
-    PARTS=("tests/faults/test_[op]*.py" tests/faults/test_resume.py "tests/faults/test_s[!t]*.py"
-        "tests/faults/test_[h-n]*.py" "tests/faults/test_r[!e]*.py tests/faults/test_re[!s]*.py tests/npu" tests/hosts
-        "tests/faults/test_[a-g]*.py tests/faults/test_st*.py")
-    rest=$(grep -rlF 'mark.fault(' --include='test_*.py' tests | grep -vE '^tests/(faults|hosts|npu)/')
+    first=tests/hosts
+    PARTS=("tests/faults/test_s[!t]*.py" "tests/faults/test_r[!e]*.py tests/faults/test_re[!s]*.py tests/npu"
+        "tests/faults/test_[op]*.py" "tests/faults/test_[a-g]*.py tests/faults/test_st*.py"
+        tests/faults/test_resume.py "tests/faults/test_[h-n]*.py"
+        "$(grep -rlF 'mark.fault(' --include='test_*.py' tests | grep -vE '^tests/(faults|hosts|npu)/')")
     set -- -m fault --fault-table --timeout=600
 elif [ $# -gt 0 ]; then
     exec "$PYTHON" -m pytest "$@"
@@ -37,7 +38,7 @@ settle() {
 }
 trap 'kill ${running[@]+"${running[@]}"} 2>/dev/null || true; cat "$outputs"/*; rm -r "$outputs"' EXIT
 # shellcheck disable=SC2048,SC2086,SC2068 - several folders in one word, and patterns
-for folders in "${rest:-$(printf -- '--ignore=%s ' ${PARTS[@]})}" "${PARTS[@]}"; do
+for folders in "$first" "${PARTS[@]}"; do
     while settle && [ "${#running[@]}" -ge "$PROCESSES" ]; do sleep 0.5; done
     log=1 # the first one's words are shown as they come
     [ "$started" = 0 ] || exec {log}>"$outputs/$started"

@@ -93,7 +93,7 @@ class HashedFile(io.IOBase):
             self._take(part[room:])
 
     def _empty(self) -> None:
-        rest = memoryview(self._block[: self._filled])
+        rest = self._block[: self._filled].data
         self._digest.update(rest)
         while rest:
             try:

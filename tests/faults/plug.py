@@ -1,5 +1,6 @@
 """Finding the processes of a run, to pull the plug of one, and seeing that none is left."""
 
+import re
 import subprocess
 import time
 from collections.abc import Callable, Iterable
@@ -39,6 +40,13 @@ def wait_for_line(process: subprocess.Popen, words: str) -> str:
         if words in line:
             return said
     raise AssertionError(f"'{words}' was not said: {said}")
+
+
+def error_of(output: str) -> str:
+    """What stands behind "error:" at the beginning of a line."""
+    found = re.search("^error:", output, re.MULTILINE)
+    assert found, output
+    return output[found.start() :]
 
 
 def below(driver: int) -> dict[int, str]:

@@ -10,7 +10,17 @@ import pytest
 from rltrain import __version__
 from rltrain.report import read_metrics
 from rltrain.trainer.checkpoint import find_damage
-from tests.faults.plug import PATIENCE_S, alive, below, gone, wait_for_line, wait_for_step, wait_until, worker_pids
+from tests.faults.plug import (
+    PATIENCE_S,
+    alive,
+    below,
+    error_of,
+    gone,
+    wait_for_line,
+    wait_for_step,
+    wait_until,
+    worker_pids,
+)
 from tests.tiny import small_run
 
 
@@ -28,7 +38,7 @@ def test_after_a_killed_worker_the_same_command_goes_on(start, tiny_model, arith
     output, _ = process.communicate(timeout=PATIENCE_S)
     assert time.monotonic() - killed < 60  # the error within seconds; the rest is Ray's own shutdown
     assert process.returncode == 75
-    message = output[output.index("error:") :]
+    message = error_of(output)
     assert re.search(rf"rank 0 of 1 \(pid {victim} on .*the process died", message)
     assert "Run the same command again" in message
     assert "Traceback" not in message

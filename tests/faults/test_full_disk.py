@@ -9,7 +9,7 @@ import pytest
 
 from rltrain.report import read_metrics
 from rltrain.trainer.checkpoint import find_damage
-from tests.faults.plug import PATIENCE_S, gone, wait_for_line, wait_for_step, wait_until
+from tests.faults.plug import PATIENCE_S, error_of, gone, wait_for_line, wait_for_step, wait_until
 from tests.tiny import small_run
 
 ROOM = r"checkpoint of step \d+.* has [\d.]+ (bytes|KiB|MiB) free and a checkpoint takes about [\d.]+ KiB"
@@ -36,7 +36,7 @@ def ended_and_goes_on(process, start, command, disk) -> str:
     run = disk / "run"
     output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 74, output
-    assert re.search(ROOM, output[output.index("error: ") :]), output
+    assert re.search(ROOM, error_of(output)), output
     assert "Traceback" not in output
     # The half of a checkpoint that is removed may leave room for lines that have waited.
     last = max(map(int, re.findall(r"step (\d+)/", output)), default=0)

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.faults.plug import Trap, alive, below, wait_for_step, wait_until, worker_pids
+from tests.faults.plug import Trap, alive, below, error_of, wait_for_step, wait_until, worker_pids
 from tests.tiny import small_run
 
 # Calls of these runs take a second; a machine that is three times as slow takes some more.
@@ -37,7 +37,7 @@ def ended(process, started, limit_s=LIMIT_S) -> str:
     assert time.monotonic() - began < limit_s + 90
     assert "Traceback" not in output
     assert wait_until(lambda: not alive(started), 40), [started[pid] for pid in alive(started)]
-    return output[output.index("error:") :]
+    return error_of(output)
 
 
 @pytest.mark.long

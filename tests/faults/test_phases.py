@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rltrain.report import read_metrics
-from tests.faults.plug import PATIENCE_S, Trap, alive, below, wait_for_step, wait_until, worker_pids
+from tests.faults.plug import PATIENCE_S, Trap, alive, below, error_of, wait_for_step, wait_until, worker_pids
 from tests.tiny import save_tiny_model, small_run
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("own_ray")]
@@ -38,7 +38,7 @@ def test_a_worker_killed_in_a_phase_is_named_and_none_is_left(start, words, trap
     output, _ = process.communicate(timeout=PATIENCE_S)
     assert time.monotonic() - killed < 60
     assert process.returncode == 75, output
-    message = output[output.index("error:") :]
+    message = error_of(output)
     assert re.match(
         rf"error: hybrid worker, rank 0 of 1 \(pid {trap.caught} on .*\), in \w+\.?\w*: the process died", message
     )
@@ -75,7 +75,7 @@ def test_a_worker_without_host_memory_says_what_to_do(start, large, trap, tmp_pa
     output, _ = process.communicate(timeout=PATIENCE_S)
     assert time.monotonic() - began < 60
     assert process.returncode == 75, output
-    message = output[output.index("error:") :]
+    message = error_of(output)
     # The next call that asks for memory, be it the one that is caught or a save beside it.
     where = rf"hybrid worker, rank 0 of 1 \(pid {trap.caught} on .*\), in [\w.]+"
     assert re.match(rf"error: {where}: the host has no memory left", message), message
@@ -112,7 +112,7 @@ def test_a_worker_that_the_kernel_ends_for_memory_is_named(group, start, large, 
     output, _ = process.communicate(timeout=PATIENCE_S)
     assert time.monotonic() - began < 60
     assert process.returncode == 75, output
-    message = output[output.index("error:") :]
+    message = error_of(output)
     assert re.match(
         rf"error: hybrid worker, rank 0 of 1 \(pid {worker} on .*\), in \w+\.?\w*: the process died", message
     )

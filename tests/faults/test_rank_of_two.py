@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from tests.faults.plug import Trap, alive, below, gone, wait_until
+from tests.faults.plug import Trap, alive, below, error_of, gone, wait_until
 from tests.tiny import small_run
 
 
@@ -28,7 +28,7 @@ def test_the_rank_that_died_is_named(start, tiny_model, arithmetic_files, trap, 
     started = below(process.pid)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 75, output
-    message = output[output.index("error:") :]
+    message = error_of(output)
     named = rf"error: hybrid worker, rank 1 of 2 \(pid {trap.caught} on .*\), in \w+\.?\w*: the process died"
     assert re.match(named, message), message
     assert message.count("error:") == 1

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.faults.plug import PATIENCE_S, alive, below, gone, pids, wait_for_step, wait_until
+from tests.faults.plug import PATIENCE_S, alive, below, error_of, gone, pids, wait_for_step, wait_until
 from tests.tiny import small_run
 
 pytestmark = pytest.mark.usefixtures("own_ray")
@@ -19,11 +19,11 @@ def command(tiny_model, arithmetic_files, tmp_path):
     return lambda **changes: small_run(tiny_model, arithmetic_files, tmp_path / "run", **changes)
 
 
-def error_of(output: str) -> str:
-    """What stands behind "error:", which is the last that is said."""
+def told(output: str) -> str:
+    """The error, and nothing that Ray says of it."""
     assert "Traceback" not in output, output
     assert "state-dump" not in output
-    return output[output.index("error:") :]
+    return error_of(output)
 
 
 @pytest.mark.fault("A killed raylet or GCS is named within seconds, exit 75, and nothing is left")
@@ -38,7 +38,7 @@ def test_a_killed_part_of_ray_ends_the_run_and_its_processes(start, command, shm
     assert time.monotonic() - killed < 60  # with the end of Python on a busy machine
     assert process.returncode == 75, output
     name = part.partition("/")[2]
-    assert re.match(rf"error: Ray's .*{name}.* has ended on this node .*Run the same command again", error_of(output))
+    assert re.match(rf"error: Ray's .*{name}.* has ended on this node .*Run the same command again", told(output))
     assert wait_until(lambda: not alive(started), 40), [started[pid] for pid in alive(started)]
     assert wait_until(lambda: not os.listdir(shm), 10), os.listdir(shm)
 
@@ -51,8 +51,8 @@ def test_a_raylet_killed_at_the_start_is_told(start, command, tmp_path):
     os.kill(pids(process.pid, "raylet/raylet")[0], signal.SIGKILL)
     output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 75, output
-    assert "Ray" in error_of(output)
-    assert "un the same command again" in error_of(output)
+    assert "Ray" in told(output)
+    assert "un the same command again" in told(output)
     assert gone(tmp_path)
 
 
@@ -66,4 +66,4 @@ def test_a_limit_for_files_that_ray_does_not_fit_is_named(start, command):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 2, output
-    assert "ulimit -f unlimited" in error_of(output)
+    assert "ulimit -f unlimited" in told(output)

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from tests.faults.plug import alive, below, gone, wait_for_step, wait_until
+from tests.faults.plug import alive, below, error_of, gone, wait_for_step, wait_until
 from tests.tiny import small_run
 
 # Every call of such a run takes seconds, the slow answers too.
@@ -54,7 +54,7 @@ def test_a_reward_worker_that_ends_while_it_scores_is_named(start, tiny_model, a
     os.kill(victim, how)
     output, _ = process.communicate(timeout=180)
     assert process.returncode == 75, output
-    message = output[output.index("error:") :]
+    message = error_of(output)
     who = rf"error: reward worker \d of 2 \(pid {victim} on {re.escape(socket.gethostname())}\), in scoring answers: "
     assert re.match(who + words, message), message
     assert "Run the same command again" in message

@@ -6,8 +6,6 @@ are written here and not by safetensors, which holds all threads of the process 
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import io
 import json
 import os
@@ -16,7 +14,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, cast
 
-import numpy as np
 import torch
 import xxhash
 from torch.distributed.checkpoint import FileSystemWriter
@@ -28,11 +25,9 @@ from torch.serialization import set_crc32_options
 from rltrain.errors import unwritten
 
 Digests = dict[str, str]  # path of a file -> XXH3 (128 bits) of its contents, in hexadecimal
-# What is written at once; small enough to be in the processor's cache from one use to the next.
-_BLOCK, _ALIGNED = 4 << 20, 4096
-_DIRECT = getattr(os, "O_DIRECT", 0)  # not on macOS
-# By way of the page cache: brought to the disk at once, and let go from the host's memory. A whole checkpoint there
-# takes memory from the step, and the system writes it in bursts that slow what computes beside it.
+_BUFFER = 1 << 20
+# Brought to the disk at once, and let go from the host's memory. A whole checkpoint in the page cache takes memory from
+# the step, and the system writes it in bursts that slow what computes beside it.
 _PIECE = 32 << 20
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -42,88 +37,55 @@ _DTYPES = {
 
 
 class HashedFile(io.IOBase):
-    """A new file that is written from its first byte to its last; on the disk, and with a digest, once it is closed.
-
-    Where the file system allows it, the disk takes what is written straight from a block of this file's own. By way of
-    the page cache all of it would be copied once more, and again by threads of the system, beside a step that computes.
-    """
+    """A new file that is written from its first byte to its last; on the disk, and with a digest, once it is closed."""
 
     def __init__(self, path: Path) -> None:
-        memory = np.empty(_BLOCK + _ALIGNED, np.uint8)
-        first = -memory.ctypes.data % _ALIGNED
-        self._block, self._filled, self._written, self._synced = memory[first : first + _BLOCK], 0, 0, 0
-        self._digest = xxhash.xxh3_128()
+        self._path, self._file, self._digest, self._size = path, open(path, "wb", _BUFFER), xxhash.xxh3_128(), 0  # noqa: SIM115
+        self._synced = 0
         self.error: OSError | None = None
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-        try:
-            self._file, self._direct = os.open(path, flags | _DIRECT, 0o666), bool(_DIRECT)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            self._file, self._direct = os.open(path, flags, 0o666), False
 
     def write(self, data: Any) -> int:
-        view = np.frombuffer(memoryview(data).cast("B"), np.uint8) if len(data) else self._block[:0]
+        view = memoryview(data).cast("B")
         # torch reports an error of its own and drops this one, which says that the disk is full.
         with self._noting():
-            for start in range(0, len(view), _BLOCK):
-                self._take(view[start : start + _BLOCK])
+            for start in range(0, len(view), _PIECE):
+                piece = view[start : start + _PIECE]
+                self._file.write(piece)
+                self._digest.update(piece)
+                self._size += len(piece)
+                if self._size - self._synced >= _PIECE:
+                    self._sync()
         return len(view)
 
     def tell(self) -> int:
-        return self._written + self._filled
+        return self._size
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def flush(self) -> None:
+        if not self._file.closed:
+            with self._noting():
+                self._file.flush()
 
     def end(self) -> str:
         """Bring everything to the disk; returns the digest."""
         with self._noting():
-            if self._filled % _ALIGNED:
-                self._go_by_cache()
-            self._empty()
-            os.fsync(self._file)
-            self.drop()
+            self._sync()
+            self._file.close()
         return self._digest.hexdigest()
 
-    def _take(self, part: np.ndarray) -> None:
-        """No more than a block."""
-        room = min(_BLOCK - self._filled, len(part))
-        self._block[self._filled : self._filled + room] = part[:room]
-        self._filled += room
-        if self._filled == _BLOCK:
-            self._empty()
-            self._take(part[room:])
-
-    def _empty(self) -> None:
-        rest = self._block[: self._filled].data
-        self._digest.update(rest)
-        while rest:
-            try:
-                done = os.write(self._file, rest)
-            except OSError as error:
-                # It is not taken in this way: by this file system, or up to a limit for files.
-                if error.errno != errno.EINVAL or not self._direct:
-                    raise
-                self._go_by_cache()
-                continue
-            rest = rest[done:]
-            if self._direct and done % _ALIGNED:
-                self._go_by_cache()
-        self._written, self._filled = self._written + self._filled, 0
-        if not self._direct and self._written - self._synced >= _PIECE:
-            os.fsync(self._file)
-            if hasattr(os, "posix_fadvise"):  # not on macOS
-                os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)
-            self._synced = self._written
-
-    def _go_by_cache(self) -> None:
-        if self._direct:
-            fcntl.fcntl(self._file, fcntl.F_SETFL, fcntl.fcntl(self._file, fcntl.F_GETFL) & ~_DIRECT)
-            self._direct = False
+    def _sync(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        if hasattr(os, "posix_fadvise"):  # not on macOS
+            os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        self._synced = self._size
 
     def drop(self) -> None:
         """Close it, if it is not yet, whatever becomes of what is still to be written."""
-        if self._file >= 0:
-            file, self._file = self._file, -1
-            os.close(file)
+        with suppress(OSError):
+            self._file.close()
 
     @contextmanager
     def _noting(self) -> Iterator[None]:
@@ -210,8 +172,7 @@ def hashed(path: Path, digests: Digests) -> Iterator[IO[bytes]]:
         raise unwritten(f"{path} could not be written: {cause.strerror or cause}", cause) from error
     finally:
         if file:
-            with suppress(OSError):
-                file.drop()
+            file.drop()
 
 
 def write_weights(weights: Mapping[str, torch.Tensor], path: Path, digests: Digests) -> None:

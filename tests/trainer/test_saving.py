@@ -238,17 +238,12 @@ def test_async_save_off_waits_without_a_word(tiny_trainer, folder, caplog):
     assert "trainer.async_save" not in caplog.text
 
 
-@pytest.mark.parametrize("block_bytes", [4096, 4 << 20])
-@pytest.mark.parametrize("by_cache", [False, True])
-def test_weights_are_written_as_safetensors_writes_them(block_bytes, by_cache, tmp_path, monkeypatch):
-    monkeypatch.setattr("rltrain.models.hashed._BLOCK", block_bytes)
-    monkeypatch.setattr("rltrain.models.hashed._PIECE", 2 * block_bytes)
-    if by_cache:  # as where a file system takes nothing else
-        monkeypatch.setattr("rltrain.models.hashed._DIRECT", 0)
+@pytest.mark.parametrize("piece_bytes", [7, 32 << 20])
+def test_weights_are_written_as_safetensors_writes_them(piece_bytes, tmp_path, monkeypatch):
+    monkeypatch.setattr("rltrain.models.hashed._PIECE", piece_bytes)
     weights = {
         "b": torch.randn(3, 5), "a": torch.randn(4, 2).T, "half": torch.randn(7).bfloat16(), "none": torch.zeros(0, 3),
         "n": torch.tensor(5), "flag": torch.tensor([True, False]), "eight": torch.randn(9).to(torch.float8_e4m3fn),
-        "long": torch.randn(10001), "whole blocks": torch.randn(4096),
     }  # fmt: skip
     digests = {}
     write_weights(weights, tmp_path / "ours.safetensors", digests)

@@ -180,7 +180,7 @@ def test_sigterm_while_a_checkpoint_is_written(start, tiny_model, arithmetic_fil
     output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 75, output
     last = read_metrics(run)[-1]["step"]
-    assert last == (2 if beside else 1)
+    assert last in ((1, 2) if beside else (1,))  # the signal may come before the step beside has begun
     assert output.splitlines()[-1] == f"stopped after step {last} of 100000; the same command goes on"
     saved = sorted(run.glob("global_step_*"))
     assert [folder.name for folder in saved] == [f"global_step_{step}" for step in range(1, last + 1)]

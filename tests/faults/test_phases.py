@@ -32,6 +32,8 @@ def test_a_worker_killed_in_a_phase_is_named_and_none_is_left(start, words, trap
     process = start(words, shm=shm, **trap.environment)
     if phase != "load":
         wait_for_step(tmp_path / "run", 3, process)
+        # The first is written beside the steps, which may be faster.
+        assert wait_until(lambda: list((tmp_path / "run").glob("global_step_*")))
         trap.lay(phase, signal.SIGKILL)
     assert wait_until(lambda: trap.caught or process.poll() is not None)
     killed, started = time.monotonic(), below(process.pid)

@@ -6,11 +6,12 @@ else. A slow answer still delays the others of its call, which is why a batch is
 worker.
 """
 
+import itertools
 import logging
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +103,18 @@ class RewardWorker:
         return row.data_source, answer, row.ground_truth, row.extra_info
 
 
+def _places() -> Iterator[Any]:
+    """Node after node. Ray's own way to spread puts all on one node where another is slow to tell what it has free."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    # One that leaves meanwhile is replaced by another.
+    nodes = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])
+    return (NodeAffinitySchedulingStrategy(node, soft=True) for node in itertools.cycle(nodes))
+
+
 class RewardPool:
-    """``num_workers`` reward workers, spread over the nodes of the running Ray.
+    """``num_workers`` reward workers, as many on each node of the running Ray as on any other, or one more.
 
     ``splits`` maps a name ("train", "val") to a reference of its ``Rows``. ``log_file`` gets what scorers print, see
     `RewardLog`.
@@ -123,11 +134,14 @@ class RewardPool:
         self._log = RewardLog(log_file)
         # Ray's slots are for the workers of the devices; reward.num_workers says how many score. No restarts: a worker
         # that is gone ends the run with its cause, and the run goes on from a checkpoint.
-        options: Any = {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": "SPREAD"}
+        options: Any = {"num_cpus": 0, "max_restarts": 0}
         # A thread of its own answers for stacks while an answer is scored.
         actor = ray.remote(**options | {"concurrency_groups": {CONTROL: 1}})(RewardWorker)
         names = [f"worker {number}" for number in range(num_workers)]
-        workers = [actor.remote(cfg, name, splits, driver_environment()) for name in names]
+        workers = [
+            actor.options(scheduling_strategy=place).remote(cfg, name, splits, driver_environment())
+            for name, place in zip(names, _places(), strict=False)
+        ]
         self._crew = Crew(workers, watch or PoolWatch())
 
     def check(self, split: str, rows: Sequence[int] | None = None) -> list[Score]:

@@ -22,7 +22,7 @@ from rltrain import logs
 from rltrain.config.algorithm_schema import FILTER_METRICS
 from rltrain.config.load import LoadedConfig, to_dict
 from rltrain.config.schema import Config
-from rltrain.controller.cluster import cluster_address, free, ray_logs, reserve, share, start_ray
+from rltrain.controller.cluster import cluster_address, free, on_nodes, ray_logs, reserve, share, start_ray
 from rltrain.controller.failures import death_watch
 from rltrain.controller.group import WorkerGroup
 from rltrain.controller.hang import Deadlines
@@ -185,7 +185,9 @@ def _start(
     polled = [stop.check]  # wherever the driver waits, for workers or for scorers
     # A scorer that does not work is better known before models are loaded.
     with logs.waiting("trying the scorers on a row of every data source"):
-        pool = start_pool(cfg, plan.num_reward_workers, splits, folder.path, deadlines, partial(_ask, polled))
+        pool = start_pool(
+            cfg, plan.num_reward_workers, splits, on_nodes(placement), folder.path, deadlines, partial(_ask, polled)
+        )
     rest = (folder.path / "logs", partial(_ask, polled), deadlines, _environment(cfg, device, threads))
     group = WorkerGroup("hybrid", placement, device, threads, *rest)
     # After an error an orderly end would wait for workers that hang.
@@ -293,11 +295,12 @@ def start_pool(
     cfg: Config,
     num_workers: int,
     splits: dict[str, Any],
+    places: Sequence[Any],
     folder: Path,
     deadlines: Deadlines,
     stopped: Callable[[], None],
 ) -> RewardPool | None:
-    """The rule scorers, tried on one row of every data source; None where a reward model alone decides.
+    """The rule scorers at ``places``, tried on one row of every data source; None where a reward model alone decides.
 
     What they print goes to ``reward.log`` in ``folder``. deadlines: of the trial; they get the scorers' stacks.
     stopped(): raises what ends a wait.
@@ -316,7 +319,7 @@ def start_pool(
         min(PoolWatch.late_s, deadlines.fixed_s or PoolWatch.late_s),
         deadlines.limit_s("trial"),
     )
-    pool = RewardPool(cfg, num_workers, splits, folder / "reward.log", watch)
+    pool = RewardPool(cfg, num_workers, splits, folder / "reward.log", watch, places)
     deadlines.others["scorers"] = pool.stacks
     for split in splits:
         scores = pool.check(split)

@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,21 +103,12 @@ class RewardWorker:
         return row.data_source, answer, row.ground_truth, row.extra_info
 
 
-def _places() -> Iterator[Any]:
-    """Node after node. Ray's own way to spread puts all on one node where another is slow to tell what it has free."""
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    # One that leaves meanwhile is replaced by another.
-    nodes = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])
-    return (NodeAffinitySchedulingStrategy(node, soft=True) for node in itertools.cycle(nodes))
-
-
 class RewardPool:
-    """``num_workers`` reward workers, as many on each node of the running Ray as on any other, or one more.
+    """``num_workers`` reward workers, dealt out to the places in turn.
 
     ``splits`` maps a name ("train", "val") to a reference of its ``Rows``. ``log_file`` gets what scorers print, see
-    `RewardLog`.
+    `RewardLog`. places: Ray's scheduling strategies. Its own way to spread puts all on one node where it has not heard
+    of another lately, so a run names its nodes.
     """
 
     def __init__(
@@ -127,6 +118,7 @@ class RewardPool:
         splits: dict[str, Any],
         log_file: Path | None = None,
         watch: PoolWatch | None = None,
+        places: Sequence[Any] = ("SPREAD",),
     ):
         import ray
 
@@ -140,7 +132,7 @@ class RewardPool:
         names = [f"worker {number}" for number in range(num_workers)]
         workers = [
             actor.options(scheduling_strategy=place).remote(cfg, name, splits, driver_environment())
-            for name, place in zip(names, _places(), strict=False)
+            for name, place in zip(names, itertools.cycle(places), strict=False)
         ]
         self._crew = Crew(workers, watch or PoolWatch())
 

@@ -23,7 +23,6 @@ from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rltrain.config.schema import Config
 from rltrain.controller import lifeline
@@ -245,11 +244,6 @@ def free(groups: list[PlacementGroup]) -> None:
     """Give devices back to a Ray that goes on."""
     for group in groups:
         ray.util.remove_placement_group(group)
-
-
-def on_nodes(groups: list[PlacementGroup]) -> list[PlacementGroupSchedulingStrategy]:
-    """For processes that take no device: one place on the node of each group."""
-    return [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0) for group in groups]
 
 
 def reserve(cfg: Config, device: Device) -> list[PlacementGroup]:

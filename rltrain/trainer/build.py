@@ -22,9 +22,9 @@ from rltrain import logs
 from rltrain.config.algorithm_schema import FILTER_METRICS
 from rltrain.config.load import LoadedConfig, to_dict
 from rltrain.config.schema import Config
-from rltrain.controller.cluster import cluster_address, free, on_nodes, ray_logs, reserve, share, start_ray
+from rltrain.controller.cluster import cluster_address, free, ray_logs, reserve, share, start_ray
 from rltrain.controller.failures import death_watch
-from rltrain.controller.group import WorkerGroup
+from rltrain.controller.group import PlacementGroupSchedulingStrategy, WorkerGroup
 from rltrain.controller.hang import Deadlines
 from rltrain.controller.lifeline import check, ended_after_us, stop_ray, unless_lost, watching, working
 from rltrain.controller.sample_writer import WriterProcess
@@ -178,18 +178,16 @@ def _start(
     prompts = share(data.prompts)
     devices = logs.count(plan.num_devices, f"{device.kind.upper()} device")
     with logs.waiting(f"waiting for {devices} on {logs.count(cfg.trainer.nnodes, 'node')}"):
-        placement = reserve(cfg, device)
+        groups = reserve(cfg, device)
     # The stack unwinds in reverse: trackers, writer, scorers and workers end before their devices are given back.
-    closing.callback(unless_lost(free), placement)
+    closing.callback(unless_lost(free), groups)
     threads = threads_per_worker(cfg.trainer.n_gpus_per_node)
-    polled = [stop.check]  # wherever the driver waits, for workers or for scorers
+    polled = [check, stop.check]  # wherever the driver waits, for workers or for scorers
     # A scorer that does not work is better known before models are loaded.
     with logs.waiting("trying the scorers on a row of every data source"):
-        pool = start_pool(
-            cfg, plan.num_reward_workers, splits, on_nodes(placement), folder.path, deadlines, partial(_ask, polled)
-        )
+        pool = start_pool(cfg, plan.num_reward_workers, splits, groups, folder.path, deadlines, partial(_ask, polled))
     rest = (folder.path / "logs", partial(_ask, polled), deadlines, _environment(cfg, device, threads))
-    group = WorkerGroup("hybrid", placement, device, threads, *rest)
+    group = WorkerGroup("hybrid", groups, device, threads, *rest)
     # After an error an orderly end would wait for workers that hang.
     closing.push(lambda kind, error, where: group.stop() if error is None else group.kill())
     # With a signal that stops at once, scorers end with Ray too: an answer that is being scored would be waited for.
@@ -211,7 +209,7 @@ def _start(
     total, trained = (int(ppo.model_sizes[each]) for each in ("num_parameters", "trained_parameters"))
     log.info("%s, %s parameters, %s of them trained", workers, f"{total:,}", f"{trained:,}")
     saver = Saver(cfg, folder, ppo.actor, ppo.critic, data.rows["train"].identity(), total, trained, callbacks)
-    polled.insert(0, saver.poll)
+    polled.insert(1, saver.poll)
     group.before_end = saver.keep
     # The size of a checkpoint follows from the weights, so it is known only now, and still before the first step.
     saver.check_room(start.step, plan.total_steps, start.size)
@@ -295,12 +293,13 @@ def start_pool(
     cfg: Config,
     num_workers: int,
     splits: dict[str, Any],
-    places: Sequence[Any],
+    groups: Sequence[Any],
     folder: Path,
     deadlines: Deadlines,
     stopped: Callable[[], None],
 ) -> RewardPool | None:
-    """The rule scorers at ``places``, tried on one row of every data source; None where a reward model alone decides.
+    """The rule scorers on the nodes of ``groups``, tried on one row of every data source; None where a reward model
+    alone decides.
 
     What they print goes to ``reward.log`` in ``folder``. deadlines: of the trial; they get the scorers' stacks.
     stopped(): raises what ends a wait.
@@ -308,17 +307,14 @@ def start_pool(
     if not cfg.reward_model.runs_scorers:
         return None
 
-    def ask() -> None:
-        check()
-        stopped()
-
     watch = PoolWatch(
         death_watch(),
-        ask,
+        stopped,
         lambda: deadlines.write_stacks("reward"),
         min(PoolWatch.late_s, deadlines.fixed_s or PoolWatch.late_s),
         deadlines.limit_s("trial"),
     )
+    places = [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0) for group in groups]
     pool = RewardPool(cfg, num_workers, splits, folder / "reward.log", watch, places)
     deadlines.others["scorers"] = pool.stacks
     for split in splits:

@@ -6,7 +6,6 @@ else. A slow answer still delays the others of its call, which is why a batch is
 worker.
 """
 
-import itertools
 import logging
 import os
 import socket
@@ -129,11 +128,8 @@ class RewardPool:
         options: Any = {"num_cpus": 0, "max_restarts": 0}
         # A thread of its own answers for stacks while an answer is scored.
         actor = ray.remote(**options | {"concurrency_groups": {CONTROL: 1}})(RewardWorker)
-        names = [f"worker {number}" for number in range(num_workers)]
-        workers = [
-            actor.options(scheduling_strategy=place).remote(cfg, name, splits, driver_environment())
-            for name, place in zip(names, itertools.cycle(places), strict=False)
-        ]
+        made = [actor.options(scheduling_strategy=places[at % len(places)]) for at in range(num_workers)]
+        workers = [each.remote(cfg, f"worker {at}", splits, driver_environment()) for at, each in enumerate(made)]
         self._crew = Crew(workers, watch or PoolWatch())
 
     def check(self, split: str, rows: Sequence[int] | None = None) -> list[Score]:

@@ -16,9 +16,9 @@ export PYTHONDONTWRITEBYTECODE= # hundreds of processes import the same files
 if [ "$*" = faults ]; then
     PROCESSES=4
     first="tests/hosts/test_[t-z]*.py"
-    PARTS=("tests/faults/test_r[!e]*.py tests/faults/test_re[!s]*.py tests/npu"
-        "tests/faults/test_[a-g]*.py tests/faults/test_st*.py" tests/faults/test_resume.py
-        "tests/faults/test_s[!t]*.py" "tests/faults/test_[op]*.py" "tests/faults/test_[h-n]*.py"
+    PARTS=("tests/faults/test_[a-g]*.py tests/faults/test_st*.py"
+        "tests/faults/test_r[!e]*.py tests/faults/test_re[!s]*.py tests/npu" "tests/faults/test_[h-n]*.py"
+        "tests/faults/test_s[!t]*.py" "tests/faults/test_[op]*.py" tests/faults/test_resume.py
         "tests/hosts/test_[!t-z]*.py"
         "$(grep -rlF 'mark.fault(' --include='test_*.py' tests | grep -vE '^tests/(faults|hosts|npu)/')")
     set -- -m fault --fault-table --timeout=600

@@ -1,11 +1,16 @@
-"""Imported once, in a process from which those of ranks and forked runs are made: see `tests.ranks.preload`."""
+"""Imported once, in a process from which those of ranks and forked runs are made: see `tests.ranks.preload`.
+
+Not Ray: its library reads once and for all what a worker's variables say.
+"""
 
 import gc
+import multiprocessing
 
-import rltrain.report
-import rltrain.trainer.build
+import pandas  # noqa: F401
+
 import rltrain.workers.hybrid  # noqa: F401
 import tests.tiny  # noqa: F401
 
+MAIN = multiprocessing.current_process()  # until one is forked
 # What a collection looks through is copied for the process that does: half a gigabyte for each rank.
 gc.freeze()

@@ -13,16 +13,18 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-# The variable that what is started for a test is found by.
-MARK = "RLTRAIN_TEST"
+# The variable that what is started for a test is found by; and that of whom a forked process is in the place of.
+MARK, STAND_IN = "RLTRAIN_TEST", "RLTRAIN_STAND_IN"
 
 
 def preload() -> None:
     """Start the process from which those of multiprocessing's forkserver are made, if there is none yet."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.preloaded"])
-    os.environ[MARK] = "-" * 4096  # room for the folder of a test
+    rooms = {MARK: "-" * 4096, STAND_IN: "-" * 16}  # for the folder of a test, and a pid
+    os.environ |= rooms
     forkserver.ensure_running()
-    del os.environ[MARK]
+    for name in rooms:
+        del os.environ[name]
 
 
 def run_on_ranks(function: Callable[..., None], world: int, *args: Any) -> None:

@@ -38,14 +38,22 @@ class SlowDisk:
 
 @contextmanager
 def slow_disk(folder: Path, mib: int) -> Iterator[SlowDisk]:
-    """A disk of ``mib`` MiB at ``folder``/disk, until the end of the block. Raises OSError where it cannot be made."""
+    """A disk of ``mib`` MiB at ``folder``/disk, until the end of the block. Raises OSError where it cannot be made.
+
+    What is written to the file goes past this machine's page cache: storage takes no memory of its hosts, and copies
+    nothing with their processors.
+    """
     file, path = folder / "disk.ext4", folder / "disk"
     path.mkdir()
     with open(file, "wb") as made:
         os.truncate(made.fileno(), mib << 20)
     _run("mkfs.ext4", "-q", "-F", "-E", "lazy_itable_init=0,lazy_journal_init=0", str(file))
-    _run("mount", "-o", "loop", str(file), str(path))
-    disk = SlowDisk(path, _run("findmnt", "-no", "SOURCE", str(path)).strip())
+    device = _run("losetup", "--find", "--show", "--direct-io=on", str(file)).strip()
+    try:
+        _run("mount", device, str(path))
+    finally:
+        _run("losetup", "--detach", device)  # once nothing is mounted from it
+    disk = SlowDisk(path, device)
     try:
         yield disk
     finally:

@@ -6,10 +6,14 @@ import pytest
 from ray.cluster_utils import Cluster
 
 
+def start_cluster() -> Cluster:
+    return Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
+
+
 @pytest.fixture(scope="package")
 def cluster():
     """Address of a Ray head that lives as long as these tests."""
-    found = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
+    found = start_cluster()
     yield found.address
     found.shutdown()
 

@@ -9,18 +9,30 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import cluster, joined  # noqa: F401 - fixtures
+from tests.e2e.conftest import joined, start_cluster  # noqa: F401 - fixtures
+from tests.faults import nursery
 from tests.faults.forked import Forked
 from tests.faults.plug import Trap, processes_of
 from tests.ranks import MARK
+
+
+@pytest.fixture(scope="package")
+def cluster():
+    """As of other runs, with forked workers."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in nursery.variables().items():
+            patch.setenv(name, value)
+        found = start_cluster()
+    yield found.address
+    found.shutdown()
 
 
 @pytest.fixture
 def start(tmp_path):
     """start(args, module="rltrain.main_ppo", **environment) -> Popen. All that it started ends with the test.
 
-    shm: the folder that is its /dev/shm. inside: words before the command. whole: with the start of Python, which a
-    run of main_ppo can do without (`Forked`).
+    shm: the folder that is its /dev/shm. inside: words before the command. whole: Python begins anew, which a run of
+    main_ppo can do without (`Forked`). whole_workers: so it does in the workers of its own Ray (`nursery`).
     """
     processes = []
 
@@ -30,6 +42,7 @@ def start(tmp_path):
         shm: Path | None = None,
         inside: Sequence[str] = (),
         whole: bool = False,
+        whole_workers: bool = False,
         **environment: str,
     ) -> subprocess.Popen | Forked:
         variables = {**os.environ, MARK: str(tmp_path), **environment}
@@ -43,6 +56,7 @@ def start(tmp_path):
                 env=variables,
             )
         else:
+            variables |= {} if whole_workers else nursery.variables()
             process = Forked([*map(str, args)], variables, str(shm or ""))
         processes.append(process)
         return process

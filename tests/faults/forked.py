@@ -5,7 +5,6 @@ to its test. What it does not have is a beginning: the seconds in which Python l
 its own, as the process that it is forked from has one alone.
 """
 
-import atexit
 import ctypes
 import multiprocessing
 import os
@@ -16,11 +15,8 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 
 from rltrain import main_ppo
-from tests.ranks import MARK, preload
-
-_LIBC = ctypes.CDLL(None, use_errno=True)
-_LIBC.getenv.restype = ctypes.c_void_p
-_NEW_MOUNTS = 0x20000
+from tests.faults.nursery import LIBC, MOUNTS, be_a_program, take
+from tests.ranks import preload
 
 
 class Forked:
@@ -78,25 +74,10 @@ def _run(words: list[str], variables: dict[str, str], shm: str, output: Connecti
     with output:
         for stream, opened in enumerate((os.open(os.devnull, os.O_RDONLY), output.fileno(), output.fileno())):
             os.dup2(opened, stream)
-    _mark(variables[MARK])
-    os.environ.clear()
-    os.environ.update(variables)
+    take(variables)
     if shm:
-        assert not _LIBC.unshare(_NEW_MOUNTS), os.strerror(ctypes.get_errno())
+        assert not LIBC.unshare(MOUNTS), os.strerror(ctypes.get_errno())
         for mount in (["--make-rprivate", "/"], ["--bind", shm, "/dev/shm"]):
             subprocess.run(["mount", *mount], check=True)
     sys.argv = [main_ppo.__file__, *words]
-    try:
-        main_ppo.leave(main_ppo.main())
-    finally:  # what Python does where it ends, and multiprocessing leaves out
-        threading._shutdown()
-        atexit._run_exitfuncs()
-        main_ppo._end()
-
-
-def _mark(folder: str) -> None:
-    """In /proc/PID/environ: there are the variables that a process was started with, until it writes over them."""
-    begin = _LIBC.getenv(MARK.encode())
-    room = len(ctypes.string_at(begin))
-    assert len(os.fsencode(folder)) < room
-    ctypes.memmove(begin, os.fsencode(folder).ljust(room, b"\0"), room)
+    be_a_program(lambda: main_ppo.leave(main_ppo.main()))

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from rltrain.report import read_metrics
-from tests.ranks import MARK
+from tests.faults.nursery import begin
+from tests.ranks import MARK, STAND_IN
 
 # What a run may take to start or to end beside others, where no time is promised. Alone it takes a tenth of it.
 PATIENCE_S = 240
@@ -53,7 +54,7 @@ def below(driver: int) -> dict[int, str]:
     """Pid -> command line of all processes below ``driver``."""
     listing = subprocess.run(["ps", "-eww", "-o", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
     rows = [line.split(None, 2) for line in listing.splitlines()[1:]]
-    parents = {int(pid): int(parent) for pid, parent, _ in rows}
+    parents = {int(pid): _stands_in(pid) or int(parent) for pid, parent, _ in rows}
 
     def is_below(pid: int) -> bool:
         while pid in parents:
@@ -63,6 +64,15 @@ def below(driver: int) -> dict[int, str]:
         return False
 
     return {int(pid): args for pid, _, args in rows if is_below(int(pid))}
+
+
+def _stands_in(pid: str) -> int:
+    """Who started this process, if another one has forked it (`nursery`); else 0."""
+    try:
+        found = re.search(rf"\b{STAND_IN}=(\d+)".encode(), Path(f"/proc/{pid}/environ").read_bytes())
+    except OSError:
+        return 0
+    return int(found[1]) if found else 0
 
 
 def pids(driver: int, words: str) -> list[int]:
@@ -107,7 +117,7 @@ def gone(folder: Path, within_s: float = 40) -> bool:
 
 
 class Trap:
-    """Hurts the first process of a run that is found in a phase, see `trap/sitecustomize.py`."""
+    """Hurts the first process of a run that is found in a phase, see `trapping.py`."""
 
     # Phase -> (file, function).
     PHASES = {  # noqa: RUF012 - read only
@@ -135,8 +145,7 @@ class Trap:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        here = Path(__file__).parent
-        self.environment = {"PYTHONPATH": f"{here / 'trap'}:{here.parents[1]}", "RLTRAIN_TRAP": str(folder)}
+        self.environment = begin() | {"RLTRAIN_TRAP": str(folder)}
 
     def lay(self, phase: str, how: int | str, rank: int | None = None) -> None:
         """From now on; processes that have started already are hurt too. how: a signal, or "memory". rank: which worker

@@ -34,7 +34,8 @@ def test_a_scorer_that_leaks_is_named_once(start, tiny_model, arithmetic_files, 
     changes = {"reward__num_workers": 2, "trainer__total_training_steps": 100000, "trainer__save_freq": -1}
     changes |= {"data__train_batch_size": 2, "actor_rollout_ref__actor__use_kl_loss": False}  # many steps
     reward = {"custom_reward_function__path": tmp_path / "reward.py"}
-    process = start(small_run(tiny_model, arithmetic_files, tmp_path / "run", **changes, **reward))
+    # A scorer is known as a child of raylet.
+    process = start(small_run(tiny_model, arithmetic_files, tmp_path / "run", **changes, **reward), whole_workers=True)
     said = wait_for_line(process, "holds more and more memory")
     pid = int(Path(file).read_text())
     assert pid in below(process.pid)

@@ -72,7 +72,7 @@ def _watch(folder: Path) -> None:
         time.sleep(0.001)
 
 
-# Processes of Ray's that have none of our code.
-_RAYS = ("/ray/dashboard/", "/ray/autoscaler/", "/log_monitor.py", "/runtime_env/agent/")
-if "RLTRAIN_TRAP" in os.environ and not any(each in word for each in _RAYS for word in sys.orig_argv):
-    threading.Thread(target=_watch, args=[Path(os.environ["RLTRAIN_TRAP"])], daemon=True).start()
+def lay() -> None:
+    """Watch what this process does, if it is of a run that has a trap."""
+    if "RLTRAIN_TRAP" in os.environ:
+        threading.Thread(target=_watch, args=[Path(os.environ["RLTRAIN_TRAP"])], daemon=True).start()

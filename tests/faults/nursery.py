@@ -70,8 +70,8 @@ def _tend(name: str, listens: "multiprocessing.synchronize.Event") -> None:
                 return
             if each is server:
                 line, _ = server.accept()
-                pid = _fork(line, [server, *lines], children)
-                children[os.pidfd_open(pid)] = pid, line
+                if pid := _fork(line, [server, *lines], children):
+                    children[os.pidfd_open(pid)] = pid, line
             elif each in children:
                 pid, line = children.pop(each)
                 os.close(each)
@@ -82,17 +82,18 @@ def _tend(name: str, listens: "multiprocessing.synchronize.Event") -> None:
                 os.kill(lines[each], signal.SIGKILL)
 
 
-def _fork(line: socket.socket, lines: Sequence[socket.socket], ends: Sequence[int]) -> int:
-    """The pid of the worker that the stand-in at the other end of ``line`` asks for. The others are not its own."""
+def _fork(line: socket.socket, lines: Sequence[socket.socket], ends: Sequence[int]) -> int | None:
+    """The pid of the worker that the stand-in at the other end of ``line`` asks for; None if that was killed meanwhile.
+    The other lines and ends are not the worker's."""
     streams = socket.recv_fds(line, 1, 3)[1]
-    asked = json.loads(line.makefile().readline())
-    pid = os.fork()
-    if not pid:
+    asked = line.makefile().readline()
+    pid = os.fork() if asked else None
+    if pid == 0:
         for each in [line, *lines]:
             each.close()
         for each in ends:
             os.close(each)
-        _work(streams, *asked)
+        _work(streams, *json.loads(asked))
     for each in streams:
         os.close(each)
     return pid

@@ -1,6 +1,8 @@
+import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -127,6 +129,32 @@ def test_a_dying_process_is_reported_and_replaced(slot, body, said):
     if said == "SIGSEGV":
         assert "my_reward.py" in score.error
     assert made.score("s", "good", "", {}).value == 1.0
+
+
+@pytest.mark.fault("A scorer that somebody kills while it scores costs no answer")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_an_answer_whose_process_is_killed_is_scored_again(slot, tmp_path, number):
+    file = tmp_path / "pid"
+    made = slot(
+        f"""
+        import os, time
+        if os.path.exists({str(file)!r}): return 1
+        with open({str(file)!r}, "w") as opened: opened.write(str(os.getpid()))
+        time.sleep(100)
+        """,
+        timeout_s=50,
+    )
+
+    def kill():
+        while not (file.exists() and file.read_text()):
+            time.sleep(0.01)
+        os.kill(int(file.read_text()), number)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    assert made.score(*CALL).value == 1.0
+    killer.join()
+    assert made.pid != int(file.read_text())
 
 
 @pytest.mark.fault("A scorer that prints without end blocks nothing")

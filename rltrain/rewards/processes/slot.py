@@ -149,7 +149,8 @@ class Slot:
     def _score(self, calls: Sequence[ScorerCall]) -> list[Score]:
         return _scores(self._ask(calls), calls)
 
-    def _ask(self, calls: Sequence[ScorerCall]) -> dict[str, Any]:
+    def _ask(self, calls: Sequence[ScorerCall], again: bool = True) -> dict[str, Any]:
+        """The reply. A process that got a signal such as anybody may send is asked once more, in a new one."""
         self.prepare(calls[0][0])
         # Of several calls in one request the process keeps the deadlines itself, or they share one (lists).
         timeout_s = self._limits.timeout_s * len(calls)
@@ -160,7 +161,10 @@ class Slot:
             reply = {"status": "timeout", "error": f"no score after {timeout_s:g} s (reward.timeout_s)"}
         except _Died:
             reply = {"status": "crashed", "error": self._obituary()}
+            killed = self._process is not None and self._process.returncode in (-signal.SIGKILL, -signal.SIGTERM)
             self._restart()
+            if killed and again:
+                return self._ask(calls, again=False)
         if reply.get("exhausted"):  # what is left of its memory is not enough to trust
             self._restart()
             reply["error"] = f"more memory than reward.memory_limit_mb allows:\n{reply['error']}"
@@ -174,16 +178,11 @@ class Slot:
         self._prepared: set[str] = set()
         with far_end:
             code = _COMMAND.format(path=sys.path, fd=far_end.fileno(), parent=os.getpid())
+            # A process group of its own, which `kill_tree` can end as one.
             self._process = subprocess.Popen(
-                [sys.executable, "-c", code],
-                stdin=subprocess.DEVNULL,
-                stdout=self._printed.writer,
-                stderr=self._crash_log,
-                pass_fds=[far_end.fileno()],
-                # A process group of its own, which `kill_tree` can end as one.
-                start_new_session=True,
-                env=scorer_environment(),
-            )
+                [sys.executable, "-c", code], stdin=subprocess.DEVNULL, stdout=self._printed.writer,
+                stderr=self._crash_log, pass_fds=[far_end.fileno()], start_new_session=True, env=scorer_environment(),
+            )  # fmt: skip
         # Large reward_kwargs may fill the socket, and an interpreter that fails to start never reads them.
         self._channel.settimeout(START_TIMEOUT_S)
         self._channel.sendall(pickle.dumps((self._custom, self._limits)))

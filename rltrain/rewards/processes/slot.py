@@ -149,13 +149,15 @@ class Slot:
     def _score(self, calls: Sequence[ScorerCall]) -> list[Score]:
         return _scores(self._ask(calls), calls)
 
-    def _ask(self, calls: Sequence[ScorerCall], again: bool = True) -> dict[str, Any]:
-        """The reply. A process that got a signal such as anybody may send is asked once more, in a new one."""
+    def _ask(self, calls: Sequence[ScorerCall], left_s: float = 0.0) -> dict[str, Any]:
+        """The reply. After a signal such as anybody may send a new process is asked, once: it has what was left of the
+        deadline (``left_s``), as whoever waits for the reply waits no longer."""
         self.prepare(calls[0][0])
         # Of several calls in one request the process keeps the deadlines itself, or they share one (lists).
         timeout_s = self._limits.timeout_s * len(calls)
+        end = time.monotonic() + (left_s or timeout_s)
         try:
-            reply = self._exchange((calls[0][0], list(calls)), timeout_s)
+            reply = self._exchange((calls[0][0], list(calls)), left_s or timeout_s)
         except _Expired:
             self._restart()
             reply = {"status": "timeout", "error": f"no score after {timeout_s:g} s (reward.timeout_s)"}
@@ -163,8 +165,8 @@ class Slot:
             reply = {"status": "crashed", "error": self._obituary()}
             killed = self._process is not None and self._process.returncode in (-signal.SIGKILL, -signal.SIGTERM)
             self._restart()
-            if killed and again:
-                return self._ask(calls, again=False)
+            if killed and not left_s and (left := end - time.monotonic()) > 0:
+                return self._ask(calls, left)
         if reply.get("exhausted"):  # what is left of its memory is not enough to trust
             self._restart()
             reply["error"] = f"more memory than reward.memory_limit_mb allows:\n{reply['error']}"

@@ -1,9 +1,13 @@
 """What saving costs a step: one that waits for it, one beside a save in the background, and one without any.
 
-    OMP_NUM_THREADS=1 python -m bench.save [--hidden 768] [--layers 8] [--rounds 16] [--mib-per-s 100] [--steps 3]
+    OMP_NUM_THREADS=1 python -m bench.save [--hidden 768] [--layers 8] [--rounds 8] [--mib-per-s 100] [--steps 3]
 
-They take turns in one run, so that all see the same machine. A save in the background costs the time until the
-step begins (the copy to the host) and what the step is slowed down by; one that waits costs the time that it takes.
+They take turns in one run, so that all see the same machine: in each round once in one order and once in the other,
+so that a machine that slows down or speeds up within a round favours none. What is left of its moods comes in rare
+large differences, which a mean of few rounds is made of. So beside the mean stands the mean of the middle 60 %.
+
+A save in the background costs the time until the step begins (the copy to the host) and what the step is slowed down
+by; one that waits costs the time that it takes.
 One thread computes, as on a host of accelerators: with all cores computing, a save in the background has to take the
 processor from the step. The limit that the machine sets is a step beside another process that does no more than to
 digest and write as many bytes. Writes bench/results/save_cpu.md.
@@ -29,7 +33,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -119,7 +123,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--mib-per-s", type=int, default=0)
     parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--name")
@@ -158,9 +162,11 @@ def measure(options: argparse.Namespace, made: Path, model: Path, folder: Path, 
         with other_writer(folder, size) as other:
             for way in WAYS * 3:  # the first of each have memory and files to make
                 turn(trainer, way, other, options.steps)
-            rounds = [
-                {way: turn(trainer, way, other, options.steps) for way in order(each)} for each in range(options.rounds)
-            ]
+            rounds = []
+            for each in range(options.rounds):
+                ways = (WAYS if each % 4 == 0 else PAIR)[:: 1 if each % 2 else -1]
+                turns = [(way, turn(trainer, way, other, options.steps)) for way in (*ways, *ways[::-1])]
+                rounds.append({way: mean_of([taken for its, taken in turns if its == way]) for way in ways})
         newest = max((folder / "run").glob("global_step_*"), key=lambda each: int(each.name.rpartition("_")[2]))
         size = sum(file.stat().st_size for file in newest.rglob("*") if file.is_file())
     made_beside = "the step" if options.steps == 1 else f"{options.steps} steps"
@@ -181,26 +187,42 @@ def measure(options: argparse.Namespace, made: Path, model: Path, folder: Path, 
                 *(f"--{name.replace('_', '-')} {each}" for name, each in vars(options).items() if each),
             ]
         ),
-        f"Medians of {options.rounds} rounds, in every fourth of which all take part; a checkpoint of "
-        f"{size / 2**20:.0f} MiB; 1 worker on the CPU, {disk}.",
+        f"Medians of {options.rounds} rounds of two turns each, in every fourth of which all take part; a checkpoint "
+        f"of {size / 2**20:.0f} MiB; 1 worker on the CPU, {disk}.",
         titles,
         rows,
         f"Of the {waits:.2f} s that a save takes when the step waits, {cost(rounds, WAYS[2], waits)} is left in the "
-        f"background; another process that writes as much costs {made_beside} {cost(rounds, WAYS[3], waits)}.",
+        f"background; another process that writes as much costs {made_beside} {cost(rounds, WAYS[3], waits)}.\n\n"
+        f"The rounds' differences in the background, s: "
+        f"{' '.join(f'{each:.2f}' for each in differences(rounds, WAYS[2]))}",
     )
 
 
-def order(number: int) -> Sequence[str]:
-    """The ways of a round, as often in one order as in the other."""
-    ways = PAIR if number % 4 else WAYS
-    return ways[::-1] if (number + number // 4) % 2 else ways
+def mean_of(turns: list[dict[str, float]]) -> dict[str, float]:
+    return {name: statistics.mean(each[name] for each in turns) for name in turns[0]}
+
+
+def differences(rounds: list[dict[str, dict[str, float]]], way: str) -> list[float]:
+    """Seconds by which ``way`` takes longer than no save, of each round that has it."""
+    return [each[way]["both"] - each[WAYS[0]]["both"] for each in rounds if way in each]
 
 
 def cost(rounds: list[dict[str, dict[str, float]]], way: str, waits: float) -> str:
-    """What ``way`` adds to the steps: mean of its rounds' differences, with its standard error."""
-    more = [each[way]["both"] - each[WAYS[0]]["both"] for each in rounds if way in each]
-    mean, error = statistics.mean(more), statistics.stdev(more) / len(more) ** 0.5
-    return f"{100 * mean / waits:.1f} % (standard error {100 * error / waits:.1f}, {mean:.3f} s)"
+    """What ``way`` adds to the steps: the mean of its rounds' differences and that of their middle 60 %, each with its
+    standard error (of the second by Tukey and McLaughlin, from the deviation of the winsorized differences)."""
+    more = sorted(differences(rounds, way))
+    cut = len(more) // 5
+    middle = more[cut : len(more) - cut]
+    winsorized = [min(max(each, middle[0]), middle[-1]) for each in more]
+    root = len(more) ** 0.5
+    cells = [
+        (statistics.mean(more), statistics.stdev(more) / root),
+        (statistics.mean(middle), statistics.stdev(winsorized) / root * len(more) / len(middle)),
+    ]
+    mean, trimmed = (
+        f"{100 * it / waits:.1f} % (standard error {100 * err / waits:.1f}, {it:.3f} s)" for it, err in cells
+    )
+    return f"{mean}, of the middle 60 % of the rounds {trimmed}"
 
 
 if __name__ == "__main__":

@@ -40,40 +40,43 @@ class HashedFile(io.IOBase):
     """A new file that is written from its first byte to its last; on the disk, and with a digest, once it is closed."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._file, self._digest, self._size = path, open(path, "wb", _BUFFER), xxhash.xxh3_128(), 0  # noqa: SIM115
-        self._synced = 0
+        self._path, self._file, self._digest, self._size = path, open(path, "wb"), xxhash.xxh3_128(), 0  # noqa: SIM115
+        self._few, self._synced = bytearray(), 0
         self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        # torch reports an error of its own and drops this one, which says that the disk is full.
-        with self._noting():
-            for start in range(0, len(view), _PIECE):
-                piece = view[start : start + _PIECE]
-                self._file.write(piece)
-                self._digest.update(piece)
-                self._size += len(piece)
-                if self._size - self._synced >= _PIECE:
-                    self._sync()
+        # torch writes a tensor in forty pieces, most of a few bytes; to put each into the file takes Python's lock from
+        # the step for longer than all else that is done for a tensor.
+        if len(self._few) + len(view) <= _BUFFER:
+            self._few += view
+            return len(view)
+        try:
+            for piece in (self._few, *(view[start : start + _PIECE] for start in range(0, len(view), _PIECE))):
+                self._put(piece)
+        except OSError as error:
+            # torch reports an error of its own and drops this one, which says that the disk is full.
+            self.error = self.error or error
+            raise
+        self._few = bytearray()
         return len(view)
 
     def tell(self) -> int:
-        return self._size
-
-    def fileno(self) -> int:
-        return self._file.fileno()
-
-    def flush(self) -> None:
-        if not self._file.closed:
-            with self._noting():
-                self._file.flush()
+        return self._size + len(self._few)
 
     def end(self) -> str:
         """Bring everything to the disk; returns the digest."""
-        with self._noting():
-            self._sync()
-            self._file.close()
+        self._put(self._few)
+        self._sync()
+        self._file.close()
         return self._digest.hexdigest()
+
+    def _put(self, piece: Any) -> None:
+        self._file.write(piece)
+        self._digest.update(piece)
+        self._size += len(piece)
+        if self._size - self._synced >= _PIECE:
+            self._sync()
 
     def _sync(self) -> None:
         self._file.flush()
@@ -86,14 +89,6 @@ class HashedFile(io.IOBase):
         """Close it, if it is not yet, whatever becomes of what is still to be written."""
         with suppress(OSError):
             self._file.close()
-
-    @contextmanager
-    def _noting(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            self.error = self.error or error
-            raise
 
 
 class HashedFolder(FileSystem):

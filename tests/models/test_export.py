@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from rltrain.data.chat import ChatEncoder
-from rltrain.models.export import export_huggingface, find_problems
+from rltrain.models.export import Export, export_huggingface, find_problems
 from rltrain.models.load import load_config
 from tests.models.test_forward import make_policy
 from tests.tiny import TEMPLATE
@@ -131,6 +131,30 @@ def test_an_export_that_would_not_serve_is_named_by_its_file(source, tmp_path, f
     assert find_problems(out, encoder, shapes) == []
     damage(out / file)
     assert any(said in problem for problem in find_problems(out, encoder, shapes))
+
+
+def test_a_folder_is_looked_at_again_only_if_its_small_files_have_changed(source, tmp_path):
+    path, asked = str(source), []
+    end = json.dumps(GENERATION | {"eos_token_id": 1})
+    exported = Export(make_policy(path), load_config(path), ChatEncoder(path))
+    found = ChatEncoder.vocab_size.fget
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ChatEncoder, "vocab_size", property(lambda self: asked.append(self) or found(self)))
+
+        def write(name: str) -> tuple[bool, list[str]]:
+            asked.clear()
+            exported.gather()
+            (tmp_path / name).mkdir()
+            problems = exported.write(tmp_path / name, f"of {name}", {})
+            return bool(asked), problems
+
+        assert write("first") == (True, [])
+        assert write("second") == (False, [])
+        (source / "generation_config.json").write_text(end)
+        for name in ("third", "fourth"):  # what has problems has them each time
+            looked, problems = write(name)
+            assert looked
+            assert "in training it was [1, 3]" in problems[0]
 
 
 @pytest.mark.parametrize("error", [ImportError("no package"), AttributeError("no attribute"), Exception("no merges")])

@@ -36,7 +36,6 @@ from rltrain.data.chat import ChatEncoder
 from rltrain.data.images import EncodedPrompt
 from rltrain.device import get_device
 from rltrain.errors import ConfigError, SyncError
-from rltrain.models.export import export_huggingface
 from rltrain.models.forward import PolicyModel, trunk
 from rltrain.models.load import load_config, model_kind
 from rltrain.models.lora import Lora
@@ -47,6 +46,7 @@ from rltrain.models.weights import whole_weights
 from rltrain.workers import model_check
 from rltrain.workers.model_check import CannotTry, Wrong, differences
 from rltrain.workers.weight_sync import WeightSync
+from tests.exported import export_huggingface
 
 TITLES = ("family", "peculiar", "trains packed", "`rollout.name=hf`", "`rollout.name=vllm`", "export", "LoRA")
 _WORKS, _NOT_RUN = "works", "-"

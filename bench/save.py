@@ -47,7 +47,9 @@ from rltrain.trainer.run import Trainer
 from tests.slow_disk import slow_disk
 from tests.tiny import save_tiny_tokenizer, small_run, write_arithmetic
 
-_KEEPS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 34), "MALLOC_TRIM_THRESHOLD_": str(1 << 34)}  # for glibc
+_KEEPS_MEMORY = {
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 34), "MALLOC_TRIM_THRESHOLD_": str(1 << 34), "MALLOC_ARENA_MAX": "1"
+}  # for glibc, whose arenas of threads would give back memory all the same  # fmt: skip
 WAYS = ("no save", "waits", "in the background", "another process writes")
 # What saving costs is the difference of these, which is small: the others take part in every fourth round alone.
 PAIR = (WAYS[0], WAYS[2])

@@ -28,8 +28,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from rltrain.data.chat import ChatEncoder
 from rltrain.data.images import SLOT
+from rltrain.device import host_memory
 from rltrain.models.forward import PolicyModel
-from rltrain.models.hashed import Digests, write_weights
+from rltrain.models.hashed import Digests, alone, write_weights
 from rltrain.models.load import empty_model, load_config, source_dtype
 from rltrain.models.vision import takes_images
 from rltrain.models.weights import whole_weights
@@ -59,6 +60,7 @@ class Export:
         self._policy, self._config, self._encoder = policy, config, encoder
         self._dtype = source_dtype(config)
         self._weights: dict[str, torch.Tensor] = {}
+        self._hosts: dict[str, torch.Tensor] = {}
         self._fine: list[Any] = []  # the last look that found no problems
         if dist.get_rank() == 0:
             # Every family has the eager kind, and those with attention sinks have no other. Not made while it is
@@ -67,27 +69,36 @@ class Export:
 
     @property
     def num_bytes(self) -> int:
-        """What `gather` takes on the host of this rank, about."""
-        return self._model.num_parameters() * self._dtype.itemsize if dist.get_rank() == 0 else 0
+        """What `gather` takes on the host of this rank, about, besides what it has kept."""
+        return 0 if self._hosts or dist.get_rank() else self._model.num_parameters() * self._dtype.itemsize
 
     def gather(self, copies: bool = False) -> None:
         """Bring the weights to rank 0, in the source checkpoint's dtype (a collective).
 
-        copies: of those as well that are there already, so that they may change before `write` has ended.
+        copies: of those as well that are there already, so that they may change before `write` has ended; in memory
+        that is kept for the next ones.
         """
         # All ranks iterate, because every weight is a collective; only rank 0 keeps what it is given.
         for name, values, in_checkpoint in whole_weights(self._policy, self._dtype):
             if in_checkpoint and dist.get_rank() == 0:
-                self._weights[name] = values.to("cpu", self._dtype, copy=copies)
+                self._weights[name] = self._copy(name, values) if copies else values.to("cpu", self._dtype)
+
+    def _copy(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        if not self._hosts:
+            # As `whole_weights` has it, tied weights come once, under their first name.
+            whole = dict([*self._model.named_parameters(), *self._model.named_buffers()])
+            memory = host_memory([each.to(self._dtype) for each in whole.values()], locked=not values.is_cpu)
+            self._hosts = dict(zip(whole, memory, strict=True))
+        host = self._hosts.get(name)
+        return values.to("cpu", self._dtype, copy=True) if host is None else alone(host.copy_(values))
 
     def write(self, folder: Path, card: str, digests: Digests) -> list[str]:
         """Write what `gather` has brought, on rank 0. card: the text of README.md behind the kind of the model.
 
         Returns the problems that `find_problems` finds. Raises DiskError.
         """
-        encoder, weights, sees = self._encoder, self._weights, self._policy.sees
-        self._weights = {}
-        weights = {name: weights[name] for name in self._model.state_dict() if name in weights}
+        encoder, sees, found, self._weights = self._encoder, self._policy.sees, self._weights, {}
+        weights = {name: found[name] for name in self._model.state_dict() if name in found}
         shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
         _write(self._model, weights, encoder, _source_folder(encoder.path, self._config), folder, digests)
         if sees and (encoder.min_pixels or encoder.max_pixels):
@@ -102,17 +113,6 @@ class Export:
         problems = [] if looked_at == self._fine else find_problems(folder, encoder, shapes, sees=sees)
         self._fine = [] if problems else looked_at
         return problems
-
-
-def export_huggingface(
-    policy: PolicyModel, config: PretrainedConfig, encoder: ChatEncoder, folder: str, card: str = ""
-) -> list[str]:
-    """Write the folder at once (a collective). Returns its problems, on rank 0."""
-    export = Export(policy, config, encoder)
-    export.gather()
-    problems = export.write(Path(folder), card, {}) if dist.get_rank() == 0 else []
-    dist.barrier()
-    return problems
 
 
 def _write(
@@ -234,10 +234,9 @@ def _look_at_tokenizer(exported: ChatEncoder, encoder: ChatEncoder) -> Iterator[
         yield f"{_TEMPLATE} is not the template that wrote the training prompts"
 
 
-def _look_at_ends(exported: ChatEncoder, encoder: ChatEncoder) -> Iterator[str]:
-    if exported.eos_token_ids != encoder.eos_token_ids:
-        ends = exported.eos_token_ids
-        yield f"{_GENERATION} ends answers at tokens {ends}; in training it was {encoder.eos_token_ids}"
+def _look_at_ends(served: ChatEncoder, encoder: ChatEncoder) -> Iterator[str]:
+    if served.eos_token_ids != encoder.eos_token_ids:
+        yield f"{_GENERATION} ends answers at tokens {served.eos_token_ids}; in training it was {encoder.eos_token_ids}"
 
 
 def _look_at_images(exported: ChatEncoder, encoder: ChatEncoder) -> Iterator[str]:

@@ -40,7 +40,7 @@ class HashedFile(io.IOBase):
     """A new file that is written from its first byte to its last; on the disk, and with a digest, once it is closed."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._file, self._digest, self._size = path, open(path, "wb"), xxhash.xxh3_128(), 0  # noqa: SIM115
+        self._file, self._digest, self._size = open(path, "wb"), xxhash.xxh3_128(), 0  # noqa: SIM115
         self._few, self._synced = bytearray(), 0
         self.error: OSError | None = None
 
@@ -52,13 +52,12 @@ class HashedFile(io.IOBase):
             self._few += view
             return len(view)
         try:
-            for piece in (self._few, *(view[start : start + _PIECE] for start in range(0, len(view), _PIECE))):
-                self._put(piece)
+            for start in range(0, len(view), _PIECE):
+                self._put(view[start : start + _PIECE])
         except OSError as error:
             # torch reports an error of its own and drops this one, which says that the disk is full.
             self.error = self.error or error
             raise
-        self._few = bytearray()
         return len(view)
 
     def tell(self) -> int:
@@ -66,15 +65,19 @@ class HashedFile(io.IOBase):
 
     def end(self) -> str:
         """Bring everything to the disk; returns the digest."""
-        self._put(self._few)
+        self._put(b"")
         self._sync()
         self._file.close()
         return self._digest.hexdigest()
 
     def _put(self, piece: Any) -> None:
-        self._file.write(piece)
-        self._digest.update(piece)
-        self._size += len(piece)
+        """Into the file, behind the few bytes before it: together, as each call gives Python's lock to the step."""
+        parts, self._few = (self._few, piece), bytearray()
+        done = os.writev(self._file.fileno(), parts)
+        for part in parts:
+            self._digest.update(part)
+            self._file.write(memoryview(part)[done:])  # what the system has not taken at once
+            self._size, done = self._size + len(part), max(done - len(part), 0)
         if self._size - self._synced >= _PIECE:
             self._sync()
 
@@ -99,7 +102,6 @@ class HashedFolder(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        assert mode == "wb", "what is written is not read back"
         with hashed(Path(path), self.digests) as file:
             yield file
 
@@ -120,7 +122,7 @@ class Planner(DefaultSavePlanner):
         """What DCP writes next; it writes one after the other (`HashingWriter`)."""
         found = super().transform_object(write_item, object)
         if not isinstance(found, torch.Tensor) or found.is_cpu:
-            return _alone(found) if isinstance(found, torch.Tensor) else found
+            return alone(found) if isinstance(found, torch.Tensor) else found
         self.drop()
         self._copied = found.cpu()
         return self._copied
@@ -130,9 +132,9 @@ class Planner(DefaultSavePlanner):
         self._copied.untyped_storage().resize_(0)
 
 
-def _alone(tensor: torch.Tensor) -> torch.Tensor:
+def alone(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory, as a storage that ends where the tensor does."""
-    if not tensor.is_cpu or not tensor.is_contiguous() or tensor.untyped_storage().nbytes() == tensor.nbytes:
+    if not tensor.is_contiguous() or tensor.untyped_storage().nbytes() == tensor.nbytes:
         return tensor
     if not tensor.nbytes:  # numpy has no stride for it
         return torch.empty_like(tensor)

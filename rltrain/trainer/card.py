@@ -10,7 +10,7 @@ from rltrain.env_report import command_line
 
 def model_card(cfg: Config, step: int) -> str:
     """Base model, data, step and command, in the form that model hubs read, behind the lines that say of what kind the
-    model is (`export_huggingface`).
+    model is (`Export.write`).
     """
     model, rollout, algorithm = cfg.actor_rollout_ref.model, cfg.actor_rollout_ref.rollout, cfg.algorithm
     rows = {

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from rltrain.device import Device
+from rltrain.device import Device, host_memory
 from rltrain.models.shard import reshard
 
 Phase = Literal["sync", "rollout", "log_prob", "ref", "values", "reward", "train_actor", "train_critic"]
@@ -126,7 +126,7 @@ class _Resident:
         self.queue.wait_stream(self.device.current_stream())
         tensors = self._tensors()
         missing = [tensor for name, tensor in tensors.items() if name not in self._twins]
-        hosts = iter(page_locked([local(tensor) for tensor in missing]))
+        hosts = iter(host_memory([local(tensor) for tensor in missing]))
         with self.device.on_stream(self.queue):
             for name, tensor in tensors.items():
                 if is_new := name not in self._twins:
@@ -244,16 +244,3 @@ def _is_uneven(tensor: Tensor) -> bool:
     placed = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
     shards = prod(size for size, placement in placed if placement.is_shard())
     return local(tensor).numel() * shards != tensor.numel()
-
-
-def page_locked(tensors: list[Tensor]) -> list[Tensor]:
-    """Host tensors of these shapes. They are cut from blocks of 2^k bytes, to which torch would round up each one."""
-    sizes = [-(-tensor.nbytes // 64) * 64 for tensor in tensors]
-    left, block, made = sum(sizes), torch.empty(0, dtype=torch.uint8), []
-    for tensor, size in zip(tensors, sizes, strict=True):
-        if size > len(block):
-            exponent = max(left.bit_length() - 1, (size - 1).bit_length())
-            block = torch.empty(1 << exponent, dtype=torch.uint8, pin_memory=True)
-        made.append(block[: tensor.nbytes].view(tensor.dtype).view(tensor.shape))
-        block, left = block[size:], left - size
-    return made

@@ -21,14 +21,14 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
-from rltrain.device import DEVICES, Device
+from rltrain.device import DEVICES, Device, host_memory
 from rltrain.env import memory_left
 from rltrain.errors import unwritten
 from rltrain.models.forward import PackedModel
 from rltrain.models.hashed import Digests, HashingWriter, Planner
 from rltrain.models.shard import reshard
 from rltrain.models.state import training_state
-from rltrain.workers.residency import like, local, page_locked
+from rltrain.workers.residency import like, local
 
 # What the copies may take of the memory that is free: the rest is for the step that goes on.
 _SHARE = 0.7
@@ -95,10 +95,9 @@ class StateWriter:
 
     def _copy(self, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if not self._hosts:
-            tensors = [local(each) for each in state.values()]
             # Memory that is kept is there already: to be given new pages takes longer than the copy.
-            made = [torch.empty_like(each) for each in tensors] if self._device.is_cpu else page_locked(tensors)
-            self._hosts = dict(zip(state, made, strict=True))
+            tensors = [local(each) for each in state.values()]
+            self._hosts = dict(zip(state, host_memory(tensors, not self._device.is_cpu), strict=True))
         for name, tensor in state.items():
             self._hosts[name].copy_(local(tensor), non_blocking=True)
         self._device.synchronize()

@@ -1,19 +1,21 @@
-"""One Ray for whole runs that need none of their own: starting one takes seconds, and there are dozens of runs."""
+"""One Ray for whole runs that need none of their own: starting one takes seconds, and there are dozens of runs. Its
+workers are forked (`tests.faults.nursery`), for the same reason."""
 
 import os
 
 import pytest
 from ray.cluster_utils import Cluster
 
-
-def start_cluster() -> Cluster:
-    return Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
+from tests.faults import nursery
 
 
 @pytest.fixture(scope="package")
 def cluster():
     """Address of a Ray head that lives as long as these tests."""
-    found = start_cluster()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in nursery.variables().items():
+            patch.setenv(name, value)
+        found = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
     yield found.address
     found.shutdown()
 

@@ -9,22 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import joined, start_cluster  # noqa: F401 - fixtures
+from tests.e2e.conftest import cluster, joined  # noqa: F401 - fixtures
 from tests.faults import nursery
 from tests.faults.forked import Forked
 from tests.faults.plug import Trap, processes_of
 from tests.ranks import MARK
-
-
-@pytest.fixture(scope="package")
-def cluster():
-    """As of other runs, with forked workers."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in nursery.variables().items():
-            patch.setenv(name, value)
-        found = start_cluster()
-    yield found.address
-    found.shutdown()
 
 
 @pytest.fixture

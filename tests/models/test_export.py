@@ -13,8 +13,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from rltrain.data.chat import ChatEncoder
-from rltrain.models.export import Export, export_huggingface, find_problems
+from rltrain.models.export import Export, find_problems
 from rltrain.models.load import load_config
+from tests.distance import distance
+from tests.exported import export_huggingface
 from tests.models.test_forward import make_policy
 from tests.tiny import TEMPLATE
 
@@ -155,6 +157,23 @@ def test_a_folder_is_looked_at_again_only_if_its_small_files_have_changed(source
             looked, problems = write(name)
             assert looked
             assert "in training it was [1, 3]" in problems[0]
+
+
+def test_copies_are_of_their_moment_and_their_memory_is_kept(source, tmp_path):
+    path, written = str(source), load_file(source / "model.safetensors")
+    policy = make_policy(path)
+    exported = Export(policy, load_config(path), ChatEncoder(path))
+    assert exported.num_bytes == sum(each.nbytes for each in written.values())
+    for name, more in (("first", 0), ("second", 1)):
+        exported.gather(copies=True)
+        assert exported.num_bytes == 0
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                parameter.add_(1)
+        (tmp_path / name).mkdir()
+        assert exported.write(tmp_path / name, "", {}) == []
+        found = load_file(tmp_path / name / "model.safetensors")
+        assert distance(found, {key: each + more for key, each in written.items()}) == 0
 
 
 @pytest.mark.parametrize("error", [ImportError("no package"), AttributeError("no attribute"), Exception("no merges")])

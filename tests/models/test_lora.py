@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM
 from rltrain.data.chat import ChatEncoder
 from rltrain.device import get_device
 from rltrain.errors import ConfigError
-from rltrain.models.export import export_huggingface
 from rltrain.models.forward import PolicyModel, ScalarModel
 from rltrain.models.load import load_config
 from rltrain.models.lora import Lora, adapters_off, lora_layers, save_adapter
@@ -21,6 +20,7 @@ from rltrain.models.shard import sharded_model
 from rltrain.models.spec import ModelSpec
 from rltrain.models.weights import whole_weights
 from tests.distance import distance
+from tests.exported import export_huggingface
 from tests.models.test_forward import FAMILIES, TEMPERATURE, by_transformers, make_batch, make_policy
 
 pytestmark = pytest.mark.usefixtures("process_group")

@@ -20,7 +20,6 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from rltrain.batch import Batch, DictionaryColumn
 from rltrain.data.chat import ChatEncoder
 from rltrain.errors import CheckpointError
-from rltrain.models.export import export_huggingface
 from rltrain.models.load import load_config, source_dtype
 from rltrain.models.lora import save_adapter
 from rltrain.models.packing import pack
@@ -28,6 +27,7 @@ from rltrain.models.state import load_training_state, save_training_state
 from rltrain.models.vision import tower
 from rltrain.ragged import Ragged
 from tests.distance import distance
+from tests.exported import export_huggingface
 from tests.models.test_vision_packed import CPU, LORA, TEMPERATURE, loss_of, make, make_batch
 from tests.tiny_vision import FAMILIES, TOKENS, picture, save_tiny_families
 

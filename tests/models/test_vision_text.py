@@ -14,7 +14,6 @@ from transformers import AutoModel, AutoModelForImageTextToText, AutoProcessor
 from rltrain.batch import Batch
 from rltrain.data.chat import ChatEncoder
 from rltrain.device import get_device
-from rltrain.models.export import export_huggingface
 from rltrain.models.forward import PolicyModel, ScalarModel, model_numbers
 from rltrain.models.load import by_owner, load_config, without_dropout
 from rltrain.models.lora import Lora, lora_layers
@@ -26,6 +25,7 @@ from rltrain.models.weights import whole_weights
 from rltrain.workers.rollout.base import Sampling
 from tests.batches import batch_of_rows, rows_of
 from tests.distance import distance
+from tests.exported import export_huggingface
 from tests.tiny_vision import FAMILIES, TOKENS, save_tiny_families
 from tests.workers.engines import engine_of, generate
 

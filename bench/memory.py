@@ -59,7 +59,7 @@ def plain_log_probs(
     if reference is None:
         return TokenLogProbs(log_probs, entropy, None)
     with torch.no_grad():
-        theirs = torch.log_softmax(reference.logits(reference.hidden) / scaling.temperature, -1)
+        theirs = torch.log_softmax(reference.logits(reference.hidden, scaling.temperature), -1)
     return TokenLogProbs(log_probs, entropy, exact_kl(log_pi, theirs))
 
 

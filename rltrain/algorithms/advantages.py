@@ -24,6 +24,8 @@ from rltrain.ragged import Ragged
 # verl's value, so that the same command learns from the same numbers. A group that scores alike has exactly 0 above it
 # (`_Groups.centred`), and so an advantage of 0.
 STD_EPSILON = 1e-6
+# Scores are sums in float64, and the same terms in another order differ in the last bits: twelve digits are sure.
+SCORE_ROUNDING = 2.0**-40
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,8 @@ class OutcomeInputs:
 
     scores: reward of the whole answer. groups: the same number for all answers to a prompt. lengths: tokens of the
     answer. terms: the parts that a reward is made of, by name. baselines: reward of a greedy answer to the same
-    prompt, where declared.
+    prompt, where declared. rounding: how far a reward may be off because its parts were computed in fp32, None for
+    not at all.
     """
 
     scores: Tensor
@@ -40,6 +43,7 @@ class OutcomeInputs:
     lengths: Tensor
     terms: dict[str, Tensor] = field(default_factory=dict)
     baselines: Tensor | None = None
+    rounding: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -163,7 +167,7 @@ def grpo(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
     The standard deviation is the unbiased one. With ``norm_adv_by_std_in_grpo=False`` A_i = r_i - mean of group (Liu
     et al. 2025, Dr. GRPO).
     """
-    groups = _Groups(inputs.groups)
+    groups = _Groups(inputs.groups, inputs.rounding)
     centred = groups.centred(inputs.scores)
     return centred / (groups.std(inputs.scores) + STD_EPSILON) if cfg.norm_adv_by_std_in_grpo else centred
 
@@ -171,7 +175,7 @@ def grpo(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
 @built_in
 def rloo(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
     """A_i = r_i - mean of the other answers of the group   (Ahmadian et al. 2024, eq. 8)."""
-    groups = _Groups(inputs.groups)
+    groups = _Groups(inputs.groups, inputs.rounding)
     return groups.centred(inputs.scores) * groups.size / (groups.size - 1)
 
 
@@ -182,7 +186,7 @@ ESTIMATORS |= {"grpo_vectorized": grpo, "rloo_vectorized": rloo}
 @built_in
 def opo(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
     """A_i = r_i - (sum_j length_j r_j) / (sum_j length_j) in the group   (Hao et al. 2025, OPO)."""
-    groups = _Groups(inputs.groups)
+    groups = _Groups(inputs.groups, inputs.rounding)
     lengths = inputs.lengths.to(inputs.scores.dtype)
     baseline = groups.sum(lengths * inputs.scores) / groups.sum(lengths).clamp(min=1)
     # As in `_Groups.centred`: a weighted mean of equal scores may be off by a rounding error.
@@ -195,9 +199,9 @@ def grpo_passk(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
 
     It is divided by the group's std + 1e-6 unless ``norm_adv_by_std_in_grpo=False``. A tie for the best gives 0 to all.
     """
-    groups = _Groups(inputs.groups)
+    groups = _Groups(inputs.groups, inputs.rounding)
     best = groups.largest(inputs.scores)
-    is_best = inputs.scores == best
+    is_best = best - inputs.scores <= groups.rounding(inputs.scores)
     second = groups.largest(inputs.scores.masked_fill(is_best, -torch.inf))
     # With a tie of all answers r_second is -inf and the lead infinite: it must be replaced, as a product with 0 is NaN.
     lead = torch.where(is_best & (groups.sum(is_best.to(best.dtype)) == 1), best - second, torch.zeros_like(best))
@@ -210,14 +214,15 @@ def gpg(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
 
     The paper counts the answers of groups without a gradient instead, see `gpg_paper`.
     """
-    earning = int(inputs.scores.count_nonzero())
-    return _Groups(inputs.groups).centred(inputs.scores) * (len(inputs.scores) / max(earning, 1))
+    earning = int((inputs.scores.abs() > (0.0 if inputs.rounding is None else inputs.rounding)).sum())
+    centred = _Groups(inputs.groups, inputs.rounding).centred(inputs.scores)
+    return centred * (len(inputs.scores) / max(earning, 1))
 
 
 @built_in
 def gpg_paper(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
     """A_i = alpha (r_i - mean of group), alpha = answers / answers in groups with a spread   (Chu et al. 2025, GPG)."""
-    groups = _Groups(inputs.groups)
+    groups = _Groups(inputs.groups, inputs.rounding)
     useful = int((~groups.flat(inputs.scores)).sum())
     return groups.centred(inputs.scores) * (len(inputs.scores) / max(useful, 1))
 
@@ -225,7 +230,7 @@ def gpg_paper(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
 @built_in
 def reinforce_plus_plus_baseline(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
     """r_i - mean of group, whitened over all tokens of the batch   (Hu 2025, REINFORCE++-baseline)."""
-    return _whiten(_Groups(inputs.groups).centred(inputs.scores), inputs.lengths)
+    return _whiten(_Groups(inputs.groups, inputs.rounding).centred(inputs.scores), inputs.lengths)
 
 
 @built_in
@@ -247,11 +252,12 @@ def gdpo(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
 class _Groups:
     """Statistics over the answers to one prompt. Results are [n]: each answer has the value of its group."""
 
-    def __init__(self, groups: Tensor) -> None:
+    def __init__(self, groups: Tensor, rounding: Tensor | None = None) -> None:
         # Group numbers need not be consecutive, so they are not used as an index themselves.
         self._index = groups.unique(return_inverse=True)[1]
         self._count = int(self._index.max()) + 1
         self.size = self.sum(torch.ones(len(groups), dtype=torch.float64))
+        self._rounding = torch.zeros_like(self.size) if rounding is None else self.largest(rounding)
         # verl lets such an answer keep its raw score as advantage, which is a comparison with nothing.
         if bool((self.size < 2).any()):
             raise ValueError("a prompt has one answer, and this advantage estimator compares answers to one prompt")
@@ -263,14 +269,18 @@ class _Groups:
         start = torch.full((self._count,), -torch.inf, dtype=values.dtype)
         return start.scatter_reduce(0, self._index, values, "amax")[self._index]
 
+    def rounding(self, values: Tensor) -> Tensor:
+        """Differences up to this are none."""
+        return self._rounding + SCORE_ROUNDING * self.largest(values.abs())
+
     def flat(self, values: Tensor) -> Tensor:
-        """Whether all values of the group are equal, to the last bit: then there is nothing to learn."""
-        return self.largest(values) == -self.largest(-values)
+        """Whether the values of the group differ by no more than their rounding: then there is nothing to learn."""
+        return self.largest(values) + self.largest(-values) <= self.rounding(values)
 
     def centred(self, values: Tensor) -> Tensor:
         difference = values - self.sum(values) / self.size
-        # The mean of equal numbers may be off by a rounding error. A division by std + 1e-6 would make it a gradient,
-        # and the update leaves out only samples whose advantage is exactly 0.
+        # A division by std + 1e-6 would make a gradient of rounding, which Adam, dividing by the gradient's size,
+        # makes a whole step; and the update leaves out only samples whose advantage is exactly 0.
         return torch.where(self.flat(values), torch.zeros_like(difference), difference)
 
     def std(self, values: Tensor) -> Tensor:
@@ -282,7 +292,11 @@ def _whiten(advantages: Tensor, lengths: Tensor) -> Tensor:
     # Weighted by lengths, the moments over answers are those over tokens, which the driver never holds.
     weights = lengths.to(advantages.dtype)
     moments = Moments(
-        float(weights.sum()), float((weights * advantages).sum()), float((weights * advantages.square()).sum())
+        float(weights.sum()),
+        float((weights * advantages).sum()),
+        float((weights * advantages.square()).sum()),
+        float(advantages.max()),
+        float(advantages.min()),
     )
     shift, scale = moments.whitening()
     return (advantages - shift) * scale

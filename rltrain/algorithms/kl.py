@@ -8,9 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rltrain.config.algorithm_schema import KLControlConfig
+
+# The last place of a number between 1 and 2.
+FP32_ROUNDING = 2.0**-23
 
 
 def k1(log_ratio: Tensor) -> Tensor:
@@ -61,6 +66,14 @@ def kl_per_token(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
 def exact_kl(log_softmax: Tensor, ref_log_softmax: Tensor) -> Tensor:
     """sum_v pi(v) (log pi(v) - log pi_ref(v)): [tokens, vocabulary] twice -> [tokens]; differentiable in the first."""
     return (log_softmax.exp() * (log_softmax - ref_log_softmax)).sum(-1)
+
+
+def kl_rounding(num_tokens: NDArray[np.int_]) -> NDArray[np.float64]:
+    """How far the KL of an answer [n] may be off: log-probs are fp32, and every token adds a unit in their last place.
+
+    Two passes of equal models differ by that where they lay the same answers in other micro-batches.
+    """
+    return num_tokens * FP32_ROUNDING
 
 
 def adapted_kl_coef(coef: float, kl: float, num_samples: int, cfg: KLControlConfig) -> float:

@@ -54,11 +54,16 @@ class Moments:
         # Rounding may bring the difference below 0 where all numbers are equal.
         return max(self.squares / max(self.count, 1) - self.mean * self.mean, 0.0)
 
-    def whitening(self) -> tuple[float, float]:
-        """(shift, scale) so that (x - shift) * scale has mean 0 and unbiased variance 1 (up to 1e-8 under the root)."""
+    def whitening(self, rounding: float = 0.0) -> tuple[float, float]:
+        """(shift, scale) so that (x - shift) * scale has mean 0 and unbiased variance 1 (up to 1e-8 under the root).
+
+        Numbers that differ by no more than their rounding all become 0.
+        """
         # One number has no unbiased variance, so it stays as it is.
         if self.count < 2:
             return 0.0, 1.0
+        if self.largest - self.smallest <= rounding:
+            return self.mean, 0.0
         variance = self.variance * self.count / (self.count - 1)
         return self.mean, (variance + _VARIANCE_EPSILON) ** -0.5
 

@@ -130,9 +130,9 @@ def trunk(model: PreTrainedModel) -> nn.Module:
     return model.get_submodule("model") if base is model and model.get_output_embeddings() is not None else base
 
 
-def final_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
+def final_logits(model: PreTrainedModel, hidden: Tensor, temperature: float = 1.0) -> Tensor:
     """Hidden states [n, hidden] -> logits [n, vocabulary] in fp32, with the scaling that some families apply."""
-    return Scaling.of(model.config).apply(model.get_output_embeddings()(hidden))
+    return Scaling.of(model.config)._replace(temperature=temperature).apply(model.get_output_embeddings()(hidden))
 
 
 def model_numbers(policy: PackedModel) -> dict[str, float]:

@@ -29,11 +29,11 @@ class TokenLogProbs(NamedTuple):
 class ReferenceStates(NamedTuple):
     """Last hidden states of the reference at the predictors [answer tokens, hidden], and its head as a function.
 
-    logits: hidden states -> fp32 logits.
+    logits: hidden states and a temperature -> fp32 logits.
     """
 
     hidden: Tensor
-    logits: Callable[[Tensor], Tensor]
+    logits: Callable[[Tensor, float], Tensor]
 
 
 class Scaling(NamedTuple):
@@ -59,13 +59,14 @@ class Scaling(NamedTuple):
 
     def apply(self, x: Tensor) -> Tensor:
         """The head's output [n, vocabulary] -> fp32 logits."""
-        logits = x.float() * self.multiplier
-        if self.cap:
-            logits = torch.tanh(logits / self.cap) * self.cap
-        return logits / self.temperature
+        logits = x.float()
+        if not self.cap:
+            factor = self.multiplier / self.temperature
+            return logits if factor == 1 else logits * factor
+        return torch.tanh(logits * (self.multiplier / self.cap)) * (self.cap / self.temperature)
 
     def apply_(self, x: Tensor) -> Tensor:
-        """`apply`, in place where ``x`` is in fp32 already."""
+        """`apply`, to the last bit, in place where ``x`` is in fp32 already."""
         logits = x.float()
         if not self.cap:
             factor = self.multiplier / self.temperature
@@ -130,7 +131,7 @@ class _TokenLogProbs(torch.autograd.Function):
             if with_entropy:
                 entropy[part] = -torch.linalg.vecdot(probs, log_pi)
             if reference:
-                kl[part] = torch.linalg.vecdot(probs, log_pi - _theirs(reference, part, scaling))
+                kl[part] = torch.linalg.vecdot(probs, log_pi - _theirs(reference, part, scaling.temperature))
         ctx.save_for_backward(hidden, weight, bias, labels, normaliser, entropy, kl)
         return log_probs, entropy, kl
 
@@ -158,7 +159,7 @@ class _TokenLogProbs(torch.autograd.Function):
                 if of_entropy is not None:
                     factor.add_(log_pi).add_(entropy[part, None]).mul_(-of_entropy[part, None])
                 if of_kl is not None:
-                    gap = _theirs(ctx.reference, part, scaling).add_(kl[part, None]).sub_(log_pi)
+                    gap = _theirs(ctx.reference, part, scaling.temperature).add_(kl[part, None]).sub_(log_pi)
                     factor.addcmul_(gap, of_kl[part, None], value=-1)
                 if of_log_probs is not None:
                     factor.sub_(of_log_probs[part, None])
@@ -179,9 +180,11 @@ class _TokenLogProbs(torch.autograd.Function):
         return d_hidden, d_weight, d_bias, None, None, None, None
 
 
-def _theirs(reference: ReferenceStates, part: slice, scaling: Scaling) -> Tensor:
+def _theirs(reference: ReferenceStates, part: slice, temperature: float) -> Tensor:
     """log pi_ref [part, vocabulary]."""
-    return torch.log_softmax(reference.logits(reference.hidden[part]) / scaling.temperature, -1)
+    # By the same operations as log pi, and not by log_softmax: the KL of equal models is then 0 and not its rounding.
+    logits = reference.logits(reference.hidden[part], temperature)
+    return logits.sub_(logits.logsumexp(-1, keepdim=True))
 
 
 def _chunks(num_tokens: int, weight: Tensor) -> Iterator[slice]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rltrain import columns as c
 from rltrain.algorithms.advantages import OutcomeInputs, find_estimator
-from rltrain.algorithms.kl import adapted_kl_coef
+from rltrain.algorithms.kl import FP32_ROUNDING, adapted_kl_coef, kl_rounding
 from rltrain.config.schema import Config
 from rltrain.config.step_passes import StepPasses
 from rltrain.controller.samples import Samples
@@ -57,7 +57,7 @@ class Advantages:
             moments = policy.token_advantages(samples, layout, coef)
             whitening = Whitening()
             if self._passes.estimator.whitens:
-                whitening = Whitening(*moments["advantages"].whitening())
+                whitening = Whitening(*moments["advantages"].whitening(float(self._rounding(samples, coef).max())))
             # Whitening is affine, so the mean over an answer's tokens may be whitened as the tokens are.
             samples.update({c.ADVANTAGE: (samples[c.ADVANTAGE] - whitening.shift) * whitening.scale})
             # Tokens stay as they are in the store: two numbers travel with the update instead of a second copy of the
@@ -70,7 +70,8 @@ class Advantages:
         # Whitening is over the tokens that count in the loss.
         scores, groups, lengths = (torch.from_numpy(samples[name]) for name in (c.REWARD, c.GROUP, c.LOSS_TOKENS))
         baselines = torch.from_numpy(samples[c.BASELINE]) if self._passes.greedy_baseline else None
-        inputs = OutcomeInputs(scores, groups, lengths, terms, baselines)
+        rounding = torch.from_numpy(self._rounding(samples, coef))
+        inputs = OutcomeInputs(scores, groups, lengths, terms, baselines, rounding)
         advantages: Tensor = find_estimator(self._cfg.algorithm.adv_estimator)(inputs, self._cfg.algorithm)
         samples.update({c.ADVANTAGE: advantages.double().numpy()})
         return Whitening(), metrics | m.outcome_advantage_metrics(samples)
@@ -83,6 +84,15 @@ class Advantages:
         kl = float((samples[c.KL_SUM] / np.maximum(samples[c.POLICY_TOKENS], 1)).mean())
         self.kl_coef = adapted_kl_coef(coef, kl, len(samples), self._cfg.algorithm.kl_ctrl)
         return {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": coef}
+
+    def _rounding(self, samples: Samples, coef: float) -> NDArray[np.float64]:
+        """How far the reward of each sample [n] may be off, for what was computed in fp32 of it."""
+        rounding = np.zeros(len(samples))
+        if self._passes.kl_in_reward:
+            rounding += abs(coef) * kl_rounding(samples[c.POLICY_TOKENS])
+        if c.MODEL_SCORE in samples.numbers:
+            rounding += abs(self._cfg.reward_model.weight) * np.abs(samples[c.MODEL_SCORE]) * FP32_ROUNDING
+        return rounding
 
     def silent(self, samples: Samples) -> NDArray[np.bool_]:
         """Samples [n] without any gradient, which the update may leave out."""

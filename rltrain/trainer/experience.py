@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rltrain import columns as c
+from rltrain.algorithms.advantages import SCORE_ROUNDING
 from rltrain.config.rollout_schema import RolloutConfig, ValKwargs
 from rltrain.config.schema import Config
 from rltrain.controller.samples import Samples
@@ -142,8 +143,8 @@ class Experience:
         else:
             values = known_number(samples, metric, self._cfg.reward.on_error)
         values = values.reshape(-1, self._rollout.n)
-        # Exact comparison: a difference is something to learn from, however small.
-        return np.flatnonzero(values.max(1) != values.min(1))
+        # A difference is something to learn from, however small, unless it is the rounding of a sum.
+        return np.flatnonzero(np.ptp(values, 1) > SCORE_ROUNDING * np.abs(values).max(1))
 
     def _choose(self, rounds: list[Samples], useful: list[Ids]) -> tuple[Samples, Metrics]:
         """Useful groups in order; where they are too few, rejected groups fill the batch up."""

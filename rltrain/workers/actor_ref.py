@@ -168,9 +168,9 @@ class ActorRefWorker(Actor):
         self.reference.unshard()  # type: ignore[operator]
         return ReferenceStates(hidden, self._reference_logits)
 
-    def _reference_logits(self, states: Tensor) -> Tensor:
+    def _reference_logits(self, states: Tensor, temperature: float) -> Tensor:
         with adapters_off(self.reference):
-            return final_logits(self.reference.model, states)
+            return final_logits(self.reference.model, states, temperature)
 
     @torch.no_grad()
     def _run_pass(

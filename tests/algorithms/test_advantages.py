@@ -93,6 +93,40 @@ def test_a_group_that_scores_alike_has_exactly_no_advantage(name):
     assert estimate(name, [0.1, 0.1, 0.1, 1.0, 0.0], [0, 0, 0, 1, 1], [3, 1, 2, 2, 2])[:3] == [0.0, 0.0, 0.0]
 
 
+@pytest.mark.parametrize("name", OUTCOME)
+def test_the_order_in_which_a_score_is_added_up_is_no_advantage(name):
+    """0.1 + 0.2 is not 0.3 in floating point, and a spread of 6e-17 under 1e-6 is still a direction for Adam."""
+    scores = [0.1 + 0.2, 0.3, 0.3, 0.3]
+    assert estimate(name, scores, [0] * 4, [3, 1, 2, 2], (scores, scores)) == [0.0] * 4
+
+
+@pytest.mark.parametrize("name", [name for name in OUTCOME if name != "gdpo"])  # its terms have no KL in them
+def test_what_a_reward_may_be_off_is_no_advantage_and_more_is_one(name):
+    def advantages(off):
+        scores = torch.tensor([1 - 1e-9, 1.0, 1 + off, 1.0, 1.0, 0.0], dtype=torch.float64)
+        groups, lengths = torch.tensor([0, 0, 0, 0, 1, 1]), torch.tensor([3, 1, 2, 2, 2, 2])
+        rounding = torch.tensor([1e-9, 1e-9, 3e-9, 1e-9, 0, 0], dtype=torch.float64)
+        return ESTIMATORS[name](OutcomeInputs(scores, groups, lengths, rounding=rounding), TERMS)
+
+    # A whitened estimator takes the mean of the batch off, which is 0 here.
+    assert advantages(1e-9)[:4].abs().max() < 1e-15
+    assert advantages(1e-8)[:4].abs().max() > 1e-9
+    assert advantages(1e-9)[4] > 0
+
+
+def test_gpg_counts_no_answer_that_earns_its_rounding():
+    scores, groups = torch.tensor([1.0, 0.0, 1e-10, -1e-10], dtype=torch.float64), torch.tensor([0, 0, 1, 1])
+    rounding = torch.full((4,), 1e-9, dtype=torch.float64)
+    found = ESTIMATORS["gpg"](OutcomeInputs(scores, groups, torch.ones(4), rounding=rounding), TERMS)
+    assert found.tolist() == [2.0, -2.0, 0.0, 0.0]
+
+
+def test_a_batch_that_differs_by_its_rounding_alone_is_whitened_to_nothing():
+    moments = Moments.of(torch.tensor([1.0, 1 + 1e-9, 1 - 1e-9], dtype=torch.float64))
+    assert moments.whitening(1e-8)[1] == 0
+    assert moments.whitening(1e-9)[1] > 1
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [

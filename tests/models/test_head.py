@@ -26,7 +26,7 @@ def make(dtype=torch.float32, bias=False):
     linear = nn.Linear(16, 50, bias=bias).bfloat16().to(dtype)
     hidden = (3 * torch.randn(23, 16)).bfloat16().to(dtype).requires_grad_()
     theirs, states = nn.Linear(16, 50, bias=False), torch.randn(23, 16)
-    reference = ReferenceStates(states, lambda part: theirs(part).detach().float())
+    reference = ReferenceStates(states, lambda part, temperature: theirs(part).detach().float() / temperature)
     return linear, hidden, torch.randint(0, 50, (23,)), reference
 
 
@@ -57,6 +57,14 @@ def test_scores_and_gradients_are_those_of_the_definition(weights, scaling, chun
     for one, other in zip(found_gradients, expected_gradients, strict=True):
         assert float(other.abs().max()) > 1e-3
         assert distance(one, other) < 2e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
+def test_the_exact_kl_of_equal_models_is_nothing_to_the_last_bit(scaling, dtype):
+    linear, hidden, labels, _ = make(dtype)
+    own = ReferenceStates(hidden.detach(), lambda part, temperature: scaling.apply(linear(part)).detach())
+    assert not token_log_probs(linear, hidden, labels, scaling, False, own).kl.any()
 
 
 def test_half_precision_adds_up_the_heads_gradient_in_single(monkeypatch):

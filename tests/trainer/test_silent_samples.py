@@ -1,6 +1,7 @@
 """Samples without advantage are left out of the update where that changes nothing."""
 
 import pytest
+import torch
 
 from rltrain.config import declarations
 from rltrain.config.declarations import LossTraits
@@ -43,6 +44,25 @@ def test_leaving_silent_samples_out_changes_no_weight(make, monkeypatch):
     for one, other in zip(metrics, all_metrics, strict=True):
         assert one["actor/pg_loss"] == pytest.approx(other["actor/pg_loss"], abs=1e-6)
         assert one["actor/grad_norm"] == pytest.approx(other["actor/grad_norm"], abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["full", "k1", "k3"])
+@pytest.mark.parametrize("estimator", ["grpo", "reinforce_plus_plus"])
+def test_the_rounding_of_a_kl_in_the_reward_teaches_nothing(make, kind, estimator):
+    """The reference is the policy in the first step, so all rewards are equal, however the KL is rounded."""
+    keys = {"algorithm__use_kl_in_reward": True, "algorithm__kl_penalty": kind, "algorithm__adv_estimator": estimator}
+    trainer = make(**NO_KL, **keys, twist=lambda row, score: 1.0)
+    log_probs = trainer.worker.actor.ref_log_probs
+
+    def rounded(batch, micro_sizes):
+        columns, numbers = log_probs(batch, micro_sizes)
+        kl = columns["ref_kl"]
+        kl.values.add_(5e-9 * torch.linspace(-1, 1, len(kl.values)))
+        numbers.per_sample["kl_sum"] = kl.sum().double().numpy()
+        return columns, numbers
+
+    trainer.worker.actor.ref_log_probs = rounded
+    assert trainer.step(1)["actor/grad_norm"] == 0
 
 
 @pytest.mark.parametrize("needs", [{ACTOR + "use_kl_loss": True}, {ACTOR + "entropy_coeff": 0.01}, {LOSS: "kl_cov"}])

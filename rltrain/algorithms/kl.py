@@ -73,7 +73,7 @@ def kl_rounding(num_tokens: NDArray[np.int_]) -> NDArray[np.float64]:
 
     Two passes of equal models differ by that where they lay the same answers in other micro-batches.
     """
-    return num_tokens * FP32_ROUNDING
+    return num_tokens.astype(np.float64) * FP32_ROUNDING
 
 
 def adapted_kl_coef(coef: float, kl: float, num_samples: int, cfg: KLControlConfig) -> float:

@@ -9,28 +9,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
-
-import pyarrow.parquet as pq
 
 from rltrain.config.check import as_list
 from rltrain.config.load import LoadedConfig
 from rltrain.config.schema import Config
 from rltrain.data.chat import chat_encoder
-from rltrain.data.rows import Rows, keys_of, read_rows
+from rltrain.data.files import files_of
+from rltrain.data.prompts import PromptStore
+from rltrain.data.rows import PromptRow, Rows, bad_rows, keys_of, scan_rows
+from rltrain.data.tables import num_rows
+from rltrain.data_preprocess.lint import best_form, look_at
 from rltrain.data_preprocess.lint import describe as describe_findings
-from rltrain.data_preprocess.lint import look_at
-from rltrain.errors import RltrainError
+from rltrain.errors import RltrainError, short
 from rltrain.logs import count
 from rltrain.rewards.custom import custom_reward
 from rltrain.rewards.processes.pool import make_scorer
 from rltrain.rewards.processes.score import Score
 from rltrain.rewards.processes.slot import Slot
-from rltrain.trainer.build import Data, check_columns, load_data, sampler_of
+from rltrain.storage import matching
+from rltrain.trainer.build import Data, check_columns, encode_split, load_data, sampler_of
 from rltrain.trainer.changes import tell_changes
 from rltrain.trainer.checkpoint import Checkpoints
 from rltrain.trainer.memory_room import look_at_memory
-from rltrain.trainer.plan import Plan, describe, make_plan
+from rltrain.trainer.plan import ImageSizes, Plan, describe, make_plan
 from rltrain.trainer.preflight import preflight
 from rltrain.trainer.preflight_models import Findings, look_at_images
 from rltrain.trainer.progress import Start, find_start
@@ -123,45 +124,59 @@ def _read(cfg: Config, found: Findings) -> tuple[dict[str, Rows], int | None, in
             read = None
         prompts = read and read.prompts["train"]
         return (read.rows, len(prompts), prompts.num_dropped) if read and prompts else ({}, None, 0)
-    splits = {"train": data.train_files, "val": data.val_files}
-    numbers = {split: _count(as_list(files)) for split, files in splits.items()}
-    limits = {"train": data.train_max_samples, "val": data.val_max_samples}
-    wanted = {
-        split: number if limits[split] <= 0 else min(number, limits[split])
-        for split, number in numbers.items()
-        if number is not None
-    }
-    if data.filter_overlong_prompts and not (found.tokenizer_works and wanted.get("train", 0) <= _MOST_ROWS):
+    rows: dict[str, Rows] = {}
+    stores: dict[str, PromptStore] = {}
+    wanted: dict[str, int] = {}
+    for split, files, limit in (
+        ("train", data.train_files, data.train_max_samples),
+        ("val", data.val_files, data.val_max_samples),
+    ):
+        number = _count(split, as_list(files), found)
+        if number is None:
+            continue
+        wanted[split] = number if limit <= 0 else min(number, limit)
+        if wanted[split] > _MOST_ROWS:
+            found.notes.append(f"data.{split}_files: the first {_MOST_ROWS:,} of {wanted[split]:,} rows are looked at")
+        try:
+            # As `scan_rows` has it, 0 are all.
+            _read_split(cfg, split, as_list(files), min(wanted[split] or 1, _MOST_ROWS), rows, stores, found)
+        except RltrainError as error:
+            found.problems.append(str(error))
+    is_whole = "train" in stores and wanted["train"] <= _MOST_ROWS
+    if data.filter_overlong_prompts and not is_whole:
         found.notes.append("prompts are counted before filter_overlong_prompts: a run may have fewer")
-    found.notes += [
-        f"data.{split}_files: the first {_MOST_ROWS:,} of {number:,} rows are looked at"
-        for split, number in wanted.items()
-        if number > _MOST_ROWS
-    ]
-    # A file that cannot be read; `preflight` has named it.
-    if len(wanted) < len(splits):
-        return {}, wanted.get("train"), 0
-    looked_at = {split: min(number, _MOST_ROWS) for split, number in wanted.items()}
+    if "train" in stores:
+        found.images = ImageSizes.of(stores)
+        look_at_images(cfg, found)
+    # Only then the count after the filter is that of the run.
+    if is_whole:
+        return rows, len(stores["train"]), stores["train"].num_dropped
+    return rows, wanted.get("train"), 0
+
+
+def _read_split(
+    cfg: Config,
+    split: str,
+    files: Sequence[str],
+    most: int,
+    rows: dict[str, Rows],
+    stores: dict[str, PromptStore],
+    found: Findings,
+) -> None:
+    """Put the usable rows of a split into ``rows``, and its prompts into ``stores`` if a run would take them all."""
     # Of more rows than are looked at, the first ones and not some of them.
-    shuffle = data.shuffle and looked_at == wanted
-    short = replace(data, train_max_samples=looked_at["train"], val_max_samples=looked_at["val"], shuffle=shuffle)
-    try:
-        if found.tokenizer_works:
-            read = _load(replace(cfg, data=short), found)
-            rows, prompts = read.rows, read.prompts["train"]
-            # Only then the count after the filter is that of the run.
-            if looked_at["train"] == wanted["train"]:
-                return rows, len(prompts), prompts.num_dropped
-        else:
-            rows = {
-                split: read_rows(files, max_rows=looked_at[split], **keys_of(data))
-                for split, files in splits.items()
-                if files
-            }
-    except RltrainError as error:
-        found.problems.append(str(error))
-        rows = {}
-    return rows, wanted["train"], 0
+    seed = cfg.data.seed if cfg.data.shuffle and most < _MOST_ROWS else None
+    usable, problems = scan_rows(files, max_rows=most, seed=seed, **keys_of(cfg.data))
+    if not len(usable):
+        problems = problems or [f"no usable row in {usable.paths}."]
+    else:
+        rows[split] = usable
+    found.problems += [bad_rows(problems)] if problems else []
+    # Rows that are right by themselves may still have prompts that are not.
+    if len(usable) and found.tokenizer_works:
+        fitting, store = encode_split(cfg, split, usable, chat_encoder(cfg))
+        if not problems:
+            rows[split], stores[split] = fitting, store
 
 
 def _load(cfg: Config, found: Findings) -> Data:
@@ -171,11 +186,14 @@ def _load(cfg: Config, found: Findings) -> Data:
     return read
 
 
-def _count(files: Sequence[str]) -> int | None:
-    """Rows, from the files' footers. None where one cannot be read."""
+def _count(split: str, names: Sequence[str], found: Findings) -> int | None:
+    """Rows of the files; None without any, and where one cannot be read: that is added to ``found``."""
+    if not names or not all(map(matching, names)):  # `preflight` has named what is not there
+        return None
     try:
-        return sum(pq.ParquetFile(file).metadata.num_rows for file in files)
-    except (OSError, ValueError):
+        return sum(num_rows(file) for name in names for file in files_of(name))
+    except RltrainError as error:
+        found.problems.append(f"data.{split}_files: {error}")
         return None
 
 
@@ -193,11 +211,15 @@ def _try_reward(cfg: Config, rows: dict[str, Rows], found: Findings) -> list[str
         try:
             for source, row in firsts.items():
                 started = time.perf_counter()
-                score = scorer.check((source, str(row.ground_truth), row.ground_truth, row.extra_info))
+                answer, how = str(row.ground_truth), "the ground truth as the answer"
+                # A scorer of our own may want a form; a function of the user's is asked once.
+                if isinstance(scorer, Slot) and not custom and row.reward_style == "rule":
+                    answer, how = _in_best_form(scorer, row)
+                score = scorer.check((source, answer, row.ground_truth, row.extra_info))
                 seconds = time.perf_counter() - started
                 scores.append(score)
                 printed = "".join(f"\n    printed: {line}" for line in scorer.take_printed().splitlines())
-                lines.append(f"{source!r}, the ground truth as the answer: {_said(score)} ({seconds:.2f} s){printed}")
+                lines.append(f"{short(source)!r}, {how}: {_said(score)} ({seconds:.2f} s){printed}")
             if custom and not firsts and isinstance(scorer, Slot):
                 scorer.prepare("")  # an import and a signature need no row
         finally:
@@ -210,6 +232,14 @@ def _try_reward(cfg: Config, rows: dict[str, Rows], found: Findings) -> list[str
             f"{custom.name!r} in {custom.path!r} gives no number for any answer it was tried on, see above."
         )
     return ["\n  ".join(["reward", *lines])] if lines else []
+
+
+def _in_best_form(scorer: Slot, row: PromptRow) -> tuple[str, str]:
+    """The ground truth, written down as its scorer likes it most, and what is said of that."""
+    form = best_form(scorer, row)[1]
+    truth = row.ground_truth[0] if isinstance(row.ground_truth, list) and row.ground_truth else row.ground_truth
+    how = "the ground truth as the answer" if form == "{}" else f"the ground truth written as {form.format('…')!r}"
+    return form.format(truth), how
 
 
 def _said(score: Score) -> str:

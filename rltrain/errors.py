@@ -184,6 +184,12 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0].strip()
 
 
+def short(value: object, most: int = 100) -> str:
+    """The text of a value, in the middle of a sentence: its beginning where it is long. Values may be megabytes."""
+    text = str(value)
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
 def command(main: Callable[[list[str] | None], int]) -> Callable[..., int]:
     """Decorator of a program's ``main(argv)``: an RltrainError is printed, and its exit code returned; so is what
     `of_system` makes of another."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 import json
+import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,6 +15,7 @@ from typing import Any, TypeVar
 from rltrain.errors import StorageError
 
 T = TypeVar("T")
+_PATTERN = re.compile(r"[*?[]")
 _TRIED_S, _PAUSE_S = 5.0, 0.5
 
 
@@ -40,6 +43,18 @@ def patiently(path: Path, read: Callable[[], T]) -> T:
                     "for good, move the checkpoint's folder away."
                 ) from error
         time.sleep(_PAUSE_S)
+
+
+def matching(name: str) -> list[Path]:
+    """The file or folder of this path; else the files that it matches as a pattern (``*``, ``?``, ``[…]``, ``**``), in
+    the order of their names. Empty where there is nothing."""
+    path = Path(name).expanduser()
+    if path.exists():
+        return [path]
+    if not _PATTERN.search(name):
+        return []
+    found = (Path(each) for each in glob.glob(str(path), recursive=True))
+    return sorted(each for each in found if each.is_file())
 
 
 def json_lines(file: Path) -> list[dict[str, Any]]:

@@ -1,10 +1,12 @@
 """--dry-run: what it sees, and that its exit code says whether a run would start."""
 
 import json
+import pathlib
 import shutil
 import sys
 from types import SimpleNamespace
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, BloomConfig, Qwen3MoeConfig
@@ -162,6 +164,45 @@ def test_rows_with_images_that_the_model_cannot_see_are_known(dry, made, tmp_pat
     pictures = [[{"bytes": b"x"}] if row == 3 else [] for row in range(table.num_rows)]
     pq.write_table(table.append_column("images", [pictures]), tmp_path / "seen.parquet")
     assert "images" in refused(dry, data__train_files=tmp_path / "seen.parquet")
+
+
+def test_data_that_cannot_be_read_are_a_problem_and_the_other_split_is_looked_at(dry, made, tmp_path):
+    train, _ = made[1]
+    cut = tmp_path / "cut.parquet"
+    cut.write_bytes(pathlib.Path(train).read_bytes()[:-100])
+    (tmp_path / "pointer.parquet").write_text("version https://git-lfs.github.com/spec/v1\n")
+    wrong = write_arithmetic(tmp_path / "wrong.parquet", range(4), "nobody/knows")
+    for bad, words in ((cut, "cannot be read as parquet"), (tmp_path / "pointer.parquet", "git lfs pull")):
+        for first, second in ((bad, wrong), (wrong, bad)):
+            code, text = dry(data__train_files=first, data__val_files=second)
+            found = text[text.index("a run would refuse") :]
+            assert code == 2
+            assert words in found
+            assert "no scorer for data_source='nobody/knows'" in found
+            assert "data: the first" in text
+    (tmp_path / "folder").mkdir()
+    assert "is a folder without a parquet" in refused(dry, data__train_files=tmp_path / "folder")
+
+
+def test_json_lines_and_patterns_are_trained_on(dry, made, tmp_path):
+    train = pq.read_table(made[1][0]).to_pylist()
+    for name, part in (("a", train[:12]), ("b", train[12:])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    code, text = dry(data__train_files=tmp_path / "*.jsonl")
+    assert (code, text.splitlines()[-1]) == (0, "a run would start")
+    assert "5 per epoch of 20 prompts" in text
+
+
+def test_each_kind_of_bad_row_is_shown_at_once(dry, made, tmp_path):
+    rows = pq.read_table(made[1][0]).to_pylist()
+    rows[3]["data_source"] = None
+    rows[5]["prompt"] = rows[9]["prompt"] = [{"role": "user", "content": "x" * 400}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "bad.parquet")
+    found = refused(dry, data__train_files=tmp_path / "bad.parquet")
+    assert "row 3: field 'data_source' is null" in found
+    assert "2 of 19 prompts are longer than" in found
+    assert "row 5: " in found
+    assert "row 9: " in found
 
 
 def test_a_run_folder_that_cannot_be_had_is_known(dry, tmp_path):

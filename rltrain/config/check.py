@@ -23,6 +23,7 @@ from rltrain.config.renames import shown
 from rltrain.config.schema import Config
 from rltrain.errors import ConfigError
 from rltrain.plugin import is_plugin, plugin_file
+from rltrain.storage import matching
 
 _A = "actor_rollout_ref."
 _R = _A + "rollout."
@@ -71,7 +72,7 @@ def missing_files(config: Config) -> list[str]:
     return [
         f"{key}: {path} does not exist.{nearest_file(Path(path).expanduser())}"
         for key, path in named
-        if not Path(path).expanduser().exists()
+        if not (matching(path) if key in files else Path(path).expanduser().exists())
     ]
 
 

@@ -1,11 +1,12 @@
 """What a file and a row of verl's parquet schema must hold."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow as pa
 
-from rltrain.errors import DataError
+from rltrain.errors import DataError, short
 
 # The column of videos, as in verl's files.
 VIDEOS = "videos"
@@ -30,29 +31,34 @@ class Keys:
         return ("ability", "extra_info")
 
 
-def check_schema(path: str, schema: pa.Schema, keys: Keys) -> None:
-    """Raise DataError if a file lacks a column, or has another kind of column for the ground truth."""
-    names = list(schema.names)
+def check_columns(path: str, names: Sequence[str], keys: Keys) -> None:
+    """Raise DataError if a file lacks a column."""
     missing = [name for name in keys.required() if name not in names]
+    has = short(", ".join(map(repr, names)) or "none", 300)
     if missing:
         hint = "" if keys.prompt not in missing else " Or name its prompt column with data.prompt_key=NAME."
         raise DataError(
-            f"{path!r} has no column {', '.join(map(repr, missing))}; it has {', '.join(map(repr, names)) or 'none'}. "
+            f"{path!r} has no column {', '.join(map(repr, missing))}; it has {has}. "
             f"A verl file holds {', '.join(map(repr, keys.required()))}; "
-            f"see python -m rltrain.data_preprocess.gsm8k --help for a converter.{hint}"
+            f"python -m rltrain.data_preprocess.jsonl --input {path} makes one of other columns (see --help).{hint}"
         )
+    if keys.image != "images" and keys.image not in names:
+        raise DataError(f"{path!r} has no column data.image_key={keys.image!r}; it has {has}.")
+
+
+def check_schema(path: str, schema: pa.Schema, keys: Keys) -> None:
+    """Raise DataError if a parquet file lacks a column, or has another kind of column for the ground truth."""
+    names = list(schema.names)
+    check_columns(path, names, keys)
     reward = schema.field("reward_model").type
     if not pa.types.is_struct(reward) or reward.get_field_index("ground_truth") < 0:
         raise DataError(
-            f"{path!r}: column 'reward_model' is {reward}; it must be a struct such as "
+            f"{path!r}: column 'reward_model' is {short(reward)}; it must be a struct such as "
             "{'style': 'rule', 'ground_truth': '72'}."
         )
-    if keys.image not in names:
-        if keys.image != "images":
-            raise DataError(f"{path!r} has no column data.image_key={keys.image!r}; it has {', '.join(names)}.")
-    elif not _holds_images(schema.field(keys.image).type):
+    if keys.image in names and not _holds_images(schema.field(keys.image).type):
         raise DataError(
-            f"{path!r}: column {keys.image!r} is {schema.field(keys.image).type}; it must hold images, each "
+            f"{path!r}: column {keys.image!r} is {short(schema.field(keys.image).type)}; it must hold images, each "
             "{'bytes': the file} or {'path': its name}, and be named by data.image_key."
         )
 

@@ -28,7 +28,8 @@ from rltrain.config.schema import DataConfig
 from rltrain.data.images import open_image
 from rltrain.data.order import BatchOrder
 from rltrain.data.pictures import entries
-from rltrain.data.rows import PromptRow, Rows, drawn, keys_of, rows_of
+from rltrain.data.rows import PromptRow, Rows, keys_of, rows_of
+from rltrain.data.tables import drawn
 from rltrain.errors import ConfigError, DataError
 from rltrain.plugin import load_plugin, user_traceback
 

@@ -7,7 +7,8 @@ process that needs a prompt reads and processes them itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -22,6 +23,8 @@ from rltrain.errors import DataError
 
 # Enough for the tokenizer to work on in parallel, without the texts of all rows in memory at once.
 _ENCODE_CHUNK_ROWS = 512
+# For more than one bad prompt: a template that does not end takes its time with each.
+_SEARCH_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -193,7 +196,7 @@ Encoded = tuple[list[int], tuple[int, int, int]]
 
 def _encode_rows(rows: Rows, encoder: ChatEncoder) -> Iterator[Encoded]:
     """Token ids and counts of images, row by row; in chunks, and again one by one where a chunk fails, to name the
-    row."""
+    rows."""
     with_images = np.flatnonzero(rows.num_images)
     if len(with_images):
         try:
@@ -222,12 +225,25 @@ def _encode_rows(rows: Rows, encoder: ChatEncoder) -> Iterator[Encoded]:
         try:
             yield from encode(start, prompts)
         except DataError:
-            for position, prompt in enumerate(prompts, start):
-                try:
-                    encode(position, [prompt])
-                except DataError as error:
-                    raise DataError(f"{rows.origin(position)}: {error}") from error
+            wrong = list(_wrong(rows, start, prompts, encode))
+            if wrong:
+                title = f"{len(wrong)} or more prompts cannot be used:"
+                raise DataError(wrong[0] if len(wrong) == 1 else first_of(title, wrong)) from None
             raise
+
+
+def _wrong(rows: Rows, start: int, prompts: list[Any], encode: Callable[[int, list[Any]], object]) -> Iterator[str]:
+    """What ``encode`` says of each prompt from row ``start`` on that it refuses."""
+    deadline = time.monotonic() + _SEARCH_S
+    is_late = False
+    for position, prompt in enumerate(prompts, start):
+        try:
+            encode(position, [prompt])
+        except DataError as error:
+            yield f"{rows.origin(position)}: {error}"
+            is_late = time.monotonic() > deadline
+        if is_late:
+            return
 
 
 def _overlong_report(rows: Rows, overlong: list[tuple[int, int]], limit: int, instead: str) -> str:

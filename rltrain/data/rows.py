@@ -1,4 +1,4 @@
-"""verl's parquet schema: what a row must hold, and errors that name the file, the row and the field.
+"""Rows in verl's schema: what one must hold, and errors that name the file, the row and the field.
 
 Files come from many programs, and a wrong field would otherwise surface hours later, as a crash in a scorer or as a
 prompt that reads "None". So every row is checked before anything starts. A ``Rows`` keeps the Arrow tables and builds a
@@ -8,27 +8,25 @@ left out: of it we would use the parquet reader alone, Arrow's own. So was panda
 
 import hashlib
 import json
-import pickle
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import pairwise, repeat
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from rltrain.config.schema import DataConfig
-from rltrain.data.checks import VIDEOS, Keys, check_schema, row_problem
-from rltrain.data.pictures import Look, PictureFile, Pictures, PictureTable, entries, look_through, seal
-from rltrain.errors import DataError, RltrainError, first_line, of_host
-from rltrain.seeds import stream
-from rltrain.storage import patiently
+from rltrain.data.checks import Keys, row_problem
+from rltrain.data.files import files_of
+from rltrain.data.pictures import Look, PictureFile, Pictures, entries, look_through, seal
+from rltrain.data.tables import Pickled, Table, chosen, open_table, unreadable
+from rltrain.errors import DataError
 
 _NUM_SHOWN = 5
+_MOST_PATHS = 3
 # Rows become Python objects to be checked, which take many times the memory of the table; a chunk at a time is enough.
 _READ_CHUNK_ROWS = 1024
 _DIGEST_BYTES = 16
@@ -36,7 +34,7 @@ _DIGEST_BYTES = 16
 
 @dataclass(frozen=True)
 class PromptRow:
-    """One row of a verl parquet file. ``prompt`` is a list of ``{"role": ..., "content": ...}`` messages."""
+    """One row of a file in verl's schema. ``prompt`` is a list of ``{"role": ..., "content": ...}`` messages."""
 
     data_source: str
     prompt: list[dict[str, Any]]
@@ -44,29 +42,6 @@ class PromptRow:
     reward_style: str
     ground_truth: Any
     extra_info: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class _File:
-    """A file, the rows of it that are used (without pictures), and their numbers in it. pictures: where these stand."""
-
-    path: str
-    table: pa.Table
-    numbers: np.ndarray
-    pictures: PictureFile | PictureTable | None = None
-
-    def records(self, names: Sequence[str], start: int, number: int = 1) -> list[dict[str, Any]]:
-        """Columns ``names`` of ``number`` rows from ``start`` on."""
-        return self.table.select(names).slice(start, number).to_pylist()
-
-
-class _Pickled(_File):
-    """Rows that a program has made: each field is a pickle, because Arrow wants one type for all rows of a column."""
-
-    def records(self, names: Sequence[str], start: int, number: int = 1) -> list[dict[str, Any]]:
-        """See `_File`."""
-        packed = super().records(names, start, number)
-        return [{name: pickle.loads(value) for name, value in record.items()} for record in packed]
 
 
 @dataclass(frozen=True)
@@ -80,9 +55,9 @@ class _Checks:
 
 
 class Rows:
-    """Rows of one or more parquet files, in file order: an immutable, picklable sequence of ``PromptRow``."""
+    """Rows of one or more files, in file order: an immutable, picklable sequence of ``PromptRow``."""
 
-    def __init__(self, files: Sequence[_File], keys: Keys, index: np.ndarray, checks: _Checks):
+    def __init__(self, files: Sequence[Table], keys: Keys, index: np.ndarray, checks: _Checks):
         self._files = tuple(files)
         self._keys = keys
         self._index = index
@@ -107,7 +82,9 @@ class Rows:
     @property
     def paths(self) -> str:
         """The files the rows came from, for messages."""
-        return ", ".join(file.path for file in self._files)
+        more = len(self._files) - _MOST_PATHS
+        shown = ", ".join(file.path for file in self._files[: _MOST_PATHS + (more == 1)])
+        return f"{shown}, … ({more} more)" if more > 1 else shown
 
     def origin(self, position: int) -> str:
         """Where a row came from, for messages: ``'train.parquet' row 17`` (rows are counted from 0)."""
@@ -165,7 +142,7 @@ class Rows:
         """`fingerprint`, and after a space the number of rows and their files, for people."""
         return f"{self.fingerprint()} {len(self)} rows of {self.paths}"
 
-    def _locate(self, position: int) -> tuple[_File, int]:
+    def _locate(self, position: int) -> tuple[Table, int]:
         if not -len(self) <= position < len(self):
             raise IndexError(f"row {position} of {len(self)}")
         row = int(self._index[position])
@@ -182,7 +159,8 @@ def read_rows(
     max_rows: int = -1,
     seed: int | None = None,
 ) -> Rows:
-    """Read and check verl-style parquet files; every row is looked at before anything is started.
+    """Read and check files in verl's schema (parquet, json, jsonl; patterns and folders of them); every row is looked
+    at before anything is started.
 
     ``max_rows`` keeps so many rows over all files (0 or less: all), drawn by ``seed`` (None: the first). Raises
     DataError naming file, row, field, what is wrong and what to do; up to five problems at once.
@@ -205,15 +183,7 @@ def rows_of(
     ``name`` and ``numbers`` [n], ascending, are for messages. Raises DataError as `read_rows` does.
     """
     keys = Keys(prompt_key, reward_fn_key, image_key)
-    columns: dict[str, list[bytes]] = {column: [] for column in (*keys.required(), *keys.optional(), keys.image)}
-    has_images = False
-    for record in records:
-        for column, values in columns.items():
-            values.append(pickle.dumps(record.get(column)))
-        has_images = has_images or bool(record.get(keys.image))
-    table = pa.table({column: pa.array(each, pa.large_binary()) for column, each in columns.items()})
-    pictures = PictureTable(name, table.column(keys.image), numbers) if has_images else None
-    return _usable(*_checked([_Pickled(name, table.drop_columns(keys.image), numbers, pictures)], keys))
+    return _usable(*_checked([Pickled.of(records, name, keys, numbers)], keys))
 
 
 def keys_of(data: DataConfig) -> dict[str, Any]:
@@ -223,7 +193,7 @@ def keys_of(data: DataConfig) -> dict[str, Any]:
 
 def _usable(rows: Rows, problems: Sequence[str]) -> Rows:
     if problems:
-        raise DataError(first_of("1 bad row:" if len(problems) == 1 else f"{len(problems)} bad rows:", problems))
+        raise DataError(bad_rows(problems))
     if not len(rows):
         raise DataError(f"no usable row in {rows.paths}.")
     return rows
@@ -246,10 +216,11 @@ def scan_rows(
     if not paths:
         raise DataError("no data file was given. Try data.train_files=train.parquet data.val_files=test.parquet.")
     keys = Keys(prompt_key, reward_fn_key, image_key)
-    return _checked(_chosen([_open(path, keys) for path in map(str, paths)], max_rows, seed), keys)
+    found = [open_table(file, keys) for path in paths for file in files_of(str(path))]
+    return _checked(chosen(found, max_rows, seed), keys)
 
 
-def _checked(files: Sequence[_File], keys: Keys) -> tuple[Rows, list[str]]:
+def _checked(files: Sequence[Table], keys: Keys) -> tuple[Rows, list[str]]:
     kept, problems, start = [], [], 0
     digests = bytearray()
     looks: list[Look] = []
@@ -267,85 +238,15 @@ def _checked(files: Sequence[_File], keys: Keys) -> tuple[Rows, list[str]]:
     return Rows(files, keys, np.asarray(kept, dtype=np.int64), checks), problems
 
 
-def drawn(total: int, most: int, seed: int | None) -> np.ndarray:
-    """At most ``most`` of the numbers below ``total`` (0 or less: all), drawn by ``seed`` (None: the first); ascending
-    [n], int64."""
-    if not 0 < most < total:
-        return np.arange(total)
-    if seed is None:
-        return np.arange(most)
-    # As in `BatchOrder`: rows are ranked by raw numbers, whose stream NumPy guarantees.
-    return np.sort(np.argsort(stream(seed, "subset").random_raw(total), kind="stable")[:most])
-
-
-def _chosen(files: list[_File], max_rows: int, seed: int | None) -> list[_File]:
-    """The files with at most ``max_rows`` of their rows (0 or less: all), in file order."""
-    total = sum(len(file.numbers) for file in files)
-    if not 0 < max_rows < total:
-        return files
-    rows = drawn(total, max_rows, seed)
-    starts = np.cumsum([0, *(len(file.numbers) for file in files)])
-    return [_taken(file, _between(rows, *ends)) for file, ends in zip(files, pairwise(starts), strict=True)]
-
-
-def _taken(file: _File, rows: np.ndarray) -> _File:
-    # Batch by batch: Arrow may join all chunks of a column before it takes rows, which pictures are too large for.
-    batches = file.table.to_batches()
-    starts = np.cumsum([0, *(batch.num_rows for batch in batches)])
-    pieces = zip(batches, pairwise(starts), strict=True)
-    parts = [batch.take(pa.array(_between(rows, *ends))) for batch, ends in pieces]
-    return replace(file, table=pa.Table.from_batches(parts, file.table.schema), numbers=rows)
-
-
-def _between(rows: np.ndarray, start: int, end: int) -> np.ndarray:
-    """Those of the ascending ``rows`` from ``start`` to before ``end``, counted from ``start``."""
-    return rows[np.searchsorted(rows, start) : np.searchsorted(rows, end)] - start
-
-
-def _open(path: str, keys: Keys) -> _File:
-    if "://" in path:
-        raise DataError(f"{path!r} is a remote address; copy the file to a local disk and give its path.")
-    local = Path(path).expanduser()
-    try:
-        table, names = patiently(local, partial(_read, path, local, keys))
-    except (FileNotFoundError, NotADirectoryError):
-        raise DataError(f"data file {path!r} does not exist (looked at {local.absolute()}).") from None
-    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
-        raise _unreadable(path, error) from error
-    # Other processes, which read the pictures, may have another folder for their current one.
-    pictures = PictureFile(str(local.absolute()), keys.image) if keys.image in names else None
-    return _File(path, table, np.arange(table.num_rows), pictures)
-
-
-def _read(path: str, file: Path, keys: Keys) -> tuple[pa.Table, list[str]]:
-    if file.is_dir():
-        raise DataError(f"{path!r} is a folder; list its parquet files: data.train_files='[{path}/a.parquet,…]'.")
-    if file.stat().st_size == 0:
-        raise DataError(f"data file {path!r} is empty (0 bytes); write it again.")
-    # A flipped bit in a page with a checksum is then an error and not another number.
-    with pq.ParquetFile(file, page_checksum_verification=True) as source:
-        check_schema(path, source.schema_arrow, keys)
-        # Columns that nobody reads would only fill Ray's object store.
-        names, wanted = source.schema_arrow.names, {*keys.required(), *keys.optional(), VIDEOS} - {keys.image}
-        return source.read(columns=[name for name in names if name in wanted]), names
-
-
-def _unreadable(path: str, error: Exception) -> RltrainError:
-    return of_host(error) or DataError(
-        f"data file {path!r} cannot be read as parquet: it is truncated, damaged or of another format "
-        f"({first_line(error)[:200]}). Write or copy it again."
-    )
-
-
-def _looks(file: _File, keys: Keys) -> Iterator[Look]:
+def _looks(file: Table, keys: Keys) -> Iterator[Look]:
     """A look at the pictures of every row of a file."""
     try:
         yield from look_through(file.pictures, file.numbers, keys.image) if file.pictures else repeat(Look())
     except (OSError, pa.ArrowException) as error:
-        raise _unreadable(file.path, error) from error
+        raise unreadable(file.path, error) from error
 
 
-def _check_table(file: _File, keys: Keys, digests: bytearray, looks: list[Look]) -> dict[int, str]:
+def _check_table(file: Table, keys: Keys, digests: bytearray, looks: list[Look]) -> dict[int, str]:
     """The problem per bad row, by row number. A digest per row and the look at its images are put to the others."""
     bad: dict[int, str] = {}
     coming = _looks(file, keys)
@@ -392,6 +293,11 @@ def _build(record: dict[str, Any], keys: Keys) -> PromptRow:
         ground_truth=reward.get("ground_truth"),
         extra_info=record.get("extra_info") or {},
     )
+
+
+def bad_rows(problems: Sequence[str]) -> str:
+    """What is said of rows with problems, one line each."""
+    return first_of("1 bad row:" if len(problems) == 1 else f"{len(problems)} bad rows:", problems)
 
 
 def first_of(title: str, lines: Sequence[str]) -> str:

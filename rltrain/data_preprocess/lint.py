@@ -123,7 +123,7 @@ def _check_answers(
                     check_sources([source])
                 if _is_tests(row.ground_truth):
                     continue
-                best, form[source] = _best(slot, row, form.get(source))
+                best, form[source] = best_form(slot, row, form.get(source))
             except RewardError as error:
                 unscored[f"{source!r}: {error}"] += 1
                 continue
@@ -143,7 +143,7 @@ def _is_tests(truth: Any) -> bool:
     return isinstance(truth, str) and truth.lstrip().startswith("{") and '"inputs"' in truth
 
 
-def _best(slot: Slot, row: PromptRow, form: str | None) -> tuple[float, str]:
+def best_form(slot: Slot, row: PromptRow, form: str | None = None) -> tuple[float, str]:
     """The best score of the reference answer (of several: of the worst), and the form that earns it."""
     forms = [one for one in (form, *FORMS, *(THOUGHT + each for each in FORMS)) if one is not None]
     best = (float("-inf"), forms[0])

@@ -360,20 +360,28 @@ def load_data(cfg: Config) -> Data:
             found = custom_rows(data, files, encoder.tokenizer, limit)
         else:
             found = read_rows(files, **keys_of(data), max_rows=limit, seed=data.seed if data.shuffle else None)
-        store = encode_prompts(found, encoder, data.max_prompt_length, data.filter_overlong_prompts, data.truncation)
-        if not len(store):
-            raise DataError(
-                f"data.{split}_files={files}: no prompt is left. Raise data.max_prompt_length={data.max_prompt_length}."
-            )
-        # Rows and prompts must be numbered alike: a batch carries one row number, which finds the tokens and the ground
-        # truth.
-        rows[split], prompts[split] = found.select(store.row_index), store
-        check_vocabulary(rows[split], store, encoder)
-        check_limit_images(rows[split], store, cfg.actor_rollout_ref.rollout.limit_images)
+        rows[split], prompts[split] = encode_split(cfg, split, found, encoder)
         sources = ", ".join(rows[split].data_sources())
-        prompts_left = logs.count(len(store), "prompt")
-        log.info("%s: %s of %s (%d too long and left out)", split, prompts_left, sources, store.num_dropped)
+        prompts_left, num_dropped = logs.count(len(prompts[split]), "prompt"), prompts[split].num_dropped
+        log.info("%s: %s of %s (%d too long and left out)", split, prompts_left, sources, num_dropped)
     return Data(rows, prompts, encoder)
+
+
+def encode_split(cfg: Config, split: str, found: Rows, encoder: ChatEncoder) -> tuple[Rows, PromptStore]:
+    """The rows of the prompts that pass the filter, and these prompts, tokenised. Raises DataError."""
+    data = cfg.data
+    store = encode_prompts(found, encoder, data.max_prompt_length, data.filter_overlong_prompts, data.truncation)
+    if not len(store):
+        raise DataError(
+            f"{found.paths}: no prompt is left for data.{split}_files. Raise "
+            f"data.max_prompt_length={data.max_prompt_length}."
+        )
+    # Rows and prompts must be numbered alike: a batch carries one row number, which finds the tokens and the ground
+    # truth.
+    rows = found.select(store.row_index)
+    check_vocabulary(rows, store, encoder)
+    check_limit_images(rows, store, cfg.actor_rollout_ref.rollout.limit_images)
+    return rows, store
 
 
 def write_run_files(folder: RunFolder, loaded: LoadedConfig, plan: Plan, hosts: list[str]) -> None:

@@ -219,7 +219,9 @@ def test_a_model_that_sees_is_never_trained_blind(folders, tmp_path, write, good
     images = inside(png(60, 60)) if column == "image" else None
     prompts = [[{"role": "user", "content": content}], [{"role": "user", "content": content}]]
     path = write(tmp_path / "r.parquet", [good_row(prompt=each, **{column: images}) for each in prompts])
-    with pytest.raises(DataError, match=rf"^'{path}' row 0: the prompt has 1 places .* 0 images. .*data.image_key"):
+    with pytest.raises(
+        DataError, match=rf"(?s)'{path}' row 0: the prompt has 1 .* 0 images. .*data.image_key.* row 1: "
+    ):
         encode_prompts(read_rows(path), ChatEncoder(folders["qwen2_vl"]), 500)
 
 

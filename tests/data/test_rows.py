@@ -174,7 +174,8 @@ def test_files_that_are_not_there_or_not_parquet_are_named(tmp_path):
     assert "does not exist" in problem(str(text / "no.parquet"))
     assert "cannot be read as parquet" in problem(str(text))
     assert "0 bytes" in problem(str(empty))
-    assert "is a folder" in problem(str(tmp_path))
+    (tmp_path / "folder").mkdir()
+    assert "is a folder without a parquet or jsonl file" in problem(str(tmp_path / "folder"))
     assert "remote address" in problem("hdfs://host/a.parquet")
     assert "no data file" in problem([])
 

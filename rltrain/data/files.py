@@ -1,0 +1,266 @@
+"""Files of data: which ones a name stands for, what a file is, and the records of JSON and CSV.
+
+A name may be a pattern or a folder, and its ending may be wrong or missing. So the first bytes decide what a file is,
+and what is not read is named for what it is: a pointer of Git LFS is no damaged parquet file. JSON comes in several
+forms, which are told apart by what they hold; one that could be read in two ways is refused.
+"""
+
+from __future__ import annotations
+
+import bz2
+import csv
+import gzip
+import json
+import lzma
+import re
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from io import BufferedReader, BytesIO
+from itertools import chain
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pyarrow as pa
+
+from rltrain.errors import DataError, first_line, of_host, short
+from rltrain.storage import matching
+
+_HEAD_BYTES = 512
+_JSON = (".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz")
+_TEST = re.compile(r"(^|[^a-z])(test|val|valid|validation|dev|eval)([^a-z]|$)")
+_HALF = re.compile(r"\\u[dD][89a-fA-F]")
+_COMPRESSED: tuple[tuple[bytes, Callable[[Path], Any]], ...] = (
+    (b"\x1f\x8b", gzip.open), (b"BZh", bz2.open), (b"\xfd7zXZ\0", lzma.open),
+    (b"\x28\xb5\x2f\xfd", lambda file: pa.input_stream(str(file), compression="zstd")),
+)  # fmt: skip
+# JSON and CSV of other programs, with and without a mark at the beginning.
+_WIDE = ((b"\xff\xfe", "utf-16"), (b"\xfe\xff", "utf-16"), (b"{\0", "utf-16-le"), (b"[\0", "utf-16-le"))
+_TO_PARQUET = "write it as parquet (in pandas: to_parquet)"
+# The first bytes of what is not read, what it is, and what to do.
+_OTHERS = (
+    (rb"version https://git-lfs", "a pointer of Git LFS and not the data: run `git lfs pull` where it was cloned"),
+    (rb"(\.\./|/)*(\.git/)?annex/objects", "a pointer of git-annex and not the data: run `git annex get` on it"),
+    (rb"\s*<", "a web page (or XML) and not the data: download the file itself (on the Hub: /resolve/ for /blob/)"),
+    (rb"PK\x03\x04", "a zip archive or an Excel workbook: unpack it, or save it as csv"),
+    (rb"7z\xbc\xaf|Rar!|.{257}ustar", "an archive: unpack it"),
+    (rb"ARROW1|FEA1", "an Arrow (feather) file: pandas.read_feather(FILE).to_parquet('data.parquet')"),
+    (rb"\xff\xff\xff\xff", "an Arrow stream, as datasets keeps: Dataset.from_file(FILE).to_parquet('data.parquet')"),
+    (rb"PARE", "an encrypted parquet file: write it without encryption"),
+    (rb"\x80[\x02-\x05]", f"a pickle, which could run any code: {_TO_PARQUET}"),
+    (
+        rb"ORC|Obj\x01|\x89HDF|\x93NUMPY|SQLite format 3",
+        f"a file of another program (ORC, Avro, HDF5, …): {_TO_PARQUET}",
+    ),
+    (rb"%PDF|\x89PNG|\xff\xd8\xff|GIF8", "a document or a picture, and no table"),
+)
+
+
+def files_of(name: str) -> list[str]:
+    """The files of a path, a pattern or a folder, in the order of their names; a path to nothing stays as it is.
+
+    Raises DataError for a folder that holds nothing to read, or training and test files side by side.
+    """
+    found = [Path(name)] if "://" in name else matching(name)
+    if not found:
+        return [name]
+    if len(found) == 1 and found[0].is_dir():
+        return _of_folder(name, found[0])
+    return [str(each) for each in found] if found != [Path(name).expanduser()] else [name]
+
+
+def _of_folder(name: str, folder: Path) -> list[str]:
+    inside = sorted(each for each in folder.iterdir() if each.is_file() and each.name[0] not in "._")
+    by_kind = ([each for each in inside if each.name.endswith(kinds)] for kinds in (".parquet", _JSON))
+    found = next(filter(None, by_kind), [])
+    if any(each.name in ("dataset_info.json", "state.json", "dataset_dict.json") for each in inside):
+        way_out = "It was saved by datasets: load_from_disk(FOLDER)['train'].to_parquet('train.parquet')."
+        raise DataError(f"{name!r} is a folder of Arrow files. {way_out}")
+    if not found:
+        below = next((each for kind in (".parquet", *_JSON) for each in sorted(folder.rglob(f"*{kind}"))), None)
+        hint = f" Did you mean {str(below.parent)!r}?" if below else ""
+        raise DataError(f"{name!r} is a folder without a parquet or jsonl file.{hint}")
+    tests = [each for each in found if _TEST.search(each.stem.lower())]
+    if 0 < len(tests) < len(found):
+        shown = ", ".join(each.name for each in found[:4])
+        raise DataError(
+            f"{name!r} is a folder with files of several splits ({shown}{', …' if len(found) > 4 else ''}). "
+            f"Name those that are meant, such as '{name}/train*{found[0].suffix}'."
+        )
+    return [str(each) for each in found]
+
+
+def kind_of(name: str, file: Path) -> str:
+    """``parquet``, ``json`` or ``csv``. Raises DataError, which says what it is, for any other file; OSError."""
+    if file.stat().st_size == 0:
+        raise DataError(f"data file {name!r} is empty (0 bytes); write it again.")
+    with file.open("rb") as stream:
+        is_compressed = stream.read(8).startswith(tuple(magic for magic, _ in _COMPRESSED))
+    with _content(name, file) as content:
+        head = content.read(_HEAD_BYTES)
+    if head.startswith(b"PAR1"):
+        if is_compressed:
+            raise DataError(f"data file {name!r} is a compressed parquet file: unpack it (gunzip), as parquet is.")
+        return "parquet"
+    for first, what in _OTHERS:
+        if re.match(first, head, re.DOTALL):
+            raise DataError(f"data file {name!r} is {what}.")
+    if head.lstrip()[:1] in (b"{", b"["):
+        return "json"
+    stem = re.sub(r"\.(gz|bz2|xz|zst)$", "", file.name.lower())
+    if stem.endswith((".csv", ".tsv")):
+        return "csv"
+    if stem.endswith((".jsonl", ".ndjson", ".json")):
+        return "json"
+    if stem.endswith(".parquet") or b"\0" in head:
+        return "parquet"
+    raise DataError(
+        f"data file {name!r} is text of no kind that is read: those are parquet, json, jsonl and csv, each as the "
+        "first bytes say, and compressed or not."
+    )
+
+
+def records(name: str, file: Path, kind: str, mended: Callable[[int], object] = lambda row: None) -> Iterator[Any]:
+    """The records of a file of ``json`` or ``csv``, in order. Raises DataError with the line for what cannot be read.
+
+    mended(row): is told of a record in whose texts half a character (a lone surrogate), which no file can hold, was
+    replaced by �.
+    """
+    with _content(name, file) as content:
+        try:
+            yield from _csv(content) if kind == "csv" else _json(content, mended)
+        except _Bad as error:
+            raise DataError(f"data file {name!r} cannot be read as {kind}: {error}") from None
+
+
+class _Bad(Exception):
+    """Names a line, and what is wrong with it."""
+
+
+@contextmanager
+def _content(name: str, file: Path) -> Iterator[BinaryIO]:
+    """The bytes of a file: unpacked, and as UTF-8. A file that ends in the middle is an error with its name."""
+    with file.open("rb") as stream:
+        head = stream.read(8)
+    opener: Any = next((each for magic, each in _COMPRESSED if head.startswith(magic)), partial(open, mode="rb"))
+    try:
+        with opener(file) as stream, BufferedReader(stream) as buffered:
+            wide = next((code for first, code in _WIDE if buffered.peek(4).startswith(first)), None)
+            yield BytesIO(buffered.read().decode(wide).encode()) if wide else buffered
+    except (OSError, EOFError, zlib.error, lzma.LZMAError, pa.ArrowException, UnicodeDecodeError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise of_host(error) or DataError(
+            f"data file {name!r} cannot be unpacked, or is no text: it is truncated or damaged "
+            f"({short(first_line(error))}). Write or copy it again."
+        ) from error
+
+
+def _line(raw: bytes, number: int) -> str:
+    try:
+        return raw.decode("utf-8-sig" if number == 1 else "utf-8")
+    except UnicodeDecodeError:
+        raise _Bad(f"line {number} is not UTF-8. Save it as UTF-8.") from None
+
+
+# -- JSON --------------------------------------------------------------------------------------------------------------
+
+
+def _json(content: BinaryIO, mended: Callable[[int], object]) -> Iterator[Any]:
+    for row, (text, value) in enumerate(_values(content)):
+        if _HALF.search(text) and (whole := _without_halves(value)) != value:
+            mended(row)
+            value = whole
+        yield value
+
+
+def _values(content: BinaryIO) -> Iterator[tuple[str, Any]]:
+    """Records, each with the text that it was read from (of a document: with "", if it has no halves)."""
+    lines = ((number, line) for number, raw in enumerate(content, 1) if (line := _line(raw, number)).strip())
+    number, text = next(lines, (0, ""))
+    try:
+        first = json.loads(text) if text else None
+    except ValueError:
+        first = None
+    if not isinstance(first, dict):  # not one record a line
+        text = "".join([text, *(line for _, line in lines)])
+        told = text if _HALF.search(text) else ""
+        yield from ((told, record) for value in _documents(text, number) for record in _of_document(value))
+        return
+    second = next(lines, None)
+    if second is None:
+        yield from ((text, record) for record in _of_document(first))
+        return
+    yield text, first
+    for number, line in chain([second], lines):
+        try:
+            yield line, json.loads(line)
+        except ValueError as error:
+            raise _Bad(f"line {number} is no whole JSON ({short(error)}).") from None
+
+
+def _documents(text: str, first_line_number: int) -> Iterator[Any]:
+    """The values that stand in a text one after another, each over as many lines as it likes."""
+    decoder, at = json.JSONDecoder(), 0
+    while rest := re.compile(r"\S").search(text, at):
+        try:
+            value, at = decoder.raw_decode(text, rest.start())
+        except ValueError as error:
+            number = text.count("\n", 0, getattr(error, "pos", 0)) + first_line_number
+            raise _Bad(f"line {number} is no whole JSON ({short(error)}).") from None
+        yield value
+
+
+def _of_document(value: Any) -> list[Any]:
+    """The records of a value that is all of a file: a list, a list below one name, or columns."""
+    if isinstance(value, list):
+        return value
+    if not isinstance(value, dict) or not value:
+        return [value]
+    columns = list(value.values())
+    lengths = {len(each) if isinstance(each, list | dict) else -1 for each in columns}
+    if len(lengths) == 1 and min(lengths) > 0:
+        are_lists = all(isinstance(each, list) and not any(isinstance(one, dict) for one in each) for each in columns)
+        # As pandas writes a table.
+        are_numbered = all(isinstance(each, dict) and all(map(str.isdigit, each)) for each in columns)
+        if are_lists or are_numbered:
+            by_row = zip(*(each if are_lists else each.values() for each in columns), strict=True)
+            return [dict(zip(value, row, strict=True)) for row in by_row]
+    tables = [
+        each for each in columns if isinstance(each, list) and each and all(isinstance(one, dict) for one in each)
+    ]
+    if len(tables) == 1 and not any(isinstance(each, list) and each is not tables[0] for each in columns):
+        # Messages are no records.
+        return [value] if {"role", "from", "content", "value"} & tables[0][0].keys() else tables[0]
+    return [value]
+
+
+def _without_halves(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, list):
+        return [_without_halves(each) for each in value]
+    if isinstance(value, dict):
+        return {_without_halves(name): _without_halves(each) for name, each in value.items()}
+    return value
+
+
+# -- CSV ---------------------------------------------------------------------------------------------------------------
+
+
+def _csv(content: BinaryIO) -> Iterator[dict[str, str | None]]:
+    """Rows by the names in the first line, where the most frequent sign parts the cells. An empty cell is None."""
+    lines = (_line(raw, number) for number, raw in enumerate(content, 1))
+    header = next(lines, "")
+    sign = max(",;\t", key=header.count)
+    csv.field_size_limit(1 << 30)
+    rows = csv.reader(chain([header], lines), delimiter=sign, strict=True)
+    try:
+        names = next(rows, [])
+        for row in filter(None, rows):
+            if len(row) != len(names):
+                raise _Bad(f"line {rows.line_num} has {len(row)} cells, and the first line has {len(names)}.")
+            yield {name: cell or None for name, cell in zip(names, row, strict=True)}
+    except csv.Error as error:
+        raise _Bad(f"line {rows.line_num} is no whole line of csv ({error}).") from None

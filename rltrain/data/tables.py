@@ -1,0 +1,182 @@
+"""The rows of files as Arrow tables, opened and drawn: of parquet as they stand there, of JSON each field a pickle."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rltrain.data.checks import VIDEOS, Keys, check_columns, check_schema
+from rltrain.data.files import kind_of, records
+from rltrain.data.pictures import PictureFile, PictureTable
+from rltrain.errors import DataError, RltrainError, first_line, of_host
+from rltrain.seeds import stream
+from rltrain.storage import patiently
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A file, the rows of it that are used (without pictures), and their numbers in it. pictures: where these stand."""
+
+    path: str
+    table: pa.Table
+    numbers: np.ndarray
+    pictures: PictureFile | PictureTable | None = None
+
+    def records(self, names: Sequence[str], start: int, number: int = 1) -> list[dict[str, Any]]:
+        """Columns ``names`` of ``number`` rows from ``start`` on."""
+        return self.table.select(names).slice(start, number).to_pylist()
+
+
+class Pickled(Table):
+    """Rows that were no table: each field is a pickle, because Arrow wants one type for all rows of a column."""
+
+    @classmethod
+    def of(
+        cls, rows: Iterable[dict[str, Any]], path: str, keys: Keys, numbers: np.ndarray | None = None, place: str = ""
+    ) -> Pickled:
+        """The columns of ``keys`` in rows of plain values.
+
+        numbers [rows]: ascending; None: 0, 1, …. path, place: for messages, and of the file from whose folder names of
+        pictures count ("": as path). Pictures that stand in the rows stay in memory.
+        """
+        columns: dict[str, list[bytes]] = {
+            column: [] for column in (*keys.required(), *keys.optional(), VIDEOS, keys.image)
+        }
+        has_images = False
+        for row in rows:
+            for column, values in columns.items():
+                values.append(pickle.dumps(row.get(column)))
+            has_images = has_images or bool(row.get(keys.image))
+        table = pa.table({column: pa.array(each, pa.large_binary()) for column, each in columns.items()})
+        numbers = np.arange(table.num_rows) if numbers is None else numbers
+        pictures = PictureTable(place or path, table.column(keys.image), numbers) if has_images else None
+        return cls(path, table.drop_columns(keys.image), numbers, pictures)
+
+    def records(self, names: Sequence[str], start: int, number: int = 1) -> list[dict[str, Any]]:
+        """See `Table`."""
+        packed = super().records(names, start, number)
+        return [{name: pickle.loads(value) for name, value in record.items()} for record in packed]
+
+
+def open_table(path: str, keys: Keys) -> Table:
+    """All rows of a file. Raises DataError for one that cannot be read or lacks a column, and StorageError."""
+    return _asked(path, partial(_read, path, _local(path), keys))
+
+
+def num_rows(path: str) -> int:
+    """Rows of a file. Raises as `open_table`; of a parquet file only the end is looked at."""
+
+    def count(file: Path) -> int:
+        if (kind := kind_of(path, file)) != "parquet":
+            return sum(1 for _ in records(path, file, kind))
+        return pq.ParquetFile(file).metadata.num_rows
+
+    return _asked(path, partial(count, _local(path)))
+
+
+def _local(path: str) -> Path:
+    if "://" in path:
+        raise DataError(f"{path!r} is a remote address; copy the file to a local disk and give its path.")
+    return Path(path).expanduser()
+
+
+def _asked(path: str, read: Any) -> Any:
+    local = _local(path)
+    try:
+        return patiently(local, read)
+    except (FileNotFoundError, NotADirectoryError):
+        raise DataError(f"data file {path!r} does not exist (looked at {local.absolute()}).") from None
+    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
+        raise unreadable(path, error) from error
+
+
+def _read(path: str, file: Path, keys: Keys) -> Table:
+    kind = kind_of(path, file)
+    if kind == "csv":
+        raise DataError(
+            f"data file {path!r} is a table of csv, whose cells hold no messages. Convert it: "
+            f"python -m rltrain.data_preprocess.jsonl --input {path} --output FOLDER (see its --help)."
+        )
+    # Other processes, which read the pictures, may have another folder for their current one.
+    place = str(file.absolute())
+    if kind == "json":
+        mended: list[int] = []
+        found = list(records(path, file, kind, mended.append))
+        if other := next(
+            (f"row {row} is a {type(each).__name__}" for row, each in enumerate(found) if not isinstance(each, dict)),
+            "",
+        ):
+            raise DataError(f'{path!r} {other}; each must be an object such as {{"prompt": [...], ...}}.')
+        check_columns(path, list(dict.fromkeys(name for each in found for name in each)), keys)
+        if mended:
+            log.warning(
+                "%r: half a character (a lone surrogate) became � in %d rows, first in row %d.",
+                path,
+                len(mended),
+                mended[0],
+            )
+        return Pickled.of(found, path, keys, place=place)
+    # A flipped bit in a page with a checksum is then an error and not another number.
+    with pq.ParquetFile(file, page_checksum_verification=True) as source:
+        check_schema(path, source.schema_arrow, keys)
+        # Columns that nobody reads would only fill Ray's object store.
+        names, wanted = source.schema_arrow.names, {*keys.required(), *keys.optional(), VIDEOS} - {keys.image}
+        table = source.read(columns=[name for name in names if name in wanted])
+    return Table(
+        path, table, np.arange(table.num_rows), PictureFile(place, keys.image) if keys.image in names else None
+    )
+
+
+def unreadable(path: str, error: Exception) -> RltrainError:
+    """The error to raise of a file of which Arrow or the system says this."""
+    return of_host(error) or DataError(
+        f"data file {path!r} cannot be read as parquet: it is truncated, damaged or of another format "
+        f"({first_line(error)[:200]}). Write or copy it again."
+    )
+
+
+def drawn(total: int, most: int, seed: int | None) -> np.ndarray:
+    """At most ``most`` of the numbers below ``total`` (0 or less: all), drawn by ``seed`` (None: the first); ascending
+    [n], int64."""
+    if not 0 < most < total:
+        return np.arange(total)
+    if seed is None:
+        return np.arange(most)
+    # As in `BatchOrder`: rows are ranked by raw numbers, whose stream NumPy guarantees.
+    return np.sort(np.argsort(stream(seed, "subset").random_raw(total), kind="stable")[:most])
+
+
+def chosen(files: list[Table], max_rows: int, seed: int | None) -> list[Table]:
+    """The files with at most ``max_rows`` of their rows (0 or less: all), in file order."""
+    total = sum(len(file.numbers) for file in files)
+    if not 0 < max_rows < total:
+        return files
+    rows = drawn(total, max_rows, seed)
+    starts = np.cumsum([0, *(len(file.numbers) for file in files)])
+    return [_taken(file, _between(rows, *ends)) for file, ends in zip(files, pairwise(starts), strict=True)]
+
+
+def _taken(file: Table, rows: np.ndarray) -> Table:
+    # Batch by batch: Arrow may join all chunks of a column before it takes rows, which pictures are too large for.
+    batches = file.table.to_batches()
+    starts = np.cumsum([0, *(batch.num_rows for batch in batches)])
+    pieces = zip(batches, pairwise(starts), strict=True)
+    parts = [batch.take(pa.array(_between(rows, *ends))) for batch, ends in pieces]
+    return replace(file, table=pa.Table.from_batches(parts, file.table.schema), numbers=rows)
+
+
+def _between(rows: np.ndarray, start: int, end: int) -> np.ndarray:
+    """Those of the ascending ``rows`` from ``start`` to before ``end``, counted from ``start``."""
+    return rows[np.searchsorted(rows, start) : np.searchsorted(rows, end)] - start

@@ -24,6 +24,7 @@ from rltrain.config.spellings import OLD_KEYS
 from rltrain.config.verl_keys import CLASSES
 from rltrain.errors import ConfigError
 from rltrain.port.rules import SPREAD, parsed, rule_of
+from rltrain.trainer.foreign import holds_verls
 
 _A = "actor_rollout_ref."
 _R = _A + "rollout."
@@ -32,6 +33,10 @@ ASKED = (
     *("trainer.n_gpus_per_node", "trainer.logger", _R + "name", _R + "tensor_model_parallel_size"),
     *(_A + "actor.clip_ratio_low", _A + "actor.clip_ratio_high", _A + "actor.optim.lr", "critic.optim.lr"),
 )
+
+
+# The folders of verl's run folder unless it is named.
+_NAMES = ("trainer.project_name", "trainer.experiment_name")
 
 
 @dataclass
@@ -263,12 +268,13 @@ def _checkpoints(ported: Ported, written: Mapping[str, str]) -> None:
             f"python -m verl.model_merger merge --backend fsdp --local_dir {path}/actor --target_dir FOLDER, then "
             f"{_A}model.path=FOLDER (with a reference of its own, the KL is then to these weights)"
         )
-    folder = written.get("trainer.default_local_dir", "")
-    if folder and (Path(folder) / "latest_checkpointed_iteration.txt").exists():
-        ported.to_do.append(
-            f"trainer.default_local_dir={folder} has checkpoints of verl's, and a run goes on from its own alone: give "
-            "a new folder"
-        )
+    key, own = "trainer.default_local_dir", "/".join(("checkpoints", *(written.get(name, "null") for name in _NAMES)))
+    folder = str(parsed(ported.settings.get(key, "null")) or own)
+    named = key in ported.settings and "${" not in folder  # by other keys it is the default
+    if named or holds_verls(Path(own)):
+        folder = folder if named else own
+        why = f"was {folder}, where verl's checkpoints lie: a run goes on from its own alone"
+        ported.put(key, f"{folder.rstrip('/')}-rltrain", why)
 
 
 def _drop_our_defaults(ported: Ported) -> None:

@@ -29,6 +29,7 @@ from rltrain.aside import goes_on
 from rltrain.errors import CheckpointError, ConfigError, DiskError, StorageError, unwritten
 from rltrain.models.safe import METADATA, read_metadata
 from rltrain.storage import patiently
+from rltrain.trainer.foreign import of_verl
 from rltrain.workers.node import altered
 
 log = logging.getLogger(__name__)
@@ -216,15 +217,14 @@ class RunFolder(Checkpoints):
         digests: by path, of what was hashed while it was written; other files are small and read here. Raises
         DiskError where a file that has a digest is not there.
         """
-        digests = digests or {}
         # Listed before the manifest is written, so it does not list itself. Contents reach the disk before the rename:
         # else a power failure could leave the final name with empty files behind it.
         files = {
             str(each.relative_to(folder)): {
                 "bytes": _sync(each),
-                _DIGEST: digests.get(str(each)) or xxhash.xxh3_128(each.read_bytes()).hexdigest(),
+                _DIGEST: (digests or {}).get(str(each)) or xxhash.xxh3_128(each.read_bytes()).hexdigest(),
             }
-            for each in _written(folder, digests)
+            for each in _written(folder, digests or {})
         }
         (folder / _MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=1))
         for each in [folder / _MANIFEST, folder, *(each for each in folder.rglob("*") if each.is_dir())]:
@@ -306,7 +306,7 @@ def find_damage(folder: Path, contents: bool = True) -> str | None:
     try:
         files = _manifest(folder)
     except (OSError, ValueError, RecursionError) as error:
-        return f"its {_MANIFEST} cannot be read ({error})"
+        return of_verl(folder) or f"its {_MANIFEST} cannot be read ({error})"
     for name, expected in files.items():
         file = folder / name
         try:

@@ -439,4 +439,20 @@ def test_a_ported_launch_means_what_it_means_unported(launch):
         )
     )
     different = [key for key in all_keys() if at(direct, key) != at(ours, key)]
-    assert not [key for key in different if not key.endswith((*ADDED, "clip_ratio_high", "loss_agg_mode"))]
+    assert not [
+        key for key in different if not key.endswith((*ADDED, "default_local_dir", "clip_ratio_high", "loss_agg_mode"))
+    ]
+
+
+def test_checkpoints_of_verls_stay_where_they_are(tmp_path, monkeypatch):
+    names = "trainer.project_name=p trainer.experiment_name=e"
+    _, [settings], text = ported(tmp_path, GRPO.replace('"$@"', f"trainer.default_local_dir=$HOME/ckpts {names}"))
+    assert "trainer.default_local_dir=/home/me/ckpts-rltrain" in settings
+    assert "# was ${HOME}/ckpts, where verl's checkpoints lie" in text
+    # The default folder has verl's name, too.
+    monkeypatch.chdir(tmp_path)
+    assert not [each for each in ported(tmp_path, GRPO.replace('"$@"', names))[1][0] if "default_local" in each]
+    Path("checkpoints/p/e").mkdir(parents=True)
+    Path("checkpoints/p/e/latest_checkpointed_iteration.txt").write_text("10")
+    _, [settings], _ = ported(tmp_path, GRPO.replace('"$@"', names))
+    assert "trainer.default_local_dir=checkpoints/p/e-rltrain" in settings

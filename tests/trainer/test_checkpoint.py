@@ -66,6 +66,18 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(folder, damage, caplog):
         find_start(cfg, folder, None)
 
 
+@pytest.mark.parametrize("tracker", ["latest_checkpointed_iteration.txt", "checkpoint_tracker.json", ""])
+def test_a_checkpoint_of_verls_is_called_that(folder, tracker):
+    actor = folder.step_folder(10) / "actor"
+    actor.mkdir(parents=True)
+    if tracker:
+        (folder.path / tracker).write_text("10")
+    else:
+        (actor / "model_world_size_8_rank_0.pt").touch()
+    with pytest.raises(CheckpointError, match=r"this is a checkpoint of verl's.*model_merger.*a new trainer.default"):
+        folder.newest()
+
+
 def test_an_interrupted_save_is_invisible_and_cleaned_up(folder):
     save(folder, 1)
     (folder.begin_save(2) / "half").write_text("…")

@@ -1,0 +1,26 @@
+"""Checkpoints of verl's and of trainers that descend from it: recognised by their files, never read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+# Beside the checkpoints of verl's, and of EasyR1's.
+TRACKERS = ("latest_checkpointed_iteration.txt", "checkpoint_tracker.json")
+
+
+def of_verl(folder: Path) -> str:
+    """What is said of a checkpoint ``folder`` that verl or EasyR1 has written; nothing of any other."""
+    beside = any((folder.parent / tracker).is_file() for tracker in TRACKERS)
+    inside = any(next(folder.glob(pattern), None) for pattern in ("actor/model_world_size_*", "actor/dist_ckpt"))
+    if not (inside or (beside and not (folder / "progress.json").exists())):
+        return ""
+    return (
+        "this is a checkpoint of verl's, of which the weights alone can be read: python -m verl.model_merger merge "
+        f"--backend fsdp --local_dir {folder}/actor --target_dir FOLDER, then actor_rollout_ref.model.path=FOLDER and "
+        "a new trainer.default_local_dir"
+    )
+
+
+def holds_verls(folder: Path) -> bool:
+    """Whether checkpoints of verl's or of EasyR1's lie in ``folder``."""
+    return any((folder / tracker).is_file() for tracker in TRACKERS)

@@ -58,7 +58,7 @@ class Export:
 
     def __init__(self, policy: PolicyModel, config: PretrainedConfig, encoder: ChatEncoder) -> None:
         self._policy, self._config, self._encoder = policy, config, encoder
-        self._dtype = source_dtype(config)
+        self._dtype = source_dtype(config, encoder.path)
         self._weights: dict[str, torch.Tensor] = {}
         self._hosts: dict[str, torch.Tensor] = {}
         self._fine: list[Any] = []  # the last look that found no problems

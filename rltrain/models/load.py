@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import copy
-import json
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -19,10 +16,11 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
-from transformers.utils import cached_file
 
 from rltrain.config.renames import turned_off
 from rltrain.errors import ConfigError
+from rltrain.logs import count
+from rltrain.models.entries import NoEntries, read_entries
 from rltrain.models.recurrent import adopt
 from rltrain.models.safe import UNREADABLE
 from rltrain.models.scores import count_places_here
@@ -93,10 +91,19 @@ def read_weights(
     Raises ConfigError for files that hold anything else than tensors.
     """
     kind = model_kind(config, decoder_only)
+    how: Any = {"config": config, "dtype": dtype, "trust_remote_code": trust_remote_code}
     try:
-        return kind.from_pretrained(path, config=config, dtype=dtype, trust_remote_code=trust_remote_code)
+        model, told = kind.from_pretrained(path, **how, output_loading_info=True)
     except UNREADABLE as error:
         raise ConfigError(f"the weights of {path} cannot be read as tensors: {error}") from error
+    # What transformers has made of random numbers.
+    if missing := sorted(told["missing_keys"]):
+        raise ConfigError(
+            f"the files of {path} have not {count(len(missing), 'weight')} of {type(model).__name__}: {missing[0]}"
+            f"{', …' if len(missing) > 1 else ''}. Copy the model again."
+        )
+    found: PreTrainedModel = model
+    return found
 
 
 def read_score_head(path: str) -> Tensor | None:
@@ -104,17 +111,15 @@ def read_score_head(path: str) -> Tensor | None:
 
     Raises ConfigError for more labels.
     """
-    quiet = {"_raise_exceptions_for_missing_entries": False}
-    index = cached_file(path, "model.safetensors.index.json", **quiet)
-    name = json.loads(Path(index).read_text())["weight_map"].get(_HEAD) if index else "model.safetensors"
-    file = cached_file(path, name, **quiet) if name else None
-    if file is None:
+    try:
+        entries = read_entries(path, fetch=True)
+    except NoEntries:
         return None
-    with safe_open(file, "pt") as weights:
-        head = weights.get_tensor(_HEAD) if _HEAD in weights.keys() else None  # noqa: SIM118 - not a dict
-    if head is not None and head.shape[0] != 1:
-        raise ConfigError(f"{path} is a classifier with {head.shape[0]} labels; a critic or reward model has one.")
-    return head
+    if _HEAD not in entries.empty:
+        return None
+    if (labels := entries.empty[_HEAD].shape[0]) != 1:
+        raise ConfigError(f"{path} is a classifier with {labels} labels; a critic or reward model has one.")
+    return entries.read(_HEAD)
 
 
 def empty_model(
@@ -193,8 +198,16 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return layers
 
 
-def source_dtype(config: PretrainedConfig) -> torch.dtype:
-    """The dtype of the checkpoint the model came from."""
+def source_dtype(config: PretrainedConfig, path: str | None = None) -> torch.dtype:
+    """The dtype of the checkpoint the model came from: as its config says, else that of most numbers in its files.
+
+    path: of the checkpoint; None where its config alone is asked.
+    """
     # Qwen3-VL's folders name it for the decoder alone.
     named = (getattr(part, "dtype", None) for part in (config, config.get_text_config()))
-    return next((dtype for dtype in named if isinstance(dtype, torch.dtype)), torch.float32)
+    if said := next((dtype for dtype in named if isinstance(dtype, torch.dtype)), None):
+        return said
+    try:
+        return (path and read_entries(path).dtype) or torch.float32
+    except NoEntries:
+        return torch.float32

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -15,8 +16,10 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from rltrain.device import COLLECTIVE_TIMEOUT, Device
 from rltrain.models import attention
+from rltrain.models.entries import NoEntries, read_entries
 from rltrain.models.forward import PackedModel, PolicyModel, ScalarModel
 from rltrain.models.kernels import fuse, kernels_of
+from rltrain.models.lacking import notes, refuse
 from rltrain.models.load import (
     decoder_layers,
     empty_model,
@@ -26,6 +29,7 @@ from rltrain.models.load import (
     without_dropout,
 )
 from rltrain.models.lora import add_adapters, first_adapters
+from rltrain.models.placing import Placing
 from rltrain.models.slices import NotSliceable, SlicedCheckpoint
 from rltrain.models.spec import ModelSpec
 from rltrain.models.ulysses import sequence_group
@@ -73,6 +77,29 @@ def empty_packed(kind: type[Model], spec: ModelSpec, config: PretrainedConfig) -
     return packed
 
 
+def look_at_weights(kind: type[PackedModel], spec: ModelSpec, config: PretrainedConfig) -> list[str]:
+    """What is worth a note of the files' weights, from headers. Raises ConfigError where one is not as it should be.
+
+    config: of ``spec.load_config``. Of a model on the hub that is not here yet nothing is known.
+    """
+    key = f"{spec.section}.path"
+    if getattr(config, "quantization_config", None):
+        return []
+    try:
+        entries = read_entries(spec.path)
+    except NoEntries as error:
+        return [f"{key}={spec.path}: not looked at ({error})"] if Path(spec.path).is_dir() else []
+    placing = Placing(entries.empty, _plain(kind, spec, without_dropout(config)))
+    refuse(key, entries, placing)
+    return list(notes(key, entries, placing))
+
+
+def _plain(kind: type[PackedModel], spec: ModelSpec, config: PretrainedConfig) -> PreTrainedModel:
+    attention.register()
+    kinds = {"trust_remote_code": spec.trust_remote_code, "decoder_only": issubclass(kind, ScalarModel)}
+    return empty_model(config, attention.NAME, spec.master_dtype, **kinds)
+
+
 def sharded_model(kind: type[Model], spec: ModelSpec, device: Device) -> Model:
     """The model, one shard per rank. No rank ever holds a whole weight of it, but for files that cannot be sliced."""
     config = spec.load_config()
@@ -117,8 +144,8 @@ def _load(packed: PackedModel, spec: ModelSpec, config: PretrainedConfig) -> Non
         "decoder_only": isinstance(packed, ScalarModel),
     }
     try:
-        plain = empty_model(config, attention.NAME, spec.master_dtype, **kinds)
-        checkpoint, why = SlicedCheckpoint(spec.path, plain), ""
+        plain = _plain(type(packed), spec, config)
+        checkpoint, why = SlicedCheckpoint(spec.path, plain, f"{spec.section}.path"), ""
     except NotSliceable as error:
         checkpoint, why = None, str(error)
     # All ranks take the same road, also where the files of one node differ.

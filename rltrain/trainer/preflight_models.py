@@ -22,7 +22,7 @@ from rltrain.errors import ConfigError, DataError
 from rltrain.models.forward import PolicyModel, ScalarModel
 from rltrain.models.load import read_score_head
 from rltrain.models.lora import exclusion_note, first_adapters
-from rltrain.models.shard import empty_packed
+from rltrain.models.shard import empty_packed, look_at_weights
 from rltrain.models.source import model_problem
 from rltrain.models.spec import ModelSpec, actor_spec, critic_spec, reward_model_spec
 from rltrain.models.ulysses import heads_problem
@@ -112,6 +112,7 @@ def _look_at(kind: type[Any], spec: ModelSpec, cfg: Config, found: Findings) -> 
             check_judge(spec).try_template([[*_HELLO, {"role": "assistant", "content": "!"}]])
         read_score_head(spec.path)
     packed = empty_packed(kind, spec, config)
+    found.notes += [note for note in look_at_weights(kind, spec, config) if note not in found.notes]
     trained = sum(weight.numel() for weight in packed.model.parameters() if weight.requires_grad)
     if kind is PolicyModel:
         total = sum(weight.numel() for weight in packed.model.parameters())

@@ -1,6 +1,6 @@
 PYTHON := $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
 
-.PHONY: check test test-faults soak conformance oldest bench bench-peers quickstart format
+.PHONY: check test test-faults test-long soak conformance oldest extras bench bench-peers quickstart format
 
 check:  ## format, lint, types, house rules
 	$(PYTHON) -m ruff format --check .
@@ -14,6 +14,9 @@ test:  ## environment and all tests
 test-faults:  ## every fault that docs/recovery.md promises to survive, injected for real; writes its table there
 	bash scripts/test.sh faults
 
+test-long:  ## what the ordinary run leaves out for its time, faults aside; writes its table into docs/verified.md
+	bash scripts/test.sh long
+
 soak:  ## 300 steps under the supervisor, hurt every 20 to 40, beside a run left alone; the table of bench/results/soak_cpu.md
 	$(PYTHON) -m bench.soak
 
@@ -23,6 +26,9 @@ conformance:  ## what the adapters use, in the wheels of all supported versions:
 
 oldest:  ## the tests of models with the transformers that Ascend's set pins, in an environment of its own
 	bash scripts/test_oldest.sh
+
+extras:  ## the tests of all trackers and of Ray's dashboard, in an environment of its own
+	bash scripts/test_extras.sh
 
 bench:  ## tables under bench/results (bench/README.md)
 	$(PYTHON) -m bench.phases

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # GRPO on pictures, on a plain CPU: a vision-language model with random weights learns to tell the area of a rectangle on
-# squared paper, which stands in the picture alone. Nothing is downloaded but Python packages; about two minutes on two CPU cores.
+# squared paper, which stands in the picture alone. Nothing is downloaded but Python packages; about two minutes on two CPU cores,
+# and at the first call what the environment takes (torchvision).
 # Each call trains in a new folder. Extra key=value arguments are handed to rltrain.main_ppo, e.g.: trainer.total_training_steps=50
 # Environment: FAMILY  qwen2_5_vl (default), qwen3_vl, qwen2_vl or internvl
 #              SEED    of the random weights (default: 1)

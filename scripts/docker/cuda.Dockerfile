@@ -8,3 +8,5 @@ ENV PATH=/opt/venv/bin:$PATH
 WORKDIR /rltrain
 COPY . .
 RUN pip install --no-cache-dir -c scripts/constraints-cuda.txt -e .[cuda,lora,images,math]
+RUN useradd --create-home --uid 10001 rltrain && chown rltrain /rltrain
+USER rltrain

@@ -12,6 +12,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import warnings
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -74,10 +75,16 @@ class Wheel:
 @cache
 def _archive(name: str, version: str) -> ZipFile:
     try:
-        return ZipFile(_RESOURCES.enter_context(_ranges(name, version)))
+        # pip warns of itself (pkg_resources is old, says setuptools), and a test takes warnings for errors.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return ZipFile(_RESOURCES.enter_context(_ranges(name, version)))
     except (ImportError, AttributeError, TypeError):
         pass  # another pip: whole wheels
-    except Exception as error:  # of pip's own and of the network
+    except Exception as error:
+        # What else goes wrong is no want of an index, and must not be skipped as one.
+        if not isinstance(error, OSError) and not type(error).__module__.startswith("pip."):
+            raise
         if type(error).__name__ != "HTTPRangeRequestUnsupported":
             raise Unreachable(f"{name} {version}: {error}") from error
     folder = CACHE / "whole"

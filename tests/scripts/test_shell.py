@@ -83,6 +83,23 @@ def test_an_environment_is_for_the_cpu_beside_accelerators(other, tmp_path):
     assert Path(constraints).read_text() == wanted
 
 
+def test_the_environment_of_another_checkout_is_left_alone(tmp_path):
+    other = tmp_path / "other"
+    (other / "rltrain").mkdir(parents=True)
+    (other / "rltrain/__init__.py").touch()
+    python = other / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/bash\necho "$@" >>{tmp_path}/calls; PYTHONPATH={other} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    (other / ".venv/rltrain-stamp").touch()
+    (tmp_path / "linked").symlink_to(other / ".venv")
+    line = f"set -eu; source {ROOT}/scripts/setup_env.sh; VENV={tmp_path}/linked; setup_env lora"
+    done = run("bash", "-c", line)
+    assert done.returncode == 1
+    assert f"{tmp_path}/linked is the environment of {other}, and stays as it is" in done.stderr
+    assert "install" not in (tmp_path / "calls").read_text()
+
+
 # Records the signal, saves for a moment, and ends as a run does.
 RECORDER = """
 import pathlib, signal, sys, time

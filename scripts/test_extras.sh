@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# The tests that skip without packages which hardly anybody needs all of: every tracker, and Ray with its dashboard. In an
+# environment of its own. Arguments go to pytest.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
+VENV="$REPO/.venv-extras"
+setup_env dev,trackers,dashboard
+cd "$REPO"
+[ $# -gt 0 ] || set -- tests/trainer/test_tracking.py tests/hosts/test_running_cluster.py
+PYTHONPATH="$REPO" exec "$PYTHON" -m pytest "$@"

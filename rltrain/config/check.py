@@ -7,6 +7,9 @@ what a field cannot say: values that must fit each other.
 from __future__ import annotations
 
 import difflib
+import math
+import os
+import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ from urllib.parse import urlsplit
 from rltrain.config.algorithm_schema import FILTER_METRICS
 from rltrain.config.budgets import budget_problems
 from rltrain.config.effects import holds
-from rltrain.config.engines import ENGINES, engines_with
+from rltrain.config.engine_rules import engine_problems
 from rltrain.config.keys import all_keys, followed, get, plugin_keys
 from rltrain.config.load import LoadedConfig
 from rltrain.config.overlap import overlap_problems
@@ -28,6 +31,8 @@ from rltrain.storage import matching
 _A = "actor_rollout_ref."
 _R = _A + "rollout."
 _LEAST_SCORER_MEMORY_MB = 256
+# Parts of the names of keys that are an upper limit.
+_LIMITS = ("clip", "limit", "_s")
 # Numbers of devices that work together, by the end of their keys, and what they make.
 _SPANNING = {
     "ulysses_sequence_parallel_size": "sequences",
@@ -47,8 +52,8 @@ def broken_rules(loaded: LoadedConfig) -> list[str]:
     # Every rule must bear values that another one refuses, since all of them run.
     models = (_lora, _shared_sequences, budget_problems)
     rewards = (_reward_terms, _reward_model, _scorers)
-    ends = (_tail, overlap_problems)
-    rules = (_each_key, _lists, uneven, _comparison, _correction, *models, *rewards, *ends, _engine, _run)
+    ends = (engine_problems, overlap_problems)
+    rules = (_each_key, _lists, uneven, _comparison, _correction, *models, *rewards, *ends, _names, _run)
     # The keys that the user wrote are named; where several follow one of them, it is told once.
     return list(dict.fromkeys(loaded.as_written(problem) for rule in rules for problem in rule(loaded.config)))
 
@@ -111,7 +116,10 @@ def _each_key(config: Config) -> Iterator[str]:
             while other := followed(source.name):
                 source = all_keys()[other]
             usual = f" Try {source.default:g}." if isinstance(source.default, int | float) else ""
-            yield f"{key.name}={value}: it must be {rules.bounds() or 'a number'}.{usual}"
+            if value == math.inf and any(word in key.name for word in _LIMITS):
+                usual += " Where no limit is meant, a large number such as 1e9 does the same."
+            wanted = [*(["a finite number"] if not math.isfinite(value) else []), *filter(None, [rules.bounds()])]
+            yield f"{key.name}={value}: it must be {', '.join(wanted)}.{usual}"
 
 
 def _lists(config: Config) -> Iterator[str]:
@@ -127,8 +135,10 @@ def _lists(config: Config) -> Iterator[str]:
         betas = get(config, f"{section}.betas")
         if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
             yield f"{section}.betas={betas}: give two numbers from 0 to below 1, such as [0.9,0.999]."
+    if not all(map(math.isfinite, weights := config.algorithm.gdpo_reward_weights or [])):
+        yield f"algorithm.gdpo_reward_weights={weights}: give finite numbers."
     for name, weight in config.reward.weights.items():
-        if not isinstance(weight, int | float):
+        if not isinstance(weight, int | float) or isinstance(weight, bool) or not math.isfinite(weight):
             yield f"reward.weights.{name}={weight}: give a number, such as reward.weights.{name}=0.5."
 
 
@@ -306,66 +316,21 @@ def _scorers(config: Config) -> Iterator[str]:
         yield f"reward.url={reward.url!r} is no address; write http://host:port/path."
 
 
-def _tail(config: Config) -> Iterator[str]:
-    """What `rollout.tail` needs, and what it cannot stand beside."""
-    rollout, correction = config.actor_rollout_ref.rollout, config.algorithm.rollout_correction
-    tail, engine = f"{_R}tail={rollout.tail}", ENGINES.get(rollout.name)
-    if rollout.tail == "exact" and engine and not engine.speculation:
-        yield (
-            f"{tail} is speculative decoding, which {_R}name={rollout.name} does not have. "
-            f"Use {engines_with('speculation')}, or leave tail out."
-        )
-    if rollout.stops_early and config.algorithm.filter_groups.enable:
-        yield f"{tail} and algorithm.filter_groups.enable=True both choose the prompts of a step. Keep one of them."
-    # With bypass_mode and ppo_clip the ratio of the loss is taken against the policy that sampled the token, which
-    # weighs each token already.
-    weighted = (correction.bypass_mode and correction.loss_type == "ppo_clip") or correction.rollout_is == "token"
-    if rollout.tail == "carry_over" and not weighted:
-        yield (
-            f"{tail} learns from tokens that earlier policies have sampled, and needs a weight for each: set "
-            f"algorithm.rollout_correction.rollout_is=token (got {shown(correction.rollout_is)})."
-        )
-
-
-def _engine(config: Config) -> Iterator[str]:
-    """What the chosen engine cannot do."""
-    rollout, data = config.actor_rollout_ref.rollout, config.data
-    engine = ENGINES.get(rollout.name)
-    if engine is None:
-        return  # the name itself is refused elsewhere
-    size, (least, most) = rollout.tensor_model_parallel_size, engine.temperatures
-    if size > 1 and not engine.tensor_parallel:
-        yield (
-            f"{_R}tensor_model_parallel_size={size}: an engine of rollout.name={rollout.name} runs on one device. "
-            f"Use 1, or {engines_with('tensor_parallel')}."
-        )
-    here = config.trainer.n_gpus_per_node
-    if size > here and engine.tensor_parallel and not engine.over_nodes:
-        yield (
-            f"{_R}tensor_model_parallel_size={size} is more than trainer.n_gpus_per_node={here}, and an engine of "
-            f"rollout.name={rollout.name} stays on one node. Use a divisor of {here}, or {engines_with('over_nodes')}."
-        )
-    for key in (_R + "temperature", _R + "val_kwargs.temperature"):
-        value = get(config, key)
-        # 0 is greedy, which every engine has.
-        if value > 0 and not least <= value <= most:
-            yield f"{key}={value}: {rollout.name} takes {least:g} to {most:g}. Use such a value, or rollout.name=hf."
-    taking = [f"engine_kwargs.{name}" for name, one in ENGINES.items() if "engine_kwargs" not in one.unused_keys]
-    for name in rollout.engine_kwargs:
-        if f"engine_kwargs.{name}" not in taking:
-            yield f"{_R}engine_kwargs.{name}: arguments stand under an engine: {' or '.join(taking)}."
-    for name, value in (rollout.engine_kwargs.get(rollout.name) or {}).items():
-        # vLLM spells what is off as null, 1 or false.
-        off = value is None or value is False or (value == 1 and value is not True)
-        if name in engine.refused_arguments and not off:
-            key = f"{_R}engine_kwargs.{rollout.name}.{name}"
-            yield f"{key}={shown(value)}: {engine.refused_arguments[name]}. Leave it out."
-    if rollout.max_model_len is not None and rollout.max_model_len <= data.max_prompt_length:
-        yield (
-            f"{_R}max_model_len={rollout.max_model_len} leaves no room for an answer to a prompt of "
-            f"data.max_prompt_length={data.max_prompt_length} tokens. Leave it out, or set it to at least "
-            f"{data.max_prompt_length + data.max_response_length}."
-        )
+def _names(config: Config) -> Iterator[str]:
+    """Names are folders and titles, and two of them must not lead to one folder."""
+    for key in ("trainer.project_name", "trainer.experiment_name"):
+        name = get(config, key)
+        parts = name.split("/")
+        problems = {
+            "it begins or ends with white space": name != name.strip(),
+            "it has a sign that is no text, such as the end of a line": any(
+                unicodedata.category(sign) in ("Cc", "Cs") for sign in name
+            ),
+            "'.' and '..' are other folders": "." in parts or ".." in parts,
+            "a folder's name has at most 255 bytes": any(len(os.fsencode(part)) > 255 for part in parts),
+        }
+        for why in [why for why, is_so in problems.items() if is_so][:1]:
+            yield f"{key}={name!r}: {why}. The run folder is named by it; give another name."
 
 
 def _run(config: Config) -> Iterator[str]:

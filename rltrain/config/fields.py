@@ -10,6 +10,7 @@ Python.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,9 +41,9 @@ class Rules:
         return " and ".join(f"{word} {limit:g}" for word, limit in limits.items() if limit is not None)
 
     def within(self, value: float) -> bool:
-        """Whether a number is in the range. NaN never is."""
+        """Whether a number is in the range. NaN and infinity never are."""
         return (
-            value == value
+            math.isfinite(value)
             and (self.least is None or value >= self.least)
             and (self.over is None or value > self.over)
             and (self.most is None or value <= self.most)

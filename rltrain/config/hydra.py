@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
+from yaml import ScalarToken, StreamEndToken, Token, YAMLError, scan
 
 from rltrain.errors import ConfigError
 
@@ -23,6 +23,15 @@ Tree = dict[str, Any]
 
 # The words of a value: texts in quotes, openings of interpolations and single characters.
 _WORDS = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|\$\{|.""", re.DOTALL)
+# What a value begins with that YAML reads, not Hydra's rules for a word.
+OPENINGS = ("{", "[", "'", '"')
+_WORDS_WITH_A_VALUE = {
+    "": None, "~": None, "null": None, "true": True, "yes": True, "on": True, "false": False, "no": False, "off": False,
+}  # fmt: skip
+_INTEGER = re.compile(r"[+-]?[0-9]+(_[0-9]+)*")
+_FLOAT = re.compile(r"(?i)[+-]?(([0-9]+(_[0-9]+)*\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?|\.inf|\.nan)")
+# Numbers of YAML 1.1 that are octal, or digits of base sixty.
+_ODD_NUMBER = re.compile(r"[+-]?(0[0-9_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")
 # verl's own files by name, where they set anything that has a meaning here beside verl's defaults.
 _DAPO: Tree = {"reward_model": {"reward_manager": "dapo"}, "trainer": {"project_name": "verl-dapo"}}
 _STOCK: dict[str, Tree] = {
@@ -72,9 +81,39 @@ def flow(text: str) -> str:
 
 def parsed(text: str) -> Any:
     """What the text of a value stands for on the command line; interpolations stay. Raises YAMLError or an error of
-    OmegaConf's."""
-    tree: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={flow(text)}"]), resolve=False)
+    OmegaConf's.
+
+    Brackets and quotes are YAML's. All else is read as Hydra does it, and not by YAML 1.1, where 064 is 52, 1:20 is 80
+    and " #1" is no part of a name.
+    """
+    word = text.strip()
+    if not word.startswith(OPENINGS):
+        return _scalar(word)
+    tokens = [token for token in scan(flow(word)) if not isinstance(token, StreamEndToken)]
+    if odd := next(_odd_numbers(tokens), None):
+        raise YAMLError(odd[1])
+    if rest := flow(word)[tokens[-1].end_mark.index :].strip():
+        raise YAMLError(f"{rest} would be a comment")
+    tree: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={flow(word)}"]), resolve=False)
     return tree["value"]
+
+
+def _scalar(word: str) -> Any:
+    if word.lower() in _WORDS_WITH_A_VALUE:
+        return _WORDS_WITH_A_VALUE[word.lower()]
+    # Python refuses to read longer ones.
+    if _INTEGER.fullmatch(word) and len(word) < 4300:
+        return int(word)
+    return float(word.lower().replace(".inf", "inf").replace(".nan", "nan")) if _FLOAT.fullmatch(word) else word
+
+
+def _odd_numbers(tokens: Iterable[Token]) -> Iterator[tuple[int, str]]:
+    """(line from 0, what to say) of each number that YAML 1.1 reads otherwise than it looks."""
+    for token in tokens:
+        if isinstance(token, ScalarToken) and token.plain and _ODD_NUMBER.fullmatch(token.value):
+            base = "of base sixty" if ":" in token.value else "octal"
+            way_out = "" if ":" in token.value else "write it without the 0 in front, or "
+            yield token.start_mark.line, f"{token.value} is {base} in YAML: {way_out}put it in quotes if it is a text"
 
 
 def stock(name: str) -> Tree | None:
@@ -162,6 +201,8 @@ def read_yaml(file: Path) -> tuple[str, Tree]:
         raise ConfigError(f"--config {file} is not valid YAML: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"--config {file}: expected a mapping of keys to values.")
+    if odd := [f"--config {file}, line {line + 1}: {why}." for line, why in _odd_numbers(scan(text))]:
+        raise ConfigError("\n".join(odd))
     return text, {str(key): value for key, value in content.items()}
 
 

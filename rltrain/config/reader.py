@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from rltrain.config.budgets import total_problem
-from rltrain.config.hydra import parsed
+from rltrain.config.hydra import OPENINGS, parsed
 from rltrain.config.keys import Key, all_keys, free_form_parent, is_known, meant, sections
 from rltrain.config.renames import answer, leaves_of, rename, shown, turned_off
 from rltrain.config.schema import Config
@@ -26,6 +26,11 @@ from rltrain.config.verl_keys import ALIASES, CLASSES, CLASSIFIER, IMPLIES, OVER
 from rltrain.config.verl_refused import GENERATIVE
 from rltrain.errors import ConfigError
 from rltrain.plugin import is_plugin
+
+_NULLS, _TEMPLATE = ("", "~", "null"), ("{%", "{{", "{#")
+_SWITCHES = ("true", "false", "yes", "no", "on", "off", "y", "n", "1", "0")
+# Text keys that hold numbers.
+_NUMBERS_AS_TEXT = (".rollout_is_threshold", ".rollout_rs_threshold")
 
 
 @cache
@@ -94,6 +99,10 @@ class Reader:
             if value is None and not _null_is_a_value(known):
                 OmegaConf.update(self.tree, key, known.default, merge=False)
                 self.explicit.discard(key)
+                return
+            if wanted := _other_type(known, value):
+                self.problems.append(f"{written}={shown(value)}: {wanted}.")
+                self.wrong.add(written)
                 return
         try:
             # A structured tree refuses keys that the schema lacks; only free-form dictionaries may get them.
@@ -195,6 +204,9 @@ class Reader:
             return
         if added:
             self.added.add(key)
+        known = all_keys().get(rename(key))
+        if known and not text.strip() and known.default and not str(known.default).startswith("${"):
+            self.notes.append(f"{word} is empty, so it is {shown(known.default)}, the default")
         try:
             self.set(key, _parse_value(key, text))
         except (YAMLError, OmegaConfBaseException) as error:
@@ -227,12 +239,14 @@ class Reader:
 
 
 def _parse_value(key: str, text: str) -> Any:
-    """YAML flow syntax; ``${other.key}`` is kept for later. A text key takes the text: 007 is a name, not a number."""
-    value = parsed(text)
-    known = all_keys().get(rename(key))
-    if known and known.type_name.startswith("str") and isinstance(value, bool | int | float):
-        return text.strip()
-    return value
+    """The value that the text of a word stands for; ``${other.key}`` is kept for later. A text key takes the whole
+    text: 007 is a name and no number, and " #1" is a part of it."""
+    word, known = text.strip(), all_keys().get(rename(key))
+    takes_text = known and known.type_name.startswith(("str", "Any")) and word.lower() not in _NULLS
+    # A chat template begins with braces too.
+    if not (known and takes_text) or (word.startswith(OPENINGS) and not word.startswith(_TEMPLATE)):
+        return parsed(word)
+    return word if known.choices else text
 
 
 def _null_is_a_value(key: Key) -> bool:
@@ -251,6 +265,15 @@ def _plain(key: Key, value: Any) -> Any:
     return None if value == "" else value
 
 
+def _other_type(key: Key, value: Any) -> str:
+    """What a value should have been that OmegaConf would turn into another one; "" where it would not."""
+    if key.type_name.startswith("bool") and value is not None and not (isinstance(value, str) and "${" in value):
+        return "" if shown(value).lower() in _SWITCHES else "expected true or false"
+    is_text = key.type_name.startswith("str") and not key.choices and not key.name.endswith(_NUMBERS_AS_TEXT)
+    # In a file 1.10 is the number 1.1, and no is False.
+    return "expected a text: put it in quotes" if is_text and isinstance(value, bool | float) else ""
+
+
 def _contradicted(why: str, config: Config | None) -> str:
     """Why a key that usually has no effect is refused beside the other settings, or nothing."""
     if not (config and why == CLASSIFIER and config.custom_reward_function.path):
@@ -266,6 +289,8 @@ def _expected(known: Key | None, key: str, value: Any) -> str:
         return found.why
     if known and known.choices:
         return f"use one of {', '.join(map(shown, known.choices))}"
+    if known and known.type_name.startswith("str") and isinstance(value, list | dict):
+        return "expected a text; one that begins with a bracket needs quotes inside those of the shell"
     expected = known.type_name.replace("None", "null") if known else "a plain value"
     return f"expected {expected}, got {'null' if value is None else type(value).__name__}"
 

@@ -12,11 +12,12 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from rltrain.config.keys import all_keys
-from rltrain.config.verl_keys import ALIASES, NO_EFFECT
+from rltrain.config.verl_keys import ALIASES, CLASSES, NO_EFFECT
 from rltrain.config.verl_refused import REFUSED, SECTIONS
 
 _ROW = re.compile(r"(?P<pattern>[^=!]+)(?:(?P<operator>!?=)(?P<values>.*))?")
 _OTHER_KEY = re.compile(r"\$\{([\w.]+)\}")
+_PARTS = [*ALIASES, *(part for pair in CLASSES for part in pair)]
 # Where the keys of a model stand here: by the start of the key, (its passes, its sharding, the model).
 _PLACES = {
     "critic.": ("critic", "critic.model.fsdp_config", "critic.model"),
@@ -57,7 +58,9 @@ def leaves_of(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
         if name == "_target_":  # Hydra's class names
             continue
         known = all_keys().get(rename(key))
-        if isinstance(value, Mapping) and value and not (known and known.free_form):
+        # verl has some keys as sections, with keys of their own.
+        is_leaf = known and (known.free_form or not any(f"{part}.".startswith(f"{key}.") for part in _PARTS))
+        if isinstance(value, Mapping) and value and not is_leaf:
             yield from leaves_of(value, f"{key}.")
         else:
             yield key, value

@@ -304,7 +304,7 @@ def test_keys_that_do_nothing_in_the_chosen_mode_say_so():
         (["critic.ppo_micro_batch_size=many"], "Use critic.ppo_micro_batch_size_per_gpu,"),
         (["reward_model.micro_batch_size=8"], "Use reward_model.micro_batch_size_per_gpu=1,"),
         ([f"{A}rollout.log_prob_micro_batch_size_per_gpu=0"], "at least 1"),
-        ([f"{A}actor.optim.lr=.nan"], "lr=nan: it must be at least 0"),
+        ([f"{A}actor.optim.lr=.nan"], "lr=nan: it must be a finite number, at least 0"),
         ([f"{A}actor.optim.betas=[2,3]"], "betas=[2.0, 3.0]: give two numbers"),
         ([f"{A}actor.optim.clip_grad=0"], "clip_grad=0.0: it must be over 0"),
         (["critic.optim.eps=0"], "critic.optim.eps=0.0: it must be over 0. Try 1e-08"),
@@ -547,7 +547,8 @@ def test_a_config_file_runs_nothing(tmp_path, text):
     (tmp_path / "hostile.yaml").write_text(text.format(tmp_path / "it_ran"))
     for arguments in (
         ([], [str(tmp_path / "hostile.yaml")]),
-        ([text.format(tmp_path / "it_ran").replace(": ", "=", 1)],),
+        # What stands in no brackets is a text on the command line.
+        ([text.format(tmp_path / "it_ran").replace(": ", "=[", 1) + "]"],),
     ):
         with pytest.raises(ConfigError, match="python/"):
             load_config(*arguments)

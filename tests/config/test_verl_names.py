@@ -44,7 +44,7 @@ def test_null_is_the_default_of_every_key(key):
     for word in (f"{key}=null", f"{key}=", f"~{key}"):
         loaded = load_config([word])
         assert get(loaded.config, key) == default
-        assert loaded.warnings == ()
+        assert [note for note in loaded.warnings if not note.startswith(f"{key}= is empty, so it is ")] == []
         assert key not in loaded.explicit
 
 

@@ -1,0 +1,80 @@
+"""The rules of `actor_rollout_ref.rollout`: what the chosen engine cannot do, and what `tail` needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rltrain.config.engines import ENGINES, engines_with
+from rltrain.config.keys import get
+from rltrain.config.renames import shown
+from rltrain.config.schema import Config
+
+_R = "actor_rollout_ref.rollout."
+
+
+def engine_problems(config: Config) -> Iterator[str]:
+    """One line for every rule about the engine that the config breaks."""
+    yield from _tail(config)
+    yield from _engine(config)
+
+
+def _tail(config: Config) -> Iterator[str]:
+    """What `rollout.tail` needs, and what it cannot stand beside."""
+    rollout, correction = config.actor_rollout_ref.rollout, config.algorithm.rollout_correction
+    tail, engine = f"{_R}tail={rollout.tail}", ENGINES.get(rollout.name)
+    if rollout.tail == "exact" and engine and not engine.speculation:
+        yield (
+            f"{tail} is speculative decoding, which {_R}name={rollout.name} does not have. "
+            f"Use {engines_with('speculation')}, or leave tail out."
+        )
+    if rollout.stops_early and config.algorithm.filter_groups.enable:
+        yield f"{tail} and algorithm.filter_groups.enable=True both choose the prompts of a step. Keep one of them."
+    # With bypass_mode and ppo_clip the ratio of the loss is taken against the policy that sampled the token, which
+    # weighs each token already.
+    weighted = (correction.bypass_mode and correction.loss_type == "ppo_clip") or correction.rollout_is == "token"
+    if rollout.tail == "carry_over" and not weighted:
+        yield (
+            f"{tail} learns from tokens that earlier policies have sampled, and needs a weight for each: set "
+            f"algorithm.rollout_correction.rollout_is=token (got {shown(correction.rollout_is)})."
+        )
+
+
+def _engine(config: Config) -> Iterator[str]:
+    """What the chosen engine cannot do."""
+    rollout, data = config.actor_rollout_ref.rollout, config.data
+    engine = ENGINES.get(rollout.name)
+    if engine is None:
+        return  # the name itself is refused elsewhere
+    size, (least, most) = rollout.tensor_model_parallel_size, engine.temperatures
+    if size > 1 and not engine.tensor_parallel:
+        yield (
+            f"{_R}tensor_model_parallel_size={size}: an engine of rollout.name={rollout.name} runs on one device. "
+            f"Use 1, or {engines_with('tensor_parallel')}."
+        )
+    here = config.trainer.n_gpus_per_node
+    if size > here and engine.tensor_parallel and not engine.over_nodes:
+        yield (
+            f"{_R}tensor_model_parallel_size={size} is more than trainer.n_gpus_per_node={here}, and an engine of "
+            f"rollout.name={rollout.name} stays on one node. Use a divisor of {here}, or {engines_with('over_nodes')}."
+        )
+    for key in (_R + "temperature", _R + "val_kwargs.temperature"):
+        value = get(config, key)
+        # 0 is greedy, which every engine has.
+        if value > 0 and not least <= value <= most:
+            yield f"{key}={value}: {rollout.name} takes {least:g} to {most:g}. Use such a value, or rollout.name=hf."
+    taking = [f"engine_kwargs.{name}" for name, one in ENGINES.items() if "engine_kwargs" not in one.unused_keys]
+    for name in rollout.engine_kwargs:
+        if f"engine_kwargs.{name}" not in taking:
+            yield f"{_R}engine_kwargs.{name}: arguments stand under an engine: {' or '.join(taking)}."
+    for name, value in (rollout.engine_kwargs.get(rollout.name) or {}).items():
+        # vLLM spells what is off as null, 1 or false.
+        off = value is None or value is False or (value == 1 and value is not True)
+        if name in engine.refused_arguments and not off:
+            key = f"{_R}engine_kwargs.{rollout.name}.{name}"
+            yield f"{key}={shown(value)}: {engine.refused_arguments[name]}. Leave it out."
+    if rollout.max_model_len is not None and rollout.max_model_len <= data.max_prompt_length:
+        yield (
+            f"{_R}max_model_len={rollout.max_model_len} leaves no room for an answer to a prompt of "
+            f"data.max_prompt_length={data.max_prompt_length} tokens. Leave it out, or set it to at least "
+            f"{data.max_prompt_length + data.max_response_length}."
+        )

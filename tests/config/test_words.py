@@ -1,0 +1,152 @@
+"""Words of the command line and of files: taken whole, or refused."""
+
+import pytest
+
+from rltrain.config.check import check
+from rltrain.config.keys import all_keys, get
+from rltrain.config.load import load_config
+from rltrain.errors import ConfigError
+
+A = "actor_rollout_ref."
+BASE = [f"{A}model.path=m", "data.train_files=t.parquet", "algorithm.adv_estimator=grpo", f"{A}rollout.n=4"]
+NAME = "trainer.experiment_name"
+GRADIENT_CHECKPOINTING = f"{A}model.enable_gradient_checkpointing"
+
+
+def value(key: str, word: str):
+    loaded = load_config([*BASE, f"{key}={word}"])
+    check(loaded)
+    return get(loaded.config, key)
+
+
+def refused(*words: str, files: tuple = ()) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check(load_config([*BASE, *words], files))
+    return str(caught.value)
+
+
+WHOLE = [
+    *("grpo #1", "#1", "a#b", "a: b", "a:b", "- x", "&x", "*x", "!tag", "!!int 5", "%x", "@x", "`x", "|", "> x", "? x"),
+    *("None", "on", "no", "True", "2026-01-01", "1_000", "0x10", "0b1", "1e400", ".inf", "1:20", "007", "1.10", "---"),
+    *("<<", "=", "-x", "a/b", "a, b", "it's", 'say "hi"', "...", "a\\b", "é😀"),
+]
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_name_is_taken_whole(name):
+    assert value(NAME, name) == name
+    assert value("data.train_files", name) == name
+
+
+@pytest.mark.parametrize(
+    ("word", "name"), [("'{a}'", "{a}"), ('"a #1"', "a #1"), ("'it''s'", "it's"), ('" a"[b', None)]
+)
+def test_quotes_are_those_of_yaml(word, name):
+    if name is None:
+        refused(f"{NAME}={word}")
+    else:
+        assert value(NAME, word) == name
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["{a}", "{}", "{a: 1}", "[a]", "[]", "[a", '"', "'a' #1", "a ", " a", "a\nb", "a\tb", "\x01", "\udcff", "..", ".",
+     "../x", "a/./b", "x" * 256],
+)  # fmt: skip
+def test_a_name_that_is_no_folder_of_its_own_is_refused(name):
+    assert refused(f"{NAME}={name}").startswith(NAME)
+
+
+def test_an_empty_name_says_what_it_becomes():
+    loaded = load_config([*BASE, f"{NAME}="])
+    assert loaded.warnings == (f"{NAME}= is empty, so it is run, the default",)
+    assert loaded.config.trainer.experiment_name == "run"
+
+
+def test_a_chat_template_may_begin_with_braces():
+    template = "{% for m in messages %}{{ m['content'] }}  # {% endfor %}\n"
+    assert value(f"{A}model.custom_chat_template", template) == template
+
+
+@pytest.mark.parametrize(
+    ("word", "number"),
+    [("064", 64), ("010", 10), ("008", 8), ("+5", 5), ("1_000", 1000), ("'7'", 7), (" 7 ", 7), ("-3", -3)],
+)
+def test_whole_numbers_are_decimal(word, number):
+    assert value("data.seed", word) == number
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["1:20", "1:20:30", "0x10", "0b1", "0o17", "1e3", "1.0", "1,000", "1 000", "5 #x", "[064]", "{a: 010}", "yes",
+     "inf", "1e400", "9" * 5000],
+)  # fmt: skip
+def test_what_is_no_decimal_number_is_refused(word):
+    assert refused(f"data.seed={word}").startswith("data.seed=")
+
+
+def test_numbers_in_free_form_keys_are_decimal():
+    assert value("reward.weights", "{acc: 1, format: 0.5}") == {"acc": 1, "format": 0.5}
+    assert load_config(["reward.weights.acc=010"]).config.reward.weights == {"acc": 10}
+    for word in ("1:20", "0x10", "yes", ".inf", "1e400", "-.inf", ".nan"):
+        assert "give a number" in refused(f"reward.weights.acc={word}")
+    assert "octal" in refused("reward.weights={acc: 010}")
+
+
+NUMBERS = [key.name for key in all_keys().values() if key.type_name.startswith("float")]
+
+
+@pytest.mark.parametrize("word", ["inf", "-inf", ".inf", "nan", ".nan", "1e400", "Infinity"])
+def test_no_number_is_infinite(word):
+    lines = refused(*(f"{key}={word}" for key in NUMBERS), f"algorithm.gdpo_reward_weights=[{word}]").splitlines()
+    assert [key for key in NUMBERS if not any(line.startswith(f"{key}=") for line in lines)] == []
+    assert any(line.startswith("algorithm.gdpo_reward_weights=") for line in lines)
+
+
+SWITCHES = [key.name for key in all_keys().values() if key.type_name.startswith("bool")]
+
+
+@pytest.mark.parametrize("word", ["6", "-1", "2", "0.5", "1.0", "64", "t", "enable", "[true]", "'5'", "inf", "true #x"])
+def test_a_switch_takes_nothing_but_true_and_false(word, tmp_path):
+    lines = refused(*(f"{key}={word}" for key in SWITCHES)).splitlines()
+    assert [key for key in SWITCHES if not any(line.startswith(f"{key}=") for line in lines)] == []
+    # After this sign stands a comment, in a file.
+    if "#" not in word:
+        file = tmp_path / "c.yaml"
+        file.write_text(f"{GRADIENT_CHECKPOINTING}: {word}\n")
+        assert GRADIENT_CHECKPOINTING in refused(files=(str(file),))
+
+
+@pytest.mark.parametrize(
+    ("word", "on"),
+    [("true", True), ("True", True), ("FALSE", False), ("yes", True), ("no", False), ("on", True), ("off", False),
+     ("1", True), ("0", False)],
+)  # fmt: skip
+def test_words_of_a_switch(word, on):
+    assert value(GRADIENT_CHECKPOINTING, word) is on
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("data:\n  train_batch_size: 064\n", "line 2: 064 is octal in YAML"),
+        ("data.train_batch_size: 1:20\n", "line 1: 1:20 is of base sixty in YAML"),
+        ("trainer.experiment_name: 007\n", "line 1: 007 is octal in YAML"),
+        ("trainer.experiment_name: 10:30\n", "line 1: 10:30 is of base sixty"),
+        ("trainer.experiment_name: 1.10\n", "experiment_name=1.1: expected a text: put it in quotes"),
+        ("trainer.experiment_name: no\n", "experiment_name=False: expected a text: put it in quotes"),
+        ("trainer.experiment_name: {a}\n", "experiment_name={'a': None}: expected a text"),
+    ],
+)
+def test_a_file_says_where_yaml_reads_something_else(text, said, tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text(text)
+    assert said in refused(files=(str(file),))
+
+
+def test_a_file_may_have_such_texts_in_quotes(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("trainer: {experiment_name: '007', project_name: \"1:20\"}\ndata.train_files: 2026-01-01\n")
+    config = load_config([], [str(file)]).config
+    assert (config.trainer.experiment_name, config.trainer.project_name) == ("007", "1:20")
+    assert config.data.train_files == "2026-01-01"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rltrain.trainer.run import Trainer
     from rltrain.view import read_samples
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "LoadedConfig", "RltrainError", "RunResult", "Trainer", "__version__", "build", "evaluate", "load_config",
     "read_metrics", "read_samples", "train",

@@ -35,7 +35,7 @@ from rltrain.trainer.plan import ImageSizes, Plan, describe, make_plan
 from rltrain.trainer.preflight import preflight
 from rltrain.trainer.preflight_models import Findings, look_at_images
 from rltrain.trainer.progress import Start, find_start
-from rltrain.trainer.saving import checkpoint_bytes, missing_room
+from rltrain.trainer.room import checkpoint_bytes, missing_room
 from rltrain.trainer.tracking import missing_package
 
 # Rows of a split that are read and tokenised as in a run, and those whose answers the built-in scorers grade;

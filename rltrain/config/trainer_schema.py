@@ -14,6 +14,7 @@ LOGGERS = {
 }  # fmt: skip
 
 WITH_CRITIC = {"algorithm.needs_critic": "there is no critic: algorithm.adv_estimator needs none"}
+_SAVES = {"save_at_end or save_freq>0": "trainer.save_at_end and save_freq are off, so nothing is saved"}
 _OWN_HISTORY = {"hang_timeout_s=null": "trainer.hang_timeout_s is the deadline of every call"}
 _VALIDATES = {"data.val_files": "data.val_files is not set"}
 _BY_METRIC = {"keep_best": "trainer.keep_best names no metric"}
@@ -48,7 +49,10 @@ class TrainerConfig:
     test_freq: int = key(-1, only_with={"data.val_files or test_freq<1": "data.val_files is not set"})
     """Validate every so many steps and after the last; -1: never."""
     save_freq: int = -1
-    """Save every so many steps; -1: only at the end."""
+    """Save every so many steps; -1: by save_every_s and at the end."""
+    save_every_s: float | None = key(1800.0, least=-1, only_with=_SAVES)
+    """Save after a step too where the last save is so many seconds ago. Without save_freq these are the checkpoints of
+    max_actor_ckpt_to_keep; with it they are kept beside its own until two newer ones are there; -1 or null: never."""
     save_at_end: bool = True
     """Save when the run ends or is stopped by a signal."""
     stop_notice_s: float | None = key(None, least=1)
@@ -60,7 +64,7 @@ class TrainerConfig:
     default_local_dir: str = "checkpoints/${trainer.project_name}/${trainer.experiment_name}"
     """Run folder: checkpoints, metrics, logs. On several nodes it must be storage that all of them see."""
     max_actor_ckpt_to_keep: int | None = 3
-    """Newest checkpoints to keep; null or -1: all."""
+    """Newest checkpoints to keep; null or -1: all, but of those of save_every_s the newest two."""
     keep_best: str | None = key(None, only_with=_VALIDATES)
     """A metric of the validations (val-core/…): the checkpoint that is best by it is kept beside the newest."""
     keep_best_mode: Literal["max", "min"] = key("max", only_with=_BY_METRIC)
@@ -106,3 +110,8 @@ class TrainerConfig:
     """Folder for all answers of every step as JSON lines, as verl writes them (N.jsonl)."""
     validation_data_dir: str | None = key(None, only_with=_VALIDATES)
     """The same for validations."""
+
+    @property
+    def saves_by_time(self) -> bool:
+        """Whether time alone makes a save due. A run that is to save nothing at its end either saves nothing at all."""
+        return (self.save_every_s or 0) > 0 and (self.save_at_end or self.save_freq > 0)

@@ -57,6 +57,7 @@ from rltrain.trainer.preflight_models import Findings, look_at_images
 from rltrain.trainer.progress import Start, find_start, verified
 from rltrain.trainer.rewards import Rewards
 from rltrain.trainer.roles import Critic, Policy, RewardModel
+from rltrain.trainer.room import check_room, checkpoint_bytes
 from rltrain.trainer.run import Trainer
 from rltrain.trainer.saving import Saver
 from rltrain.trainer.trackers import RunInfo
@@ -135,6 +136,8 @@ def build(
                 plan.total_steps,
             )
             return Trainer(cfg, plan, folder, stop, start.step, closing.pop_all())
+        size = start.size or checkpoint_bytes(cfg, found.num_parameters, found.num_trained)
+        check_room(cfg.trainer, folder.path, size, start.step, plan.total_steps)
         reading.close()
         with logs.waiting("starting Ray"), stop.keeping_handlers("starting Ray"):
             if started := start_ray(cfg):  # not where the caller has started one
@@ -211,7 +214,7 @@ def _start(
     saver = Saver(cfg, folder, ppo.actor, ppo.critic, data.rows["train"].identity(), total, trained, callbacks)
     polled.insert(1, saver.poll)
     group.before_end = saver.keep
-    # The size of a checkpoint follows from the weights, so it is known only now, and still before the first step.
+    # Of the weights as they were loaded, and of the checkpoint that the workers have found whole.
     saver.check_room(start.step, plan.total_steps, start.size)
     with logs.waiting(f"loading {start.folder} on {workers}") if start.folder else nullcontext():
         saver.load(start)

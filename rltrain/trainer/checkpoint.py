@@ -236,21 +236,17 @@ class RunFolder(Checkpoints):
         self._known[final] = ""
         return final
 
-    def prune(
-        self, keep: int | None, *spare: str | Path | None, best: Callable[[list[int]], int | None] = lambda _: None
-    ) -> None:
-        """Remove all but the newest ``keep`` checkpoints (None or less than 1: keep all).
+    def prune(self, goes: Callable[[list[int]], list[int]], *spare: str | Path | None) -> None:
+        """Remove the checkpoints that go of the whole ones: ``goes`` of their steps, ascending.
 
-        The folders ``spare`` are never removed, nor is the ``best`` of the whole ones, nor a damaged one, which counts
-        as none. Raises OSError where one keeps its name; what cannot be removed of those that have lost it is told.
+        The folders ``spare`` are never removed, nor is a damaged one, which counts as none. Raises OSError where one
+        keeps its name; what cannot be removed of those that have lost it is told.
         """
-        if keep is None or keep < 1:
-            return
         spared = {Path(each).expanduser().resolve() for each in spare if each}
-        whole = [step for step in self.steps() if self._is_whole(self.step_folder(step))]
-        kept = best(whole)
-        for step in whole[:-keep]:
-            if (folder := self.step_folder(step)) not in spared and step != kept:
+        # Where all may stay, none has to be looked at.
+        may_go = self.steps() if goes(self.steps()) else []
+        for step in goes([step for step in may_go if self._is_whole(self.step_folder(step))]):
+            if (folder := self.step_folder(step)) not in spared:
                 self.pruned_at = time.monotonic()
                 # A kill while it is removed leaves half of it, which must not have the name of a checkpoint.
                 os.rename(folder, self.path / f".tmp_old_{folder.name}_{os.getpid()}")

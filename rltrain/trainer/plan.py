@@ -391,10 +391,9 @@ def _validation(config: Config) -> list[tuple[str, str]]:
 
 
 def _saving(config: Config) -> str:
-    every = _every(config.trainer.save_freq) if config.trainer.save_freq > 0 else ""
-    at_end = "at the end" if config.trainer.save_at_end else ""
-    keep = config.trainer.max_actor_ckpt_to_keep or 0
-    kept = f"; the newest {keep} are kept (trainer.max_actor_ckpt_to_keep)" if keep >= 1 and every else ""
-    return (
-        " and ".join(part for part in (every, at_end) if part) or "never"
-    ) + f", in {config.trainer.default_local_dir}{kept}"
+    trainer, keep = config.trainer, config.trainer.max_actor_ckpt_to_keep or 0
+    when = [_every(trainer.save_freq)] if trainer.save_freq > 0 else []
+    when += [f"{trainer.save_every_s:,.0f} s after the last"] if trainer.saves_by_time else []
+    kept = f"; the newest {keep} are kept (trainer.max_actor_ckpt_to_keep)" if keep >= 1 and when else ""
+    when += ["at the end"] if trainer.save_at_end else []
+    return f"{' and '.join(when) or 'never'}, in {trainer.default_local_dir}{kept}"

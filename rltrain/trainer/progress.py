@@ -1,7 +1,8 @@
 """Progress of a run: the driver's part of a checkpoint, and the choice of the checkpoint that a run starts from.
 
 A resumed run must continue as if it had never stopped. So a checkpoint records the values that this depends on, and a
-run with other values, or with other training data, is refused before any worker starts.
+run with other values, or with other training data, is refused before any worker starts. It says by which version it was
+saved and how it knows the training data, so that a run of another version is not told that its data has changed.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from zipfile import BadZipFile
 import numpy as np
 from numpy.typing import NDArray
 
+from rltrain import __version__
 from rltrain.config.keys import get
 from rltrain.config.schema import Config
 from rltrain.controller.group import WorkerGroup
@@ -33,6 +35,8 @@ log = logging.getLogger(__name__)
 # The file of `Progress.answers`.
 ANSWERS = "answers.safetensors"
 
+# Every version before the first that says so.
+_FIRST_VERSION = "0.1.0"
 # With LoRA a checkpoint holds the adapters alone: these say what they are adapters to.
 _LORA_KEYS = ("lora_rank", "lora_alpha", "target_modules", "exclude_modules", "lora_adapter_path")
 # A resumed run must agree on these, or "continues as if never stopped" would be a lie.
@@ -68,12 +72,13 @@ class Progress:
     lengths: dict[str, NDArray[np.float64]] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
 
-    def files(self, step: int, cfg: Config, dataset: str) -> dict[str, bytes]:
+    def files(self, step: int, cfg: Config, dataset: str, by_time: bool = False) -> dict[str, bytes]:
         """The files of a checkpoint of ``step`` that hold the state as it is now, and what `find_start` compares.
 
-        dataset: `Rows.identity`.
+        dataset: `Rows.identity`. by_time: nobody has asked for a save after this very step.
         """
-        record = {"global_step": step, "dataset": dataset, "frozen": frozen_values(cfg), "origin": _origin(cfg)}
+        record = {"global_step": step, "version": __version__, "digest": _digest_kind(dataset), "by_time": by_time}
+        record |= {"dataset": dataset, "frozen": frozen_values(cfg), "origin": _origin(cfg)}
         record |= {"batches_drawn": self.batches_drawn, "kl_coef": self.kl_coef, "in_flight": self.in_flight}
         record |= {"metrics": self.metrics}
         found = {"progress.json": json.dumps(record, indent=1).encode()}
@@ -122,7 +127,7 @@ def find_start(cfg: Config, run: Checkpoints, dataset: str | None, *, images: bo
         record = read_record(folder)
         # Weights alone may go into any other run: nothing of the old run has to agree.
         if not weights_only:
-            _refuse_other_version(folder, record)
+            _refuse_other_version(folder, record, dataset)
             try:
                 start = Start(record["global_step"], _read_progress(folder, record), folder)
             except CheckpointError as error:
@@ -142,6 +147,7 @@ def find_start(cfg: Config, run: Checkpoints, dataset: str | None, *, images: bo
         if not has_digests(folder):
             log.warning("note: %s was saved without digests, so the sizes of its files alone are compared", folder)
         what = "weights only" if weights_only else f"{start.step} steps are done"
+        what += f", saved by rltrain {_version(record)}" if _version(record) != __version__ else ""
         why = f", by the same command (trainer.resume_mode={trainer.resume_mode})" if begun else ""
         log.info("resuming from %s: %s%s", folder, what, why)
     return start
@@ -211,15 +217,33 @@ def _refuse_later_checkpoints(run: Checkpoints, step: int) -> None:
         )
 
 
-def _refuse_other_version(folder: Path, record: dict[str, Any]) -> None:
+def _version(record: dict[str, Any]) -> str:
+    return str(record.get("version", _FIRST_VERSION))
+
+
+def _digest_kind(dataset: str) -> str:
+    """What the digest of ``dataset`` is made of: "rows", or "files" as the first versions had it."""
+    kind, colon, _ = dataset.partition(" ")[0].partition(":")
+    return kind if colon else "files"
+
+
+def _refuse_other_version(folder: Path, record: dict[str, Any], dataset: str | None) -> None:
+    """A record that lacks something, or that knows the training data by a digest that is not made here."""
     kinds: dict[str, Any] = {"batches_drawn": int, "kl_coef": (float, int, type(None)), "in_flight": list}
     kinds |= {"frozen": dict, "dataset": str}
     lacking = [name for name, kind in kinds.items() if name not in record or not isinstance(record[name], kind)]
-    if lacking:
+    why = f"its progress.json lacks {', '.join(lacking)}" if lacking else ""
+    if not why and dataset and (then := _digest_kind(record["dataset"])) != (now := _digest_kind(dataset)):
+        why = (
+            f"it knows its training data by a digest of {then}, and this version by one of {now}, so that nothing says "
+        )
+        why += "whether the data is the same"
+    if why:
         raise CheckpointError(
-            f"{folder} was saved by another version of rltrain: its progress.json lacks {', '.join(lacking)}. "
-            f"Start from its weights with trainer.resume_mode=resume_path trainer.resume_from_path={folder} "
-            "trainer.resume_weights_only=True, under another trainer.experiment_name."
+            f"{folder} was saved by another version of rltrain ({_version(record)}; this is {__version__}): {why}. "
+            f"Go on with that version, or start from its weights with trainer.resume_mode=resume_path "
+            f"trainer.resume_from_path={folder} trainer.resume_weights_only=True, under another "
+            "trainer.experiment_name."
         )
 
 
@@ -233,11 +257,13 @@ def _refuse_other_run(cfg: Config, folder: Path, record: dict[str, Any], dataset
     # What stands behind the digest is for the message alone and may be worded anew.
     if dataset and digest != dataset.partition(" ")[0]:
         changed.append(
-            f"training data: {described} then, {dataset.partition(' ')[2]} now, and the rows are not the same"
+            f"training data: {described or 'rows without a name'} then, {dataset.partition(' ')[2]} now, and the rows "
+            "are not the same"
         )
     if changed:
+        saved_by = f", saved by rltrain {_version(record)}" if _version(record) != __version__ else ""
         raise CheckpointError(
-            f"{folder} belongs to another run ({'; '.join(changed)}). Put the values back, or choose another "
+            f"{folder} belongs to another run{saved_by} ({'; '.join(changed)}). Put the values back, or choose another "
             f"trainer.experiment_name; a new run starts from these weights with trainer.resume_mode=resume_path "
             f"trainer.resume_from_path={folder} trainer.resume_weights_only=True."
         )

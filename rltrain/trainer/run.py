@@ -184,10 +184,11 @@ class Trainer:
         trainer, stop, step, total = self.config.trainer, self._stop, self.num_steps, self.plan.total_steps
         last, untested = step == total, False
         # Saved first: validation wakes the engine, which then keeps its weights for the next step.
-        if saver.due(step, last or stop.requested) or stop.save_requested:
+        due = saver.due(step, last or stop.requested) or stop.save_requested
+        if due or saver.overdue(step):
             ppo.on_phase("save_checkpoint")
             stop.save_requested = False
-            metrics |= saver.save(step, ppo.progress)
+            metrics |= saver.save(step, ppo.progress, by_time=not due)
         saver.poll()
         stop.reached(step, total, saver.last_step)
         if ppo.rewards.has_validation and trainer.test_freq > 0 and (last or step % trainer.test_freq == 0):

@@ -1,7 +1,7 @@
 """When to save and what a checkpoint holds.
 
-Problem: a full disk is mostly found out hours after the start, while a checkpoint is written. Choice: its size is
-estimated from the weights before the first step, and measured after the first save.
+Problem: a run that nobody has told when to save loses all at a kill. Choice: it also saves by time; what these saves
+leave on the disk is bounded (`room`), and where there is room for one checkpoint alone, the regular one gets it.
 
 Problem: writing takes minutes in which the devices could train. Choice: the workers copy what is to be saved to their
 hosts and write it while the next steps are made (`workers.saving`). The driver looks every now and then how far that
@@ -24,17 +24,17 @@ from typing import Any
 
 from rltrain.aside import Aside, goes_on
 from rltrain.config.schema import Config
-from rltrain.config.trainer_schema import TrainerConfig
 from rltrain.controller.lifeline import check
 from rltrain.errors import CheckpointError, DiskError, StorageError, unwritten
 from rltrain.trainer.archive import Archive
 from rltrain.trainer.best import Best
 from rltrain.trainer.callbacks import Callbacks
 from rltrain.trainer.card import model_card
-from rltrain.trainer.checkpoint import RunFolder, size_of
+from rltrain.trainer.checkpoint import RunFolder, read_record, size_of
 from rltrain.trainer.progress import ANSWERS, Progress, Start
 from rltrain.trainer.role_save import RoleSave
 from rltrain.trainer.roles import Critic, Policy
+from rltrain.trainer.room import checkpoint_bytes, describe_room, free_bytes, missing_room, superfluous
 from rltrain.trainer.timing import StepTimer
 from rltrain.workers.tasks import SaveTask, Written
 
@@ -45,78 +45,6 @@ _LOOK_S = 1.0
 _ANSWERS_S = 60.0
 # Some storage gives back the room of what was removed a while later.
 _FREED_S = 60.0
-
-
-def checkpoint_bytes(cfg: Config, num_parameters: int, num_trained: int) -> int:
-    """Estimated size of a checkpoint: float32 weights and two moments per trained weight, and the exported model."""
-    critic = 12 * num_parameters if cfg.algorithm.needs_critic else 0
-    exports = "hf_model" in cfg.actor_rollout_ref.actor.checkpoint.save_contents
-    return 12 * num_trained + critic + (4 * num_parameters if exports else 0)
-
-
-def steps_saved(cfg: TrainerConfig, first_step: int, total_steps: int) -> list[int]:
-    """The steps at which a run saves that starts after ``first_step`` and ends after ``total_steps``."""
-    regular = range(first_step + 1, total_steps + 1) if cfg.save_freq > 0 else range(0)
-    steps = [step for step in regular if step % cfg.save_freq == 0]
-    at_end = cfg.save_at_end and total_steps > first_step and total_steps not in steps
-    return [*steps, total_steps] if at_end else steps
-
-
-def missing_room(cfg: TrainerConfig, folder: Path, size: int, first_step: int, total_steps: int) -> tuple[str, str]:
-    """(problem, note), empty if ``folder`` has room for the checkpoints of ``size`` bytes that this run will write.
-
-    Without ``max_actor_ckpt_to_keep`` no checkpoint is ever removed. Then it is a problem only if the first checkpoint
-    does not fit; missing room for the others is a note.
-    """
-    steps = steps_saved(cfg, first_step, total_steps)
-    existing, keep = len(list(folder.glob("global_step_*"))), cfg.max_actor_ckpt_to_keep or 0
-    keep += keep >= 1 and cfg.keep_best is not None
-    # The newest is written before the oldest is removed.
-    # Room for what exists is taken already; what is asked for is the growth up to the limit.
-    needed = max(min(existing + len(steps), keep + 1) - existing, 1) if keep >= 1 else 1
-    free = free_bytes(folder)
-    if steps and free < size:
-        return f"there is no room for the checkpoint of step {steps[0]}. {describe_room(folder, size)}", ""
-    if steps and free < needed * size:
-        best = ", trainer.keep_best" if cfg.keep_best else ""
-        kept = f"as trainer.max_actor_ckpt_to_keep={cfg.max_actor_ckpt_to_keep}{best} keeps and one while it is written"
-        return f"there is no room for {needed} more checkpoints, {kept}. {describe_room(folder, size)}", ""
-    if keep < 1 and free < len(steps) * size:
-        kept = f"(trainer.save_freq={cfg.save_freq}, and all of them unless trainer.max_actor_ckpt_to_keep is set)"
-        return (
-            "",
-            f"there is no room for the {len(steps)} checkpoints that this run keeps {kept}. "
-            f"{describe_room(folder, size)}",
-        )
-    return "", ""
-
-
-def free_bytes(folder: Path) -> float:
-    """Free space where ``folder`` is or will be; infinity where storage does not say."""
-    try:
-        # A dry run asks before the run folder exists, so the nearest folder above it answers.
-        return shutil.disk_usage(next(each for each in (folder, *folder.parents) if each.is_dir())).free
-    except OSError:  # writing finds out
-        return math.inf
-
-
-def sized(num_bytes: float) -> str:
-    """1234567 -> "1.2 MiB"."""
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.0f} {unit}" if unit == "bytes" or num_bytes >= 100 else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:,.1f} TiB"
-
-
-def describe_room(folder: Path, size: int) -> str:
-    """How much there is, where that is known, and how much a checkpoint of ``size`` bytes takes."""
-    free = free_bytes(folder)
-    known = f"{folder} has {sized(free)} free and a checkpoint takes about {sized(size)}. " if free < math.inf else ""
-    return (
-        f"{known}Older checkpoints are intact. "
-        "Free space, or lower trainer.max_actor_ckpt_to_keep, and run the same command again."
-    )
 
 
 @dataclass
@@ -168,18 +96,64 @@ class Saver:
         self.archive: Archive | None = None
         self.on_saved: Callable[[], None] = lambda: None  # called when the checkpoint of `last_step` is whole
         self.seconds = 0.0  # from the beginning of the last save to its end
+        self._saved_at = time.monotonic()  # when the last save began, or training
+        self._by_time: dict[int, bool] = {}
+        self._room: Aside[bool] | None = None
         self._pending: _Pending | None = None
         self._news: dict[str, float] = {}
         self._told = False
         self._looked = -math.inf
 
     def due(self, step: int, stopping: bool) -> bool:
-        """Every ``save_freq`` steps, and when the run ends unless ``save_at_end`` is off."""
+        """Every ``save_freq`` steps, and when the run ends unless ``save_at_end`` is off. See `overdue` too."""
         freq = self._cfg.trainer.save_freq
         return (freq > 0 and step % freq == 0) or (stopping and self._cfg.trainer.save_at_end)
 
-    def save(self, step: int, progress: Progress) -> dict[str, float]:
+    def overdue(self, step: int) -> bool:
+        """Whether the last save is `save_every_s` ago, and there is room for one of ``step`` and the next regular one.
+
+        Never while a save is under way: storage that is slower than that would hold up the steps.
+        """
+        trainer = self._cfg.trainer
+        late = trainer.saves_by_time and time.monotonic() - self._saved_at >= (trainer.save_every_s or 0)
+        if not late or self._pending:
+            return False
+        # Aside, as the disk may not answer: then it is asked again after the next step.
+        self._room = self._room or Aside("room", partial(self._has_room_for_two, step))
+        if not self._room.ready(_LOOK_S):
+            return False
+        fits, self._room = self._room.result(), None
+        if not fits:
+            self._saved_at = time.monotonic()
+            log.warning(
+                "step %d is not saved, though the last save is trainer.save_every_s=%g ago: the next would lack the "
+                "room. %s", step, trainer.save_every_s, describe_room(self._folder.path, self._bytes_needed),
+            )  # fmt: skip
+        return fits
+
+    def _has_room_for_two(self, step: int) -> bool:
+        """Room for a checkpoint of ``step`` by time, and then for another. Less than one is an error of the save."""
+        self._by_time[step] = True
+        goes, free = self._superfluous([*self._folder.steps(), step]), free_bytes(self._folder.path)
+        return free < self._bytes_needed or free >= self._bytes_needed * (1 if goes else 2)
+
+    def _superfluous(self, whole: list[int]) -> list[int]:
+        best = self.best.of(whole)
+        return [step for step in superfluous(self._cfg.trainer, whole, self._timed) if step != best]
+
+    def _timed(self, step: int) -> bool:
+        """Whether the checkpoint of ``step`` was saved by time alone."""
+        if step not in self._by_time:
+            try:
+                self._by_time[step] = read_record(self._folder.step_folder(step)).get("by_time") is True
+            except (CheckpointError, StorageError):  # asked for again
+                return False
+        return self._by_time[step]
+
+    def save(self, step: int, progress: Progress, *, by_time: bool = False) -> dict[str, float]:
         """Begin to save step ``step``; where that cannot be in the background, it is saved when this returns.
+
+        by_time: nothing but `overdue` asks for it.
 
         Returns its timing, and what callbacks have said of saves that are over. Raises DiskError naming needed and free
         space.
@@ -187,6 +161,7 @@ class Saver:
         timer = StepTimer()
         with timer("save_checkpoint"):
             self.finish()
+            self._saved_at, self._by_time[step] = time.monotonic(), by_time
             in_background = self._begin(step, progress)
             if not in_background:
                 self.finish()
@@ -268,9 +243,8 @@ class Saver:
         size = size_of(self._folder.commit(pending.folder, pending.step, digests))
         # After the new one is in place. The one that trainer.resume_from_path names stays, as the same command starts
         # from it again.
-        trainer = self._cfg.trainer
         try:
-            self._folder.prune(trainer.max_actor_ckpt_to_keep, trainer.resume_from_path, best=self.best.of)
+            self._folder.prune(self._superfluous, self._cfg.trainer.resume_from_path)
         except (OSError, StorageError) as error:
             log.warning("an older checkpoint could not be removed: %s", error)
         return size
@@ -289,15 +263,13 @@ class Saver:
             log.warning("the checkpoint of step %d was not kept: %s", step, error)
 
     def check_room(self, first_step: int, total_steps: int, size: int = 0) -> None:
-        """Raise DiskError before the first step where the checkpoints that must fit do not. size: of the checkpoint
-        that the run goes on from, if it is known: the next one is as large.
+        """`room.check_room` once more, now that the models are loaded. size: of the checkpoint that the run goes on
+        from, if it is known: the next one is as large.
         """
         self._bytes_needed = size or self._bytes_needed
-        problem, note = missing_room(self._cfg.trainer, self._folder.path, self._bytes_needed, first_step, total_steps)
+        problem, _ = missing_room(self._cfg.trainer, self._folder.path, self._bytes_needed, first_step, total_steps)
         if problem:
             raise DiskError(problem)
-        if note:
-            log.warning("%s", note)
 
     def rescue(self, step: int, progress: Progress) -> None:
         """Save step ``step`` if it is not saved yet: an error that is not the workers' leaves their state whole."""
@@ -310,7 +282,7 @@ class Saver:
         """Take what is to be saved. Returns whether the steps may go on."""
         asked, began, folder = self._cfg.trainer.async_save, time.perf_counter(), self._folder.under_way(step)
         exports = "hf_model" in self._cfg.actor_rollout_ref.actor.checkpoint.save_contents
-        files = progress.files(step, self._cfg, self._fingerprint)
+        files = progress.files(step, self._cfg, self._fingerprint, self._by_time[step])
         opening = Aside(f"save of step {step}", partial(self._open, step, files))
         if progress.answers:  # written by the call of a worker, before those of the next step
             _over(opening, True)
@@ -362,3 +334,4 @@ class Saver:
         self.best = Best(self._cfg.trainer, self._folder.path / "metrics.jsonl", start.step)
         # The step that the run starts from is saved already, also for `rescue`.
         self.last_step = start.step
+        self._saved_at = time.monotonic()

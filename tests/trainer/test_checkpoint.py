@@ -1,6 +1,7 @@
 import json
 import logging
 import os
+import shutil
 import threading
 from functools import partial
 from pathlib import Path
@@ -11,15 +12,17 @@ import numpy as np
 import pytest
 import xxhash
 
-from rltrain import storage
+from rltrain import __version__, storage
 from rltrain.config.load import load_config
 from rltrain.config.schema import Config
+from rltrain.config.trainer_schema import TrainerConfig
 from rltrain.errors import CheckpointError, ConfigError, DiskError, StorageError
 from rltrain.trainer import checkpoint, progress, saving
 from rltrain.trainer.changes import tell_changes, write_config
 from rltrain.trainer.checkpoint import Checkpoints, RunFolder, read_record
 from rltrain.trainer.progress import Progress, Start, find_start, verified
-from rltrain.trainer.saving import Saver, checkpoint_bytes, steps_saved
+from rltrain.trainer.room import check_room, checkpoint_bytes, steps_saved, superfluous
+from rltrain.trainer.saving import Saver
 
 
 def save(folder: RunFolder, step: int) -> None:
@@ -28,6 +31,10 @@ def save(folder: RunFolder, step: int) -> None:
     (temporary / "actor" / "shard.bin").write_bytes(b"x" * 100)
     (temporary / "progress.json").write_text(json.dumps({"global_step": step}))
     folder.commit(temporary, step, {})
+
+
+def newest(keep: int | None):
+    return partial(superfluous, TrainerConfig(max_actor_ckpt_to_keep=keep), by_time=lambda step: False)
 
 
 @pytest.fixture
@@ -105,11 +112,11 @@ def test_a_damaged_checkpoint_makes_way_for_a_new_one(folder):
 def test_pruning_keeps_the_newest(folder):
     for step in (1, 2, 3, 10):
         save(folder, step)
-    folder.prune(None)
+    folder.prune(newest(None))
     assert folder.steps() == [1, 2, 3, 10]
-    folder.prune(2, str(folder.step_folder(1)), None)
+    folder.prune(newest(2), str(folder.step_folder(1)), None)
     assert folder.steps() == [1, 3, 10]
-    folder.prune(2)
+    folder.prune(newest(2))
     assert folder.steps() == [3, 10]
 
 
@@ -159,7 +166,7 @@ def test_a_kill_while_pruning_leaves_no_half_of_a_checkpoint(folder, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint.shutil, "rmtree", killed)
         with pytest.raises(SystemExit):
-            folder.prune(1)
+            folder.prune(newest(1))
     assert folder.steps() == [2]
     folder.release()
     RunFolder(str(folder.path)).release()
@@ -174,10 +181,10 @@ def test_files_in_use_do_not_stop_pruning(folder, monkeypatch, caplog):
         save(folder, step)
     with monkeypatch.context() as patch:
         patch.setattr(os, "rmdir", not_empty)
-        folder.prune(1)
+        folder.prune(newest(1))
     assert folder.steps() == [3]
     assert caplog.text.count("cannot be removed whole") == 2
-    folder.prune(1)
+    folder.prune(newest(1))
     assert not list(folder.path.glob(".tmp_*"))
 
 
@@ -186,12 +193,12 @@ def test_pruning_reads_no_checkpoint_twice(folder, monkeypatch):
     monkeypatch.setattr(checkpoint, "altered", lambda files: read.append(files) or real(files))
     for step in (1, 2):
         save(folder, step)
-    folder.prune(2)
+    folder.prune(newest(2))
     assert not read, "this process has written them"
     folder.release()
     again = RunFolder(str(folder.path))
     for _ in range(3):
-        again.prune(2)
+        again.prune(newest(1))
     assert len(read) == 2
     again.release()
 
@@ -259,6 +266,53 @@ def test_what_is_made_of_pictures_must_stay(folder, monkeypatch, key, value):
     assert find_start(cfg, folder, None, images=False).step == 1
     with pytest.raises(CheckpointError, match=f"{key}: {then} then, {value} now"):
         find_start(cfg, folder, None)
+
+
+RECORDED = Path(__file__).parent / "recorded"
+ROWS = "rows:ca978112ca1bbdcafac231b39a23dc4da786eff8147c4e72b9807785afee48bb 2048 rows of train.parquet"
+
+
+def recorded(folder: RunFolder, name: str) -> Config:
+    """A checkpoint of step 4 with the progress.json that another version wrote; the settings of that run."""
+    _, cfg = saver_of(folder, "algorithm.adv_estimator=grpo")
+    temporary = folder.begin_save(4, Progress(batches_drawn=4).files(4, cfg, ROWS))
+    shutil.copy(RECORDED / f"{name}.json", temporary / "progress.json")
+    folder.commit(temporary, 4, {})
+    return cfg
+
+
+def test_a_checkpoint_of_0_1_0_resumes(folder, caplog):
+    caplog.set_level(logging.INFO)
+    cfg = recorded(folder, "progress_0_1_0")
+    assert "version" not in read_record(folder.step_folder(4))
+    start = find_start(cfg, folder, ROWS)
+    assert (start.step, start.progress.batches_drawn) == (4, 4)
+    assert "4 steps are done, saved by rltrain 0.1.0" in caplog.text
+    with pytest.raises(
+        CheckpointError, match=r"another run, saved by rltrain 0.1.0 \(training data: 2048 rows of train"
+    ):
+        find_start(cfg, folder, "rows:2 4 rows of b.parquet")
+
+
+def test_a_checkpoint_that_knows_its_data_otherwise_is_refused_by_its_version(folder):
+    cfg = recorded(folder, "progress_0_1_0_files")
+    with pytest.raises(CheckpointError) as caught:
+        find_start(cfg, folder, ROWS)
+    said = str(caught.value)
+    assert f"was saved by another version of rltrain (0.1.0; this is {__version__}): it knows its training data" in said
+    assert "by a digest of files, and this version by one of rows" in said
+    assert "not the same" not in said
+    assert find_start(cfg, folder, None).step == 4  # nothing is compared where the rows are not known
+    weights = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder.step_folder(4)}"]
+    elsewhere = Checkpoints(str(folder.path.parent / "new"))
+    taken = load_config([*weights, "trainer.resume_weights_only=True", "algorithm.adv_estimator=grpo"]).config
+    assert find_start(taken, elsewhere, ROWS).weights_only
+
+
+def test_version_and_kind_of_digest_are_recorded(folder):
+    saver_of(folder, "algorithm.adv_estimator=grpo")[0].save(1, Progress())
+    record = read_record(folder.step_folder(1))
+    assert (record["version"], record["digest"]) == (__version__, "rows")
 
 
 def test_other_training_data_is_refused_by_name(folder):
@@ -334,6 +388,7 @@ def test_room_is_asked_for_before_the_first_step(folder, monkeypatch, caplog):
     saver.check_room(6, 6)  # nothing left to save
     free(50_000)
     saver.check_room(2, 6)
+    check_room(saver._cfg.trainer, folder.path, 16_000, 2, 6)
     assert "no room for the 4 checkpoints that this run keeps" in caplog.text
     limited, _ = saver_of(folder, *grpo, "trainer.max_actor_ckpt_to_keep=3")
     with pytest.raises(DiskError, match=r"no room for 4 more checkpoints, as trainer.max_actor_ckpt_to_keep=3"):
@@ -598,7 +653,7 @@ def test_a_damaged_checkpoint_counts_as_none_when_pruning(folder):
     for step in (1, 2, 3):
         save(folder, step)
     (folder.step_folder(3) / "progress.json").unlink()
-    folder.prune(1)
+    folder.prune(newest(1))
     assert folder.steps() == [2, 3]
 
 

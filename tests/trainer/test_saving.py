@@ -24,8 +24,9 @@ from rltrain.stop import Stop
 from rltrain.trainer import checkpoint
 from rltrain.trainer import saving as saving_of_driver
 from rltrain.trainer.checkpoint import RunFolder, find_damage
+from rltrain.trainer.room import sized
 from rltrain.trainer.run import Trainer
-from rltrain.trainer.saving import Saver, sized
+from rltrain.trainer.saving import Saver
 from rltrain.trainer.tracking import JsonLines
 from rltrain.workers import saving
 from tests.local import LocalGroup, LocalHandle

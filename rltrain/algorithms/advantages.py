@@ -176,7 +176,7 @@ def grpo(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
 def rloo(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
     """A_i = r_i - mean of the other answers of the group   (Ahmadian et al. 2024, eq. 8)."""
     groups = _Groups(inputs.groups, inputs.rounding)
-    return groups.centred(inputs.scores) * groups.size / (groups.size - 1)
+    return groups.centred(inputs.scores) * groups.size / (groups.size - 1).clamp(min=1)
 
 
 # The names of verl's faster forms of the same formulas.
@@ -188,7 +188,7 @@ def opo(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
     """A_i = r_i - (sum_j length_j r_j) / (sum_j length_j) in the group   (Hao et al. 2025, OPO)."""
     groups = _Groups(inputs.groups, inputs.rounding)
     lengths = inputs.lengths.to(inputs.scores.dtype)
-    baseline = groups.sum(lengths * inputs.scores) / groups.sum(lengths).clamp(min=1)
+    baseline = groups.sum(lengths * inputs.scores) / groups.sum(lengths).clamp(min=1) * ~groups.alone
     # As in `_Groups.centred`: a weighted mean of equal scores may be off by a rounding error.
     return torch.where(groups.flat(inputs.scores), torch.zeros_like(baseline), inputs.scores - baseline)
 
@@ -199,7 +199,7 @@ def grpo_passk(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
 
     It is divided by the group's std + 1e-6 unless ``norm_adv_by_std_in_grpo=False``. A tie for the best gives 0 to all.
     """
-    groups = _Groups(inputs.groups, inputs.rounding)
+    groups = _Groups(inputs.groups, inputs.rounding).several()
     best = groups.largest(inputs.scores)
     is_best = best - inputs.scores <= groups.rounding(inputs.scores)
     second = groups.largest(inputs.scores.masked_fill(is_best, -torch.inf))
@@ -222,7 +222,7 @@ def gpg(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
 @built_in
 def gpg_paper(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
     """A_i = alpha (r_i - mean of group), alpha = answers / answers in groups with a spread   (Chu et al. 2025, GPG)."""
-    groups = _Groups(inputs.groups, inputs.rounding)
+    groups = _Groups(inputs.groups, inputs.rounding).several()
     useful = int((~groups.flat(inputs.scores)).sum())
     return groups.centred(inputs.scores) * (len(inputs.scores) / max(useful, 1))
 
@@ -250,7 +250,10 @@ def gdpo(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
 
 
 class _Groups:
-    """Statistics over the answers to one prompt. Results are [n]: each answer has the value of its group."""
+    """Statistics over the answers to one prompt. Results are [n]: each answer has the value of its group.
+
+    An answer alone is compared with a mean of 0 and a deviation of 1, as in verl: its score is its advantage.
+    """
 
     def __init__(self, groups: Tensor, rounding: Tensor | None = None) -> None:
         # Group numbers need not be consecutive, so they are not used as an index themselves.
@@ -258,9 +261,13 @@ class _Groups:
         self._count = int(self._index.max()) + 1
         self.size = self.sum(torch.ones(len(groups), dtype=torch.float64))
         self._rounding = torch.zeros_like(self.size) if rounding is None else self.largest(rounding)
-        # verl lets such an answer keep its raw score as advantage, which is a comparison with nothing.
-        if bool((self.size < 2).any()):
+        self.alone = self.size < 2
+
+    def several(self) -> _Groups:
+        """These groups, each of which has several answers. Raises ValueError where one has not."""
+        if bool(self.alone.any()):
             raise ValueError("a prompt has one answer, and this advantage estimator compares answers to one prompt")
+        return self
 
     def sum(self, values: Tensor) -> Tensor:
         return torch.zeros(self._count, dtype=values.dtype).index_add(0, self._index, values)[self._index]
@@ -275,16 +282,18 @@ class _Groups:
 
     def flat(self, values: Tensor) -> Tensor:
         """Whether the values of the group differ by no more than their rounding: then there is nothing to learn."""
-        return self.largest(values) + self.largest(-values) <= self.rounding(values)
+        spread = torch.where(self.alone, values.abs(), self.largest(values) + self.largest(-values))
+        return spread <= self.rounding(values)
 
     def centred(self, values: Tensor) -> Tensor:
-        difference = values - self.sum(values) / self.size
+        difference = values - self.sum(values) / self.size * ~self.alone
         # A division by std + 1e-6 would make a gradient of rounding, which Adam, dividing by the gradient's size,
         # makes a whole step; and the update leaves out only samples whose advantage is exactly 0.
         return torch.where(self.flat(values), torch.zeros_like(difference), difference)
 
     def std(self, values: Tensor) -> Tensor:
-        return (self.sum(self.centred(values).square()) / (self.size - 1)).sqrt()
+        deviations = self.sum(self.centred(values).square()) / (self.size - 1).clamp(min=1)
+        return torch.where(self.alone, 1.0, deviations.sqrt())
 
 
 def _whiten(advantages: Tensor, lengths: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ class KLControlConfig:
 class FilterGroupsConfig:
     """DAPO's dynamic sampling."""
 
-    enable: bool = False
+    enable: bool = key(False, only_with={"actor_rollout_ref.rollout.n>1": "a prompt has one answer, and all are kept"})
     """Generate again in place of groups whose answers all score alike."""
     metric: str = key("acc", only_with="enable")
     """What is compared: acc (else the scorer's score), score (the scorer's, without penalties), seq_reward and

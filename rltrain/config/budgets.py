@@ -9,7 +9,7 @@ would mean something else on another number of devices.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -171,15 +171,12 @@ def _used(config: Config) -> dict[str, _Pass]:
     return {name: one for name, one in _PASSES.items() if not unused.get(name)}
 
 
-def total_problem(config: Config | None, key: str, total: Any) -> str:
-    """What to type in place of ``key``, which counts samples over all ranks."""
+def share_of_rank(key: str, total: int, value: Callable[[str], Any]) -> tuple[int, int]:
+    """(size per rank, ranks) of ``key``, which counts the ``total`` of samples over all of them, as older verl does.
+
+    value: that of a key. Rounded down and at least 1, as in verl: which answers share a forward changes no result.
+    """
     one = next((one for one in _PASSES.values() if one.samples == f"{key}_per_gpu"), None)
-    advice, here = "", ""
-    if config and one and isinstance(total, int):
-        devices = config.trainer.nnodes * config.trainer.n_gpus_per_node
-        number = max(1, devices // max(1, one.ranks_per_sequence(config)))
-        advice, here = f"={max(1, total // number)}", f" ({number} here)"
-    return (
-        f"{key}={total} counts samples over all data-parallel ranks{here}. "
-        f"Use {key}_per_gpu{advice}, which counts those of one."
-    )
+    sharing = value(f"{one.sharing}.ulysses_sequence_parallel_size") if one and one.sharing else 1
+    ranks = max(1, value("trainer.nnodes") * value("trainer.n_gpus_per_node") // max(1, sharing))
+    return max(1, total // ranks), ranks

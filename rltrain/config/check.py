@@ -180,21 +180,20 @@ def uneven(config: Config) -> Iterator[str]:
 
 
 def _comparison(config: Config) -> Iterator[str]:
-    """What compares the answers to one prompt needs several that differ."""
+    """What compares the answers to one prompt needs several that differ, unless it takes the score of one alone."""
     rollout, algorithm = config.actor_rollout_ref.rollout, config.algorithm
-    needs = f"algorithm.adv_estimator={algorithm.adv_estimator}"
-    if algorithm.filter_groups.enable:
-        needs = "algorithm.filter_groups.enable=True"
-    elif not algorithm.estimator.compares:
+    filtering, estimator = algorithm.filter_groups.enable, algorithm.estimator
+    if not (filtering or estimator.compares):
         return
-    if rollout.n < 2:
+    if rollout.n < 2 and estimator.compares and not estimator.takes_one:
+        needs = f"algorithm.adv_estimator={algorithm.adv_estimator}"
         yield f"{needs} compares answers to one prompt, so {_R}n must be >= 2 (got {rollout.n}). Try {_R}n=8."
-    if algorithm.filter_groups.metric == "seq_final_reward" and algorithm.use_kl_in_reward:
+    if filtering and algorithm.filter_groups.metric == "seq_final_reward" and algorithm.use_kl_in_reward:
         yield (
             "algorithm.filter_groups.metric=seq_final_reward keeps every group under algorithm.use_kl_in_reward=True, "
             "because no two answers have the same KL. Use algorithm.filter_groups.metric=seq_reward."
         )
-    if not rollout.do_sample:
+    if not rollout.do_sample and rollout.n > 1:
         yield f"{_R}do_sample=False makes all answers to a prompt alike, so nothing is learnt from them. Leave it out."
 
 

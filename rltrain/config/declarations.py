@@ -9,6 +9,7 @@ program asks for the name of an algorithm.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import Any
@@ -32,15 +33,17 @@ class EstimatorTraits:
 
     per_token: it gives one advantage per token, computed where the tokens are; otherwise one per answer, computed on
     the driver. values: a critic gives it the value of every token. greedy_baseline: it gets the reward of a greedy
-    answer per prompt. compares: it compares the answers of a prompt group. reward_terms: it takes the numbers named by
-    ``gdpo_reward_keys`` in place of the reward. whitens: its token advantages are whitened over the batch. reads: the
-    keys of ``algorithm`` that it reads (None: unknown).
+    answer per prompt. compares: it compares the answers of a prompt group. takes_one: an answer without others has its
+    score for an advantage, as in verl; where it does not, one answer per prompt is refused. reward_terms: it takes the
+    numbers named by ``gdpo_reward_keys`` in place of the reward. whitens: its token advantages are whitened over the
+    batch. reads: the keys of ``algorithm`` that it reads (None: unknown).
     """
 
     per_token: bool = False
     values: bool = False
     greedy_baseline: bool = False
     compares: bool = False
+    takes_one: bool = False
     reward_terms: bool = False
     whitens: bool = False
     reads: tuple[str, ...] | None = None
@@ -62,24 +65,24 @@ class LossTraits:
 
 
 _BY_STD = ("norm_adv_by_std_in_grpo",)
+_GROUP = EstimatorTraits(compares=True, takes_one=True, reads=())
 ESTIMATORS = {
     "gae": EstimatorTraits(per_token=True, values=True, whitens=True, reads=("gamma", "lam")),
-    "grpo": EstimatorTraits(compares=True, reads=_BY_STD),
-    "grpo_vectorized": EstimatorTraits(compares=True, reads=_BY_STD),
+    "grpo": dataclasses.replace(_GROUP, reads=_BY_STD),
+    "grpo_vectorized": dataclasses.replace(_GROUP, reads=_BY_STD),
     "reinforce_plus_plus": EstimatorTraits(per_token=True, whitens=True, reads=("gamma",)),
     # Whitened on the driver by its formula, as gdpo is; `whitens` is about advantages per token, which the driver
     # lacks.
-    "reinforce_plus_plus_baseline": EstimatorTraits(compares=True, reads=()),
-    "rloo": EstimatorTraits(compares=True, reads=()),
+    "reinforce_plus_plus_baseline": _GROUP,
+    "rloo": _GROUP,
+    # verl gives an answer alone 0 here, so nothing would be learnt.
     "rloo_vectorized": EstimatorTraits(compares=True, reads=()),
     "remax": EstimatorTraits(per_token=True, greedy_baseline=True, reads=()),
-    "opo": EstimatorTraits(compares=True, reads=()),
+    "opo": _GROUP,
     "grpo_passk": EstimatorTraits(compares=True, reads=_BY_STD),
-    "gpg": EstimatorTraits(compares=True, reads=()),
+    "gpg": _GROUP,
     "gpg_paper": EstimatorTraits(compares=True, reads=()),
-    "gdpo": EstimatorTraits(
-        compares=True, reward_terms=True, reads=(*_BY_STD, "gdpo_reward_keys", "gdpo_reward_weights")
-    ),
+    "gdpo": dataclasses.replace(_GROUP, reward_terms=True, reads=(*_BY_STD, "gdpo_reward_keys", "gdpo_reward_weights")),
 }
 
 _CLIP = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")

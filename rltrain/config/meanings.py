@@ -9,15 +9,27 @@ from collections.abc import Iterator
 
 from rltrain.config.declarations import LOSS_KEY, TOKEN_MEAN, loss_traits
 from rltrain.config.load import LoadedConfig
+from rltrain.config.schema import Config
 
 _A = "actor_rollout_ref.actor."
 # What clip_ratio_low and clip_ratio_high are in verl's own files, where they are set and so win over clip_ratio.
 _VERL_CLIP = 0.2
 
 
+def compares_nothing(config: Config) -> bool:
+    """Whether the advantage is the score itself, because a prompt has one answer where answers are compared."""
+    return config.algorithm.estimator.takes_one and config.actor_rollout_ref.rollout.n < 2
+
+
 def other_meanings(loaded: LoadedConfig) -> Iterator[str]:
     """One line for each key the user set by which a run learns otherwise than verl's would."""
     actor, correction = loaded.config.actor_rollout_ref.actor, loaded.config.algorithm.rollout_correction
+    if compares_nothing(loaded.config):
+        estimator = f"algorithm.adv_estimator={loaded.config.algorithm.adv_estimator}"
+        yield (
+            f"actor_rollout_ref.rollout.n=1: ONE ANSWER TO A PROMPT, SO {estimator} COMPARES NOTHING: the advantage is "
+            "the score itself, as in verl. Set actor_rollout_ref.rollout.n=8 to compare answers"
+        )
     loss, mode = actor.policy_loss.loss_mode, actor.loss_agg_mode
     own = loss_traits(loss).aggregation
     if mode and own not in (mode, TOKEN_MEAN):

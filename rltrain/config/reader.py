@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from rltrain.config.budgets import total_problem
+from rltrain.config.budgets import share_of_rank
 from rltrain.config.hydra import OPENINGS, parsed
 from rltrain.config.keys import Key, all_keys, free_form_parent, is_known, meant, sections
 from rltrain.config.renames import answer, leaves_of, rename, shown, turned_off
@@ -25,6 +25,7 @@ from rltrain.config.spellings import OLD_KEYS, VALUES, of_several
 from rltrain.config.verl_keys import ALIASES, CLASSES, CLASSIFIER, IMPLIES, OVERRIDES
 from rltrain.config.verl_refused import GENERATIVE
 from rltrain.errors import ConfigError
+from rltrain.logs import count
 from rltrain.plugin import is_plugin
 
 _NULLS, _TEMPLATE = ("", "~", "null"), ("{%", "{{", "{#")
@@ -133,6 +134,26 @@ class Reader:
                 self._assign(f"{section}.{name}", written, True)
             self.renamed[written] = f"{written} turns on {' and '.join(turned_on)} here"
             del self.foreign[key]
+        for key in [key for key in self.foreign if is_known(f"{key}_per_gpu")]:
+            self._share(key, *self.foreign.pop(key))
+
+    def _share(self, key: str, written: str, total: Any) -> None:
+        """Take over a size that counts samples over all ranks."""
+        ours = f"{key}_per_gpu"
+        if total is None:  # as in a file of verl's, where the size is not given
+            return
+        if isinstance(total, bool) or not isinstance(total, int) or total < 1:
+            self.problems.append(f"{written}={shown(total)}: give a number of samples, at least 1, or {ours}.")
+        elif ours in self.explicit:
+            self.renamed[written] = f"{written}: no effect: {ours} is set too"
+        else:
+            try:
+                size, ranks = share_of_rank(key, total, self._value)
+            except TypeError:  # a number of devices is none, which is told elsewhere
+                return
+            rounded = "" if size * ranks == total else " (rounded, as in verl)"
+            self.renamed[written] = f"{written}={total} over {count(ranks, 'rank')} is {ours}={size} here{rounded}"
+            self._assign(ours, ours, size)
 
     def hand_over(self) -> None:
         """Join path and name of the user's own classes, and give these the keys of data that nobody here knows."""
@@ -159,11 +180,7 @@ class Reader:
         """Adds what is to be said of foreign keys to the notes and to the problems."""
         told: dict[tuple[str, bool], list[str]] = {}
         for key, (written, value) in self.foreign.items():
-            if is_known(f"{key}_per_gpu"):
-                # As in a file of verl's, null means that the size is not given.
-                if value is not None:
-                    self.problems.append(total_problem(config, key, value))
-            elif found := answer(key, value, self._value):
+            if found := answer(key, value, self._value):
                 why = _contradicted(found.why, config)
                 if found.refused or why:
                     told.setdefault((why or found.why, True), []).append(f"{written}={shown(value)}")

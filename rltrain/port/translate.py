@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rltrain.config.budgets import share_of_rank
 from rltrain.config.check import check
 from rltrain.config.declarations import LOSS_KEY, POLICY_LOSSES, TOKEN_MEAN, LossTraits
-from rltrain.config.keys import all_keys, get, is_known
+from rltrain.config.keys import all_keys, followed, get, is_known
 from rltrain.config.load import LoadedConfig, load_config
 from rltrain.config.renames import answer, rename
 from rltrain.config.schema import Config
@@ -196,14 +197,21 @@ def _totals(ported: Ported, written: Mapping[str, str]) -> None:
         if f"{key}_per_gpu" in ported.settings:
             ported.without_effect.append(f"{key}: {key}_per_gpu is set, too")
             continue
-        sharing = ("critic" if key.startswith("critic") else _A + "actor") + ".ulysses_sequence_parallel_size"
-        counts = ("trainer.nnodes", "trainer.n_gpus_per_node", sharing)
-        if not all(isinstance(parsed(each), int) for each in (text, *(written.get(one, "1") for one in counts))):
+        try:
+            share, ranks = share_of_rank(key, size, lambda count: _count(written, count))
+        except TypeError:
             ported.lost.append(f"{key}={text}: set {key}_per_gpu to its share of one rank, which variables decide")
             continue
-        devices = _number(written, counts[0], 1) * _number(written, counts[1], 8)
-        ranks = max(1, devices // _number(written, sharing, 1))
-        ported.put(f"{key}_per_gpu", str(max(1, size // ranks)), f"was {key}={size} over {ranks} ranks")
+        ported.put(f"{key}_per_gpu", str(share), f"was {key}={size} over {ranks} ranks")
+
+
+def _count(written: Mapping[str, str], key: str) -> Any:
+    """A number of devices as written, with verl's defaults; a text where variables decide it."""
+    value = parsed(written.get(key, "null"))
+    if value is not None:
+        return value
+    source = followed(key)
+    return _count(written, source) if source else {"trainer.n_gpus_per_node": 8}.get(key, 1)
 
 
 def _number(written: Mapping[str, str], key: str, default: int) -> int:

@@ -143,6 +143,8 @@ class Experience:
         else:
             values = known_number(samples, metric, self._cfg.reward.on_error)
         values = values.reshape(-1, self._rollout.n)
+        if self._rollout.n < 2:  # nothing to compare an answer with, so none is left out, as in verl
+            return np.arange(len(values))
         # A difference is something to learn from, however small, unless it is the rounding of a sum.
         return np.flatnonzero(np.ptp(values, 1) > SCORE_ROUNDING * np.abs(values).max(1))
 

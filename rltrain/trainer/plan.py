@@ -11,6 +11,7 @@ import numpy as np
 
 from rltrain.config.budgets import PassBudget, budgets
 from rltrain.config.check import uneven
+from rltrain.config.meanings import compares_nothing
 from rltrain.config.model_schema import OptimConfig
 from rltrain.config.overlap import ranks_with_all_weights
 from rltrain.config.schema import Config
@@ -217,8 +218,9 @@ def _warmup_steps(optim: OptimConfig, total: int) -> int:
 def describe(plan: Plan, config: Config) -> str:
     """The plan in words and numbers."""
     rollout, loss = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor.policy_loss.loss_mode
+    alone = " (ONE ANSWER TO A PROMPT: THE SCORE ITSELF)" if compares_nothing(config) else ""
     rows = [
-        ("algorithm", f"{config.algorithm.adv_estimator} advantages, {loss} loss, {plan.passes.aggregation}"),
+        ("algorithm", f"{config.algorithm.adv_estimator} advantages{alone}, {loss} loss, {plan.passes.aggregation}"),
         ("devices", f"{plan.num_nodes} x {plan.devices_per_node} = {plan.num_devices} ({_device(config)})"),
         ("data-parallel", f"{plan.data_parallel_size} (sequence-parallel {plan.sequence_parallel_size}, at most "
          f"{plan.most_samples_per_rank:,} samples each)"),
@@ -334,13 +336,8 @@ def _more_rows(plan: Plan, config: Config) -> list[tuple[str, str]]:
         rows.append(("scoring", f"{workers} {where}".rstrip() + f", at most {config.reward.timeout_s:g} s an answer"))
     rollout = config.actor_rollout_ref.rollout
     if rollout.stops_early:
-        rows.append(
-            (
-                f"tail, {rollout.tail}",
-                f"{plan.prompts_started:,} prompts are started; the step ends when {plan.prompts_per_step:,} are "
-                "answered",
-            )
-        )
+        ends = f"the step ends when {plan.prompts_per_step:,} are answered"
+        rows.append((f"tail, {rollout.tail}", f"{plan.prompts_started:,} prompts are started; {ends}"))
     if config.algorithm.filter_groups.enable:
         rows.append(
             ("dynamic sampling", f"at most {plan.max_generation_rounds} rounds of {plan.prompts_per_round:,} prompts")

@@ -81,10 +81,36 @@ def test_the_order_of_samples_does_not_matter(name, batch, random):
     assert found == pytest.approx([estimate(name, *batch)[i] for i in order], abs=1e-9, rel=1e-6)
 
 
-@pytest.mark.parametrize("name", OUTCOME)
-def test_a_group_of_one_is_an_error(name):
-    with pytest.raises(ValueError, match="one answer"):
-        estimate(name, [1.0, 0.0, 1.0], [0, 0, 1], [1, 1, 1], ([1.0, 0.0, 1.0], [0.0, 0.0, 1.0]))
+# By verl's formulas: a mean of 0, a deviation of 1 (grpo), no baseline (rloo, opo); gpg: times 4 answers / 3 that earn.
+# The tokens of all answers, 1 0 0 -2 .5 .5, have a mean of 0 and a variance of 5.5 / 5.
+@pytest.mark.parametrize(
+    ("name", "factor"),
+    [
+        *(("grpo", 1), ("grpo_vectorized", 1), ("rloo", 1), ("opo", 1), ("gpg", 4 / 3)),
+        *(("reinforce_plus_plus_baseline", 1.1**-0.5), ("gdpo", 1.1**-0.5)),
+    ],
+)
+def test_an_answer_alone_has_its_score_for_an_advantage(name, factor):
+    scores = [1.0, 0.0, -2.0, 0.5]
+    found = estimate(name, scores, [0, 3, 1, 2], [1, 2, 1, 2], (scores, [0.0] * 4))
+    assert found == pytest.approx([factor * score for score in scores], abs=1e-5)
+    assert found[1] == 0.0
+
+
+def test_an_answer_alone_takes_nothing_from_the_groups_beside_it():
+    scores, groups = [1.0, 0.0, 0.5], [0, 0, 1]
+    assert estimate("rloo", scores, groups, [1, 1, 1]) == [1.0, -1.0, 0.5]
+    assert estimate("grpo", scores, groups, [1, 1, 1]) == pytest.approx([0.5**0.5, -(0.5**0.5), 0.5], abs=1e-5)
+
+
+def test_estimators_that_need_a_second_answer_say_so():
+    """The lead on the second best, and counts of mixed groups, are nothing without others; verl's vectorized RLOO gives
+    0, so a run would learn nothing."""
+    for name in ("grpo_passk", "gpg_paper"):
+        with pytest.raises(ValueError, match="one answer"):
+            estimate(name, [1.0, 0.0, 1.0], [0, 0, 1], [1, 1, 1])
+    alone = {name for name, traits in declarations.ESTIMATORS.items() if traits.compares and not traits.takes_one}
+    assert alone == {"grpo_passk", "gpg_paper", "rloo_vectorized"}
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "grpo_passk", "gpg", "gpg_paper"])

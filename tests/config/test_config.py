@@ -94,13 +94,13 @@ def test_a_wrong_key_is_answered_with_the_nearest():
 def test_all_mistakes_are_reported_at_once():
     with pytest.raises(ConfigError) as caught:
         load_config(
-            ["data.sed=1", "data.train_batch_size=many", "data.truncation=center", f"{A}actor.ppo_micro_batch_size=8",
+            ["data.sed=1", "data.train_batch_size=many", "data.truncation=center", f"{A}actor.ppo_micro_batch_size=8.5",
              "trainer.run=${trainer.nmae}", "oops", "trainer.logger=["]
         )  # fmt: skip
     assert [
         word in str(caught.value)
         for word in (
-            "data.sed", "expected int, got str", "truncation=center: use one of error", "ppo_micro_batch_size_per_gpu=",
+            "data.sed", "expected int, got str", "truncation=center: use one of error", "ppo_micro_batch_size_per_gpu.",
             "'oops' is not of the form", "not valid YAML",
         )
     ] == [True] * 6  # fmt: skip
@@ -240,16 +240,11 @@ def test_keys_that_do_nothing_in_the_chosen_mode_say_so():
     ("overrides", "words"),
     [
         (["data.train_batch_size=100", f"{A}actor.ppo_mini_batch_size=32"], f"Try {A}actor.ppo_mini_batch_size=25"),
-        ([f"{A}rollout.n=1"], f"Try {A}rollout.n=8"),
+        ([f"{A}rollout.n=1", "algorithm.adv_estimator=grpo_passk"], f"Try {A}rollout.n=8"),
         ([f"{A}rollout.temperature=0"], "rollout.temperature=0.0: it must be over 0"),
         ([f"{A}rollout.do_sample=False"], "makes all answers to a prompt alike"),
         (["data.max_response_length=20000"], "Set it to at least 20512"),
         ([f"{A}actor.use_dynamic_bsz=False"], "needs actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"),
-        (
-            [f"{A}actor.ppo_micro_batch_size=16", f"{A}actor.ulysses_sequence_parallel_size=2"],
-            f"{A}actor.ppo_micro_batch_size=16 counts samples over all data-parallel ranks (4 here). "
-            f"Use {A}actor.ppo_micro_batch_size_per_gpu=4,",
-        ),
         (["data.truncation=center"], "use one of error, left, right, middle"),
         (
             ["trainer.logger=tensorbord"],
@@ -262,13 +257,6 @@ def test_keys_that_do_nothing_in_the_chosen_mode_say_so():
         (["data.train_files=null"], "data.train_files is not set"),
         ([f"{A}actor.ulysses_sequence_parallel_size=3"], "does not divide the 8 devices"),
         (["critic.ulysses_sequence_parallel_size=3"], "critic.ulysses_sequence_parallel_size=3 does not divide"),
-        (
-            [
-                f"{A}ref.ulysses_sequence_parallel_size=4",
-                f"{A}ref.log_prob_micro_batch_size=3",
-            ],
-            "(2 here). Use actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=1,",
-        ),
         (
             [f"{A}actor.ulysses_sequence_parallel_size=2", "data.max_response_length=40000"],
             "= 40512 tokens over 2 devices. Set it to at least 20256",
@@ -301,8 +289,8 @@ def test_keys_that_do_nothing_in_the_chosen_mode_say_so():
             [f"{A}rollout.log_prob_use_dynamic_bsz=False"],
             "needs actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",
         ),
-        (["critic.ppo_micro_batch_size=many"], "Use critic.ppo_micro_batch_size_per_gpu,"),
-        (["reward_model.micro_batch_size=8"], "Use reward_model.micro_batch_size_per_gpu=1,"),
+        (["critic.ppo_micro_batch_size=many"], "at least 1, or critic.ppo_micro_batch_size_per_gpu."),
+        (["reward_model.micro_batch_size=0"], "at least 1, or reward_model.micro_batch_size_per_gpu."),
         ([f"{A}rollout.log_prob_micro_batch_size_per_gpu=0"], "at least 1"),
         ([f"{A}actor.optim.lr=.nan"], "lr=nan: it must be a finite number, at least 0"),
         ([f"{A}actor.optim.betas=[2,3]"], "betas=[2.0, 3.0]: give two numbers"),
@@ -416,7 +404,9 @@ def test_what_an_engine_would_not_share_with_the_trainer():
 
 
 def test_several_broken_rules_come_together():
-    text = problems(f"{A}rollout.n=1", f"{A}rollout.name=vlm", "reward.num_workers=0")
+    text = problems(
+        "algorithm.adv_estimator=grpo_passk", f"{A}rollout.n=1", f"{A}rollout.name=vlm", "reward.num_workers=0"
+    )
     assert all(word in text for word in ("rollout.n must be", "rollout.name=vlm", "reward.num_workers"))
 
 
@@ -424,6 +414,30 @@ def test_several_turns_are_refused_and_leaving_them_off_is_not():
     with pytest.raises(ConfigError, match="single-turn: leave it out"):
         load_config([f"{A}rollout.multi_turn.enable=True"])
     assert load_config([f"{A}rollout.multi_turn.enable=False"]).warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("words", "size", "ranks"),
+    [
+        ([f"{A}actor.ppo_micro_batch_size=16"], 2, 8),
+        ([f"{A}actor.ppo_micro_batch_size=16", f"{A}actor.ulysses_sequence_parallel_size=2"], 4, 4),
+        ([f"{A}rollout.log_prob_micro_batch_size=64", "trainer.nnodes=2"], 4, 16),
+        ([f"{A}ref.log_prob_micro_batch_size=3", f"{A}ref.ulysses_sequence_parallel_size=4"], 1, 2),
+        (["critic.ppo_micro_batch_size=32", "critic.ulysses_sequence_parallel_size=2"], 8, 4),
+        (["critic.forward_micro_batch_size=4"], 1, 8),
+        (["reward_model.micro_batch_size=8", f"{A}actor.ulysses_sequence_parallel_size=2"], 1, 8),
+    ],
+)
+def test_a_size_over_all_ranks_is_divided_by_them(words, size, ranks):
+    loaded = load_config([*words, "trainer.n_gpus_per_node=8"])
+    key, _, total = words[0].partition("=")
+    assert get(loaded.config, f"{key}_per_gpu") == size
+    rounded = "" if size * ranks == int(total) else " (rounded, as in verl)"
+    assert f"{key}={total} over {ranks} ranks is {key}_per_gpu={size} here{rounded}" in loaded.warnings
+    for order in ([*words, f"{key}_per_gpu=5"], [f"{key}_per_gpu=5", *words]):
+        loaded = load_config([*order, "trainer.n_gpus_per_node=8"])
+        assert get(loaded.config, f"{key}_per_gpu") == 5
+        assert f"{key}: no effect: {key}_per_gpu is set too" in loaded.warnings
 
 
 def test_a_total_over_all_ranks_may_be_null():

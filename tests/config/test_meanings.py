@@ -143,6 +143,33 @@ def test_the_limit_of_dapo_s_penalty_is_read(key):
 # -- dynamic sampling, warm-up -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"])
+def test_one_answer_to_a_prompt_is_said_in_capitals(estimator):
+    alone = [f"algorithm.adv_estimator={estimator}", "actor_rollout_ref.rollout.n=1"]
+    (note,) = notes(*alone)
+    assert "ONE ANSWER TO A PROMPT" in note
+    assert "as in verl" in note
+    assert f"{estimator} advantages (ONE ANSWER TO A PROMPT: THE SCORE ITSELF)" in plan_of(*alone)
+    # Greedy answers differ from prompt to prompt.
+    loaded(*alone, "actor_rollout_ref.rollout.do_sample=False")
+    assert notes(f"algorithm.adv_estimator={estimator}") == []
+    assert "ONE ANSWER" not in plan_of(f"algorithm.adv_estimator={estimator}")
+    assert notes("algorithm.adv_estimator=remax", "actor_rollout_ref.rollout.n=1") == []
+
+
+@pytest.mark.parametrize("estimator", ["grpo_passk", "rloo_vectorized", "gpg_paper"])
+def test_an_estimator_that_would_learn_nothing_from_one_answer_is_refused(estimator):
+    text = refusal(f"algorithm.adv_estimator={estimator}", "actor_rollout_ref.rollout.n=1")
+    assert "actor_rollout_ref.rollout.n must be >= 2 (got 1)" in text
+
+
+def test_dynamic_sampling_of_single_answers_keeps_all_of_them():
+    alone = loaded("algorithm.filter_groups.enable=True", "actor_rollout_ref.rollout.n=1")
+    assert "algorithm.filter_groups.enable: no effect: a prompt has one answer, and all are kept" in without_effect(
+        alone
+    )
+
+
 @pytest.mark.parametrize(("rounds", "most"), [(0, 100), (-1, 100), (7, 7)])
 def test_no_limit_of_rounds_is_a_stated_bound(rounds, most):
     text = plan_of("algorithm.filter_groups.enable=True", f"algorithm.filter_groups.max_num_gen_batches={rounds}")

@@ -343,6 +343,7 @@ def test_a_reward_model_is_a_classifier_and_a_generative_one_refused(tmp_path):
 def test_mistakes_of_all_kinds_are_told_together():
     lines = problems(
         "data.sed=1", "data.train_batch_size=many", f"{A}rollout.n=1", "distillation.enabled=True",
+        "algorithm.adv_estimator=rloo_vectorized",
         f"{A}actor.clip_ratio=-1", "trainer.logger=[nobody]",
     )  # fmt: skip
     for words in ("data.sed", "many", "rollout.n must be", "distillation", "clip_ratio=-1", "'nobody'"):

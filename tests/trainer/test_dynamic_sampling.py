@@ -34,6 +34,20 @@ def test_dynamic_sampling_is_bounded_and_fills_up(make, caplog):
     assert metrics["actor/pg_loss"] == pytest.approx(0.0, abs=1e-6)
 
 
+@pytest.mark.parametrize("estimator", ["grpo", "rloo"])
+def test_single_answers_are_no_flat_groups_and_teach_their_score(make, estimator):
+    trainer = make(algorithm__filter_groups__enable=True, actor_rollout_ref__rollout__n=1,
+                   algorithm__adv_estimator=estimator, twist=lambda row, score: 1.0)  # fmt: skip
+    kept = []
+    collect = trainer.experience.collect
+    trainer.experience.collect = lambda timer, early: kept.append(collect(timer)) or kept[-1]
+    metrics = trainer.step(1)
+    assert (metrics["filter_groups/rounds"], metrics["filter_groups/prompts_filled_up"]) == (1, 0)
+    assert metrics["perf/update_tokens_skipped"] == 0
+    assert kept[0][0]["advantage"] == pytest.approx(kept[0][0]["score"], rel=1e-5)
+    assert metrics["actor/grad_norm"] > 0
+
+
 def test_flat_rounds_hold_no_answers_that_nothing_needs(make):
     # Half of the batch a round: the first two fill it up, and the others are let go.
     trainer = make(algorithm__filter_groups__enable=True, algorithm__filter_groups__max_num_gen_batches=5,

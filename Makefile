@@ -30,7 +30,7 @@ oldest:  ## the tests of models with the transformers that Ascend's set pins, in
 extras:  ## the tests of all trackers and of Ray's dashboard, in an environment of its own
 	bash scripts/test_extras.sh
 
-bench:  ## tables under bench/results (bench/README.md)
+bench:  ## tables under bench/results (bench/README.md); python -m bench.ages says how old each is
 	$(PYTHON) -m bench.phases
 	$(PYTHON) -m bench.scale
 	$(PYTHON) -m bench.rollout

@@ -10,6 +10,9 @@ from pathlib import Path
 from rltrain.env import first_set
 from rltrain.errors import ConfigError
 
+# What `ray start` takes by default: the dashboard, the client's server, the agent of each node; and the workers.
+_PORTS_OF_RAY = (8265, 10001, 52365)
+_PORTS_OF_WORKERS = range(10002, 20000)
 _USAGE = """ray_start.sh [head | worker [ADDRESS] | stop [ADDRESS]] [options] [-- COMMAND]"""
 
 
@@ -76,7 +79,7 @@ def read(argv: list[str]) -> Launch:
         rank=0 if role == "head" else int(rank) if rank else None,
         address=f"{host}:{port}" if host else "",
         file=Path(file or ".ray_head").absolute() if file or default else None,
-        port=str(_number("the head's port", port)),
+        port=_port_of_head(port, rest) if role == "head" else str(_number("the head's port", port)),
         job=first_set("LAUNCH_ID", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"),
         wait_s=_number("WAIT_S", first_set("WAIT_S") or "360", least=0) or 0,
         num_nodes=nodes or in_command,
@@ -86,10 +89,23 @@ def read(argv: list[str]) -> Launch:
     )
 
 
-def _number(name: str, text: str, least: int = 1) -> int | None:
-    if text and (not text.isdigit() or int(text) < least):
-        raise ConfigError(f"{name}={text} has to be a whole number, {least} or more.")
+def _number(name: str, text: str, least: int = 1, most: int | None = None) -> int | None:
+    if text and (not text.isdigit() or int(text) < least or (most and int(text) > most)):
+        raise ConfigError(f"{name}={text} has to be a whole number, {least} {f'to {most}' if most else 'or more'}.")
     return int(text) if text else None
+
+
+def _port_of_head(port: str, ray_words: list[str]) -> str:
+    """The port, unless Ray, started with these words, gives it to a part of its own: then it ends with a traceback."""
+    number = _number("the head's port", port, most=65535) or 0
+    moved = any(word.startswith(("--min-worker-port", "--max-worker-port", "--worker-port-list")) for word in ray_words)
+    if number in _PORTS_OF_RAY or (number in _PORTS_OF_WORKERS and not moved):
+        first, last = _PORTS_OF_WORKERS[0], _PORTS_OF_WORKERS[-1]
+        raise ConfigError(
+            f"the head's port {number} (RAY_PORT, MASTER_PORT or HEAD_ADDRESS) is one that Ray uses itself: "
+            f"{', '.join(map(str, _PORTS_OF_RAY))}, and {first} to {last} for its workers. Set RAY_PORT=6379."
+        )
+    return str(number)
 
 
 def _value_of(key: str, words: list[str]) -> str:

@@ -1,0 +1,45 @@
+"""How old each table of results/ is: its day, and how many commits have changed the library since it was written."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent
+
+
+class Age(NamedTuple):
+    """commits: to rltrain/ since the table was committed; 0 also where it has changed and is not committed yet."""
+
+    table: str
+    day: str
+    commits: int
+
+
+def ages() -> list[Age]:
+    """Of all tables, the oldest first. None where there is no history of git (an unpacked archive, a shallow clone)."""
+    if _git("rev-parse", "--is-shallow-repository") != "false":
+        return []
+    tables = sorted((ROOT / "bench/results").glob("*.md"))
+    written = [(table, *_git("log", "-1", "--format=%h %cs", "--", str(table)).split()) for table in tables]
+    found = [
+        Age(table.name, each[1], int(_git("rev-list", "--count", f"{each[0]}..HEAD", "--", "rltrain")))
+        for table, *each in written
+        if each
+    ]
+    return sorted(found, key=lambda age: -age.commits)
+
+
+def _git(*words: str) -> str:
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+
+def main() -> None:
+    for table, day, commits in ages():
+        sys.stdout.write(f"{table:28} {day}  {commits:4} commits to rltrain/ since\n")
+
+
+if __name__ == "__main__":
+    main()

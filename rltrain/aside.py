@@ -112,7 +112,7 @@ class Lines:
 
     def add(self, text: str) -> OSError | None:
         """Add ``text``. Returns why not all that was added so far is written."""
-        self._late.append(text.encode())
+        self._late.append(text.encode(errors="backslashreplace"))
         return self._push(_PATIENCE_S)
 
     def close(self, wait_s: float) -> OSError | None:

@@ -8,6 +8,7 @@ import pkgutil
 import sys
 
 from rltrain import data_preprocess
+from rltrain.errors import lenient_output
 
 _COMMANDS = {
     "train": ("rltrain.main_ppo", "train a model (rltrain train --help: its keys)"),
@@ -26,6 +27,7 @@ _COMMANDS = {
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code of the command."""
+    lenient_output()
     words = sys.argv[1:] if argv is None else argv
     if not words or words[0] in ("-h", "--help"):
         sys.stdout.write(_usage())

@@ -18,6 +18,7 @@ from typing import Any
 
 from rltrain import __version__
 from rltrain.config.load import masked_command
+from rltrain.errors import command
 
 _PACKAGES = (
     "torch", "torch-npu", "transformers", "tokenizers", "safetensors", "ray", "omegaconf", "numpy", "pyarrow", "pandas",
@@ -79,6 +80,7 @@ def short_facts() -> str:
     )
 
 
+@command
 def main(argv: list[str] | None = None) -> int:
     """Print our facts, then those that torch collects."""
     if sys.argv[1:] if argv is None else argv:

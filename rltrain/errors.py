@@ -126,9 +126,23 @@ class Interrupted(RltrainError):
         self.exit_code = exit_code
 
 
+def storable(text: str) -> str:
+    """``text`` that every file takes: half of a surrogate pair, as JSON that was cut has it, is replaced."""
+    # A pair whose halves came one by one is one sign again.
+    return text if text.isascii() else text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
 def plain(text: str) -> str:
     """``text`` for a terminal: what a model has written may hold sequences that steer one."""
-    return _CONTROLS.sub("\ufffd", text)
+    return _CONTROLS.sub("\ufffd", storable(text))
+
+
+def lenient_output() -> None:
+    """Have standard output and error show a sign that their encoding lacks as an escape: by itself Python raises, and
+    what a model writes would end the program."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # not where a program has put something of its own there
+            stream.reconfigure(errors="backslashreplace")
 
 
 def unwritten(what: str, cause: BaseException, way_out: Callable[[], str] | None = None) -> DiskError | StorageError:
@@ -196,6 +210,7 @@ def command(main: Callable[[list[str] | None], int]) -> Callable[..., int]:
 
     @wraps(main)
     def guarded(argv: list[str] | None = None) -> int:
+        lenient_output()
         try:
             return main(argv)
         except Exception as found:

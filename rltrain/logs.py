@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TextIO, cast
 
 from rich.console import Console
+from rich.text import Text
 
 from rltrain.aside import Lines
 from rltrain.errors import Interrupted, plain
@@ -30,7 +31,7 @@ STEPS = logging.getLogger("rltrain.steps")
 # How long the end of a session waits for its last lines.
 _LAST_S = 5.0
 # Bars, tables and lines of this process share it, so that a line stands above the bar.
-console = Console(highlight=False)
+console = Console(highlight=False, markup=False, emoji=False)
 _STYLES = {logging.WARNING: "yellow", logging.ERROR: "red"}
 
 
@@ -55,15 +56,19 @@ class _ConsoleLines(logging.Handler):
 
 
 class _Output:
-    """Standard output that may be full, or gone with its terminal or pipe: that ends no run, as train.log has the lines
-    too. What writes without a log line, such as a bar or a callback, goes through it as well."""
+    """Standard output that may be full, gone with its terminal or pipe, or of an encoding that lacks a sign: that ends
+    no run, as train.log has the lines too. What writes without a log line, such as a bar or a callback, goes through it
+    as well."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
         with contextlib.suppress(OSError):
-            self._stream.write(text)
+            try:
+                self._stream.write(text)
+            except UnicodeEncodeError as error:
+                self._stream.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
         return len(text)
 
     def flush(self) -> None:
@@ -199,7 +204,7 @@ def open_worker_log(folder: str, rank: int) -> None:
 def waiting(text: str) -> Iterator[None]:
     """Say what is waited for; on a terminal something moves meanwhile."""
     logging.getLogger(__name__).info("%s", text)
-    with console.status(text):
+    with console.status(Text(text)):  # a path may look like rich's own marks
         yield
 
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from rltrain.env import tell_supervisor
-from rltrain.errors import ConfigError, Interrupted, RltrainError, of_system, plain
+from rltrain.errors import ConfigError, Interrupted, RltrainError, lenient_output, of_system, plain
 from rltrain.help import help_text
 from rltrain.stop import Stop, listen
 
@@ -29,6 +29,7 @@ _HYDRA = {
 
 def main(argv: list[str] | None = None, program: Callable[[argparse.Namespace, Stop], int] | None = None) -> int:
     """Returns the exit code; see errors.py for what each means. program: another one that takes the same words."""
+    lenient_output()
     code = _main(argv, program or _run)
     tell_supervisor(ended=code)
     # Looked up and not imported: where nothing has imported it there is no tracker, and --help need not load it.

@@ -70,6 +70,6 @@ def json_lines(file: Path) -> list[dict[str, Any]]:
 def lines_of(file: Path) -> list[str]:
     """The lines of a file, none where it is not there. Raises StorageError, and OSError for what is no file."""
     try:
-        return patiently(file, partial(file.read_text, errors="replace")).splitlines()
+        return patiently(file, partial(file.read_text, encoding="utf-8", errors="replace")).splitlines()
     except FileNotFoundError:
         return []

@@ -29,8 +29,8 @@ _HEAD = ("step", "data_source", "row", "index", "sample")
 def is_right(sample: Mapping[str, Any]) -> bool:
     """By ``acc``, where the scorer gives it, else by the score."""
     acc = sample.get("acc")
-    # In a table, a number that some rows lack is NaN for them, and NaN differs from itself.
-    return float(sample["score"] if acc is None or acc != acc else acc) > 0
+    # In a table, a number that some rows lack is NaN for them, and NaN differs from itself. A text says nothing here.
+    return float(sample["score"] if acc is None or isinstance(acc, str) or acc != acc else acc) > 0
 
 
 def one_line(sample: Mapping[str, Any], width: int = 120) -> str:
@@ -156,10 +156,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     from rich.console import Console
 
-    if hasattr(sys.stdout, "reconfigure"):
-        # A terminal or pipe whose encoding lacks ✓ or a letter of an answer must not end the command.
-        sys.stdout.reconfigure(errors="replace")
-    console = Console(width=arguments.width, markup=False, highlight=False, soft_wrap=not sys.stdout.isatty())
+    plainly = {"markup": False, "emoji": False, "highlight": False, "soft_wrap": not sys.stdout.isatty()}
+    console = Console(width=arguments.width, **plainly)  # type: ignore[arg-type]
     try:
         if arguments.compare is not None:
             lines = compare(arguments.run, arguments.compare, arguments.n, arguments.source, console.width)

@@ -130,3 +130,26 @@ def test_output_that_cannot_be_written_ends_nothing(tmp_path, monkeypatch, outpu
     with contextlib.suppress(OSError):
         stream.close()
     assert "hm" in (tmp_path / "train.log").read_text()
+
+
+@pytest.mark.parametrize("encoding", ["gbk", "ascii", "latin-1"])
+def test_a_terminal_that_lacks_a_sign_ends_nothing(tmp_path, monkeypatch, encoding):
+    shown = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding=encoding, write_through=True))
+    with logs.session():
+        logs.open_train_log(tmp_path)
+        with logs.waiting("reading \U0001f600 in [/red]"):
+            print("\U0001f600 from a callback")
+        log.info("47+9=? -> \ufdfa \ud83d :smile: \u2717")
+    assert r"47+9=? -> \ufdfa" in shown.getvalue().decode(encoding)
+    assert r"\U0001f600 from a callback" in shown.getvalue().decode(encoding)
+    text = (tmp_path / "train.log").read_text("utf-8")
+    assert "47+9=? -> \ufdfa \ufffd :smile: \u2717" in text
+
+
+def test_programs_show_what_their_terminal_lacks_as_an_escape():
+    code = "from rltrain.errors import command\n@command\ndef main(argv):\n    print('\\u2717 \\u4e00')\nmain([])"
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONIOENCODING": "ascii"}, capture_output=True
+    )
+    assert (ran.returncode, ran.stdout.strip()) == (0, rb"\u2717 \u4e00")

@@ -193,7 +193,7 @@ class _Composer:
 def read_yaml(file: Path) -> tuple[str, Tree]:
     """Text and content of a file with a mapping. Raises ConfigError."""
     try:
-        text = file.read_text()
+        text = file.read_text(encoding="utf-8")
         content = OmegaConf.to_container(OmegaConf.create(text)) if text.strip() else {}
     except OSError as error:
         raise ConfigError(f"--config {file}: {'there is no such file' if not file.exists() else error}.") from error

@@ -74,4 +74,4 @@ class Deadlines:
 
 def _write(file: Path, text: str) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(text)
+    file.write_text(text, encoding="utf-8", errors="backslashreplace")

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from rltrain import columns as c
 from rltrain.data.prompts import PromptStore
 from rltrain.data.rows import Rows
+from rltrain.errors import storable
 from rltrain.view import one_line
 
 Array = NDArray[Any]
@@ -71,7 +72,7 @@ class Written:
 
 
 class SampleWriter:
-    """Writes the files of jobs.
+    """Writes the files of jobs. Their texts may hold whatever a model, a scorer or a data file has written.
 
     rows, prompts: by split. tokenizer: of the tokenizers package, turns prompts back into text (None: messages are
     shown).
@@ -117,7 +118,7 @@ class SampleWriter:
             if name != short:
                 # A scorer's number keeps its prefix where its short name is already that of another column.
                 columns[name if short in columns else short] = values
-        return columns
+        return {name: _storable(values) for name, values in columns.items()}
 
     def examples(self, job: SampleJob, names: Sequence[str]) -> list[list[Any]]:
         """The given columns, as rows."""
@@ -161,12 +162,19 @@ class SampleWriter:
             line = {"input": inputs[place // job.each], "output": columns["answer"][place]}
             line |= {"gts": columns["ground_truth"][place], "score": score, "step": job.step}
             line |= {name: values[place] for name, values in extras.items() if name not in line}
-            lines.append(json.dumps(line, ensure_ascii=False) + "\n")
+            lines.append(storable(json.dumps(line, ensure_ascii=False)) + "\n")
         return "".join(lines)
 
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _storable(values: Any) -> Any:
+    """A column whose texts every file takes."""
+    if isinstance(values, np.ndarray) and values.dtype != object:
+        return values
+    return [storable(each) if isinstance(each, str) else each for each in values]
 
 
 def _replace(file: Path, write: Callable[[Path], Any]) -> None:

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from rltrain.data.images import measured
 from rltrain.data.rows import read_rows
 from rltrain.data_preprocess.sources import Hub, Record, open_splits
-from rltrain.errors import DataError, RltrainError
+from rltrain.errors import DataError, RltrainError, lenient_output
 
 Row = dict[str, Any]
 Splits = Mapping[str, Sequence[Row]]
@@ -223,6 +223,7 @@ def converter(
 
 def run(convert: Callable[[argparse.Namespace], Splits], options: argparse.Namespace) -> int:
     """Convert, write, and show what was written: counts, what was left out, the first row. Returns the exit code."""
+    lenient_output()
     try:
         splits = convert(options)
         written = write_splits(options.output, splits)

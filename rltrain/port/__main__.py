@@ -73,7 +73,7 @@ def _write(name: str, found: list[Launch], said: list[str], placeholders: dict[s
     if output is None:
         sys.stdout.write(text)
     else:
-        output.write_text(text)
+        output.write_text(text, encoding="utf-8")
         os.chmod(output, 0o755)
     left = [line for _, result in ported for line in (*result.lost, *result.to_do)]
     for launch, result in ported:

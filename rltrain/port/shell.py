@@ -120,7 +120,7 @@ class Recording:
 def record(script: Path, arguments: Sequence[str] = ()) -> Recording:
     """Run ``script`` in the jail. Raises ConfigError where it cannot be read or the machine gives no jail."""
     try:
-        text = script.read_text(errors="replace")
+        text = script.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise ConfigError(f"{script} cannot be read: {error.strerror}.") from error
     beside = _beside(script)
@@ -290,7 +290,7 @@ def _beside(script: Path) -> dict[str, str]:
             continue
         if path.is_file() and (size := path.stat().st_size) <= room:
             room -= size
-            found[f"{_HERE}/{path.name}"] = _going_on(path.read_text(errors="replace"))
+            found[f"{_HERE}/{path.name}"] = _going_on(path.read_text(encoding="utf-8", errors="replace"))
     return found
 
 

@@ -182,7 +182,7 @@ class RunFolder(Checkpoints):
         """Write a small file of the run whole or not at all."""
         temporary = self.path / f".{name}.tmp"
         try:
-            temporary.write_text(text)
+            temporary.write_text(text, encoding="utf-8")
             os.replace(temporary, self.path / name)
         except OSError as error:
             raise _unwritable(self.path, error) from error

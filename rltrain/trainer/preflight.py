@@ -112,7 +112,7 @@ def _engine_arguments(cfg: Config) -> Iterator[str]:
     source = Path(((package and package.submodule_search_locations) or [""])[0], file)
     if not (package and source.is_file()):
         return
-    classes = [node for node in ast.parse(source.read_text()).body if isinstance(node, ast.ClassDef)]
+    classes = [node for node in ast.parse(source.read_bytes()).body if isinstance(node, ast.ClassDef)]
     fields = [field for each in classes if each.name == name for field in each.body if isinstance(field, ast.AnnAssign)]
     known = [field.target.id for field in fields if isinstance(field.target, ast.Name)]
     for argument in sorted(given - set(known)) if known else ():

@@ -70,6 +70,22 @@ def test_extras_that_are_no_numbers_do_not_spoil_the_score(slot):
     assert len(score.extras["long"]) <= 256
 
 
+def test_odd_names_and_values_cost_no_score(slot):
+    odd = r"""{'score': 1, 5: 2, None: 3, 'half\ud83d': '\ud83d', 'pair': '\ud83d\ude00', b'k': b'\xff', 'zero\0': '\0',
+        'big': 10 ** 400, 'y' * 10**6: 1, type('Odd', (), {'__str__': lambda self: 1 / 0})(): 4}"""
+    score = slot(f"return {odd}").score(*CALL)
+    assert (score.value, score.status) == (1.0, "ok")
+    assert score.extras == {
+        "5": 2.0, "None": 3.0, "half\ufffd": "\ufffd", "pair": "\U0001f600", "b'k'": "\ufffd", "zero\ufffd": "\ufffd",
+        "y" * 256: 1.0,
+    }  # fmt: skip
+
+
+def test_an_error_with_half_a_sign_is_a_text_that_files_take(slot):
+    score = slot(r"raise ValueError('\ud83d')").score(*CALL)
+    assert score.error.encode()
+
+
 def test_an_exception_carries_the_user_s_own_traceback(slot):
     made = slot("return helper()\n\ndef helper():\n    return {}['no such key']".replace("\n\ndef", "\ndef"))
     score = made.score(*CALL)

@@ -122,6 +122,25 @@ def test_verls_json_lines_hold_every_answer(make, tmp_path):
     assert [file.name for file in folder.iterdir()] == ["7.jsonl"]
 
 
+def test_whatever_a_model_or_a_scorer_writes_is_kept(make, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    odd = ["half \ud83d of a pair", "both \ud83d\ude00", "[/red] \x1b[31m", "NUL \0", "\u2028 \udc80", "x" * 1_000_000]
+    samples = batch()
+    for part in samples.parts_with("text"):
+        part.ref[:] = (odd * 2)[: len(part.ref)]
+    words = np.array((odd * 2)[:10], dtype=object)
+    samples.update({"scorer/pred": words, "reward_error": words, "scorer/acc": words})
+    make(f"rollout_data_dir={tmp_path / 'dump'}", "log_val_generations=2").keep("train", 1, samples, N)
+    table = pd.read_parquet(tmp_path / "run" / "samples" / "train_000001.parquet")
+    expected = ["half \ufffd of a pair", "both \U0001f600", *odd[2:4], "\u2028 \ufffd", odd[5]]
+    assert table["pred"].tolist()[:6] == table["acc"].tolist()[:6] == expected
+    assert table["answer"].tolist()[:5] == expected[:5]
+    lines = [json.loads(line) for line in (tmp_path / "dump" / "1.jsonl").read_text().split("\n")[:-1]]
+    assert [line["pred"] for line in lines][:6] == expected
+    assert "step 1, train: 2+1=? -> half" in caplog.text
+    assert "not kept" not in caplog.text
+
+
 def test_nothing_is_kept_where_nothing_is_wanted(make, tmp_path):
     archive = make("samples_freq=-1", f"validation_data_dir={tmp_path / 'dump'}")
     archive.keep("train", 1, batch(), N)

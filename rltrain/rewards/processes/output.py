@@ -8,6 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from rltrain.errors import plain
+
 logger = logging.getLogger(__name__)
 
 MAX_FILE_BYTES = 32 << 20
@@ -89,7 +91,7 @@ class RewardLog:
         if self._file is None or not text:
             return
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-        lines = "".join(f"{stamp} {who}: {line}\n" for line in text.splitlines())
+        lines = "".join(f"{stamp} {who}: {plain(line)}\n" for line in text.splitlines())
         with suppress(OSError):  # a full disk is for the checkpoints to complain about
             if self._file.exists() and self._file.stat().st_size + len(lines) > MAX_FILE_BYTES:
                 self._file.replace(self._file.with_suffix(f".1{self._file.suffix}"))

@@ -5,6 +5,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from rltrain.errors import storable
+
 # Data source, answer, ground truth and extra_info: the arguments of a reward function.
 ScorerCall = tuple[str, str, Any, dict[str, Any]]
 
@@ -55,15 +57,17 @@ def read_returned(returned: Any) -> tuple[float, dict[str, float | str]]:
     extras: dict[str, float | str] = {}
     # Bounded, because every name becomes a column of all samples and a metric.
     for name, extra in list(returned.items())[:_MAX_EXTRAS]:
-        if name == "score":
-            continue
-        if isinstance(extra, str):
-            extras[str(name)] = extra[:_MAX_TEXT_CHARS]
-        else:
-            # An extra is only shown. One that is no number must not cost the answer its score.
-            with suppress(ValueError, TypeError):
-                extras[str(name)] = _finite(extra, str(name))
+        # An extra is only shown. One that is no number, or whose name has no text, must not cost the answer its score.
+        with suppress(Exception):
+            if name != "score":
+                extras[_text(str(name))] = _text(extra) if isinstance(extra, str | bytes) else _finite(extra, "")
     return _finite(returned["score"], "the reward function returned score"), extras
+
+
+def _text(value: str | bytes) -> str:
+    """A text that every file and tracker takes."""
+    text = value.decode(errors="replace") if isinstance(value, bytes) else value
+    return storable(text[:_MAX_TEXT_CHARS]).replace("\0", "\ufffd")
 
 
 def _finite(value: Any, what: str) -> float:
@@ -73,9 +77,10 @@ def _finite(value: Any, what: str) -> float:
         number = value.item()
     if not isinstance(number, (bool, int, float)):
         raise ValueError(f"{what} {type(value).__name__} {value!r:.200}; it must be one number, or a dict with 'score'")
-    if not math.isfinite(number):
+    # An int of Python's has no bound: it is compared as it is, and has no float beyond 308 digits.
+    if isinstance(number, float) and not math.isfinite(number):
         raise ValueError(f"{what} {number}; it must be finite")
-    # An int of Python's has no bound, and is compared as it is.
     if abs(number) > MOST:
-        raise ValueError(f"{what} {number:.4g}; beyond ±{MOST:g} a loss is not finite any more. Scale the rewards down")
+        shown = f"{number:.4g}" if isinstance(number, float) else f"an int of {number.bit_length()} bits"
+        raise ValueError(f"{what} {shown}; beyond ±{MOST:g} a loss is not finite any more. Scale the rewards down")
     return float(number)

@@ -21,7 +21,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from rltrain.env import scorer_environment
-from rltrain.errors import RewardError
+from rltrain.errors import RewardError, storable
 from rltrain.rewards.custom import CustomReward
 from rltrain.rewards.processes.limits import ScoringLimits, kill_tree
 from rltrain.rewards.processes.output import Printed
@@ -252,4 +252,4 @@ def _scores(reply: dict[str, Any], calls: Sequence[ScorerCall]) -> list[Score]:
 def _score_of(reply: dict[str, Any]) -> Score:
     if reply["status"] == "ok":
         return Score(float(reply["value"]), "ok", None, reply["extras"])
-    return Score(None, reply["status"], reply["error"], kind=str(reply.get("kind", ""))[:_CRASH_CHARS])
+    return Score(None, reply["status"], storable(reply["error"]), kind=str(reply.get("kind", ""))[:_CRASH_CHARS])

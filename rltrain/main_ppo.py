@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from rltrain.env import tell_supervisor
-from rltrain.errors import ConfigError, Interrupted, RltrainError, lenient_output, of_system, plain
+from rltrain.errors import ConfigError, Interrupted, RltrainError, lenient_output, of_system, plain, storable
 from rltrain.help import help_text
 from rltrain.stop import Stop, listen
 
@@ -160,7 +160,14 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         for word in words
         if word.startswith("-")
     ]
-    arguments.overrides = [word for word in words if not word.startswith("-")]
+    # Bytes that the locale's encoding does not know reach a program as halves of surrogate pairs.
+    arguments.problems += [
+        f"{plain(word)}: the marks in it are bytes that are no text in the encoding of this locale "
+        f"({sys.getfilesystemencoding()}). Write it in that, or set PYTHONUTF8=1 where it is UTF-8."
+        for word in words
+        if storable(word) != word
+    ]
+    arguments.overrides = [word for word in words if not word.startswith("-") and storable(word) == word]
     if arguments.config_path or arguments.config_name or arguments.config_dir:
         # Imported here, so that --help and --version need not wait for it.
         from rltrain.config.hydra import named

@@ -163,3 +163,11 @@ def test_no_flag_hides_what_else_is_wrong(capsys):
 def test_a_config_file_that_is_not_there_is_named(capsys):
     assert main(["--config", "/no/such.yaml", "--dry-run"]) == 2
     assert "/no/such.yaml" in capsys.readouterr().err
+
+
+def test_bytes_that_are_no_text_are_refused_by_name(capsys):
+    assert main(["trainer.experiment_name=\udcc3\udcbc", "trainer.total_epochs=0", "--dry-run"]) == 2
+    said = capsys.readouterr().err
+    assert "trainer.experiment_name=\ufffd\ufffd: the marks in it are bytes that are no text" in said
+    assert "PYTHONUTF8=1" in said
+    assert "total_epochs" in said

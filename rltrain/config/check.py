@@ -21,6 +21,7 @@ from rltrain.config.effects import holds
 from rltrain.config.engine_rules import engine_problems
 from rltrain.config.keys import all_keys, followed, get, plugin_keys
 from rltrain.config.load import LoadedConfig
+from rltrain.config.model_schema import HALF, NO_SCALER
 from rltrain.config.overlap import overlap_problems
 from rltrain.config.renames import shown
 from rltrain.config.schema import Config
@@ -53,7 +54,7 @@ def broken_rules(loaded: LoadedConfig) -> list[str]:
     models = (_lora, _shared_sequences, budget_problems)
     rewards = (_reward_terms, _reward_model, _scorers)
     ends = (engine_problems, overlap_problems)
-    rules = (_each_key, _lists, uneven, _comparison, _correction, *models, *rewards, *ends, _names, _run)
+    rules = (_each_key, _lists, _precision, uneven, _comparison, _correction, *models, *rewards, *ends, _names, _run)
     # The keys that the user wrote are named; where several follow one of them, it is told once.
     return list(dict.fromkeys(loaded.as_written(problem) for rule in rules for problem in rule(loaded.config)))
 
@@ -140,6 +141,15 @@ def _lists(config: Config) -> Iterator[str]:
     for name, weight in config.reward.weights.items():
         if not isinstance(weight, int | float) or isinstance(weight, bool) or not math.isfinite(weight):
             yield f"reward.weights.{name}={weight}: give a number, such as reward.weights.{name}=0.5."
+
+
+def _precision(config: Config) -> Iterator[str]:
+    """What is trained needs gradients that do not vanish."""
+    trained = {_A + "actor.fsdp_config": True, "critic.model.fsdp_config": config.algorithm.needs_critic}
+    for section in (section for section, is_trained in trained.items() if is_trained):
+        for key in (f"{section}.model_dtype", f"{section}.compute_dtype"):
+            if get(config, key) in HALF:
+                yield f"{key}={get(config, key)}: {NO_SCALER}."
 
 
 def uneven(config: Config) -> Iterator[str]:

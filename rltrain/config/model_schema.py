@@ -10,6 +10,8 @@ from rltrain.config.fields import key, section
 # What a default that follows one of the actor's keys begins with.
 ACTOR = "${actor_rollout_ref.actor."
 Dtype = Literal["auto", "float32", "fp32", "bfloat16", "bf16", "float16", "fp16"]
+HALF = ("float16", "fp16")
+NO_SCALER = "small gradients are 0 in float16, and there is no gradient scaler in this version: use bfloat16 or float32"
 Aggregation = Literal[
     "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
 ]  # fmt: skip

@@ -18,6 +18,8 @@ _RULES = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_
 # Key -> its values as they were once written (in small letters), with what they are called today and a word on it.
 VALUES: dict[str, dict[str, tuple[str, str]]] = {
     _C + "loss_type": {"true": ("reinforce", ""), "false": ("ppo_clip", "")},
+    # The default of verl 0.9.1: the rewards before the KL.
+    "algorithm.filter_groups.metric": {"reward": ("seq_reward", "")},
     "reward_model.reward_manager": {
         "gdpo": ("naive", "the numbers of gdpo_reward_keys are taken from every scorer"),
         "prime": ("naive", "scoring always runs in its own processes"),

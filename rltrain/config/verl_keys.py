@@ -21,6 +21,13 @@ _R = _A + "rollout."
 OVERRIDES = ".override_optimizer_config."
 _OF_ADAMW = ("lr", "weight_decay", "betas", "eps")
 
+_SHARDING = {
+    _A + "actor.fsdp_config.": _A + "actor.fsdp_config.",
+    "critic.fsdp.": "critic.model.fsdp_config.",
+    "critic.model.fsdp_config.": "critic.model.fsdp_config.",
+    "reward_model.model.fsdp_config.": "reward_model.model.fsdp_config.",
+}
+
 # Spelling of some version of verl -> ours. A prefix ends in a dot.
 ALIASES = {
     "algorithm.rollout_correction.bypass_old_logprob_for_rollout": "algorithm.rollout_correction.bypass_mode",
@@ -39,12 +46,14 @@ ALIASES = {
     "reward_model.model_path": "reward_model.model.path",
     "reward.reward_model.model.": "reward_model.model.",
     "reward_model.num_workers": "reward.num_workers",
-    "reward_model.model.fsdp_config.dtype": "reward_model.model.fsdp_config.compute_dtype",
+    **{
+        old + name: new + "compute_dtype"
+        for old, new in _SHARDING.items()
+        for name in ("dtype", "mixed_precision.param_dtype")
+    },
     "critic.fsdp.ulysses_sequence_parallel_size": "critic.ulysses_sequence_parallel_size",
-    "critic.fsdp.dtype": "critic.model.fsdp_config.compute_dtype",
     "critic.fsdp.": "critic.model.fsdp_config.",
     "critic.model.fsdp_config.ulysses_sequence_parallel_size": "critic.ulysses_sequence_parallel_size",
-    "critic.model.fsdp_config.dtype": "critic.model.fsdp_config.compute_dtype",
     "critic.optim.warmup_style": "critic.optim.lr_scheduler_type",
     **{f"critic.optim{OVERRIDES}{name}": f"critic.optim.{name}" for name in _OF_ADAMW},
     "critic.grad_clip": "critic.optim.clip_grad",
@@ -53,7 +62,6 @@ ALIASES = {
     _A + "actor.grad_clip": _A + "actor.optim.clip_grad",
     **{f"{_A}actor.optim{OVERRIDES}{name}": f"{_A}actor.optim.{name}" for name in _OF_ADAMW},
     _A + "actor.fsdp_config.ulysses_sequence_parallel_size": _A + "actor.ulysses_sequence_parallel_size",
-    _A + "actor.fsdp_config.dtype": _A + "actor.fsdp_config.compute_dtype",
     _A + "actor.policy_loss.tau_pos": _A + "actor.tau_pos",
     _A + "actor.policy_loss.tau_neg": _A + "actor.tau_neg",
     _A + "actor.checkpoint.contents": _A + "actor.checkpoint.save_contents",
@@ -141,9 +149,6 @@ NO_EFFECT = {
     _R + "agent.*": "answers are single-turn",
     _R + "calculate_log_probs=True": "the engine always returns log-probs",
     _R + "checkpoint_engine.*": "weights are handed to the engines on their own devices, bucket by bucket",
-    _R + "data_parallel_size=1": "the number of replicas follows from the devices",
-    _R + "expert_parallel_size=1": "experts are not spread over devices in this version",
-    _R + "pipeline_model_parallel_size=1": "an engine spans devices by tensor_model_parallel_size alone",
     _R + "full_determinism": "there is no switch for deterministic kernels",
     _R + "layered_summon": "weights are always gathered bucket by bucket (update_weights_bucket_megabytes)",
     _R + "load_format": "the engine gets its weights from the trainer",
@@ -163,9 +168,9 @@ NO_EFFECT = {
     _R + "trace.*": "there is no trace in this version",
     _A + "actor.calculate_entropy": "entropy is always measured",
     _A + "actor.calculate_sum_pi_squared": "only an estimator that is not here reads it",
-    _A + "actor.checkpoint.async_save": "see trainer.async_save, which is on",
+    _A + "actor.checkpoint.async_save=True": "see trainer.async_save, which is on",
     _A + "actor.checkpoint.load_contents": "see trainer.resume_weights_only",
-    _A + "actor.checkpoint.strict": "a checkpoint is always read as a whole",
+    _A + "actor.checkpoint.strict=True": "a checkpoint is always read as a whole",
     _A + "actor.data_loader_seed": "the order of mini-batches follows data.seed",
     _A + "actor.use_prefix_grouper": "answers share the tokens of their prompt wherever that pays",
     _A + "actor.policy_loss.dro_beta": "only the loss dro uses it, which is not here",
@@ -195,6 +200,7 @@ NO_EFFECT = {
     "*.fsdp_config.forward_only": "a model has an optimizer exactly where it is trained",
     "*.fsdp_config.forward_prefetch": "FSDP2 prefetches by itself, as the host never waits between layers",
     "*.fsdp_config.full_determinism": "there is no switch for deterministic kernels",
+    "*.fsdp_config.mixed_precision.reduce_dtype=fp32|float32": "gradients are always reduced in float32",
     "*.fsdp_config.mixed_precision*": "see compute_dtype",
     "*.fsdp_config.offload_policy": "see param_offload and optimizer_offload",
     "*.fsdp_config.seed": "see data.seed",

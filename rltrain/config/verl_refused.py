@@ -6,6 +6,7 @@ What would make a run another experiment is refused, not noted. The form of a ro
 from __future__ import annotations
 
 from rltrain.config.engines import FULL_PRECISION
+from rltrain.config.model_schema import NO_SCALER
 
 _A = "actor_rollout_ref."
 _R = _A + "rollout."
@@ -44,6 +45,11 @@ REFUSED = {
     _R + "multi_turn.enable=True": _SINGLE_TURN,
     _R + "multi_turn.*_path": _TOOLS,
     _R + "nnodes": _SYNCHRONOUS,
+    _R + "data_parallel_size!=1": "the number of engines is that of the devices divided by tensor_model_parallel_size: "
+    "leave it out",
+    _R + "expert_parallel_size!=1": "an engine does not spread experts over devices in this version: leave it out, or "
+    "use tensor_model_parallel_size, which cuts each expert",
+    _R + "pipeline_model_parallel_size!=1": "an engine spans devices by tensor_model_parallel_size alone: use that",
     _R + "quantization*": FULL_PRECISION + ": leave it out",
     _R + "enable_rollout_routing_replay": "answers are trained with the routing of the trainer: leave it out",
     _R + "skip_rollout": "every step generates its own answers: leave it out",
@@ -51,11 +57,13 @@ REFUSED = {
     "*.optim.optimizer!=AdamW|adamw|adam": "every model is trained by AdamW: leave it out",
     "*.override_optimizer_config.amsgrad": "every model is trained by AdamW without amsgrad: leave it out",
     "*.override_optimizer_config.maximize": "a loss is always minimised: leave it out",
+    "*.fsdp_config.mixed_precision*=float16|fp16|half|torch.float16": NO_SCALER,
     "*.optim.lr_decay_*": _LR_NAMES,
     "*.optim.lr_wsd_*": _LR_NAMES,
     "*.optim.lr_warmup_init": _LR_NAMES,
     "*.optim.min_lr": _LR_NAMES,
     "*.model.modules_to_save": "adapters alone are trained beside lora_rank, no module in full: leave it out",
+    "*.model.lora.merge=False": "adapters are always merged on the way to the engine: leave it out",
     "*.model.lora.rank": "this is Megatron's name: use model.lora_rank, lora_alpha and target_modules",
     _A + "model.tokenizer_path!=${actor_rollout_ref.model.path}": "save the tokenizer in the folder of model.path",
     _A + "model.hf_config_path!=${actor_rollout_ref.model.path}": "save config.json in the folder of model.path",

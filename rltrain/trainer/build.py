@@ -45,7 +45,7 @@ from rltrain.rewards.processes.score import Score
 from rltrain.stop import Stop
 from rltrain.trainer.archive import Archive, keeps_samples
 from rltrain.trainer.callbacks import Callbacks
-from rltrain.trainer.changes import tell_changes, write_config
+from rltrain.trainer.changes import tell_changes, tell_finished, write_config
 from rltrain.trainer.checkpoint import RunFolder
 from rltrain.trainer.drift import Drift
 from rltrain.trainer.experience import Experience
@@ -129,12 +129,9 @@ def build(
         start = find()
         if start.folder and start.folder.parent == folder.path:  # and not a step of another run
             complete(folder.path / "metrics.jsonl", start.step, start.progress.metrics)
-        tell_changes(loaded, start)
+        changes = tell_changes(loaded, start)
         if start.step >= plan.total_steps and not (cfg.trainer.val_only or _owes_validation(cfg, plan, folder, start)):
-            log.info(
-                "nothing left to do: the run has its %d steps (trainer.total_training_steps, trainer.total_epochs)",
-                plan.total_steps,
-            )
+            tell_finished(folder.path, plan.total_steps, changes)
             return Trainer(cfg, plan, folder, stop, start.step, closing.pop_all())
         size = start.size or checkpoint_bytes(cfg, found.num_parameters, found.num_trained)
         check_room(cfg.trainer, folder.path, size, start.step, plan.total_steps)

@@ -39,20 +39,22 @@ _EXPERIMENT = (
         for name in ("policy_loss.", "clip_ratio", "loss_", "kl_loss_", "use_kl_loss", "entropy_coeff", "tau_")
     ),
 )
+# The course of a run, which no step depends on.
+_AROUND = ("trainer.", "ray_kwargs.")
 _MISSING = object()
 
 
-def tell_changes(loaded: LoadedConfig, start: Start) -> None:
-    """Log the settings in which a resumed run differs from the run before.
+def tell_changes(loaded: LoadedConfig, start: Start) -> list[str]:
+    """Log the settings in which a resumed run differs from the run before; returns those that training depends on.
 
     Raises ConfigError if it is another experiment and neither of them has a name.
     """
     # Weights alone start a new run, which has nothing to agree with.
     if start.folder is None or start.weights_only:
-        return
+        return []
     changes = {key: f"{key}: {then} -> {now}" for key, then, now in _changes(start.folder.parent, loaded)}
     if not changes:
-        return
+        return []
     other = [text for key, text in changes.items() if key.startswith(_EXPERIMENT)]
     # Whoever names a run or a path means it. Without a name, two unrelated runs share the default folder.
     if other and loaded.config.trainer.resume_mode == "auto" and not loaded.explicit & set(_NAMES):
@@ -72,6 +74,22 @@ def tell_changes(loaded: LoadedConfig, start: Start) -> None:
             "trainer.experiment_name.",
             start.step,
             "; ".join(other),
+        )
+    return [text for key, text in changes.items() if not key.startswith(_AROUND)]
+
+
+def tell_finished(run: Path, num_steps: int, changes: list[str]) -> None:
+    """Say that a run has all its steps. changes: settings of those steps that are others now."""
+    log.info(
+        "nothing left to do: the run has its %d steps (trainer.total_training_steps, trainer.total_epochs), in %s",
+        num_steps,
+        run,
+    )
+    if changes:
+        log.warning(
+            "these steps were trained with other settings than this command has (%s). A new run starts with another "
+            "trainer.experiment_name.",
+            "; ".join(changes),
         )
 
 

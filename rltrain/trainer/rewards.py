@@ -180,11 +180,13 @@ def _floats(column: Column | None, count: int) -> Floats:
 
 def known_number(samples: Samples, name: str, on_error: float) -> Floats:
     """A number of the scorer's [n]; ``on_error`` where scoring failed. RewardError where a scored answer has none."""
-    values = _floats(samples[column_of(name, samples.numbers)], len(samples))
+    values = _floats(samples.numbers.get(column_of(name, samples.numbers)), len(samples))
     missing = np.isnan(values)
     if (missing & (samples[c.REWARD_FAILED] == 0)).any():
+        have = ", ".join(sorted(each.removeprefix(c.SCORER) for each in samples.numbers if each.startswith(c.SCORER)))
         raise RewardError(
-            f"the scorer returned no number '{name}' for some answers, and the configuration asks for it."
+            f"the scorer returned no number '{name}' for some answers, and the configuration asks for it. It returned "
+            f"{have or 'a score alone'}."
         )
     return np.where(missing, on_error, values)
 

@@ -18,7 +18,7 @@ from rltrain.config.schema import Config
 from rltrain.config.trainer_schema import TrainerConfig
 from rltrain.errors import CheckpointError, ConfigError, DiskError, StorageError
 from rltrain.trainer import checkpoint, progress, saving
-from rltrain.trainer.changes import tell_changes, write_config
+from rltrain.trainer.changes import tell_changes, tell_finished, write_config
 from rltrain.trainer.checkpoint import Checkpoints, RunFolder, read_record
 from rltrain.trainer.progress import Progress, Start, find_start, verified
 from rltrain.trainer.room import check_room, checkpoint_bytes, steps_saved, superfluous
@@ -445,6 +445,22 @@ def test_a_resumed_run_logs_changes_and_keeps_old_settings(folder, caplog):
     assert "adv_estimator: grpo" in (folder.path / "config.1.yaml").read_text()
     assert "adv_estimator: rloo" in (folder.path / "config.2.yaml").read_text()
     assert not (folder.path / "config.3.yaml").exists()
+
+
+def test_a_finished_run_says_where_it_is_and_what_differs(folder, caplog):
+    caplog.set_level(logging.INFO)
+    started(folder, "trainer.experiment_name=mine", "data.seed=3", "trainer.logger=[console]")
+    again, start = load_config(["trainer.experiment_name=mine"]), Start(3, folder=folder.path / "global_step_3")
+    changes = tell_changes(again, start)
+    assert changes == ["data.seed: 3 -> 1"]
+    caplog.clear()
+    tell_finished(folder.path, 3, changes)
+    assert "nothing left to do: the run has its 3 steps" in caplog.text
+    assert str(folder.path) in caplog.text
+    assert "other settings than this command has (data.seed: 3 -> 1). A new run" in caplog.text
+    caplog.clear()
+    tell_finished(folder.path, 3, [])
+    assert [record.levelname for record in caplog.records] == ["INFO"]
 
 
 def test_a_default_written_out_is_no_other_experiment(folder, caplog):

@@ -16,7 +16,8 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from rltrain.device import COLLECTIVE_TIMEOUT, Device
 from rltrain.models import attention
-from rltrain.models.entries import NoEntries, read_entries
+from rltrain.models.entries import NoEntries, files_of, read_entries
+from rltrain.models.finite import check_finite
 from rltrain.models.forward import PackedModel, PolicyModel, ScalarModel
 from rltrain.models.kernels import fuse, kernels_of
 from rltrain.models.lacking import notes, refuse
@@ -139,10 +140,7 @@ def _load(packed: PackedModel, spec: ModelSpec, config: PretrainedConfig) -> Non
         # A new critic says 0 of every state; random weights would make advantages of noise.
         own["score.weight"] = torch.zeros(packed.score.weight.shape) if head is None else head
     config = without_dropout(config)
-    kinds: dict[str, Any] = {
-        "trust_remote_code": spec.trust_remote_code,
-        "decoder_only": isinstance(packed, ScalarModel),
-    }
+    adapters = f"{spec.lora.path}'s adapter_model" if spec.lora else ""
     try:
         plain = _plain(type(packed), spec, config)
         checkpoint, why = SlicedCheckpoint(spec.path, plain, f"{spec.section}.path"), ""
@@ -152,20 +150,34 @@ def _load(packed: PackedModel, spec: ModelSpec, config: PretrainedConfig) -> Non
     whole = torch.tensor(int(bool(why)))
     dist.all_reduce(whole, dist.ReduceOp.MAX)
     if checkpoint and not whole:
-        for name, parameter in packed.named_parameters():
-            name, (first, last) = huggingface_name(name), _rows_here(parameter)
-            found = own[name][first:last] if name in own else checkpoint.rows(name, first, last, parameter.dtype)
-            _local(parameter).copy_(found)
-        for name, buffer in packed.named_buffers():
-            buffer.copy_(checkpoint.buffers[huggingface_name(name)])
-        return
-    if dist.get_rank() == 0:
-        why = why or "another rank finds no such files"
-        log.warning("note: ranks cannot read slices of %s (%s): rank 0 reads it whole, for all", spec.path, why)
-        model = read_weights(spec.path, config, spec.master_dtype, **kinds)
-        # Buffers too: those that are in no checkpoint, such as rotary frequencies, were emptied with the model.
-        own |= dict([*model.named_parameters(), *model.named_buffers()]) | own
-    _hand_out(packed, own if dist.get_rank() == 0 else None)
+        _copy_rows(packed, own, checkpoint)
+    else:
+        if dist.get_rank() == 0:
+            why = why or "another rank finds no such files"
+            log.warning("note: ranks cannot read slices of %s (%s): rank 0 reads it whole, for all", spec.path, why)
+            kinds: Any = {"trust_remote_code": spec.trust_remote_code, "decoder_only": isinstance(packed, ScalarModel)}
+            model = read_weights(spec.path, config, spec.master_dtype, **kinds)
+            # Buffers too: those that are in no checkpoint, such as rotary frequencies, were emptied with the model.
+            own |= dict([*model.named_parameters(), *model.named_buffers()]) | own
+        _hand_out(packed, own if dist.get_rank() == 0 else None)
+
+    def files(name: str) -> str:
+        if ".lora_" in name:
+            return adapters
+        inside = checkpoint.files(name) if checkpoint and name not in own else files_of(spec.path, fetch=True)
+        return ", ".join(file.name for file in inside)
+
+    check_finite(packed, spec.compute_dtype, f"{spec.section}.path={spec.path}", files)
+
+
+@torch.no_grad()
+def _copy_rows(packed: PackedModel, own: dict[str, Tensor], checkpoint: SlicedCheckpoint) -> None:
+    for name, parameter in packed.named_parameters():
+        name, (first, last) = huggingface_name(name), _rows_here(parameter)
+        found = own[name][first:last] if name in own else checkpoint.rows(name, first, last, parameter.dtype)
+        _local(parameter).copy_(found)
+    for name, buffer in packed.named_buffers():
+        buffer.copy_(checkpoint.buffers[huggingface_name(name)])
 
 
 def spread(packed: PackedModel, spec: ModelSpec, mesh: DeviceMesh) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rltrain.data.images import EncodedPrompt
 from rltrain.device import Device
-from rltrain.errors import SyncError
+from rltrain.errors import NonFiniteError, SyncError
 from rltrain.models.forward import PackedModel
 from rltrain.models.weights import CheckpointNames, Weight, whole_weights
 from rltrain.workers.results import SyncReport
@@ -63,7 +63,7 @@ class WeightSync:
 
         The order bounds memory: the trainer's log-probs of the canary, the engine's memory for weights, the weights,
         the training copy off the device, all ranks meet, the engine's memory for its cache. Raises SyncError where the
-        engine's log-probs are not the trainer's.
+        engine's log-probs are not the trainer's, NonFiniteError where these are not finite.
         """
         if version == self.version:
             raise SyncError(
@@ -94,6 +94,13 @@ class WeightSync:
         self.version = None
 
     def _compare(self, expected: Tensor, version: int) -> float:
+        if not bool(expected.isfinite().all()):
+            raise NonFiniteError(
+                f"the trainer's own log-probs of a fixed text are not finite after {version} updates: its weights are "
+                "damaged, or too large for the dtype it computes in. At the first step look at the files of "
+                "actor_rollout_ref.model.path; later, resume from an older checkpoint with "
+                "trainer.resume_mode=resume_path."
+            )
         found = self.engine.log_probs(self._canary).float().cpu()[-len(expected) :]
         gap = float((found - expected).abs().mean())
         # Not `gap > limit`: that is False for NaN, and a damaged engine would pass.

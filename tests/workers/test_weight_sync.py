@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from rltrain.errors import SyncError
+from rltrain.errors import NonFiniteError, SyncError
 from rltrain.models.packing import AttentionPlan, pack
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -96,6 +96,13 @@ def test_swapped_weights_are_noticed_by_the_canary(make):
     load = sync.engine.load_weights
     sync.engine.load_weights = lambda found: load(w._replace(name=names.get(w.name, w.name)) for w in found)
     with pytest.raises(SyncError, match="answers otherwise than the trainer"):
+        trainer.step(1)
+
+
+def test_weights_of_the_trainer_that_are_not_finite_are_not_blamed_on_the_sync(make):
+    trainer = make()
+    next(trainer.worker.actor.policy.parameters()).to_local().detach().fill_(float("nan"))
+    with pytest.raises(NonFiniteError, match=r"not finite after 0 updates: its weights are damaged"):
         trainer.step(1)
 
 

@@ -66,7 +66,11 @@ def _engine(config: Config) -> Iterator[str]:
     for name in rollout.engine_kwargs:
         if f"engine_kwargs.{name}" not in taking:
             yield f"{_R}engine_kwargs.{name}: arguments stand under an engine: {' or '.join(taking)}."
-    for name, value in (rollout.engine_kwargs.get(rollout.name) or {}).items():
+        elif not isinstance(given := rollout.engine_kwargs[name], dict | type(None)):
+            form = f"such as {_R}engine_kwargs.{name}.NAME={shown(given)}"
+            yield f"{_R}engine_kwargs.{name}={shown(given)}: arguments of the engine have names, {form}."
+    arguments = rollout.engine_kwargs.get(rollout.name)
+    for name, value in (arguments if isinstance(arguments, dict) else {}).items():
         # vLLM spells what is off as null, 1 or false.
         off = value is None or value is False or (value == 1 and value is not True)
         if name in engine.refused_arguments and not off:

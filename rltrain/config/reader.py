@@ -22,6 +22,7 @@ from rltrain.config.keys import Key, all_keys, free_form_parent, is_known, meant
 from rltrain.config.renames import answer, leaves_of, rename, shown, turned_off
 from rltrain.config.schema import Config
 from rltrain.config.spellings import OLD_KEYS, VALUES, of_several
+from rltrain.config.unwritten import unwritten
 from rltrain.config.verl_keys import ALIASES, CLASSES, CLASSIFIER, IMPLIES, OVERRIDES
 from rltrain.config.verl_refused import GENERATIVE
 from rltrain.errors import ConfigError
@@ -136,6 +137,10 @@ class Reader:
             del self.foreign[key]
         for key in [key for key in self.foreign if is_known(f"{key}_per_gpu")]:
             self._share(key, *self.foreign.pop(key))
+        for key, size, note in unwritten(self.explicit, self._value):
+            self._assign(key, key, size)
+            self.explicit.discard(key)
+            self.notes.append(note)
 
     def _share(self, key: str, written: str, total: Any) -> None:
         """Take over a size that counts samples over all ranks."""
@@ -286,6 +291,8 @@ def _other_type(key: Key, value: Any) -> str:
     """What a value should have been that OmegaConf would turn into another one; "" where it would not."""
     if key.type_name.startswith("bool") and value is not None and not (isinstance(value, str) and "${" in value):
         return "" if shown(value).lower() in _SWITCHES else "expected true or false"
+    if key.type_name.startswith("list") and isinstance(value, list) and any(isinstance(x, list | dict) for x in value):
+        return f"expected {key.type_name.replace('None', 'null')}, without lists and mappings in it"
     is_text = key.type_name.startswith("str") and not key.choices and not key.name.endswith(_NUMBERS_AS_TEXT)
     # In a file 1.10 is the number 1.1, and no is False.
     return "expected a text: put it in quotes" if is_text and isinstance(value, bool | float) else ""

@@ -13,7 +13,7 @@ from typing import Any
 
 from rltrain.config.keys import all_keys
 from rltrain.config.verl_keys import ALIASES, CLASSES, NO_EFFECT
-from rltrain.config.verl_refused import REFUSED, SECTIONS
+from rltrain.config.verl_refused import OTHERS, REFUSED, SECTIONS
 
 _ROW = re.compile(r"(?P<pattern>[^=!]+)(?:(?P<operator>!?=)(?P<values>.*))?")
 _OTHER_KEY = re.compile(r"\$\{([\w.]+)\}")
@@ -91,7 +91,9 @@ def answer(key: str, value: Any, lookup: Callable[[str], Any] = lambda key: None
             off = _is_among(value, values) if operator else turned_off(value)
             quiet = value is None or _follows(value) or off
             return Answer(row, "" if quiet else why)
-    return None
+    # What is turned off of these is nobody's, and may be a mistyped key of ours.
+    others = OTHERS.items() if not turned_off(value) else ()
+    return next((Answer(row, why, True) for row, why in others if fnmatchcase(key, row)), None)
 
 
 def _parts(row: str, lookup: Callable[[str], Any]) -> tuple[str, str, list[str]]:

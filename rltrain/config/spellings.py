@@ -26,8 +26,11 @@ VALUES: dict[str, dict[str, tuple[str, str]]] = {
         "remote": ("naive", "scoring always runs in its own processes"),
     },
 }
+# Importance weights as verl 0.6 wrote them, beside `rollout_correction` and not in it.
+_IS = "algorithm.rollout_is"
+_OF_06 = ("", "_threshold", "_threshold_lower", "_level", "_mode", "_veto_threshold")
 # Keys that `of_several` reads beside ours.
-OLD_KEYS = (_TIS, _LOWER, _VETO)
+OLD_KEYS = (_TIS, _LOWER, _VETO, *(_IS + end for end in _OF_06))
 
 
 def of_several(old: Mapping[str, Any], value: Callable[[str], Any]) -> Iterator[tuple[str, str, str]]:
@@ -38,9 +41,12 @@ def of_several(old: Mapping[str, Any], value: Callable[[str], Any]) -> Iterator[
     if (cap := _number(old, _TIS, "such as 2.0")) > 0:
         yield _C + "rollout_is", "token", f"{_TIS}={cap} is {_C}rollout_is=token with rollout_is_threshold={cap} here"
         yield _C + "rollout_is_threshold", str(cap), ""
+    yield from _of_06(old)
     written, upper = value(_C + "rollout_rs"), value(_C + "rollout_rs_threshold")
     rule = _RULES.get(str(written))
-    lower, veto = _number(old, _LOWER, "such as 0.5", over=0), _number(old, _VETO, "such as 1e-4", over=0, under=1)
+    lower = _number(old, _LOWER, "such as 0.5", over=0)
+    vetos = [_number(old, key, "such as 1e-4", over=0, under=1) for key in (_VETO, _IS + "_veto_threshold")]
+    veto = max(vetos) if old.get(_IS + "_threshold") else vetos[0]
     if not (rule or lower or veto):
         return
     source = _C + ("rollout_rs_threshold" if upper else "rollout_is_threshold")
@@ -62,6 +68,37 @@ def of_several(old: Mapping[str, Any], value: Callable[[str], Any]) -> Iterator[
         + (f"; an answer is also rejected for a token whose ratio is over {1 / veto:g}" if veto else ""),
     )
     yield _C + "rollout_rs_threshold", limits, ""
+
+
+def _of_06(old: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """algorithm.rollout_is* of verl 0.6. Without a threshold nothing of it counts there."""
+    high, level, mode = (_number(old, _IS + "_threshold", "such as 2.0", over=0), *_words(old))
+    low = _number(old, _IS + "_threshold_lower", "such as 0.5", over=0, under=high) if high else 0.0
+    weighs = high > 0 and old.get(_IS) in (True, 1)
+    if weighs and level == "geometric":
+        raise ConfigError(f"{_IS}_level=geometric: {_C}rollout_is has weights per token or sequence. Use one of these.")
+    if weighs:
+        note = f"{_IS}=True with {_IS}_level={level} is {_C}rollout_is={level} with rollout_is_threshold={high:g} here"
+        yield _C + "rollout_is", level, note
+        yield _C + "rollout_is_threshold", f"{high:g}", ""
+    elif old.get(_IS):
+        yield _C + "rollout_is", "", f"{_IS}: no effect: {_IS}_threshold is null, as in verl"
+    if high and mode == "mask":
+        rule, limits = _RULES[level], f"{1 / high:.6g}_{(low and 1 / low) or high:.6g}"
+        yield (
+            _C + "rollout_rs",
+            rule,
+            f"{_IS}_mode=mask is {_C}rollout_rs={rule} with rollout_rs_threshold={limits} here",
+        )
+        yield _C + "rollout_rs_threshold", limits, ""
+
+
+def _words(old: Mapping[str, Any]) -> Iterator[str]:
+    for end, usual, among in (("_level", "token", tuple(_RULES)), ("_mode", "truncate", ("truncate", "mask"))):
+        word = old.get(_IS + end) or usual
+        if word not in among:
+            raise ConfigError(f"{_IS}{end}={word}: use one of {', '.join(among)}.")
+        yield word
 
 
 def _number(old: Mapping[str, Any], key: str, such: str, over: float = -math.inf, under: float = math.inf) -> float:

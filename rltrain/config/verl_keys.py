@@ -44,6 +44,7 @@ ALIASES = {
     "reward.reward_model.enable": "reward_model.enable",
     "reward.reward_model.model_path": "reward_model.model.path",
     "reward_model.model_path": "reward_model.model.path",
+    "reward.overlong_buffer.": "reward_model.overlong_buffer.",
     "reward.reward_model.model.": "reward_model.model.",
     "reward_model.num_workers": "reward.num_workers",
     **{
@@ -68,12 +69,19 @@ ALIASES = {
     _A + "ref.fsdp_config.ulysses_sequence_parallel_size": _A + "ref.ulysses_sequence_parallel_size",
     _R + "checkpoint_engine.update_weights_bucket_megabytes": _R + "update_weights_bucket_megabytes",
     _R + "cudagraph_capture_sizes": _R + "engine_kwargs.vllm.cudagraph_capture_sizes",
+    "trainer.val_generations_to_log_to_wandb": "trainer.log_val_generations",
     "trainer.max_ckpt_to_keep": "trainer.max_actor_ckpt_to_keep",
 }
 
 # Switches of verl's -> the keys of the same section that they turn on, whatever else is said of those.
 IMPLIES = {"*.fsdp_config.offload_policy": ("param_offload", "optimizer_offload")}
 
+# Keys of rollout.multi_turn in verl 0.3 to main which count only with what turns several turns on.
+_OF_TURNS = (
+    *("enable", "max_turns", "max_assistant_turns", "max_user_turns", "max_parallel_calls", "format"),
+    *("max_tool_response_length", "tool_response_truncate_side", "use_inference_chat_template", "num_repeat_rollouts"),
+    *("tokenization_sanity_check_mode", "enable_tokenization_sanity_check", "*continuous_token*"),
+)
 _NO_PROFILER = "there is no profiler in this version"
 CLASSIFIER = "the reward model is a classifier that runs in the workers, not behind a server"
 _EVERY_FSDP2 = "every model is sharded with FSDP2"
@@ -110,6 +118,7 @@ NO_EFFECT = {
     "reward_model.model.fsdp_config.model_dtype": "the reward model is not trained",
     "reward_model.model.fsdp_config.optimizer_offload": "the reward model is not trained",
     "reward_model.model.input_tokenizer": "the reward model reads answers by its own tokenizer and chat template",
+    "reward_model.model.type=discriminative": CLASSIFIER,
     "reward_model.overlong_buffer.log": "the penalty is always logged as reward/overlong/mean",
     "reward*.reward_kwargs*": "a function of your own takes custom_reward_function.reward_kwargs",
     "reward_model.strategy=fsdp2|fsdp": _EVERY_FSDP2,
@@ -126,6 +135,7 @@ NO_EFFECT = {
     "trainer.npu_profile.*": _NO_PROFILER,
     "trainer.profile_steps": _NO_PROFILER,
     "trainer.use_v1": "there is one trainer, and it is synchronous",
+    "trainer.remove_previous_ckpt_in_save": "see trainer.max_actor_ckpt_to_keep",
     "trainer.v1.*": "there is one trainer, and it is synchronous",
     "trainer.use_legacy_worker_impl": "there is one worker implementation",
     "trainer.esi_redundant_time": "send SIGTERM instead: the run saves after the step and ends",
@@ -146,17 +156,18 @@ NO_EFFECT = {
     "data.validation_shuffle": "validation covers all prompts at once",
     "data.video_key": "rows with something in the column videos are refused in this version",
     _A + "hybrid_engine=True": "roles always share the devices",
-    _R + "agent.*": "answers are single-turn",
+    _R + "agent.num_workers": "the engines are asked by their own workers",
     _R + "calculate_log_probs=True": "the engine always returns log-probs",
     _R + "checkpoint_engine.*": "weights are handed to the engines on their own devices, bucket by bucket",
     _R + "full_determinism": "there is no switch for deterministic kernels",
     _R + "layered_summon": "weights are always gathered bucket by bucket (update_weights_bucket_megabytes)",
     _R + "load_format": "the engine gets its weights from the trainer",
     _R + "logprobs_mode": "log-probs are always those of the sampling temperature",
+    _R + "micro_batch_size": "see max_num_seqs, how many answers are generated at once",
     _R + "mode=sync": "every step generates with the current weights",
     _R + "moe_load_balance_metrics_interval": "the load of experts is not measured",
     _R + "multi_stage_wake_up": "the engine is always woken in stages",
-    _R + "multi_turn.*": "answers are single-turn",
+    **{f"{_R}multi_turn.{name}": "answers are single-turn" for name in _OF_TURNS},
     _R + "n_gpus_per_node": "engines share the devices of the trainer",
     _R + "over_sample_rate": "exactly rollout.n answers are made for each prompt",
     _R + "prometheus.*": "metrics go to metrics.jsonl and to trainer.logger",
@@ -201,6 +212,7 @@ NO_EFFECT = {
     "*.fsdp_config.forward_prefetch": "FSDP2 prefetches by itself, as the host never waits between layers",
     "*.fsdp_config.full_determinism": "there is no switch for deterministic kernels",
     "*.fsdp_config.mixed_precision.reduce_dtype=fp32|float32": "gradients are always reduced in float32",
+    "*.fsdp_config.grad_offload": "gradients live only during the update",
     "*.fsdp_config.mixed_precision*": "see compute_dtype",
     "*.fsdp_config.offload_policy": "see param_offload and optimizer_offload",
     "*.fsdp_config.seed": "see data.seed",

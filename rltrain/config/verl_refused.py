@@ -41,9 +41,13 @@ REFUSED = {
     "model_engine!=dp|fsdp|fsdp2": _LEAVE,
     _A + "rollout.agent.default_agent_loop!=single_turn_agent": _SINGLE_TURN,
     _R + "agent.agent_loop_config_path": "agent loops are not supported: answers are single-turn",
+    _R + "agent.agent_loop_manager_class": "agent loops are not supported: answers are single-turn",
     _R + "agent.custom_async_server.*": "the engines are those of --help actor_rollout_ref.rollout.name",
     _R + "multi_turn.enable=True": _SINGLE_TURN,
     _R + "multi_turn.*_path": _TOOLS,
+    _R + "multi_turn.completion_callback": _TOOLS,
+    _R + "chat_scheduler": _SINGLE_TURN,
+    _R + "use_fire_sampling": "FIRE sampling is not in this version: leave it out",
     _R + "nnodes": _SYNCHRONOUS,
     _R + "data_parallel_size!=1": "the number of engines is that of the devices divided by tensor_model_parallel_size: "
     "leave it out",
@@ -76,12 +80,13 @@ REFUSED = {
     "*reward_manager.source!=register": _MANAGER,
     "reward_model.reward_manager=limited|rate_limited": "use naive: at most reward.num_workers answers are scored at "
     "once, and a limit on requests belongs into your function",
+    "reward_model.model.type!=discriminative": "a generative reward model is not in this version: serve it yourself, "
+    "and let a function of custom_reward_function.path ask its address",
     "reward_model.reward_loop_source!=register": _MANAGER,
     "reward_model.reward_loop_*": _MANAGER,
     "*sandbox_fusion_url": "use custom_reward_function.path with a function that calls your sandbox",
     "trainer.v1.trainer_mode!=sync": _SYNCHRONOUS,
     "trainer.v1.sampler.custom_sampler.*": "use data.sampler.name=FILE.py:NAME",
-    "algorithm.rollout_is*": "use rollout_is=token|sequence and rollout_is_threshold of algorithm.rollout_correction",
     "*@*": "config groups are Hydra's: put settings in a YAML file and give --config FILE",
     # Megatron's keys, where there is something to use in their place.
     "*.megatron.*model_parallel_size!=1": _FSDP + "weights are sharded over all devices by themselves; for long "
@@ -121,4 +126,35 @@ SECTIONS = {
     "skip.*": ("enable", "every step generates its own answers: leave it out"),
     "hydra.*": ("", "there is no Hydra here: put settings in a YAML file and give --config FILE (repeatable)"),
     "*sandbox_fusion.*": ("url", "use custom_reward_function.path with a function that calls your sandbox"),
+}
+
+_RECIPE = (
+    "this is a key of {}, a trainer of verl's recipes with a loss or data of its own, which is not in this version: "
+    "leave it out for plain PPO or GRPO"
+)
+_NOBODY_S = "no version of verl has this key, and answers are single-turn, without tools: leave it out"
+# Keys of verl's recipes and forks, looked at last: what they turn on is not here, and a note would hide that.
+OTHERS = {
+    _R + "agent.*": _NOBODY_S,
+    _R + "multi_turn.*": _NOBODY_S,
+    **{
+        pattern: _RECIPE.format(recipe)
+        for recipe, patterns in {
+            "SPPO": ("algorithm.sppo_eta", "*.actor.sppo_eta", "*.extra.sppo_eta"),
+            "FlowRL": ("algorithm.tb_coef", "*.actor.tb_coef", "*.flowrl*"),
+            "PRIME": (
+                *("data.filter_accuracy", "data.accuracy_*_bound", "data.oversample_factor", "reward_model.prime_*"),
+                *("algorithm.reward_*_coef", "reward_model.mini_batch_size", "reward_model.model.ref_*"),
+                *(f"reward_model.model.{name}" for name in ("update", "optim.*", "beta_train", "loss_type")),
+            ),
+            "SPIN (online DPO)": ("*.dpo_*", "trainer.ref_update_freq"),
+            "SPO": ("trainer.spo.*",),
+            "representation-based exploration": ("reward_model.*elliptical.*",),
+            "GKD (distillation)": (_A + "teacher.*",),
+            "DMPO": ("*.dmpo_*",),
+            "CoDaPO": ("algorithm.codapo_*",),
+            "a cache of answers": ("trainer.gen_cache.*",),
+        }.items()
+        for pattern in patterns
+    },
 }

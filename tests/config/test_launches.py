@@ -118,7 +118,9 @@ def walk(stand_ins, seeing, monkeypatch, capsys):
         given = [word.lstrip("+").partition("=") for word in launch.words]
         ours = stand_ins | (seeing(launch) if launch.kind == "images" else {})
         instead = [f"{key}={ours[key]}" for key, _, value in given if key in ours and value != "null"]
-        code = main([*launch.words, *instead, "--dry-run"])
+        # A script that names no number was written for verl's default.
+        devices = [] if any("n_gpus_per_node=" in word for word in launch.words) else ["trainer.n_gpus_per_node=8"]
+        code = main([*launch.words, *instead, *devices, "--dry-run"])
         out, error = capsys.readouterr()
         assert code in (0, 2), error
         return None if code == 0 else error + out[out.find("a run would refuse") :]

@@ -340,6 +340,118 @@ def test_a_reward_model_is_a_classifier_and_a_generative_one_refused(tmp_path):
     assert any(line.startswith("reward_model.rollout.name=vllm: a generative reward model") for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("words", "weights", "rejection"),
+    [
+        (["=True", "_threshold=2.0", "_level=token", "_mode=truncate"], ("token", "2"), (None, None)),
+        (["=True", "_threshold=3", "_level=sequence"], ("sequence", "3"), (None, None)),
+        # Weights are whole within the bounds, which were on pi_trainer / pi_engine, and what lies outside is rejected.
+        (["=True", "_threshold=2", "_mode=mask"], ("token", "2"), ("token_k1", "0.5_2")),
+        (
+            ["=False", "_threshold=2", "_mode=mask", "_level=geometric", "_threshold_lower=0.25"],
+            (None, "2.0"), ("seq_mean_k1", "0.5_4"),
+        ),
+        # ln(1e-4)^2 / 2
+        (["=True", "_threshold=2", "_veto_threshold=1e-4"], ("token", "2"), ("seq_max_k2", "42.4152")),
+        (["=False", "_threshold=2.0"], (None, "2.0"), (None, None)),
+        (["=True", "_threshold=null"], (None, "2.0"), (None, None)),
+    ],
+)  # fmt: skip
+def test_weights_as_verl_0_6_wrote_them(words, weights, rejection):
+    loaded = load_config([*BASE, *(f"algorithm.rollout_is{word}" for word in words)])
+    check(loaded)
+    correction = loaded.config.algorithm.rollout_correction
+    assert (correction.rollout_is, correction.rollout_is_threshold) == weights
+    assert (correction.rollout_rs, correction.rollout_rs_threshold) == rejection
+    assert bool(loaded.warnings) == (words != ["=False", "_threshold=2.0"])
+
+
+def test_weights_of_verl_0_6_that_are_not_here_are_refused():
+    base = ["algorithm.rollout_is=True", "algorithm.rollout_is_threshold=2"]
+    assert "weights per token or sequence" in problems(*base, "algorithm.rollout_is_level=geometric")[0]
+    assert problems(*base, "algorithm.rollout_is_mode=clamp") == [
+        "algorithm.rollout_is_mode=clamp: use one of truncate, mask."
+    ]
+
+
+def test_keys_of_agents_are_noted_where_verl_knows_them_and_refused_where_not():
+    for name in ("agent.num_workers=4", "multi_turn.max_assistant_turns=5", "multi_turn.format=glm"):
+        assert any(
+            line.startswith(f"{A}rollout.{name.partition('=')[0]}: no effect") for line in notes(f"{A}rollout.{name}")
+        )
+    for name in ("activate_agent=True", "max_turns=5", "tool_name_key=env_name"):
+        for section in ("agent", "multi_turn") if "max_turns" not in name else ("agent",):
+            (line,) = problems(f"{A}rollout.{section}.{name}")
+            assert line.startswith(f"{A}rollout.{section}.{name}: no version of verl has this key")
+    for name in ("agent.agent_loop_manager_class=x", "multi_turn.interaction_config_path=x", "chat_scheduler=x"):
+        assert problems(f"{A}rollout.{name}")[0].startswith(f"{A}rollout.{name}: ")
+    assert notes(f"{A}rollout.multi_turn.enable=False", f"{A}rollout.agent.default_agent_loop=single_turn_agent") == []
+
+
+@pytest.mark.parametrize(
+    ("key", "recipe"),
+    [
+        ("algorithm.sppo_eta=1.0", "SPPO"),
+        (f"{A}actor.sppo_eta=1.0", "SPPO"),
+        ("algorithm.tb_coef=15", "FlowRL"),
+        ("data.filter_accuracy=True", "PRIME"),
+        ("reward_model.model.beta_train=0.05", "PRIME"),
+        ("reward_model.prime_granularity=token", "PRIME"),
+        (f"{A}actor.dpo_beta=0.1", "SPIN"),
+        ("trainer.ref_update_freq=1", "SPIN"),
+        ("trainer.spo.enable=True", "SPO"),
+        ("reward_model.elliptical.lamb=0.01", "representation-based exploration"),
+        (f"{A}teacher.server_ip=localhost", "GKD"),
+        (f"{A}actor.policy_loss.dmpo_beta=0.1", "DMPO"),
+    ],
+)
+def test_a_key_of_a_recipe_s_own_trainer_says_whose_it_is(key, recipe):
+    (line,) = problems(key)
+    assert line.startswith(f"{key}: this is a key of {recipe}")
+
+
+def test_keys_of_verl_s_first_versions_are_read_or_noted():
+    for section in (f"{A}actor.fsdp_config", f"{A}ref.fsdp_config", "critic.model.fsdp_config"):
+        assert any(
+            "gradients live only" in line or "no effect" in line for line in notes(f"{section}.grad_offload=True")
+        )
+    assert value("trainer.log_val_generations", "trainer.val_generations_to_log_to_wandb=3") == 3
+    overlong = ("enable=True", "len=100", "penalty_factor=0.5")
+    loaded = load_config([*BASE, *(f"reward.overlong_buffer.{word}" for word in overlong)])
+    buffer = loaded.config.reward_model.overlong_buffer
+    assert (buffer.enable, buffer.len, buffer.penalty_factor) == (True, 100, 0.5)
+
+
+def test_a_reward_model_of_verl_0_6_is_a_classifier():
+    assert notes("reward_model.model.type=discriminative") == []
+    (line,) = problems("reward_model.model.type=generative")
+    assert line.startswith("reward_model.model.type=generative: a generative reward model is not in this version")
+
+
+def test_a_mini_batch_that_is_not_written_is_no_larger_than_the_batch():
+    mini = f"{A}actor.ppo_mini_batch_size"
+    loaded = load_config([*BASE, "data.train_batch_size=64"])
+    check(loaded)
+    assert get(loaded.config, mini) == get(loaded.config, "critic.ppo_mini_batch_size") == 64
+    assert f"{mini} is not set and data.train_batch_size=64 is below its default, 256: one mini-batch a step" in (
+        loaded.warnings
+    )
+    assert load_config([*BASE, "data.train_batch_size=512"]).warnings == ()
+    # Where it was written, today's verl asserts, and older versions drop nothing: it is the user's to decide.
+    assert "Try" in problems("data.train_batch_size=64", f"{mini}=256")[0]
+    assert "Try" in problems("data.train_batch_size=300")[0]
+
+
+def test_a_budget_that_is_not_written_holds_the_longest_where_it_is_prefilled_at_once():
+    longest = [f"{A}rollout.name=vllm", "data.max_response_length=9000", f"{A}rollout.enable_chunked_prefill=False"]
+    key = f"{A}rollout.max_num_batched_tokens"
+    assert value(key, *longest) == 9512
+    assert value(key, *longest, f"{A}rollout.max_model_len=9200") == 9200
+    assert any(line.startswith(f"{key} is not set: 9512") for line in notes(*longest))
+    for words in (longest[:2], [*longest, f"{key}=8192"], [*longest[1:], f"{A}rollout.name=hf"]):
+        assert value(key, *words) == 8192
+
+
 def test_mistakes_of_all_kinds_are_told_together():
     lines = problems(
         "data.sed=1", "data.train_batch_size=many", f"{A}rollout.n=1", "distillation.enabled=True",

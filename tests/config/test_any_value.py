@@ -1,0 +1,48 @@
+"""Whatever is typed as the value of whatever key: it is taken, or an error names the key."""
+
+import pytest
+
+from rltrain.api import look_over
+from rltrain.config.keys import all_keys, plugin_keys
+from rltrain.config.load import load_config
+from rltrain.config.meanings import other_meanings
+from rltrain.errors import ConfigError
+from rltrain.main_ppo import main
+
+BASE = ["actor_rollout_ref.model.path=m", "data.train_files=t.parquet", "trainer.n_gpus_per_node=8"]
+ENGINES = "actor_rollout_ref.rollout.engine_kwargs"
+
+
+def problems(words: list[str]) -> str:
+    try:
+        loaded = load_config([*BASE, *words])
+        look_over(loaded)
+        list(other_meanings(loaded))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("value", ["word", "3", "-7.5", "[a,1]", "[]", "{a:1}", "[[1],{a:2}]", "{a:{b:[1]}}"])
+def test_any_value_of_any_key_is_taken_or_refused_by_name(value):
+    """All keys together, and then those alone that take the value, so that every rule sees it."""
+    words = {f"{key}={value}" for key in all_keys()}
+    told = problems(sorted(words))
+    taken = sorted(word for word in words if f"{word.partition('=')[0]}" not in told)
+    assert len(taken) < len(words)
+    problems(taken)
+    problems([word for word in taken if word.partition("=")[0] not in plugin_keys()])
+
+
+@pytest.mark.parametrize("engine", ["hf", "vllm", "sglang"])
+@pytest.mark.parametrize("given", ["flashinfer", "3", "[1]", "True"])
+def test_a_word_for_the_arguments_of_an_engine_is_a_sentence(engine, given, capsys):
+    for chosen in ("hf", "vllm"):
+        words = [f"{ENGINES}.{engine}={given}", f"actor_rollout_ref.rollout.name={chosen}", "--dry-run"]
+        assert main([*BASE, *words]) == 2
+        assert f"{ENGINES}.{engine}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["actor_rollout_ref.actor.optim.betas", "algorithm.gdpo_reward_keys"])
+def test_lists_within_lists_are_refused_by_name(key):
+    assert f"{key}=[[1], {{'a': 2}}]: expected list[" in problems([f"{key}=[[1],{{a:2}}]"])

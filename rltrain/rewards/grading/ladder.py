@@ -1,22 +1,25 @@
-"""Whether an answer means the ground truth: text, choice letter, number, list or tuple, then algebra.
+"""Whether an answer means the ground truth: text, choice letter, number, parts, equations, then formulas.
 
-The steps go from cheap and exact to slow and lenient, and the first that can tell decides. Two things are ours because
-math-verify has other rules: units that contradict each other (it drops them), and numbers (a whole number is never
-rounded, others to a tolerance that the data set names, also within lists). Matrices, unions, plus-minus and formulas
-are left to it.
+The steps go from cheap and exact to lenient, and the first that can tell decides. A false right is worse than a false
+wrong: a model learns the first one. So names of unknowns, units, bases and words behind a number count where both
+sides have them, and numbers are compared exactly, to the last digit, unless the data set names a tolerance.
 """
 
 import re
+from collections.abc import Callable
 from fractions import Fraction
 
-from rltrain.rewards.grading.latex import normalise, split_unit, tidy
-from rltrain.rewards.grading.symbolic import symbolically_equal
+from rltrain.rewards.grading import formula
+from rltrain.rewards.grading.latex import normalise, tidy
+from rltrain.rewards.grading.numbers import Value, near, same_number
+from rltrain.rewards.grading.regions import region
+from rltrain.rewards.grading.units import contradict, quantity
 
 # Longer answers are no answers to these questions; the bound keeps every step below cheap.
 MAX_CHARS = 512
 _MAX_NUMBER_CHARS = 64
 _MAX_PARTS = 32
-_MAX_DEPTH = 3
+_MAX_DEPTH = 4
 
 _LETTER = re.compile(r"[A-J]")
 _CHOICE = re.compile(
@@ -26,12 +29,36 @@ _DECIMAL = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")
 _FRACTION = re.compile(r"(-?)([0-9]*)\\frac\{(-?[0-9]+)\}\{([0-9]+)\}")
 # Three figures of exponent at most, because the power is computed exactly.
 _SCIENTIFIC = re.compile(r"(-?[0-9]+(?:\.[0-9]+)?)(?:\\times10\^|\\cdot10\^|[eE])\{?([+-]?[0-9]{1,3})\}?")
+_THOUSANDS = re.compile(r"(?<![0-9,.])([0-9]{1,3}(?:,[0-9]{3})+)(?!,?[0-9])")
+_BASE = re.compile(r"\(?(-?[0-9][0-9A-Fa-f.]*)\)?_\{?([0-9]{1,2}|[a-z]+)\}?")
+_BASES = {
+    "two": "2",
+    "three": "3",
+    "four": "4",
+    "five": "5",
+    "six": "6",
+    "seven": "7",
+    "eight": "8",
+    "nine": "9",
+    "ten": "10",
+}
 _BRACKETS = (("(", ")"), ("(", "]"), ("[", ")"), ("[", "]"), ("\\{", "\\}"))
+_NAME = r"(?:\\[A-Za-z]+|[A-Za-z])(?:_(?:\w|\{\w{1,8}\}))?'*"
+_UNKNOWN = re.compile(_NAME)
+_FUNCTION = re.compile(r"(?:[fghpqFGHPESVATN]|\\phi|\\psi)(?:_(?:\w|\{\w{1,8}\}))?'*\(.*\)")
+_ANGLE = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)\s?\(?(?:[A-Z]|\\[a-z]+)\)?")
+_ROWS = re.compile(r"\\begin\{(pmatrix|cases)\}(.*)\\end\{\1\}")
 
 
 def equal(answer: str, truth: str, tolerance: Fraction = Fraction(0), symbolic: bool = True) -> bool:
     """Whether ``answer`` means ``truth``. ``tolerance`` is relative, for numbers whose truth is not whole."""
-    return len(answer) <= MAX_CHARS and _equal(tidy(answer), tidy(truth[:MAX_CHARS]), tolerance, symbolic, 0)
+    if len(answer) > MAX_CHARS:
+        return False
+    ours, theirs = tidy(answer), tidy(truth[:MAX_CHARS])
+    grouped = [text if text[:1] in ("(", "[", "\\") else _THOUSANDS.sub(_ungrouped, text) for text in (ours, theirs)]
+    if _equal(grouped[0], grouped[1], tolerance, symbolic, 0):
+        return True
+    return grouped != [ours, theirs] and _equal(ours, theirs, tolerance, symbolic, 0)
 
 
 def number(text: str) -> Fraction | None:
@@ -48,28 +75,36 @@ def number(text: str) -> Fraction | None:
     return Fraction(scientific[1]) * Fraction(10) ** int(scientific[2]) if scientific else None
 
 
+def _ungrouped(digits: re.Match[str]) -> str:
+    return digits[1].replace(",", "")
+
+
 def _equal(answer: str, truth: str, tolerance: Fraction, symbolic: bool, depth: int) -> bool:
-    (answer_value, answer_unit), (truth_value, truth_unit) = split_unit(answer), split_unit(truth)
-    # Only where both are known: an answer without the unit, or with an odd one, may still be right.
-    if answer_unit and truth_unit and answer_unit != truth_unit:
+    ours, theirs = quantity(answer), quantity(truth)
+    if depth > _MAX_DEPTH or contradict(ours, theirs):
         return False
-    ours, theirs = normalise(answer_value), normalise(truth_value)
-    if not ours:
+    plain, right = normalise(ours.value), normalise(theirs.value)
+    if not plain:
         return False
-    if ours == theirs or _same_word(ours, theirs):
+    if plain == right or _same_word(plain, right):
         return True
-    letter = theirs.strip("(){}.")
+    letter = right.strip("(){}.")
     if _LETTER.fullmatch(letter):
-        choice = _CHOICE.match(answer_value)
-        return choice is not None and (choice[1] or choice[2]).upper() == letter
-    value, right = number(ours), number(theirs)
-    if value is not None and right is not None:
-        return _close(value, right, "%" in answer, "%" in truth, tolerance)
-    if depth < _MAX_DEPTH and _same_parts(ours, theirs, tolerance, symbolic, depth):
-        return True
-    if "," not in theirs and "=" in answer_value and "=" not in truth_value:  # "AB = 12" answers "12"
-        return _equal(answer_value.rpartition("=")[2].strip(), truth, tolerance, symbolic, depth)
-    return symbolic and symbolically_equal(answer_value, truth_value)
+        choice = _CHOICE.match(ours.value)
+        if choice is not None or "=" not in plain:
+            return choice is not None and (choice[1] or choice[2]).upper() == letter
+    verdict = _same_numbers(ours.value, theirs.value, plain, right, tolerance, symbolic)
+    if verdict is not None:
+        return verdict
+
+    def same(one: str, other: str) -> bool:
+        return _equal(one, other, tolerance, symbolic, depth + 1)
+
+    for rung in (_same_equations, _same_regions, _same_rows, _same_parts):
+        verdict = rung(ours.value, theirs.value, same)
+        if verdict is not None:
+            return verdict
+    return symbolic and formula.same_formula(ours.value, theirs.value)
 
 
 def _same_word(answer: str, truth: str) -> bool:
@@ -77,39 +112,203 @@ def _same_word(answer: str, truth: str) -> bool:
     return answer.isalpha() and (len(answer) > 2 or answer.lower() == "no") and answer.casefold() == truth.casefold()
 
 
-def _close(value: Fraction, right: Fraction, value_percent: bool, right_percent: bool, tolerance: Fraction) -> bool:
+def _same_numbers(answer: str, truth: str, plain: str, right: str, tolerance: Fraction, symbolic: bool) -> bool | None:
+    """Whether numbers agree; None where one side is none."""
+    bases = [_BASE.fullmatch(text) for text in (plain, right)]
+    if any(bases):
+        if all(bases) and len({_BASES.get(base[2], base[2]) for base in bases if base}) > 1:
+            return False
+        return len({base[1].upper() if base else text for base, text in zip(bases, (plain, right), strict=True)}) == 1
+    literal = number(plain), number(right)
+    if not symbolic and None in literal:
+        return None
+    values = [
+        formula.value(_no_percent(text)) if known is None else known
+        for known, text in zip(literal, (answer, truth), strict=True)
+    ]
+    # "60^\circ" is 60, and a third of pi; both are tried where the values are not literally numbers.
+    if values[0] is None or values[1] is None:
+        return None
+    verdict = _close(values[0], values[1], "%" in answer, "%" in truth, tolerance)
+    if not verdict and symbolic and "\\circ" in answer + truth:
+        return formula.same_formula(answer, truth)
+    return verdict
+
+
+def _no_percent(text: str) -> str:
+    return text.replace("\\%", "").replace("%", "")
+
+
+def _close(value: Value, right: Value, value_percent: bool, right_percent: bool, tolerance: Fraction) -> bool:
     """Whether numbers agree. A percentage on one side only counts as it stands, or divided by a hundred."""
     candidates = [(value, right)]
     if value_percent and not right_percent:
         candidates.append((value / 100, right))
     elif right_percent and not value_percent:
         candidates.append((value, right / 100))
-    return any(a == b or (b.denominator > 1 and abs(a - b) <= tolerance * abs(b)) for a, b in candidates)
+    return any(same_number(a, b) or near(a, b, tolerance) for a, b in candidates)
 
 
-def _same_parts(answer: str, truth: str, tolerance: Fraction, symbolic: bool, depth: int) -> bool:
-    """Whether tuples, intervals, lists or sets agree part by part; False for anything else."""
-    (ours_in, ours), (theirs_in, theirs) = _parts(answer), _parts(truth)
-    if ours_in != theirs_in or len(ours) != len(theirs) or not 1 < len(theirs) <= _MAX_PARTS:
+Same = Callable[[str, str], bool]
+
+
+def _same_equations(answer: str, truth: str, same: Same) -> bool | None:
+    """Whether equations agree, or what an equation names: "AB = 12" answers "12", "2x = 10" does not answer "10"."""
+    ours, theirs = (_sides(text) for text in (answer, truth))
+    if ours is None and theirs is None:
+        return None
+    if ours is None:
+        if theirs and "=" in answer and (assigned := _assigned(theirs)):
+            return same(answer, assigned)
+        # An answer may leave out a name, no more: "2x+3" answers "y=2x+3".
+        return _is_name(theirs[0]) and same(answer, theirs[-1]) if theirs else None
+    if theirs is None:
+        if "=" in truth and (assigned := _assigned(ours)):
+            return same(assigned, truth)
+        return all(_names_a_value(left, ours[-1]) for left in ours[:-1]) and same(ours[-1], truth)
+    if _same_name(ours[0], theirs[0]) and same(ours[-1], theirs[-1]):
+        return True
+    return formula.same_equation(answer, truth)
+
+
+def _sides(text: str) -> list[str] | None:
+    """The sides of one equation, of which the unknowns may be a tuple; None for a list of them, and for other texts."""
+    if len(_split(text)) > 1 or "=" not in text or text.startswith("\\begin"):
+        return None
+    return [side.strip() for side in text.split("=")]
+
+
+def _assigned(sides: list[str]) -> str | None:
+    """``(x,y)=(1,2)`` as the list ``x=1,y=2``; None for anything else."""
+    (_, names), (_, values) = _parts(sides[0]), _parts(sides[-1])
+    if not 1 < len(names) == len(values) or not all(map(_UNKNOWN.fullmatch, names)):
+        return None
+    return ",".join(f"{name}={value}" for name, value in zip(names, values, strict=True))
+
+
+def _is_name(text: str) -> bool:
+    return _UNKNOWN.fullmatch(text) is not None or _FUNCTION.fullmatch(text) is not None or formula.names(text) is None
+
+
+def _names_a_value(left: str, value: str) -> bool:
+    """Whether the left side names what is asked: a name, a word, a sum of several unknowns; no expression in one."""
+    if _UNKNOWN.fullmatch(left) or _FUNCTION.fullmatch(left) or _ANGLE.fullmatch(left):
+        return True
+    letters = formula.names(left)
+    if letters is None:  # words, angles, segments; a tuple of names
+        return not left[:1].isdigit() and not left.startswith("-")
+    return len(letters) > 1 or (not letters and formula.same_formula(left, value))
+
+
+def _same_name(one: str, other: str) -> bool:
+    """Whether two left sides may be one thing: y and f(x), AB and x, but not x and y."""
+    one, other = one.replace(" ", ""), other.replace(" ", "")
+    if _UNKNOWN.fullmatch(one) and _UNKNOWN.fullmatch(other):
+        return normalise(one) == normalise(other)
+    functions = [_FUNCTION.fullmatch(name) is not None for name in (one, other)]
+    if all(functions):
+        return normalise(one) == normalise(other)
+    if any(functions):
+        return "y" in (one, other)
+    return _is_name(one) and _is_name(other)
+
+
+def _same_regions(answer: str, truth: str, same: Same) -> bool | None:
+    """Whether sets of real numbers agree, of which one is an inequality, or a union."""
+    ours, theirs = region(answer), region(truth)
+    if ours is None or theirs is None:
+        return None
+    written_otherwise = ours[0] or theirs[0] or "\\mathbb" in answer + truth
+    if not written_otherwise and max(len(ours[1]), len(theirs[1])) == 1:
+        return None
+    if None not in (ours[0], theirs[0]) and ours[0] != theirs[0]:
         return False
-    if theirs_in:
-        pairs = zip(ours, theirs, strict=True)
-        return all(_equal(our, their, tolerance, symbolic, depth + 1) for our, their in pairs)
+    return _matched(list(ours[1]), theirs[1], same)
+
+
+def _same_rows(answer: str, truth: str, same: Same) -> bool | None:
+    """Whether matrices agree cell by cell, or the cases of a function in any order."""
+    ours, theirs = _ROWS.fullmatch(answer), _ROWS.fullmatch(truth)
+    if ours is None or theirs is None:
+        return None
+    if ours[1] != theirs[1]:
+        return False
+    rows, right = ([_cells(row) for row in _row_texts(text)] for text in (ours[2], theirs[2]))
+    if len(rows) != len(right) or len(right) > _MAX_PARTS:
+        return False
+
+    def same_row(one: list[str], other: list[str]) -> bool:
+        return len(one) == len(other) and all(map(same, one, other))
+
+    if ours[1] == "pmatrix":
+        return all(map(same_row, rows, right))
+    return all(any(same_row(row, other) for row in rows) for other in right)
+
+
+def _row_texts(text: str) -> list[str]:
+    return [row for row in text.split("\\\\") if row.strip()]
+
+
+def _cells(row: str) -> list[str]:
+    return [re.sub(r"^(?:\\text\{)?(?:if|for|when)\b[ }]*", "", cell.strip(" ,")).strip() for cell in row.split("&")]
+
+
+def _same_parts(answer: str, truth: str, same: Same) -> bool | None:
+    """Whether tuples, intervals, lists or sets agree part by part; None if neither has parts."""
+    (ours_in, ours), (theirs_in, theirs) = _parts(answer), _parts(truth)
+    if max(len(ours), len(theirs)) == 1 and not (
+        ours_in == theirs_in == "" and (answer, truth) != (ours[0], theirs[0])
+    ):
+        return None
+    if len(ours) != len(theirs) or len(theirs) > _MAX_PARTS:
+        return False
+    if ours_in != theirs_in:
+        # x=1, y=2 is the point (1,2).
+        return ours_in == "" and theirs_in == "()" and _in_order(ours) and all(map(same, ours, theirs))
+    if theirs_in or _in_order(ours) != _in_order(theirs):
+        return all(map(same, ours, theirs))
+    return _matched(ours, theirs, same)
+
+
+def _in_order(parts: list[str]) -> bool:
+    """Whether parts name different unknowns, so that values without names stand in that order."""
+    left = [part.partition("=")[0].strip() for part in parts if "=" in part]
+    return len(left) == len(parts) == len(set(left)) > 1
+
+
+def _matched(ours: list[str], theirs: list[str], same: Same) -> bool:
+    """Whether every part has its own partner, in any order."""
+    if len(ours) != len(theirs) or len(theirs) > _MAX_PARTS:
+        return False
+    left = list(ours)
     for their in theirs:
-        found = next((our for our in ours if _equal(our, their, tolerance, symbolic, depth + 1)), None)
-        if found is None:
+        partner = next((our for our in left if same(our, their)), None)
+        if partner is None:
             return False
-        ours.remove(found)
+        left.remove(partner)
     return True
 
 
 def _parts(text: str) -> tuple[str, list[str]]:
-    """The brackets around a normalised text ("" for a list or a set, which have no order), and its parts."""
+    """The brackets around a text ("" for a list or a set, which have no order), and its parts."""
     whole = _split(text)
     for opening, closing in _BRACKETS:
         if len(whole) == 1 and text.startswith(opening) and text.endswith(closing):
-            return "" if opening == "\\{" else opening + closing, _split(text[len(opening) : -len(closing)])
-    return "", whole
+            inner = _split(text[len(opening) : -len(closing)])
+            if opening == "\\{" and inner != ["\\emptyset"]:
+                return "", [one for part in inner for one in _both_signs(part)]
+            return (opening + closing, inner) if len(inner) > 1 else ("", whole)
+    return "", [one for part in whole for one in _both_signs(part)]
+
+
+def _both_signs(text: str) -> list[str]:
+    """The two values of a text with one plus-minus."""
+    if text.count("\\pm") + text.count("\\mp") != 1:
+        return [text]
+    sign = "\\pm" if "\\pm" in text else "\\mp"
+    before, _, after = text.partition(sign)
+    plus = "+" if before.strip() and before.strip()[-1:] not in ("=", "(", "{", "[") else ""
+    return [f"{before}{plus}{after}", f"{before}-{after}"]
 
 
 def _split(text: str) -> list[str]:
@@ -120,6 +319,6 @@ def _split(text: str) -> list[str]:
         if depth < 0:  # "1,2)\\cup(3,4": the outer brackets were two groups
             return [text]
         if depth == 0 and character == ",":
-            parts.append(text[start:position])
+            parts.append(text[start:position].strip())
             start = position + 1
-    return [*parts, text[start:]]
+    return [*parts, text[start:].strip()]

@@ -5,66 +5,82 @@ linear: one class of characters repeated, or a few bounded ones.
 """
 
 import re
+import unicodedata
+from fractions import Fraction
 
 TAIL_CHARS = 4096
 _MAX_BOX_CHARS = 512
 
-# One spelling for characters: full-width forms, typographic signs, Chinese punctuation.
-_CHARACTERS = {0xFF01 + i: chr(0x21 + i) for i in range(94)} | {
-    ord(sign): plain
-    for sign, plain in {
-        "−": "-", "–": "-", "π": "\\pi ", "×": "\\times ", "·": "\\cdot ", "∞": "\\infty ", "°": "^\\circ ",
-        "≤": "\\le ", "≥": "\\ge ", "∪": "\\cup ", "²": "^2", "³": "^3", "。": ".", "、": ",", "\n": " ", "~": " ",
-        "\u00a0": " ",
-    }.items()
+# One spelling for characters: full-width forms, typographic signs, Greek letters, Chinese punctuation.
+_SIGNS = {
+    "‐‑‒–—―−﹣": "-", "·⋅∙•∗": "\\cdot ", "×": "\\times ", "÷": "/", "≤⩽": "\\le ", "≥⩾": "\\ge ", "≠": "\\ne ",
+    "∞": "\\infty ", "°": "^\\circ ", "∪": "\\cup ", "∩": "\\cap ", "∈": "\\in ", "∅": "\\emptyset ", "±": "\\pm ",
+    "√": "\\sqrt ", "∛": "\\sqrt[3] ", "∠": "\\angle ", "′’": "'", "∶": ":", "∣": "|",
+    "∨": "\\lor ", "∧": "\\land ", "ϕ": "\\phi ",
+    "。": ".", "、": ",", "\n\r\t~\u00a0": " ", "\u200b\u200c\u200d\u200e\u200f\u2060\ufeff\u00ad": "",
+    "ℝ": "\\mathbb{R}",
 }  # fmt: skip
-_COMMANDS = (
-    ("{bmatrix}", "{pmatrix}"),
-    ("{matrix}", "{pmatrix}"),
-    ("\\tfrac", "\\frac"),
-    ("\\dfrac", "\\frac"),
-    ("\\cfrac", "\\frac"),
-    ("\\neq", "\\ne"),
-    ("\\leq", "\\le"),
-    ("\\geq", "\\ge"),
-    ("{,}", ","),
-    ("\\!", ""),
-    ("\\left", ""),
-    ("\\right", ""),
-    ("\\displaystyle", ""),
-    ("\\degree", "^\\circ"),
-    ("\\quad", " "),
-    ("\\$", ""),
-    ("$", ""),
+_GREEK = "αβγδεζηθικλμνξπρστυφχψωΓΔΘΛΞΠΣΦΨΩ"
+_CHARACTERS = {0xFF01 + i: chr(0x21 + i) for i in range(94)}
+_CHARACTERS |= {ord(sign): plain for signs, plain in _SIGNS.items() for sign in signs}
+for _sign in _GREEK:
+    _, _size, _, _name = unicodedata.name(_sign).lower().replace("lamda", "lambda").split()
+    _CHARACTERS[ord(_sign)] = f"\\{_name.capitalize() if _size == 'capital' else _name} "
+_POWERS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ", "0123456789-+n")
+_BELOW = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
+_RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ]+")
+_LOWERED = re.compile("[₀₁₂₃₄₅₆₇₈₉]+")
+_VULGAR = re.compile("([0-9]?) ?([½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅐⅛⅜⅝⅞⅑⅒])")
+
+# Commands that change the looks alone: of what stands in braces behind them, or of all that follows.
+_TEXT = "text textbf textit textrm textsf texttt textnormal mathrm mbox hbox emph operatorname rm"
+_DRESS = "boldsymbol mathbf mathit mathsf mathtt bm pmb underline fbox boxed ensuremath bf it"
+_WRAPPER = re.compile(rf"\\(?:({'|'.join(_TEXT.split())})|{'|'.join(_DRESS.split())})\s?(?=\{{)")
+_ROMAN = re.compile(r"\{\s?\\(?:rm|sf|tt|it|text)\s([^{}]*)\}")
+_COLOR = re.compile(r"\\(?:textcolor|colorbox)\s?\{[^{}]*\}(?=\s?\{)|\\color\s?\{[^{}]*\}|\\hspace\*?\s?\{[^{}]*\}")
+_SWITCH = re.compile(
+    r"\\(?:(?:left|right)\.|(?:left|right|middle|[bB]igg?[lrm]?|bf|it|rm|sf|tt|em|bfseries|itshape|large|Large|LARGE|huge"
+    r"|Huge|small|tiny|normalsize|displaystyle|textstyle|scriptstyle|limits|nolimits|strut|mathstrut|hfill|hline)(?![A-Za-z]))"
 )
-_SPACES = re.compile(r"(?<!\\)\\[,;: ]")
-_AND = re.compile(r"\\text\{\s?(?:and|or)\s?\}|,?\s(?:and|or)\s|[和或]")
-_WRAPPER = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|rm)\s?\{([^{}]*)\}")
-_DEGREES = ("^{\\circ}", "^\\circ")
+_DELIMITER = re.compile(r"(?<!\\)\\[()\[\]]")
+_ARRAY = re.compile(r"(\\\{|[(\[|])?\s?\\begin\{array\}\s?\{[^{}]*\}(.*?)\\end\{array\}\s?([)\]|]|\\\})?")
+_CASES = re.compile(r"\\begin\{cases\}([^&]*?)\\end\{cases\}")
+_ALIGNED = re.compile(r"\\(?:begin|end)\{(?:aligned|align\*?|gathered|gather\*?|equation\*?|split)\}")
+_COMMANDS = (
+    ("{bmatrix}", "{pmatrix}"), ("{smallmatrix}", "{pmatrix}"), ("{matrix}", "{pmatrix}"), ("{dcases}", "{cases}"),
+    ("\\tfrac", "\\frac"), ("\\dfrac", "\\frac"), ("\\cfrac", "\\frac"),
+    ("\\dbinom", "\\binom"), ("\\tbinom", "\\binom"),
+    ("\\neq", "\\ne"), ("\\leqslant", "\\le"), ("\\geqslant", "\\ge"), ("\\leq", "\\le"), ("\\geq", "\\ge"),
+    ("\\lt ", "<"), ("\\gt ", ">"), ("\\varnothing", "\\emptyset"), ("\\{\\}", "\\emptyset"), ("\\{ \\}", "\\emptyset"),
+    ("\\lbrace", "\\{"), ("\\rbrace", "\\}"), ("\\lbrack", "["), ("\\rbrack", "]"),
+    ("\\lvert", "|"), ("\\rvert", "|"), ("\\vert", "|"), ("\\mid", "|"), ("\\bigcup", "\\cup"),
+    ("\\varphi", "\\phi"), ("\\varepsilon", "\\epsilon"), ("\\vartheta", "\\theta"),
+    ("\\div", "/"), ("\\ast", "\\cdot"),
+    ("^{\\prime\\prime}", "''"), ("^{\\prime}", "'"), ("^\\prime", "'"), ("\\prime", "'"),
+    ("\\mathbb R", "\\mathbb{R}"), ("\\degree", "^\\circ"), ("^{\\circ}", "^\\circ"), ("^{ \\circ}", "^\\circ"),
+    ("\\qquad", " "), ("\\quad", " "), ("\\space", " "), ("\\!", ""), ("\\$", ""), ("$", ""),
+)  # fmt: skip
+_ROW_SPACE = re.compile(r"\\\\\[[^\[\]]{0,9}\]")
+_SPACES = re.compile(r"(?<!\\)\\[,;:> ]")
+_GROUP_COMMA = re.compile(r"(?<=[0-9])\{,\}(?=[0-9]{3})")
+_RADICAL = re.compile(r"(?:√|(?<![\\A-Za-z])sqrt)\s?([0-9]+(?:\.[0-9]+)?)")
+_INEQUALITY = re.compile(r"[<>]|\\(?:le|ge|ne)(?![A-Za-z])")
+_AND = re.compile(r"\\text\{\s?and\s?\}|\sand\s|且|\\(?:land|wedge)(?![a-z])")
+_OR = re.compile(
+    r"\\text\{\s?,?\s?(?:or|and)\s?\}|,?\s(?:or|and)\s(?!more|less|fewer|greater|above|below|over|under|equal)|[和或]"
+    r"|\\(?:lor|vee)(?![a-z])"
+)
+_EMPTY_PART = re.compile(r",(?:\s?,)+")
 _ONE_CHARACTER = re.compile(r"([\^_])\{(\w)\}")
-# \frac12 and \frac1{2}. A nested brace is left alone: algebra reads it.
+# \frac12 and \frac1{2}. A nested brace is left alone: the reading of formulas takes it.
 _ARGUMENTS = re.compile(r"\\frac\s?(?:\{([^{}]*)\}|(\w))\s?(?:\{([^{}]*)\}|(\w))")
+_ROOT = re.compile(r"\\sqrt\s?(\[[^\[\]{}]{1,8}\])?\s?(?:\{([^{}]*)\}|(\w))")
+_REPEATING = re.compile(r"(?<![0-9])([0-9]{0,15})\.([0-9]{0,15})\\(?:overline|bar|dot)\s?(?:\{([0-9]{1,15})\}|([0-9]))")
+_DOTTED = re.compile(r"\\dot\s?\{?([0-9])\}?([0-9]{0,9})\\dot\s?\{?([0-9])\}?")
 _INNER_SPACE = re.compile(r"(?<![0-9]) | (?![0-9])")
 _GROUPED = re.compile(r"-?[0-9]{1,3}(?: [0-9]{3})+")
 _MIXED = re.compile(r"(-?[0-9]{1,12}) ([0-9]{1,12})/([0-9]{1,12})")
 _PLUS = re.compile(r"(^|[(,\[])\+")
-
-_UNIT_NAMES = {
-    "mm": "millimeter millimetre 毫米", "cm": "centimeter centimetre 厘米", "m": "meter metre 米",
-    "km": "kilometer kilometre 千米 公里", "in": "inch inches", "ft": "foot feet", "g": "gram 克",
-    "kg": "kilogram 千克 公斤", "s": "second sec 秒", "min": "minute 分钟", "h": "hour hr 小时",
-    "L": "liter litre 升", "mL": "ml milliliter 毫升",
-    "N": "newton", "J": "joule", "W": "watt", "V": "volt", "A": "ampere", "Pa": "pascal", "Hz": "hertz",
-}  # fmt: skip
-_UNITS = {alias + s: unit for unit, names in _UNIT_NAMES.items() for alias in (unit, *names.split()) for s in ("", "s")}
-# Words after a number that are no unit, and Chinese signs that change the number.
-_NO_UNIT = frozenset(("or", "and", "to", "sqrt", "pi", "sin", "cos", "tan", "log", "mod", "factorial", "squared")) | {
-    *("dozen", "hundred", "thousand", "million", "billion")
-}
-_COUNTS = frozenset("十百千万亿分又和或到倍")
-_VALUE = re.compile(r"-?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\\frac\{[0-9]{1,9}\}\{[0-9]{1,9}\})(?:\s?\\pi)?")
-_BARE_UNIT = re.compile(r"(\s?)([A-Za-z][A-Za-z ]*|[一-鿿]{1,6})((?:/[A-Za-z]+)?(?:\^\{?[0-9]\}?)?)\s?\.?")
-_TEXT_UNIT = re.compile(r"\\(?:text|textrm|mathrm|mbox|rm)\s?\{([^{}]*)\}\s?((?:\^\{?[0-9]\}?)?)\s?\.?")
 
 
 def last_boxed(solution: str) -> str | None:
@@ -79,81 +95,98 @@ def last_boxed(solution: str) -> str | None:
     if content.startswith(" ") and not content.lstrip().startswith("{"):  # "\boxed 5$": up to the end of the formula
         return re.split(r"[$\n]", content)[0].strip() or None
     content = content.lstrip()
-    depth = 0
-    for position, character in enumerate(content):
-        depth += {"{": 1, "}": -1}.get(character, 0)
-        if depth == 0:
-            return content[1:position] if position else None
-    return None
+    end = closing(content, 0)
+    return content[1:end] if end > 0 else None
 
 
 def tidy(text: str) -> str:
     """The same formula with one spelling for signs, spaces, fractions and enumerations. Still valid LaTeX."""
-    text = text.translate(_CHARACTERS)
+    text = _RADICAL.sub(r"\\sqrt{\1}", _VULGAR.sub(_vulgar, text))
+    text = _RAISED.sub(lambda sign: f"^{{{sign[0].translate(_POWERS)}}}", text)
+    text = _LOWERED.sub(lambda sign: f"_{{{sign[0].translate(_BELOW)}}}", text).translate(_CHARACTERS)
+    text = _GROUP_COMMA.sub("", text).replace("{,}", ",")
+    text = undressed(_ROMAN.sub(r"\\text{\1}", _COLOR.sub("", text)))
+    text = _DELIMITER.sub(" ", _ROW_SPACE.sub(r"\\\\", _SWITCH.sub("", text)))
     for old, new in _COMMANDS:
         text = text.replace(old, new)
-    text = " ".join(_SPACES.sub(" ", text).split())
-    return _AND.sub(",", text).removesuffix(".").strip()
+    text = " ".join(_ALIGNED.sub(" ", _SPACES.sub(" ", text)).split())
+    text = _CASES.sub(lambda rows: rows[1].replace("\\\\", ","), _ARRAY.sub(_array, text))
+    text = _REPEATING.sub(_repeating, _DOTTED.sub(r"\\overline{\1\2\3}", text))
+    if _INEQUALITY.search(text):
+        text = _AND.sub(r"\\land ", text)
+    text = _EMPTY_PART.sub(",", _OR.sub(",", text))
+    text = _ROOT.sub(r"\\sqrt\1{\2\3}", _ARGUMENTS.sub(r"\\frac{\1\2}{\3\4}", text))
+    text = text.strip().removesuffix(".").strip(" ,;")
+    while text.startswith("{") and closing(text, 0) == len(text) - 1:
+        text = text[1:-1].strip()
+    return text
 
 
-def split_unit(text: str) -> tuple[str, str | None]:
-    """A tidy text without the unit behind its value, and that unit where it is a known one, with its power."""
-    start = text.rfind("\\")
-    wrapped = _TEXT_UNIT.fullmatch(text, start) if start > 0 else None
-    if wrapped and (text[:start].rstrip()[-1:].isdigit() or text[:start].rstrip().endswith((")", "}", "\\pi"))):
-        return text[:start].rstrip(), _known(wrapped[1], wrapped[2])
-    text = _WRAPPER.sub(r"\1", text).strip()
-    value = _VALUE.match(text)
-    bare = _BARE_UNIT.fullmatch(text, value.end()) if value else None
-    if value is None or bare is None or not _may_be_unit(bare[2].strip(), bool(bare[1])):
-        return text, None
-    return value[0], _known(bare[2], bare[3])
+def closing(text: str, opening: int) -> int:
+    """Where the brace that opens at ``opening`` closes; -1 if it never does. ``\\{`` is a sign and no brace."""
+    depth, position = 0, opening
+    while position < len(text):
+        character = text[position]
+        depth += {"{": 1, "}": -1}.get(character, 0)
+        if depth == 0:
+            return position
+        position += 2 if character == "\\" else 1
+    return -1
+
+
+def undressed(text: str, words: str = "\\text{{{}}}") -> str:
+    """A text without the commands that only change its looks. Words go on in ``\\text{}``, or as ``words`` says."""
+    position = 0
+    while wrapper := _WRAPPER.search(text, position):
+        end = closing(text, wrapper.end())
+        if end < 0:
+            return text
+        content = undressed(text[wrapper.end() + 1 : end], words="{}")
+        is_text = wrapper[1] is not None and any(character.isalpha() for character in content)
+        content = words.format(content) if is_text else content
+        position = wrapper.start() + len(content)
+        text = text[: wrapper.start()] + content + text[end + 1 :]
+    return text
 
 
 def normalise(text: str) -> str:
-    """One spelling for answers that differ in spaces, units, ``\\frac12``, ``1/2``, ``.5`` and other typesetting."""
-    text, _ = split_unit(tidy(text))
-    for removed in (*_DEGREES, "\\%", "%"):
+    """One spelling for tidy texts that differ in spaces, percent signs, ``1/2``, ``.5`` and other typesetting."""
+    text = undressed(text, words="{}")
+    for removed in ("^\\circ", "\\%", "%"):
         text = text.replace(removed, "")
     text = text.strip().rstrip(".")
-    name, equals, value = text.partition("=" if "=" in text else "\\in ")
-    if equals and len(name.strip()) <= 2 and "=" not in value:  # "x = 5" answers "5"
-        text = value.strip()
     mixed = _MIXED.fullmatch(text)
     if mixed:
         return f"{mixed[1]}\\frac{{{mixed[2]}}}{{{mixed[3]}}}"
     if _GROUPED.fullmatch(text):
         text = text.replace(" ", "")
-    text = _ARGUMENTS.sub(r"\\frac{\1\2}{\3\4}", text)
     text = _ONE_CHARACTER.sub(r"\1\2", _INNER_SPACE.sub("", text))
     return _number(_PLUS.sub(r"\1", text))
 
 
-def _known(name: str, power: str) -> str | None:
-    unit = _UNITS.get(name.strip())
-    return None if unit is None else unit + power.replace("{", "").replace("}", "")
+def _vulgar(sign: re.Match[str]) -> str:
+    part = Fraction(unicodedata.numeric(sign[2])).limit_denominator(10)
+    return f"{sign[1]}\\frac{{{part.numerator}}}{{{part.denominator}}}"
 
 
-def _may_be_unit(name: str, spaced: bool) -> bool:
-    if not name.isascii():
-        return not _COUNTS & set(name) or name in _UNITS
-    if name in _UNITS:
-        return spaced or len(name) > 1  # "5m" may be five times m
-    words = name.lower().split()
-    return spaced and all(len(word) > 2 for word in words) and not _NO_UNIT & set(words)
+def _array(array: re.Match[str]) -> str:
+    kind = {"\\{": "cases", "|": "vmatrix"}.get(array[1] or "", "pmatrix")
+    return f"\\begin{{{kind}}}{array[2]}\\end{{{kind}}}"
+
+
+def _repeating(decimal: re.Match[str]) -> str:
+    whole, fixed, repeated = decimal[1], decimal[2], decimal[3] or decimal[4]
+    upper = int(whole + fixed + repeated) - int("0" + whole + fixed)
+    return f"\\frac{{{upper}}}{{{'9' * len(repeated)}{'0' * len(fixed)}}}"
 
 
 def _number(text: str) -> str:
-    """One spelling for numbers: 1000 for 1,000, 0.5 for .5 and 0.50, ``\\frac{1}{2}`` for 1/2."""
+    """One spelling for numbers: 0.5 for .5 and 0.50, ``\\frac{1}{2}`` for 1/2."""
     upper, slash, lower = text.partition("/")
     sign = "-" if upper.startswith("-") else ""
     if slash and upper.removeprefix("-").isdigit() and lower.isdigit():
         return f"{sign}\\frac{{{upper.removeprefix('-')}}}{{{lower}}}"
-    digits = text.removeprefix("-")
-    groups = digits.split(".")[0].split(",")
-    if len(groups) > 1 and 1 <= len(groups[0]) <= 3 and all(len(group) == 3 for group in groups[1:]):
-        digits = digits.replace(",", "")
-    whole, _, fraction = digits.partition(".")
+    whole, _, fraction = text.removeprefix("-").partition(".")
     if not (whole + fraction).isdigit():
         return text
     fraction = fraction.rstrip("0")

@@ -3,6 +3,7 @@
 import re
 from typing import Any
 
+from rltrain.rewards.grading.truths import solutions
 from rltrain.rewards.registry import scorer
 
 _TAIL_CHARS = 300
@@ -24,7 +25,7 @@ def extract_answer(solution: str) -> str | None:
 def arithmetic(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
     """1 if the answer's integer is the ground truth, else 0."""
     answer = extract_answer(solution_str)
-    return float(answer is not None and answer == _integer(str(ground_truth).strip()))
+    return float(answer is not None and answer in map(_integer, solutions(ground_truth)))
 
 
 def _integer(number: str) -> str | None:

@@ -1,14 +1,11 @@
 """Mathematics of the AReaL-boba set: the answer may be any of several solutions, numbers may be rounded."""
 
-import json
-from collections.abc import Sequence
-from contextlib import suppress
 from fractions import Fraction
 from typing import Any
 
 from rltrain.rewards.grading.ladder import equal
 from rltrain.rewards.grading.latex import TAIL_CHARS, last_boxed
-from rltrain.rewards.grading.symbolic import prepare
+from rltrain.rewards.grading.truths import solutions
 from rltrain.rewards.registry import scorer
 
 _TOLERANCE = Fraction(1, 10_000)
@@ -31,11 +28,11 @@ def extract_answer(solution: str) -> str | None:
     return _phrase(tail[start + len(phrase) :]) if start >= 0 else None
 
 
-@scorer("boba", "areal_boba", "inclusionAI/AReaL-boba-*", prepare=prepare)
+@scorer("boba", "areal_boba", "inclusionAI/AReaL-boba-*")
 def boba(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> dict[str, float]:
     """1 if the answer is one of the solutions, else 0; numbers to one part in ten thousand, per cents either way."""
     answer = extract_answer(solution_str)
-    right = answer is not None and any(equal(answer, truth, _TOLERANCE) for truth in _solutions(ground_truth))
+    right = answer is not None and any(equal(answer, truth, _TOLERANCE) for truth in solutions(ground_truth))
     return {"score": float(right), "acc": float(right)}
 
 
@@ -47,12 +44,3 @@ def _phrase(text: str) -> str:
     for end in _ENDS:
         text = text.partition(end)[0]
     return text.strip("* ")
-
-
-def _solutions(truth: Any) -> list[str]:
-    # Several solutions may come as JSON text; a text that only begins like it is a single solution.
-    if isinstance(truth, str) and truth.lstrip().startswith('["'):
-        with suppress(ValueError):
-            truth = json.loads(truth)
-    several = truth if isinstance(truth, Sequence) and not isinstance(truth, str) else [truth]
-    return [boxed if (boxed := last_boxed(str(each))) is not None else str(each) for each in several]

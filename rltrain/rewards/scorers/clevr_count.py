@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from rltrain.rewards.grading.truths import solutions
 from rltrain.rewards.registry import scorer
 
 _TAIL_CHARS = 300
@@ -18,4 +19,4 @@ def extract_answer(solution: str) -> str | None:
 @scorer("BUAADreamer/*", "clevr_count*")
 def clevr_count(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
     """1 if the bracketed number is the ground truth, character by character; else 0."""
-    return float(extract_answer(solution_str) == str(ground_truth).strip().strip("[]").strip())
+    return float(extract_answer(solution_str) in [truth.strip("[] ") for truth in solutions(ground_truth)])

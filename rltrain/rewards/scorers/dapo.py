@@ -2,14 +2,16 @@
 
 from typing import Any
 
-from rltrain.rewards.grading.ladder import equal
-from rltrain.rewards.grading.latex import last_boxed, tidy
+from rltrain.rewards.grading.ladder import equal, number
+from rltrain.rewards.grading.latex import last_boxed, normalise, tidy
+from rltrain.rewards.grading.truths import solutions
 from rltrain.rewards.registry import scorer
 
 # As in verl, so that scores compare.
 _TAIL_CHARS = 300
 _MARK = "answer"
 _COLONS = (":", "：")
+_DISPLAYS = (("$$", "$$"), ("\\[", "\\]"), ("$\n", "$"), ("\\(", "\\)"))
 
 
 def extract_answer(solution: str) -> str | None:
@@ -20,18 +22,30 @@ def extract_answer(solution: str) -> str | None:
     while mark >= 0:
         rest = tail[mark + len(_MARK) :].lstrip()
         if rest.startswith(_COLONS):
-            line = (rest[1:].lstrip("* \t\n").splitlines() or [""])[0].partition("<|")[0].strip("* \t")
+            line = _first_line(rest[1:].lstrip("* \t\r\n").partition("<|")[0]).strip("* \t")
             boxed = last_boxed(line)
             return line if boxed is None else boxed
         mark = lower.rfind(_MARK, 0, mark)
     return None
 
 
+def _first_line(text: str) -> str:
+    """The first line, or the whole of a displayed formula that begins there."""
+    for opening, closing in _DISPLAYS:
+        if text.startswith(opening):
+            end = text.find(closing, len(opening))
+            behind = text[end + len(closing) :].partition("\n")[0].strip(" .*\r")
+            if end >= 0 and not behind:
+                return " ".join(text[len(opening) : end].split())
+    return (text.splitlines() or [""])[0]
+
+
 @scorer("math", "math_dapo*", "aime*")
 def dapo(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> dict[str, float | str]:
     """+1 if the answer is the ground truth (typesetting and units aside), else -1; ``acc`` is 1 or 0."""
     answer = extract_answer(solution_str)
-    last = tidy(answer or "").rpartition("=")[2].strip()  # "m + n = 34" answers "34"
-    # No algebra: the truths of these sources are plain numbers, and math-verify need not be installed.
-    right = bool(last) and equal(last, str(ground_truth), symbolic=False)
+    # A truth that is a plain number wants one: a sum that has it as its value is no answer.
+    right = answer is not None and any(
+        equal(answer, truth, symbolic=number(normalise(tidy(truth))) is None) for truth in solutions(ground_truth)
+    )
     return {"score": 1.0 if right else -1.0, "acc": float(right), "pred": answer or ""}

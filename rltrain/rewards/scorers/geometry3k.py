@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from rltrain.rewards.grading.symbolic import prepare
 from rltrain.rewards.registry import scorer
 from rltrain.rewards.scorers.math_boxed import is_right
 
@@ -20,13 +19,13 @@ def has_format(solution: str) -> bool:
     return box >= 0 and solution.find("}", box) >= 0
 
 
-def graded(solution: str, truth: str) -> dict[str, float]:
+def graded(solution: str, truth: Any) -> dict[str, float]:
     """``score`` and its two parts: ``acc`` and ``format``, each 0 or 1."""
     acc, form = float(is_right(solution, truth)), float(has_format(solution))
     return {"score": _ANSWER_WEIGHT * acc + _FORMAT_WEIGHT * form, "acc": acc, "format": form}
 
 
-@scorer("hiyouga/geometry3k", prepare=prepare)
+@scorer("hiyouga/geometry3k")
 def geometry3k(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> dict[str, float]:
     """0.9 for the right answer, 0.1 for the form."""
-    return graded(solution_str, str(ground_truth))
+    return graded(solution_str, ground_truth)

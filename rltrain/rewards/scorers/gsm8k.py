@@ -3,6 +3,8 @@
 import re
 from typing import Any
 
+from rltrain.rewards.grading.ladder import equal
+from rltrain.rewards.grading.truths import solutions
 from rltrain.rewards.registry import scorer
 
 # As in verl, so that scores compare.
@@ -34,7 +36,27 @@ def extract_answer(solution: str, method: str = "strict") -> str | None:
 @scorer("openai/gsm8k")
 def gsm8k(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
     """1 if the strict answer is the ground truth, character by character after commas and ``$`` are removed; else 0."""
-    return float(extract_answer(solution_str) == _clean(str(ground_truth)))
+    answer = extract_answer(solution_str)
+    return float(answer is not None and any(answer in _spellings(truth) for truth in solutions(ground_truth)))
+
+
+@scorer("rltrain/gsm8k")
+def gsm8k_number(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
+    """1 if the strict answer and the ground truth are one number, else 0: ``72.0`` is 72, as mathematics has it."""
+    answer = extract_answer(solution_str)
+    return float(answer is not None and any(equal(answer, _marked(truth)) for truth in solutions(ground_truth)))
+
+
+def _spellings(truth: str) -> tuple[str, str]:
+    """A truth as it stands, and without the zeros behind a whole number."""
+    number = _clean(_marked(truth))
+    whole, point, zeros = number.partition(".")
+    return number, whole if point and not zeros.strip("0") else number
+
+
+def _marked(truth: str) -> str:
+    """What stands behind the mark, where a truth is a whole solution."""
+    return truth.rpartition(_MARK)[2].strip()
 
 
 def _clean(number: str) -> str:

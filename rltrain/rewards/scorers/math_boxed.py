@@ -4,21 +4,20 @@ from typing import Any
 
 from rltrain.rewards.grading.ladder import equal
 from rltrain.rewards.grading.latex import TAIL_CHARS, last_boxed
-from rltrain.rewards.grading.symbolic import prepare
+from rltrain.rewards.grading.truths import solutions
 from rltrain.rewards.registry import scorer
 
 
-def is_right(solution: str, truth: str) -> bool:
-    """Whether the last box of a solution holds the truth, exactly; the truth may be boxed too."""
+def is_right(solution: str, truth: Any) -> bool:
+    """Whether the last box of a solution holds the truth, exactly; of several truths, one of them."""
     answer = last_boxed(solution[-TAIL_CHARS:])
-    boxed_truth = last_boxed(truth)
-    return answer is not None and equal(answer, truth if boxed_truth is None else boxed_truth)
+    return answer is not None and any(equal(answer, right) for right in solutions(truth))
 
 
 @scorer(
     "lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500", "agentica-org/DeepScaleR-*",
-    "numina_*", prepare=prepare,
+    "numina_*",
 )  # fmt: skip
 def math_boxed(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
     """1 if the last box holds the ground truth, else 0."""
-    return float(is_right(solution_str, str(ground_truth)))
+    return float(is_right(solution_str, ground_truth))

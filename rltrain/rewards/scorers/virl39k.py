@@ -3,7 +3,6 @@
 import re
 from typing import Any
 
-from rltrain.rewards.grading.symbolic import prepare
 from rltrain.rewards.registry import scorer
 from rltrain.rewards.scorers.geometry3k import graded
 
@@ -12,9 +11,9 @@ _MAX_NAME_CHARS = 40
 _OTHER = re.compile(r"[^a-z0-9]+")
 
 
-@scorer("TIGER-Lab/ViRL39K", "virl39k", prepare=prepare)
+@scorer("TIGER-Lab/ViRL39K", "virl39k")
 def virl39k(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> dict[str, float]:
     """0.9 for the right answer, 0.1 for the form; ``acc_<category>`` beside them."""
-    verdict = graded(solution_str, str(ground_truth))
+    verdict = graded(solution_str, ground_truth)
     category = _OTHER.sub("_", str(extra_info.get("category") or "").lower()[:_MAX_NAME_CHARS]).strip("_")
     return verdict | ({f"acc_{category}": verdict["acc"]} if category else {})

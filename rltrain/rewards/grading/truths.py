@@ -1,0 +1,53 @@
+"""Ground truths as files have them: lists as JSON text, whole numbers as floats, boxes, white space around them."""
+
+import ast
+import json
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from rltrain.rewards.grading.ladder import MAX_CHARS
+from rltrain.rewards.grading.latex import last_boxed
+
+_LISTS = ('["', "['")
+
+
+def solutions(truth: Any) -> list[str]:
+    """The texts of a ground truth, of which an answer must match one."""
+    if isinstance(truth, str) and truth.lstrip().startswith(_LISTS):
+        truth = _read(truth)
+    if hasattr(truth, "tolist"):  # numpy
+        truth = truth.tolist()
+    several = truth if isinstance(truth, Sequence) and not isinstance(truth, str) else [truth]
+    return [_text(each) for each in several]
+
+
+def why_unmatchable(truth: Any) -> str | None:
+    """Why no answer can ever match a ground truth of mathematics; None where one can."""
+    texts = solutions(truth)
+    if not any(texts):
+        return "it is empty"
+    if isinstance(truth, dict) or all(text.startswith("{") and isinstance(_read(text), dict) for text in texts):
+        return "it is a mapping, not an answer: name the field that holds the answer"
+    if all(text.casefold() in ("nan", "none", "null", "n/a", "<na>") for text in texts):
+        return "it stands for a missing value"
+    if all(len(text) > MAX_CHARS for text in texts):
+        return f"it is longer than {MAX_CHARS} characters"
+    return None
+
+
+def _read(text: str) -> Any:
+    """A list or a mapping from JSON, or from Python's way to print it; other texts as they are."""
+    for read in (json.loads, ast.literal_eval):
+        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            return read(text.strip())
+    return text
+
+
+def _text(truth: Any) -> str:
+    if isinstance(truth, float) and math.isfinite(truth) and truth == int(truth):
+        truth = int(truth)
+    text = str(truth).strip()
+    boxed = last_boxed(text)
+    return text if boxed is None else boxed.strip()

@@ -1,0 +1,175 @@
+"""Formulas by their values: what is equal, what is not, and that nothing is computed that is large."""
+
+import time
+
+import pytest
+
+from rltrain.rewards.grading import formula
+from rltrain.rewards.grading.ladder import equal
+from rltrain.rewards.grading.truths import solutions, why_unmatchable
+from rltrain.rewards.processes.slot import Slot
+from rltrain.rewards.registry import find_scorer
+
+EQUAL = [
+    ("x+1", "1+x"),
+    ("\\frac{n!}{(n-1)!}", "n"),
+    ("(-1)^n", "\\cos(n\\pi)"),
+    ("\\frac{1}{x-1}-\\frac{1}{x+1}", "\\frac{2}{x^2-1}"),
+    ("\\sin^{-1}\\frac12", "\\frac{\\pi}{6}"),
+    ("e^{i\\pi}", "-1"),
+    ("\\sqrt[3]{-8}", "-2"),
+    ("\\log 100", "2"),
+    ("\\log x", "\\ln x"),
+    ("|x-y|", "|y-x|"),
+    ("\\lfloor 3.7\\rfloor", "3"),
+    ("\\sin 2x", "2\\sin x\\cos x"),
+    ("\\frac{\\log 8}{\\log 2}", "3"),
+]
+DIFFERENT = [
+    ("\\sqrt{x^2}", "x"),
+    ("|x|", "x"),
+    ("xy|x|", "x^2y"),
+    ("\\sqrt{-9}", "-3i"),
+    ("\\frac{\\sqrt2}{2^{90}}", "\\frac{\\sqrt2}{2^{91}}"),
+    ("1.41421356237309504880", "\\sqrt2"),
+    ("\\sin(\\pi x)", "0"),
+    ("(-1)^n", "1"),
+    ("x", "y"),
+    ("x'", "x"),
+    ("\\tan 90^\\circ", "\\tan 270^\\circ"),
+    ("\\frac10", "\\frac10"),
+    ("\\ln x", "\\log_{10} x"),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), EQUAL)
+def test_formulas_with_one_value_are_equal(one, other):
+    assert formula.same_formula(one, other)
+    assert formula.same_formula(other, one)
+
+
+@pytest.mark.parametrize(("one", "other"), DIFFERENT)
+def test_formulas_that_differ_anywhere_are_not(one, other):
+    assert not formula.same_formula(one, other)
+    assert not formula.same_formula(other, one)
+
+
+def test_equations_are_equal_but_for_a_factor():
+    assert formula.same_equation("y=2x+3", "2x-y=-3")
+    assert not formula.same_equation("y=2x+3", "2x+y=-3")
+    assert not formula.same_equation("x=2", "y=2")
+
+
+BOMBS = [
+    "9^{9^{9^{9}}}",
+    "9^9^9^9",
+    "(((((((9!)!)!)!)!)!)!)!",
+    "\\frac{1}{" * 40 + "2" + "}" * 40,
+    "10^{10^{10}}",
+    "\\int\\int\\int e^{x^2} dx dy dz",
+    "\\sum_{n=1}^{100000000} n^{n}",
+    "2^{99999999}",
+    "99999999!",
+    "+".join(["\\sqrt{2}"] * 50),
+    "(x+1)^{999}(y+2)^{999}(z+3)^{999}",
+    "(x+y)^{3000}" * 35,
+    "1000!" * 90,
+    "\\binom{1000}{500}" * 25,
+    "2^{30000}" * 50,
+    "x^{\\pi}" * 60,
+    "e^{" * 20 + "x" + "}" * 20,
+    "\\sin(" * 20 + "x" + ")" * 20,
+    "\\cosh(100000)" * 30,
+    "\\sin(10^{59})" * 30,
+    "1.5^{10000}" * 40,
+    "x!" * 200,
+    "0." + "9" * 490,
+    "x^{x^{x^{x}}}",
+    "i^" * 200 + "i",
+    "(1+i)^{30000}" * 35,
+    "|" * 500,
+    "-" * 500 + "1",
+    "\\pm" * 100,
+    "x<1\\land " * 45,
+    "\\text{a}" * 60,
+    "\\{" * 100 + "1" + "\\}" * 100,
+    "1" + "0" * 200 + "!",
+    "10^{-" + "9" * 200 + "}",
+]
+
+
+@pytest.mark.parametrize("bomb", BOMBS, ids=range(len(BOMBS)))
+def test_a_formula_that_explodes_is_unequal_and_costs_milliseconds(bomb):
+    score = find_scorer("lighteval/MATH")
+    score("\\boxed{\\pi}", "\\sqrt2", {})  # mpmath is imported by its first use
+    for truth in ("x+1", "5", "\\sqrt{2}", "(1,2)", bomb + "+1"):
+        start = time.process_time()
+        assert score(f"\\boxed{{{bomb}}}", truth, {}) == 0.0
+        assert time.process_time() - start < 0.5  # below 0.05 on an idle core
+
+
+def test_a_bomb_leaves_its_scorer_alive():
+    with Slot(timeout_s=20.0) as slot:
+        for bomb in BOMBS[:11]:
+            assert (slot.score("lighteval/MATH", f"\\boxed{{{bomb}}}", "x+1", {}).status) == "ok"
+        assert slot.score("lighteval/MATH", "\\boxed{1+x}", "x+1", {}).value == 1.0
+
+
+def test_words_are_not_taken_for_products_of_letters():
+    assert find_scorer("lighteval/MATH")("\\boxed{silent}", "\\text{listen}", {}) == 0.0
+
+
+def test_scorers_of_ours_print_nothing():
+    with Slot() as made:
+        assert made.score("lighteval/MATH", "\\boxed{x+1}", "1+x", {}).value == 1.0
+        assert made.take_printed() == ""
+
+
+def test_a_plain_number_is_wanted_as_one_by_dapo():
+    assert find_scorer("math_dapo")("Answer: 12+22", "34", {})["acc"] == 0.0
+    assert find_scorer("math_dapo")("Answer: 1+\\sqrt{12}", "1+2\\sqrt3", {})["acc"] == 1.0
+
+
+def test_equality_of_labelled_truths_with_themselves():
+    for truth in (
+        "x^2+1",
+        "\\text{no}",
+        "5\\text{ or more}",
+        "6\\text{ PM}",
+        "\\begin{pmatrix}1\\\\2\\end{pmatrix}",
+        "2x+y=3",
+    ):
+        assert equal(truth, truth)
+
+
+@pytest.mark.parametrize(
+    ("truth", "texts"),
+    [
+        ("5", ["5"]),
+        (" 5\r\n", ["5"]),
+        (5, ["5"]),
+        (5.0, ["5"]),
+        (5.5, ["5.5"]),
+        (1e16, ["10000000000000000"]),
+        ('["5", "6"]', ["5", "6"]),
+        ("['5']", ["5"]),
+        (["5", 6.0], ["5", "6"]),
+        ("\\boxed{5}", ["5"]),
+        ("[2,3]", ["[2,3]"]),
+        ('["5', ['["5']),
+    ],
+)
+def test_truths_are_read_as_files_have_them(truth, texts):
+    assert solutions(truth) == texts
+
+
+@pytest.mark.parametrize(
+    "truth", ["{'value': '5', 'unit': 'cm'}", '{"value": 5}', {"value": 5}, "", None, float("nan"), [], " ", "1" * 600]
+)
+def test_truths_that_nothing_matches_are_told(truth):
+    assert why_unmatchable(truth)
+
+
+@pytest.mark.parametrize("truth", ["5", ["5"], '["5"]', "{5}", "\\{1,2\\}", 5.0, "None of these", ""[:0] + "0"])
+def test_truths_that_an_answer_can_match_are_not(truth):
+    assert why_unmatchable(truth) is None

@@ -250,6 +250,12 @@ class _Reading:
         if token == "sqrt":
             index = self._group("[", "]") if self._peek() == "[" else Fraction(2)
             return self._root(self._argument(), index)
+        if token in ("overline", "bar"):  # of a number: its conjugate; of letters: a name that is read as text
+            letters = len(self.names)
+            number = self._argument()
+            if len(self.names) > letters or isinstance(number, Fraction):
+                raise Unreadable
+            return digits().conj(number)
         if token == "binom":
             upper, lower = self._argument(), self._argument()
             return Fraction(math.comb(whole_number(upper, _MAX_FACTORIAL), whole_number(lower, _MAX_FACTORIAL)))
@@ -326,8 +332,8 @@ class _Reading:
 
     def _applied_to(self) -> Value:
         """The argument of a function: in brackets, or the factors behind it up to a sign or another function."""
-        if self._peek() in ("(", "[", "|"):
-            return self._power()
+        if self._peek() in ("(", "[", "{", "|"):
+            return self._atom()
         if self._take("-"):
             return -self._applied_to()
         product = self._power()

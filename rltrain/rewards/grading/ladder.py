@@ -30,7 +30,7 @@ _FRACTION = re.compile(r"(-?)([0-9]*)\\frac\{(-?[0-9]+)\}\{([0-9]+)\}")
 # Three figures of exponent at most, because the power is computed exactly.
 _SCIENTIFIC = re.compile(r"(-?[0-9]+(?:\.[0-9]+)?)(?:\\times10\^|\\cdot10\^|[eE])\{?([+-]?[0-9]{1,3})\}?")
 _THOUSANDS = re.compile(r"(?<![0-9,.])([0-9]{1,3}(?:,[0-9]{3})+)(?!,?[0-9])")
-_BASE = re.compile(r"\(?(-?[0-9][0-9A-Fa-f.]*)\)?_\{?([0-9]{1,2}|[a-z]+)\}?")
+_BASE = re.compile(r"\(?(-?[0-9][0-9A-Fa-f.]*)\)?_\{?\(?([0-9]{1,2}|[a-z]+)\)?\}?")
 _BASES = {
     "two": "2",
     "three": "3",
@@ -45,7 +45,8 @@ _BASES = {
 _BRACKETS = (("(", ")"), ("(", "]"), ("[", ")"), ("[", "]"), ("\\{", "\\}"))
 _NAME = r"(?:\\[A-Za-z]+|[A-Za-z])(?:_(?:\w|\{\w{1,8}\}))?'*"
 _UNKNOWN = re.compile(_NAME)
-_FUNCTION = re.compile(r"(?:[fghpqFGHPESVATN]|\\phi|\\psi)(?:_(?:\w|\{\w{1,8}\}))?'*\(.*\)")
+_FUNCTION = re.compile(r"(?:[fghpqFGHPESVATN]|\\phi|\\psi)(?:_(?:\w|\{\w{1,8}\}))?'*(?:\^\{-1\})?\(.*\)|\|[A-Z]\|")
+_REACHED = re.compile(r"[-+*/^]\s?[0-9]|[0-9]\s?[-+*/]|[0-9]\s?[a-z](?![A-Za-z])")
 _ANGLE = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)\s?\(?(?:[A-Z]|\\[a-z]+)\)?")
 _ROWS = re.compile(r"\\begin\{(pmatrix|cases)\}(.*)\\end\{\1\}")
 
@@ -88,6 +89,8 @@ def _equal(answer: str, truth: str, tolerance: Fraction, symbolic: bool, depth: 
         return False
     if plain == right or _same_word(plain, right):
         return True
+    if ours.marks and ":" in plain:  # a time is no ratio
+        return False
     letter = right.strip("(){}.")
     if _LETTER.fullmatch(letter):
         choice = _CHOICE.match(ours.value)
@@ -161,10 +164,12 @@ def _same_equations(answer: str, truth: str, same: Same) -> bool | None:
         if theirs and "=" in answer and (assigned := _assigned(theirs)):
             return same(answer, assigned)
         # An answer may leave out a name, no more: "2x+3" answers "y=2x+3".
-        return _is_name(theirs[0]) and same(answer, theirs[-1]) if theirs else None
+        return _names_a_value(theirs[0], theirs[-1]) and same(answer, theirs[-1]) if theirs else None
     if theirs is None:
         if "=" in truth and (assigned := _assigned(ours)):
             return same(assigned, truth)
+        if len(ours) == 2 and _UNKNOWN.fullmatch(ours[1]) and same(ours[0], truth):  # "5 = x"
+            return True
         return all(_names_a_value(left, ours[-1]) for left in ours[:-1]) and same(ours[-1], truth)
     if _same_name(ours[0], theirs[0]) and same(ours[-1], theirs[-1]):
         return True
@@ -196,7 +201,7 @@ def _names_a_value(left: str, value: str) -> bool:
         return True
     letters = formula.names(left)
     if letters is None:  # words, angles, segments; a tuple of names
-        return not left[:1].isdigit() and not left.startswith("-")
+        return not left[:1].isdigit() and not left.startswith("-") and not _REACHED.search(left)
     return len(letters) > 1 or (not letters and formula.same_formula(left, value))
 
 
@@ -218,8 +223,8 @@ def _same_regions(answer: str, truth: str, same: Same) -> bool | None:
     ours, theirs = region(answer), region(truth)
     if ours is None or theirs is None:
         return None
-    written_otherwise = ours[0] or theirs[0] or "\\mathbb" in answer + truth
-    if not written_otherwise and max(len(ours[1]), len(theirs[1])) == 1:
+    intervals = answer.startswith(("(", "[", "\\{")) and truth.startswith(("(", "[", "\\{"))
+    if intervals and not (ours[0] or theirs[0]) and max(len(ours[1]), len(theirs[1])) == 1:
         return None
     if None not in (ours[0], theirs[0]) and ours[0] != theirs[0]:
         return False
@@ -262,18 +267,21 @@ def _same_parts(answer: str, truth: str, same: Same) -> bool | None:
         return None
     if len(ours) != len(theirs) or len(theirs) > _MAX_PARTS:
         return False
-    if ours_in != theirs_in:
-        # x=1, y=2 is the point (1,2).
-        return ours_in == "" and theirs_in == "()" and _in_order(ours) and all(map(same, ours, theirs))
-    if theirs_in or _in_order(ours) != _in_order(theirs):
-        return all(map(same, ours, theirs))
-    return _matched(ours, theirs, same)
+    if ours_in != theirs_in and (ours_in, theirs_in) != ("", "()"):
+        return False
+    if ours_in != theirs_in or (not theirs_in and bool(_in_order(ours)) != bool(_in_order(theirs))):
+        # Unknowns on one side only: x=1, y=2 is the point (1,2).
+        ordered = [_in_order(parts) or parts for parts in (ours, theirs)]
+        return (ours_in == theirs_in or bool(_in_order(ours))) and all(map(same, *ordered))
+    return all(map(same, ours, theirs)) if theirs_in else _matched(ours, theirs, same)
 
 
-def _in_order(parts: list[str]) -> bool:
-    """Whether parts name different unknowns, so that values without names stand in that order."""
-    left = [part.partition("=")[0].strip() for part in parts if "=" in part]
-    return len(left) == len(parts) == len(set(left)) > 1
+def _in_order(parts: list[str]) -> list[str]:
+    """Parts that name different unknowns, in the order of the alphabet; [] for any others."""
+    names = [part.partition("=")[0].strip() for part in parts if "=" in part]
+    if not len(names) == len(parts) == len(set(names)) > 1:
+        return []
+    return sorted(parts) if all(len(name) == 1 for name in names) else parts
 
 
 def _matched(ours: list[str], theirs: list[str], same: Same) -> bool:

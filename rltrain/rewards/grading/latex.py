@@ -13,8 +13,10 @@ _MAX_BOX_CHARS = 512
 
 # One spelling for characters: full-width forms, typographic signs, Greek letters, Chinese punctuation.
 _SIGNS = {
-    "‐‑‒–—―−﹣": "-", "·⋅∙•∗": "\\cdot ", "×": "\\times ", "÷": "/", "≤⩽": "\\le ", "≥⩾": "\\ge ", "≠": "\\ne ",
-    "∞": "\\infty ", "°": "^\\circ ", "∪": "\\cup ", "∩": "\\cap ", "∈": "\\in ", "∅": "\\emptyset ", "±": "\\pm ",
+    "‐‑‒–—―−﹣": "-", "·⋅∙•∗": "\\cdot ", "×": "\\times ", "÷⁄": "/", "≤⩽": "\\le ", "≥⩾": "\\ge ", "≠": "\\ne ",
+    "∞": "\\infty ", "°": "^\\circ ", "∪": "\\cup ", "∩": "\\cap ", "∈": "\\in ", "∅": "\\emptyset ",
+    "±": "\\pm ", "∓": "\\mp ",
+    "∖": "\\setminus ", "；": ",", "⟨": "(", "⟩": ")",
     "√": "\\sqrt ", "∛": "\\sqrt[3] ", "∠": "\\angle ", "′’": "'", "∶": ":", "∣": "|",
     "∨": "\\lor ", "∧": "\\land ", "ϕ": "\\phi ",
     "。": ".", "、": ",", "\n\r\t~\u00a0": " ", "\u200b\u200c\u200d\u200e\u200f\u2060\ufeff\u00ad": "",
@@ -28,6 +30,7 @@ for _sign in _GREEK:
     _CHARACTERS[ord(_sign)] = f"\\{_name.capitalize() if _size == 'capital' else _name} "
 _POWERS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ", "0123456789-+n")
 _BELOW = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
+_FONTS = re.compile("[\U0001d400-\U0001d7ff]+")
 _RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ]+")
 _LOWERED = re.compile("[₀₁₂₃₄₅₆₇₈₉]+")
 _VULGAR = re.compile("([0-9]?) ?([½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅐⅛⅜⅝⅞⅑⅒])")
@@ -39,19 +42,23 @@ _WRAPPER = re.compile(rf"\\(?:({'|'.join(_TEXT.split())})|{'|'.join(_DRESS.split
 _ROMAN = re.compile(r"\{\s?\\(?:rm|sf|tt|it|text)\s([^{}]*)\}")
 _COLOR = re.compile(r"\\(?:textcolor|colorbox)\s?\{[^{}]*\}(?=\s?\{)|\\color\s?\{[^{}]*\}|\\hspace\*?\s?\{[^{}]*\}")
 _SWITCH = re.compile(
-    r"\\(?:(?:left|right)\.|(?:left|right|middle|[bB]igg?[lrm]?|bf|it|rm|sf|tt|em|bfseries|itshape|large|Large|LARGE|huge"
+    r"\\(?:(?:math(?:bf|it|rm|sf)|boldsymbol|text)(?=\s?[0-9(-])|(?:left|right)\."
+    r"|(?:left|right|middle|[bB]igg?[lrm]?|bf|it|rm|sf|tt|em|bfseries|itshape|large|Large|LARGE|huge"
     r"|Huge|small|tiny|normalsize|displaystyle|textstyle|scriptstyle|limits|nolimits|strut|mathstrut|hfill|hline)(?![A-Za-z]))"
 )
 _DELIMITER = re.compile(r"(?<!\\)\\[()\[\]]")
 _ARRAY = re.compile(r"(\\\{|[(\[|])?\s?\\begin\{array\}\s?\{[^{}]*\}(.*?)\\end\{array\}\s?([)\]|]|\\\})?")
 _CASES = re.compile(r"\\begin\{cases\}([^&]*?)\\end\{cases\}")
+_BRACKETED = re.compile(r"[(\[]\s?(\\begin\{pmatrix\}[^()\[\]]*\\end\{pmatrix\})\s?[)\]]")
 _ALIGNED = re.compile(r"\\(?:begin|end)\{(?:aligned|align\*?|gathered|gather\*?|equation\*?|split)\}")
 _COMMANDS = (
     ("{bmatrix}", "{pmatrix}"), ("{smallmatrix}", "{pmatrix}"), ("{matrix}", "{pmatrix}"), ("{dcases}", "{cases}"),
     ("\\tfrac", "\\frac"), ("\\dfrac", "\\frac"), ("\\cfrac", "\\frac"),
     ("\\dbinom", "\\binom"), ("\\tbinom", "\\binom"),
-    ("\\neq", "\\ne"), ("\\leqslant", "\\le"), ("\\geqslant", "\\ge"), ("\\leq", "\\le"), ("\\geq", "\\ge"),
+    ("\\neq", "\\ne"), ("\\not=", "\\ne "), (">=", "\\ge "), ("<=", "\\le "),
+    ("\\leqslant", "\\le"), ("\\geqslant", "\\ge"), ("\\leq", "\\le"), ("\\geq", "\\ge"),
     ("\\lt ", "<"), ("\\gt ", ">"), ("\\varnothing", "\\emptyset"), ("\\{\\}", "\\emptyset"), ("\\{ \\}", "\\emptyset"),
+    ("\\langle", "("), ("\\rangle", ")"),
     ("\\lbrace", "\\{"), ("\\rbrace", "\\}"), ("\\lbrack", "["), ("\\rbrack", "]"),
     ("\\lvert", "|"), ("\\rvert", "|"), ("\\vert", "|"), ("\\mid", "|"), ("\\bigcup", "\\cup"),
     ("\\varphi", "\\phi"), ("\\varepsilon", "\\epsilon"), ("\\vartheta", "\\theta"),
@@ -101,6 +108,7 @@ def last_boxed(solution: str) -> str | None:
 
 def tidy(text: str) -> str:
     """The same formula with one spelling for signs, spaces, fractions and enumerations. Still valid LaTeX."""
+    text = _FONTS.sub(lambda letters: unicodedata.normalize("NFKC", letters[0]), text)
     text = _RADICAL.sub(r"\\sqrt{\1}", _VULGAR.sub(_vulgar, text))
     text = _RAISED.sub(lambda sign: f"^{{{sign[0].translate(_POWERS)}}}", text)
     text = _LOWERED.sub(lambda sign: f"_{{{sign[0].translate(_BELOW)}}}", text).translate(_CHARACTERS)
@@ -110,11 +118,11 @@ def tidy(text: str) -> str:
     for old, new in _COMMANDS:
         text = text.replace(old, new)
     text = " ".join(_ALIGNED.sub(" ", _SPACES.sub(" ", text)).split())
-    text = _CASES.sub(lambda rows: rows[1].replace("\\\\", ","), _ARRAY.sub(_array, text))
+    text = _CASES.sub(lambda rows: rows[1].replace("\\\\", ","), _BRACKETED.sub(r"\1", _ARRAY.sub(_array, text)))
     text = _REPEATING.sub(_repeating, _DOTTED.sub(r"\\overline{\1\2\3}", text))
     if _INEQUALITY.search(text):
         text = _AND.sub(r"\\land ", text)
-    text = _EMPTY_PART.sub(",", _OR.sub(",", text))
+    text = _EMPTY_PART.sub(",", _OR.sub(",", text.replace(";", ",")))
     text = _ROOT.sub(r"\\sqrt\1{\2\3}", _ARGUMENTS.sub(r"\\frac{\1\2}{\3\4}", text))
     text = text.strip().removesuffix(".").strip(" ,;")
     while text.startswith("{") and closing(text, 0) == len(text) - 1:
@@ -151,7 +159,9 @@ def undressed(text: str, words: str = "\\text{{{}}}") -> str:
 
 def normalise(text: str) -> str:
     """One spelling for tidy texts that differ in spaces, percent signs, ``1/2``, ``.5`` and other typesetting."""
-    text = undressed(text, words="{}")
+    text = undressed(text, words="{}").strip()
+    if text.casefold() in ("no solution", "no solutions", "empty set", "the empty set"):
+        return "\\emptyset"
     for removed in ("^\\circ", "\\%", "%"):
         text = text.replace(removed, "")
     text = text.strip().rstrip(".")

@@ -22,7 +22,7 @@ def region(text: str) -> tuple[str | None, list[str]] | None:
         return (member[1], inner[1]) if inner and inner[0] is None else None
     if builder:
         return region(builder[2])
-    if text.replace(" ", "") == _REALS[0]:
+    if text.replace(" ", "") == _REALS[0] or text.casefold() in ("all real numbers", "all reals"):
         return None, [_REALS[1]]
     without = _WITHOUT.fullmatch(text)
     if without:

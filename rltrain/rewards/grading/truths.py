@@ -3,6 +3,7 @@
 import ast
 import json
 import math
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -10,12 +11,13 @@ from typing import Any
 from rltrain.rewards.grading.ladder import MAX_CHARS
 from rltrain.rewards.grading.latex import last_boxed
 
-_LISTS = ('["', "['")
+# A list as text; "[2,3]" may be an interval.
+_LISTED = re.compile(r"\s*(?:\[\s*[\"']|\[\s*-?[0-9.]+\s*\]|\".*\")", re.DOTALL)
 
 
 def solutions(truth: Any) -> list[str]:
     """The texts of a ground truth, of which an answer must match one."""
-    if isinstance(truth, str) and truth.lstrip().startswith(_LISTS):
+    if isinstance(truth, str) and _LISTED.match(truth):
         truth = _read(truth)
     if hasattr(truth, "tolist"):  # numpy
         truth = truth.tolist()

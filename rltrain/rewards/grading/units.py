@@ -25,7 +25,8 @@ _UNITS = {
 _POWERS = {"square": "^2", "sq": "^2", "squared": "^2", "cubic": "^3", "cu": "^3", "cubed": "^3"}
 _FACTORS = {
     "hundred": Fraction(100), "thousand": Fraction(1000), "million": Fraction(10**6), "billion": Fraction(10**9),
-    "trillion": Fraction(10**12), "dozen": Fraction(12), "tenth": Fraction(1, 10), "hundredth": Fraction(1, 100),
+    "trillion": Fraction(10**12), "lakh": Fraction(10**5), "crore": Fraction(10**7),
+    "dozen": Fraction(12), "tenth": Fraction(1, 10), "hundredth": Fraction(1, 100),
     "thousandth": Fraction(1, 1000), "half": Fraction(1, 2), "halves": Fraction(1, 2), "third": Fraction(1, 3),
     "fifth": Fraction(1, 5),
 }  # fmt: skip
@@ -33,10 +34,9 @@ _FACTORS |= {f"{word}s": factor for word, factor in _FACTORS.items()}
 _SIGNS = {"百": Fraction(100), "千": Fraction(1000), "万": Fraction(10**4), "亿": Fraction(10**8)}
 # Words that distinguish one answer from another: an answer to a truth that has them wants them.
 _DISTINGUISHING = (
-    "am pm noon midnight north south east west northeast northwest southeast southwest bc ad bce ce left right up down "
-    "upward downward upwards downwards above below clockwise counterclockwise anticlockwise profit loss gain increase "
-    "decrease rise fall older younger ahead behind later earlier early late ago forward backward inside outside even "
-    "odd real imaginary negative positive"
+    "am pm noon midnight north south east west northeast northwest southeast southwest bc ad bce ce left right up "
+    "down upward downward upwards downwards clockwise counterclockwise anticlockwise profit loss gain increase "
+    "decrease rise fall older younger forward backward"
 )
 _MARKS = frozenset(_DISTINGUISHING.split())
 # Words that are no unit: what stands before them is not the answer alone.
@@ -45,9 +45,11 @@ _OTHER_WORDS = (
     "never isn't is are was be the a an of at than as more less fewer greater larger smaller least most approximately "
     "approx about around almost nearly roughly answer answers wrong false incorrect correct maybe perhaps possibly "
     "remainder rem base squared cubed root power if when where for but except only infinity quarter quarters fourth "
-    "fourths sixth sixths seventh eighth ninth score gross double triple twice other others different this that it "
-    "they there between through until does doesn't can cannot can't yes one two three four five six seven eight ten "
-    "nine so because since however then hence thus wait actually instead minimum maximum max min ish any all none"
+    "fourths sixth sixths seventh eighth ninth score gross recurring repeating doubled tripled halved inverse prime "
+    "too so very much many few higher lower bigger double triple twice other others different this that it they there "
+    "between through until does doesn't can cannot can't yes one two three four five six seven eight ten nine above "
+    "below ahead behind later earlier early late ago before after inside outside even odd real imaginary negative "
+    "positive so because since however then hence thus wait actually instead minimum maximum max min ish any all none"
 )
 _NO_UNIT = frozenset(_OTHER_WORDS.split())
 _NO_UNIT_SIGNS = frozenset("十分又和或到倍不非以左余多几上下约")
@@ -106,7 +108,7 @@ def _bare(text: str) -> tuple[str, str, bool] | None:
 def _understood(value: str, text: str, spaced: bool) -> Quantity | None:
     factor, text = _chinese_factor(text)
     words = text.replace("{", "").replace("}", "").replace("/", " per ").split()
-    words = [word.strip(".,;") for word in words]
+    words = [word.strip(".,;()") for word in words]
     joined = " ".join(words)
     for spelled, word in (("a.m", "am"), ("p.m", "pm"), ("b.c", "bc"), ("a.d", "ad"), ("per cent", "percent")):
         joined = joined.lower().replace(spelled, word) if spelled in joined.lower() else joined
@@ -122,9 +124,10 @@ def _understood(value: str, text: str, spaced: bool) -> Quantity | None:
     if any(_is_no_unit(word) for word in rest) or len(rest) > _MAX_WORDS:
         return None
     if factor != 1:
-        if not re.fullmatch(r"-?[0-9][0-9,]*(\.[0-9]+)?", value):
+        plain = re.sub(r"\\frac\{([0-9]+)\}\{([0-9]+)\}", r"\1/\2", value.replace(",", ""))
+        if not re.fullmatch(r"-?[0-9]+(\.[0-9]+|/[0-9]*[1-9])?", plain):
             return None
-        number = Fraction(value.replace(",", "")) * factor
+        number = Fraction(plain) * factor
         value = f"\\frac{{{number.numerator}}}{{{number.denominator}}}" if number.denominator > 1 else str(number)
     unit, unknown = _unit(rest)
     return Quantity(value + percent, unit, unknown, marks)
@@ -161,7 +164,11 @@ def _singular(name: str) -> str:
 
 def _is_no_unit(word: str) -> bool:
     if word.isascii():
-        return word.lower() in _NO_UNIT or not word.replace("^", "").replace("-", "").isalnum()
+        return (
+            word.lower() in _NO_UNIT
+            or word.lower().partition("^")[0] in _FACTORS
+            or not word.replace("^", "").replace("-", "").isalnum()
+        )
     return word not in _UNITS and bool(_NO_UNIT_SIGNS & set(word))
 
 

@@ -11,7 +11,14 @@ from rltrain.rewards.registry import scorer
 _TAIL_CHARS = 300
 _MARK = "answer"
 _COLONS = (":", "：")
-_DISPLAYS = (("$$", "$$"), ("\\[", "\\]"), ("$\n", "$"), ("\\(", "\\)"))
+_DISPLAYS = (
+    ("$$", "$$"),
+    ("\\[", "\\]"),
+    ("\\begin{equation}", "\\end{equation}"),
+    ("\\begin{align*}", "\\end{align*}"),
+    ("$\n", "$"),
+    ("\\(", "\\)"),
+)
 
 
 def extract_answer(solution: str) -> str | None:

@@ -19,7 +19,7 @@ import sys
 import sysconfig
 import traceback
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,6 +30,7 @@ _MAX_TRACEBACK_CHARS = 4000
 # Packages between a process's own loop and the first frame of the user's code.
 _MACHINERY = ("importlib", "rltrain", "rltrain.data", "rltrain.rewards", "rltrain.rewards.processes")
 _FILE, _PACKAGE = "file://", "pkg://"
+EXTERNAL_LIB = "actor_rollout_ref.model.external_lib"
 _WITHOUT_VERL = (
     "\nIt needs {}, which is not installed here: install a version of verl that has it beside rltrain, or write the "
     "code without verl (docs/plugins.md has complete files)."
@@ -99,12 +100,7 @@ def load_plugin(key: str, name: str) -> Callable[..., Any]:
     path = Path(file or "").expanduser()
     if file is not None and not (path.is_file() and path.suffix in (".py", ".pkl")):
         raise ConfigError(f"{key}={name}: {path.absolute()} is not a Python file.")
-    try:
-        module = _import_module(place) if file is None else _import_file(path)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything; it is reported
-        lacking = (error.name or "") if isinstance(error, ModuleNotFoundError) else ""
-        advice = _WITHOUT_VERL.format(lacking) if lacking.partition(".")[0] == "verl" else ""
-        raise ConfigError(f"{key}={name} cannot be imported:\n{user_traceback(error)}{advice}") from None
+    module = _imported(f"{key}={name}", place if file is None else path)
     function = getattr(module, function_name, None)
     if not callable(function):
         own = [each for each, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
@@ -113,6 +109,31 @@ def load_plugin(key: str, name: str) -> Callable[..., Any]:
             f"{key}={name}: the {what} has no function {function_name!r}; it defines {', '.join(own) or 'none'}."
         )
     return function
+
+
+def import_libraries(key: str, names: Sequence[str]) -> None:
+    """Import modules, or files, for what their import does. Raises ConfigError, with the traceback, where it fails."""
+    for name in names:
+        _import_library(key, name)
+
+
+@functools.cache
+def _import_library(key: str, name: str) -> None:
+    file = plugin_file(name)
+    path = Path(file or "").expanduser()
+    if file is not None and not (path.is_file() and path.suffix == ".py"):
+        raise ConfigError(f"{key}={name}: it is no name of a module, and {path.absolute()} is not a Python file.")
+    _imported(f"{key}={name}", name if file is None else path)
+
+
+def _imported(named: str, place: str | Path) -> ModuleType:
+    """The module or file ``place``. named: the setting, for the message where the import fails."""
+    try:
+        return _import_file(place) if isinstance(place, Path) else _import_module(place)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything; it is reported
+        lacking = (error.name or "") if isinstance(error, ModuleNotFoundError) else ""
+        advice = _WITHOUT_VERL.format(lacking) if lacking.partition(".")[0] == "verl" else ""
+        raise ConfigError(f"{named} cannot be imported:\n{user_traceback(error)}{advice}") from None
 
 
 def _import_module(place: str) -> ModuleType:

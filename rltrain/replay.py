@@ -64,7 +64,7 @@ def replay(folder: Path, changes: list[str]) -> tuple[str, bool]:
     if not device.count:
         raise ConfigError(f"trainer.device={device.kind}: this machine has none. Add trainer.device=cpu.")
     spec = (critic_spec if parts[0].role == "critic" else actor_spec)(loaded.config, device)
-    if problem := model_problem(f"{spec.role.split('.')[0]}.model.path", spec.path):
+    if problem := model_problem(f"{spec.section}.path", spec.path):
         raise ConfigError(problem)
     device.activate()
     load_backend(device.backend)

@@ -1,6 +1,7 @@
 """--dry-run: what it sees, and that its exit code says whether a run would start."""
 
 import json
+import os
 import pathlib
 import shutil
 import sys
@@ -11,9 +12,11 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, BloomConfig, Qwen3MoeConfig
 
+from rltrain.config.load import load_config
 from rltrain.env import installed
 from rltrain.main_ppo import main
 from rltrain.trainer.checkpoint import RunFolder
+from rltrain.workers.hybrid import HybridWorker
 from tests.tiny import save_tiny_model, save_tiny_tokenizer, small_run, write_arithmetic
 
 M = "actor_rollout_ref__model__"
@@ -137,7 +140,7 @@ def test_a_tokenizer_that_is_not_the_model_s_is_known(dry, made, tmp_path):
     assert "config.json says pad_token_id=15, and the model has 8 tokens" in refused(dry, **few)
     critic = {"algorithm__adv_estimator": "gae", "critic__model__path": tmp_path / "few"}
     (tmp_path / "few/config.json").write_text(json.dumps(config))
-    assert "knows 8 tokens, and the policy writes 20. Use a critic" in refused(dry, **critic)
+    assert "knows 8 tokens, and the policy writes 20. Use a model" in refused(dry, **critic)
 
 
 def test_experts_that_vllm_cannot_renew_on_an_npu_are_known(dry, made, tmp_path):
@@ -492,3 +495,20 @@ def test_a_family_with_wrong_numbers_is_refused_before_anything_starts(dry, tmp_
     said = refused(dry, **{M + "path": tmp_path / "bloom"})
     assert f"{tmp_path / 'bloom'}: Bloom computes attention outside of transformers' attention interface" in said
     assert said.rstrip().endswith("Use a model of a family that works (docs/models.md).")
+
+
+def test_a_library_of_the_user_s_own_is_imported_before_models_are_looked_at(dry, tmp_path, monkeypatch):
+    monkeypatch.setenv("IMPORTED", "")
+    (tmp_path / "mine.py").write_text("import os\nos.environ['IMPORTED'] = 'yes'\n")
+    assert dry(**{M + "external_lib": tmp_path / "mine.py"})[0] == 0
+    assert os.environ["IMPORTED"] == "yes"
+    text = refused(dry, **{M + "external_lib": "nobody_has_this_library"})
+    assert "actor_rollout_ref.model.external_lib=nobody_has_this_library cannot be imported" in text
+
+
+def test_workers_import_the_library_before_they_load_models(tmp_path, monkeypatch):
+    monkeypatch.setenv("IMPORTED", "")
+    (tmp_path / "mine.py").write_text("import os\nos.environ['IMPORTED'] = 'yes'\n")
+    config = load_config([f"actor_rollout_ref.model.external_lib={tmp_path}/mine.py"]).config
+    HybridWorker(config, {})
+    assert os.environ["IMPORTED"] == "yes"

@@ -1,3 +1,5 @@
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -86,3 +88,33 @@ def test_code_that_needs_verl_says_what_to_do_without_it(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text("from verl.utils.dataset.rl_dataset import RLHFDataset")
     with pytest.raises(ConfigError, match=r"It needs verl\.utils, which is not installed here: install a version of"):
         load_plugin("key", f"{tmp_path}/mine.py:Mine")
+
+
+def test_a_library_is_imported_once_by_name_or_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    for name in ("library_by_name", "library_by_file"):
+        (tmp_path / f"{name}.py").write_text(
+            f"import os\nos.environ['COUNT'] = os.environ.get('COUNT', '') + '{name[11]}'\n"
+        )
+    monkeypatch.setenv("COUNT", "")
+    for _ in range(2):
+        plugin.import_libraries("key", ["library_by_name", f"{tmp_path}/library_by_file.py"])
+    assert os.environ["COUNT"] == "nf"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("no.such.library", "key=no.such.library cannot be imported"),
+        ("no_file.py", "no_file.py is not a Python file"),
+        ("library_that_fails", "ZeroDivisionError"),
+    ],
+)
+def test_a_library_that_cannot_be_imported_is_an_error(tmp_path, monkeypatch, name, said):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    (tmp_path / "library_that_fails.py").write_text("1 / 0\n")
+    with pytest.raises(ConfigError, match=f"^key={re.escape(name)}") as caught:
+        plugin.import_libraries("key", [name])
+    assert said in str(caught.value)

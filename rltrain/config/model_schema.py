@@ -119,6 +119,9 @@ class ModelConfig(TrainedModelConfig):
 
     path: str = ""
     """Hugging Face folder or hub name (required)."""
+    external_lib: list[str] = key([])
+    """Modules, or files FILE.py, that driver and workers import before they load a model, such as one that registers a
+    family with transformers."""
     use_liger: bool = key(False, only_with={"trainer.device!=cpu": "fused kernels are those of accelerators"})
     """Compute RMSNorm, SwiGLU and rotary embeddings of all models but the engine's with fused kernels: Liger's on
     CUDA (pip install 'rltrain[liger]'), torch_npu's on NPU."""

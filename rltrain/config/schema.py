@@ -30,6 +30,9 @@ _SUMS = "seq-mean-token-sum-norm"
 _WITH_REFERENCE = {
     "actor.use_kl_loss or algorithm.use_kl_in_reward": "there is no reference policy with use_kl_loss=False"
 }
+_WHOLE = {
+    "actor_rollout_ref.model.uses_lora=False": "with LoRA the reference is the actor without its adapters, as in verl"
+}
 _REFERENCE_PASS = {
     "algorithm.use_kl_in_reward or actor.kl_loss_type!=full": "kl_loss_type=full runs the reference inside the update"
 }
@@ -214,11 +217,25 @@ class ActorConfig:
 
 
 @dataclass
+class RefModelConfig:
+    """The weights of the reference."""
+
+    path: str | None = key(
+        "${actor_rollout_ref.model.path}",
+        only_with=_WHOLE,
+    )
+    """Hugging Face folder or hub name: the model that training starts from, or another one with its tokenizer."""
+
+
+@dataclass
 class RefConfig:
     """The frozen reference policy, sharded and computed like the actor. Its budgets follow the actor's unless set."""
 
+    model: RefModelConfig = section(RefModelConfig)
+    """Model."""
     fsdp_config: OffloadConfig = section(
-        OffloadConfig, only_with={"model.uses_lora=False": "with LoRA the reference is the actor without its adapters"}
+        OffloadConfig,
+        only_with=_WHOLE,
     )
     """Sharding; param_offload keeps the reference in host memory between its passes."""
     log_prob_micro_batch_size_per_gpu: int | None = key(None, least=1, only_with=_REFERENCE_PASS)

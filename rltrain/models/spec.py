@@ -11,6 +11,7 @@ from transformers import PretrainedConfig
 from rltrain.config.budgets import longest_sequence
 from rltrain.config.model_schema import CriticModelConfig, FSDPConfig, ModelConfig, ShardingConfig
 from rltrain.config.schema import Config
+from rltrain.config.step_passes import make_step_passes
 from rltrain.device import Device, resolve_dtype
 from rltrain.models.load import load_config
 from rltrain.models.lora import Lora, lora_of
@@ -66,11 +67,21 @@ def actor_spec(cfg: Config, device: Device, images: bool = False, learns_from_th
 
 
 def reference_spec(cfg: Config, device: Device, images: bool = False) -> ModelSpec:
-    """The policy as it was before training, sharded as the actor is."""
+    """The policy as it was before training, or the model that the config names, sharded as the actor is."""
     actor, size = actor_spec(cfg, device, images), cfg.actor_rollout_ref.ref.ulysses_sequence_parallel_size
-    spec = replace(actor, role="actor_rollout_ref.ref", gradient_checkpointing=False, sequence_parallel_size=size)
+    path = cfg.actor_rollout_ref.ref.model.path or actor.path
+    spec = replace(
+        actor, path=path, role="actor_rollout_ref.ref", gradient_checkpointing=False, sequence_parallel_size=size
+    )
     # Frozen weights gain nothing from a dtype wider than the one they compute in.
     return replace(spec, master_dtype=actor.compute_dtype, lora=None, tower="frozen" if images else "rests")
+
+
+def has_other_reference(cfg: Config) -> bool:
+    """Whether the reference is loaded from other weights than those that training starts from."""
+    roles = cfg.actor_rollout_ref
+    other = roles.ref.model.path not in (None, roles.model.path)
+    return other and not roles.model.uses_lora and make_step_passes(cfg).reference
 
 
 def critic_spec(cfg: Config, device: Device, images: bool = False) -> ModelSpec:
@@ -126,4 +137,4 @@ def _trained(
 
 
 def _section(role: str) -> str:
-    return role.split(".")[0] + ".model"
+    return role.removesuffix(".actor") + ".model"

@@ -24,7 +24,7 @@ from rltrain.controller.group import WorkerGroup
 from rltrain.device import get_device
 from rltrain.errors import ConfigError, WorkerError, WorkerLost
 from rltrain.logs import count
-from rltrain.models.spec import actor_spec, critic_spec, reward_model_spec
+from rltrain.models.spec import actor_spec, critic_spec, has_other_reference, reference_spec, reward_model_spec
 from rltrain.versions import fingerprint, unlike
 from rltrain.workers.node import Facts, Question, leave, look, part, reach, unseen
 from rltrain.workers.roles import Links
@@ -134,8 +134,9 @@ def _models(cfg: Config) -> list[tuple[str, str]]:
     specs = [actor_spec(cfg, device)]
     specs += [critic_spec(cfg, device)] if cfg.algorithm.needs_critic else []
     specs += [reward_model_spec(cfg, device)] if cfg.reward_model.enable else []
+    specs += [reference_spec(cfg, device)] if has_other_reference(cfg) else []
     # Roles often share a model, and the policy's key stands first.
-    keys = {spec.path: f"{spec.role.split('.')[0]}.model.path" for spec in reversed(specs) if spec.path}
+    keys = {spec.path: f"{spec.section}.path" for spec in reversed(specs) if spec.path}
     return [(key, path) for path, key in keys.items()]
 
 

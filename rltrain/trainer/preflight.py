@@ -20,7 +20,7 @@ from rltrain.controller.cluster import cluster_address, ray_problems
 from rltrain.device import get_device
 from rltrain.env import devices_here, installed
 from rltrain.errors import RltrainError
-from rltrain.plugin import is_plugin, load_plugin
+from rltrain.plugin import EXTERNAL_LIB, import_libraries, is_plugin, load_plugin
 from rltrain.trainer.advantage import check_plugins
 from rltrain.trainer.preflight_models import Findings, look_at_models
 from rltrain.versions import misfits, others
@@ -60,6 +60,8 @@ def _versions(cfg: Config, found: Findings) -> None:
 
 
 def _plugins(cfg: Config, found: Findings) -> None:
+    # First, because it may register what the others name.
+    import_libraries(EXTERNAL_LIB, cfg.actor_rollout_ref.model.external_lib)
     found.problems += check_plugins(cfg)
     for key in plugin_keys():
         if is_plugin(name := get(cfg, key) or ""):

@@ -24,7 +24,14 @@ from rltrain.models.load import read_score_head
 from rltrain.models.lora import exclusion_note, first_adapters
 from rltrain.models.shard import empty_packed, look_at_weights
 from rltrain.models.source import model_problem
-from rltrain.models.spec import ModelSpec, actor_spec, critic_spec, reward_model_spec
+from rltrain.models.spec import (
+    ModelSpec,
+    actor_spec,
+    critic_spec,
+    has_other_reference,
+    reference_spec,
+    reward_model_spec,
+)
 from rltrain.models.ulysses import heads_problem
 from rltrain.trainer.plan import ImageSizes
 from rltrain.workers.model_check import check_numbers
@@ -53,9 +60,10 @@ def look_at_models(cfg: Config, found: Findings) -> None:
     roles: list[tuple[type[Any], ModelSpec]] = [(PolicyModel, actor_spec(cfg, device))]
     roles += [(ScalarModel, critic_spec(cfg, device))] if cfg.algorithm.needs_critic else []
     roles += [(ScalarModel, reward_model_spec(cfg, device))] if cfg.reward_model.enable else []
+    roles += [(PolicyModel, reference_spec(cfg, device))] if has_other_reference(cfg) else []
     wrong: dict[str, str] = {}
     for _, spec in roles:
-        problem = model_problem(f"{spec.role.split('.')[0]}.model.path", spec.path)
+        problem = model_problem(f"{spec.section}.path", spec.path)
         # A critic without a path of its own starts from the policy, and the policy's key stands first.
         if problem and wrong.setdefault(spec.path, problem) is problem:
             found.problems.append(problem)
@@ -83,27 +91,30 @@ def _image_problems(cfg: Config) -> Iterator[str]:
     engine, device = cfg.actor_rollout_ref.rollout.name, get_device(cfg.trainer.device)
     if not ENGINES[engine].images:
         yield f"{_R}name={engine} takes text alone, and prompts have images. Use {engines_with('images')}."
-    if cfg.algorithm.needs_critic:
-        policy, critic = actor_spec(cfg, device), critic_spec(cfg, device)
-        kinds = [spec.load_config().model_type for spec in (policy, critic)]
+    others = [critic_spec(cfg, device)] if cfg.algorithm.needs_critic else []
+    others += [reference_spec(cfg, device)] if has_other_reference(cfg) else []
+    for other in others:
+        kinds = [spec.load_config().model_type for spec in (actor_spec(cfg, device), other)]
         if kinds[0] != kinds[1]:
             yield (
-                f"critic.model.path={critic.path} is a {kinds[1]}, and prompts have images, which are made for the "
+                f"{other.section}.path={other.path} is a {kinds[1]}, and prompts have images, which are made for the "
                 f"policy's family, {kinds[0]}. Use a model of it, or leave the key out to start from the policy."
             )
 
 
 def _look_at(kind: type[Any], spec: ModelSpec, cfg: Config, found: Findings) -> None:
-    config = spec.load_config()
+    config, is_policy = spec.load_config(), spec.role == "actor_rollout_ref.actor"
     sizes = {f"{spec.role}.ulysses_sequence_parallel_size": spec.sequence_parallel_size}
-    if kind is PolicyModel:
+    if is_policy:
         _chat(cfg, config, found)
         found.problems += _positions(cfg, config, found)
         if cfg.actor_rollout_ref.rollout.name == "vllm" and get_device(cfg.trainer.device).kind == "npu":
             refuse_on_npu(config)
         sizes |= _sizes_of_policy(cfg)
-    if spec.role == "critic":
-        found.problems += _critic_vocabulary(spec, config, chat_encoder(cfg))
+    if spec.role in ("critic", "actor_rollout_ref.ref"):
+        found.problems += _vocabulary(spec, config, chat_encoder(cfg))
+    if spec.role == "actor_rollout_ref.ref":
+        found.problems += _other_tokens(cfg, spec, config, found)
     problems = [heads_problem(config, size, key) for key, size in sizes.items()]
     found.problems += [problem for problem in problems if problem]
     # On the hub, the head lies in files of gigabytes.
@@ -114,10 +125,10 @@ def _look_at(kind: type[Any], spec: ModelSpec, cfg: Config, found: Findings) -> 
     packed = empty_packed(kind, spec, config)
     found.notes += [note for note in look_at_weights(kind, spec, config) if note not in found.notes]
     trained = sum(weight.numel() for weight in packed.model.parameters() if weight.requires_grad)
-    if kind is PolicyModel:
+    if is_policy:
         total = sum(weight.numel() for weight in packed.model.parameters())
         found.num_parameters, found.num_trained = total - (trained if spec.lora else 0), trained
-    decodes = kind is PolicyModel and cfg.actor_rollout_ref.rollout.name == "hf"
+    decodes = is_policy and cfg.actor_rollout_ref.rollout.name == "hf"
     untried = check_numbers(kind, spec, config, decodes=decodes)
     found.notes += [untried] if untried else []
     if spec.lora:
@@ -147,20 +158,45 @@ def _chat(cfg: Config, config: Any, found: Findings) -> None:
         )
 
 
-def _critic_vocabulary(critic: ModelSpec, config: Any, encoder: ChatEncoder) -> Iterator[str]:
-    """A critic reads what the policy writes."""
+def _vocabulary(spec: ModelSpec, config: Any, encoder: ChatEncoder) -> Iterator[str]:
+    """A critic and a reference read what the policy writes."""
     size, written = config.get_text_config().vocab_size, encoder.vocab_size
     if size < (written := min(written, encoder.model_vocab_size or written)):
         yield (
-            f"critic.model.path={critic.path} knows {size:,} tokens, and the policy writes {written:,}. Use a critic "
+            f"{spec.section}.path={spec.path} knows {size:,} tokens, and the policy writes {written:,}. Use a model "
             "with the policy's tokenizer, or leave the key out to start from the policy."
+        )
+
+
+def _other_tokens(cfg: Config, spec: ModelSpec, config: Any, found: Findings) -> Iterator[str]:
+    """A KL between models of different tokens means nothing."""
+    named, encoder, passes = f"{spec.section}.path={spec.path}", chat_encoder(cfg), make_step_passes(cfg)
+    try:
+        # The template is never used, and a base model may have none.
+        theirs = ChatEncoder(spec.path, trust_remote_code=spec.trust_remote_code, chat_template="{{ messages }}")
+        tokens = {index: token for token, index in theirs.tokenizer.get_vocab().items()}
+    except DataError:
+        found.notes.append(f"{named}: it has no tokenizer, and is taken to have that of the policy")
+        tokens = {}
+    ours = {index: token for token, index in encoder.tokenizer.get_vocab().items()}
+    if other := [index for index, token in ours.items() if tokens.get(index, token) != token]:
+        first = min(other)
+        yield (
+            f"{named}: its token {first} is {tokens[first]!r}, and that of the policy {ours[first]!r}; {len(other):,} "
+            "are others, so a KL to it means nothing. Use a reference with the policy's tokenizer."
+        )
+    size, mine = config.get_text_config().vocab_size, encoder.model_vocab_size
+    if (passes.exact_kl_in_loss or passes.exact_kl_in_reward) and mine and size != mine:
+        yield (
+            f"{named} knows {size:,} tokens and the policy {mine:,}, and a full KL compares all of them. Use "
+            "kl_loss_type (kl_penalty) k3, or a reference of the same size."
         )
 
 
 def _sizes_of_policy(cfg: Config) -> dict[str, int]:
     """Into how many parts others than the actor cut the heads of its model."""
     roles, sizes = cfg.actor_rollout_ref, {}
-    if make_step_passes(cfg).reference and not roles.model.uses_lora:
+    if make_step_passes(cfg).reference and not roles.model.uses_lora and not has_other_reference(cfg):
         sizes["actor_rollout_ref.ref.ulysses_sequence_parallel_size"] = roles.ref.ulysses_sequence_parallel_size
     if ENGINES[roles.rollout.name].tensor_parallel:
         sizes[f"{_R}tensor_model_parallel_size"] = roles.rollout.tensor_model_parallel_size

@@ -18,6 +18,7 @@ from rltrain.data.rows import Rows
 from rltrain.device import get_device
 from rltrain.errors import ConfigError
 from rltrain.models.forward import model_numbers
+from rltrain.plugin import EXTERNAL_LIB, import_libraries
 from rltrain.versions import check_node
 from rltrain.workers.actor_ref import ActorRefWorker
 from rltrain.workers.critic import CriticWorker
@@ -41,6 +42,7 @@ class HybridWorker(Models, Advantages):
 
     def __init__(self, cfg: Config, prompts: dict[str, PromptStore], rows: dict[str, Rows] | None = None) -> None:
         self._cfg = cfg
+        import_libraries(EXTERNAL_LIB, cfg.actor_rollout_ref.model.external_lib)
         self._prompts = prompts
         self._rows = rows
         self.roles: list[object] = [self, LinksWorker(cfg.trainer.device)]

@@ -50,6 +50,19 @@ def planned(tmp_path):
     return make
 
 
+def test_another_reference_is_foretold_by_its_own_size(planned, tmp_path):
+    half = tmp_path / "half"
+    half.mkdir()
+    (half / "config.json").write_text(json.dumps(SHAPE | {"num_hidden_layers": 4}))
+
+    def rests(**changes):
+        return forecast(*planned(**changes), None, ("sync", "gen"))["gen"]["weights"]
+
+    smaller = rests() - rests(actor_rollout_ref__ref__model__path=half)
+    # In bfloat16, over 64 devices, whether or not it rests on them between its passes.
+    assert smaller == pytest.approx(4 * LAYER * 2 / 64, rel=1e-2)
+
+
 def test_what_rests_is_the_sum_by_hand(planned):
     cfg, plan = planned(actor_rollout_ref__ref__fsdp_config__param_offload=True)
     found = forecast(cfg, plan, None, ("sync", "gen"))

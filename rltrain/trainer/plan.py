@@ -21,6 +21,7 @@ from rltrain.device import get_device
 from rltrain.env import cpu_quota
 from rltrain.errors import ConfigError
 from rltrain.logs import count
+from rltrain.models.spec import has_other_reference
 
 _MOST_REWARD_WORKERS_PER_NODE = 16
 _MOST_REWARD_WORKERS = 64
@@ -321,6 +322,7 @@ def _micro_batches(plan: Plan, config: Config) -> list[str]:
 def _more_rows(plan: Plan, config: Config) -> list[tuple[str, str]]:
     """What only some algorithms have."""
     rows = [("images", plan.images.describe(plan))] if plan.images and plan.images.most_rows else []
+    rows += [("reference", str(config.actor_rollout_ref.ref.model.path))] if has_other_reference(config) else []
     if plan.passes.values:
         steps = config.critic.ppo_epochs * (plan.prompts_per_step // plan.critic_prompts_per_mini_batch)
         rows.append(("critic", f"{count(steps, 'optimizer step')} per step"))

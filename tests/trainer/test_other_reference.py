@@ -1,6 +1,7 @@
 """`ref.model.path`: another model as the reference of the KL."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -72,7 +73,10 @@ def test_with_adapters_or_without_a_kl_it_has_no_effect(tiny_model, arithmetic_f
 
 
 def test_a_dry_run_looks_at_the_other_reference(dry, another, tmp_path):
-    assert dry(**{OTHER: another})[0] == 0
+    code, text = dry(**{OTHER: another})
+    assert code == 0
+    assert re.search(rf"^  reference +{another}$", text, re.MULTILINE)
+    assert "\n  reference " not in dry()[1]
     code, text = dry(**{OTHER: "/no/reference"})
     assert code == 2
     assert f"{KEY}=/no/reference" in text

@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import ScalarToken, StreamEndToken, Token, YAMLError, scan
 
+from rltrain.config.verl_refused import RECIPES
 from rltrain.errors import ConfigError
 
 Tree = dict[str, Any]
@@ -51,12 +52,21 @@ def compose(file: Path, roots: Sequence[Path] = ()) -> Tree:
 
     roots: folders to look in beside that of the file. Raises ConfigError with every file that is missing.
     """
+    _refuse_recipe(f"--config {file}", file.stem)
     composer = _Composer([file.parent, *roots])
     composer.take(file, "", "")
     if composer.problems:
         raise ConfigError("\n".join(composer.problems))
     composer.tree.pop("hydra", None)
     return composer.tree
+
+
+def _refuse_recipe(written: str, name: str) -> None:
+    if recipe := RECIPES.get(name):
+        raise ConfigError(
+            f"{written}: {name}.yaml is the configuration of verl's recipe {recipe}, a trainer of its own that is not "
+            "in this version. Give a configuration of PPO or GRPO, or one of your own by another name."
+        )
 
 
 def flow(text: str) -> str:
@@ -133,6 +143,7 @@ def named(config_path: str | None, config_name: str | None, config_dir: str | No
         return known
     flags = {"--config-path": config_path, "--config-name": config_name, "--config-dir": config_dir}
     written = " ".join(f"{flag} {value}" for flag, value in flags.items() if value)
+    _refuse_recipe(written, name)
     raise ConfigError(
         f"{written}: there is no file {name}.yaml in {' or '.join(map(str, folders)) or 'this folder'}, and it is none "
         "of verl's own. Give the folder that it is in, or --config FILE."

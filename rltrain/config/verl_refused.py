@@ -158,3 +158,12 @@ OTHERS = {
         for pattern in patterns
     },
 }
+# The names of their configuration files, of which not all have a key that tells.
+RECIPES = {
+    f"{name}_trainer": recipe
+    for name, recipe in {
+        **{"sppo": "SPPO", "flowrl": "FlowRL", "prime": "PRIME", "spin": "SPIN (online DPO)", "spo": "SPO"},
+        **{"on_policy_distill": "GKD (distillation)", "opkd": "GKD (distillation)", "sdpo": "SDPO", "dmpo": "DMPO"},
+        **{"rep_exp": "representation-based exploration", "collabllm": "CollabLLM", "disco": "DisCO", "tppo": "T-PPO"},
+    }.items()
+}

@@ -12,6 +12,7 @@ from rltrain.config.renames import answer
 from rltrain.config.verl_keys import NO_EFFECT
 from rltrain.config.verl_refused import REFUSED, SECTIONS
 from rltrain.errors import ConfigError
+from rltrain.main_ppo import main
 
 A, C = "actor_rollout_ref.", "algorithm.rollout_correction."
 BASE = [
@@ -408,6 +409,21 @@ def test_keys_of_agents_are_noted_where_verl_knows_them_and_refused_where_not():
 def test_a_key_of_a_recipe_s_own_trainer_says_whose_it_is(key, recipe):
     (line,) = problems(key)
     assert line.startswith(f"{key}: this is a key of {recipe}")
+
+
+@pytest.mark.parametrize("there", [True, False])
+@pytest.mark.parametrize(
+    ("file", "recipe"), [("sppo", "SPPO"), ("spin", "SPIN"), ("prime", "PRIME"), ("flowrl", "FlowRL")]
+)
+def test_the_file_of_a_recipe_s_own_trainer_says_whose_it_is(file, recipe, there, tmp_path, capsys):
+    """SPIN's has no key that PPO has not."""
+    if there:
+        (tmp_path / f"{file}_trainer.yaml").write_text("data: {train_files: t.parquet}\n")
+    words = ["--config-path", str(tmp_path), "--config-name", f"{file}_trainer", f"{A}model.path=m"]
+    assert main([*words, "--print-config"]) == 2
+    error = capsys.readouterr().err
+    assert f"{file}_trainer.yaml is the configuration of verl's recipe {recipe}" in error
+    assert "Traceback" not in error
 
 
 def test_keys_of_verl_s_first_versions_are_read_or_noted():

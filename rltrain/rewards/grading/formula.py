@@ -36,7 +36,8 @@ _MAX_ARGUMENT = 1 << 200
 _MAX_FACTORIAL = 1000
 # Values of letters: their range, their denominator (1: whole numbers), which half of them is negative.
 _POINTS = (
-    (3, 97, 0), (40, 101, 0), (1, 103, 0), (3, 107, 1), (40, 109, -1), (9, 1, 0), (30, 1, 0),
+    (3, 97, 0), (40, 101, 0), (1, 103, 0), (3, 107, 1), (40, 109, -1),
+    (9, 1, 0), (30, 1, 0), (5, 1, 0), (12, 1, 0), (20, 1, 0), (7, 1, 0), (15, 1, 0), (40, 1, 0),
 )  # fmt: skip
 _NUM_FRACTIONAL = 5
 
@@ -95,7 +96,7 @@ def _agree(one: str, other: str, log_base: int | None, proportional: bool) -> bo
     for allow_complex in (False, True):
         pairs: list[tuple[Value, Value]] = []
         for point in range(len(_POINTS)):
-            if point == _NUM_FRACTIONAL and len(pairs) > 1:
+            if point >= _NUM_FRACTIONAL and len(pairs) > 1:
                 break  # whole numbers are for what is defined for these alone: factorials, (-1)^n
             try:
                 ours, theirs = (_Reading(text, point, allow_complex, log_base) for text in (one, other))
@@ -178,15 +179,15 @@ class _Reading:
                 return product
 
     def _signed(self) -> Value:
-        if self._take("-"):
-            return -self._power()
-        return self._power()
+        return -self._power() if self._take("-") else self._power()
 
     def _starts(self) -> bool:
         """Whether a factor begins here: factors stand side by side."""
         token = self._peek()
         if token == "|":
             return not self.bars
+        if token[:1].isdigit():
+            return self.tokens[self.position - 1] in ("!", ")")
         return token in _STARTS or (len(token) == 1 and token.isalpha())
 
     def _power(self) -> Value:
@@ -241,9 +242,7 @@ class _Reading:
         if token in _CLOSING:
             self.position -= 1
             inner = self._group(token, _CLOSING[token])
-            if token in ("lfloor", "lceil", "|"):
-                return self._measured(token, inner)
-            return inner
+            return self._measured(token, inner) if token in ("lfloor", "lceil", "|") else inner
         if token == "frac":
             upper = self._argument()
             return times(upper, inverse(self._argument()))

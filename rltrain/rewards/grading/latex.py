@@ -69,7 +69,8 @@ _COMMANDS = (
 )  # fmt: skip
 _ROW_SPACE = re.compile(r"\\\\\[[^\[\]]{0,9}\]")
 _SPACES = re.compile(r"(?<!\\)\\[,;:> ]")
-_GROUP_COMMA = re.compile(r"(?<=[0-9])\{,\}(?=[0-9]{3})")
+_GROUP_COMMA = re.compile(r"(?<=[0-9])(?:\{,\}|,\s?\\!\s?)(?=[0-9]{3})")
+_SEGMENT = re.compile(r"\\overline\s?\{([A-Z]{2})\}")
 _RADICAL = re.compile(r"(?:√|(?<![\\A-Za-z])sqrt)\s?([0-9]+(?:\.[0-9]+)?)")
 _INEQUALITY = re.compile(r"[<>]|\\(?:le|ge|ne)(?![A-Za-z])")
 _AND = re.compile(r"\\text\{\s?and\s?\}|\sand\s|且|\\(?:land|wedge)(?![a-z])")
@@ -112,7 +113,7 @@ def tidy(text: str) -> str:
     text = _RADICAL.sub(r"\\sqrt{\1}", _VULGAR.sub(_vulgar, text))
     text = _RAISED.sub(lambda sign: f"^{{{sign[0].translate(_POWERS)}}}", text)
     text = _LOWERED.sub(lambda sign: f"_{{{sign[0].translate(_BELOW)}}}", text).translate(_CHARACTERS)
-    text = _GROUP_COMMA.sub("", text).replace("{,}", ",")
+    text = _SEGMENT.sub(r"\1", _GROUP_COMMA.sub("", text)).replace("{,}", ",")
     text = undressed(_ROMAN.sub(r"\\text{\1}", _COLOR.sub("", text)))
     text = _DELIMITER.sub(" ", _ROW_SPACE.sub(r"\\\\", _SWITCH.sub("", text)))
     for old, new in _COMMANDS:

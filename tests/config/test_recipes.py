@@ -19,7 +19,7 @@ from rltrain.config.keys import get
 from rltrain.config.load import load_config
 from rltrain.data_preprocess import geometry3k, virl39k
 from rltrain.main_ppo import main
-from rltrain.trainer import preflight
+from rltrain.trainer import preflight, preflight_models
 from tests.tiny import save_tiny_tokenizer, write_arithmetic
 from tests.tiny_vision import picture, save_tiny_vision_model
 
@@ -183,6 +183,8 @@ def dry(typed, monkeypatch, capsys):
     monkeypatch.setattr(preflight, "_packages", lambda loaded: [])
     monkeypatch.setattr(preflight, "ray_problems", lambda cfg: [])
     monkeypatch.setattr(dry_run, "missing_room", lambda *_: ("", ""))
+    # Of models there is the configuration alone.
+    monkeypatch.setattr(preflight_models, "look_at_weights", lambda *_: [])
     monkeypatch.setattr(dry_run, "_MOST_ROWS", 8)
 
     def start(row: Row, *more: str) -> tuple[int, str]:

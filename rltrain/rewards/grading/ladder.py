@@ -178,9 +178,10 @@ def _same_equations(answer: str, truth: str, same: Same) -> bool | None:
 
 def _sides(text: str) -> list[str] | None:
     """The sides of one equation, of which the unknowns may be a tuple; None for a list of them, and for other texts."""
-    if len(_split(text)) > 1 or "=" not in text or text.startswith("\\begin"):
+    if len(_split(text)) > 1 or text.startswith(("\\begin", "\\{")):
         return None
-    return [side.strip() for side in text.split("=")]
+    sides = [side.strip() for side in re.split(r"=|\\in(?![a-z])", text)]
+    return sides if len(sides) > 1 else None
 
 
 def _assigned(sides: list[str]) -> str | None:

@@ -30,6 +30,7 @@ for _sign in _GREEK:
     _CHARACTERS[ord(_sign)] = f"\\{_name.capitalize() if _size == 'capital' else _name} "
 _POWERS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ", "0123456789-+n")
 _BELOW = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
+_MONEY = re.compile(r"^[$\s]*\\\$\s?([0-9][0-9,]*(?:\.[0-9]+)?)[$\s.]*$")
 _FONTS = re.compile("[\U0001d400-\U0001d7ff]+")
 _RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ]+")
 _LOWERED = re.compile("[₀₁₂₃₄₅₆₇₈₉]+")
@@ -109,6 +110,7 @@ def last_boxed(solution: str) -> str | None:
 
 def tidy(text: str) -> str:
     """The same formula with one spelling for signs, spaces, fractions and enumerations. Still valid LaTeX."""
+    text = _MONEY.sub(r"\1\\text{ dollars}", text)
     text = _FONTS.sub(lambda letters: unicodedata.normalize("NFKC", letters[0]), text)
     text = _RADICAL.sub(r"\\sqrt{\1}", _VULGAR.sub(_vulgar, text))
     text = _RAISED.sub(lambda sign: f"^{{{sign[0].translate(_POWERS)}}}", text)

@@ -58,6 +58,7 @@ _MAX_WORDS = 3
 _VALUE = re.compile(r"-?(?:[0-9][0-9,]*(?:\.[0-9]+)?(?::[0-9]{2})?|\\frac\{[0-9]{1,9}\}\{[0-9]{1,9}\})(?:\s?\\pi)?")
 _BARE = re.compile(r"(\s?)([A-Za-z][A-Za-z. ]*|[一-鿿]{1,6})((?:/[A-Za-z]+)?(?:\^\{?[0-9]\}?)?)\s?\.?")
 _WRAPPED = re.compile(r"\\text\{([^{}]*)\}\s?((?:\^\{?-?[0-9]\}?)?)\s?([/.]?)\s?")
+_TEMPERATURE = re.compile(r"(-?[0-9]+(?:\.[0-9]+)?)\s?\^\\circ\s?(?:\\text\{\s?)?([CF])\s?\}?")
 _ENDS = (")", "}", "\\pi", "^\\circ", "%")
 
 
@@ -72,6 +73,9 @@ class Quantity(NamedTuple):
 
 def quantity(text: str) -> Quantity:
     """A tidy text as value, unit and marks. Words that are neither stay in the value."""
+    temperature = _TEMPERATURE.fullmatch(text)
+    if temperature:
+        return Quantity(temperature[1], f"°{temperature[2]}")
     value, words, spaced = _behind(text)
     known = _understood(value, words, spaced) if words else None
     return known or Quantity(undressed(text, words=" {} ").strip())

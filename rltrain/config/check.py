@@ -198,12 +198,13 @@ def _comparison(config: Config) -> Iterator[str]:
     if rollout.n < 2 and estimator.compares and not estimator.takes_one:
         needs = f"algorithm.adv_estimator={algorithm.adv_estimator}"
         yield f"{needs} compares answers to one prompt, so {_R}n must be >= 2 (got {rollout.n}). Try {_R}n=8."
-    if filtering and algorithm.filter_groups.metric == "seq_final_reward" and algorithm.use_kl_in_reward:
+    several = rollout.n > 1
+    if filtering and several and algorithm.filter_groups.metric == "seq_final_reward" and algorithm.use_kl_in_reward:
         yield (
             "algorithm.filter_groups.metric=seq_final_reward keeps every group under algorithm.use_kl_in_reward=True, "
             "because no two answers have the same KL. Use algorithm.filter_groups.metric=seq_reward."
         )
-    if not rollout.do_sample and rollout.n > 1:
+    if not rollout.do_sample and several:
         yield f"{_R}do_sample=False makes all answers to a prompt alike, so nothing is learnt from them. Leave it out."
 
 

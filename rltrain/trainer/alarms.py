@@ -9,6 +9,7 @@ from collections import Counter
 import numpy as np
 from numpy.typing import NDArray
 
+from rltrain.config.meanings import compares_nothing
 from rltrain.config.schema import Config
 from rltrain.errors import NonFiniteError, RewardError, SyncError
 from rltrain.trainer.metrics import Metrics
@@ -29,6 +30,8 @@ class Alarms:
         self.stops_on_gap = cfg.actor_rollout_ref.rollout.on_log_prob_gap == "stop"
         self._collapse_steps = cfg.trainer.collapse_steps
         self._equal_steps = 0
+        # A reward that is an advantage by itself moves all answers alike.
+        self._equal_means = "nothing tells them apart" if compares_nothing(cfg) else "nothing is learnt from them"
         self._told_damaged = False
         self._gap_limit = gap_limit
         self._skipped_in_a_row: Counter[str] = Counter()
@@ -63,7 +66,7 @@ class Alarms:
         self._equal_steps = self._equal_steps + 1 if scores.min() == scores.max() else 0
         text = (
             f"all answers of each of the last {self._equal_steps} steps had the same reward (now {scores[0]:g}), so "
-            "nothing is learnt from them: the task is too hard or solved, or the reward function does not tell answers "
+            f"{self._equal_means}: the task is too hard or solved, or the reward function does not tell answers "
             "apart. Look at them with python -m rltrain.view"
         )
         # A resumed run may go on beyond a limit that was lowered.

@@ -99,3 +99,12 @@ def test_without_a_limit_equal_rewards_are_told_once(caplog):
     found = [alarms.collapsed(each)["reward/equal_steps"] for each in [equal] * 9 + [other] + [equal] * 25]
     assert found == [*range(1, 10), 0, *range(1, 26)]
     assert len([record for record in caplog.records if "trainer.collapse_steps=N" in record.getMessage()]) == 1
+
+
+@pytest.mark.parametrize(("answers", "said"), [(1, "nothing tells them apart"), (4, "nothing is learnt from them")])
+def test_equal_rewards_of_single_answers_are_not_said_to_teach_nothing(answers, said):
+    config = small_config()
+    config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n = "grpo", answers
+    config.trainer.collapse_steps = 1
+    with pytest.raises(RewardError, match=said):
+        Alarms(config, 1.0).collapsed(np.ones(4))

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 
 from rltrain.config.model_schema import CriticModelConfig, ModelConfig
 from rltrain.errors import ConfigError
+from rltrain.logs import count
 from rltrain.models.hashed import Digests, write_weights
 from rltrain.models.safe import UNREADABLE
 from rltrain.models.vision import language_model
@@ -199,12 +200,8 @@ def _target_layers(model: PreTrainedModel, lora: Lora) -> list[str]:
     head = model.get_output_embeddings()
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
     if lora.path:
-        chosen = {key.removeprefix(_PEFT).rpartition(".lora_")[0] for key in _stored_weights(lora)}
-        if other := sorted(chosen - set(linear)):
-            raise ConfigError(
-                f"{lora.section}.lora_adapter_path={lora.path} does not fit this model, which has no linear layer "
-                f"{other[0]} below the head."
-            )
+        chosen = _stored_layers(lora, linear)
+        _miss_none(model, lora, chosen, linear)
         return [name for name in linear if name in chosen]
     if lora.target_modules == "all-linear":
         if any(".experts." in name and parameter.dim() > 2 for name, parameter in model.named_parameters()):
@@ -227,6 +224,37 @@ def _target_layers(model: PreTrainedModel, lora: Lora) -> list[str]:
         none = f"{type(model).__name__} has no linear layer below its head. Train all its weights."
         raise ConfigError(left if lora.exclude_modules else none)
     return [name for name in linear if name in chosen]
+
+
+def _stored_layers(lora: Lora, linear: list[str]) -> set[str]:
+    """The layers that an adapter's file has weights for. Raises ConfigError for names that are not this model's."""
+    fitting = {f"{_PEFT}{name}.lora_{kind}.weight": name for name in linear for kind in "AB"}
+    stored = _stored_weights(lora)
+    said = f"{lora.section}.lora_adapter_path={lora.path} does not fit this model"
+    for odd in sorted(stored.keys() - fitting):
+        layer = odd.removeprefix(_PEFT).rpartition(".lora_")[0]
+        inside = max((name for name in linear if f".{odd}".count(f".{name}.")), key=len, default=None)
+        if inside is None:
+            raise ConfigError(f"{said}, which has no linear layer {layer or odd} below the head.")
+        raise ConfigError(
+            f"{said}: it has {odd}, which peft would call {_PEFT}{inside}.lora_A.weight or lora_B. Save it with peft's "
+            "save_pretrained, or rename its weights."
+        )
+    return {fitting[name] for name in stored}
+
+
+def _miss_none(model: PreTrainedModel, lora: Lora, chosen: set[str], linear: list[str]) -> None:
+    """Raise ConfigError where the adapter's config names layers of the decoder that its file has not."""
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    config, decoder = _stored_config(lora), _below(language_model(model), model, linear)
+    whole = config.target_modules == "all-linear"
+    missing = [name for name in decoder if name not in chosen and (whole or check_target_module_exists(config, name))]
+    if missing:
+        raise ConfigError(
+            f"{lora.section}.lora_adapter_path={lora.path} has no weights for {count(len(missing), 'layer')} that its "
+            f"adapter_config.json names (target_modules), such as {missing[0]}. Copy the adapter again."
+        )
 
 
 def _below(part: nn.Module, model: PreTrainedModel, names: Iterable[str]) -> list[str]:

@@ -1,6 +1,7 @@
 """LoRA: frozen weights, trained adapters, and everything that leaves the trainer merged."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -287,6 +288,38 @@ def test_an_adapter_with_a_missing_weight_is_refused(qwen2, tmp_path):
     save_file(weights, tmp_path / "adapter/adapter_model.safetensors")
     with pytest.raises(ConfigError, match=r"layers.1.self_attn.q_proj.lora_B.default.weight .* no such weight"):
         make(qwen2, path=str(tmp_path / "adapter"))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("base_model.", "module.base_model.", "it has module.base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"),
+        ("base_model.model.", "", "which peft would call base_model.model.model.layers.0.mlp.down_proj.lora_A.weight or"),
+        (".weight", ".default.weight", "down_proj.lora_A.default.weight, which peft would call base_model.model.model.lay"),
+        (".lora_A", "._orig_mod.lora_A", "down_proj._orig_mod.lora_A.weight, which peft would call base_model.model.model"),
+    ],
+)  # fmt: skip
+def test_names_that_peft_does_not_write_are_told_with_those_that_fit(qwen2, tmp_path, old, new, words):
+    save_adapter(make(qwen2).model, qwen2, str(tmp_path))
+    file = tmp_path / "adapter_model.safetensors"
+    save_file({name.replace(old, new): weight for name, weight in load_file(file).items()}, file)
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        make(qwen2, path=str(tmp_path))
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "v_proj"], r".*\.layers\.\d+\.mlp\..*"])
+def test_an_adapter_that_lacks_a_layer_of_its_config_is_refused(qwen2, tmp_path, targets):
+    save_adapter(make(qwen2, target_modules=targets).model, qwen2, str(tmp_path))
+    config = tmp_path / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"target_modules": targets}))
+    assert make(qwen2, path=str(tmp_path))
+    file = tmp_path / "adapter_model.safetensors"
+    save_file({name: weight for name, weight in load_file(file).items() if ".layers.1." not in name}, file)
+    with pytest.raises(ConfigError, match=r"has no weights for \d layers that its .*, such as model.layers.1"):
+        make(qwen2, path=str(tmp_path))
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"layers_to_transform": [0]}))
+    if targets != "all-linear" and isinstance(targets, list):  # peft chooses layers among names alone
+        assert make(qwen2, path=str(tmp_path))
 
 
 def test_a_critic_trains_adapters_and_its_head(qwen2):

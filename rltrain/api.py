@@ -185,6 +185,8 @@ def run(loaded: LoadedConfig, notes: Sequence[str], stop: Stop, callbacks: Seque
             show_report(made.folder)
         except (RltrainError, OSError) as error:  # the run has got to its end all the same
             log.warning("the report of the run cannot be shown: %s", error)
+        if stop.loses:  # as trainer.save_at_end says
+            log.warning("%s", stop.kept())
 
 
 def _folder(loaded: LoadedConfig) -> Path:

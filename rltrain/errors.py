@@ -39,7 +39,8 @@ _NO_HOST_MEMORY = (
     "low on memory", "cannot allocate memory", "can't allocate memory", "not enough memory", "memoryerror", "bad_alloc",
     "mmap error", "failed to map segment", "out of memory error when reading",
 )  # fmt: skip
-AGAIN = "Run the same command again: it continues from the newest checkpoint."
+# What it then does stands in the last line (`Stop.kept`).
+AGAIN = "Run the same command again."
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rltrain.env import tell_supervisor
-from rltrain.errors import Interrupted
+from rltrain.errors import Interrupted, RltrainError, of_system
 
 log = logging.getLogger(__name__)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -45,9 +45,9 @@ class Stop:
     """
 
     def __init__(self) -> None:
-        self._done = "before training began; the same command starts it again"
+        # Steps made, of how many, and the newest that is saved; None as long as nothing is known of the run.
+        self._reached: tuple[int, int, int] | None = None
         self._timers: list[threading.Timer] = []
-        self._loses = True
         self.notice_s: float | None = None
         self.leaves: Callable[[], str] = str
         self.begin()
@@ -80,16 +80,53 @@ class Stop:
         return min(_CLEAN_UP_S, _KEPT_SHARE * (self.notice_s or math.inf))
 
     def reached(self, step: int, total: int, saved: int) -> None:
-        """``step`` of ``total`` steps are done, and ``saved`` are in a checkpoint."""
-        self._loses = saved != step
-        lost = f" after step {saved}, the newest that is saved" if self._loses else ""
-        self._done = f"after step {step} of {total}; the same command goes on{lost}"
+        """``step`` of ``total`` steps are done, and ``saved`` are in a checkpoint (0: there is none)."""
+        self._reached = step, total, saved
+
+    @property
+    def loses(self) -> bool:
+        """Whether steps are made that no checkpoint has."""
+        return bool(self._reached and self._reached[0] != self._reached[2])
+
+    def kept(self) -> str:
+        """What is saved and what the same command does then; "" as long as nothing is known of the run."""
+        if not self._reached:
+            return ""
+        step, total, saved = self._reached
+        steps = f"step {step} is" if step == saved + 1 else f"steps {saved + 1} to {step} are"
+        lost = f", and {steps} made again" if self.loses else ""
+        if not saved:
+            return f"Nothing is saved yet: the same command starts anew{lost}."
+        return f"Step {saved} of {total} is saved: the same command goes on after it{lost}."
 
     def interrupted(self) -> Interrupted:
         """What to raise when the run has stopped."""
+        if not self._reached:
+            return Interrupted("stopped before training began; the same command starts it again", self.exit_code)
+        step, total, saved = self._reached
+        then = "the same command goes on" if saved else "nothing is saved yet, so the same command starts anew"
+        then += f" after step {saved}, the newest that is saved" if saved and self.loses else ""
         # What ends a run of which all is saved, a little before it would have ended, is no news.
-        why = self._expired if self._loses else ""
-        return Interrupted(f"stopped {self._done}{why}", self.exit_code)
+        why = self._expired if self.loses else ""
+        return Interrupted(f"stopped after step {step} of {total}; {then}{why}", self.exit_code)
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """An error that ends the block says in its last line what `kept` does."""
+        try:
+            yield
+        except Exception as error:
+            ours = of_system(error) or error
+            if not (kept := self.kept()) or self.at_once or isinstance(error, Interrupted):
+                raise
+            if not isinstance(ours, RltrainError):
+                if hasattr(ours, "add_note"):  # since Python 3.11
+                    ours.add_note(kept)
+                raise
+            ours.args = (f"{ours}\n{kept}",)
+            if ours is error:
+                raise
+            raise ours from error
 
     def check(self) -> None:
         """Raise where a signal has asked for it and nothing has to be finished first. StepLeft: see ``leaves``."""

@@ -64,13 +64,23 @@ class Attempt:
     cause: str
     """First line of the error; empty where the program has told of itself, but not of an error."""
     checkpoint: int | None = None
-    """The newest there is; None where no run folder is known."""
+    """The newest there is (0: none, so that the command starts anew); None where no run folder is known."""
     passing: bool = False
     """Waiting may mend the cause."""
     uptime: float = 0.0
     """Of the machine, when it ended."""
     then: str = ""
     """What the supervisor does about it."""
+
+    @property
+    def kept(self) -> str:
+        """What of its steps is saved."""
+        if not self.step or self.checkpoint is None or self.checkpoint >= self.step:
+            return ""
+        steps = f"step {self.step} is" if self.step == self.checkpoint + 1 else (
+            f"steps {self.checkpoint + 1} to {self.step} are"
+        )  # fmt: skip
+        return f" ({'nothing is saved: ' * (not self.checkpoint)}{steps} lost)"
 
     def same_as(self, other: Attempt, place: str = "step") -> bool:
         """Whether it got no further than another attempt (in steps or ``checkpoint``), and ended by the same cause."""
@@ -237,7 +247,7 @@ class Supervisor:
     def _tell(self, last: Attempt) -> None:
         code = last.exit_code
         ended = "finished" if code == 0 else f"ended with exit code {code}"
-        step = "" if last.step is None else f" at step {last.step}"
+        step = "" if last.step is None else f" at step {last.step}{last.kept * bool(code)}"
         cause = f": {last.cause}" if last.cause else ""
         _say(f"attempt {last.attempt} {ended} after {last.seconds:.0f} s{step}{cause}" + f" | {last.then}" * bool(code))
         if not self._folder:

@@ -1,9 +1,11 @@
 """What a signal does depends on whether something is begun."""
 
+import errno
 import json
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 
@@ -11,7 +13,7 @@ import pytest
 
 from rltrain import stop as module
 from rltrain.env import ATTEMPT
-from rltrain.errors import Interrupted
+from rltrain.errors import DiskError, Interrupted, WorkerLost
 from rltrain.main_ppo import main
 from rltrain.stop import Stop, listen
 
@@ -52,6 +54,57 @@ def test_once_all_is_finished_a_stop_that_was_asked_for_is_taken(stop):
     stop.finishing = ""
     with pytest.raises(Interrupted, match="stopped after step 5 of 6; the same command goes on after step 3"):
         stop.check()
+
+
+@pytest.mark.parametrize(
+    ("reached", "kept", "stopped"),
+    [
+        (None, "", "before training began; the same command starts it again"),
+        (
+            (0, 6, 0),
+            "Nothing is saved yet: the same command starts anew.",
+            "after step 0 of 6; nothing is saved yet, so the same command starts anew",
+        ),
+        (
+            (1, 6, 0),
+            "Nothing is saved yet: the same command starts anew, and step 1 is made again.",
+            "after step 1 of 6; nothing is saved yet, so the same command starts anew",
+        ),
+        (
+            (3, 6, 0),
+            "Nothing is saved yet: the same command starts anew, and steps 1 to 3 are made again.",
+            "after step 3 of 6; nothing is saved yet, so the same command starts anew",
+        ),
+        (
+            (5, 6, 3),
+            "Step 3 of 6 is saved: the same command goes on after it, and steps 4 to 5 are made again.",
+            "after step 5 of 6; the same command goes on after step 3, the newest that is saved",
+        ),
+        (
+            (3, 6, 3),
+            "Step 3 of 6 is saved: the same command goes on after it.",
+            "after step 3 of 6; the same command goes on",
+        ),
+    ],
+)
+def test_every_end_says_what_is_saved_and_what_the_same_command_does(stop, reached, kept, stopped):
+    if reached:
+        stop.reached(*reached)
+    assert stop.kept() == kept
+    assert str(stop.interrupted()).startswith(f"stopped {stopped}")
+    with pytest.raises(WorkerLost) as lost, stop.telling():
+        raise WorkerLost("actor rank 0: the process died.")
+    assert str(lost.value) == f"actor rank 0: the process died.\n{kept}".strip()
+    # What `command` would make of it is made of it here, so that Python and the supervisor hear the same.
+    with pytest.raises(DiskError if reached else OSError) as full, stop.telling():
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert str(full.value).splitlines()[1:] == ([kept] if reached else [])
+    with pytest.raises(ValueError, match="mine") as own, stop.telling():
+        raise ValueError("mine")
+    assert getattr(own.value, "__notes__", []) == ([kept] if reached and sys.version_info >= (3, 11) else [])
+    with pytest.raises(Interrupted) as interrupted, stop.telling():
+        raise stop.interrupted()
+    assert "\n" not in str(interrupted.value)
 
 
 def test_nobody_takes_our_place_while_ray_starts(stop):

@@ -101,7 +101,8 @@ def test_it_runs_again_what_may_be_run_again_until_it_ends(supervise, tmp_path):
         (1, 75, 3, "a worker died."), (2, 137, 5, "killed by SIGKILL"), (3, 139, 0, "killed by SIGSEGV"), (4, 0, 0, ""),
     ]  # fmt: skip
     told = [line.partition("supervise: ")[2] for line in said.splitlines()]
-    assert told[0] == "attempt 1 ended with exit code 75 after 0 s at step 3: a worker died. | again in 0 s"
+    lost = "(nothing is saved: steps 1 to 3 are lost)"
+    assert told[0] == f"attempt 1 ended with exit code 75 after 0 s at step 3 {lost}: a worker died. | again in 0 s"
     assert told[3].startswith("attempt 4 finished")
     assert len(told) == 4
 
@@ -116,6 +117,24 @@ def test_what_would_end_the_same_way_is_not_run_again(supervise, tmp_path, code)
     assert ended(supervise([{"code": code}]))[0] == code
     assert len(attempts(tmp_path)) == 1
     assert attempts(tmp_path)[0]["then"] == "stopped: running it again would not help"
+
+
+@pytest.mark.parametrize(
+    ("saved", "said"),
+    [
+        ([], "at step 3 (nothing is saved: steps 1 to 3 are lost)"),
+        ([1], "at step 3 (steps 2 to 3 are lost)"),
+        ([1, 2], "at step 3 (step 3 is lost)"),
+        ([1, 3], "at step 3: "),
+    ],
+)
+def test_it_says_which_steps_are_lost(supervise, tmp_path, saved, said):
+    for step in saved:
+        (tmp_path / f"global_step_{step}").mkdir()
+    code, told = ended(supervise([{"code": 75, "step": 3, "error": "a worker died"}, {"code": 0, "step": 3}]))
+    assert code == 0
+    assert said in told
+    assert "lost" not in told.splitlines()[-1]
 
 
 @pytest.mark.fault("A run that ends again and again at the same step by the same cause is not started for ever")

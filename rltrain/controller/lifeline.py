@@ -93,11 +93,19 @@ class _Line:
 
 class _Watch(threading.Thread):
     """lines: what to watch. session: the folder of a Ray that ends with this process, else "". deadlines: for the
-    driver's own work; see `working`. reads: see `watching`."""
+    driver's own work; see `working`. reads, kept: see `watching`."""
 
-    def __init__(self, lines: list[_Line], session: str, logs: str, deadlines: Deadlines, reads: bool) -> None:
+    def __init__(
+        self,
+        lines: list[_Line],
+        session: str,
+        logs: str,
+        deadlines: Deadlines,
+        reads: bool,
+        kept: Callable[[], str] = str,
+    ) -> None:
         super().__init__(name="lifeline", daemon=True)
-        self._reads, self._done = reads, (0.0, 0)
+        self._reads, self._kept, self._done = reads, kept, (0.0, 0)
         self._lines, self.session, self._logs, self._deadlines = lines, session, logs, deadlines
         self._driver = threading.current_thread()
         self.beat = math.inf
@@ -166,6 +174,7 @@ class _Watch(threading.Thread):
         )
 
     def _exit(self, message: str) -> None:
+        message = f"{message}\n{self._kept()}".strip()
         tell_supervisor(error=message, ends=WorkerLost.exit_code)
         # Neither logging nor print: the main thread may hold their locks.
         os.write(2, f"error: {message}\n".encode())
@@ -182,10 +191,11 @@ _hanging = False
 
 
 @contextlib.contextmanager
-def watching(deadlines: Deadlines, local: bool, reads: bool = False) -> Iterator[None]:
+def watching(deadlines: Deadlines, local: bool, reads: bool = False, kept: Callable[[], str] = str) -> Iterator[None]:
     """Inside, the end of this node's raylet or of the GCS is noticed, and raised as WorkerLost at the latest when the
     block ends. deadlines: of the driver, see `working`. local: this process has started Ray, and nobody else uses it.
-    reads: the driver reads and prepares data, which may take long: it does not hang as long as it is busy.
+    reads: the driver reads and prepares data, which may take long: it does not hang as long as it is busy. kept: the
+    last line of what is said (`Stop.kept`).
     """
     global _watch
     if _watch:  # a caller further out watches already
@@ -193,7 +203,7 @@ def watching(deadlines: Deadlines, local: bool, reads: bool = False) -> Iterator
         return
     node: Any = ray._private.worker._global_node
     lines, logs = (list(_lines(node)), node.get_logs_dir_path()) if node else ([], "")
-    found = _watch = _Watch(lines, node.get_session_dir_path() if local else "", logs, deadlines, reads)
+    found = _watch = _Watch(lines, node.get_session_dir_path() if local else "", logs, deadlines, reads, kept)
     found.start()
     try:
         yield
@@ -201,7 +211,7 @@ def watching(deadlines: Deadlines, local: bool, reads: bool = False) -> Iterator
         # What Ray raises of it names no cause.
         if (isinstance(error, RltrainError) and not isinstance(error, WorkerError)) or not lost(_POLL_S):
             raise
-        raise WorkerLost(found.message) from error
+        raise WorkerLost(f"{found.message}\n{kept()}".strip()) from error
     finally:
         found.over.set()
         if not found.message:

@@ -100,21 +100,14 @@ def build(
     with ExitStack() as closing, ExitStack() as reading:
         # Entered first, so that it ends last and train.log has what the other ends say.
         closing.enter_context(logs.session())
-        reading.enter_context(watching(deadlines, local=False, reads=True))
+        reading.enter_context(watching(deadlines, local=False, reads=True, kept=stop.kept))
         reading.enter_context(working())
         found = preflight(loaded)
-        # All problems at once, before anything that takes long or changes the disk.
-        if found.problems:
-            raise ConfigError("\n".join(found.problems))
-        for note in [*notes, *found.notes]:
-            log.warning("note: %s", note)
+        _tell(found, notes)
         told = Callbacks(cfg.trainer.callbacks, callbacks)
         data = load_data(cfg)
         look_at_images(cfg, of_rows := Findings(images=data.images))
-        if of_rows.problems:
-            raise ConfigError("\n".join(of_rows.problems))
-        for note in of_rows.notes:
-            log.warning("note: %s", note)
+        _tell(of_rows)
         plan = make_plan(cfg, len(data.prompts["train"]), data.prompts["train"].num_dropped, images=data.images)
         log.info("%s", describe(plan, cfg))
         sampler_of(cfg, plan, data.rows["train"], trial=True)
@@ -125,7 +118,12 @@ def build(
         # Before Ray: a checkpoint that does not fit this run is refused within seconds, not after the models are
         # loaded.
         identity, images = data.rows["train"].identity(), plan.passes.images_in_training
-        find = partial(find_start, cfg, folder, identity, images=images)
+
+        def find() -> Start:
+            start = find_start(cfg, folder, identity, images=images)
+            stop.reached(start.step, plan.total_steps, start.step)
+            return start
+
         start = find()
         if start.folder and start.folder.parent == folder.path:  # and not a step of another run
             complete(folder.path / "metrics.jsonl", start.step, start.progress.metrics)
@@ -141,13 +139,21 @@ def build(
                 closing.enter_context(ended_after_us(not cluster_address(cfg)))
                 closing.callback(unless_lost(stop_ray))
         # A cluster that this run has joined is others' too, and outlives it.
-        closing.enter_context(watching(deadlines, local=started and not cluster_address(cfg)))
+        closing.enter_context(watching(deadlines, local=started and not cluster_address(cfg), kept=stop.kept))
         log.info("Ray's logs: %s", ray_logs())
-        with working():
+        with working(), stop.telling():
             trainer = _start(loaded, plan, data, folder, start, find, stop, told, closing, deadlines)
         # From here on the trainer owns what was started. An error before this line unwinds it in the `with` above.
         trainer.closing = closing.pop_all()
     return trainer
+
+
+def _tell(found: Findings, notes: Sequence[str] = ()) -> None:
+    """Raise all problems at once, before anything that takes long or changes the disk; log what is worth a look."""
+    if found.problems:
+        raise ConfigError("\n".join(found.problems))
+    for note in [*notes, *found.notes]:
+        log.warning("note: %s", note)
 
 
 def _owes_validation(cfg: Config, plan: Plan, folder: RunFolder, start: Start) -> bool:

@@ -116,7 +116,7 @@ class Trainer:
         left = self.num_steps < self.plan.total_steps or self._owes_validation or self.config.trainer.val_only
         if not left:
             return True
-        with listen(self._stop), working():
+        with listen(self._stop), working(), self._stop.telling():
             try:
                 return self._fit(*self._started)
             except Exception:
@@ -161,6 +161,7 @@ class Trainer:
                 stop.reached(done, total, saver.last_step)
                 break
             done = self.num_steps = step
+            stop.reached(done, total, saver.last_step)
             try:
                 untested = self._keep_and_test(ppo, saver, metrics)
                 metrics["timing_s/wall"] = time.perf_counter() - started

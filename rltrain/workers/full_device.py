@@ -65,7 +65,7 @@ def device_is_full(error: Exception, cfg: Config, residency: Residency) -> Worke
     said = str(error).strip().splitlines()[0]
     return WorkerLost(
         f"{where}: the device ({size}) is out of memory. There were {rest}. ({said})\nMake room with one of\n  {keys}\n"
-        "--dry-run tells what every phase needs. The same command then goes on from the newest checkpoint."
+        "--dry-run tells what every phase needs."
     )
 
 

@@ -41,6 +41,7 @@ def test_after_a_killed_worker_the_same_command_goes_on(start, tiny_model, arith
     message = error_of(output)
     assert re.search(rf"rank 0 of 1 \(pid {victim} on .*the process died", message)
     assert "Run the same command again" in message
+    assert re.search(r"\n +Step \d+ of 100000 is saved: the same command goes on after it", message)
     assert "Traceback" not in message
     said = (tmp_path / "train.log").read_text()
     for words in (
@@ -111,7 +112,7 @@ def test_ctrl_c_stops_at_once_outside_steps_or_when_repeated(start, tiny_model, 
     output, _ = process.communicate(timeout=PATIENCE_S)
     assert time.monotonic() - asked < 60  # and not the minutes that the scorer takes
     assert process.returncode == 130, output
-    assert output.splitlines()[-1] == "stopped after step 0 of 6; the same command goes on"
+    assert output.splitlines()[-1] == "stopped after step 0 of 6; nothing is saved yet, so the same command starts anew"
     assert "Traceback" not in output
     assert not list(tmp_path.glob("run/global_step_*"))
 
@@ -201,7 +202,7 @@ def test_sigterm_while_ray_starts_says_so_and_leaves_no_process(start, tiny_mode
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 75, said + output
-    assert output.splitlines()[-1] == "stopped before training began; the same command starts it again"
+    assert output.splitlines()[-1] == "stopped after step 0 of 2; nothing is saved yet, so the same command starts anew"
     assert "Traceback" not in output
     assert gone(tmp_path)
 

@@ -37,6 +37,9 @@ def ended(process, started, limit_s=LIMIT_S) -> str:
     assert time.monotonic() - began < limit_s + 90
     assert "Traceback" not in output
     assert wait_until(lambda: not alive(started), 40), [started[pid] for pid in alive(started)]
+    # Nothing has told these runs to save, and half an hour has not gone by.
+    assert "continues" not in output
+    assert ("Nothing is saved yet: the same command starts anew" in output) == ("starting Ray" in output)
     return error_of(output)
 
 

@@ -78,5 +78,5 @@ def test_a_generation_longer_than_the_notice_is_given_up(start, tiny_model, arit
     assert process.returncode == 75, output
     assert time.monotonic() - asked < 60
     assert "how long step 1 takes is not known yet" in output
-    assert output.splitlines()[-1] == "stopped after step 0 of 2; the same command goes on"
+    assert output.splitlines()[-1] == "stopped after step 0 of 2; nothing is saved yet, so the same command starts anew"
     assert os.path.exists(tmp_path / "train.log")

@@ -182,7 +182,7 @@ def test_a_killed_worker_is_told_and_takes_its_process_along(local_ray, pool, cu
         scores(local_ray, made, ["1"], [0])
     assert str(caught.value) == (
         f"reward worker 0 of 1 (pid {worker} on {socket.gethostname()}), in scoring answers: the process is gone: "
-        "killed, or memory ran out. Run the same command again: it continues from the newest checkpoint."
+        "killed, or memory ran out. Run the same command again."
     )
     wait_until_gone([pid])
 

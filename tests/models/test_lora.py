@@ -293,10 +293,10 @@ def test_an_adapter_with_a_missing_weight_is_refused(qwen2, tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ("base_model.", "module.base_model.", "it has module.base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"),
-        ("base_model.model.", "", "which peft would call base_model.model.model.layers.0.mlp.down_proj.lora_A.weight or"),
-        (".weight", ".default.weight", "down_proj.lora_A.default.weight, which peft would call base_model.model.model.lay"),
-        (".lora_A", "._orig_mod.lora_A", "down_proj._orig_mod.lora_A.weight, which peft would call base_model.model.model"),
+        ("base_model.", "module.base_model.", "it has module.base_model.model.model.layers.0.mlp.down_proj.lora_A"),
+        ("base_model.model.", "", "which peft would call base_model.model.model.layers.0.mlp.down_proj.lora_A"),
+        (".weight", ".default.weight", "down_proj.lora_A.default.weight, which peft would call base_model"),
+        (".lora_A", "._orig_mod.lora_A", "down_proj._orig_mod.lora_A.weight, which peft would call base_model"),
     ],
 )  # fmt: skip
 def test_names_that_peft_does_not_write_are_told_with_those_that_fit(qwen2, tmp_path, old, new, words):

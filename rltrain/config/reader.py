@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from rltrain.config.budgets import share_of_rank
+from rltrain.config.elsewhere import own_name
 from rltrain.config.hydra import OPENINGS, parsed
 from rltrain.config.keys import Key, all_keys, free_form_parent, is_known, meant, sections
 from rltrain.config.renames import answer, leaves_of, rename, shown, turned_off
@@ -323,10 +324,13 @@ def _unknown(written: str, key: str) -> str:
     """What is said of a key that no table knows."""
     if key in sections():
         return f"'{written}' is a section, not a value. Its keys: --help {key}."
-    near = meant(key)
+    elsewhere = own_name(key)
+    near = [elsewhere] if elsewhere else meant(key)
     around = next((key[:end] for end in _ends(key) if key[:end] in sections()), "")
     hint = f"Did you mean {', '.join(near)}?" if near else f"See --help {around}".rstrip() + "."
-    return f"unknown key '{written}'. {hint}"
+    # Whoever brings a script of verl's asks whether it is verl's key or that of the fork the script is from.
+    of_nobody = ", and no version of verl is known to have it" if around and not near else ""
+    return f"unknown key '{written}'{of_nobody}. {hint}"
 
 
 def _ends(key: str) -> list[int]:

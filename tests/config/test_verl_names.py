@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from rltrain.api import look_over
+from rltrain.config import elsewhere
 from rltrain.config.check import check
 from rltrain.config.keys import all_keys, get, sections
 from rltrain.config.load import load_config, masked_command
@@ -171,7 +172,9 @@ def test_a_section_that_is_left_out_has_its_defaults():
     assert (loaded.config.critic.model.fsdp_config.fsdp_size, loaded.explicit, loaded.warnings) == (-1, set(), ())
     kwargs = "custom_reward_function.reward_kwargs"
     assert value(kwargs, f"{kwargs}={{a:1,b:2}}", f"~{kwargs}.a") == {"b": 2}
-    assert problems("~algorithm.nobody") == ["unknown key '~algorithm.nobody'. See --help algorithm."]
+    assert problems("~algorithm.nobody") == [
+        "unknown key '~algorithm.nobody', and no version of verl is known to have it. See --help algorithm."
+    ]
 
 
 def test_switches_may_be_typed_as_0_and_1():
@@ -212,11 +215,34 @@ def test_a_guess_stays_within_its_section():
         assert f"Did you mean {section}." in line
     for key, section in (
         (f"{A}rollout.max_steps", f"{A}rollout"),
-        ("trainer.dataset", "trainer"),
+        ("trainer.database", "trainer"),
+        ("critic.epochs", "critic"),
         (f"{A}actor.brand.new", f"{A}actor"),
     ):
-        assert problems(f"{key}=1") == [f"unknown key '{key}'. See --help {section}."]
+        assert problems(f"{key}=1") == [
+            f"unknown key '{key}', and no version of verl is known to have it. See --help {section}."
+        ]
     assert problems("nobody.knows=1") == ["unknown key 'nobody.knows'. See --help."]
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("trainer.total_steps", "trainer.total_training_steps"), ("trainer.epochs", "trainer.total_epochs"),
+        ("trainer.save_steps", "trainer.save_freq"), ("trainer.n_gpus", "trainer.n_gpus_per_node"),
+        ("algorithm.advantage", "algorithm.adv_estimator"), ("data.batch_size", "data.train_batch_size"),
+        ("learning_rate", f"{A}actor.optim.lr"), ("num_generations", f"{A}rollout.n"),
+        ("beta", f"{A}actor.kl_loss_coef"), ("max_completion_length", "data.max_response_length"),
+        ("per_device_train_batch_size", f"{A}actor.ppo_micro_batch_size_per_gpu"),
+        ("seed", "data.seed"), ("trainer.seed", "data.seed"),
+    ],
+)  # fmt: skip
+def test_a_name_of_another_trainer_is_told_by_ours(typed, meant):
+    assert problems(f"{typed}=1") == [f"unknown key '{typed}'. Did you mean {meant}?"]
+
+
+def test_the_names_of_other_trainers_lead_to_keys_that_exist():
+    assert not set(elsewhere._BY_LEAF.values()) - set(all_keys())
 
 
 def test_a_missing_or_mistyped_start_of_a_name_is_seen():

@@ -16,6 +16,7 @@ RltrainError                  exit code
 """
 
 import errno
+import io
 import re
 import sys
 from collections.abc import Callable
@@ -141,9 +142,17 @@ def plain(text: str) -> str:
 def lenient_output() -> None:
     """Have standard output and error show a sign that their encoding lacks as an escape: by itself Python raises, and
     what a model writes would end the program."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # not where a program has put something of its own there
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if not hasattr(stream, "reconfigure"):  # a program has put something of its own there
+            continue
+        try:
             stream.reconfigure(errors="backslashreplace")
+        except OSError:
+            # The descriptor leads elsewhere since Python started (dup2), from a file into a pipe, which has no place.
+            raw = io.FileIO(stream.fileno(), "w", closefd=False)
+            own = io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, "backslashreplace", line_buffering=True)
+            setattr(sys, name, own)
 
 
 def unwritten(what: str, cause: BaseException, way_out: Callable[[], str] | None = None) -> DiskError | StorageError:

@@ -153,3 +153,17 @@ def test_programs_show_what_their_terminal_lacks_as_an_escape():
         [sys.executable, "-c", code], env=os.environ | {"PYTHONIOENCODING": "ascii"}, capture_output=True
     )
     assert (ran.returncode, ran.stdout.strip()) == (0, rb"\u2717 \u4e00")
+
+
+def test_a_sign_that_a_moved_stream_lacks_is_an_escape(tmp_path):
+    """Python refuses to set a stream anew whose descriptor was a file and leads into a pipe since."""
+    code = (
+        "import os, sys; read, write = os.pipe(); os.dup2(write, 1); from rltrain.errors import lenient_output; "
+        "lenient_output(); print('\\u2717'); sys.stderr.write(os.read(read, 9).decode())"
+    )
+    with open(tmp_path / "out", "w") as file:
+        file.write("before\n")
+        file.flush()
+        command, variables = [sys.executable, "-c", code], os.environ | {"PYTHONIOENCODING": "ascii"}
+        done = subprocess.run(command, stdout=file, stderr=subprocess.PIPE, text=True, env=variables)
+    assert (done.returncode, done.stderr) == (0, "\\u2717\n")

@@ -148,7 +148,7 @@ def test_dockerfiles_name_what_is_there(file):
     lines = re.sub(r"\\\n", " ", file.read_text()).splitlines()
     words = [line.split(maxsplit=1) for line in lines if line and not line.startswith("#")]
     assert next(word for word, _ in words if word != "ARG") == "FROM"
-    assert {word for word, _ in words} <= {"ARG", "FROM", "RUN", "WORKDIR", "COPY", "ENV"}
+    assert {word for word, _ in words} <= {"ARG", "FROM", "RUN", "WORKDIR", "COPY", "ENV", "USER"}
     text = "\n".join(rest for _, rest in words)
     for name in re.findall(r"(?:scripts|docs)/[\w./-]+", text):
         assert (ROOT / name).exists(), name

@@ -37,8 +37,9 @@ class DictionaryColumn:
 
     def select(self, rows: RowNumbers) -> DictionaryColumn:
         """The given samples, in the given order, with the values that they use."""
+        # A copy: what has come through Ray cannot be written to, and torch would warn of it.
         # `unique` also numbers the values anew, so a part of a batch carries no prompt that none of its samples has.
-        used, index = self.index[torch.as_tensor(rows, device=self.index.device).long()].unique(return_inverse=True)
+        used, index = self.index[torch.tensor(rows, device=self.index.device).long()].unique(return_inverse=True)
         return DictionaryColumn(_select(self.values, used.tolist()), index)
 
     def by_group(self, groups: NDArray[np.integer[Any]]) -> DictionaryColumn:
@@ -151,7 +152,7 @@ def _select(column: _AnyColumn, rows: RowNumbers) -> _AnyColumn:
     if isinstance(column, Ragged | DictionaryColumn):
         found = column.select(rows)
     elif isinstance(column, Tensor):
-        found = column[torch.as_tensor(rows, dtype=torch.long, device=column.device)]
+        found = column[torch.tensor(rows, dtype=torch.long, device=column.device)]
     else:
         found = [column[row] for row in rows]
     return found

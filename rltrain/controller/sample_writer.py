@@ -7,8 +7,12 @@ log says so. Left out: torch and all that takes long to import, because the proc
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
+import shutil
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +27,7 @@ from numpy.typing import NDArray
 from rltrain import columns as c
 from rltrain.data.prompts import PromptStore
 from rltrain.data.rows import Rows
-from rltrain.errors import storable
+from rltrain.errors import first_line, storable
 from rltrain.view import one_line
 
 Array = NDArray[Any]
@@ -31,6 +35,8 @@ Array = NDArray[Any]
 _MOST_AT_ONCE = 4
 _EXAMPLES_WAIT_S = 60.0
 _POLL_S = 0.2
+# A disk with less, or less than a hundredth of it, is called full.
+_FULL_BYTES = 64 << 20
 _WIDE = {"f": np.float64, "u": np.int64}
 
 
@@ -95,7 +101,10 @@ class SampleWriter:
                 lines = self._as_verl_does(job, columns)
                 _replace(job.json_lines, lambda file: file.write_text(lines, encoding="utf-8"))
         except (OSError, pa.ArrowException) as error:
-            return Written(job.split, job.step, f"{type(error).__name__}: {error}")
+            full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+            where = (job.parquet or job.json_lines or Path()).parent
+            problem = f"the disk of {where} is full" if full else f"{type(error).__name__}: {error}"
+            return Written(job.split, job.step, problem)
         return Written(job.split, job.step, None, one_line(example))
 
     def columns(self, job: SampleJob) -> dict[str, Any]:
@@ -198,55 +207,76 @@ class _WriterProcess(SampleWriter):
 
 
 class WriterProcess:
-    """A `SampleWriter` in another process on this node. Only `examples` and `close` wait for it, with a limit."""
+    """A `SampleWriter` in another process on this node, which is started again where it dies. Only `examples` and
+    `close` wait for it, with a limit."""
 
     def __init__(self, rows: dict[str, Any], prompts: Any, tokenizer: Any) -> None:
+        self._given = (rows, [prompts], tokenizer)
+        self._running: dict[Any, SampleJob] = {}
+        self._waiting: list[SampleJob] = []
+        self._deadly: SampleJob | None = None
+        self._start()
+
+    def _start(self) -> None:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        # Workers may hold every CPU slot of a local Ray, and an actor that asks for one would wait for ever.
+        # Workers may hold every CPU slot of a local Ray, and an actor that asks for one would wait for ever. Ray's own
+        # restarts would say nothing of what was lost.
         actor = ray.remote(num_cpus=0, max_restarts=0)(_WriterProcess).options(scheduling_strategy=here)
-        self._actor: Any = actor.remote(rows, [prompts], tokenizer)
-        self._running: dict[Any, SampleJob] = {}
-        self._waiting: list[SampleJob] = []
+        self._actor: Any = actor.remote(*self._given)
 
     def submit(self, job: SampleJob) -> list[Written]:
         """Start writing ``job``, or let it wait in place of an earlier one. Returns outcomes of earlier jobs so far."""
         found = self._take(0)
         dropped, self._waiting = self._waiting, [job]
-        self._start()
+        self._hand_out()
         return found + [Written(each.split, each.step, "earlier ones are still being written") for each in dropped]
 
-    def _start(self) -> None:
+    def _hand_out(self) -> None:
         while self._waiting and len(self._running) < _MOST_AT_ONCE:
-            job = self._waiting.pop(0)
-            self._running[self._actor.write.remote(job)] = job
+            self._write(self._waiting.pop(0))
+
+    def _write(self, job: SampleJob) -> None:
+        self._running[self._actor.write.remote(job)] = job
 
     def _take(self, wait_s: float) -> list[Written]:
         import ray
 
-        done, _ = (
-            ray.wait(list(self._running), num_returns=len(self._running), timeout=wait_s) if self._running else ([], [])
-        )
+        calls = list(self._running)
+        done = ray.wait(calls, num_returns=len(calls), timeout=wait_s)[0] if calls else []
         found = []
-        for call in done:
-            job = self._running.pop(call)
+        # In the order in which they were handed out: the first that a dead process leaves is the one that it was at.
+        for call in [each for each in calls if each in done and each in self._running]:
             try:
                 found.append(ray.get(call))
+                del self._running[call]
+            except ray.exceptions.RayActorError as error:
+                found += self._again(error)
             except Exception as error:  # noqa: BLE001 - whatever befell the writer, training goes on
+                job = self._running.pop(call)
                 found.append(Written(job.split, job.step, (str(error).splitlines() or [repr(error)])[-1]))
-        self._start()
+        self._hand_out()
         return found
+
+    def _again(self, error: BaseException) -> list[Written]:
+        """The process is dead: have a new one write what it was given. A job that has ended two is given up."""
+        left, self._running = list(self._running.values()), {}
+        self._start()
+        lost = [left.pop(0)] if left[0] is self._deadly else []
+        self._deadly = left[0] if left else None
+        for job in left:
+            self._write(job)
+        return [Written(job.split, job.step, _cause(error)) for job in lost]
 
     def examples(self, job: SampleJob, names: Sequence[str]) -> list[list[Any]] | None:
         """`SampleWriter.examples`, or None if they do not come."""
         import ray
 
-        try:
+        with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
             return ray.get(self._actor.examples.remote(job, list(names)), timeout=_EXAMPLES_WAIT_S)
-        except (ray.exceptions.RayError, TimeoutError):
-            return None
+        return None
 
     def flush(self, wait_s: float, step: int | None = None) -> list[Written]:
         """Wait up to ``wait_s`` for the jobs of the steps up to ``step`` (None: for all). Returns outcomes."""
@@ -267,3 +297,16 @@ class WriterProcess:
         ray.kill(self._actor)
         left = [*self._running.values(), *self._waiting]
         return found + [Written(job.split, job.step, f"not written within {wait_s:g} s") for job in left]
+
+
+def _cause(error: BaseException) -> str:
+    """Why the writer's process died twice over a job, as far as that can be known from outside."""
+    full = [each for each in (tempfile.gettempdir(), "/dev/shm") if Path(each).is_dir() and _is_full(each)]
+    if full:
+        return f"the disk of {full[0]} is full, and the process that writes them cannot live"
+    return f"the process that writes them died twice: it was killed, or memory ran out ({first_line(error)})"
+
+
+def _is_full(folder: str) -> bool:
+    disk = shutil.disk_usage(folder)
+    return disk.free < min(_FULL_BYTES, disk.total // 100)

@@ -36,7 +36,7 @@ _BASE_LAYER = ".base_layer."  # peft puts it before the parameters of a layer th
 # For an export; a sync has rollout.update_weights_bucket_megabytes.
 _BUCKET_BYTES = 512 << 20
 # Its name since torch 2.13.
-_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Weight(NamedTuple):
@@ -164,7 +164,7 @@ def _gathered(bucket: Bucket, dtype: torch.dtype) -> Iterator[Weight]:
         send[offset : offset + len(shard)].copy_(shard)
         offset += size
     received = send.new_empty(ranks, len(send))
-    _ALL_GATHER(received.view(-1), send, group=first.device_mesh.get_group(_shard_dim(first)))
+    all_gather(received.view(-1), send, group=first.device_mesh.get_group(_shard_dim(first)))
     del send
     for (name, weight), shards in zip(bucket, received.split(sizes, 1), strict=True):
         # Padding is at the end, because only the last shards can be shorter. A single weight is a view: no second copy.

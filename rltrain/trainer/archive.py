@@ -42,7 +42,8 @@ def keeps_samples(cfg: Config) -> bool:
 class Archive:
     """Hands answers to the writer by reference.
 
-    Only the texts of ``log_val_generations`` come into this process. Errors are logged once.
+    Only the texts of ``log_val_generations`` come into this process. An error is logged once by its kind, and the end
+    of the run says which steps lack their answers.
     """
 
     def __init__(self, cfg: Config, folder: Path, resumed_step: int, writer: WriterProcess, tracker: Tracker) -> None:
@@ -50,7 +51,8 @@ class Archive:
         self._folder = folder / "samples"
         self._writer, self._tracker = writer, tracker
         self.bytes_through_driver = 0
-        self._told = False
+        self._told: set[str] = set()
+        self._missing: dict[str, list[int]] = {}
         self._forget_after(resumed_step)
 
     def _forget_after(self, step: int) -> None:
@@ -70,6 +72,7 @@ class Archive:
 
     def keep(self, split: str, step: int, samples: Samples, answers_per_prompt: int) -> None:
         """Have the answers (prompt-major) of a step or a validation written, as the configuration asks."""
+        self._hear(self._writer.flush(0.0))
         cfg = self._cfg
         data_dir = cfg.rollout_data_dir if split == "train" else cfg.validation_data_dir
         wanted = cfg.samples_freq > 0 and (split == "val" or step % cfg.samples_freq == 0)
@@ -106,16 +109,38 @@ class Archive:
         return not self._writer.holds(step)
 
     def close(self, wait: bool = True) -> None:
-        """Wait (a minute at most) until everything is written."""
+        """Wait (a minute at most) until everything is written, and say what is not."""
         self._hear(self._writer.close(_LAST_WAIT_S if wait else 0.0))
+        if missing := self.missing():
+            log.warning("%s", missing)
+
+    def missing(self) -> str:
+        """Which steps lack their answers, in a sentence; empty where none does."""
+        found = [f"{split} {_ranges(steps)}" for split, steps in self._missing.items()]
+        return f"{self._folder}: the answers of these steps are missing: {', '.join(found)}" if found else ""
 
     def _hear(self, found: list[Written]) -> None:
         for each in found:
-            if each.problem and not self._told:
-                log.warning("step %d, %s: answers are not kept: %s", each.step, each.split, each.problem)
-                self._told = True
+            if each.problem:
+                self._missing.setdefault(each.split, []).append(each.step)
+                # What differs from step to step, as names of files and numbers of bytes, makes no new kind.
+                if (kind := re.sub(r"\d+", "", each.problem)) not in self._told:
+                    self._told.add(kind)
+                    log.warning("step %d, %s: answers are not kept: %s", each.step, each.split, each.problem)
             elif each.example and (each.split == "val" or each.step == 1 or each.step % _EXAMPLE_EVERY == 0):
-                log.info("step %d, %s: %s", each.step, each.split, each.example)
+                # It comes when it is written, maybe behind lines of later steps, and so names its own.
+                log.info("an answer of step %d, %s: %s", each.step, each.split, each.example)
+
+
+def _ranges(steps: list[int]) -> str:
+    """Numbers that ascend, as ``1-3, 7``."""
+    parts: list[list[int]] = []
+    for step in sorted(set(steps)):
+        if parts and step == parts[-1][-1] + 1:
+            parts[-1].append(step)
+        else:
+            parts.append([step])
+    return ", ".join(f"{each[0]}-{each[-1]}" if len(each) > 1 else str(each[0]) for each in parts)
 
 
 def _spread(count: int, most: int) -> Ids:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from rltrain.device import get_device
 from rltrain.errors import WorkerError
+from rltrain.models.weights import all_gather
 from rltrain.workers.results import Array
 from rltrain.workers.roles import Links
 
@@ -56,7 +57,7 @@ class LinksWorker(Links):
             reduced = self._now() - started
             mine, gathered = self._filled(size // self._world, float(self._rank)), self._filled(size, -1.0)
             started = self._now()
-            dist.all_gather_into_tensor(gathered, mine)
+            all_gather(gathered, mine)
             seconds = self._now() - started
         wanted = torch.arange(self._world, device=gathered.device).repeat_interleave(size // self._world)
         total = self._world * (self._world + 1) / 2

@@ -195,7 +195,7 @@ def _room(ray: str) -> dict[str, float]:
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return {
         # Ray moves no objects to a disk that is 95 % full.
-        "local disk": (disk.free - 0.05 * disk.total) / _GIB,
+        "local disk": max(0.0, disk.free - 0.05 * disk.total) / _GIB,
         "/dev/shm": shutil.disk_usage("/dev/shm").total / _GIB if Path("/dev/shm").is_dir() else 0.0,
         "open files": float("inf") if files == resource.RLIM_INFINITY else files,
     }

@@ -34,6 +34,9 @@ class LocalWriter(SampleWriter):
         self.jobs = [*getattr(self, "jobs", []), job]
         return [self.write(job)]
 
+    def flush(self, wait_s, step=None):
+        return []
+
     def close(self, wait_s):
         return []
 
@@ -137,7 +140,7 @@ def test_whatever_a_model_or_a_scorer_writes_is_kept(make, tmp_path, caplog):
     assert table["answer"].tolist()[:5] == expected[:5]
     lines = [json.loads(line) for line in (tmp_path / "dump" / "1.jsonl").read_text().split("\n")[:-1]]
     assert [line["pred"] for line in lines][:6] == expected
-    assert "step 1, train: 2+1=? -> half" in caplog.text
+    assert "an answer of step 1, train: 2+1=? -> half" in caplog.text
     assert "not kept" not in caplog.text
 
 
@@ -176,8 +179,10 @@ def test_a_disk_that_fails_is_told_once_and_stops_nothing(make, tmp_path, monkey
     for step in (1, 2, 3):
         archive.keep("train", step, batch(), N)
     archive.close()
-    assert caplog.text.count("No space left on device") == 1
+    folder = tmp_path / "run" / "samples"
+    assert caplog.text.count(f"the disk of {folder} is full") == 1
     assert "step 1, train: answers are not kept" in caplog.text
+    assert f"{folder}: the answers of these steps are missing: train 1-3" in caplog.text
     assert not list((tmp_path / "run" / "samples").iterdir())
 
 
@@ -187,7 +192,7 @@ def test_one_answer_is_shown_every_so_often(make, caplog):
     for step in range(1, 21):
         archive.keep("train", step, batch(), N)
     shown = [record.getMessage() for record in caplog.records]
-    assert shown == [f"step {step}, train: 2+1=? -> answer 0 ✗ (3)" for step in (1, 10, 20)]
+    assert shown == [f"an answer of step {step}, train: 2+1=? -> answer 0 ✗ (3)" for step in (1, 10, 20)]
 
 
 def test_trackers_get_the_same_validation_prompts_every_time(make):
@@ -243,3 +248,46 @@ def test_a_writer_that_lags_keeps_the_newest_and_never_blocks(monkeypatch):
     assert [each.problem for each in process.submit(jobs[4])] == [None, None]
     done += [4, 5]
     assert {each.step for each in process.close(5.0)} == {4, 5}
+
+
+def test_a_writer_that_dies_is_started_again_and_what_is_lost_is_said(monkeypatch):
+    """With a stand-in for Ray: job 2 ends every process that it is given to, the others are written by the next."""
+
+    class Died(Exception):
+        """The actor died."""
+
+    started = []
+
+    class Actor:
+        def __init__(self):
+            self.dead, self.write = False, self
+            started.append(self)
+
+        def remote(self, job):
+            self.dead = self.dead or job.step == 2
+            return (job.step, self.dead, len(started))
+
+    class Ray:
+        class exceptions:
+            RayActorError = Died
+
+        wait = staticmethod(lambda calls, num_returns, timeout: (calls, []))
+        kill = staticmethod(lambda actor: None)
+
+        @staticmethod
+        def get(call):
+            if call[1]:
+                raise Died("it was killed")
+            return Written("train", call[0])
+
+    monkeypatch.setitem(__import__("sys").modules, "ray", Ray)
+    process = object.__new__(sample_writer.WriterProcess)
+    monkeypatch.setattr(process, "_start", lambda: setattr(process, "_actor", Actor()), raising=False)
+    process._running, process._waiting, process._deadly = {}, [], None
+    process._start()
+    jobs = [sample_writer.SampleJob("train", step, np.arange(0), 1, [], {}, np.arange(0)) for step in (1, 2, 3)]
+    for job in jobs:
+        process._write(job)
+    told = process.close(5.0)
+    assert {each.step: each.problem is None for each in told} == {1: True, 2: False, 3: True}
+    assert len(started) == 3

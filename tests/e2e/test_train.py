@@ -323,7 +323,7 @@ def test_weights_alone_start_a_new_run(reference_run, tiny_model, arithmetic_fil
 
 
 def test_a_disk_that_fills_up_is_noticed_before_writing(tiny_model, arithmetic_files, tmp_path, capsys, monkeypatch):
-    frees = iter([10**9])  # looked at once before the first step
+    frees = iter([10**9] * 2)  # looked at before Ray starts and before the first step
     monkeypatch.setattr(
         saving.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9 - 1000, next(frees, 1000))
     )

@@ -230,7 +230,7 @@ def test_kill_nine_of_the_driver_frees_the_folder(start, tiny_model, arithmetic_
     [
         ({"algorithm__adv_estimater": "grpo"}, ["unknown key 'algorithm.adv_estimater'", "algorithm.adv_estimator"]),
         ({"data__train_files": "/no/such/file.parquet"}, ["/no/such/file.parquet"]),
-        ({"actor_rollout_ref__rollout__n": 1}, ["rollout.n"]),
+        ({"actor_rollout_ref__rollout__n": 0}, ["rollout.n"]),
         ({"actor_rollout_ref__model__path": "/no/such/model"}, ["/no/such/model"]),
     ],
 )

@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -85,3 +86,10 @@ def test_a_dictionary_column_keeps_the_values_in_use():
 def test_sums_of_bools_are_counts():
     rows = make([300, 0])
     assert rows.like(torch.ones(300, dtype=torch.bool)).sum().tolist() == [300, 0]
+
+
+def test_rows_that_cannot_be_written_to_are_taken_without_a_warning():
+    rows = np.array([1, 0])
+    rows.setflags(write=False)
+    ragged = Ragged(torch.arange(3), torch.tensor([1, 2]))
+    assert Batch({"text": ragged, "number": torch.arange(2)}).select(rows).dense("number").tolist() == [1, 0]

@@ -197,7 +197,12 @@ def _values(content: BinaryIO) -> Iterator[tuple[str, Any]]:
         try:
             yield line, json.loads(line)
         except ValueError as error:
-            raise _Bad(f"line {number} is no whole JSON ({short(error)}).") from None
+            raise _no_json(number, error) from None
+
+
+def _no_json(number: int, error: ValueError) -> _Bad:
+    at = f", column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
+    return _Bad(f"line {number} is no whole JSON ({short(getattr(error, 'msg', error))}{at}).")
 
 
 def _documents(text: str, first_line_number: int) -> Iterator[Any]:
@@ -208,7 +213,7 @@ def _documents(text: str, first_line_number: int) -> Iterator[Any]:
             value, at = decoder.raw_decode(text, rest.start())
         except ValueError as error:
             number = text.count("\n", 0, getattr(error, "pos", 0)) + first_line_number
-            raise _Bad(f"line {number} is no whole JSON ({short(error)}).") from None
+            raise _no_json(number, error) from None
         yield value
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from rltrain.errors import DataError, of_host
+from rltrain.errors import DataError, of_host, short
 
 # What stands for an image in the text of a row, as in verl's files.
 SLOT = "<image>"
@@ -222,7 +222,7 @@ def measured(image: Any) -> tuple[int, int]:
         data = _file_bytes(image)
         pillow = _pillow()
         if pillow is None:
-            if not _MAGIC.match(data):
+            if not begins_as_image(data):
                 raise DataError("it does not begin as a file of an image does.")
             return (0, 0)
         with _opened(data) as opened:
@@ -233,6 +233,11 @@ def measured(image: Any) -> tuple[int, int]:
             # A PNG with an orientation was decoded.
             turned = opened.format != "PNG" and opened.getexif().get(_ORIENTATION, 1) >= _FIRST_TURNED
         return (height, width) if turned else (width, height)
+
+
+def begins_as_image(data: bytes) -> bool:
+    """Whether the first bytes are those of a picture that is read."""
+    return _MAGIC.match(data) is not None
 
 
 def _is_whole(opened: Any, data: bytes) -> bool:
@@ -293,12 +298,12 @@ def _file_bytes(image: Any) -> bytes:
     if not isinstance(entry.get("path"), (str, Path)):
         raise DataError(f"it is a {type(image).__name__} with neither bytes nor a path.")
     if "://" in str(entry["path"]):
-        raise DataError(f"{str(entry['path'])!r} is a web address; copy the image to a local disk and give its path.")
+        raise DataError(f"{short(entry['path'])!r} is a web address; copy the image to a local disk and give its path.")
     path = Path(entry["path"]).expanduser()
     try:
         return path.read_bytes()
     except OSError as error:
-        error.filename = str(path)  # which is told where a file is opened, and not where it is read
+        error.filename = short(path)  # which is told where a file is opened, and not where it is read
         raise
 
 

@@ -7,10 +7,12 @@ The look before a run streams, reads the heads and seeks damage; it decodes only
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import logging
 import os
 import pickle
+import re
 import socket
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +28,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rltrain.data.images import file_bytes, measured
+from rltrain.data.images import begins_as_image, file_bytes, measured
 from rltrain.errors import DataError, of_host
 
 log = logging.getLogger(__name__)
@@ -35,6 +37,8 @@ log = logging.getLogger(__name__)
 _CACHE_BYTES = 128 << 20
 # Of a row group: Arrow cannot put more into one array of a nested column.
 _MOST_GROUP_BYTES = (2 << 30) - 1
+# A picture as base64: its letters, those in addresses, and fewer than the smallest file has.
+_CODE, _URL_SAFE, _LEAST_CODE = re.compile(r"[A-Za-z0-9+/]+"), str.maketrans("-_", "+/"), 40
 # Rows that are looked at together, and threads that do: decoders and disks let others work meanwhile.
 _LOOK_ROWS, _MOST_THREADS = 64, 16
 
@@ -170,12 +174,41 @@ def entries(value: Any, path: str) -> list[Any]:
 
 def _beside(path: str, image: Any) -> Any:
     entry = image if isinstance(image, Mapping) else {"path": image} if isinstance(image, str) else {"bytes": image}
-    # verl's own files name a picture by "image".
-    name = entry.get("path") or entry.get("image")
-    if entry.get("bytes") or not isinstance(name, str):
+    data = entry.get("bytes")
+    if data and not isinstance(data, str):
         return entry
+    # verl's own files name a picture by "image", and those of conversations by the address of a part.
+    url = entry.get("image_url")
+    name = data or entry.get("path") or entry.get("image") or entry.get("url")
+    name = name or (url.get("url") if isinstance(url, Mapping) else url)
+    if isinstance(name, bytes):
+        return {"bytes": name}
+    if not isinstance(name, str):
+        return entry
+    if (encoded := _encoded(name, is_data=bool(data))) is not None:
+        return {"bytes": encoded}
     name = name.removeprefix("file://")
     return {"path": name if "://" in name else Path(path).expanduser().parent / Path(name).expanduser()}
+
+
+def _encoded(text: str, *, is_data: bool) -> bytes | None:
+    """The file that stands in a text as base64, bare or as a ``data:`` address; None where the text is a name.
+
+    A bare one must begin as a picture does, unless it can be no name (``is_data``). What cannot be decoded is what it
+    is, and no picture.
+    """
+    head, comma, code = text.partition(",")
+    is_address = text[:5].lower() == "data:"
+    if is_address and not (comma and head.lower().endswith(";base64")):
+        return text.encode()
+    code = "".join((code if is_address else text).split()).translate(_URL_SAFE).rstrip("=")
+    if not (is_address or is_data or (len(code) >= _LEAST_CODE and _CODE.fullmatch(code))):
+        return None
+    try:
+        found = base64.b64decode(code + "=" * (-len(code) % 4), validate=True)
+    except ValueError:
+        return text.encode() if is_address or is_data else None
+    return found if is_address or is_data or begins_as_image(found) else None
 
 
 # -- the look before a run ---------------------------------------------------------------------------------------------

@@ -13,10 +13,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rltrain.data.images import measured
+from rltrain.data.images import file_bytes, measured
+from rltrain.data.pictures import entries
 from rltrain.data.rows import read_rows
 from rltrain.data_preprocess.sources import Hub, Record, open_splits
-from rltrain.errors import DataError, RltrainError, lenient_output
+from rltrain.errors import DataError, RltrainError, first_line, lenient_output, short
 
 Row = dict[str, Any]
 Splits = Mapping[str, Sequence[Row]]
@@ -38,20 +39,28 @@ class Drop(Exception):
 
 
 class Part(list[Row]):
-    """The rows of a split, and how many records were left out for which reason."""
+    """The rows of a split, and how many records were left out for which reason.
+
+    notes: what is worth a word of how many rows. unused: columns that nobody asked for.
+    """
 
     def __init__(self, rows: Iterable[Row] = (), dropped: Mapping[str, int] | None = None):
         super().__init__(rows)
         self.dropped = Counter(dropped or {})
+        self.notes: Counter[str] = Counter()
+        self.unused: dict[str, None] = {}
 
 
 @dataclass(frozen=True)
 class At:
-    """Where a record stands: split and number in the source (as ``row`` takes them), options, the input's folder."""
+    """Where a record stands: split and number in the source (as ``row`` takes them), options, the input's folder; and
+    what is told of the rows in the end (see `Part`)."""
 
     place: dict[str, Any]
     options: argparse.Namespace
     folder: Path
+    notes: Counter[str]
+    unused: dict[str, None]
 
 
 ToRow = Callable[[Record, At], Row]
@@ -112,20 +121,18 @@ def with_slots(text: str, images: Sequence[Any]) -> str:
 
 
 def stored_images(values: Any, folder: Path) -> list[Record]:
-    """Images as their original encoded bytes: a hub's ``{bytes, path}`` entries, bytes, or files in ``folder``."""
+    """Images as their encoded bytes: entries ``{bytes, path}`` as on the hub, bytes, base64, or files in ``folder``."""
     found = []
-    for value in values if isinstance(values, list) else [values] if values else []:
-        entry = value if isinstance(value, dict) else {"bytes" if isinstance(value, bytes) else "path": value}
-        name = entry.get("path") or ""
+    for entry in entries(values or [], str(folder / "_")):
+        path = entry.get("path")
+        if not entry.get("bytes") and not (isinstance(path, Path) and path.is_file()):
+            raise Drop("an image that is not there")
         try:
-            data = entry.get("bytes") or (folder / name).read_bytes()
-        except OSError as error:
-            raise Drop("an image that is not there") from error
-        try:
+            data = file_bytes(entry)
             measured({"bytes": data})
         except DataError as error:
             raise Drop("an image that cannot be read") from error
-        found.append({"bytes": data, "path": Path(name).name or None})
+        found.append({"bytes": data, "path": Path(path).name if path else None})
     return found
 
 
@@ -137,13 +144,14 @@ def convert_records(hub: Hub, to_row: ToRow, options: argparse.Namespace, *, uni
     folder = Path(options.input or ".").expanduser()
     folder = folder if folder.is_dir() else folder.parent
     splits = {}
-    for split, (name, records) in open_splits(hub, options.input, getattr(options, "test_input", None)).items():
+    mended: list[int] = []
+    test_input = getattr(options, "test_input", None)
+    for split, (name, records) in open_splits(hub, options.input, test_input, mended.append).items():
         part, seen = Part(), set()
         for index, record in enumerate(records):
+            at = At({"split": split, "index": index}, options, folder, part.notes, part.unused)
             try:
-                made = to_row(
-                    record if isinstance(record, dict) else {}, At({"split": split, "index": index}, options, folder)
-                )
+                made = to_row(record if isinstance(record, dict) else {}, at)
             except Drop as reason:
                 part.dropped[str(reason)] += 1
                 continue
@@ -155,6 +163,9 @@ def convert_records(hub: Hub, to_row: ToRow, options: argparse.Namespace, *, uni
                 continue
             seen.add(prompt)
             part.append(made)
+        if mended:
+            part.notes["with half a character (a lone surrogate), which became \ufffd"] = len(mended)
+            mended.clear()
         if not part:
             raise DataError(f"{name!r} leaves no row: {_reasons(part.dropped) or 'it is empty'}.")
         splits[split] = part
@@ -235,6 +246,11 @@ def run(convert: Callable[[argparse.Namespace], Splits], options: argparse.Names
         sys.stdout.write(f"{split}: {len(rows)} rows -> {path}\n")
         if isinstance(rows, Part) and rows.dropped:
             sys.stdout.write(f"{split}: {rows.dropped.total()} dropped: {_reasons(rows.dropped)}\n")
+        for note, number in rows.notes.items() if isinstance(rows, Part) else ():
+            sys.stdout.write(f"{split}: {number} rows {note}\n")
+        if isinstance(rows, Part) and rows.unused:
+            names = " ".join(sorted(rows.unused))
+            sys.stdout.write(f"{split}: columns that are left out: {short(names, 300)} (--keep NAME … keeps them)\n")
     first = next(iter(written), None)
     if first is not None:
         shown = json.dumps(splits[first][0], indent=2, ensure_ascii=False, default=lambda data: f"<{len(data)} bytes>")
@@ -256,7 +272,8 @@ def at_least(minimum: int) -> Callable[[str], int]:
 
 
 def _write(rows: Sequence[Row], path: Path) -> None:
-    truth = pa.list_(pa.string()) if isinstance(rows[0]["reward_model"]["ground_truth"], list) else pa.string()
+    several = any(isinstance(row["reward_model"]["ground_truth"], list) for row in rows)
+    truth = pa.list_(pa.string()) if several else pa.string()
     types = {
         "data_source": pa.string(),
         "prompt": pa.list_(_MESSAGE),
@@ -270,9 +287,40 @@ def _write(rows: Sequence[Row], path: Path) -> None:
         with pq.ParquetWriter(path, schema, write_page_checksum=True) as writer:
             size = _PICTURE_GROUP_ROWS if "images" in rows[0] else _GROUP_ROWS
             for start in range(0, len(rows), size):
-                writer.write_table(pa.Table.from_pylist(rows[start : start + size], schema))
-    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-        raise DataError(f"extra_info changes its types from row to row ({error}); store it as JSON text.") from error
+                part = [_as_several(row) if several else row for row in rows[start : start + size]]
+                writer.write_table(pa.Table.from_pylist(part, schema))
+    except (pa.ArrowInvalid, pa.ArrowTypeError, UnicodeEncodeError) as error:
+        raise DataError(_misfit(rows, types) or f"the rows cannot be written ({short(first_line(error))}).") from error
+
+
+def _as_several(row: Row) -> Row:
+    """A row with a list of right answers, as others have; Arrow would make one of the signs of a text."""
+    truth = row["reward_model"]["ground_truth"]
+    return row if isinstance(truth, list) else {**row, "reward_model": {**row["reward_model"], "ground_truth": [truth]}}
+
+
+def _misfit(rows: Sequence[Row], types: Mapping[str, pa.DataType]) -> str:
+    """The field that cannot be written, and why."""
+    for name, kind in types.items():
+        for row in rows if name in rows[0] and name not in ("images", "extra_info") else ():
+            try:
+                pa.array(
+                    [_as_several(row)[name] if pa.types.is_list(types["reward_model"][1].type) else row[name]], kind
+                )
+            except (pa.ArrowInvalid, pa.ArrowTypeError, UnicodeEncodeError) as error:
+                return f"row {row['extra_info']['index']}: {name} cannot be written ({short(first_line(error))})."
+    for name in dict.fromkeys(name for row in rows for name in row["extra_info"]):
+        kinds: dict[str, int] = {}
+        for row in rows:
+            if (value := row["extra_info"].get(name)) is not None:
+                kinds.setdefault(type(value).__name__, row["extra_info"]["index"])
+        try:
+            pa.array([row["extra_info"].get(name) for row in rows])
+        except (pa.ArrowInvalid, pa.ArrowTypeError, UnicodeEncodeError) as error:
+            where = ", ".join(f"row {index}: {kind}" for kind, index in kinds.items())
+            why = "changes its type" if len(kinds) > 1 else f"cannot be written ({short(first_line(error))})"
+            return f"extra_info.{name} {why} ({short(where)}); store it as JSON text."
+    return ""
 
 
 def _reasons(dropped: Mapping[str, int]) -> str:

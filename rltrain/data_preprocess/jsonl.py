@@ -1,4 +1,4 @@
-"""Convert your own jsonl, json or parquet file: say which columns hold what. ``a.b`` is field b of column a."""
+"""Convert your own jsonl, json, csv or parquet file: say which columns hold what. ``a.b`` is field b of column a."""
 
 import argparse
 import sys
@@ -6,32 +6,60 @@ from functools import reduce
 from typing import Any
 
 from rltrain.data_preprocess.common import At, Drop, Row, converter, row, stored_images, with_slots
+from rltrain.data_preprocess.messages import messages_of
 from rltrain.data_preprocess.sources import Hub, Record
-from rltrain.errors import DataError
+from rltrain.errors import DataError, short
 
 
 def _field(record: Any, name: str) -> Any:
+    if isinstance(record, dict) and name in record:  # a name with a dot of its own
+        return record[name]
     return reduce(lambda value, part: value.get(part) if isinstance(value, dict) else None, name.split("."), record)
 
 
 def _row(record: Record, at: At) -> Row:
     options = at.options
-    prompt, answer = _field(record, options.prompt_column), _field(record, options.answer_column)
+    if not record:
+        raise DataError('it has no columns: each must be an object, such as {"question": "2+3=?", "answer": "5"}.')
     source = options.data_source or _field(record, options.data_source_column)
-    if not isinstance(source, str):
+    if not isinstance(source, str) or not source:
         raise DataError("give --data-source NAME or --data-source-column COLUMN: it picks the scorer.")
-    if not isinstance(prompt, str | list) or not prompt:
-        raise DataError(f"--prompt-column {options.prompt_column!r} must be text or messages; columns: {list(record)}.")
+    if (given := _field(record, options.prompt_column)) is None:
+        has = short(", ".join(map(repr, record)), 300)
+        raise DataError(f"--prompt-column {options.prompt_column!r} is not there, or null; columns: {has}.")
+    prompt = messages_of(given, f"--prompt-column {options.prompt_column!r}")
+    if not prompt:
+        raise Drop("an empty prompt")
+    answer = _truth(_field(record, options.answer_column), options.answer_column)
     if answer is None and options.style == "rule":
-        raise Drop("no answer")
+        raise Drop(f"no answer in {options.answer_column!r}")
     images = stored_images(_field(record, options.image_column), at.folder) if options.image_column else None
     if isinstance(prompt, str):
         slotted = prompt if images is None else with_slots(prompt, images)
         prompt = f"{slotted} {options.instruction}" if options.instruction else slotted
-    truth = [str(each) for each in answer] if isinstance(answer, list) else str("" if answer is None else answer)
+    elif prompt[-1]["role"] == "assistant":
+        at.notes["that end with the assistant's message: a run writes it as a finished turn, and opens a new one"] += 1
+    used = (options.prompt_column, options.answer_column, options.data_source_column, options.image_column)
+    at.unused.update(dict.fromkeys(record.keys() - {str(each).partition(".")[0] for each in (*used, *options.keep)}))
     extra = {name: _field(record, name) for name in options.keep}
     rest = {"system": options.system, "style": options.style, "ability": options.ability}
-    return row(source, prompt, truth, images=images, extra=extra, **rest, **at.place)
+    return row(source, prompt, "" if answer is None else answer, images=images, extra=extra, **rest, **at.place)
+
+
+def _truth(answer: Any, name: str) -> str | list[str] | None:
+    """The right answer as text, or several of them; None where there is none."""
+    if isinstance(answer, list):
+        return [
+            each for each in (_truth(one, f"{name}[{at}]") for at, one in enumerate(answer)) if isinstance(each, str)
+        ] or None
+    if isinstance(answer, dict):
+        fields = [each for each in answer if answer[each] is not None]
+        way_out = f"Say which field, such as --answer-column {name}.{fields[0]}." if fields else ""
+        raise DataError(f"--answer-column {name!r} holds {{{short(', '.join(map(str, fields)))}}}. {way_out}")
+    if answer is None or answer != answer:  # NaN, as pandas writes it
+        return None
+    # Whole numbers become floats where a program had no value in some rows.
+    return str(int(answer)) if isinstance(answer, float) and answer.is_integer() else str(answer)
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +67,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--answer-column", default="answer", help="the right answer, or a list of right answers")
     parser.add_argument("--data-source", help="the same for all rows, such as math_dapo")
     parser.add_argument("--data-source-column", default="data_source", help="or the column that names it")
-    parser.add_argument("--image-column", help="images: bytes, or paths below the input's folder")
+    parser.add_argument("--image-column", help="images: bytes, base64, or paths below the input's folder")
     parser.add_argument("--keep", nargs="*", default=[], metavar="COLUMN", help="columns to keep in extra_info")
     parser.add_argument("--system", help="a system message before the question")
     parser.add_argument("--ability", default="math", help="a label")

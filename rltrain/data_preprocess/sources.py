@@ -1,8 +1,7 @@
-"""Where the records of a data set come from: local parquet, json and jsonl files, or the Hugging Face hub."""
+"""Where the records of a data set come from: local parquet, json, jsonl and csv files, or the Hugging Face hub."""
 
-import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rltrain.data.files import kind_of, records
+from rltrain.data.tables import unreadable
 from rltrain.errors import DataError
+from rltrain.storage import matching
 
 Record = dict[str, Any]
 
-SUFFIXES = (".jsonl", ".json", ".parquet")
+SUFFIXES = (".jsonl", ".json", ".parquet", ".ndjson", ".jsonl.gz", ".json.gz", ".csv", ".csv.gz", ".tsv")
 BOTH = {"train": "train", "test": "test"}
 _READ_ROWS = 512
 _SHARD = re.compile(r"(.*)-\d{5}-of-(\d{5})\.parquet")
@@ -29,29 +31,35 @@ class Hub:
     splits: Mapping[str, str] = field(default_factory=lambda: BOTH)
 
 
-def open_splits(hub: Hub, given: str | None, test_given: str | None = None) -> dict[str, tuple[str, Iterable[Record]]]:
-    """Name and records of every split: from ``--input`` (a file, or a folder laid out as on the hub), or from the hub.
+def open_splits(
+    hub: Hub,
+    given: str | None,
+    test_given: str | None = None,
+    mended: Callable[[int], object] = lambda row: None,
+) -> dict[str, tuple[str, Iterable[Record]]]:
+    """Name and records of every split: from ``--input`` (a file, a pattern of several, or a folder laid out as on the
+    hub), or from the hub.
 
-    Raises DataError for an input without usable files, naming what to give.
+    mended(row): see `records`. Raises DataError for an input without usable files, naming what to give.
     """
     if given is None and not hub.name:
-        raise DataError("give --input FILE (parquet, json or jsonl), or a folder with a train and a test file.")
+        raise DataError("give --input FILE (parquet, json, jsonl or csv), or a folder with a train and a test file.")
     if given is None:
         return {split: (f"{hub.name} {name}", _from_hub(hub, name)) for split, name in hub.splits.items()}
     source = Path(given).expanduser()
     if source.is_dir():
         files = {split: found for split, name in hub.splits.items() if (found := _find(source, hub, name))}
     else:
-        files = {next(iter(hub.splits)): [source]}
+        files = {next(iter(hub.splits)): matching(given) or [source]}
     if test_given is not None:
-        files["test"] = [Path(test_given).expanduser()]
+        files["test"] = matching(test_given) or [Path(test_given).expanduser()]
     if not files:
         names = [f"{name}.jsonl" for name in hub.splits.values()]
         raise DataError(
-            f"--input {given!r} has no {' or '.join(hub.splits.values())} file ({' or '.join(SUFFIXES)}). "
+            f"--input {given!r} has no {' or '.join(hub.splits.values())} file ({', '.join(SUFFIXES)}). "
             f"Give the folder that holds {' and '.join(names)}, or a file."
         )
-    return {split: (str(found[0]), _read_all(found)) for split, found in files.items()}
+    return {split: (str(found[0]), _read_all(found, mended)) for split, found in files.items()}
 
 
 def _find(folder: Path, hub: Hub, split: str) -> list[Path]:
@@ -59,8 +67,8 @@ def _find(folder: Path, hub: Hub, split: str) -> list[Path]:
     if hub.config and (folder / hub.config).is_dir():
         folder = folder / hub.config
     files = sorted(
-        (file for file in folder.rglob("*") if file.suffix in SUFFIXES and file.is_file()),
-        key=lambda file: (len(file.relative_to(folder).parts), file.name),
+        (file for file in folder.rglob("*") if file.name.endswith(SUFFIXES) and file.is_file()),
+        key=lambda file: (len(file.relative_to(folder).parts), not file.name.endswith(SUFFIXES[:3]), file.name),
     )
     named = [file for file in files if file.name.startswith(split)]
     if not named and len(hub.splits) == 1:
@@ -77,29 +85,20 @@ def _find(folder: Path, hub: Hub, split: str) -> list[Path]:
     return shards
 
 
-def _read_all(files: list[Path]) -> Iterator[Record]:
+def _read_all(files: list[Path], mended: Callable[[int], object]) -> Iterator[Record]:
     for file in files:
         if not file.is_file():
             raise DataError(f"{str(file)!r} does not exist.")
+        kind = kind_of(str(file), file)
+        if kind != "parquet":
+            yield from records(str(file), file, kind, mended)
+            continue
         try:
-            yield from _read(file)
+            with pq.ParquetFile(file, page_checksum_verification=True) as source:
+                for batch in source.iter_batches(batch_size=_READ_ROWS):
+                    yield from batch.to_pylist()
         except (OSError, ValueError, pa.ArrowException) as error:
-            raise DataError(f"{str(file)!r} cannot be read as {file.suffix.lstrip('.') or 'jsonl'}: {error}") from error
-
-
-def _read(file: Path) -> Iterator[Record]:
-    if file.suffix == ".parquet":
-        with pq.ParquetFile(file, page_checksum_verification=True) as source:
-            for batch in source.iter_batches(batch_size=_READ_ROWS):
-                yield from batch.to_pylist()
-        return
-    with file.open(encoding="utf-8") as stream:
-        if file.suffix == ".json" and stream.read(1) == "[":
-            stream.seek(0)
-            yield from json.load(stream)
-            return
-        stream.seek(0)
-        yield from (json.loads(line) for line in stream if line.strip())
+            raise unreadable(str(file), error) from error
 
 
 def _from_hub(hub: Hub, split: str) -> Iterator[Record]:

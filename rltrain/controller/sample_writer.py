@@ -248,7 +248,10 @@ class WriterProcess:
         done = ray.wait(calls, num_returns=len(calls), timeout=wait_s)[0] if calls else []
         found = []
         # In the order in which they were handed out: the first that a dead process leaves is the one that it was at.
-        for call in [each for each in calls if each in done and each in self._running]:
+        for call in [each for each in calls if each in done]:
+            # Calls of a process that is dead by now are made anew; their errors are no second death.
+            if call not in self._running:
+                break
             try:
                 found.append(ray.get(call))
                 del self._running[call]

@@ -16,8 +16,9 @@ from rltrain.data.rows import PromptRow, Rows, scan_rows
 from rltrain.data_preprocess.common import IMAGE_SLOT, at_least
 from rltrain.errors import DataError, RewardError, command
 from rltrain.rewards.custom import CustomReward
+from rltrain.rewards.grading.truths import solutions, why_unmatchable
 from rltrain.rewards.processes.slot import Slot
-from rltrain.rewards.registry import FORMS, check_sources
+from rltrain.rewards.registry import FORMS, check_sources, find_scorer
 
 Findings = dict[str, list[str]]
 
@@ -69,6 +70,7 @@ def look_at(
     _check_duplicates(tables, findings)
     for rows in tables:
         _check_slots(rows, findings)
+        _check_ends(rows, findings)
     if grade:
         _check_answers(tables, encoder, custom, findings)
     return {kind: lines for kind, lines in findings.items() if lines}
@@ -92,6 +94,13 @@ def _check_slots(rows: Rows, findings: Findings) -> None:
         if num_slots != num_given:
             said = f"{rows.origin(position)}: {num_slots} {IMAGE_SLOT} in the prompt, {num_given} images"
             findings["image slots that do not fit"].append(said)
+
+
+def _check_ends(rows: Rows, findings: Findings) -> None:
+    for _, position, row in _each([rows]):
+        if row.prompt[-1]["role"] == "assistant":
+            said = "its last message is the assistant's: it is closed, and the answer is a new turn, as in verl"
+            findings["prompts that end with a begun answer"].append(f"{rows.origin(position)}: {said}")
 
 
 def _check_lengths(rows: Rows, encoder: ChatEncoder, limit: int, findings: Findings) -> None:
@@ -123,6 +132,10 @@ def _check_answers(
                     check_sources([source])
                 if _is_tests(row.ground_truth):
                     continue
+                if custom is None and (why := _unmatchable(row)):
+                    said = f"ground truth {str(row.ground_truth)[:60]!r}: {why}"
+                    findings["ground truths that no answer can match"].append(f"{rows.origin(position)}: {said}")
+                    continue
                 best, form[source] = best_form(slot, row, form.get(source))
             except RewardError as error:
                 unscored[f"{source!r}: {error}"] += 1
@@ -139,6 +152,12 @@ def _check_answers(
     ]
 
 
+def _unmatchable(row: PromptRow) -> str | None:
+    """Why no answer can match the row's ground truth. Only one of mathematics has to be a value."""
+    kind = find_scorer(row.data_source).__module__.rpartition(".")[2]
+    return None if kind in ("code", "qa", "reasoning_gym") else why_unmatchable(row.ground_truth)
+
+
 def _is_tests(truth: Any) -> bool:
     return isinstance(truth, str) and truth.lstrip().startswith("{") and '"inputs"' in truth
 
@@ -148,15 +167,19 @@ def best_form(slot: Slot, row: PromptRow, form: str | None = None) -> tuple[floa
     forms = [one for one in (form, *FORMS, *(THOUGHT + each for each in FORMS)) if one is not None]
     best = (float("-inf"), forms[0])
     for one in forms:
-        score = min((_score(slot, row, one.format(truth)) for truth in _truths(row)), default=float("-inf"))
-        best = max(best, (score, one), key=lambda pair: pair[0])
-        if score >= FULL_SCORE:
+        for truths in _truths(row):
+            score = min((_score(slot, row, one.format(truth)) for truth in truths), default=float("-inf"))
+            best = max(best, (score, one), key=lambda pair: pair[0])
+        if best[0] >= FULL_SCORE:
             break
     return best
 
 
-def _truths(row: PromptRow) -> list[Any]:
-    return row.ground_truth if isinstance(row.ground_truth, list) else [row.ground_truth]
+def _truths(row: PromptRow) -> list[list[Any]]:
+    """The reference answers as they stand in the row, and as a scorer of values reads them where that differs."""
+    written = row.ground_truth if isinstance(row.ground_truth, list) else [row.ground_truth]
+    read: list[Any] = solutions(row.ground_truth)
+    return [written] if read == [str(truth) for truth in written] else [written, read]
 
 
 def _score(slot: Slot, row: PromptRow, answer: str) -> float:
@@ -165,14 +188,23 @@ def _score(slot: Slot, row: PromptRow, answer: str) -> float:
 
 
 def _unreachable(slot: Slot, row: PromptRow, form: str, encoder: ChatEncoder) -> list[str]:
-    """Whether the chat template opens a tag that the scorer looks for in the answer, which then never holds it."""
+    """Whether the scorer looks for a tag that it never sees: the chat template opens it, or it is a special token."""
+    answer = form.format(_truths(row)[-1][0])
+    special = {token.content for token in encoder.tokenizer.added_tokens_decoder.values() if token.special}
+    if dropped := sorted(token for token in special if token in answer):
+        seen = re.sub("|".join(map(re.escape, dropped)), "", answer)
+        if (score := _score(slot, row, seen)) < FULL_SCORE:
+            return [
+                f"{', '.join(dropped)}: special tokens, which are left out of the text that is scored, so an answer of "
+                f"{row.data_source!r} earns {score:g} at best"
+            ]
     prompt = encoder.tokenizer.apply_chat_template(
         row.prompt, tokenize=False, add_generation_prompt=True, **encoder.template_kwargs
     )
     opened = _OPEN_TAG.search(prompt)
     if opened is None or not form.startswith(f"<{opened[1]}>"):
         return []
-    score = _score(slot, row, form.format(_truths(row)[0]).removeprefix(f"<{opened[1]}>"))
+    score = _score(slot, row, answer.removeprefix(f"<{opened[1]}>"))
     said = f"the chat template opens <{opened[1]}> itself, so an answer of {row.data_source!r} earns {score:g} at best"
     return [said] if score < FULL_SCORE else []
 

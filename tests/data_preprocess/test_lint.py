@@ -191,6 +191,42 @@ def test_sources_without_a_scorer_are_counted_others_left_alone(tmp_path):
     assert len(findings) == 1
 
 
+def test_truths_that_are_written_otherwise_are_read_and_those_that_nothing_matches_are_named(tmp_path):
+    fine = [
+        row("math_dapo", "1?", '["5"]', ability="math", split="train", index=0),
+        row("lighteval/MATH", "2?", " \\boxed{5}\r", ability="math", split="train", index=0),
+        row("qa_em/x", "3?", ["five"], ability="qa", split="train", index=0),
+    ]
+    wrong = [
+        row("lighteval/MATH", f"{truth}?", truth, ability="math", split="train", index=0)
+        for truth in ("{'value': '5', 'unit': 'cm'}", '{"value": 5}', "nan", " ")
+    ]
+    for number, each in enumerate(fine):
+        assert lint([write(tmp_path, [each], f"fine{number}")])[1] == {}
+    found = lint([write(tmp_path, wrong)])[1]["ground truths that no answer can match"]
+    assert ["a mapping" in line for line in found] == [True, True, False, False]
+    pq.write_table(
+        pa.Table.from_pylist([row("openai/gsm8k", "4?", "5", ability="", split="", index=0) | {
+            "reward_model": {"style": "rule", "ground_truth": 5.0}
+        }]), tmp_path / "float.parquet",
+    )  # fmt: skip
+    assert lint([str(tmp_path / "float.parquet")])[1] == {}
+
+
+def test_an_answer_that_the_prompt_begins_is_named(tmp_path):
+    begun = sum_row(1) | {"prompt": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "The sum is"}]}
+    (line,) = lint([write(tmp_path, [begun, sum_row(2)])])[1]["prompts that end with a begun answer"]
+    assert "row 0: its last message is the assistant's" in line
+
+
+def test_a_format_of_special_tokens_is_out_of_reach(tmp_path, custom, encoder):
+    file = write(tmp_path, [sum_row(1), sum_row(2)])
+    encoder.tokenizer.add_special_tokens({"additional_special_tokens": ["<think>"]})
+    (line,) = lint([file], encoder=encoder, custom=custom)[1]["format rewards out of reach"]
+    assert line.startswith("<think>: special tokens, which are left out of the text that is scored")
+    assert "earns 0.9 at best" in line
+
+
 def test_a_format_that_the_template_makes_unreachable_is_found(tmp_path, custom, encoder):
     file = write(tmp_path, [sum_row(1), sum_row(2)])
     assert lint([file], encoder=encoder, custom=custom)[1] == {}

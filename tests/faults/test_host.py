@@ -117,7 +117,7 @@ def test_a_run_that_has_ended_needs_no_report(tmp_path, at_once, monkeypatch, ca
 
     (tmp_path / "metrics.jsonl").symlink_to(NO_ANSWER)
     monkeypatch.setattr("rltrain.trainer.build.build", lambda *_: Ended())
-    api.run(load_config([]), [], None)
+    api.run(load_config([]), [], Stop())
     assert "the report of the run cannot be shown" in caplog.text
 
 

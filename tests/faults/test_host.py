@@ -18,6 +18,7 @@ from rltrain.errors import RewardError, StorageError, command
 from rltrain.main_ppo import main
 from rltrain.report import main as report
 from rltrain.report import read_metrics
+from rltrain.stop import Stop
 from rltrain.trainer.archive import Archive
 from rltrain.trainer.best import Best
 from rltrain.trainer.changes import write_config

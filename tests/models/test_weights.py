@@ -47,7 +47,7 @@ def test_a_weight_with_a_gather_to_itself_is_not_copied(model):
     received, gather = [], torch.distributed.all_gather_into_tensor
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "rltrain.models.weights._ALL_GATHER", lambda out, *a, **k: received.append(out) or gather(out, *a, **k)
+            "rltrain.models.weights.all_gather", lambda out, *a, **k: received.append(out) or gather(out, *a, **k)
         )
         found = {weight.name: weight.values for weight in whole_weights(model, torch.float32, 0)}
     assert {values.data_ptr() for values in found.values()} == {buffer.data_ptr() for buffer in received}

@@ -7,6 +7,7 @@ with a processor of their own then need not be told of them. Left out: videos.
 
 from __future__ import annotations
 
+import errno
 import math
 import re
 import struct
@@ -295,7 +296,7 @@ def _file_bytes(image: Any) -> bytes:
     )
     if isinstance(entry.get("bytes"), bytes) and entry["bytes"]:
         return entry["bytes"]
-    if not isinstance(entry.get("path"), (str, Path)):
+    if not isinstance(entry.get("path"), (str, Path)) or not entry["path"]:
         raise DataError(f"it is a {type(image).__name__} with neither bytes nor a path.")
     if "://" in str(entry["path"]):
         raise DataError(f"{short(entry['path'])!r} is a web address; copy the image to a local disk and give its path.")
@@ -303,6 +304,8 @@ def _file_bytes(image: Any) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
+        if error.errno == errno.ENAMETOOLONG or (error.errno == errno.ENOENT and "." not in path.name):
+            raise DataError(f"{short(entry['path'], 60)!r} is neither a file nor a picture as base64.") from error
         error.filename = short(path)  # which is told where a file is opened, and not where it is read
         raise
 

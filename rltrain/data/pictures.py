@@ -175,6 +175,8 @@ def entries(value: Any, path: str) -> list[Any]:
 def _beside(path: str, image: Any) -> Any:
     entry = image if isinstance(image, Mapping) else {"path": image} if isinstance(image, str) else {"bytes": image}
     data = entry.get("bytes")
+    if isinstance(data, bytes) and data:
+        return {**entry, "bytes": _decoded(data)}
     if data and not isinstance(data, str):
         return entry
     # verl's own files name a picture by "image", and those of conversations by the address of a part.
@@ -182,13 +184,19 @@ def _beside(path: str, image: Any) -> Any:
     name = data or entry.get("path") or entry.get("image") or entry.get("url")
     name = name or (url.get("url") if isinstance(url, Mapping) else url)
     if isinstance(name, bytes):
-        return {"bytes": name}
+        return {"bytes": _decoded(name)}
     if not isinstance(name, str):
         return entry
     if (encoded := _encoded(name, is_data=bool(data))) is not None:
         return {"bytes": encoded}
     name = name.removeprefix("file://")
     return {"path": name if "://" in name else Path(path).expanduser().parent / Path(name).expanduser()}
+
+
+def _decoded(data: bytes) -> bytes:
+    """The file that stands in bytes, be it as base64; what it is where it is none."""
+    text = "" if begins_as_image(data) or not data.isascii() else data.decode()
+    return _encoded(text, is_data=False) or data
 
 
 def _encoded(text: str, *, is_data: bool) -> bytes | None:

@@ -116,9 +116,13 @@ def encode_prompts(
     its last tokens, ``right`` its first, ``middle`` half of each. Go on with ``rows.select(store.row_index)``: prompt i
     of the store is then row i of the rows.
     """
-    kept, row_index, overlong, counts = [], [], [], []
+    kept, row_index, overlong, counts, wrong = [], [], [], [], []
     _ = encoder.tokenizer  # where there is none, no row is to blame
-    for position, (ids, count) in enumerate(_encode_rows(rows, encoder)):
+    for position, found in enumerate(_encode_rows(rows, encoder)):
+        if isinstance(found, str):
+            wrong.append(f"{rows.origin(position)}: {found}")
+            continue
+        ids, count = found
         if len(ids) > max_prompt_length:
             # Collected even where they are an error, so that one message names how many there are and the length that
             # would do.
@@ -130,11 +134,12 @@ def encode_prompts(
         counts.append(count)
         # int32 holds every vocabulary and is half of what every process maps.
         kept.append(np.asarray(ids, dtype=np.int32))
+    title = f"{len(wrong)} or more prompts cannot be used:"
+    reports = [wrong[0] if len(wrong) == 1 else first_of(title, wrong)] if wrong else []
     if overlong and not filter_overlong:
-        # A prompt with images is never cut: no model could read the rest of an image.
-        seen = rows.num_images[[position for position, _ in overlong]].any()
-        instead = "a smaller data.max_pixels (a prompt with images is not cut)" if seen else "data.truncation=left"
-        raise DataError(_overlong_report(rows, overlong, max_prompt_length, instead))
+        reports.append(_overlong_report(rows, overlong, max_prompt_length))
+    if reports:
+        raise DataError("\n".join(reports))
     if not kept:
         shortest = min(length for _, length in overlong)
         raise DataError(
@@ -194,9 +199,11 @@ def truncate(ids: list[int], limit: int, how: str) -> list[int]:
 Encoded = tuple[list[int], tuple[int, int, int]]
 
 
-def _encode_rows(rows: Rows, encoder: ChatEncoder) -> Iterator[Encoded]:
-    """Token ids and counts of images, row by row; in chunks, and again one by one where a chunk fails, to name the
-    rows."""
+def _encode_rows(rows: Rows, encoder: ChatEncoder) -> Iterator[Encoded | str]:
+    """Token ids and counts of images, row by row, or what is wrong with a row.
+
+    In chunks, and again one by one where a chunk fails. Ends early where the search for wrong rows takes too long.
+    """
     with_images = np.flatnonzero(rows.num_images)
     if len(with_images):
         try:
@@ -204,6 +211,7 @@ def _encode_rows(rows: Rows, encoder: ChatEncoder) -> Iterator[Encoded]:
         except DataError as error:
             raise DataError(f"{rows.origin(int(with_images[0]))} holds an image: {error}") from error
     stream: Iterator[PromptRow] = iter(rows)
+    deadline = 0.0
     for start in range(0, len(rows), _ENCODE_CHUNK_ROWS):
         prompts = [row.prompt for row in islice(stream, _ENCODE_CHUNK_ROWS)]
 
@@ -225,28 +233,32 @@ def _encode_rows(rows: Rows, encoder: ChatEncoder) -> Iterator[Encoded]:
         try:
             yield from encode(start, prompts)
         except DataError:
-            wrong = list(_wrong(rows, start, prompts, encode))
-            if wrong:
-                title = f"{len(wrong)} or more prompts cannot be used:"
-                raise DataError(wrong[0] if len(wrong) == 1 else first_of(title, wrong)) from None
-            raise
+            deadline = deadline or time.monotonic() + _SEARCH_S
+            num_wrong = 0
+            for found in _one_by_one(start, prompts, encode):
+                num_wrong += isinstance(found, str)
+                yield found
+                if num_wrong and time.monotonic() > deadline:
+                    return
+            if not num_wrong:
+                raise
 
 
-def _wrong(rows: Rows, start: int, prompts: list[Any], encode: Callable[[int, list[Any]], object]) -> Iterator[str]:
-    """What ``encode`` says of each prompt from row ``start`` on that it refuses."""
-    deadline = time.monotonic() + _SEARCH_S
-    is_late = False
+def _one_by_one(
+    start: int, prompts: list[Any], encode: Callable[[int, list[Any]], list[Encoded]]
+) -> Iterator[Encoded | str]:
+    """What ``encode`` makes of each prompt from row ``start`` on, or says of it."""
     for position, prompt in enumerate(prompts, start):
         try:
-            encode(position, [prompt])
+            yield from encode(position, [prompt])
         except DataError as error:
-            yield f"{rows.origin(position)}: {error}"
-            is_late = time.monotonic() > deadline
-        if is_late:
-            return
+            yield str(error)
 
 
-def _overlong_report(rows: Rows, overlong: list[tuple[int, int]], limit: int, instead: str) -> str:
+def _overlong_report(rows: Rows, overlong: list[tuple[int, int]], limit: int) -> str:
+    # A prompt with images is never cut: no model could read the rest of an image.
+    seen = rows.num_images[[position for position, _ in overlong]].any()
+    instead = "a smaller data.max_pixels (a prompt with images is not cut)" if seen else "data.truncation=left"
     longest = max(length for _, length in overlong)
     title = (
         f"{len(overlong)} of {len(rows)} prompts are longer than data.max_prompt_length={limit} tokens. Try "

@@ -212,6 +212,12 @@ def test_slots_that_do_not_fit_name_the_row(folders, make):
         encode_prompts(read_rows(path), ChatEncoder(folders["qwen2_vl"]), 500)
 
 
+def test_slots_and_lengths_are_told_together(folders, make):
+    prompts = [(SLOT, inside(png(60, 60))), (SLOT, []), ("1" * 90, []), (f"{SLOT} {SLOT}", inside(png(60, 60)))]
+    with pytest.raises(DataError, match=r"(?s)2 or more prompts .* row 1: .* row 3: .*1 of 4 prompts .*=80.* row 2: "):
+        encode_prompts(read_rows(make(prompts)), ChatEncoder(folders["qwen2_vl"]), 80)
+
+
 @pytest.mark.parametrize("content", [f"1{SLOT}", [{"type": "image"}, {"type": "text", "text": "1"}]])
 @pytest.mark.parametrize("column", ["image", "images"])
 def test_a_model_that_sees_is_never_trained_blind(folders, tmp_path, write, good_row, column, content):

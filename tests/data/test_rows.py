@@ -274,6 +274,43 @@ def test_images_are_kept_but_not_carried_by_a_row(tmp_path, write, good_row):
     assert rows[0].ground_truth == "1"
 
 
+CODE = base64.b64encode(RED)
+NO_PICTURE = base64.b64encode(b"<html>404: the picture that you asked for is not here</html>" * 9)
+
+
+@pytest.mark.parametrize("image", [
+    {"bytes": CODE},
+    {"bytes": b"data:image/png;base64," + CODE, "path": "a.png"},
+    {"bytes": base64.encodebytes(RED)},
+    {"bytes": CODE.decode()},
+    {"path": CODE.decode()},
+    {"path": "data:image/png;base64," + CODE.decode()},
+    CODE,
+    CODE.decode(),
+])  # fmt: skip
+def test_base64_is_a_picture_as_text_and_as_bytes(tmp_path, write, good_row, image):
+    rows = read_rows(write(tmp_path / "a.parquet", [good_row(0, images=[image])]))
+    assert [entry["bytes"] for entry in rows.images(0)] == [RED]
+    assert rows.pictures().of(0) == [RED]
+
+
+@pytest.mark.parametrize("image", [
+    {"bytes": NO_PICTURE},
+    {"bytes": b"data:image/png;base64," + NO_PICTURE},
+    {"path": NO_PICTURE.decode()},
+    {"path": "data:image/png;base64," + NO_PICTURE.decode()},
+    {"path": "/9j/" + "A" * 5000},
+    {"path": "/9j/" + "A" * 5000 + ".png"},
+    NO_PICTURE.decode(),
+    NO_PICTURE.decode()[:60],
+])  # fmt: skip
+def test_base64_of_no_picture_is_told_in_a_few_words(tmp_path, write, good_row, image):
+    path = write(tmp_path / "a.parquet", [good_row(0, images=[image])])
+    said = problem(path).partition("field ")[2]
+    assert len(said) < 170
+    assert "cannot identify image file" in said or "is neither a file nor a picture as base64" in said
+
+
 def test_a_file_runs_nothing_that_it_names(tmp_path, good_row):
     import pyarrow as pa
     import pyarrow.parquet as pq

@@ -12,7 +12,7 @@ and the config.yaml of the run stays complete.
 from __future__ import annotations
 
 import functools
-import importlib.util
+import importlib
 import os
 import pickle
 import sys
@@ -24,6 +24,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from rltrain import plugins
 from rltrain.errors import ConfigError
 
 _MAX_TRACEBACK_CHARS = 4000
@@ -144,24 +145,16 @@ def _import_module(place: str) -> ModuleType:
 
 
 def _import_file(path: Path) -> ModuleType:
-    # The name depends on the path alone, so that every process knows the module by the same one.
-    name = f"rltrain_plugin_{path.stem}_{zlib.crc32(bytes(path.absolute()))}"
+    name = plugins.module_name(path)
     if path.suffix == ".pkl":  # of `save_object`
         module = ModuleType(name)
         # A pickle runs code when it is read, but so does the .py file that a user may name instead.
         vars(module).update(pickle.loads(path.read_bytes()))
         return module
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look a module up by its name
-    folder = str(path.absolute().parent)
-    if folder not in sys.path:
-        # Last: a neighbour that has the name of an installed package must not take its place for everybody.
-        sys.path.append(folder)
-    spec.loader.exec_module(module)
-    return module
+    known = sys.modules.get(name)
+    if known and known.__spec__ and known.__spec__.loader_state != path.stat().st_mtime_ns:
+        del sys.modules[name]  # it was changed since, as beside a notebook
+    return importlib.import_module(name)
 
 
 def user_traceback(error: BaseException) -> str:

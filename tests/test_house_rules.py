@@ -32,7 +32,7 @@ LAYERS = [
     {"config", "stop"},
     {"logs", "plugin", "stacks", "storage"},
     {"errors"},
-    {"env", "chips", "aside"},
+    {"env", "chips", "aside", "plugins"},
 ]
 # Where a heavy package may be imported.
 HOMES = {

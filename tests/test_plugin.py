@@ -1,4 +1,6 @@
+import logging
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -27,6 +29,44 @@ def test_files_of_one_name_in_two_folders_do_not_collide(tmp_path):
     one, two = (load_plugin("key", f"{tmp_path}/{name}/mine.py:f") for name in ("one", "two"))
     assert (one(), two()) == ("one", "two")
     assert sys.modules[one.__module__].f is one
+
+
+def test_a_fresh_process_finds_what_was_pickled_by_name(tmp_path):
+    """As multiprocessing, and Ray, send a function or an object: by the name of its module, whatever its path is."""
+    folder = tmp_path / "a_2fb c.d-é"
+    folder.mkdir()
+    (folder / "neighbour_of_the_pickled.py").write_text("x = 7")
+    (folder / "mine-1.py").write_text(
+        "from neighbour_of_the_pickled import x\nclass Mine:\n    def __call__(self):\n        return x\n"
+    )
+    data = pickle.dumps(load_plugin("key", f"{folder}/mine-1.py:Mine")())
+    script = f"import pickle, sys; print(pickle.loads({data!r})(), 'torch' in sys.modules, 'ray' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout == "7 False False\n", done.stderr
+
+
+def test_a_file_runs_once_until_it_is_changed(tmp_path):
+    """Else classes of one name would differ, and pickle would refuse them."""
+    file = tmp_path / "mine.py"
+    file.write_text("class Mine: pass\ndef f(): return Mine")
+    known, f = (load_plugin("key", f"{file}:{name}") for name in ("Mine", "f"))
+    assert f() is known
+    file.write_text("class Mine: pass\ndef added(): return Mine")
+    os.utime(file, (1, 1))
+    assert load_plugin("key", f"{file}:added")() is not known
+
+
+def test_a_relative_import_says_what_to_write(tmp_path):
+    for number, line in enumerate(["from .rules import x", "from . import rules"]):
+        (tmp_path / f"mine{number}.py").write_text(line)
+        with pytest.raises(ConfigError, match="relative import with no known parent package: write import rules"):
+            load_plugin("key", f"{tmp_path}/mine{number}.py:f")
+
+
+def test_loggers_of_a_plugin_are_not_rltrain_s(tmp_path):
+    (tmp_path / "mine.py").write_text("import logging\ndef f(): return logging.getLogger(__name__)")
+    logger = load_plugin("key", f"{tmp_path}/mine.py:f")()
+    assert logging.getLogger("rltrain") not in (logger.parent, logger.parent.parent)
 
 
 def test_a_name_leads_nowhere_else(tmp_path, monkeypatch):

@@ -26,6 +26,10 @@ from rltrain.rewards.registry import find_scorer
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_NAMELESS = (
+    "\nThe reward function was given as an object, so other processes cannot find its functions by their names: write "
+    "them into a file and give FILE.py:NAME."
+)
 
 Functions = dict[str, Callable[..., Any]]
 
@@ -88,7 +92,10 @@ def _score(
         else:
             returned = [function(*calls[0])]
     except BaseException as error:  # noqa: BLE001 - user code: sys.exit and KeyboardInterrupt must not end the process
-        return _failed(error)
+        failed = _failed(error)
+        if custom is not None and custom.path.endswith(".pkl") and isinstance(error, pickle.PicklingError):
+            failed["error"] += _NAMELESS
+        return failed
     if len(returned) != len(calls):
         said = f"the reward function returned {len(returned)} results for {len(calls)} answers"
         return {"status": "rejected", "error": said}

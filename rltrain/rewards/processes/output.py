@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -16,6 +17,22 @@ MAX_FILE_BYTES = 32 << 20
 _MAX_KEPT_BYTES = 256 << 10
 _READ_BYTES = 64 << 10  # as much as a pipe holds
 _MAX_READS = 16
+# How multiprocessing tells of a process of its own, which has begun its work or was only starting.
+_LOST = re.compile(r"^Process \S+:$|^  File \"\S*multiprocessing/(spawn|forkserver)\.py\"", re.MULTILINE)
+_TRACEBACK = "Traceback (most recent call last):"
+_LOST_CHARS = 2000
+
+
+def lost_process(text: str) -> str:
+    """The first traceback in ``text`` of a process that multiprocessing started, to its last line; "" without one."""
+    found = _LOST.search(text)
+    if not found:
+        return ""
+    start = text.rfind(_TRACEBACK, 0, found.start()) if found[1] else text.find(_TRACEBACK, found.end())
+    lines = text[start:].splitlines() if start >= 0 else []
+    # Frames and notes are indented, the exception's own line is not.
+    last = next((at for at, line in enumerate(lines[1:], 1) if line and not line[0].isspace()), len(lines))
+    return "\n".join(lines[: last + 1])[-_LOST_CHARS:]
 
 
 class Printed:
@@ -46,6 +63,15 @@ class Printed:
         room = _MAX_KEPT_BYTES - len(self._kept)
         self._kept += data[:room]
         self._num_left_out += len(data[room:])
+
+    @property
+    def total(self) -> int:
+        """Bytes kept since the last `take`."""
+        return len(self._kept)
+
+    def since(self, before: int) -> str:
+        """What was kept after the first ``before`` bytes."""
+        return self._kept[before:].decode(errors="replace")
 
     def take(self) -> str:
         """What was printed since the last call."""

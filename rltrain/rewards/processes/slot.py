@@ -24,7 +24,7 @@ from rltrain.env import scorer_environment
 from rltrain.errors import RewardError, storable
 from rltrain.rewards.custom import CustomReward
 from rltrain.rewards.processes.limits import ScoringLimits, kill_tree
-from rltrain.rewards.processes.output import Printed
+from rltrain.rewards.processes.output import Printed, lost_process
 from rltrain.rewards.processes.score import Score, ScorerCall
 from rltrain.rewards.registry import FORMS
 
@@ -33,6 +33,7 @@ _MAX_REPLY_BYTES = 1 << 20
 _CRASH_CHARS = 2000
 # Answers of an ``async`` function that are under way at once in a process.
 _AT_ONCE = 16
+_ORPHANED = "lost process"
 # The parent's own sys.path, since it may have been changed by the command or a plugin; -c and not -m, so that it is set
 # before anything of rltrain is imported.
 _COMMAND = "import sys; sys.path[:] = {path!r}; from rltrain.rewards.processes.child import main; main({fd}, {parent})"
@@ -100,7 +101,7 @@ class Slot:
         score = self.score(*call)
         for form in FORMS[1:]:
             # After a timeout no other form is tried: each could cost another deadline.
-            if score.status not in ("crashed", "rejected"):
+            if score.status not in ("crashed", "rejected") or score.kind == _ORPHANED:
                 break
             other = self.score(call[0], form.format(call[1]), *call[2:])
             score = other if other.status == "ok" else score
@@ -156,11 +157,16 @@ class Slot:
         # Of several calls in one request the process keeps the deadlines itself, or they share one (lists).
         timeout_s = self._limits.timeout_s * len(calls)
         end = time.monotonic() + (left_s or timeout_s)
+        before = self._printed.total
         try:
             reply = self._exchange((calls[0][0], list(calls)), left_s or timeout_s)
         except _Expired:
             self._restart()
             reply = {"status": "timeout", "error": f"no score after {timeout_s:g} s (reward.timeout_s)"}
+            if lost := lost_process(self._printed.since(before)):
+                # It waits for what never comes, answer after answer: told as the error that it is.
+                reply["error"] += f"; a process that it started by multiprocessing ended by an error:\n{lost}"
+                reply |= {"status": "crashed", "kind": _ORPHANED}
         except _Died:
             reply = {"status": "crashed", "error": self._obituary()}
             killed = self._process is not None and self._process.returncode in (-signal.SIGKILL, -signal.SIGTERM)

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from rltrain.config.keys import all_keys
-from rltrain.config.verl_keys import ALIASES, CLASSES, NO_EFFECT
+from rltrain.config.verl_keys import ALIASES, CLASSES, NO_EFFECT, OWNERS
 from rltrain.config.verl_refused import OTHERS, REFUSED, SECTIONS
 
 _ROW = re.compile(r"(?P<pattern>[^=!]+)(?:(?P<operator>!?=)(?P<values>.*))?")
@@ -87,13 +87,18 @@ def answer(key: str, value: Any, lookup: Callable[[str], Any] = lambda key: None
             return Answer(pattern, _placed(why, key) if refused else "", refused)
     for row, why in NO_EFFECT.items():
         pattern, operator, values = _parts(row, lookup)
-        if fnmatchcase(key, pattern):
+        if fnmatchcase(key, pattern) and _is_owned(key, pattern):
             off = _is_among(value, values) if operator else turned_off(value)
             quiet = value is None or _follows(value) or off
             return Answer(row, "" if quiet else why)
     # What is turned off of these is nobody's, and may be a mistyped key of ours.
     others = OTHERS.items() if not turned_off(value) else ()
     return next((Answer(row, why, True) for row, why in others if fnmatchcase(key, row)), None)
+
+
+def _is_owned(key: str, pattern: str) -> bool:
+    """Whether a "*" at the start of a row stands for a section of verl's that has such keys."""
+    return not pattern.startswith("*.") or key.rpartition(pattern[1:].partition("*")[0])[0] in OWNERS
 
 
 def _parts(row: str, lookup: Callable[[str], Any]) -> tuple[str, str, list[str]]:

@@ -75,6 +75,8 @@ REFUSED = {
     "algorithm.use_pf_ppo": "PF-PPO is not in this version: leave it out",
     "data.min_response_length": "an answer ends where the model ends it: leave it out",
     "data.tokenizer!=${actor_rollout_ref.model.path}": "save the tokenizer in the folder of model.path",
+    "data.mm_processor_kwargs*": "images are made by the processor of model.path as it is saved there: use "
+    "data.min_pixels and data.max_pixels, or change preprocessor_config.json in that folder",
     "data.tool_config_path": _TOOLS,
     "data.function_tool_path": _TOOLS,
     "*reward_manager.source!=register": _MANAGER,

@@ -1,5 +1,6 @@
 """What verl's names and values become: taken, noted, or refused with the key as it was written."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -7,10 +8,11 @@ import pytest
 from rltrain.api import look_over
 from rltrain.config import elsewhere
 from rltrain.config.check import check
-from rltrain.config.keys import all_keys, get, sections
+from rltrain.config.keys import all_keys, free_form_parent, get, sections
 from rltrain.config.load import load_config, masked_command
 from rltrain.config.renames import answer
-from rltrain.config.verl_keys import NO_EFFECT
+from rltrain.config.spellings import OLD_KEYS, VALUES
+from rltrain.config.verl_keys import ALIASES, CLASSES, IMPLIES, NO_EFFECT
 from rltrain.config.verl_refused import REFUSED, SECTIONS
 from rltrain.errors import ConfigError
 from rltrain.main_ppo import main
@@ -76,11 +78,76 @@ def test_what_is_turned_off_is_not_refused(off):
         load_config([f"data.shufle={off}"])
 
 
+# Below these stand names that are no keys of verl's: arguments, options of other tools, and one section of many names.
+FREE = {
+    *("reward.reward_kwargs*", "reward_model.reward_kwargs*", "trainer.v1.sampler.sampler_kwargs*"),
+    *("profile.*", "trainer.npu_profile.*", "transfer_queue.*", "*.fsdp_config.turbo_config.*"),
+    *(f"{A}rollout.multi_turn.*continuous_token*", "trainer.dump_high_diff_*", "*.optim.override_optimizer_config*"),
+    *("global_profiler.global_tool_config*", "*.profiler.tool_config*", f"{A}rollout.checkpoint_engine.engine_kwargs*"),
+    *(f"{section}.engine_kwargs*" for section in ("reward.reward_model.rollout", "reward_model.rollout")),
+    *("reward_model.inference.engine_kwargs*", f"{A}ref.model.override_config*"),
+}
+
+
+def concrete(pattern: str) -> str:
+    """A key that a row fits."""
+    return ("critic" + pattern[1:] if pattern.startswith("*.") else pattern).replace("*", "x").rstrip(".")
+
+
+def test_rows_lead_to_keys_that_exist():
+    targets = [*ALIASES.values(), *CLASSES.values(), *VALUES]
+    for key in targets:
+        assert key.rstrip(".") in {*all_keys(), *sections()} or free_form_parent(key), key
+    for old in (*ALIASES, *OLD_KEYS, *(part for pair in CLASSES for part in pair)):
+        assert old.rstrip(".") not in all_keys(), f"{old} is a key of ours"
+    for section, names in IMPLIES.items():
+        assert {f"{A}actor.{section.split('.')[1]}.{name}" for name in names} <= set(all_keys())
+
+
+def test_sentences_of_rows_name_keys_that_exist():
+    named = re.compile(r"(?:--help )?(?<![\w{}.])(?:[a-z]\w*\.)+\w+(?==|\b)")
+    ours = [*all_keys(), *sections(), *ALIASES, *NO_EFFECT, *REFUSED]
+    for why in {*NO_EFFECT.values(), *REFUSED.values(), *(why for _, why in SECTIONS.values())}:
+        for name in named.findall(re.sub(r"\w+\.jsonl?\b", "", why)):
+            key = name.removeprefix("--help ")
+            assert any(f".{known}".endswith(f".{key}") for known in ours), (key, why)
+
+
+def test_only_arguments_and_options_of_other_tools_may_have_any_name():
+    assert {row for row in NO_EFFECT if "*" in row.removeprefix("*.")} == FREE
+    for row in NO_EFFECT:
+        section = concrete(row.partition("=")[0]).rpartition(".")[0]
+        if section and (found := answer(f"{section}.nobody_s", 1)):
+            assert found.refused or found.row in FREE, (row, found)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "reward_model.rollout.nobody_s", "reward.reward_model.nobody_s", "reward_model.inference.nobody_s",
+        f"{A}rollout.checkpoint_engine.nobody_s", "trainer.v1.nobody_s", "trainer.v1.sampler.nobody_s",
+        "critic.checkpoint.nobody_s", f"{A}actor.fsdp_config.mixed_precision.nobody_s", f"{A}model.lora.nobody_s",
+        f"{A}ref.fsdp_config.nobody_s", f"{A}ref.model.nobody_s", f"{A}rollout.trace.nobody_s",
+        f"{A}actor.profiler.nobody_s", "global_profiler.nobody_s", "algorithm.pf_ppo.nobody_s",
+        "nobody_s.profiler.enable", "data.use_shm", "trainer.nccl_timeout", "nobody_s.fsdp_config.seed",
+        "algorithm.optim.lr_scheduler", "rewards.reward_kwargs.x",
+    ],
+)  # fmt: skip
+def test_a_name_that_verl_does_not_know_is_refused_in_its_sections_too(key):
+    assert problems(f"{key}=1")[0].startswith(f"unknown key '{key}'")
+
+
+def test_arguments_of_the_processor_of_images_are_no_note():
+    for word in (".max_pixels=1000", "={max_pixels:1000}", ".use_fast=True"):
+        assert "data.max_pixels" in problems(f"+data.mm_processor_kwargs{word}")[0]
+    assert notes("data.mm_processor_kwargs={}", "data.mm_processor_kwargs=null") == []
+
+
 def test_every_row_of_the_tables_is_reached():
     for table in (REFUSED, SECTIONS, NO_EFFECT):
         for row in table:
             pattern, _, values = row.replace("!=", "=").partition("=")
-            key = pattern.replace("*", "x").rstrip(".")
+            key = concrete(pattern)
             wanted = values.split("|")[0] if values and "!=" not in row else "something"
             if switch := table is SECTIONS and SECTIONS[row][0]:
                 key = key.removesuffix("x") + switch

@@ -1,0 +1,27 @@
+"""The process that writes the answers is killed, and started again."""
+
+import os
+import signal
+
+import pytest
+
+from rltrain.view import read_samples
+from tests.faults.plug import PATIENCE_S, below, wait_for_step
+from tests.tiny import small_run
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("own_ray")
+@pytest.mark.fault("A killed writer of answers is started again: the run goes on, and no answer is missing or it is said")
+def test_a_killed_writer_is_started_again(start, tiny_model, arithmetic_files, tmp_path):
+    process = start(small_run(tiny_model, arithmetic_files, tmp_path / "run", trainer__total_training_steps=30))
+    wait_for_step(tmp_path / "run", 3, process)
+    (victim,) = [pid for pid, words in below(process.pid).items() if words.startswith("ray::_WriterProcess")]
+    os.kill(victim, signal.SIGKILL)
+    output, _ = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0, output
+    kept = {file.stem for file in (tmp_path / "run/samples").glob("train_*.parquet")}
+    missing = {f"train_{step:06d}" for step in range(1, 31)} - kept
+    assert not missing or "answers" in output, output
+    assert len(missing) <= 1, output
+    assert len(read_samples(tmp_path / "run", step=30))

@@ -17,6 +17,8 @@ from typing import Any
 from rltrain.env import volcengine_account
 
 Rows = Sequence[Sequence[Any]]
+# The name that the step of training has among the metrics.
+_STEP = "training/global_step"
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,11 @@ class TensorBoard(Sink):
 
 
 class WandB(Sink):
-    """Weights & Biases."""
+    """Weights & Biases.
+
+    It drops what has a smaller step than it has seen, without a word to us: the steps that a resumed run makes again,
+    and an entry that is sent late. So its own count goes on, and the step of training is the axis of all plots.
+    """
 
     def __init__(self, run: RunInfo) -> None:
         import wandb
@@ -96,6 +102,14 @@ class WandB(Sink):
         # wandb would otherwise capture the terminal, where the bar redraws itself.
         self._run = wandb.init(**named, settings=wandb.Settings(console="off"))
         self.run_id = self._run.id
+        self._run.define_metric(_STEP)
+        self._run.define_metric("*", step_metric=_STEP)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self._run.log({**metrics, _STEP: step})
+
+    def log_table(self, step: int, name: str, columns: list[str], rows: list[list[Any]]) -> None:
+        self._run.log({name: self._table(columns, rows), _STEP: step})
 
     def finish(self, summary: dict[str, float], failed: bool) -> None:
         self._run.summary.update(summary)

@@ -344,6 +344,30 @@ def test_wandb_offline(real, tmp_path):
     assert json.loads(table.read_text())["data"][0] == ["1+1=?", "2 | ü\n", 1.0]
 
 
+def test_wandb_loses_no_step_that_is_made_again(tmp_path, monkeypatch):
+    pb = pytest.importorskip("wandb.proto.wandb_internal_pb2", reason="wandb is not installed (extra: trackers)")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    code = (
+        f"from rltrain.trainer.trackers import *; sink = WandB(RunInfo('p', 'n', {{}}, Path({str(tmp_path)!r})))\n"
+        "for step in (1, 4, 3, 4): sink.log(step, {'x': step})\n"
+        "sink.log_table(2, 'answers', ['a'], [['1']]); sink.finish({}, False)"
+    )
+    subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=100, check=True, cwd=tmp_path)
+    (file,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
+    found, metrics, data, place = [], {}, file.read_bytes(), 7
+    while place < len(data):  # one block of a LevelDB log: checksum, length and kind before each record
+        size = int.from_bytes(data[place + 4 : place + 6], "little")
+        record = pb.Record.FromString(data[place + 7 : place + 7 + size])
+        place += 7 + size
+        if record.metric.step_metric:
+            metrics[record.metric.glob_name] = record.metric.step_metric
+        row = {item.nested_key[0] if item.nested_key else item.key: item.value_json for item in record.history.item}
+        if row:
+            found.append((row["training/global_step"], row.get("x"), "answers" in row))
+    assert found == [(step, step, False) for step in ("1", "4", "3", "4")] + [("2", None, True)]
+    assert metrics == {"*": "training/global_step"}
+
+
 def test_wandb_without_a_login_says_how_to_and_asks_nothing(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb", reason="wandb is not installed (extra: trackers)")
     assert wandb

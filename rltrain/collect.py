@@ -19,6 +19,7 @@ from rltrain.logs import TRAIN_LOG
 _WANTED = (
     "config*.yaml", "plan.json", "env.json", "tracking.json", TRAIN_LOG, "metrics.jsonl", "reward.log", "logs/*",
     "incidents/*", "incidents/*/*", "global_step_*/manifest.json", "global_step_*/progress.json",
+    "earlier_*/metrics.jsonl",
 )  # fmt: skip
 _NEWEST_SAMPLES = 3
 _MOST_BYTES = 200 * 2**20

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,6 @@ from rltrain.trainer.tracking import Tracker
 
 log = logging.getLogger(__name__)
 
-_FILE = re.compile(r"(?:train|val)_(\d+)\.parquet")
 # What is known of an answer besides what the scorer returns, where it is known.
 _NUMBERS = (
     c.SCORE, c.REWARD, c.ADVANTAGE, c.RULE_SCORE, c.MODEL_SCORE, c.OVERLONG, c.REWARD_FAILED, c.REWARD_TIMEOUT,
@@ -46,29 +44,13 @@ class Archive:
     of the run says which steps lack their answers.
     """
 
-    def __init__(self, cfg: Config, folder: Path, resumed_step: int, writer: WriterProcess, tracker: Tracker) -> None:
+    def __init__(self, cfg: Config, folder: Path, writer: WriterProcess, tracker: Tracker) -> None:
         self._cfg = cfg.trainer
         self._folder = folder / "samples"
         self._writer, self._tracker = writer, tracker
         self.bytes_through_driver = 0
         self._told: set[str] = set()
         self._missing: dict[str, list[int]] = {}
-        self._forget_after(resumed_step)
-
-    def _forget_after(self, step: int) -> None:
-        """Remove the files of steps that will be made again, as is done with the lines of metrics.jsonl."""
-        try:
-            for name in os.listdir(self._folder):
-                found = _FILE.fullmatch(name)
-                # A run that starts at step 0 is a new one: also the validation before the first step is its own.
-                if found and (int(found[1]) > step or not step):
-                    (self._folder / name).unlink()
-        except FileNotFoundError:
-            pass
-        except OSError as error:  # most of them are written again by the steps to come
-            log.warning(
-                "answers of steps that are made again cannot be removed (%s): later ones are not this run's", error
-            )
 
     def keep(self, split: str, step: int, samples: Samples, answers_per_prompt: int) -> None:
         """Have the answers (prompt-major) of a step or a validation written, as the configuration asks."""

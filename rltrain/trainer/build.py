@@ -48,6 +48,7 @@ from rltrain.trainer.callbacks import Callbacks
 from rltrain.trainer.changes import tell_changes, tell_finished, write_config
 from rltrain.trainer.checkpoint import RunFolder
 from rltrain.trainer.drift import Drift
+from rltrain.trainer.earlier import METRICS, complete, owes_validation, set_aside
 from rltrain.trainer.experience import Experience
 from rltrain.trainer.health import look_at_nodes, refuse, try_collectives
 from rltrain.trainer.plan import ImageSizes, Plan, describe, make_plan
@@ -61,7 +62,7 @@ from rltrain.trainer.room import check_room, checkpoint_bytes
 from rltrain.trainer.run import Trainer
 from rltrain.trainer.saving import Saver
 from rltrain.trainer.trackers import RunInfo
-from rltrain.trainer.tracking import Tracker, complete, lacks_validation
+from rltrain.trainer.tracking import Tracker
 from rltrain.workers.roles import Models
 
 log = logging.getLogger(__name__)
@@ -125,10 +126,11 @@ def build(
             return start
 
         start = find()
-        if start.folder and start.folder.parent == folder.path:  # and not a step of another run
-            complete(folder.path / "metrics.jsonl", start.step, start.progress.metrics)
+        if start.is_of(folder.path):
+            complete(folder.path / METRICS, start.step, start.progress.metrics)
         changes = tell_changes(loaded, start)
-        if start.step >= plan.total_steps and not (cfg.trainer.val_only or _owes_validation(cfg, plan, folder, start)):
+        owes = owes_validation(cfg, folder.path, start.step, plan.total_steps)
+        if start.step >= plan.total_steps and not owes:
             tell_finished(folder.path, plan.total_steps, changes)
             return Trainer(cfg, plan, folder, stop, start.step, closing.pop_all())
         size = start.size or checkpoint_bytes(cfg, found.num_parameters, found.num_trained)
@@ -154,14 +156,6 @@ def _tell(found: Findings, notes: Sequence[str] = ()) -> None:
         raise ConfigError("\n".join(found.problems))
     for note in [*notes, *found.notes]:
         log.warning("note: %s", note)
-
-
-def _owes_validation(cfg: Config, plan: Plan, folder: RunFolder, start: Start) -> bool:
-    """Whether a signal has cut short the validation of the step that this run resumes from."""
-    freq, step = cfg.trainer.test_freq, start.step
-    due = bool(cfg.data.val_files) and freq > 0 and step > 0 and (step == plan.total_steps or step % freq == 0)
-    # Asked before the tracker is made, which drops later lines; a checkpoint of another run has no line here.
-    return due and lacks_validation(folder.path / "metrics.jsonl", step)
 
 
 def _start(
@@ -202,7 +196,7 @@ def _start(
     with logs.waiting(f"looking at {logs.count(cfg.trainer.nnodes, 'node')}"):
         refuse(look_at_nodes(group, cfg, folder.path, start.folder))
     start = verified(start, group, folder, find)
-    owes_validation = _owes_validation(cfg, plan, folder, start)
+    owes = owes_validation(cfg, folder.path, start.step, plan.total_steps)
     with logs.waiting(f"starting {workers}"):
         # A Config object would arrive as a reference too; only the data is big enough to be shared.
         group.start(_WORKER, {"cfg": cfg, "prompts": prompts, "rows": splits if cfg.reward_model.enable else None})
@@ -222,18 +216,18 @@ def _start(
     with logs.waiting(f"loading {start.folder} on {workers}") if start.folder else nullcontext():
         saver.load(start)
     ppo.restore(start.progress, start.folder)
-    # Written only once the run can start: a start that is refused leaves the files of the run before as they are.
+    # Only once the run can start: a start that is refused leaves the files of the run before as they are.
+    set_aside(cfg.trainer, folder.path, start.step, anew=not start.is_of(folder.path), validates=owes)
     write_run_files(folder, loaded, plan, group.hosts)
     names = (cfg.trainer.project_name, cfg.trainer.experiment_name)
     tracker = Tracker(cfg.trainer.logger, RunInfo(*names, to_dict(cfg), folder.path, start.step), plan.total_steps)
     if keeps_samples(cfg):
         writer = WriterProcess(splits, prompts, data.encoder.backend)
-        archive = ppo.archive = saver.archive = Archive(cfg, folder.path, start.step, writer, tracker)
+        archive = ppo.archive = saver.archive = Archive(cfg, folder.path, writer, tracker)
         closing.callback(unless_lost(lambda: archive.close(wait=not stop.at_once)))
     # As a context and not as a callback, because a tracker must learn whether the run failed.
     closing.enter_context(tracker)
-    parts = (ppo, tracker, saver, Drift.of(group))
-    return Trainer(cfg, plan, folder, stop, start.step, ExitStack(), *parts, owes_validation)
+    return Trainer(cfg, plan, folder, stop, start.step, ExitStack(), ppo, tracker, saver, Drift.of(group), owes)
 
 
 def _ask(polled: Sequence[Callable[[], None]]) -> None:

@@ -75,7 +75,7 @@ class Checkpoints:
                 return self.step_folder(step)
             log.warning("passing over %s: %s", self.step_folder(step), problem)
             problems.append(f"global_step_{step}: {problem}")
-        # Beginning anew would empty the metrics of all these steps.
+        # Beginning anew would make all these steps again.
         if problems:
             raise CheckpointError(
                 f"no checkpoint in {self.path} can be used ({'; '.join(problems)}). Put a whole one back, or start "

@@ -105,6 +105,10 @@ class Start:
         """Bytes of its checkpoint, as the next will have them; 0 where that is not known."""
         return size_of(self.folder) if self.folder and not self.weights_only else 0
 
+    def is_of(self, run: Path) -> bool:
+        """Whether ``folder`` is of the folder ``run``, and not a step of another run or none."""
+        return bool(self.folder and self.folder.parent == run)
+
 
 def find_start(cfg: Config, run: Checkpoints, dataset: str | None, *, images: bool = True) -> Start:
     """What ``trainer.resume_mode`` points at, or the newest checkpoint of a run that this same command has begun.

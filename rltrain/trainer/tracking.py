@@ -10,20 +10,17 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rltrain.aside import Lines
 from rltrain.config.trainer_schema import LOGGERS
-from rltrain.errors import unwritten
-from rltrain.storage import lines_of
 from rltrain.trainer.console import Console
+from rltrain.trainer.earlier import METRICS, disk_errors
 from rltrain.trainer.trackers import TRACKERS, Rows, RunInfo, Sink
 
 log = logging.getLogger(__name__)
@@ -41,22 +38,16 @@ _CLOSE_S, _CLOSE_AFTER_FAILURE_S = 60.0, 10.0
 
 
 class JsonLines:
-    """One JSON object a step. On resume the lines after the resumed step are dropped.
+    """One JSON object a step, added to what the file has.
 
     A line that cannot be written, or that storage does not answer for, is told once, kept, and written with a later
     one: that is no reason to stop training, and no error on its way may be lost over it. Raises where there cannot be
     such a file at the start (`unwritten`).
     """
 
-    def __init__(self, file: Path, resumed_step: int) -> None:
-        # A line that a kill has cut off has no step and is dropped with the later ones.
-        kept = [line for line in _lines(file) if _step_of(line) <= resumed_step]
-        # A kill while the file is written would take the lines of all steps.
-        anew = file.with_suffix(".tmp")
-        with _disk_errors(file):
-            anew.write_text("".join(f"{line}\n" for line in kept) if resumed_step else "")
-            anew.replace(file)
-        self._file, self._lines = file, Lines(file)
+    def __init__(self, file: Path) -> None:
+        with disk_errors(file), file.open("ab"):
+            self._file, self._lines = file, Lines(file)
         self._told = False
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -68,20 +59,6 @@ class JsonLines:
     def close(self) -> None:
         if error := self._lines.close(_CLOSE_AFTER_FAILURE_S):
             log.warning("%s lacks its last %d lines: %s", self._file, self._lines.num_late, error)
-
-
-def complete(file: Path, step: int, metrics: dict[str, float]) -> None:
-    """Add the line of ``step`` where it is missing: a run was killed behind the checkpoint and before its line."""
-    if metrics and not any(_step_of(line) == step for line in _lines(file)):
-        with _disk_errors(file), file.open("a") as lines:
-            # In front too, as the kill may have cut a line off.
-            lines.write("\n" + json.dumps({"step": step, **metrics}) + "\n")
-
-
-def lacks_validation(file: Path, step: int) -> bool:
-    """Whether ``file`` has the metrics of ``step`` but none of a validation: a signal has cut it short."""
-    found = [line for line in _lines(file) if _step_of(line) == step]
-    return bool(found) and not any('"val-core/' in line for line in found)
 
 
 class Sender(threading.Thread):
@@ -199,7 +176,7 @@ class Tracker:
 
     def __init__(self, loggers: Sequence[str], run: RunInfo, total_steps: int) -> None:
         self._console = Console(run.first_step, total_steps, shown="console" in loggers)
-        self._always = JsonLines(run.folder / "metrics.jsonl", run.first_step)
+        self._always = JsonLines(run.folder / METRICS)
         # Each tracker's own name of this run. A resumed run goes on under it, a new one starts anew.
         self._ids_file = run.folder / "tracking.json"
         # A run from step 0 is a new one: under the old name its steps would mix with those of the run before.
@@ -290,25 +267,3 @@ def _read_ids(file: Path) -> dict[str, str]:
     except (OSError, ValueError, AttributeError) as error:
         log.warning("%s cannot be read, so trackers begin new runs: %s", file, error)
         return {}
-
-
-def _lines(file: Path) -> list[str]:
-    with _disk_errors(file):
-        return lines_of(file)
-
-
-@contextmanager
-def _disk_errors(file: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        way_out = "Make room or allow writing there, and run the same command again."
-        raise unwritten(f"{file} cannot be written: {error}", error, lambda: way_out) from error
-
-
-def _step_of(line: str) -> int:
-    try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        # After every step, so that such a line is never kept.
-        return sys.maxsize

@@ -57,11 +57,11 @@ def make(tmp_path):
     offsets = np.cumsum([0, *map(len, ids)])
     store = PromptStore(np.concatenate(ids), offsets, np.arange(len(ids)), 0)
 
-    def archive(*keys, resumed_step=0, tokenizer=None):
+    def archive(*keys, tokenizer=None):
         cfg = load_config([f"trainer.{key}" for key in keys]).config
         writer = LocalWriter(dict.fromkeys(("train", "val"), rows), dict.fromkeys(("train", "val"), store),
                              tokenizer or Letters(), lambda reference: reference)  # fmt: skip
-        made = Archive(cfg, tmp_path / "run", resumed_step, writer, Tables())
+        made = Archive(cfg, tmp_path / "run", writer, Tables())
         made.writer, made.tables = writer, made._tracker
         return made
 
@@ -150,22 +150,6 @@ def test_nothing_is_kept_where_nothing_is_wanted(make, tmp_path):
     archive.keep("val", 1, batch(), N)
     assert not (tmp_path / "run").exists()
     assert (tmp_path / "dump" / "1.jsonl").exists()
-
-
-def test_a_resumed_run_forgets_the_files_of_later_steps(make, tmp_path):
-    archive = make()
-    for split, step in (("val", 0), ("train", 1), ("train", 2), ("val", 2), ("train", 3)):
-        archive.keep(split, step, batch(), N)
-    make(resumed_step=2)
-    folder = tmp_path / "run" / "samples"
-    assert sorted(file.stem for file in folder.iterdir()) == [
-        "train_000001",
-        "train_000002",
-        "val_000000",
-        "val_000002",
-    ]
-    make(resumed_step=0)
-    assert not list(folder.iterdir())
 
 
 def test_a_disk_that_fails_is_told_once_and_stops_nothing(make, tmp_path, monkeypatch, caplog):

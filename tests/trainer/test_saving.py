@@ -294,7 +294,7 @@ def test_a_disk_that_fills_up_during_a_save_is_told(tiny_trainer, small_disk, re
 @pytest.mark.fault("Metrics that cannot be written are told once and kept until they can")
 def test_lines_that_cannot_be_written_wait(small_disk, caplog):
     file, other = small_disk / "metrics.jsonl", small_disk / "of_others"
-    lines = JsonLines(file, 0)
+    lines = JsonLines(file)
     lines.log(1, {"a": 0.5})
     other.write_bytes(bytes(shutil.disk_usage(small_disk).free))
     # The page of the first line has room for some more of them.

@@ -6,13 +6,14 @@ import pickle
 
 import pytest
 
+from rltrain.config.trainer_schema import TrainerConfig
 from rltrain.env import ATTEMPT
 from rltrain.errors import DiskError, NodesMissing, StorageError, WorkerLost, command, unwritten
 from rltrain.main_ppo import main
 from rltrain.models.hashed import hashed
 from rltrain.supervise import Supervisor
 from rltrain.trainer.checkpoint import RunFolder
-from rltrain.trainer.tracking import JsonLines
+from rltrain.trainer.earlier import set_aside
 from rltrain.workers.saving import told_as_disk_error
 from tests.trainer.test_checkpoint import saver_of
 
@@ -49,7 +50,7 @@ def test_storage_that_fails_a_write_is_no_full_disk(tmp_path):
         file.write(bytes(100))
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(StorageError, match=r"Input/output error. The storage does not answer: see to it"):
-        JsonLines(tmp_path / "metrics.jsonl", 1)
+        set_aside(TrainerConfig(), tmp_path, 1)
 
 
 def test_the_supervisor_is_told_what_waiting_may_mend(tmp_path, monkeypatch):

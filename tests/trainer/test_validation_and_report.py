@@ -10,8 +10,9 @@ from rltrain.errors import DataError, DiskError
 from rltrain.report import learning_summary, phase_table, read_metrics, report
 from rltrain.report import main as report_main
 from rltrain.trainer.balance import Layout, Workload, cost_of
+from rltrain.trainer.earlier import complete
 from rltrain.trainer.efficiency import decode_metrics, flops_metrics
-from rltrain.trainer.tracking import JsonLines, complete, lacks_validation
+from rltrain.trainer.tracking import JsonLines
 
 
 def lines(count: int) -> list[dict]:
@@ -69,37 +70,12 @@ def test_the_screen_table_fits_and_tells_share_and_slowest(width, monkeypatch, t
     assert order == ["generate_sequences", "gen", "step", "throughput"]
 
 
-def test_a_resumed_run_drops_the_lines_after_the_resumed_step(tmp_path):
-    file = tmp_path / "metrics.jsonl"
-    file.write_text("".join(json.dumps({"step": step}) + "\n" for step in (1, 2, 3, 4)) + '{"step": 5, "trunc')
-    writer = JsonLines(file, resumed_step=2)
-    writer.log(3, {"x": 1.0})
-    writer.close()
-    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3]
-
-
-def test_the_line_of_a_step_that_a_kill_took_comes_back(tmp_path):
-    """It is in the checkpoint of the step, which stands before the line does."""
-    file = tmp_path / "metrics.jsonl"
-    complete(file, 2, {})
-    assert not file.exists(), "a checkpoint of an older version has no metrics"
-    file.write_text('{"step": 1, "x": 0.5}\n{"step": 2, "trunc')
-    complete(file, 2, {"x": 1.0})
-    assert lacks_validation(file, 2)
-    writer = JsonLines(file, resumed_step=2)
-    writer.log(3, {"x": 2.0})
-    writer.close()
-    assert [(line["step"], line["x"]) for line in read_metrics(tmp_path)] == [(1, 0.5), (2, 1.0), (3, 2.0)]
-    complete(file, 2, {"x": 9.0})
-    assert len(read_metrics(tmp_path)) == 3
-
-
 @pytest.mark.fault("A metrics.jsonl that cannot be written is told once, and its lines come later")
 def test_lines_that_cannot_be_written_come_later(tmp_path, caplog):
     file = tmp_path / "metrics.jsonl"
     # Larger than what the tests themselves write while the limit holds.
     file.write_text(json.dumps({"step": 1, "x": "0" * 2**22}) + "\n")
-    writer = JsonLines(file, resumed_step=1)
+    writer = JsonLines(file)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 10, hard))
     try:
@@ -115,7 +91,7 @@ def test_lines_that_cannot_be_written_come_later(tmp_path, caplog):
 
 def test_lines_that_never_come_are_counted_at_the_end(tmp_path, caplog):
     file = tmp_path / "metrics.jsonl"
-    writer = JsonLines(file, resumed_step=0)
+    writer = JsonLines(file)
     file.unlink()
     file.mkdir()
     # None of these may raise: they run while an error is on its way.
@@ -123,15 +99,9 @@ def test_lines_that_never_come_are_counted_at_the_end(tmp_path, caplog):
     writer.log(2, {"x": 2.0})
     writer.close()
     assert "metrics.jsonl lacks its last 2 lines: [Errno 21]" in caplog.text
-    for use in (lambda: JsonLines(file, resumed_step=0), lambda: complete(file, 2, {"x": 1.0})):
+    for use in (lambda: JsonLines(file), lambda: complete(file, 2, {"x": 1.0})):
         with pytest.raises(DiskError, match=r"metrics\.jsonl cannot be written"):
             use()
-
-
-def test_a_fresh_run_starts_its_own_file(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    JsonLines(tmp_path / "metrics.jsonl", resumed_step=0).close()
-    assert read_metrics(tmp_path) == []
 
 
 def test_a_report_of_nothing_says_what_to_give(tmp_path):

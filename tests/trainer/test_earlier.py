@@ -1,0 +1,127 @@
+"""What earlier starts have left in a folder is moved aside, and never overwritten."""
+
+import json
+import logging
+import os
+
+import pytest
+
+from rltrain.collect import collect
+from rltrain.config.load import load_config
+from rltrain.config.trainer_schema import TrainerConfig
+from rltrain.errors import DataError, DiskError, StorageError
+from rltrain.report import read_metrics
+from rltrain.trainer.earlier import set_aside
+from rltrain.trainer.tracking import JsonLines
+from rltrain.view import read_samples
+
+OF_A_RUN = ("plan.json", "env.json", "config.yaml", "config.1.yaml", "tracking.json", "tensorboard/events")
+SAMPLES = ("val_000000", "train_000001", "train_000002", "val_000002", "train_000003", "val_000003")
+LEFT = ("run.lock", "attempts.jsonl", "train.log", "reward.log", "logs/rank_00000.log", "global_step_2/progress.json")
+
+
+def contents(folder):
+    return {str(each.relative_to(folder)): each.read_text() for each in folder.rglob("*") if each.is_file()}
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run folder after three steps, each file with its own name in it."""
+    folder = tmp_path / "run"
+    for name in (*OF_A_RUN, *(f"samples/{each}.parquet" for each in SAMPLES), *LEFT):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+    lines = "".join(json.dumps({"step": step}) + "\n" for step in (0, 1, 2, 3))
+    (folder / "metrics.jsonl").write_text(lines + '{"step": 4, "cut')
+    return folder
+
+
+@pytest.mark.parametrize(("step", "anew"), [(0, False), (2, True)])
+def test_a_run_that_begins_anew_moves_all_of_the_one_before_aside(run, step, anew, caplog):
+    caplog.set_level(logging.INFO)
+    before = contents(run)
+    set_aside(TrainerConfig(), run, step, anew=anew)
+    assert contents(run) == {f"earlier_1/{name}" * (name not in LEFT) or name: text for name, text in before.items()}
+    assert caplog.text.count(f"{run}: what an earlier start has left there is now in earlier_1") == 1
+    # The next one, of which there is little.
+    writer = JsonLines(run / "metrics.jsonl")
+    writer.log(1, {"x": 1.0})
+    writer.close()
+    assert [line["step"] for line in read_metrics(run)] == [1]
+    first = contents(run / "earlier_1")
+    set_aside(TrainerConfig(), run, step, anew=anew)
+    assert contents(run / "earlier_1") == first
+    assert [line["step"] for line in read_metrics(run / "earlier_2")] == [1]
+
+
+def test_a_run_that_goes_on_moves_what_is_of_later_steps_aside(run, caplog):
+    caplog.set_level(logging.INFO)
+    before = contents(run)
+    set_aside(TrainerConfig(), run, 2)
+    assert [line["step"] for line in read_metrics(run)] == [0, 1, 2]
+    assert [line["step"] for line in read_metrics(run / "earlier_1")] == [3]
+    assert (run / "earlier_1/metrics.jsonl").read_text().endswith('{"step": 4, "cut\n'), "what a kill has cut off"
+    del before["metrics.jsonl"]
+    later = {f"samples/{name}.parquet" for name in SAMPLES if name.endswith("3")}
+    after = {name: text for name, text in contents(run).items() if not name.endswith("metrics.jsonl")}
+    assert after == {f"earlier_1/{name}" if name in later else name: text for name, text in before.items()}
+    assert "what is there of steps after 2 is now in earlier_1" in caplog.text
+    caplog.clear()
+    after = contents(run)
+    set_aside(TrainerConfig(), run, 2)
+    assert contents(run) == after
+    assert not caplog.text, "nothing is said where nothing is made again"
+
+
+def test_a_validation_that_is_made_again_keeps_the_answers_of_the_first(run):
+    set_aside(TrainerConfig(), run, 3, validates=True)
+    assert sorted(os.listdir(run / "earlier_1" / "samples")) == ["val_000003.parquet"]
+    assert (run / "samples" / "train_000003.parquet").exists()
+
+
+@pytest.mark.parametrize(
+    ("step", "train", "val"), [(0, ["1", "2", "3"], ["0", "2"]), (2, ["3"], None), (3, None, None)]
+)
+def test_answers_in_verls_format_are_moved_aside(tmp_path, step, train, val):
+    given = {"train": (1, 2, 3), "val": (0, 2)}
+    for split, steps in given.items():
+        for name in [*map(str, steps), "of_others"]:
+            (tmp_path / split).mkdir(exist_ok=True)
+            (tmp_path / split / f"{name}.jsonl").write_text(f"{split} {name}")
+    keys = [f"trainer.rollout_data_dir={tmp_path}/train", f"trainer.validation_data_dir={tmp_path}/val"]
+    config = load_config([*keys, "data.val_files=v.parquet"]).config
+    (tmp_path / "run").mkdir()
+    before = {split: set(contents(tmp_path / split).values()) for split in given}
+    set_aside(config.trainer, tmp_path / "run", step)
+    for split, moved in (("train", train), ("val", val)):
+        assert set(contents(tmp_path / split).values()) == before[split], "nothing is lost"
+        aside = tmp_path / split / "earlier_1"
+        names = sorted(os.listdir(aside)) if aside.exists() else None
+        assert names == (moved and [f"{each}.jsonl" for each in moved])
+
+
+def test_an_empty_folder_stays_so(tmp_path):
+    for step in (0, 2):
+        set_aside(TrainerConfig(), tmp_path, step)
+    assert [each.name for each in tmp_path.iterdir() if each.stat().st_size] == []
+    assert read_metrics(tmp_path) == []
+
+
+@pytest.mark.parametrize(("step", "number", "kind"), [(0, 13, DiskError), (2, 5, StorageError)])
+def test_what_cannot_be_moved_ends_the_start_and_stays(run, step, number, kind, monkeypatch):
+    before = contents(run)
+
+    def fails(source, target):
+        raise OSError(number, os.strerror(number), str(source))
+
+    monkeypatch.setattr(os, "rename", fails)
+    with pytest.raises(kind, match=rf"{run} cannot be written: .*{os.strerror(number)}.*run/"):
+        set_aside(TrainerConfig(), run, step)
+    assert contents(run) == before
+
+
+def test_what_was_moved_aside_is_read_and_collected_as_a_run_is(run, tmp_path):
+    set_aside(TrainerConfig(), run, 0)
+    with pytest.raises(DataError, match=r"Near it: 1, 2, 3"):
+        read_samples(run / "earlier_1", step=9)
+    assert "earlier_1/metrics.jsonl" in collect(run, tmp_path / "report.zip")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError, safe_load
 
-from rltrain.config.hydra import compose, flow
-from rltrain.config.keys import followed
+from rltrain.config.easyr1 import EASYR1, is_easyr1
+from rltrain.config.hydra import compose, flow, parsed
+from rltrain.config.keys import followed, is_known
+from rltrain.config.others import Format, read
 from rltrain.config.reader import Reader
 from rltrain.config.schema import Config
 from rltrain.config.verl_defaults import as_written
@@ -70,7 +73,11 @@ def load_config(
     for file in files:
         reader.direct.clear()
         try:
-            for key, value in (as_written(compose(Path(file))) if isinstance(file, str) else file).items():
+            settings = as_written(compose(Path(file))) if isinstance(file, str) else file
+            if is_easyr1(settings):
+                overrides = _take_over(reader, EASYR1, settings, overrides)
+                continue
+            for key, value in settings.items():
                 reader.set(key, value)
         except ConfigError as error:
             reader.problems.append(str(error))
@@ -93,6 +100,26 @@ def load_config(
     if reader.problems:
         raise ConfigError("\n".join([*dict.fromkeys(reader.problems), *_further(loaded, reader.wrong)]))
     return loaded
+
+
+def _take_over(reader: Reader, form: Format, settings: Mapping[str, Any], overrides: Sequence[str]) -> list[str]:
+    """Take over another trainer's file, with the words that follow in its language; returns the words in ours."""
+    words, ours = dict[str, Any](), list[str]()
+    for word in overrides:
+        key, _, text = word.lstrip("+").partition("=")
+        with suppress(YAMLError, OmegaConfBaseException):  # told with our own
+            words[key] = parsed(text)
+        if key not in words or not form.has(key):
+            ours.append(word)
+    found = read(form, {**settings, **words})
+    reader.problems += found.refused
+    reader.notes += [*found.notes, *([line] if (line := found.defaulted()) else [])]
+    for key, value in found.settings.items():
+        if (was := found.was.get(key)) and is_known(key):
+            reader.set_as(key, was, value)
+        else:
+            reader.set(key, value)
+    return ours
 
 
 def _further(loaded: LoadedConfig, wrong: Set[str]) -> list[str]:

@@ -88,9 +88,13 @@ class Reader:
         elif key in self.direct and OVERRIDES not in written:
             self.renamed[written] = f"{written}: no effect: {key} is set too"
         else:
-            self.renamed[written] = f"{written} is called {key} here"
-            self.written[key] = written
-            self._assign(key, written, value)
+            self.set_as(key, written, value)
+
+    def set_as(self, key: str, written: str, value: Any) -> None:
+        """Take over one key of ours that was written by another name."""
+        self.renamed[written] = f"{written} is called {key} here"
+        self.written[key] = written
+        self._assign(key, written, value)
 
     def _assign(self, key: str, written: str, value: Any) -> None:
         known = all_keys().get(key)

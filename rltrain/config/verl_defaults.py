@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
+from rltrain.config.easyr1 import is_easyr1
 from rltrain.config.keys import all_keys, followed, is_known
 from rltrain.config.renames import leaves_of, rename
 
@@ -107,7 +108,7 @@ def as_written(tree: Mapping[str, Any], asked: Collection[str] = ()) -> dict[str
     if tree and all(isinstance(each, Mapping) and "value" in each for each in tree.values()):
         tree = {key: each["value"] for key, each in tree.items()}  # the form in which W&B saves it
     leaves = {key: value for key, value in leaves_of(tree) if value not in ("???", {})}
-    if sum(not is_known(rename(key)) for key in leaves) < _WHOLE:
+    if is_easyr1(leaves) or sum(not is_known(rename(key)) for key in leaves) < _WHOLE:
         return leaves
     return {key: value for key, value in leaves.items() if key in asked or not _a_default(key, value, leaves)}
 

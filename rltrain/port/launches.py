@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rltrain.config.hydra import named
+from rltrain.config.easyr1 import EASYR1, is_easyr1
+from rltrain.config.hydra import compose, named
+from rltrain.config.others import Reading, read
 from rltrain.config.verl_defaults import as_written
 from rltrain.errors import ConfigError
+from rltrain.port.rules import parsed
 from rltrain.port.shell import Call, inside_out
 from rltrain.port.translate import ASKED, typed
 
@@ -21,7 +24,10 @@ _OTHERS = {
     r"model_merger": "a checkpoint's hf_model folder needs no merging here",
 }
 # The entry points whose trainer is the one here.
-_SAME = re.compile(r"(.*/)?(verl/|verl\.)trainer[./]main_ppo(_sync)?(\.py)?|.*dapo[\w./]*main_dapo(\.py)?|main_ppo\.py")
+_EASYR1 = re.compile(r"(.*/)?(verl/|verl\.)trainer[./]main(\.py)?")
+_SAME = re.compile(
+    r"(.*/)?(verl/|verl\.)trainer[./]main(_ppo(_sync)?)?(\.py)?|.*dapo[\w./]*main_dapo(\.py)?|main_ppo\.py"
+)
 _PYTHON = re.compile(r"python|torchrun|accelerate|uv$")
 _KEY = re.compile(r"^[+~]{0,2}[A-Za-z_][\w@/]*(\.[\w@/-]+)*=")
 
@@ -29,12 +35,24 @@ _KEY = re.compile(r"^[+~]{0,2}[A-Za-z_][\w@/]*(\.[\w@/-]+)*=")
 @dataclass(frozen=True)
 class Launch:
     """entry: the module or file that was started. settings: key and value as written, later ones count. lost: what
-    could not be read. exported: variables that the script gave it."""
+    could not be read. exported: variables that the script gave it. other: another trainer than verl whose keys they
+    were, already read as ours."""
 
     entry: str
     settings: tuple[tuple[str, str], ...]
     lost: tuple[str, ...] = ()
     exported: tuple[tuple[str, str], ...] = ()
+    other: Reading | None = None
+
+    @classmethod
+    def of(cls, entry: str, settings: Mapping[str, str], lost: Sequence[str] = (), call: Call | None = None) -> Launch:
+        """A launch with the keys of verl or of a trainer that is known here."""
+        exported = tuple(call.exported.items()) if call else ()
+        if not (_EASYR1.fullmatch(entry) or is_easyr1(settings)):
+            return cls(entry, tuple(settings.items()), tuple(lost), exported)
+        found = read(EASYR1, {key: parsed(text) for key, text in settings.items()})
+        ours = tuple((key, typed(value)) for key, value in found.settings.items())
+        return cls(entry, ours, (*lost, *found.refused), exported, found)
 
 
 def launches(calls: Sequence[Call], folders: Sequence[Path]) -> tuple[list[Launch], list[str]]:
@@ -88,9 +106,23 @@ def _launch(entry: str, words: Sequence[str], call: Call, folders: Sequence[Path
         read, problem = _named(flags["--config-path"], flags["--config-name"], folders)
         settings = [*read, *settings]
         lost += [problem] if problem else []
+    if (file := dict(settings).get("config")) and _EASYR1.fullmatch(entry):
+        read_file, problem = _file(file, folders)
+        settings = [*read_file, *(pair for pair in settings if pair[0] != "config")]
+        lost += [problem] if problem else []
     if not _SAME.fullmatch(entry):
         lost.append(f"{entry} is another trainer than verl's main_ppo: what it adds to it is not carried over")
+    if _EASYR1.fullmatch(entry):
+        return Launch.of(entry, dict(settings), lost, call)
     return Launch(entry, tuple(settings), tuple(lost), tuple(call.exported.items()))
+
+
+def _file(name: str, folders: Sequence[Path]) -> tuple[list[tuple[str, str]], str]:
+    """What EasyR1's config=FILE stands for."""
+    found = next((at for folder in folders if (at := folder / inside_out(name)).is_file()), None)
+    if not found:
+        return [], f"config={name}: there is no such file here, and it says most of the run. Port where it is"
+    return [(key, typed(value)) for key, value in as_written(compose(found)).items()], ""
 
 
 def _named(path: str, name: str, folders: Sequence[Path]) -> tuple[list[tuple[str, str]], str]:

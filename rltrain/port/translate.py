@@ -19,6 +19,7 @@ from rltrain.config.check import check
 from rltrain.config.declarations import LOSS_KEY, POLICY_LOSSES, TOKEN_MEAN, LossTraits
 from rltrain.config.keys import all_keys, followed, get, is_known
 from rltrain.config.load import LoadedConfig, load_config
+from rltrain.config.others import Reading
 from rltrain.config.renames import answer, rename
 from rltrain.config.schema import Config
 from rltrain.config.spellings import OLD_KEYS
@@ -60,12 +61,16 @@ class Ported:
             self.comments[key].append(why)
 
 
-def translate(written: Sequence[tuple[str, str]], unknown: str = "__") -> Ported:
+def translate(written: Sequence[tuple[str, str]], unknown: str = "__", other: Reading | None = None) -> Ported:
     """verl's settings, in the order they were written, as ours.
 
-    unknown: what a value holds that stands for a variable; such a value may be no number yet.
+    unknown: what a value holds that stands for a variable; such a value may be no number yet. other: whence they come,
+    where another trainer's were read as these.
     """
     ported = Ported()
+    if other:
+        ported.comments = {key: [why] for key, why in other.why.items()}
+        ported.without_effect = list(other.notes)
     last = {key.lstrip("+"): text for key, text in written if not key.startswith("~")}
     _own_classes(ported, last)
     together = _together(ported, last)
@@ -74,8 +79,9 @@ def translate(written: Sequence[tuple[str, str]], unknown: str = "__") -> Ported
             _take(ported, key, text)
     _min_lr(ported, last)
     _totals(ported, last)
-    _not_read(ported)
-    _defaults_of_verl(ported, last)
+    if not other:  # which writes its defaults, and reads what it writes
+        _not_read(ported)
+        _defaults_of_verl(ported, last)
     _checkpoints(ported, last)
     _drop_our_defaults(ported)
     _check(ported, unknown)

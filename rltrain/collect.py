@@ -5,6 +5,7 @@ Secrets are masked, and large files are cut to their ends.
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 import zipfile
@@ -78,12 +79,17 @@ def _masked(text: str) -> str:
 
 @command
 def main(argv: list[str] | None = None) -> int:
-    arguments = sys.argv[1:] if argv is None else argv
-    if len(arguments) not in (1, 2) or arguments[0].startswith("-"):
-        sys.stderr.write("usage: python -m rltrain.collect RUN_FOLDER [ARCHIVE.zip]\n")
-        return 0 if arguments[:1] in (["-h"], ["--help"]) else 2
-    run = Path(arguments[0])
-    archive = Path(arguments[1] if len(arguments) == 2 else f"{run.resolve().name}-report.zip")
+    parser = argparse.ArgumentParser(
+        prog="python -m rltrain.collect",
+        description="Pack what a bug report needs of a run into one archive: configuration, plan, versions, logs, "
+        "metrics, incidents, the newest answers and Ray's logs, but no weights. Values of keys that name a secret are "
+        f"masked, large files are cut to their ends, and it holds at most {_MOST_BYTES >> 20} MiB. Look through it "
+        "before you give it away: prompts and answers are in it.",
+    )
+    parser.add_argument("run", type=Path, help="run folder (trainer.default_local_dir)")
+    parser.add_argument("archive", type=Path, nargs="?", help="default: NAME_OF_THE_RUN-report.zip in this folder")
+    arguments = parser.parse_args(argv)
+    run, archive = arguments.run, arguments.archive or Path(f"{arguments.run.resolve().name}-report.zip")
     names = collect(run, archive)
     size = archive.stat().st_size / 2**20
     sys.stdout.write(

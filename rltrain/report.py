@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -112,6 +114,19 @@ def learning_summary(lines: list[dict[str, Any]]) -> str:
     return "\n".join(parts)
 
 
+def nothing_earned(run: Path, lines: list[dict[str, Any]]) -> str:
+    """One line where no answer of the run earned more than 0, or all earned the same; "" for any other run."""
+    ends = [(line["critic/score/min"], line["critic/score/max"]) for line in lines if "critic/score/max" in line]
+    least, most = min((low for low, _ in ends), default=0.0), max((high for _, high in ends), default=1.0)
+    # Not all that is negative: a reward model may give no other numbers.
+    if most not in (least, 0):
+        return ""
+    said = f"every answer earned {most:g}" if most == least else "no answer earned more than 0"
+    run = run if run.is_dir() else run.parent
+    kept = "" if any(run.glob("samples/train_*")) else " (this run has kept none; trainer.samples_freq=1 keeps all)"
+    return f"{said}; look at them with python -m rltrain.view {shlex.quote(str(run))} --worst{kept}"
+
+
 def report(run: Path) -> str:
     """Phase table, learning summary, and the newest exported model."""
     lines = read_metrics(run)
@@ -122,7 +137,7 @@ def _rest(run: Path, lines: list[dict[str, Any]]) -> list[str]:
     # By number, since as text step 100 stands before step 20.
     exports = sorted(run.glob("global_step_*/huggingface"), key=lambda path: int(path.parent.name.rpartition("_")[2]))
     exported = [f"exported model: {exports[-1]}"] if exports else []
-    return [text for text in (learning_summary(lines), *exported) if text]
+    return [text for text in (learning_summary(lines), nothing_earned(run, lines), *exported) if text]
 
 
 def show_report(run: Path) -> None:
@@ -139,11 +154,14 @@ def show_report(run: Path) -> None:
 
 @command
 def main(argv: list[str] | None = None) -> int:
-    arguments = sys.argv[1:] if argv is None else argv
-    if len(arguments) != 1 or arguments[0] in ("-h", "--help"):
-        sys.stderr.write("usage: python -m rltrain.report RUN_FOLDER\n")
-        return 0 if arguments and arguments[0] in ("-h", "--help") else 2
-    show_report(Path(arguments[0]))
+    parser = argparse.ArgumentParser(
+        prog="python -m rltrain.report",
+        description="Show a run by its metrics.jsonl: the seconds of each phase of a step, throughput, the training "
+        "reward at the start and at the end, every validation before and after, and the exported model. On a terminal "
+        "also each phase's share of the step and the slowest step; elsewhere in a fixed layout for scripts.",
+    )
+    parser.add_argument("run", type=Path, help="run folder (trainer.default_local_dir), or its metrics.jsonl")
+    show_report(parser.parse_args(argv).run)
     return 0
 
 

@@ -99,7 +99,15 @@ def arrange(frame: pd.DataFrame, order: str | None, source: str | None) -> pd.Da
 
 def compare(run: Path, steps: Sequence[int], count: int, source: str | None, width: int) -> list[str]:
     """One line per first answer to the same validation prompts at two steps (default: the first and the newest)."""
-    steps = steps or list(sample_steps(run, "val"))
+    known = list(sample_steps(run, "val"))
+    # One step is compared with the first.
+    steps = [known[0], *steps] if len(steps) == 1 else steps or known
+    if steps[0] == steps[-1]:
+        only = f"there is one validation only, of step {known[0]}" if len(known) == 1 else f"step {steps[0]} twice"
+        raise DataError(
+            f"--compare: {only}. Kept are: {', '.join(map(str, known[:20]))}. trainer.test_freq=N validates every N "
+            "steps, trainer.val_before_train=True before the first."
+        )
     frames = [arrange(read_samples(run, step, "val"), None, source) for step in (steps[0], steps[-1])]
     # The first answer to each prompt: which prompts are kept does not change from one validation to the next.
     before, after = [frame[frame["sample"] == 0].set_index("row") for frame in frames]
@@ -141,7 +149,7 @@ def _parser() -> argparse.ArgumentParser:
     which = parser.add_mutually_exclusive_group()
     for name, text in _ORDERS.items():
         which.add_argument(f"--{name}", dest="order", action="store_const", const=name, help=text)
-    pair = "the same validation prompts at two steps (default: first and newest)"
+    pair = "the same validation prompts at two steps (default: first and newest; one step: first and that)"
     parser.add_argument("--compare", nargs="*", type=int, metavar="STEP", help=pair)
     parser.add_argument("-n", type=int, default=5, help="how many (default 5)")
     parser.add_argument("--source", help="only this data_source")

@@ -1,3 +1,4 @@
+import importlib
 import zipfile
 
 import pytest
@@ -63,4 +64,12 @@ def test_big_files_are_cut_and_the_archive_is_bounded(run, tmp_path, monkeypatch
 def test_a_folder_without_a_run_is_an_error(tmp_path, capsys):
     assert main([str(tmp_path)]) == 2
     assert "is no run folder" in capsys.readouterr().err
-    assert main([]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        main([])
+
+
+@pytest.mark.parametrize(("module", "said"), [("collect", "but no weights"), ("report", "seconds of each phase")])
+def test_the_help_says_what_is_shown_or_packed(module, said, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        importlib.import_module(f"rltrain.{module}").main(["--help"])
+    assert said in " ".join(capsys.readouterr().out.split())

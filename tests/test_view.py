@@ -76,6 +76,16 @@ def test_answers_before_and_after_stand_below_each_other(run, capsys):
         "right, of all that were kept: step 1: 0.0%, step 7: 50.0%",
     ]  # fmt: skip
     assert shown(capsys, run, "--compare", 1, 7, "-n", 2) == text
+    assert shown(capsys, run, "--compare", 7, "-n", 2) == text
+
+
+def test_a_validation_is_not_compared_with_itself(run, capsys):
+    for steps in (["1"], ["7", "7"]):
+        assert main([str(run), "--compare", *steps]) == 2
+        assert f"--compare: step {steps[0]} twice. Kept are: 1, 7." in capsys.readouterr().err
+    (run / "samples" / "val_000007.parquet").unlink()
+    assert main([str(run), "--compare"]) == 2
+    assert "there is one validation only, of step 1." in capsys.readouterr().err
 
 
 def test_long_answers_lose_their_middle(run, capsys):

@@ -40,6 +40,25 @@ def test_learning_summary_compares_start_and_end():
     assert learning_summary(lines(1)) == "training reward: 0.100 (one step)"
 
 
+@pytest.mark.parametrize(
+    ("ends", "said"),
+    [
+        ([(0, 0), (0, 0)], "every answer earned 0; look at them"),
+        ([(-1, -1)], "every answer earned -1; look at them"),
+        ([(-0.5, -0.1), (-1, 0)], "no answer earned more than 0; look at them"),
+        ([(0, 0), (0, 1)], ""),
+        ([(-3.5, -0.25), (-2, -1)], ""),  # a reward model's
+        ([], ""),
+    ],
+)
+def test_a_run_in_which_nothing_was_earned_ends_with_where_to_look(ends, said, tmp_path):
+    of_run = [lines(1)[0] | {"critic/score/min": low, "critic/score/max": high} for low, high in ends] or lines(2)
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in of_run))
+    last = report(tmp_path).splitlines()[-1]
+    assert last.startswith(said or "training reward: ")
+    assert (f"rltrain.view {tmp_path} --worst (this run has kept none" in last) == bool(said)
+
+
 def test_a_report_of_validation_alone_speaks_of_no_steps(tmp_path):
     line = {"step": 0, "val-core/gsm8k/acc/mean@1": 0.825, "timing_s/testing": 2.0}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")

@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import ScalarToken, StreamEndToken, Token, YAMLError, scan
 
 from rltrain.config.verl_refused import RECIPES
+from rltrain.config.whose import whose
 from rltrain.errors import ConfigError
 
 Tree = dict[str, Any]
@@ -53,6 +54,11 @@ def compose(file: Path, roots: Sequence[Path] = ()) -> Tree:
     roots: folders to look in beside that of the file. Raises ConfigError with every file that is missing.
     """
     _refuse_recipe(f"--config {file}", file.stem)
+    if trainer := whose(read_yaml(file)[1]):
+        raise ConfigError(
+            f"--config {file}: this is a configuration of {trainer}'s, which is not read here: docs/from-others.md. "
+            "Write its settings with the keys of --help; a key by its name there is answered with the one here."
+        )
     composer = _Composer([file.parent, *roots])
     composer.take(file, "", "")
     if composer.problems:

@@ -13,9 +13,12 @@ from rltrain.port.shell import restored
 from rltrain.port.translate import Ported
 
 # Variables of verl's scripts that rltrain sets where they are needed, or that nothing reads here.
-_OURS = re.compile(
-    r"VLLM_(USE_V1|ATTENTION_BACKEND|ALLREDUCE\w*)|HYDRA_\w+|RAY_\w+|CUDA_DEVICE_MAX_CONNECTIONS|VERL_\w+"
-)
+_OURS = re.compile(r"VLLM_(USE_V1|ATTENTION_BACKEND|ALLREDUCE\w*)|HYDRA_\w+|RAY_\w+|VERL_\w+")
+# Variables that do something here, but not what the script wants of them.
+_NOT_HERE = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": "left out: Megatron wants it, and under FSDP2 it hinders the overlap of "
+    "communication and computation"
+}
 
 _PLAIN = re.compile(r"[A-Za-z0-9_.@/+-]+")
 
@@ -46,6 +49,8 @@ def _launch(launch: Launch, ported: Ported, placeholders: Mapping[str, str]) -> 
     for name, value in launch.exported:
         if SECRET.search(name):
             lines.append(f"# export {name}=…  (a secret: not copied)")
+        elif why := _NOT_HERE.get(name):
+            lines.append(f"# export {name}={_quoted(value, placeholders)}  ({why})")
         elif not _OURS.fullmatch(name):
             lines.append(f"export {name}={_quoted(value, placeholders)}")
     lines.append("ARGS=(")

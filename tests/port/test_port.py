@@ -83,6 +83,11 @@ def test_a_script_becomes_what_differs_from_our_defaults(tmp_path, capsys):
     check(load_config(settings))
 
 
+def test_a_variable_that_would_slow_fsdp_down_is_left_out_and_said(tmp_path):
+    _, _, text = ported(tmp_path, GRPO.replace("VLLM_USE_V1=1", "CUDA_DEVICE_MAX_CONNECTIONS=1"))
+    assert "\n# export CUDA_DEVICE_MAX_CONNECTIONS=1  (left out" in text
+
+
 def test_arguments_of_the_script_reach_its_launch(tmp_path):
     _, [settings], _ = ported(tmp_path, GRPO, "data.seed=7", "trainer.n_gpus_per_node=4")
     assert {"data.seed=7", "trainer.n_gpus_per_node=4"} <= set(settings)

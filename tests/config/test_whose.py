@@ -1,0 +1,37 @@
+"""Whose a configuration is that is none of verl's."""
+
+import pytest
+
+from rltrain.config.load import load_config, to_yaml
+from rltrain.errors import ConfigError
+from rltrain.port.__main__ import main as port
+
+FILES = {
+    "MindSpeed RL": "defaults: [{model: [qwen25_7b]}]\nmegatron_training: {model: qwen25_7b, train_iters: 100}\n"
+    "actor_config: {lr: 1e-6}\nrl_config: {n_samples_per_prompt: 8}\ngenerate_config: {limit_mm_image_per_prompt: 1}\n",
+    "AReaL": "experiment_name: a\nallocation_mode: vllm:d4+fsdp:d4\ngconfig: {n_samples: 4}\nactor: {path: m}\n"
+    "train_dataset: {path: d}\n",
+    "TRL": "model_name_or_path: m\ndataset_name: d\nnum_generations: 8\nbeta: 0.0\n",
+    "OpenRLHF": "pretrain: m\nprompt_data: d\nn_samples_per_prompt: 8\n",
+    "ms-swift": "rlhf_type: grpo\nmodel: m\ntrain_type: full\nnum_generations: 8\nper_device_train_batch_size: 2\n",
+    "LLaMA-Factory": "model_name_or_path: m\nstage: ppo\nfinetuning_type: lora\nper_device_train_batch_size: 1\n",
+}
+
+
+@pytest.mark.parametrize("trainer", FILES)
+def test_whose_a_file_is_stands_in_one_sentence(tmp_path, trainer):
+    file = tmp_path / "run.yaml"
+    file.write_text(FILES[trainer])
+    for read in (lambda: load_config(["data.train_files=/d", "actor_rollout_ref.model.path=/m"], [str(file)]),
+                 lambda: port.__wrapped__([str(file)])):  # fmt: skip
+        with pytest.raises(ConfigError) as raised:
+            read()
+        assert f"this is a configuration of {trainer}'s" in str(raised.value)
+        assert "unknown key" not in str(raised.value)
+
+
+def test_a_file_of_ours_is_nobody_else_s(tmp_path):
+    needed = ["data.train_files=/d", "actor_rollout_ref.model.path=/m"]
+    file = tmp_path / "run.yaml"
+    file.write_text(to_yaml(load_config(needed).config))
+    assert load_config([], [str(file)]).config.data.train_files == "/d"

@@ -42,6 +42,18 @@ _SPANNING = {
 }
 
 
+# What a tokenizer is told besides the template's own arguments, and the key that decides it here.
+_OF_TOKENIZER = {
+    "add_generation_prompt": "it is always true, as the model is to answer", "tokenize": "it is decided here",
+    "continue_final_message": "a new turn is always opened", "truncation": "see data.truncation",
+    "max_length": "see data.max_prompt_length", "padding": "prompts are packed without padding",
+    "chat_template": f"see {_A}model.custom_chat_template", "messages": "these are the rows' own",
+    "conversation": "these are the rows' own", "return_tensors": "it is decided here",
+    "return_dict": "it is decided here", "return_assistant_tokens_mask": "it is decided here",
+    "tokenizer_kwargs": "it is decided here", "processor_kwargs": "it is decided here",
+}  # fmt: skip
+
+
 def check(loaded: LoadedConfig) -> None:
     """Raise ConfigError with every rule that the config breaks."""
     if problems := broken_rules(loaded):
@@ -132,6 +144,12 @@ def _lists(config: Config) -> Iterator[str]:
     low, high = config.data.min_pixels, config.data.max_pixels
     if low and high and low > high:
         yield f"data.min_pixels={low} is more than data.max_pixels={high}: no image lies between them."
+    for name, value in config.data.apply_chat_template_kwargs.items():
+        if name in _OF_TOKENIZER:
+            yield (
+                f"data.apply_chat_template_kwargs.{name}={value}: {_OF_TOKENIZER[name]}. Leave it out; what the chat "
+                "template itself reads belongs there, such as enable_thinking."
+            )
     for section in (_A + "actor.optim", "critic.optim"):
         betas = get(config, f"{section}.betas")
         if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):

@@ -198,9 +198,12 @@ def _unreachable(slot: Slot, row: PromptRow, form: str, encoder: ChatEncoder) ->
                 f"{', '.join(dropped)}: special tokens, which are left out of the text that is scored, so an answer of "
                 f"{row.data_source!r} earns {score:g} at best"
             ]
-    prompt = encoder.tokenizer.apply_chat_template(
-        row.prompt, tokenize=False, add_generation_prompt=True, **encoder.template_kwargs
-    )
+    try:
+        prompt = encoder.tokenizer.apply_chat_template(
+            row.prompt, tokenize=False, add_generation_prompt=True, **encoder.template_kwargs
+        )
+    except Exception:  # noqa: BLE001 - a template may raise anything; it is told where rows are tokenised
+        return []
     opened = _OPEN_TAG.search(prompt)
     if opened is None or not form.startswith(f"<{opened[1]}>"):
         return []

@@ -240,6 +240,14 @@ def test_a_format_that_the_template_makes_unreachable_is_found(tmp_path, custom,
         assert all("the chat template opens <think> itself" in line and "earns 0.9 at best" in line for line in found)
 
 
+def test_a_template_that_refuses_the_rows_ends_no_linter(tmp_path, encoder):
+    encoder.tokenizer.chat_template = (
+        "{% if messages[0].content != '?' %}{{ raise_exception('no such role') }}{% endif %}"
+    )
+    number, findings = lint([write(tmp_path, [sum_row(1)])], encoder=encoder, max_prompt_length=9)
+    assert (number, list(findings)) == (1, ["prompts the chat template refuses"])
+
+
 def test_the_command_line_takes_the_run_s_reward_and_tokenizer(tmp_path, custom, encoder, capsys):
     file = write(tmp_path, [sum_row(1, data_source="mine")])
     options = ["--tokenizer", encoder.path, "--max-prompt-length", "99"]

@@ -41,13 +41,13 @@ class TrainerConfig:
     critic_warmup: int = key(0, only_with=WITH_CRITIC)
     """The actor learns from this step on; before it only the critic does."""
     val_before_train: bool = True
-    """Validate before the first step."""
+    """Validate before the first step; without a test_freq after the last one too."""
     val_only: bool = False
     """Stop after that validation."""
     overlap: bool = key(False, only_with={"n_gpus_per_node>1 or nnodes>1": "one device never waits for another"})
     """Devices without answers to generate begin with log-probs; they need a copy of the weights (docs/rollout.md)."""
     test_freq: int = key(-1, only_with={"data.val_files or test_freq<1": "data.val_files is not set"})
-    """Validate every so many steps and after the last; -1: never."""
+    """Validate every so many steps and after the last; -1: after the last, and with val_before_train=False never."""
     save_freq: int = -1
     """Save every so many steps; -1: by save_every_s and at the end."""
     save_every_s: float | None = key(1800.0, least=-1, only_with=_SAVES)
@@ -110,6 +110,12 @@ class TrainerConfig:
     """Folder for all answers of every step as JSON lines, as verl writes them (N.jsonl)."""
     validation_data_dir: str | None = key(None, only_with=_VALIDATES)
     """The same for validations."""
+
+    def validates_after(self, step: int, total: int) -> bool:
+        """Whether a validation is due after ``step``. Asked for before the first step alone, it has one to compare with
+        after the last."""
+        last = step == total
+        return last or step % self.test_freq == 0 if self.test_freq > 0 else last and self.val_before_train
 
     @property
     def saves_by_time(self) -> bool:

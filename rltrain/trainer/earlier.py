@@ -111,8 +111,7 @@ def complete(file: Path, step: int, metrics: dict[str, float]) -> None:
 def owes_validation(cfg: Config, run: Path, step: int, total: int) -> bool:
     """Whether the run in the folder ``run`` has ``step`` to validate before all else: it is asked for no more than
     that, or a signal has cut the validation of the step that it resumes from short."""
-    freq = cfg.trainer.test_freq
-    due = bool(cfg.data.val_files) and freq > 0 and step > 0 and (step == total or step % freq == 0)
+    due = bool(cfg.data.val_files) and step > 0 and cfg.trainer.validates_after(step, total)
     # A checkpoint of another run has no line here.
     found = [line for line in _lines(run / METRICS) if _step_of(line) == step] if due else []
     return cfg.trainer.val_only or (bool(found) and not any('"val-core/' in line for line in found))

@@ -192,7 +192,7 @@ class Trainer:
             metrics |= saver.save(step, ppo.progress, by_time=not due)
         saver.poll()
         stop.reached(step, total, saver.last_step)
-        if ppo.rewards.has_validation and trainer.test_freq > 0 and (last or step % trainer.test_freq == 0):
+        if ppo.rewards.has_validation and trainer.validates_after(step, total):
             found = {} if stop.requested else ppo.validate(step, stop)
             metrics |= found
             # A validation that a signal has cut short returns nothing.

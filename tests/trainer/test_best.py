@@ -12,6 +12,7 @@ from rltrain.report import read_metrics
 from rltrain.stop import Stop
 from rltrain.trainer.best import Best
 from rltrain.trainer.checkpoint import RunFolder
+from rltrain.trainer.earlier import owes_validation
 from rltrain.trainer.progress import find_start
 from rltrain.trainer.run import Trainer
 from rltrain.trainer.saving import Saver
@@ -84,7 +85,8 @@ def run(tiny_trainer, tmp_path):
         saver = Saver(cfg, folder, ppo.actor, ppo.critic, "rows:1", 1, 1)
         saver.load(start)
         ppo.restore(start.progress, start.folder)
-        ppo.validate = lambda step, stop: {METRIC: found[step]}
+        run.validated = []
+        ppo.validate = lambda step, stop: run.validated.append(step) or {METRIC: found[step]}
         with Tracker(["console"], RunInfo("p", "e", {}, folder.path, start.step), 8) as tracker:
             trainer = Trainer(cfg, ppo.plan, folder, Stop(), start.step, ExitStack(), ppo, tracker, saver)
             ended = trainer.fit()
@@ -92,6 +94,33 @@ def run(tiny_trainer, tmp_path):
         return ended, [line["step"] for line in read_metrics(folder.path)], folder.steps()
 
     return run
+
+
+@pytest.mark.parametrize(
+    ("freq", "before", "validated"),
+    [(-1, True, [0, 3]), (0, True, [0, 3]), (-1, False, []), (2, True, [0, 2, 3]), (2, False, [2, 3])],
+)
+def test_a_validation_before_training_has_one_after_it(run, freq, before, validated):
+    found = dict.fromkeys(validated, 0.5)  # any other step is a KeyError
+    changes = {"trainer__test_freq": freq, "trainer__val_before_train": before, "trainer__total_training_steps": 3}
+    ended, steps, _ = run(found, **changes)
+    assert ended
+    assert steps == [0] * before + [1, 2, 3]
+    assert run.validated == validated
+
+
+def test_a_last_validation_that_was_cut_short_is_owed(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 2}\n{"step": 3}\n')
+
+    def owed(step, *keys):
+        config = load_config(["data.val_files=v.parquet", *keys]).config
+        return owes_validation(config, tmp_path, step, 3)
+
+    assert [owed(step) for step in (0, 2, 3)] == [False, False, True]
+    assert [owed(step, "trainer.test_freq=2") for step in (1, 2, 3)] == [False, True, True]
+    assert not owed(3, "trainer.val_before_train=False")
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 3, METRIC: 0.5}) + "\n")
+    assert not owed(3)
 
 
 def test_the_best_checkpoint_stays_and_survives_a_resume(run):

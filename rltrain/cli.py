@@ -17,6 +17,7 @@ _COMMANDS = {
     "port": ("rltrain.port.__main__", "a launch script or saved configuration of verl's, as a script of ours"),
     "report": ("rltrain.report", "the phase table of a run"),
     "view": ("rltrain.view", "the answers of a run"),
+    "sync": ("rltrain.sync", "send what trackers have kept offline in a run"),
     "lint": ("rltrain.data_preprocess.lint", "check data files before a run does"),
     "rewards try": ("rltrain.rewards.try", "try a reward function on rows and answers"),
     "replay": ("rltrain.replay", "an incident with a loss that is not finite, once more on one device"),

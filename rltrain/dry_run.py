@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from rltrain.config.check import as_list
 from rltrain.config.load import LoadedConfig
@@ -36,7 +37,7 @@ from rltrain.trainer.preflight import preflight
 from rltrain.trainer.preflight_models import Findings, look_at_images
 from rltrain.trainer.progress import Start, find_start
 from rltrain.trainer.room import checkpoint_bytes, missing_room
-from rltrain.trainer.tracking import missing_package
+from rltrain.trainer.tracking import tracker_notes
 
 # Rows of a split that are read and tokenised as in a run, and those whose answers the built-in scorers grade;
 # `python -m rltrain.data_preprocess.lint` looks at all.
@@ -63,11 +64,7 @@ def dry_run(loaded: LoadedConfig, notes: Sequence[str]) -> tuple[str, bool]:
         found.problems.append(str(error))
     parts += _try_reward(cfg, rows, found)
     parts += _look_at(cfg, rows, found)
-    found.notes += [
-        f"trainer.logger={name}: not installed here, so it is left out (pip install {package})"
-        for name in cfg.trainer.logger
-        if (package := missing_package(name))
-    ]
+    found.notes += tracker_notes(cfg.trainer.logger, Path(cfg.trainer.default_local_dir))
     without_effect = [note for note in notes if ": no effect: " in note]
     read_as = [note for note in notes if note not in without_effect]
     for title, lines in (("read as", read_as), ("no effect", without_effect), ("worth a look", found.notes)):

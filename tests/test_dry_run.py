@@ -364,7 +364,7 @@ def test_a_disk_that_holds_too_little_is_seen(dry, monkeypatch):
 
 
 def test_the_default_critic_and_a_missing_tracker_are_noted(dry, monkeypatch):
-    monkeypatch.setattr("rltrain.dry_run.missing_package", lambda name: "wandb" if name == "wandb" else None)
+    monkeypatch.setattr("rltrain.trainer.tracking.missing_package", lambda name: "wandb" if name == "wandb" else None)
     code, text = dry(trainer__logger="[console,wandb]")
     assert code == 0
     assert "trainer.logger=wandb: not installed here" in text

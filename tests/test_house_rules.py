@@ -18,7 +18,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [
     {"cli", "doctor"},
     {"main_ppo"},
-    {"api", "dry_run", "port", "replay"},
+    {"api", "dry_run", "port", "replay", "sync"},
     {"data_preprocess"},
     {"trainer"},
     {"controller"},

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from rltrain.env import volcengine_account
+from rltrain.errors import first_line
+
+log = logging.getLogger(__name__)
 
 Rows = Sequence[Sequence[Any]]
 # The name that the step of training has among the metrics.
@@ -81,7 +85,7 @@ class TensorBoard(Sink):
 
 
 class WandB(Sink):
-    """Weights & Biases.
+    """Weights & Biases; without a login or its server, files of its offline mode, which `rltrain.sync` sends.
 
     It drops what has a smaller step than it has seen, without a word to us: the steps that a resumed run makes again,
     and an entry that is sent late. So its own count goes on, and the step of training is the axis of all plots.
@@ -90,17 +94,25 @@ class WandB(Sink):
     def __init__(self, run: RunInfo) -> None:
         import wandb
 
-        # It would ask on the terminal, in the middle of training. Older versions can only do that.
-        asks_nothing: dict[str, Any] = (
-            {"prompt": False} if "prompt" in inspect.signature(wandb.login).parameters else {}
-        )
-        if wandb.setup().settings.mode == "online" and not wandb.login(**asks_nothing):
-            raise ConnectionError("not logged in; run `wandb login`, set WANDB_API_KEY, or WANDB_MODE=offline")
         self._table = lambda columns, rows: wandb.Table(columns=[*columns], data=rows)
         named: dict[str, Any] = {"project": run.project, "name": run.name, "config": run.config, "dir": str(run.folder)}
         named |= {"id": run.run_id, "resume": "allow" if run.run_id else None}
         # wandb would otherwise capture the terminal, where the bar redraws itself.
-        self._run = wandb.init(**named, settings=wandb.Settings(console="off"))
+        named["settings"] = wandb.Settings(console="off")
+        why = ""
+        if wandb.setup().settings.mode == "online":
+            # What is sent behind later steps would arrive out of order.
+            waits = run.run_id and any(folder.name.endswith(f"-{run.run_id}") for folder in unsent_wandb(run.folder))
+            why = "earlier steps of this run are not sent yet" if waits else wandb_refusal()
+        if not why:
+            try:
+                self._run = wandb.init(**named)
+            except wandb.errors.Error as error:  # the server is gone since, or lets nobody into the project
+                why = first_line(error).rstrip(".")
+        if why:
+            self._run = wandb.init(**named, mode="offline")
+            text = "tracker 'wandb': %s. Metrics go to %s; send them after the run with: python -m rltrain.sync %s"
+            log.warning(text, why, run.folder / "wandb", run.folder)
         self.run_id = self._run.id
         self._run.define_metric(_STEP)
         self._run.define_metric("*", step_metric=_STEP)
@@ -235,6 +247,40 @@ class Trackio(Sink):
         name, resume = run.run_id or run.name, "allow" if run.run_id else "never"
         self._run = trackio.init(project=run.project, name=name, config=run.config, resume=resume, embed=False)
         self.run_id = self._run.name
+
+
+def wandb_login_lacks() -> str:
+    """What a user shall do to log in to W&B; empty where there is a login or none is wanted. Asks no server."""
+    import wandb
+    from requests.utils import get_netrc_auth
+
+    settings = wandb.setup().settings
+    known = settings.api_key or getattr(settings, "identity_token_file", None) or get_netrc_auth(settings.base_url)
+    if settings.mode != "online" or known:
+        return ""
+    return "not logged in (run `wandb login`, or set WANDB_API_KEY)"
+
+
+def wandb_refusal() -> str:
+    """Why W&B would take nothing now, or an empty text. Takes seconds where its server does not answer."""
+    import wandb
+
+    if lacks := wandb_login_lacks():
+        return lacks
+    # By itself it asks on the terminal, in the middle of training, and older versions do not ask the server.
+    wanted: dict[str, Any] = {"prompt": False, "verify": True}
+    known = inspect.signature(wandb.login).parameters
+    try:
+        done = wandb.login(**{name: value for name, value in wanted.items() if name in known})
+        return "" if done else "not logged in"
+    except (wandb.errors.Error, OSError, ValueError) as error:  # ValueError: a key of another form, in older versions
+        return first_line(error).rstrip(".")
+
+
+def unsent_wandb(folder: Path) -> list[Path]:
+    """The folders of wandb's offline mode in a run folder that its own sync command has not marked as sent."""
+    kept = sorted((folder / "wandb").glob("offline-run-*/*.wandb"))
+    return [file.parent for file in kept if not file.with_name(f"{file.name}.synced").exists()]
 
 
 TRACKERS: dict[str, type[Sink]] = {

@@ -12,16 +12,17 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rltrain.aside import Lines
 from rltrain.config.trainer_schema import LOGGERS
+from rltrain.errors import first_line
 from rltrain.trainer.console import Console
 from rltrain.trainer.earlier import METRICS, disk_errors
-from rltrain.trainer.trackers import TRACKERS, Rows, RunInfo, Sink
+from rltrain.trainer.trackers import TRACKERS, Rows, RunInfo, Sink, wandb_login_lacks
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +36,8 @@ _DOWN_AFTER = 3
 _GIVE_UP_AFTER = 5
 # How long the end of a run waits for trackers, and that of one that failed.
 _CLOSE_S, _CLOSE_AFTER_FAILURE_S = 60.0, 10.0
+# Each tracker's own name of a run.
+IDS_FILE = "tracking.json"
 
 
 class JsonLines:
@@ -177,10 +180,10 @@ class Tracker:
     def __init__(self, loggers: Sequence[str], run: RunInfo, total_steps: int) -> None:
         self._console = Console(run.first_step, total_steps, shown="console" in loggers)
         self._always = JsonLines(run.folder / METRICS)
-        # Each tracker's own name of this run. A resumed run goes on under it, a new one starts anew.
-        self._ids_file = run.folder / "tracking.json"
+        # A resumed run goes on under it, a new one starts anew.
+        self._ids_file = run.folder / IDS_FILE
         # A run from step 0 is a new one: under the old name its steps would mix with those of the run before.
-        self._ids = _read_ids(self._ids_file) if run.first_step else {}
+        self._ids = read_ids(self._ids_file) if run.first_step else {}
         self._ids_lock = threading.Lock()
         self._senders: list[Sender] = []
         self._summary: dict[str, float] = {}
@@ -260,7 +263,26 @@ def missing_package(logger: str) -> str | None:
     return package if package and importlib.util.find_spec(package) is None else None
 
 
-def _read_ids(file: Path) -> dict[str, str]:
+def tracker_notes(loggers: Sequence[str], folder: Path) -> Iterator[str]:
+    """What a run will say of its trackers at its start, as far as nobody need be asked."""
+    for name in loggers:
+        if package := missing_package(name):
+            yield f"trainer.logger={name}: not installed here, so it is left out (pip install {package})"
+        elif name == "wandb":
+            try:
+                lacks = wandb_login_lacks()
+            except Exception as error:  # noqa: BLE001 - what a package raises where its settings are wrong
+                yield f"trainer.logger=wandb: it fails here ({first_line(error)})"
+                continue
+            if lacks:
+                yield (
+                    f"trainer.logger=wandb: {lacks}. As it is, metrics go to {folder / 'wandb'}, and go on after "
+                    f"the run with: python -m rltrain.sync {folder}"
+                )
+
+
+def read_ids(file: Path) -> dict[str, str]:
+    """Each tracker's own name of a run, as far as the file can be read."""
     try:
         found = json.loads(file.read_text()) if file.exists() else {}
         return {str(name): str(each) for name, each in found.items()}

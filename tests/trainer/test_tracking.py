@@ -1,6 +1,7 @@
 import importlib
 import json
 import logging
+import re
 import subprocess
 import sys
 import threading
@@ -13,8 +14,8 @@ from rltrain.config.check import broken_rules
 from rltrain.config.load import load_config
 from rltrain.config.trainer_schema import LOGGERS
 from rltrain.trainer import tracking
-from rltrain.trainer.trackers import TRACKERS, RunInfo, Sink, markdown_table
-from rltrain.trainer.tracking import Sender, Tracker
+from rltrain.trainer.trackers import TRACKERS, RunInfo, Sink, markdown_table, unsent_wandb, wandb_login_lacks
+from rltrain.trainer.tracking import Sender, Tracker, tracker_notes
 
 METRICS = {"critic/score/mean": 0.5, "val-core/openai/gsm8k/acc/mean@1": 0.25, "odd: name": float("nan")}
 
@@ -276,6 +277,71 @@ def test_volcengine_is_called_as_its_documentation_says(tmp_path, monkeypatch):
     ]
 
 
+class StandInOfWandb(types.ModuleType):
+    """wandb as far as a run's start uses it. ``refuses``: which call raises, as wandb does without its server."""
+
+    def __init__(self, mode="online", api_key="key", refuses=""):
+        super().__init__("wandb")
+        self.modes, self._refuses = [], refuses
+        self.errors = types.SimpleNamespace(Error=type("CommError", (Exception,), {}))
+        self.settings = types.SimpleNamespace(mode=mode, api_key=api_key, base_url="https://wandb.example")
+        self.setup, self.Settings = lambda: self, lambda **given: given
+
+    def login(self, prompt=True, verify=False):
+        assert (prompt, verify) == (False, True)
+        return not self._fail("login")
+
+    def init(self, mode=None, **_):
+        self._fail("init" if mode != "offline" else "")
+        self.modes.append(mode)
+        return types.SimpleNamespace(id="abc", define_metric=lambda *_, **__: None)
+
+    def _fail(self, call):
+        if call and call == self._refuses:
+            raise self.errors.Error(f"{call}: no answer.")
+
+
+@pytest.mark.parametrize("refuses", ["login", "init", ""])
+def test_a_run_without_wandbs_server_keeps_files_and_says_so_once(tmp_path, monkeypatch, caplog, refuses):
+    wandb = StandInOfWandb(refuses=refuses)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    TRACKERS["wandb"](RunInfo("p", "n", {}, tmp_path))
+    assert wandb.modes == (["offline"] if refuses else [None])
+    assert caplog.text.count(f"{refuses}: no answer. Metrics go to {tmp_path}/wandb") == bool(refuses)
+
+
+@pytest.mark.parametrize(("mark", "mode"), [("run-abc.wandb", "offline"), ("run-abc.wandb.synced", None)])
+def test_a_resumed_run_goes_online_once_its_earlier_steps_are_sent(tmp_path, monkeypatch, mark, mode):
+    wandb = StandInOfWandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    folder = tmp_path / "wandb" / "offline-run-20260101_000000-abc"
+    folder.mkdir(parents=True)
+    for name in ("run-abc.wandb", mark):
+        (folder / name).touch()
+    TRACKERS["wandb"](RunInfo("p", "n", {}, tmp_path, 2, "abc"))
+    TRACKERS["wandb"](RunInfo("p", "n", {}, tmp_path))
+    assert wandb.modes == [mode, None]  # another run need not wait
+
+
+@pytest.mark.parametrize(
+    ("mode", "key", "netrc", "lacks"),
+    [
+        ("online", None, "", True),
+        ("online", "key", "", False),
+        ("online", None, "machine wandb.example login user password key\n", False),
+        ("offline", None, "", False),
+    ],
+)
+def test_a_dry_run_says_whether_there_is_a_login(tmp_path, monkeypatch, mode, key, netrc, lacks):
+    monkeypatch.setitem(sys.modules, "wandb", StandInOfWandb(mode, key))
+    monkeypatch.setattr(tracking, "missing_package", lambda name: None)
+    (tmp_path / "netrc").write_text(netrc)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    notes = [*tracker_notes(["console", "wandb"], tmp_path)]
+    assert [f"python -m rltrain.sync {tmp_path}" in note for note in notes] == [True] * lacks
+    assert bool(wandb_login_lacks()) == lacks
+
+
 # -- the real packages, in their offline or local modes ----------------------------------------------------------------
 
 # Two steps of a run: in a process of its own, as these packages leave threads and hooks behind.
@@ -310,7 +376,7 @@ def real(tmp_path, monkeypatch):
             )  # fmt: skip
             said += done.stdout + done.stderr
             assert done.returncode == 0, said
-        assert "tracker '" not in said, said  # the warnings of Sender
+        assert not re.search(r"tracker '\w+'( failed|: not finished)", said), said
         file = tmp_path / "tracking.json"
         return said, json.loads(file.read_text())[name] if file.exists() else None
 
@@ -368,17 +434,14 @@ def test_wandb_loses_no_step_that_is_made_again(tmp_path, monkeypatch):
     assert metrics == {"*": "training/global_step"}
 
 
-def test_wandb_without_a_login_says_how_to_and_asks_nothing(tmp_path, monkeypatch):
-    wandb = pytest.importorskip("wandb", reason="wandb is not installed (extra: trackers)")
-    assert wandb
-    for key in ("WANDB_API_KEY", "WANDB_MODE"):
+def test_wandb_without_a_login_goes_to_the_run_folder_and_asks_nothing(real, tmp_path, monkeypatch):
+    for key in ("WANDB_API_KEY", "WANDB_MODE", "NETRC"):
         monkeypatch.delenv(key, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    code = f"from rltrain.trainer.trackers import *; WandB(RunInfo('p', 'n', {{}}, Path({str(tmp_path)!r})))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False, cwd=tmp_path
-    )
-    assert "not logged in; run `wandb login`" in done.stderr
+    said, run_id = real("wandb", HOME=str(tmp_path), WANDB_BASE_URL="http://127.0.0.1:9")
+    assert said.count("not logged in (run `wandb login`") == 1
+    assert said.count("earlier steps of this run are not sent yet. Metrics go to") == 1  # of the resumed one
+    assert said.count(f"python -m rltrain.sync {tmp_path}") == 2
+    assert [folder.name.rpartition("-")[2] for folder in unsent_wandb(tmp_path)] == [run_id, run_id]
 
 
 @pytest.mark.filterwarnings("ignore")  # of sqlalchemy, about mlflow's own code

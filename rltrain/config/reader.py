@@ -25,7 +25,7 @@ from rltrain.config.schema import Config
 from rltrain.config.spellings import OLD_KEYS, VALUES, of_several
 from rltrain.config.unwritten import unwritten
 from rltrain.config.verl_keys import ALIASES, CLASSES, CLASSIFIER, IMPLIES, OVERRIDES
-from rltrain.config.verl_refused import GENERATIVE
+from rltrain.config.verl_refused import GENERATIVE, NO_NULL
 from rltrain.errors import ConfigError
 from rltrain.logs import count
 from rltrain.plugin import is_plugin
@@ -62,6 +62,8 @@ class Reader:
     foreign: dict[str, tuple[str, Any]] = field(default_factory=dict)
     # Keys that were written with Hydra's mark of a new key.
     added: set[str] = field(default_factory=set)
+    # Keys that have their default because null was written, in our spelling -> as written.
+    nulls: dict[str, str] = field(default_factory=dict)
     # Keys that one source has set by our name, which the same source's other spellings do not overrule.
     direct: set[str] = field(default_factory=set)
 
@@ -98,6 +100,7 @@ class Reader:
 
     def _assign(self, key: str, written: str, value: Any) -> None:
         known = all_keys().get(key)
+        self.nulls.pop(key, None)
         if known:
             value = _plain(known, value)
             if new := VALUES.get(key, {}).get(shown(value).lower()):
@@ -106,6 +109,7 @@ class Reader:
             if value is None and not _null_is_a_value(known):
                 OmegaConf.update(self.tree, key, known.default, merge=False)
                 self.explicit.discard(key)
+                self.nulls[key] = written
                 return
             if wanted := _other_type(known, value):
                 self.problems.append(f"{written}={shown(value)}: {wanted}.")
@@ -189,6 +193,7 @@ class Reader:
     def judge(self, config: Config | None) -> None:
         """Adds what is to be said of foreign keys to the notes and to the problems."""
         told: dict[tuple[str, bool], list[str]] = {}
+        self.problems += [f"{written}=null: {NO_NULL[key]}." for key, written in self.nulls.items() if key in NO_NULL]
         for key, (written, value) in self.foreign.items():
             if found := answer(key, value, self._value):
                 why = _contradicted(found.why, config)
@@ -232,8 +237,10 @@ class Reader:
         if added:
             self.added.add(key)
         known = all_keys().get(rename(key))
-        if known and not text.strip() and known.default and not str(known.default).startswith("${"):
-            self.notes.append(f"{word} is empty, so it is {shown(known.default)}, the default")
+        says_nothing = known and text.strip() in _NULLS and known.name not in NO_NULL and not _null_is_a_value(known)
+        if known and says_nothing and known.default and not str(known.default).startswith("${"):
+            how = "is" if text.strip() else "is empty, so it is"
+            self.notes.append(f"{word} {how} {shown(known.default)}, the default")
         try:
             self.set(key, _parse_value(key, text))
         except (YAMLError, OmegaConfBaseException) as error:
@@ -257,6 +264,7 @@ class Reader:
             self.problems.append(_unknown(f"~{written}", key))
         for name in known:
             OmegaConf.update(self.tree, name, all_keys()[name].default, merge=False)
+            self.nulls.pop(name, None)
             self.written.pop(name, None)
         for name in foreign:
             del self.foreign[name]

@@ -31,6 +31,12 @@ GENERATIVE = (
     "your function ask its address, and leave reward_model.enable out"
 )
 
+# Keys whose null is no default -> why, and the way out.
+NO_NULL = {
+    "algorithm.adv_estimator": "no estimator is named (the trainers SPPO and SPIN of verl's recipes have none, and are "
+    "not in this version): give one, such as gae or grpo"
+}
+
 # Keys that are refused -> why, and the way out.
 REFUSED = {
     _A + "hybrid_engine=False": _SYNCHRONOUS,

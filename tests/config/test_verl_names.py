@@ -13,7 +13,7 @@ from rltrain.config.load import load_config, masked_command
 from rltrain.config.renames import answer
 from rltrain.config.spellings import OLD_KEYS, VALUES
 from rltrain.config.verl_keys import ALIASES, CLASSES, IMPLIES, NO_EFFECT
-from rltrain.config.verl_refused import REFUSED, SECTIONS
+from rltrain.config.verl_refused import NO_NULL, REFUSED, SECTIONS
 from rltrain.errors import ConfigError
 from rltrain.main_ppo import main
 
@@ -42,14 +42,27 @@ def problems(*overrides: str) -> list[str]:
 OWN_NULL = {"trainer.max_actor_ckpt_to_keep", "trainer.hang_floor_s", "trainer.save_every_s"}
 
 
-@pytest.mark.parametrize("key", [key for key in all_keys() if key not in OWN_NULL])
+@pytest.mark.parametrize("key", [key for key in all_keys() if key not in OWN_NULL | set(NO_NULL)])
 def test_null_is_the_default_of_every_key(key):
-    default = get(load_config([]).config, key)
-    for word in (f"{key}=null", f"{key}=", f"~{key}"):
+    default, declared = get(load_config([]).config, key), all_keys()[key].default
+    said = [f"{declared}, the default"] if declared and not str(declared).startswith("${") else []
+    for word, how in ((f"{key}=null", "is"), (f"{key}=", "is empty, so it is"), (f"~{key}", "")):
         loaded = load_config([word])
         assert get(loaded.config, key) == default
-        assert [note for note in loaded.warnings if not note.startswith(f"{key}= is empty, so it is ")] == []
+        assert list(loaded.warnings) == [f"{word} {how} {each}" for each in said if how]
         assert key not in loaded.explicit
+
+
+def test_an_estimator_that_is_null_is_refused_unless_another_word_names_one(tmp_path):
+    null, file = "algorithm.adv_estimator=null", tmp_path / "sppo.yaml"
+    file.write_text("algorithm: {adv_estimator: null}\n")
+    for words, files in (([null], []), (["algorithm.adv_estimator=grpo", null], []), ([], [str(file)])):
+        with pytest.raises(ConfigError, match=f"^{null}: .*SPPO and SPIN.*such as gae or grpo"):
+            load_config(words, files)
+    for words in ([null, "algorithm.adv_estimator=grpo"], [null, "~algorithm.adv_estimator"]):
+        assert load_config(words, [str(file)]).warnings == ()
+    with pytest.raises(ConfigError, match="no estimator is named"):
+        load_config(["algorithm.adv_estimator="])
 
 
 def test_null_takes_an_earlier_value_back():

@@ -27,7 +27,7 @@ def test_a_save_is_looked_at_while_scorers_are_waited_for(tmp_path, monkeypatch)
     for name in ("share", "reserve", "free", "look_at_nodes", "refuse", "_environment", "try_collectives"):
         monkeypatch.setattr(build, name, lambda *_: None)
     monkeypatch.setattr(build, "verified", lambda start, *_: start)
-    monkeypatch.setattr(build, "_owes_validation", lambda *_: False)
+    monkeypatch.setattr(build, "owes_validation", lambda *_: False)
     monkeypatch.setattr(build, "start_pool", lambda *given: waits.update(pool=given[-1]))
     group.start = group.kill = lambda *_: None
     monkeypatch.setattr(build, "WorkerGroup", lambda *given: waits.update(group=given[5]) or group)

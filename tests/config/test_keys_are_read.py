@@ -1,0 +1,54 @@
+"""Every key is read by something that acts on it, and not by the tables and checks of the configuration alone.
+
+`tests/trainer/test_every_key.py` shows of each key of the algorithm and the actor what it does. This one is quick, goes
+over all keys, and finds one that nothing reads at all. A name that several sections have counts as read where one does.
+"""
+
+import ast
+from pathlib import Path
+
+from rltrain.config.keys import all_keys
+
+PACKAGE = Path(__file__).parents[2] / "rltrain"
+# What walks over all keys, or only judges them.
+JUDGES = {
+    "check.py", "effects.py", "elsewhere.py", "engine_rules.py", "keys.py", "load.py", "meanings.py", "reader.py",
+    "renames.py", "spellings.py", "unwritten.py", "verl_defaults.py", "verl_keys.py", "verl_refused.py",
+    "others.py", "easyr1.py", "easyr1_keys.py", "whose.py",
+}  # fmt: skip
+
+
+def read_names() -> tuple[set[str], set[str]]:
+    """Attributes that are read, and texts, in all files that act."""
+    attributes, texts = set(), set()
+    for file in PACKAGE.rglob("*.py"):
+        if file.parent.name == "port" or (file.parent.name == "config" and file.name in JUDGES):
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                attributes.add(node.attr)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.add(node.value)
+    return attributes, texts
+
+
+def unread(names: list[str]) -> list[str]:
+    attributes, texts = read_names()
+    # A budget's key is put together of a role's section and one of these.
+    ends = tuple(text for text in texts if text.endswith(("_per_gpu", "_dynamic_bsz")))
+
+    def is_read(name: str) -> bool:
+        leaf = name.rpartition(".")[2]
+        return leaf in attributes or leaf in texts or name in texts or leaf.endswith(ends)
+
+    return [name for name in names if not is_read(name)]
+
+
+def test_every_key_is_read_by_something_that_acts_on_it():
+    # The only one that is taken for verl's sake; its own line says that both values mean the same.
+    assert unread(list(all_keys())) == ["actor_rollout_ref.actor.strategy"]
+    assert "mean FSDP2" in str(all_keys()["actor_rollout_ref.actor.strategy"].rules.only_with)
+
+
+def test_a_key_that_nothing_reads_is_found():
+    assert unread(["trainer.nobody_reads_this"]) == ["trainer.nobody_reads_this"]

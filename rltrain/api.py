@@ -7,6 +7,7 @@ from the command are the same from there on. Left out: callbacks, which run in t
 
 from __future__ import annotations
 
+import difflib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,12 +18,14 @@ from rltrain import __version__, logs
 from rltrain.config.check import check
 from rltrain.config.effects import together, without_effect
 from rltrain.config.load import LoadedConfig, changed, load_config
-from rltrain.errors import Interrupted, RltrainError
+from rltrain.errors import DataError, Interrupted, RltrainError
 from rltrain.imports import importing
 from rltrain.plugin import save_object
 from rltrain.stop import Stop, listen
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from rltrain.trainer.run import Trainer
 
 log = logging.getLogger(__name__)
@@ -44,10 +47,34 @@ class RunResult:
     """The end of a run.
 
     folder: the run folder. exit_code: 0, or if a signal stopped the run 75 (SIGTERM) or 130 (Ctrl-C).
+    The methods read metrics.jsonl. They raise DataError where there is none, StorageError where it cannot be read.
     """
 
     folder: Path
     exit_code: int
+
+    def table(self) -> pd.DataFrame:
+        """One row per step, one column per metric; NaN where a step has no such metric."""
+        import pandas as pd
+
+        from rltrain.report import read_metrics
+
+        # A step may have two lines: its own, and that of a validation.
+        lines = pd.DataFrame(read_metrics(self.folder))
+        return lines.groupby("step").last() if "step" in lines else lines
+
+    def newest(self) -> dict[str, float]:
+        """Every metric's last value."""
+        return {str(name): float(values.dropna().iloc[-1]) for name, values in self.table().items() if values.count()}
+
+    def best(self, metric: str) -> tuple[int, float]:
+        """The step with the largest value of the metric, and that value. Raises DataError if no step has it."""
+        table = self.table()
+        if metric not in table or not table[metric].count():
+            near = difflib.get_close_matches(metric, map(str, table.columns), n=3)
+            raise DataError(f"{self.folder}: no step has the metric {metric}. Near: {', '.join(near) or 'none'}.")
+        step = table[metric].idxmax()
+        return int(step), float(table[metric][step])
 
 
 def train(

@@ -1,5 +1,6 @@
 """What `import rltrain` gives."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import pytest
 
 import rltrain
 from rltrain import api
-from rltrain.errors import ConfigError
+from rltrain.errors import ConfigError, DataError
 from rltrain.trainer.callbacks import Callbacks
 
 GOOD = [
@@ -62,6 +63,20 @@ def test_errors_of_a_run_from_python_arrive_as_they_are(monkeypatch):
     monkeypatch.setattr(api, "run", run)
     with pytest.raises(ValueError, match="mine"):
         rltrain.train(GOOD)
+
+
+def test_the_end_of_a_run_shows_its_metrics(tmp_path):
+    steps = [{"step": 1, "loss": 2.0}, {"step": 1, "val/x": 0.25}, {"step": 2, "loss": 1.0}]
+    lines = [{"step": 0, "val/x": 0.5}, *steps]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    result = rltrain.RunResult(tmp_path, 0)
+    assert list(result.table().index) == [0, 1, 2]
+    assert result.newest() == {"loss": 1.0, "val/x": 0.25}
+    assert result.best("val/x") == (0, 0.5)
+    with pytest.raises(DataError, match=r"no step has the metric val/y\. Near: val/x"):
+        result.best("val/y")
+    with pytest.raises(DataError, match="does not exist"):
+        rltrain.RunResult(tmp_path / "other", 0).newest()
 
 
 def test_a_configuration_has_four_forms(tmp_path):

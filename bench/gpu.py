@@ -195,7 +195,7 @@ def step(options: argparse.Namespace) -> list[Row]:
     keys = settings(options, options.shape, options.steps + 1)
     trainer: Any = local_trainer([*keys, "actor_rollout_ref.rollout.name=hf", "trainer.n_gpus_per_node=1"])
     trainer.rewards._pool = FreeScores()
-    return figures([trainer.step(number) for number in range(1, options.steps + 2)])
+    return figures([trainer.step(number).metrics for number in range(1, options.steps + 2)])
 
 
 def eager(options: argparse.Namespace) -> list[Row]:

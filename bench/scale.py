@@ -106,7 +106,7 @@ def measure(trainer: PPOTrainer) -> dict[str, float]:
     found = []
     for step in range(2, 2 + STEPS):
         started, busy = time.perf_counter(), time.process_time()
-        metrics = trainer.step(step)
+        metrics = trainer.step(step).metrics
         found.append(metrics | {"wall": time.perf_counter() - started, "driver": time.process_time() - busy})
     names = ("wall", "driver", "timing_s/other", "perf/driver_bytes_per_sample")
     return {name: statistics.median(each[name] for each in found) for name in names}

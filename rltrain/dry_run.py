@@ -28,7 +28,7 @@ from rltrain.rewards.processes.pool import make_scorer
 from rltrain.rewards.processes.score import Score
 from rltrain.rewards.processes.slot import Slot
 from rltrain.storage import matching
-from rltrain.trainer.build import Data, check_columns, encode_split, load_data, sampler_of
+from rltrain.trainer.assemble import sampler_of
 from rltrain.trainer.changes import tell_changes
 from rltrain.trainer.checkpoint import Checkpoints
 from rltrain.trainer.memory_room import look_at_memory
@@ -37,6 +37,8 @@ from rltrain.trainer.preflight import preflight
 from rltrain.trainer.preflight_models import Findings, look_at_images
 from rltrain.trainer.progress import Start, find_start
 from rltrain.trainer.room import checkpoint_bytes, missing_room
+from rltrain.trainer.scorers import check_columns
+from rltrain.trainer.splits import Data, encode_split, load_data
 from rltrain.trainer.tracking import tracker_notes
 
 # Rows of a split that are read and tokenised as in a run, and those whose answers the built-in scorers grade;

@@ -40,8 +40,7 @@ class Stop:
 
     While ``finishing`` names work to be finished first, a signal only sets ``requested``. A second signal, or the first
     one without such work, raises `Interrupted` in the main thread. Ray may turn that error into another one on its way,
-    so ``at_once`` records that it was raised. notice_s: how long the process may live after the first signal. leaves():
-    what to say where the step under way should be left for that, or nothing.
+    so ``at_once`` records that it was raised. notice_s: how long the process may live after the first signal.
     """
 
     def __init__(self) -> None:
@@ -49,7 +48,7 @@ class Stop:
         self._reached: tuple[int, int, int] | None = None
         self._timers: list[threading.Timer] = []
         self.notice_s: float | None = None
-        self.leaves: Callable[[], str] = str
+        self._why_to_leave: Callable[[], str] = str
         self.begin()
 
     def begin(self) -> None:
@@ -60,6 +59,10 @@ class Stop:
         self.finishing = self._expired = ""
         self._received: set[int] = set()
         self._requested_at = 0.0
+
+    def leave_where(self, why: Callable[[], str]) -> None:
+        """why(): what to say where the step under way should be left for the notice, or nothing."""
+        self._why_to_leave = why
 
     @property
     def exit_code(self) -> int:
@@ -129,10 +132,10 @@ class Stop:
             raise ours from error
 
     def check(self) -> None:
-        """Raise where a signal has asked for it and nothing has to be finished first. StepLeft: see ``leaves``."""
+        """Raise where a signal has asked for it and nothing has to be finished first. StepLeft: see `leave_where`."""
         if self.at_once or (self.requested and not self.finishing):
             raise self.interrupted()
-        if self.requested and (why := self.leaves()):
+        if self.requested and (why := self._why_to_leave()):
             raise StepLeft(why)
 
     def handle(self, number: int, _frame: object) -> None:

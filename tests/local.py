@@ -12,9 +12,10 @@ from rltrain.controller.calls import Call
 from rltrain.controller.group import WorkerGroup
 from rltrain.controller.samples import Request, assemble
 from rltrain.rewards.registry import find_scorer
-from rltrain.trainer.build import load_data, make_trainer
+from rltrain.trainer.assemble import make_trainer
 from rltrain.trainer.plan import make_plan
 from rltrain.trainer.ppo import PPOTrainer
+from rltrain.trainer.splits import load_data
 from rltrain.workers.hybrid import HybridWorker
 from rltrain.workers.rollout.base import Sampling
 from rltrain.workers.tasks import GenerateTask

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,6 +14,7 @@ import rltrain
 from rltrain import api
 from rltrain.errors import ConfigError, DataError
 from rltrain.trainer.callbacks import Callbacks
+from rltrain.trainer.watchers import Answered
 
 GOOD = [
     "actor_rollout_ref.model.path=m",
@@ -151,7 +153,7 @@ def test_callbacks_stay_the_callers_own_objects():
 
     mine, steps = Mine(), []
     found = Callbacks([], [mine, lambda step, metrics: steps.append(step)])
-    found.on_step(3, {}, {})
+    found.on_step(Answered(3, {}, SimpleNamespace(numbers={}), 1))
     assert (mine.steps, steps) == ([3], [3])
     with pytest.raises(ConfigError, match="it has none of the methods on_step"):
         Callbacks([], [object()])

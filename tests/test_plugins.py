@@ -4,6 +4,7 @@ import json
 import logging
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,13 +18,14 @@ from rltrain.rewards.custom import CustomReward, RewardFunction
 from rltrain.stop import Stop
 from rltrain.trainer.advantage import check_plugins
 from rltrain.trainer.callbacks import Callbacks
+from rltrain.trainer.watchers import Answered, Watchers
 from tests.local import local_trainer
 from tests.tiny import small_run
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
 PAGE = (Path(__file__).parent.parent / "docs" / "plugins.md").read_text()
-SAMPLES = {"reward": np.array([0.0, 1.0])}
+SAMPLES = SimpleNamespace(numbers={"reward": np.array([0.0, 1.0])})
 
 
 @pytest.fixture
@@ -50,18 +52,18 @@ def test_the_files_of_the_page_train_together(page, tiny_model, arithmetic_files
     run = small_run(tiny_model, arithmetic_files, tmp_path / "run", **changes)
     trainer = local_trainer(run)
     assert list(check_plugins(trainer.cfg)) == []
-    trainer.callbacks = Callbacks(trainer.cfg.trainer.callbacks)
+    watchers = Watchers(watch := Callbacks(trainer.cfg.trainer.callbacks))
     rows = trainer.experience.sampler.rows(0)
     assert len(set(rows)) == 4
-    metrics = trainer.step(1)
+    metrics = watchers.on_step(trainer.step(1))
     assert metrics["actor/outside"] >= 0
     assert metrics["critic/advantages/min"] <= 0 <= metrics["critic/advantages/max"]
     assert metrics["watch/best_reward"] == metrics["critic/rewards/max"]
     assert metrics["callbacks/errors"] == 0
     assert "watch/hours" in metrics
-    trainer.validate(1, Stop())
+    watchers.on_validation(trainer.validate(1, Stop()))
     assert "val-core/" in capsys.readouterr().out
-    trainer.callbacks.on_save(1, tmp_path / "global_step_1")
+    watch.on_save(1, tmp_path / "global_step_1", 0.0)
     assert json.loads((tmp_path / "saved.jsonl").read_text())["step"] == 1
 
 
@@ -78,11 +80,11 @@ def test_the_reward_of_the_page_scores(page):
 
 def test_a_function_is_told_of_steps_with_or_without_samples(tmp_path):
     two = callbacks(tmp_path, "def Mine(step, metrics): return {'mine/double': 2 * metrics['a']}")
-    assert two.on_step(3, {"a": 4.0}, SAMPLES) == {"mine/double": 8.0, "callbacks/errors": 0.0}
+    assert two.on_step(Answered(3, {"a": 4.0}, SAMPLES, 1)) == {"mine/double": 8.0, "callbacks/errors": 0.0}
     plugin(tmp_path, "def Three(step, metrics, samples): return {'mine/best': samples['reward'].max()}", "three.py")
     three = Callbacks([f"{tmp_path}/three.py:Three"])
-    assert three.on_step(3, {}, SAMPLES)["mine/best"] == 1.0
-    assert three.on_validation(3, {}) == {}
+    assert three.on_step(Answered(3, {}, SAMPLES, 1))["mine/best"] == 1.0
+    assert three.on_validation(Answered(3, {}, SAMPLES, 1)) == {}
 
 
 def test_a_callback_that_raises_is_told_once_and_the_run_goes_on(tmp_path, caplog):
@@ -93,8 +95,8 @@ def test_a_callback_that_raises_is_told_once_and_the_run_goes_on(tmp_path, caplo
     found = callbacks(tmp_path, text)
     metrics = {"a": 1.0}
     with caplog.at_level(logging.WARNING):
-        assert found.on_step(1, metrics, SAMPLES) == {"callbacks/errors": 1.0}
-        assert found.on_step(2, metrics, SAMPLES) == {"callbacks/errors": 2.0}
+        assert found.on_step(Answered(1, metrics, SAMPLES, 1)) == {"callbacks/errors": 1.0}
+        assert found.on_step(Answered(2, metrics, SAMPLES, 1)) == {"callbacks/errors": 2.0}
     assert metrics == {"a": 1.0}, "callbacks get copies"
     assert len(caplog.records) == 1
     assert "ValueError: at 1" in caplog.text
@@ -112,7 +114,7 @@ def test_a_callback_that_raises_is_told_once_and_the_run_goes_on(tmp_path, caplo
 )
 def test_what_is_no_metric_is_not_logged(tmp_path, caplog, returned, said):
     found = callbacks(tmp_path, f"def Mine(step, metrics): return {returned}")
-    assert found.on_step(1, {"a": 1.0}, SAMPLES) == {"callbacks/errors": 1.0}
+    assert found.on_step(Answered(1, {"a": 1.0}, SAMPLES, 1)) == {"callbacks/errors": 1.0}
     assert said in caplog.text
 
 

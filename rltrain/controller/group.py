@@ -189,11 +189,12 @@ class WorkerGroup:
         check: Callable[[], object] = lambda: None,
         deadlines: Deadlines | None = None,
         environment: dict[str, str] | None = None,
+        before_end: Callable[[], object] = lambda: None,
     ) -> None:
         self._role = role
         self.deadlines = deadlines or Deadlines()
         self.check = check
-        self.before_end: Callable[[], object] = lambda: None
+        self._before_end = before_end
         self.ended = False
         self._device = device
         self._environment = environment or worker_environment(device.kind, threads)
@@ -205,9 +206,9 @@ class WorkerGroup:
         self.world, self._num_nodes = len(bundles), len(placement)
         self.workers = [self._spawn(rank, group, index, threads) for rank, (group, index) in enumerate(bundles)]
         self._who: list[dict[str, Any]] = []
-        self.deadlines.others["workers"] = lambda: {
-            f"{role} worker, rank {rank}": stack for rank, stack in self._stacks().items()
-        }
+        self.deadlines.show(
+            "workers", lambda: {f"{role} worker, rank {rank}": stack for rank, stack in self._stacks().items()}
+        )
         # The node of each rank, numbered by their first ranks. Known once all have started.
         self.nodes = [0] * self.world
 
@@ -348,7 +349,7 @@ class WorkerGroup:
     def failed(self, phase: str, errors: dict[int, Exception]) -> RltrainError:
         """End all workers; returns the error that caused the others."""
         if not self.ended and not any(isinstance(each, LOST) for each in errors.values()):
-            self.before_end()
+            self._before_end()
         self.kill()
         return explain(errors, lambda ranks: self.place(ranks, phase), self._lost)
 

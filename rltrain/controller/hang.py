@@ -24,16 +24,19 @@ class Deadlines:
     """A call may take ``factor`` times as long as the longest of its kind so far, and never less than ``floor_s``.
 
     The first call of a kind may take ``factor`` times ``floor_s``. floor_s None: there is no limit. fixed_s: the limit
-    of every call instead. incidents: folder of the stacks. others: who shows stacks, by name of
-    the process.
+    of every call instead. incidents: folder of the stacks.
     """
 
     floor_s: float | None = None
     factor: float = 5.0
     incidents: Path | None = None
     fixed_s: float | None = None
-    others: dict[str, Callable[[], Mapping[str, str]]] = field(default_factory=dict)
+    _shown: dict[str, Callable[[], Mapping[str, str]]] = field(default_factory=dict)
     _longest: dict[str, float] = field(default_factory=dict)
+
+    def show(self, who: str, stacks: Callable[[], Mapping[str, str]]) -> None:
+        """When something hangs, write what stacks() shows too, by name of the process."""
+        self._shown[who] = stacks
 
     def limit_s(self, phase: str) -> float:
         """Seconds after which ``phase`` counts as hung."""
@@ -55,11 +58,11 @@ class Deadlines:
         return f"trainer.hang_floor_s={self.floor_s}, trainer.hang_factor={self.factor}"
 
     def write_stacks(self, phase: str, **known: Mapping[str, str]) -> str:
-        """Write the stacks of ``known`` and, for all names that are not in it, of ``others`` into a file of
-        ``incidents``. Returns a sentence for the message."""
+        """Write the stacks of ``known`` and, for all names that are not in it, of those that `show` named into
+        a file of ``incidents``. Returns a sentence for the message."""
         if self.incidents is None:
             return ""
-        asked = {name: ask() for name, ask in self.others.items() if name not in known}
+        asked = {name: ask() for name, ask in self._shown.items() if name not in known}
         stacks = {name: stack for some in (known | asked).values() for name, stack in some.items()}
         file = self.incidents / f"hang_{phase}_{time.strftime('%Y%m%d_%H%M%S')}.txt"
         writing = Aside("writing stacks", lambda: _write(file, "\n".join(map("\n".join, stacks.items()))))

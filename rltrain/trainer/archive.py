@@ -16,7 +16,9 @@ from rltrain.config.schema import Config
 from rltrain.controller.sample_writer import SampleJob, WriterProcess, Written
 from rltrain.controller.samples import Samples, driver_bytes
 from rltrain.trainer.balance import Ids
+from rltrain.trainer.metrics import Metrics
 from rltrain.trainer.tracking import Tracker
+from rltrain.trainer.watchers import Answered, Watcher
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +39,7 @@ def keeps_samples(cfg: Config) -> bool:
     return trainer.samples_freq > 0 or bool(folders) or trainer.log_val_generations > 0
 
 
-class Archive:
+class Archive(Watcher):
     """Hands answers to the writer by reference.
 
     Only the texts of ``log_val_generations`` come into this process. An error is logged once by its kind, and the end
@@ -48,12 +50,26 @@ class Archive:
         self._cfg = cfg.trainer
         self._folder = folder / "samples"
         self._writer, self._tracker = writer, tracker
-        self.bytes_through_driver = 0
+        self._bytes_through_driver = 0
         self._told: set[str] = set()
         self._missing: dict[str, list[int]] = {}
 
-    def keep(self, split: str, step: int, samples: Samples, answers_per_prompt: int) -> None:
-        """Have the answers (prompt-major) of a step or a validation written, as the configuration asks."""
+    def on_step(self, made: Answered) -> Metrics:
+        """Have the answers written, as the configuration asks."""
+        before = self._bytes_through_driver
+        self._keep("train", made)
+        # References to the answers go to the writer through this process too.
+        per_sample = (self._bytes_through_driver - before) / len(made.samples)
+        return {"perf/driver_bytes_per_sample": made.metrics["perf/driver_bytes_per_sample"] + per_sample}
+
+    def on_validation(self, made: Answered) -> Metrics:
+        """Likewise; and send ``log_val_generations`` answers to every tracker that has tables."""
+        self._keep("val", made)
+        self._show(made)
+        return {}
+
+    def _keep(self, split: str, made: Answered) -> None:
+        step, samples, answers_per_prompt = made.step, made.samples, made.answers_per_prompt
         self._hear(self._writer.flush(0.0))
         cfg = self._cfg
         data_dir = cfg.rollout_data_dir if split == "train" else cfg.validation_data_dir
@@ -71,22 +87,24 @@ class Archive:
         self._hear(self._writer.submit(replace(job, kept=kept, parquet=parquet, json_lines=json_lines)))
         numbers = [each.tolist() if each.dtype == object else each for each in job.numbers.values()]
         places = [each[1:] for each in job.texts]
-        self.bytes_through_driver += driver_bytes([numbers, places, job.rows, job.kept])
+        self._bytes_through_driver += driver_bytes([numbers, places, job.rows, job.kept])
 
-    def show_validation(self, step: int, samples: Samples, answers_per_prompt: int) -> None:
-        """Send ``log_val_generations`` answers to every tracker that has tables; the same prompts every time."""
-        prompts = _spread(len(samples) // answers_per_prompt, self._cfg.log_val_generations)
+    def _show(self, made: Answered) -> None:
+        step, answers_per_prompt = made.step, made.answers_per_prompt
+        # The same prompts every time.
+        prompts = _spread(len(made.samples) // answers_per_prompt, self._cfg.log_val_generations)
         if not len(prompts):
             return
-        job = _job("val", step, samples, prompts, answers_per_prompt, most=1)
+        job = _job("val", step, made.samples, prompts, answers_per_prompt, most=1)
         rows = self._writer.examples(job, _TABLE)
         if rows is None:
             log.warning("step %d: the answers for trainer.log_val_generations did not come", step)
         else:
             self._tracker.log_table(step, "val/generations", list(_TABLE), rows)
 
-    def flush(self, step: int, wait_s: float) -> bool:
-        """Whether the answers of the steps up to ``step`` are written, or are within that time."""
+    def written(self, step: int, wait_s: float) -> bool:
+        """Whether the answers of the steps up to ``step`` are written, or are within that time: a run that is killed
+        behind a checkpoint makes none of them again."""
         self._hear(self._writer.flush(wait_s, step))
         return not self._writer.holds(step)
 

@@ -15,13 +15,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from rltrain.errors import ConfigError
 from rltrain.plugin import load_plugin
+from rltrain.trainer.metrics import Metrics
+from rltrain.trainer.watchers import Answered, Watcher
 
 log = logging.getLogger(__name__)
-Metrics = dict[str, float]
 # What a callback may have, and what each is called with; the last of on_step may be left out.
 HOOKS = {"on_step": ("step", "metrics", "samples"), "on_validation": ("step", "metrics"), "on_save": ("step", "folder")}
 
@@ -37,7 +36,7 @@ def callback_problems(names: Sequence[str]) -> Iterator[str]:
             yield str(error)
 
 
-class Callbacks:
+class Callbacks(Watcher):
     """Those of ``trainer.callbacks``, and ``objects``: classes are made without arguments, all else is taken as it is.
 
     Raises ConfigError.
@@ -61,16 +60,14 @@ class Callbacks:
                 raise ConfigError(f"trainer.callbacks={name} cannot be made:\n{trace}") from error
             self._hooks += [(name, hook, function) for hook, function in _hooks_of(callback).items()]
 
-    def on_step(self, step: int, metrics: Metrics, samples: Mapping[str, np.ndarray]) -> Metrics:
-        """After a step. samples: numbers of its answers, each [n]. Returns the callbacks' own metrics."""
-        return self._tell("on_step", metrics, step, metrics, samples)
+    def on_step(self, made: Answered) -> Metrics:
+        """Returns the callbacks' own metrics. They get the numbers of the answers, each [n]."""
+        return self._tell("on_step", made.metrics, made.step, made.metrics, made.samples.numbers)
 
-    def on_validation(self, step: int, metrics: Metrics) -> Metrics:
-        """After a validation."""
-        return self._tell("on_validation", metrics, step, metrics)
+    def on_validation(self, made: Answered) -> Metrics:
+        return self._tell("on_validation", made.metrics, made.step, made.metrics)
 
-    def on_save(self, step: int, folder: Path) -> Metrics:
-        """After a checkpoint, which is whole and in its place."""
+    def on_save(self, step: int, folder: Path, seconds: float) -> Metrics:
         return self._tell("on_save", {}, step, folder)
 
     def _tell(self, hook: str, taken: Metrics, *arguments: Any) -> Metrics:

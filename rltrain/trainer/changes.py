@@ -6,9 +6,11 @@ neither experiment has a name, because then it continues only by accident.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,11 @@ from yaml import YAMLError
 from rltrain.config.declarations import LOSS_KEY, POLICY_LOSSES, LossTraits
 from rltrain.config.keys import all_keys
 from rltrain.config.load import LoadedConfig, to_dict, to_yaml
+from rltrain.env_report import device_facts, facts
 from rltrain.errors import ConfigError
 from rltrain.storage import patiently
 from rltrain.trainer.checkpoint import RunFolder
+from rltrain.trainer.plan import Plan
 from rltrain.trainer.progress import Start
 
 log = logging.getLogger(__name__)
@@ -130,3 +134,10 @@ def _meant(tree: Any, key: str) -> Any:
         return value
     loss = OmegaConf.select(tree, LOSS_KEY) if key.startswith(_ACTOR) else None
     return POLICY_LOSSES.get(loss or "vanilla", LossTraits()).aggregation
+
+
+def write_run_files(folder: RunFolder, loaded: LoadedConfig, plan: Plan, hosts: list[str]) -> None:
+    """config.yaml (secrets masked), plan.json, env.json: what this run was. hosts: those of the workers."""
+    write_config(folder, loaded)
+    folder.write("plan.json", json.dumps(asdict(plan), indent=1, default=str))
+    folder.write("env.json", json.dumps(facts() | device_facts() | {"hosts": hosts}, indent=1))

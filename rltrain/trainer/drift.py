@@ -19,6 +19,7 @@ from statistics import median
 from rltrain.controller.group import WorkerGroup
 from rltrain.controller.processes import Node, Process, ask_nodes, this_process
 from rltrain.trainer.metrics import Metrics
+from rltrain.trainer.watchers import Answered, Watcher
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ class _History:
         return next((window for window in self._windows if _grows(window, what)), ())
 
 
-class Drift:
+class Drift(Watcher):
     """ask(): begins to look at all nodes; what it returns says what has come. ranks: by host and process id."""
 
     def __init__(self, ask: Callable[[], Callable[[], list[Node]]], ranks: Mapping[tuple[str, int], int]) -> None:
@@ -81,16 +82,17 @@ class Drift:
         """Of all nodes of these workers."""
         return cls(lambda: ask_nodes(group.workers, group.nodes), group.ranks)
 
-    def begin(self, step: int) -> None:
-        """Before ``step``: look, if it is time to."""
+    def before_step(self, step: int) -> None:
+        """Look, if it is time to."""
         now = time.monotonic()
         if step - self._asked_step >= _STEPS or now - self._asked_at >= _SECONDS:
             self._come, self._asked_step, self._asked_at = self._ask(), step, now
 
-    def metrics(self, step: int, found: Metrics) -> Metrics:
-        """``drift/*`` where there was a look during this step. found: the step's other metrics."""
+    def on_step(self, made: Answered) -> Metrics:
+        """``drift/*`` where there was a look during this step."""
         if self._come is None:
             return {}
+        step, found = made.step, made.metrics
         nodes, self._come = self._come(), None
         driver, here = this_process("driver"), socket.gethostname()
         processes = [(here, driver)] if driver else []

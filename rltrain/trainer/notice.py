@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from pathlib import Path
 
 from rltrain.stop import Stop
+from rltrain.trainer.metrics import Metrics
+from rltrain.trainer.watchers import Answered, Watcher
 
 # Of so many steps the slowest counts.
 _REMEMBERED = 5
@@ -19,7 +21,7 @@ _REMEMBERED = 5
 _FIRST_SAVE = 0.25
 
 
-class Notice:
+class Notice(Watcher):
     """Times the steps of a run, and tells ``stop`` when to leave one.
 
     saving_s(): for how long a save is under way, which is over before the next begins; None where none is.
@@ -33,29 +35,29 @@ class Notice:
         self._in_step = False
         self._took: deque[tuple[float, float]] = deque(maxlen=_REMEMBERED)  # whole step, its updates
         self._save_s: float | None = None
-        stop.leaves = self._why_to_leave
+        stop.leave_where(self._why_to_leave)
 
-    @contextmanager
-    def of_step(self, step: int) -> Iterator[None]:
-        """Around ``step``."""
+    def before_step(self, step: int) -> None:
         self._step, self._began, self._updates_began, self._in_step = step, time.monotonic(), None, True
-        try:
-            yield
-            now = time.monotonic()
-            self._took.append((now - self._began, now - (self._updates_began or now)))
-        finally:
-            self._in_step = False
 
-    def phase(self, name: str) -> None:
-        """A phase of the step begins. Raises StepLeft."""
+    def on_step(self, made: Answered) -> Metrics:
+        now = time.monotonic()
+        self._took.append((now - self._began, now - (self._updates_began or now)))
+        return {}
+
+    def after_step(self, step: int) -> None:
+        self._in_step = False
+
+    def on_phase(self, name: str) -> None:
+        """Raises StepLeft."""
         if self._in_step:
             self._stop.check()
             if name.startswith("update_") and self._updates_began is None:
                 self._updates_began = time.monotonic()
 
-    def saved(self, seconds: float) -> None:
-        """A save took so long."""
+    def on_save(self, step: int, folder: Path, seconds: float) -> Metrics:
         self._save_s = max(seconds, self._save_s or 0.0)
+        return {}
 
     def _why_to_leave(self) -> str:
         left_s, notice_s = self._stop.left_s, self._stop.notice_s

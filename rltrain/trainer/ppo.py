@@ -27,9 +27,7 @@ from rltrain.stop import Stop
 from rltrain.trainer import metrics as m
 from rltrain.trainer.advantage import Advantages, Whitening
 from rltrain.trainer.alarms import Alarms
-from rltrain.trainer.archive import Archive
 from rltrain.trainer.balance import Ids, Layout, Workload, cost_of, lay_out, rank_tokens
-from rltrain.trainer.callbacks import Callbacks
 from rltrain.trainer.efficiency import decode_metrics, flops_metrics
 from rltrain.trainer.experience import Experience
 from rltrain.trainer.metrics import Metrics
@@ -41,6 +39,7 @@ from rltrain.trainer.rewards import Rewards, accuracy
 from rltrain.trainer.roles import Critic, Policy
 from rltrain.trainer.timing import StepTimer
 from rltrain.trainer.validation import validation_metrics
+from rltrain.trainer.watchers import Answered
 from rltrain.workers.tasks import UpdateTask
 
 
@@ -60,7 +59,10 @@ class StepRecord:
 
 
 class PPOTrainer:
-    """Drives policy, critic, reference and rewards through the steps of ``plan``. prompts: to know their images."""
+    """Drives policy, critic, reference and rewards through the steps of ``plan``.
+
+    prompts: to know their images. on_phase(name): called when a phase begins.
+    """
 
     def __init__(
         self,
@@ -71,9 +73,8 @@ class PPOTrainer:
         rewards: Rewards,
         experience: Experience,
         model_sizes: dict[str, float],
-        callbacks: Callbacks | None = None,
-        archive: Archive | None = None,
         prompts: PromptStore | None = None,
+        on_phase: Callable[[str], None] = lambda name: None,
     ) -> None:
         self.cfg = cfg
         self.plan = plan
@@ -81,23 +82,21 @@ class PPOTrainer:
         self.critic = critic
         self.rewards = rewards
         self.experience = experience
-        self.archive = archive
         self.advantages = Advantages(cfg, plan.passes)
-        self.callbacks = callbacks or Callbacks()
         self.model_sizes = model_sizes
         self._prompts = prompts
         self._alarms = Alarms(cfg, model_sizes["log_prob_gap_limit"])
         self._metrics: Metrics = {}  # of the newest step
-        self.on_phase: Callable[[str], None] = lambda name: None
+        self._on_phase = on_phase
 
     # -- the algorithm -------------------------------------------------------------------------------------------------
 
-    def step(self, step: int) -> Metrics:
+    def step(self, step: int) -> Answered:
         """One PPO iteration (Schulman et al. 2017, algorithm 1).
 
         GRPO (Shao et al. 2024, algorithm 1) is the same without a critic.
         """
-        plan, passes, timer = self.plan, self.plan.passes, StepTimer(self.on_phase)
+        plan, passes, timer = self.plan, self.plan.passes, StepTimer(self._on_phase)
         bytes_before = self._bytes()
         with timer("step"):
             early = self._overlap(step)
@@ -138,7 +137,7 @@ class PPOTrainer:
                 with timer("update_actor"):  # maximise the clipped surrogate
                     self._update_actor(samples, whitening, record)
         self._metrics = self._report(samples, timer, record)
-        return self._metrics
+        return Answered(step, self._metrics, samples, plan.answers_per_prompt)
 
     def _overlap(self, step: int) -> Overlap | None:
         """The passes that devices may make before the last answer has ended (`trainer.overlap`)."""
@@ -235,7 +234,7 @@ class PPOTrainer:
         record.metrics |= self._alarms.skipped("critic", record.metrics)
 
     def _report(self, samples: Samples, timer: StepTimer, record: StepRecord) -> Metrics:
-        """The metrics of the step, to the archive and the callbacks too."""
+        """The metrics of the step."""
         cfg, plan = self.cfg, self.plan
         metrics = timer.metrics() | record.metrics | m.policy_metrics(record.measured)
         # With a gap that only warns, or under `bypass`, this is the first time that all of it is known. An error here
@@ -252,20 +251,17 @@ class PPOTrainer:
         metrics |= m.throughput_metrics(samples, metrics, plan.num_devices, tokens)
         metrics |= flops_metrics(costs, metrics, self.model_sizes, plan.num_devices)
         metrics |= decode_metrics(metrics, self.model_sizes, plan.num_devices)
-        if self.archive:
-            self.archive.keep("train", record.step, samples, plan.answers_per_prompt)
         metrics |= m.sample_metrics(samples, cfg.data.max_prompt_length)
         metrics |= m.reward_metrics(samples, accuracy(samples), weighted=bool(cfg.reward.weights))
         spread = rank_tokens(record.layouts["adv"], num_tokens(samples))
         metrics |= m.balance_metrics(samples, plan.num_engine_replicas, spread)
         through_driver, between_nodes = ((self._bytes() - record.bytes_before) / len(samples)).tolist()
         metrics |= {"perf/node_bytes_per_sample": between_nodes} if plan.num_nodes > 1 else {}
-        metrics |= {
+        return metrics | {
             "training/global_step": float(record.step),
             "training/epoch": float(self.experience.epoch),
             "perf/driver_bytes_per_sample": through_driver,
         }
-        return metrics | self.callbacks.on_step(record.step, metrics, samples.numbers)
 
     # -- how a batch is cut --------------------------------------------------------------------------------------------
 
@@ -308,8 +304,7 @@ class PPOTrainer:
     def _bytes(self) -> NDArray[np.int64]:
         """Bytes of the run so far: through the driver, and of samples between nodes."""
         # One worker group serves all roles, so the actor's count has the critic's calls in it.
-        through_driver = self.actor.bytes_through_driver + (self.archive.bytes_through_driver if self.archive else 0)
-        return np.array([through_driver, self.actor.bytes_between_nodes()])
+        return np.array([self.actor.bytes_through_driver, self.actor.bytes_between_nodes()])
 
     # -- bookkeeping ---------------------------------------------------------------------------------------------------
 
@@ -334,21 +329,18 @@ class PPOTrainer:
         if progress.kl_coef is not None and self.cfg.algorithm.kl_ctrl.type == "adaptive":
             self.advantages.kl_coef = progress.kl_coef
 
-    def validate(self, step: int, stop: Stop) -> Metrics:
+    def validate(self, step: int, stop: Stop) -> Answered | None:
         """Answer every validation prompt ``val_kwargs.n`` times and score the answers.
 
-        Returns nothing where ``stop`` is requested meanwhile.
+        Returns None where ``stop`` is requested meanwhile.
         """
-        timer = StepTimer(self.on_phase)
+        timer = StepTimer(self._on_phase)
         with timer("testing"):
             found = self.experience.validation(step, stop)
         if found is None:
-            return {}
+            return None
         samples, scores, num_samples = found
-        if self.archive:
-            samples.update(scores)
-            self.archive.keep("val", step, samples, num_samples)
-            self.archive.show_validation(step, samples, num_samples)
+        samples.update(scores)
         # In a validation nothing is taken off the score, so `score` and `reward` are one number, and verl calls it
         # reward.
         hidden = {c.SCORE, c.REWARD_FAILED, c.REWARD_TIMEOUT, c.REWARD_ERROR}
@@ -359,4 +351,4 @@ class PPOTrainer:
         columns = extras | {name: each for name, each in scores.items() if name not in hidden and c.SCORER not in name}
         metrics = validation_metrics(self.rewards.data_sources("val"), columns, num_samples)
         metrics |= timer.metrics() | {"val-aux/response_length/mean": float(samples[c.RESPONSE_LENGTH].mean())}
-        return metrics | self.callbacks.on_validation(step, metrics)
+        return Answered(step, metrics, samples, num_samples)

@@ -18,18 +18,16 @@ from rltrain.controller.lifeline import working
 from rltrain.errors import ConfigError, RewardError
 from rltrain.stop import StepLeft, Stop, listen
 from rltrain.trainer.checkpoint import RunFolder
-from rltrain.trainer.drift import Drift
 from rltrain.trainer.metrics import Metrics
-from rltrain.trainer.notice import Notice
 from rltrain.trainer.plan import Plan
 from rltrain.trainer.ppo import PPOTrainer
 from rltrain.trainer.saving import Saver
-from rltrain.trainer.tracking import Tracker
+from rltrain.trainer.watchers import Watcher, Watchers
 
 log = logging.getLogger(__name__)
 
 
-class Trainer:
+class Trainer(Watcher):
     """A run that `rltrain.build` has started: make single steps, or `fit` all of them.
 
     Use it as a context or call `close`: this finishes the trackers and ends scorers, workers, and Ray if `build` has
@@ -46,24 +44,22 @@ class Trainer:
         num_steps: int,
         closing: ExitStack,
         ppo: PPOTrainer | None = None,
-        tracker: Tracker | None = None,
         saver: Saver | None = None,
-        drift: Drift | None = None,
+        watchers: Watchers | None = None,
         owes_validation: bool = False,
     ) -> None:
         self.config = config
         self.plan = plan
         self.folder: Path = folder.path
         self.num_steps = num_steps
-        self.closing = closing
+        self._closing = closing
         self._stop = stop
-        self._ppo, self._tracker, self._saver = ppo, tracker, saver
+        self._ppo, self._saver = ppo, saver
         # A signal has cut the validation of `num_steps` short, and `fit` makes up for it.
         self._owes_validation = owes_validation
-        self._drift = drift
-        self._notice = Notice(stop, lambda: saver.under_way_s if saver else None)
-        if ppo:
-            ppo.on_phase = self._phase
+        self._under_way = num_steps
+        self._watchers = watchers or Watchers()
+        self._watchers.add(self)
 
     @property
     def ppo(self) -> PPOTrainer:
@@ -71,39 +67,34 @@ class Trainer:
         return self._started[0]
 
     @property
-    def _started(self) -> tuple[PPOTrainer, Tracker, Saver]:
-        if not self._ppo or not self._tracker or not self._saver:
+    def _started(self) -> tuple[PPOTrainer, Saver]:
+        if not self._ppo or not self._saver:
             raise ConfigError(
                 f"the run in {self.folder} has its {self.num_steps} steps. "
                 "Raise trainer.total_training_steps and total_epochs to go on, or choose another "
                 "trainer.experiment_name."
             )
-        return self._ppo, self._tracker, self._saver
-
-    def _phase(self, name: str) -> None:
-        self._started[1].phase(name)
-        self._notice.phase(name)
+        return self._ppo, self._saver
 
     def step(self) -> Metrics:
         """Make the next step of the plan; returns its metrics, which the trackers get as well."""
-        ppo, tracker, _ = self._started
+        ppo, _ = self._started
         if self.config.trainer.val_only:
             raise ConfigError("trainer.val_only=True has loaded what a validation needs alone. Leave it out to train.")
-        metrics = ppo.step(self.num_steps + 1)
+        metrics = self._make(ppo, self.num_steps + 1)
         self.num_steps += 1
-        tracker.log(self.num_steps, metrics)
+        self._watchers.on_metrics(self.num_steps, metrics)
         return metrics
 
     def validate(self) -> Metrics:
         """Answer the validation prompts with the current policy. Returns the metrics; the trackers get them too."""
-        ppo, tracker, _ = self._started
-        metrics = ppo.validate(self.num_steps, self._stop)
-        tracker.log(self.num_steps, metrics)
+        metrics = self._validate(self._started[0])
+        self._watchers.on_metrics(self.num_steps, metrics)
         return metrics
 
     def save(self) -> Path:
         """Write a checkpoint of the current step; returns its folder."""
-        ppo, _, saver = self._started
+        ppo, saver = self._started
         saver.save(self.num_steps, ppo.progress)
         saver.finish()
         return self.folder / f"global_step_{self.num_steps}"
@@ -121,28 +112,27 @@ class Trainer:
                 return self._fit(*self._started)
             except Exception:
                 if not self._stop.at_once:
-                    self._started[2].keep()
+                    self._watchers.on_failure()
                 raise
 
-    def _fit(self, ppo: PPOTrainer, tracker: Tracker, saver: Saver) -> bool:
+    def on_save(self, step: int, folder: Path, seconds: float) -> Metrics:
+        """Tell ``stop`` what is saved."""
+        self._stop.reached(self.num_steps, self.plan.total_steps, step)
+        if step == self._under_way:
+            # Everything is saved, so from here on a signal may end the run at once, in the middle of a validation.
+            self._stop.finishing = ""
+        return {}
+
+    def _fit(self, ppo: PPOTrainer, saver: Saver) -> bool:
         trainer, total, stop, first_step = self.config.trainer, self.plan.total_steps, self._stop, self.num_steps
         # Steps that the caller made with `step` are in no checkpoint yet.
         stop.reached(first_step, total, saver.last_step)
-        done, untested, under_way = first_step, self._owes_validation, first_step
-
-        def saved() -> None:
-            self._notice.saved(saver.seconds)
-            stop.reached(done, total, saver.last_step)
-            if saver.last_step == under_way:
-                # Everything is saved, so from here on a signal may end the run at once, in the middle of a validation.
-                stop.finishing = ""
-
-        saver.on_saved = saved
+        done, untested = first_step, self._owes_validation
         # Nothing is learnt here, so a signal ends it at once.
         first = untested or trainer.val_only or (trainer.val_before_train and not first_step)
         if ppo.rewards.has_validation and first:
-            found = ppo.validate(first_step, stop)
-            tracker.log(first_step, found)
+            found = self._validate(ppo)
+            self._watchers.on_metrics(first_step, found)
             saver.best.take(first_step, found)
             untested = self._owes_validation = untested and not found
         if trainer.val_only:
@@ -152,7 +142,7 @@ class Trainer:
             # out.
             if stop.requested or saver.best.stalled():
                 break
-            started, under_way = time.perf_counter(), step
+            started, self._under_way = time.perf_counter(), step
             stop.finishing = "finishing this step, saving"
             try:
                 metrics = self._step(ppo, saver, step)
@@ -166,7 +156,7 @@ class Trainer:
                 untested = self._keep_and_test(ppo, saver, metrics)
                 metrics["timing_s/wall"] = time.perf_counter() - started
             finally:  # what was measured is not lost with a save that fails
-                tracker.log(step, metrics)
+                self._watchers.on_metrics(step, metrics)
         # The signal may have come after the question above whether a save is due.
         saver.finish()
         if stop.requested and trainer.save_at_end and saver.last_step < done:
@@ -187,13 +177,13 @@ class Trainer:
         # Saved first: validation wakes the engine, which then keeps its weights for the next step.
         due = saver.due(step, last or stop.requested) or stop.save_requested
         if due or saver.overdue(step):
-            ppo.on_phase("save_checkpoint")
+            self._watchers.on_phase("save_checkpoint")
             stop.save_requested = False
             metrics |= saver.save(step, ppo.progress, by_time=not due)
-        saver.poll()
+        saver.on_wait()
         stop.reached(step, total, saver.last_step)
         if ppo.rewards.has_validation and trainer.validates_after(step, total):
-            found = {} if stop.requested else ppo.validate(step, stop)
+            found = {} if stop.requested else self._validate(ppo)
             metrics |= found
             # A validation that a signal has cut short returns nothing.
             untested = not found
@@ -212,12 +202,8 @@ class Trainer:
     def _step(self, ppo: PPOTrainer, saver: Saver, step: int) -> Metrics:
         # The progress before the step, because a step draws prompts and adapts the KL weight before a reward can fail.
         before = ppo.progress
-        if self._drift:
-            self._drift.begin(step)
         try:
-            with self._notice.of_step(step):
-                metrics = ppo.step(step)
-            return metrics | self._drift.metrics(step, metrics) if self._drift else metrics
+            return self._make(ppo, step)
         # Both come before any update of the step, so the weights are still those of the step before and worth saving.
         # After an error of the workers they may be half updated.
         except (RewardError, StepLeft) as error:
@@ -225,6 +211,19 @@ class Trainer:
                 ppo.actor.give_up()
             saver.rescue(step - 1, before)
             raise
+
+    def _make(self, ppo: PPOTrainer, step: int) -> Metrics:
+        self._watchers.before_step(step)
+        try:
+            # A copy, because what comes later belongs to the step's line and not to its checkpoint.
+            return dict(self._watchers.on_step(ppo.step(step)))
+        finally:
+            self._watchers.after_step(step)
+
+    def _validate(self, ppo: PPOTrainer) -> Metrics:
+        """The metrics of a validation; empty where a signal has cut it short."""
+        made = ppo.validate(self.num_steps, self._stop)
+        return self._watchers.on_validation(made) if made else {}
 
     def close(self) -> None:
         """End what `build` has started. A second call does nothing."""
@@ -235,4 +234,4 @@ class Trainer:
 
     def __exit__(self, kind: Any, error: BaseException | None, where: Any) -> None:
         # `pop_all` leaves an empty stack behind, so a second call finds nothing to end.
-        self.closing.pop_all().__exit__(kind, error, where)
+        self._closing.pop_all().__exit__(kind, error, where)

@@ -15,7 +15,7 @@ import logging
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,9 +26,7 @@ from rltrain.aside import Aside, goes_on
 from rltrain.config.schema import Config
 from rltrain.controller.lifeline import check
 from rltrain.errors import CheckpointError, DiskError, StorageError, unwritten
-from rltrain.trainer.archive import Archive
 from rltrain.trainer.best import Best
-from rltrain.trainer.callbacks import Callbacks
 from rltrain.trainer.card import model_card
 from rltrain.trainer.checkpoint import RunFolder, read_record, size_of
 from rltrain.trainer.progress import ANSWERS, Progress, Start
@@ -36,6 +34,7 @@ from rltrain.trainer.role_save import RoleSave
 from rltrain.trainer.roles import Critic, Policy
 from rltrain.trainer.room import checkpoint_bytes, describe_room, free_bytes, missing_room, superfluous
 from rltrain.trainer.timing import StepTimer
+from rltrain.trainer.watchers import Watcher, Watchers
 from rltrain.workers.tasks import SaveTask, Written
 
 log = logging.getLogger(__name__)
@@ -69,7 +68,7 @@ def _over(work: Aside[Any], waits: bool) -> bool:
     return work.ready()
 
 
-class Saver:
+class Saver(Watcher):
     """Writes a checkpoint of the whole run: shards of every role, progress, and a Hugging Face folder."""
 
     def __init__(
@@ -81,10 +80,10 @@ class Saver:
         dataset_fingerprint: str,
         num_parameters: int,
         num_trained: int,
-        callbacks: Callbacks | None = None,
+        watchers: Watchers | None = None,
     ) -> None:
         self._cfg = cfg
-        self._callbacks = callbacks or Callbacks()
+        self._watchers = watchers or Watchers()
         self._folder = folder
         self._actor = actor
         self._roles: dict[str, Policy | Critic] = {"actor": actor, "critic": critic} if critic else {"actor": actor}
@@ -92,10 +91,6 @@ class Saver:
         self._bytes_needed = checkpoint_bytes(cfg, num_parameters, num_trained)  # the next one is as large as the last
         self.last_step = 0
         self.best = Best(cfg.trainer)
-        # The answers of its steps are there before a checkpoint is: a run that is killed behind it makes none again.
-        self.archive: Archive | None = None
-        self.on_saved: Callable[[], None] = lambda: None  # called when the checkpoint of `last_step` is whole
-        self.seconds = 0.0  # from the beginning of the last save to its end
         self._saved_at = time.monotonic()  # when the last save began, or training
         self._by_time: dict[int, bool] = {}
         self._room: Aside[bool] | None = None
@@ -182,7 +177,7 @@ class Saver:
         news, self._news = self._news, {}
         return news
 
-    def poll(self) -> None:
+    def on_wait(self) -> None:
         """Bring a save that is under way as far as it gets without waiting. Looks once a second. Raises as `finish`."""
         now = time.monotonic()
         if self._pending and now - self._looked >= _LOOK_S:
@@ -211,11 +206,11 @@ class Saver:
             return
         for problem in (problem for part in pending.parts for problem in part.finish().problems):
             log.warning("step %d, huggingface/: %s. The checkpoint beside it is whole.", pending.step, problem)
-        self.last_step, self.seconds = pending.step, time.perf_counter() - pending.began
+        self.last_step = pending.step
         # From the second save on, the size is known and no longer estimated.
         self._bytes_needed = size or self._bytes_needed
-        self._news |= self._callbacks.on_save(pending.step, self._folder.step_folder(pending.step))
-        self.on_saved()
+        folder, seconds = self._folder.step_folder(pending.step), time.perf_counter() - pending.began
+        self._news |= self._watchers.on_save(pending.step, folder, seconds)
 
     def _bring_on(self, pending: _Pending, waits: bool) -> int | None:
         """As far as it gets, with ``waits`` to the end: the size of the checkpoint once it is there, else None."""
@@ -231,7 +226,7 @@ class Saver:
                 now = time.monotonic()
                 pending.written_at = min(now, pending.written_at)
                 left_s = max(0.0, pending.written_at + _ANSWERS_S - now)
-                there = not self.archive or self.archive.flush(pending.step, left_s if waits else 0.0)
+                there = self._watchers.written(pending.step, left_s if waits else 0.0)
                 if not there and left_s and not waits:
                     return None
                 pending.closing = Aside(f"save of step {pending.step}", partial(self._close, pending, written))
@@ -249,10 +244,8 @@ class Saver:
             log.warning("an older checkpoint could not be removed: %s", error)
         return size
 
-    def keep(self) -> None:
-        """An error ends the run: finish the save under way, if its writers live or are done. What fails in that is only
-        told.
-        """
+    def on_failure(self) -> None:
+        """Finish the save under way, if its writers live or are done. What fails in that is only told."""
         if not self._pending or (not self._pending.closing and any(part.lost for part in self._pending.parts)):
             return
         step = self._pending.step

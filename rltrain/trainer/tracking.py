@@ -18,11 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from rltrain.aside import Lines
+from rltrain.config.load import to_dict
+from rltrain.config.schema import Config
 from rltrain.config.trainer_schema import LOGGERS
 from rltrain.errors import first_line
 from rltrain.trainer.console import Console
 from rltrain.trainer.earlier import METRICS, disk_errors
+from rltrain.trainer.metrics import Metrics
 from rltrain.trainer.trackers import TRACKERS, Rows, RunInfo, Sink, wandb_login_lacks
+from rltrain.trainer.watchers import Watcher
 
 log = logging.getLogger(__name__)
 
@@ -171,7 +175,7 @@ class Sender(threading.Thread):
             log.warning(text, self._tracker, type(error).__name__, error)
 
 
-class Tracker:
+class Tracker(Watcher):
     """Sends metrics and tables to all outputs that ``trainer.logger`` names.
 
     The end of its context finishes all of these outputs.
@@ -194,6 +198,12 @@ class Tracker:
                 own = replace(run, run_id=self._ids.get(name))
                 self._senders.append(Sender(name, lambda name=name, own=own: self._make(name, own)))  # type: ignore[misc]
 
+    @classmethod
+    def of(cls, cfg: Config, folder: Path, first_step: int, total_steps: int) -> Tracker:
+        """Of a run in ``folder`` that goes on after ``first_step``."""
+        names = (cfg.trainer.project_name, cfg.trainer.experiment_name)
+        return cls(cfg.trainer.logger, RunInfo(*names, to_dict(cfg), folder, first_step), total_steps)
+
     def _make(self, name: str, run: RunInfo) -> Sink:
         sink = TRACKERS[name](run)
         if sink.run_id:
@@ -209,8 +219,8 @@ class Tracker:
                     log.warning("%s cannot be written, so a resumed run begins new tracker runs: %s", temporary, error)
         return sink
 
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Metrics of ``step``."""
+    def on_metrics(self, step: int, metrics: Metrics) -> None:
+        """Send the metrics of ``step``."""
         self._always.log(step, metrics)
         self._console.log(step, metrics)
         # The summary is kept here: a tracker gets it whole at the end, whatever of the steps has arrived there.
@@ -229,8 +239,7 @@ class Tracker:
         for sender in self._senders:
             sender.put(lambda sink: sink.log_table(step, name, list(columns), [list(row) for row in rows]))
 
-    def phase(self, name: str) -> None:
-        """Phase ``name`` of the step begins."""
+    def on_phase(self, name: str) -> None:
         self._console.phase(name)
 
     def close(self, failed: bool = False) -> None:

@@ -78,7 +78,7 @@ def test_with_images_no_answer_ends_or_holds_a_placeholder(tmp_path):
 
 def test_the_drivers_part_of_a_step_needs_no_model():
     trainer = scale.make_trainer(LocalGroup(IdleWorker(prompt_tokens=10)), 1, 64, 100)
-    metrics = trainer.step(1)
+    metrics = trainer.step(1).metrics
     assert metrics["response_length/mean"] == pytest.approx(100, rel=0.2)
     assert math.isfinite(metrics["timing_s/other"])
 

@@ -10,8 +10,8 @@ from rltrain.config.load import load_config
 from rltrain.controller.samples import Samples
 from rltrain.errors import ConfigError, RewardError
 from rltrain.rewards.processes.score import Score
-from rltrain.trainer.build import check_columns
 from rltrain.trainer.rewards import known_number
+from rltrain.trainer.scorers import check_columns
 
 A = "actor_rollout_ref."
 BASE = [f"{A}model.path=m", "data.train_files=t.parquet", f"{A}rollout.n=4", "trainer.n_gpus_per_node=8"]

@@ -115,10 +115,23 @@ def local_ray():
 
 
 @pytest.fixture
-def group(tmp_path):
+def at_end():
+    """Called before the workers of a group are ended for an error."""
+    return []
+
+
+@pytest.fixture
+def group(tmp_path, at_end):
     placement = ray.util.placement_group([{"CPU": 1}] * 2, strategy="STRICT_PACK")
     deadlines = Deadlines(60.0, 5.0, tmp_path / "incidents")
-    group = WorkerGroup("toy", [placement], get_device("cpu"), threads=1, deadlines=deadlines)
+    group = WorkerGroup(
+        "toy",
+        [placement],
+        get_device("cpu"),
+        threads=1,
+        deadlines=deadlines,
+        before_end=lambda: [each() for each in at_end],
+    )
     group.start("tests.controller.test_group:ToyWorker", {"tag": ray.put("w")})
     yield group
     group.kill()
@@ -219,9 +232,9 @@ def test_a_call_beside_others_is_timed_from_when_it_was_sent(group):
         late.ready()
 
 
-def test_what_goes_on_beside_may_end_before_an_error_ends_all(group):
+def test_what_goes_on_beside_may_end_before_an_error_ends_all(group, at_end):
     writing, written = group.submit([bind(Toy.wait, 1.0)], beside=True), []
-    group.before_end = lambda: written.extend(writing.collect())
+    at_end.append(lambda: written.extend(writing.collect()))
     with pytest.raises(WorkerError, match="the answer was 41"):
         group.call(Toy.fail)
     assert len(written) == 2
@@ -311,9 +324,9 @@ def test_an_object_whose_owner_is_gone_is_a_lost_worker(group):
 
 
 @pytest.mark.fault("A worker killed in a collective is named within seconds")
-def test_a_killed_worker_is_reported_within_ten_seconds(group):
+def test_a_killed_worker_is_reported_within_ten_seconds(group, at_end):
     pid, waited = group.call(Toy.pid)[1], []
-    group.before_end = lambda: waited.append(1)
+    at_end.append(lambda: waited.append(1))
     started = time.monotonic()
     threading.Timer(1.0, os.kill, [pid, signal.SIGKILL]).start()
     with pytest.raises(WorkerLost) as caught:

@@ -60,7 +60,7 @@ class Run:
         found = load_file(self.folder / f"global_step_{self.last_step}/huggingface/model.safetensors")
         start = load_file(self.model / "model.safetensors")
         alone = local_trainer(small_run(self.model, self.files, folder, trainer__total_training_steps=self.last_step))
-        metrics = [alone.step(step) for step in range(1, self.last_step + 1)]
+        metrics = [alone.step(step).metrics for step in range(1, self.last_step + 1)]
         policy = alone.worker.actor.policy
         expected = {name.removeprefix("model."): each.full_tensor() for name, each in policy.named_parameters()}
         moved = [{name: each[name] - start[name] for name in start} for each in (found, expected)]

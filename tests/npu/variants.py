@@ -54,7 +54,7 @@ def _two_steps(device: str, model: Path, files: tuple[Path, Path], folder: Path,
     )
     models = [trainer.worker.actor.policy] + ([trainer.worker.critic.model] if trainer.critic else [])
     before = [weights(each).cpu() for each in models]
-    numbers = [numbers_of(trainer.step(step)) for step in (1, 2)]
+    numbers = [numbers_of(trainer.step(step).metrics) for step in (1, 2)]
     return [weights(each).cpu() - was for each, was in zip(models, before, strict=True)], numbers
 
 

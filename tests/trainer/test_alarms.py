@@ -46,7 +46,7 @@ def test_a_damaged_answer_is_empty_and_counted(tiny_trainer, monkeypatch, caplog
     assert batch.ragged("response").lengths.bool().sum() == 15
     assert isinstance(batch.ragged("rollout_log_probs"), Ragged)
     for step in (1, 2):
-        metrics = trainer.step(step)
+        metrics = trainer.step(step).metrics
         assert metrics["rollout/damaged_answers"] == 1
         assert np.isfinite(metrics["actor/grad_norm"])
     (told,) = [record for record in caplog.records if "they count as empty" in record.getMessage()]
@@ -78,7 +78,7 @@ def test_a_model_file_with_nan_is_not_trained_on(tiny_model, tiny_trainer, tmp_p
 
 def test_rewards_that_never_differ_stop_the_run(tiny_trainer):
     trainer = tiny_trainer(lambda row, score: 0.0, trainer__collapse_steps=2)
-    assert trainer.step(1)["reward/equal_steps"] == 1
+    assert trainer.step(1).metrics["reward/equal_steps"] == 1
     with pytest.raises(RewardError, match=r"the last 2 steps had the same reward \(now 0\).*trainer.collapse_steps=2"):
         trainer.step(2)
 

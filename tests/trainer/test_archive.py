@@ -15,9 +15,11 @@ from rltrain.controller.samples import Samples, whole
 from rltrain.data.prompts import PromptStore
 from rltrain.data.rows import read_rows
 from rltrain.trainer.archive import Archive
+from rltrain.trainer.watchers import Answered
 from tests.tiny import write_arithmetic
 
 N = 2
+BYTES = 100.0  # of the step, per answer, without the archive
 
 
 class Letters:
@@ -87,8 +89,12 @@ def batch(num_prompts=5) -> Samples:
     return samples
 
 
+def answered(step: int, samples: Samples | None = None) -> Answered:
+    return Answered(step, {"perf/driver_bytes_per_sample": BYTES}, samples or batch(), N)
+
+
 def test_a_step_is_one_table_with_all_that_is_known_of_an_answer(make, tmp_path):
-    make().keep("train", 3, batch(), N)
+    make().on_step(answered(3))
     assert [file.name for file in (tmp_path / "run" / "samples").iterdir()] == ["train_000003.parquet"]
     table = pd.read_parquet(tmp_path / "run" / "samples" / "train_000003.parquet")
     assert table["answer"].tolist() == [f"answer {i}" for i in range(10)]
@@ -105,8 +111,8 @@ def test_a_step_is_one_table_with_all_that_is_known_of_an_answer(make, tmp_path)
 def test_prompts_are_kept_with_all_their_answers_on_some_steps(make, tmp_path):
     archive = make("samples_max_prompts=3", "samples_freq=2")
     for step in (1, 2, 3, 4):
-        archive.keep("train", step, batch(), N)
-    archive.keep("val", 3, batch(), N)
+        archive.on_step(answered(step))
+    archive.on_validation(answered(3))
     files = sorted((tmp_path / "run" / "samples").iterdir())
     assert [file.stem for file in files] == ["train_000002", "train_000004", "val_000003"]
     for file in files:
@@ -116,12 +122,12 @@ def test_prompts_are_kept_with_all_their_answers_on_some_steps(make, tmp_path):
 def test_verls_json_lines_hold_every_answer(make, tmp_path):
     folder = tmp_path / "dump"
     archive = make(f"rollout_data_dir={folder}", "samples_max_prompts=1")
-    archive.keep("train", 7, batch(), N)
+    archive.on_step(answered(7))
     lines = [json.loads(line) for line in (folder / "7.jsonl").read_text().splitlines()]
     assert lines[3] == {"input": "1+0=?", "output": "answer 3", "gts": "1", "score": 1.0, "step": 7,
                         "acc": 1.0, "answer": 1.0, "pred": "p3"}  # fmt: skip
     assert (len(lines), len(pd.read_parquet(tmp_path / "run" / "samples" / "train_000007.parquet"))) == (10, 2)
-    archive.keep("val", 7, batch(), N)
+    archive.on_validation(answered(7))
     assert [file.name for file in folder.iterdir()] == ["7.jsonl"]
 
 
@@ -133,7 +139,7 @@ def test_whatever_a_model_or_a_scorer_writes_is_kept(make, tmp_path, caplog):
         part.ref[:] = (odd * 2)[: len(part.ref)]
     words = np.array((odd * 2)[:10], dtype=object)
     samples.update({"scorer/pred": words, "reward_error": words, "scorer/acc": words})
-    make(f"rollout_data_dir={tmp_path / 'dump'}", "log_val_generations=2").keep("train", 1, samples, N)
+    make(f"rollout_data_dir={tmp_path / 'dump'}", "log_val_generations=2").on_step(answered(1, samples))
     table = pd.read_parquet(tmp_path / "run" / "samples" / "train_000001.parquet")
     expected = ["half \ufffd of a pair", "both \U0001f600", *odd[2:4], "\u2028 \ufffd", odd[5]]
     assert table["pred"].tolist()[:6] == table["acc"].tolist()[:6] == expected
@@ -146,8 +152,8 @@ def test_whatever_a_model_or_a_scorer_writes_is_kept(make, tmp_path, caplog):
 
 def test_nothing_is_kept_where_nothing_is_wanted(make, tmp_path):
     archive = make("samples_freq=-1", f"validation_data_dir={tmp_path / 'dump'}")
-    archive.keep("train", 1, batch(), N)
-    archive.keep("val", 1, batch(), N)
+    archive.on_step(answered(1))
+    archive.on_validation(answered(1))
     assert not (tmp_path / "run").exists()
     assert (tmp_path / "dump" / "1.jsonl").exists()
 
@@ -161,7 +167,7 @@ def test_a_disk_that_fails_is_told_once_and_stops_nothing(make, tmp_path, monkey
 
     monkeypatch.setattr(pq, "write_table", no_room)
     for step in (1, 2, 3):
-        archive.keep("train", step, batch(), N)
+        archive.on_step(answered(step))
     archive.close()
     folder = tmp_path / "run" / "samples"
     assert caplog.text.count(f"the disk of {folder} is full") == 1
@@ -174,7 +180,7 @@ def test_one_answer_is_shown_every_so_often(make, caplog):
     caplog.set_level(logging.INFO)
     archive = make()
     for step in range(1, 21):
-        archive.keep("train", step, batch(), N)
+        archive.on_step(answered(step))
     shown = [record.getMessage() for record in caplog.records]
     assert shown == [f"an answer of step {step}, train: 2+1=? -> answer 0 ✗ (3)" for step in (1, 10, 20)]
 
@@ -182,7 +188,7 @@ def test_one_answer_is_shown_every_so_often(make, caplog):
 def test_trackers_get_the_same_validation_prompts_every_time(make):
     archive = make("log_val_generations=3", "samples_freq=-1")
     for step in (0, 5):
-        archive.show_validation(step, batch(), N)
+        archive.on_validation(answered(step))
     for step, (at, name, columns, rows) in zip((0, 5), archive.tables.shown, strict=True):
         assert (at, name, columns[3]) == (step, "val/generations", "answer")
         assert [row[3] for row in rows] == ["answer 0", "answer 4", "answer 8"]
@@ -196,15 +202,16 @@ def test_few_bytes_of_an_answer_go_through_the_driver(make):
         samples = batch()
         for part in samples.parts_with("text"):
             part.ref[:] = [text * length for text in part.ref]
-        archive.keep("train", 1, samples, N)
-        sizes.append(archive.bytes_through_driver / len(samples))
-    assert sizes[0] == sizes[1] < 60
+        found = archive.on_step(answered(1, samples))
+        sizes.append(found["perf/driver_bytes_per_sample"] - BYTES)
+    assert sizes[0] == sizes[1]
+    assert 0 < sizes[0] < 60
 
 
 def test_prompts_without_a_tokenizer_to_decode_them_are_messages(make, tmp_path):
     archive = make()
     archive.writer._tokenizer = None
-    archive.keep("train", 1, batch(), N)
+    archive.on_step(answered(1))
     assert pd.read_parquet(tmp_path / "run" / "samples" / "train_000001.parquet")["prompt"][0] == "user: 2+1=?"
 
 

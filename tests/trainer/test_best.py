@@ -18,6 +18,7 @@ from rltrain.trainer.run import Trainer
 from rltrain.trainer.saving import Saver
 from rltrain.trainer.trackers import RunInfo
 from rltrain.trainer.tracking import Tracker
+from rltrain.trainer.watchers import Answered, Watchers
 from tests.tiny import small_run
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -86,9 +87,9 @@ def run(tiny_trainer, tmp_path):
         saver.load(start)
         ppo.restore(start.progress, start.folder)
         run.validated = []
-        ppo.validate = lambda step, stop: run.validated.append(step) or {METRIC: found[step]}
+        ppo.validate = lambda step, stop: run.validated.append(step) or Answered(step, {METRIC: found[step]}, None, 1)
         with Tracker(["console"], RunInfo("p", "e", {}, folder.path, start.step), 8) as tracker:
-            trainer = Trainer(cfg, ppo.plan, folder, Stop(), start.step, ExitStack(), ppo, tracker, saver)
+            trainer = Trainer(cfg, ppo.plan, folder, Stop(), start.step, ExitStack(), ppo, saver, Watchers(tracker))
             ended = trainer.fit()
         folder.release()
         return ended, [line["step"] for line in read_metrics(folder.path)], folder.steps()

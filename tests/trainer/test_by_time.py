@@ -17,6 +17,7 @@ from rltrain.trainer.run import Trainer
 from rltrain.trainer.saving import Saver
 from rltrain.trainer.trackers import RunInfo
 from rltrain.trainer.tracking import Tracker
+from rltrain.trainer.watchers import Watchers
 
 
 @pytest.fixture
@@ -186,7 +187,7 @@ def test_a_run_saves_by_time_and_goes_on_from_there(process_group, tiny_trainer,
     ppo.step = lambda number: clock.__setitem__(0, clock[0] + 700.0) or step(number)
     saver = Saver(ppo.cfg, folder, ppo.actor, ppo.critic, "rows:1", 1, 1)
     with Tracker([], RunInfo("p", "e", {}, folder.path), 5) as tracker:
-        assert Trainer(ppo.cfg, ppo.plan, folder, Stop(), 0, ExitStack(), ppo, tracker, saver).fit()
+        assert Trainer(ppo.cfg, ppo.plan, folder, Stop(), 0, ExitStack(), ppo, saver, Watchers(tracker)).fit()
     assert folder.steps() == [3, 5]
     assert [step for step in (3, 5) if read_record(folder.step_folder(step))["by_time"]] == [3]
     assert [line["step"] for line in read_metrics(folder.path)] == [1, 2, 3, 4, 5]

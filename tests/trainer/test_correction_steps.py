@@ -1,7 +1,5 @@
 """The rollout correction in whole steps: weights, rejection, bypass."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -31,13 +29,10 @@ def test_rejected_tokens_leave_loss_and_denominators(make):
     mask = columns.ragged("loss_mask")
     assert 0 < int(mask.values.sum()) < len(mask.values)
     assert numbers.per_sample["loss_tokens"].tolist() == mask.sum().long().tolist()
-    tasks, seen = [], []
-    update, trainer.callbacks = (
-        trainer.worker.actor.update,
-        SimpleNamespace(on_step=lambda step, metrics, numbers: seen.append(numbers) or {}),
-    )
+    tasks, update = [], trainer.worker.actor.update
     trainer.worker.actor.update = lambda batch, task: tasks.append(task) or update(batch, task)
-    metrics, (samples,) = trainer.step(1), seen
+    made = trainer.step(1)
+    metrics, samples = made.metrics, made.samples
     counted = sum(mini.denominators.tokens for mini in tasks[0].mini_batches)
     assert counted == samples["loss_tokens"].sum() < samples["response_length"].sum()
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(
@@ -59,7 +54,7 @@ def test_rejection_changes_no_advantage():
 
 def test_bypass_takes_the_ratio_to_the_engine_without_a_pass(make):
     trainer = make(**{CORRECTION + "bypass_mode": True})
-    metrics = trainer.step(1)
+    metrics = trainer.step(1).metrics
     assert "Actor.log_probs" not in trainer.group.calls
     assert "timing_s/old_log_prob" not in metrics
     # log r is what the engine is off, which is anything but 0.
@@ -69,7 +64,7 @@ def test_bypass_takes_the_ratio_to_the_engine_without_a_pass(make):
 
 def test_without_correction_the_mismatch_is_only_measured(make):
     trainer = make()
-    metrics = trainer.step(1)
+    metrics = trainer.step(1).metrics
     assert metrics["rollout/log_prob_gap/mean"] > 0.05
     assert metrics["rollout_corr/k3_kl"] > 0
     # Both ratios of the first mini-batch are 1 whatever the engine said; only the second moves.
@@ -78,8 +73,8 @@ def test_without_correction_the_mismatch_is_only_measured(make):
 
 def test_importance_weights_may_be_divided_by_their_mean(make):
     one_step = {ACTOR + "ppo_mini_batch_size": 4, CORRECTION + "rollout_is": "token", **NO_KL}
-    plain = make(**one_step).step(1)
-    divided = make(**one_step, **{CORRECTION + "rollout_is_batch_normalize": True}).step(1)
+    plain = make(**one_step).step(1).metrics
+    divided = make(**one_step, **{CORRECTION + "rollout_is_batch_normalize": True}).step(1).metrics
     mean = plain["rollout_corr/rollout_is_mean"]
     assert abs(mean - 1) > 1e-3
     assert divided["actor/pg_loss"] == pytest.approx(plain["actor/pg_loss"] / mean, rel=1e-4)
@@ -92,5 +87,5 @@ def test_rejection_under_bypass_is_seen(make):
             CORRECTION + "rollout_rs": "token_k1",
             CORRECTION + "rollout_rs_threshold": "1.1",
         }
-    ).step(1)
+    ).step(1).metrics
     assert 0 < metrics["rollout_corr/rollout_rs_masked_fraction"] < 1

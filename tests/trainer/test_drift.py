@@ -9,6 +9,7 @@ import pytest
 
 from rltrain.controller.processes import Node, Process, _process
 from rltrain.trainer.drift import Drift, _History, _Look
+from rltrain.trainer.watchers import Answered
 
 LEAKS = """
 import sys
@@ -52,8 +53,8 @@ def test_a_process_that_leaks_is_named_once(leaking, caplog, what, words):
 
     drift = Drift(look, {})
     for step in range(1, 200):
-        drift.begin(step)
-        found = drift.metrics(step, {})
+        drift.before_step(step)
+        found = drift.on_step(Answered(step, {}, None, 1))
         assert bool(found) == (step % 10 == 1)
         if found:
             leak(what)
@@ -109,8 +110,8 @@ def test_each_process_that_leaks_is_named_once(caplog):
 
     drift = Drift(lambda: come, {})
     for step in range(0, 1200, 10):
-        drift.begin(step)
-        drift.metrics(step, {})
+        drift.before_step(step)
+        drift.on_step(Answered(step, {}, None, 1))
     first, second, *others = caplog.messages
     assert first.startswith("scorer (pid 0 on node-a) holds more and more memory")
     assert second.startswith("scorer (pid 1 on node-a) holds more and more memory")
@@ -128,12 +129,13 @@ def test_a_node_that_answers_late_loses_nothing(caplog):
 
     drift = Drift(lambda: come, {})
     for step in range(0, 400, 10):
-        drift.begin(step)
-        drift.metrics(step, {})
+        drift.before_step(step)
+        drift.on_step(Answered(step, {}, None, 1))
     assert len(caplog.messages) == 1
 
 
 def test_a_node_that_has_not_answered_yet_is_left_out():
     drift = Drift(lambda: list, {})
-    drift.begin(1)
-    assert drift.metrics(1, {"perf/max_memory_allocated_gb": 3.0})["drift/device_gb"] == 3.0
+    drift.before_step(1)
+    made = Answered(1, {"perf/max_memory_allocated_gb": 3.0}, None, 1)
+    assert drift.on_step(made)["drift/device_gb"] == 3.0

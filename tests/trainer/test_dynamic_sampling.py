@@ -15,7 +15,7 @@ def test_dynamic_sampling_fills_the_batch_with_mixed_groups(make):
     kept = []
     collect = trainer.experience.collect
     trainer.experience.collect = lambda timer, early: kept.append(collect(timer)) or kept[-1]
-    metrics = trainer.step(1)
+    metrics = trainer.step(1).metrics
     samples = kept[0][0]
     assert metrics["filter_groups/rounds"] >= 2
     assert metrics["filter_groups/prompts_filled_up"] == 0
@@ -28,7 +28,7 @@ def test_dynamic_sampling_fills_the_batch_with_mixed_groups(make):
 def test_dynamic_sampling_is_bounded_and_fills_up(make, caplog):
     trainer = make(algorithm__filter_groups__enable=True, algorithm__filter_groups__max_num_gen_batches=2,
                    algorithm__filter_groups__metric="score", twist=lambda row, score: 1.0)  # fmt: skip
-    metrics = trainer.step(1)
+    metrics = trainer.step(1).metrics
     assert (metrics["filter_groups/rounds"], metrics["filter_groups/prompts_filled_up"]) == (2, 4)
     assert "0 of 4 groups differ after 2 rounds" in caplog.text
     assert metrics["actor/pg_loss"] == pytest.approx(0.0, abs=1e-6)
@@ -41,7 +41,7 @@ def test_single_answers_are_no_flat_groups_and_teach_their_score(make, estimator
     kept = []
     collect = trainer.experience.collect
     trainer.experience.collect = lambda timer, early: kept.append(collect(timer)) or kept[-1]
-    metrics = trainer.step(1)
+    metrics = trainer.step(1).metrics
     assert (metrics["filter_groups/rounds"], metrics["filter_groups/prompts_filled_up"]) == (1, 0)
     assert metrics["perf/update_tokens_skipped"] == 0
     assert kept[0][0]["advantage"] == pytest.approx(kept[0][0]["score"], rel=1e-5)
@@ -55,7 +55,7 @@ def test_flat_rounds_hold_no_answers_that_nothing_needs(make):
     rounds, one = [], trainer.experience._round
     trainer.experience._round = lambda timer, *_: rounds.append(one(timer)) or rounds[-1]
     with_failures(trainer, acc=0.0)
-    assert trainer.step(1)["filter_groups/prompts_filled_up"] == 4
+    assert trainer.step(1).metrics["filter_groups/prompts_filled_up"] == 4
     assert [bool(each.samples.parts_with("text")) for each in rounds] == [True, True, False, False, False]
 
 
@@ -63,7 +63,7 @@ def test_flat_rounds_hold_no_answers_that_nothing_needs(make):
 def test_dynamic_sampling_may_compare_reward_model_scores(make, reward_model, metric):
     trainer = make(reward_model__enable=True, reward_model__model__path=reward_model,
                    algorithm__filter_groups__enable=True, algorithm__filter_groups__metric=metric)  # fmt: skip
-    metrics = trainer.step(1)
+    metrics = trainer.step(1).metrics
     assert metrics["filter_groups/rounds"] == 1
     assert "reward/rule/mean" not in metrics
 
@@ -85,4 +85,4 @@ def test_a_failed_answer_does_not_make_a_group_useful(make):
         twist=lambda row, score: 0.0,
     )
     with_failures(trainer, 0, 5, acc=0.0)
-    assert trainer.step(1)["filter_groups/prompts_filled_up"] == 4
+    assert trainer.step(1).metrics["filter_groups/prompts_filled_up"] == 4

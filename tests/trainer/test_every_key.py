@@ -149,7 +149,7 @@ def run(arguments: list[str]):
     finally:
         shard.fully_shard = original
     engine_is_off(trainer)
-    metrics = [numbers_of(trainer.step(step)) for step in (1, 2)]
+    metrics = [numbers_of(trainer.step(step).metrics) for step in (1, 2)]
     return actor_weights(trainer), metrics, dataclasses.asdict(trainer.plan), handed, trainer.progress
 
 

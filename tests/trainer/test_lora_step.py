@@ -67,7 +67,7 @@ def test_weights_and_metrics_do_not_depend_on_the_cut(make, variant):
         trainer = make(**VARIANTS[variant], **cut)
         policy = trainer.worker.actor.policy
         moved, frozen = Moved(trainer), frozen_of(policy)
-        metrics = [numbers_of(trainer.step(step)) for step in (1, 2)]
+        metrics = [numbers_of(trainer.step(step).metrics) for step in (1, 2)]
         assert torch.equal(frozen_of(policy), frozen)
         found.append((moved.by_role(), metrics))
     assert all(float(moved.norm()) > 0.02 for moved in found[0][0]), "the steps must do something"
@@ -114,7 +114,7 @@ def test_the_exact_kl_leaves_out_adapters(make):
 def test_the_engine_samples_from_the_merged_weights(make):
     trainer = make(**NO_KL)
     for step in (1, 2):
-        assert trainer.step(step)["rollout/canary_gap"] < 1e-5
+        assert trainer.step(step).metrics["rollout/canary_gap"] < 1e-5
     actor, rollout = trainer.worker.actor, trainer.worker.rollout
     batch, *_ = type(rollout).generate(rollout, trainer.experience_task())
     trained = actor.log_probs(batch, [16])[0].ragged("old_log_probs").values
@@ -128,14 +128,14 @@ def test_training_resumes_from_adapters_bit_for_bit(make, tmp_path):
         whole.step(step)
     for name in ("actor", "critic"):
         getattr(whole, name).begin_save(SaveTask(str(tmp_path / name))).finish()
-    expected = whole.step(3)
+    expected = whole.step(3).metrics
     resumed = make(**changes)
     for name in ("actor", "critic"):
         getattr(resumed, name).load(str(tmp_path / name), False)
     resumed.restore(Progress(2, None))
     for _ in range(32):  # the twist counts answers
         resumed.pool.twist(0, 0.0)
-    assert numbers_of(resumed.step(3)) == numbers_of(expected)
+    assert numbers_of(resumed.step(3).metrics) == numbers_of(expected)
     assert torch.equal(actor_weights(whole), actor_weights(resumed))
     assert torch.equal(weights(whole.worker.critic.model), weights(resumed.worker.critic.model))
 
@@ -181,6 +181,6 @@ def test_adapters_learn_what_all_weights_learn(make, monkeypatch):
     for keys in ({}, {MODEL + "lora_rank": 0, ACTOR + "optim__lr": 0.003}):
         trainer = make(**NO_KL, **keys, **{ACTOR + "optim__eps": 1e-8}, trainer__total_training_steps=20)
         trainer.pool.twist = lambda row, score: score
-        rewards = [trainer.step(step)["critic/rewards/mean"] for step in range(1, 21)]
+        rewards = [trainer.step(step).metrics["critic/rewards/mean"] for step in range(1, 21)]
         gains.append(sum(rewards[-3:]) / 3 - sum(rewards[:3]) / 3)
     assert min(gains) > 0.2, gains

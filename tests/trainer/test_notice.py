@@ -19,12 +19,12 @@ def asked():
             notice = Notice(stop, lambda: saving_s)
             notice._took.extend(took)
             if save_s is not None:
-                notice.saved(save_s)
+                notice.on_save(6, None, save_s)
             stop.finishing = "finishing this step, saving"
-            with notice.of_step(7):
-                notice.phase(phase)
-                signal.raise_signal(signal.SIGTERM)
-                notice.phase("next")
+            notice.before_step(7)
+            notice.on_phase(phase)
+            signal.raise_signal(signal.SIGTERM)
+            notice.on_phase("next")
 
         yield asked
 
@@ -72,12 +72,13 @@ def test_a_step_slower_than_usual_keeps_time_for_its_updates():
         stop.notice_s = 2.0
         notice = Notice(stop)
         notice._took.append((0.2, 0.1))
-        notice.saved(1.0)
+        notice.on_save(2, None, 1.0)
         stop.finishing = "finishing this step, saving"
-        with notice.of_step(3):
-            signal.raise_signal(signal.SIGTERM)
-            stop.check()
-            with pytest.raises(StepLeft, match="step 3 needs about 0 s more, its save 1 s"):
-                checked_to_the_end(stop)
-            assert stop.left_s > 0.9
+        notice.before_step(3)
+        signal.raise_signal(signal.SIGTERM)
+        stop.check()
+        with pytest.raises(StepLeft, match="step 3 needs about 0 s more, its save 1 s"):
+            checked_to_the_end(stop)
+        assert stop.left_s > 0.9
+        notice.after_step(3)
         stop.check()  # what saves the step before is not cut short

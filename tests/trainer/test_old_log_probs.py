@@ -42,7 +42,7 @@ def test_old_log_probs_may_come_from_the_updates_own_forward(make, variant):
     for choice in ({}, ALWAYS):
         trainer = make(**keys, **choice)
         sizes, moved = scored_samples(trainer), Moved(trainer)
-        found.append(([numbers_of(trainer.step(step)) for step in (1, 2)], moved.by_role(), sizes))
+        found.append(([numbers_of(trainer.step(step).metrics) for step in (1, 2)], moved.by_role(), sizes))
     (metrics, mine, few), (all_metrics, theirs, many) = found
     assert many == [16, 16]
     assert few == ([] if keys.get(ACTOR + "ppo_mini_batch_size") == 4 else [8, 8])
@@ -53,7 +53,7 @@ def test_old_log_probs_may_come_from_the_updates_own_forward(make, variant):
 
 
 def test_one_optimizer_step_has_ratio_one_and_a_free_phase(make):
-    metrics = make(**ONE_STEP, **NO_KL).step(1)
+    metrics = make(**ONE_STEP, **NO_KL).step(1).metrics
     assert metrics["actor/ppo_kl"] == metrics["actor/pg_clipfrac"] == 0.0
     assert metrics["actor/entropy"] > 0
     assert "timing_s/old_log_prob" in metrics

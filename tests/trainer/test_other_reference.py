@@ -39,7 +39,7 @@ def test_the_kl_is_to_the_model_that_is_named(process_group, tiny_trainer, anoth
         return tiny_trainer(actor_rollout_ref__actor__kl_loss_type=kind, **changes)
 
     def kl(**changes):
-        return trainer(**changes).step(1)["actor/kl_loss"]
+        return trainer(**changes).step(1).metrics["actor/kl_loss"]
 
     loaded = trainer(**{OTHER: another}).worker.actor.reference.model.state_dict()
     saved = AutoModelForCausalLM.from_pretrained(another).state_dict()

@@ -19,7 +19,7 @@ def test_a_step_takes_the_mean_of_its_loss(make, loss):
         keys = {ACTOR + "loss_agg_mode": mode} if mode else {}
         # Without a KL or an entropy, which have the usual mean either way.
         trainer = make(**{LOSS: loss, ACTOR + "use_kl_loss": False, ACTOR + "entropy_coeff": 0}, **keys)
-        found[name] = numbers_of(trainer.step(1)), actor_weights(trainer)
+        found[name] = numbers_of(trainer.step(1).metrics), actor_weights(trainer)
     assert found["unset"][0] == found["own"][0]
     assert torch.equal(found["unset"][1], found["own"][1])
     assert not torch.equal(found["unset"][1], found["other"][1])

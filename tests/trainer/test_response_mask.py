@@ -103,7 +103,7 @@ def test_gae_kl_and_reward_pass_over_tool_text(make):
     seen = []
     estimate = trainer.advantages.estimate
     trainer.advantages.estimate = lambda samples, *rest: seen.append(samples) or estimate(samples, *rest)
-    metrics = trainer.step(1)
+    metrics = trainer.step(1).metrics
     (samples,) = seen
 
     def rows(name):

@@ -75,29 +75,21 @@ def state_of(trainer) -> dict[str, torch.Tensor]:
     return found
 
 
-class Kept:
-    """An `Archive` that keeps the answers of a step: texts, tokens, and all numbers."""
-
-    bytes_through_driver = 0
-
-    def keep(self, split, step, samples, answers_per_prompt) -> None:
-        if split == "train":
-            request = samples.request(np.arange(len(samples)), ["text", "response", "rollout_log_probs"])
-            found = assemble(request, [part.ref for part in request.parts])
-            self.columns = {name: found.ragged(name).values.tolist() for name in ("response", "rollout_log_probs")}
-            self.columns |= {name: values.tolist() for name, values in samples.numbers.items() if name != "ended_s"}
-            self.columns["text"] = found["text"]
-
-    def show_validation(self, *arguments) -> None:
-        pass
+def answers_of(samples) -> dict[str, list]:
+    """Texts, tokens, and all numbers."""
+    request = samples.request(np.arange(len(samples)), ["text", "response", "rollout_log_probs"])
+    found = assemble(request, [part.ref for part in request.parts])
+    columns = {name: found.ragged(name).values.tolist() for name in ("response", "rollout_log_probs")}
+    columns |= {name: values.tolist() for name, values in samples.numbers.items() if name != "ended_s"}
+    return columns | {"text": found["text"]}
 
 
 def step_of(trainer, step: int, validates: bool) -> dict[str, dict]:
     """Everything that is to be seen of a step: metrics, samples, and what has become of the weights."""
-    trainer.archive = kept = Kept()
-    metrics = numbers_of(trainer.step(step))
-    metrics |= numbers_of(trainer.validate(step, Stop())) if validates else {}
-    return {"metrics": metrics, "samples": kept.columns, "state": state_of(trainer)}
+    made = trainer.step(step)
+    metrics, answers = numbers_of(made.metrics), answers_of(made.samples)
+    metrics |= numbers_of(trainer.validate(step, Stop()).metrics) if validates else {}
+    return {"metrics": metrics, "samples": answers, "state": state_of(trainer)}
 
 
 def differences(one: dict[str, dict], other: dict[str, dict]) -> dict[str, list[str]]:

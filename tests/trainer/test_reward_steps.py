@@ -35,7 +35,7 @@ def test_a_reward_model_has_its_own_template_and_a_weight(make, reward_model, bu
     seen = []
     estimate = trainer.advantages.estimate
     trainer.advantages.estimate = lambda samples, *rest: seen.append(samples) or estimate(samples, *rest)
-    metrics = trainer.step(1)
+    metrics = trainer.step(1).metrics
     samples = seen[0]
     plain, tokenizer = (
         AutoModelForSequenceClassification.from_pretrained(reward_model),
@@ -114,7 +114,7 @@ def test_the_overlong_limit_may_be_below_the_longest_answer(make):
 def test_the_rule_reward_may_be_a_weighted_sum_of_numbers(make):
     trainer = make(reward__weights="{acc: 2.0, score: 0.5}")
     samples = trainer.experience.collect(StepTimer())[0]
-    metrics = trainer.step(2)
+    metrics = trainer.step(2).metrics
     assert set(samples["rule_score"] - 2.0 * samples["scorer/acc"]) != {0.0}
     assert metrics["reward/acc/mean"] >= 0
     scores = np.array([1.0, 0.25])
@@ -141,16 +141,16 @@ def test_numbers_of_the_scorer_never_replace_the_trainer_s(make):
     named.pool.score = more
     named.experience._round(StepTimer())
     shown = {f"reward/{name}/mean" for name in names}
-    found = {name: value for name, value in numbers_of(named.step(1)).items() if name not in shown}
-    assert found == numbers_of(plain.step(1))
+    found = {name: value for name, value in numbers_of(named.step(1).metrics).items() if name not in shown}
+    assert found == numbers_of(plain.step(1).metrics)
     assert torch.equal(actor_weights(named), actor_weights(plain))
-    assert named.validate(1, Stop())["val-core/rltrain/arithmetic/acc/mean@1"] <= 1
+    assert named.validate(1, Stop()).metrics["val-core/rltrain/arithmetic/acc/mean@1"] <= 1
 
 
 def test_one_failed_score_costs_gdpo_one_answer_only(make):
     trainer = make(**VARIANTS["gdpo"])
     with_failures(trainer, 0)
-    metrics = trainer.step(1)
+    metrics = trainer.step(1).metrics
     assert math.isfinite(metrics["actor/pg_loss"])
     assert metrics["reward/error_rate"] == 1 / 16
 

@@ -28,6 +28,7 @@ from rltrain.trainer.room import sized
 from rltrain.trainer.run import Trainer
 from rltrain.trainer.saving import Saver
 from rltrain.trainer.tracking import JsonLines
+from rltrain.trainer.watchers import Watchers
 from rltrain.workers import saving
 from tests.local import LocalGroup, LocalHandle
 from tests.trainer.steps import actor_weights, weights
@@ -85,7 +86,7 @@ def test_what_is_trained_later_is_not_in_a_checkpoint(tiny_trainer, folder):
         assert (saver.last_step, folder.steps()) == (step - 1, list(range(1, step)))
     trainer.step(3)
     assert not torch.equal(actor_weights(trainer), then)
-    saver.poll()
+    saver.on_wait()
     assert saver.last_step == 1, "nothing is written, so there is nothing to finish"
     saver.finish()
     last = folder.step_folder(2)
@@ -148,9 +149,8 @@ def run_that_fails(trainer, folder: RunFolder, error: Exception):
         return real(number)
 
     trainer.step = step
-    stop, tracker = Stop(), SimpleNamespace(log=lambda *_: None, phase=lambda _: None)
     plan = SimpleNamespace(total_steps=3)
-    run = Trainer(trainer.cfg, plan, folder, stop, 0, ExitStack(), trainer, tracker, saver)
+    run = Trainer(trainer.cfg, plan, folder, Stop(), 0, ExitStack(), trainer, saver, Watchers(saver))
     with pytest.raises(type(error), match=str(error)):
         run.fit()
     return saver
@@ -192,7 +192,7 @@ def polled_until_closing(trainer, folder) -> Saver:
     saver.save(1, trainer.progress)
     while not saver._pending.closing:
         time.sleep(0.02)
-        saver.poll()
+        saver.on_wait()
     return saver
 
 
@@ -203,7 +203,7 @@ def test_no_step_waits_for_the_disk_and_a_signal_costs_no_save(tiny_trainer, fol
     trainer.step(2)
     for _ in range(3):
         time.sleep(0.02)
-        saver.poll()
+        saver.on_wait()
     assert (saver.last_step, saver.newest, folder.steps()) == (0, 1, [])
 
     def ring(*_):
@@ -226,7 +226,7 @@ def test_a_checkpoint_of_which_all_is_written_needs_no_worker(tiny_trainer, fold
     saver = polled_until_closing(tiny_trainer(), folder)
     monkeypatch.setattr(LocalGroup, "ended", True)
     slow_fsync.set()
-    saver.keep()
+    saver.on_failure()
     assert (saver.last_step, find_damage(folder.step_folder(1))) == (1, None)
 
 

@@ -17,7 +17,7 @@ from tests.trainer.steps import (
 
 def test_silent_samples_are_neither_updated_nor_measured(make):
     trainer = make(**ONE_STEP, **NO_KL, twist=lambda row, score: 1.0 if row < 6 else score)
-    metrics = [trainer.step(step) for step in (1, 2, 3)]
+    metrics = [trainer.step(step).metrics for step in (1, 2, 3)]
     assert any(each["perf/update_tokens_skipped"] for each in metrics)
     assert all(("actor/entropy" in each) == (each["actor/grad_norm"] > 0) for each in metrics)
 
@@ -31,7 +31,7 @@ def test_leaving_silent_samples_out_changes_no_weight(make, monkeypatch):
         update = trainer.worker.actor.update
         trainer.worker.actor.update = lambda batch, task: computed.append(len(batch)) or update(batch, task)
         moved = Moved(trainer)
-        metrics = [trainer.step(step) for step in (1, 2, 3)]
+        metrics = [trainer.step(step).metrics for step in (1, 2, 3)]
         return *moved.by_role(), metrics, sum(computed)
 
     skipping, metrics, few = run()
@@ -62,10 +62,10 @@ def test_the_rounding_of_a_kl_in_the_reward_teaches_nothing(make, kind, estimato
         return columns, numbers
 
     trainer.worker.actor.ref_log_probs = rounded
-    assert trainer.step(1)["actor/grad_norm"] == 0
+    assert trainer.step(1).metrics["actor/grad_norm"] == 0
 
 
 @pytest.mark.parametrize("needs", [{ACTOR + "use_kl_loss": True}, {ACTOR + "entropy_coeff": 0.01}, {LOSS: "kl_cov"}])
 def test_samples_without_advantage_stay_for_a_kl_or_an_entropy(make, needs):
     trainer = make(**(NO_KL | needs), twist=lambda row, score: 1.0)
-    assert trainer.step(1)["perf/update_tokens_skipped"] == 0
+    assert trainer.step(1).metrics["perf/update_tokens_skipped"] == 0

@@ -43,7 +43,7 @@ def test_weights_and_metrics_do_not_depend_on_the_cut(make, variant):
     for cut in ({}, cuts[list(VARIANTS).index(variant) % 2]):
         trainer = make(**VARIANTS[variant], **cut)
         moved = Moved(trainer)
-        metrics = [numbers_of(trainer.step(step)) for step in (1, 2)]
+        metrics = [numbers_of(trainer.step(step).metrics) for step in (1, 2)]
         found.append((moved.by_role(), metrics))
     assert all(float(moved.norm()) > 0.02 for moved in found[0][0]), "the steps must do something"
     for moved, metrics in found[1:]:
@@ -85,7 +85,7 @@ def test_remax_compares_with_the_greedy_answer_to_the_prompt(make):
     seen = []
     estimate = trainer.advantages.estimate
     trainer.advantages.estimate = lambda samples, *rest: seen.append(samples) or estimate(samples, *rest)
-    metrics = trainer.step(1)
+    metrics = trainer.step(1).metrics
     samples = seen[0]
     baseline = samples["baseline"].reshape(-1, 2)
     assert (baseline[:, 0] == baseline[:, 1]).all()
@@ -99,7 +99,7 @@ def test_the_kl_is_taken_out_of_the_reward_and_its_weight_adapts(make):
         **NO_KL, algorithm__use_kl_in_reward=True, algorithm__kl_penalty="abs", algorithm__kl_ctrl__type="adaptive",
         algorithm__kl_ctrl__kl_coef=0.5, algorithm__kl_ctrl__target_kl=1e-9, algorithm__kl_ctrl__horizon=160,
     )  # fmt: skip
-    first, second = trainer.step(1), trainer.step(2)
+    first, second = trainer.step(1).metrics, trainer.step(2).metrics
     assert first["critic/rewards/mean"] == first["critic/score/mean"]  # the policy is still the reference
     assert second["critic/rewards/mean"] < second["critic/score/mean"]
     # KL of 0 lowers the weight by at most 20 % x 16 samples / 160, a KL far over the target raises it by as much.
@@ -159,12 +159,12 @@ def test_estimators_and_losses_of_the_users_own(make, tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(PLUGIN)
     trainer = make(**{ESTIMATOR: f"{file}:half", LOSS: f"{file}:plain"})
-    metrics = trainer.step(1)
+    metrics = trainer.step(1).metrics
     assert metrics["critic/advantages/max"] == pytest.approx(metrics["critic/score/max"] / 2)
     assert metrics["actor/seen"] == 1.0
     by_token = make(**{ESTIMATOR: f"{file}:by_token"})
     assert by_token.plan.passes.token_advantages
-    assert by_token.step(1)["critic/advantages/mean"] == pytest.approx(0.0, abs=1e-6)
+    assert by_token.step(1).metrics["critic/advantages/mean"] == pytest.approx(0.0, abs=1e-6)
     assert not check_plugins(trainer.cfg)
     for name, words in (("detached", "depend on inputs.log_probs"), ("broken", "no_such_field")):
         trainer.cfg.actor_rollout_ref.actor.policy_loss.loss_mode = f"{file}:{name}"
@@ -186,10 +186,10 @@ def test_empty_answers_have_no_advantage_and_do_no_harm(make):
 @pytest.mark.parametrize("estimator", ["gae", "reinforce_plus_plus"])
 def test_token_advantages_are_whitened_where_they_enter_the_loss(make, estimator):
     one_step = {ESTIMATOR: estimator, ACTOR + "ppo_mini_batch_size": 4, **NO_KL}
-    metrics = make(**one_step).step(1)
+    metrics = make(**one_step).step(1).metrics
     assert metrics["critic/returns/mean"] > 0.1
     assert metrics["actor/pg_loss"] == pytest.approx(0.0, abs=1e-5)  # the ratio is 1 and the mean advantage 0
-    ten_times = make(**one_step, twist=lambda row, score: 10 * score).step(1)
+    ten_times = make(**one_step, twist=lambda row, score: 10 * score).step(1).metrics
     assert ten_times["critic/returns/mean"] == pytest.approx(10 * metrics["critic/returns/mean"], rel=1e-4)
     assert ten_times["actor/grad_norm"] == pytest.approx(metrics["actor/grad_norm"], rel=1e-4)
 
@@ -225,7 +225,7 @@ def test_a_validation_temperature_samples(make, keys, temperature, num_samples):
     trainer = make(**{VALIDATION + name: value for name, value in keys.items()})
     tasks, generate = [], trainer.actor.generate
     trainer.actor.generate = lambda task: tasks.append(task) or generate(task)
-    metrics = trainer.validate(1, Stop())
+    metrics = trainer.validate(1, Stop()).metrics
     assert {None if task.sampling.greedy else task.sampling.temperature for task in tasks} == {temperature}
     assert {task.num_samples for task in tasks} == {num_samples}
     assert f"val-core/rltrain/arithmetic/acc/mean@{num_samples}" in metrics
@@ -237,4 +237,4 @@ def test_epochs_that_end_first_leave_the_schedule_its_length(make):
     assert trainer.plan.total_steps == 12
     trainer.step(1)
     # After 1 of 100 steps: 0.5 (1 + cos(pi / 100)) = 0.99975...
-    assert trainer.step(2)["actor/lr"] == pytest.approx(0.01 * 0.9997532801828658, rel=1e-12)
+    assert trainer.step(2).metrics["actor/lr"] == pytest.approx(0.01 * 0.9997532801828658, rel=1e-12)

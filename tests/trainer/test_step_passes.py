@@ -111,7 +111,7 @@ def test_what_a_plugin_declares_it_is_given(process_group, plugin, tiny_trainer)
     def metrics(**keys):
         trainer = tiny_trainer(**keys)
         assert not check_plugins(trainer.cfg)
-        return trainer.step(1)
+        return trainer.step(1).metrics
 
     found = metrics(algorithm__adv_estimator=f"{plugin}:with_critic")
     assert found["actor/grad_norm"] > 0

@@ -100,7 +100,7 @@ def test_every_drawn_prompt_is_in_one_batch_or_in_the_line(make, mode, monkeypat
     watch, line, sampler = Watch(trainer), trainer.experience.line, trainer.experience.sampler
     left_over = 0.0
     for step in range(1, 7):
-        metrics = trainer.step(step)
+        metrics = trainer.step(step).metrics
         left_over += metrics[f"rollout/tail/prompts_{'carried_over' if 'carry' in mode else 'thrown_away'}"]
         drawn = Counter(
             (row, draw + 1) for draw in range(trainer.experience.batches_drawn) for row in sampler.rows(draw)
@@ -132,7 +132,7 @@ def test_carried_tokens_are_weighed_by_the_policy_s_move(make):
                                "actor_rollout_ref__actor__recompute_old_log_prob": "always"})  # fmt: skip
     watch = Watch(trainer)
     for step in range(1, 6):
-        metrics = trainer.step(step)
+        metrics = trainer.step(step).metrics
         batch, keys = watch.batches[-1], watch.keys[-1]
         found = columns(batch, np.arange(16), ["old_log_probs", "rollout_log_probs", "is_weights"])
         old, sampled, weights = (found.ragged(name) for name in ("old_log_probs", "rollout_log_probs", "is_weights"))
@@ -152,7 +152,7 @@ def test_carried_tokens_are_weighed_by_the_policy_s_move(make):
 
 def test_bypass_takes_the_ratio_against_who_sampled_the_token(make):
     trainer = make(**(CARRY | {IS: "null", BYPASS: True}))
-    carried = [trainer.step(step) for step in range(1, 5)][1:]
+    carried = [trainer.step(step).metrics for step in range(1, 5)][1:]
     assert all(metrics["rollout/log_prob_gap/mean"] < 1e-4 for metrics in carried)
     assert max(metrics["rollout_corr/kl"] for metrics in carried) != pytest.approx(0, abs=1e-6)
 
@@ -162,7 +162,7 @@ def test_a_ratio_of_one_changes_nothing(make, tail):
     found = []
     for changes in ({}, {ROLLOUT + "tail": tail, ROLLOUT + "oversample_ratio": 1.0}):
         trainer = make(**changes, **{IS: "token"})
-        metrics = [numbers_of(trainer.step(step)) for step in (1, 2, 3)]
+        metrics = [numbers_of(trainer.step(step).metrics) for step in (1, 2, 3)]
         kept = [{name: value for name, value in each.items() if "/tail/" not in name} for each in metrics]
         found.append(
             (
@@ -195,7 +195,7 @@ def test_no_prompt_is_older_than_the_cap(make, mode):
     watch, line = Watch(trainer), trainer.experience.line
     for step in range(1, 6):
         waiting = [(prompt.row, prompt.draw) for prompt in line._waiting if prompt.age]
-        metrics = trainer.step(step)
+        metrics = trainer.step(step).metrics
         assert set(waiting) <= {key[:2] for key in watch.keys[-1]}, "all that were left over once are waited for"
         assert metrics["rollout/tail/age_max"] == (1.0 if waiting else 0.0)
     assert trainer.experience.line.state()
@@ -290,7 +290,7 @@ def test_a_resumed_run_starts_the_same_prompts(make, mode):
     second.restore(
         Progress(progress.batches_drawn, progress.kl_coef, progress.sampler, json.loads(json.dumps(progress.in_flight)))
     )
-    metrics = second.step(3)
+    metrics = second.step(3).metrics
     if mode == "oversample":
         second.step(4)
         assert seen[0].keys == [*seen[1].keys[:2], *seen[2].keys]
@@ -334,7 +334,7 @@ def test_validation_and_the_greedy_baseline_are_never_cut_short(make):
     asked = []
     generate = trainer.actor.generate
     trainer.actor.generate = lambda task, *others: asked.append(task) or generate(task, *others)
-    metrics = trainer.step(1)
+    metrics = trainer.step(1).metrics
     trainer.validate(1, Stop())
     assert [task.enough for task in asked] == [4, None, None]
     assert len(asked[1].rows) == 4

@@ -70,7 +70,7 @@ def test_steps_with_pictures_do_not_depend_on_the_cut(make, variant):
         moved = Moved(trainer)
         parts = tower(trainer.worker.actor.policy.model)
         before = torch.cat([weights(part) for part in parts])
-        metrics = [numbers_of(trainer.step(step)) for step in (1, 2)]
+        metrics = [numbers_of(trainer.step(step).metrics) for step in (1, 2)]
         saw = (torch.cat([weights(part) for part in parts]) - before).norm()
         assert (saw > 0) == (not {ACTOR + "freeze_vision_tower", MODEL + "lora_rank"} & set(changes))
         found.append((moved.by_role(), metrics))
@@ -128,7 +128,7 @@ def test_pictures_in_validation_alone_train_no_tower(make, tmp_path):
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl"])
 def test_the_driver_knows_what_images_cost(make, family):
     trainer = make(family, **{ACTOR + "ppo_max_token_len_per_gpu": 4096}, **FROZEN)
-    assert trainer.step(1)["perf/balance/images_share"] == 1 / 4
+    assert trainer.step(1).metrics["perf/balance/images_share"] == 1 / 4
     store, images, sizes = trainer.data.prompts["train"], trainer.data.images, trainer.model_sizes
     assert images.share == 2 / 3
     assert [images.most_images, images.most_rows] == [2, store.image_rows.max()]

@@ -49,7 +49,7 @@ def test_steps_without_fault_are_in_sync(make):
     run = sync.run
     sync.run = lambda version, **how: versions.append(version) or run(version, **how)
     for step in (1, 2, 3):
-        metrics = trainer.step(step)
+        metrics = trainer.step(step).metrics
         assert metrics["rollout/log_prob_gap/mean"] < 1e-5
         assert metrics["rollout/canary_gap"] < 1e-5
         assert metrics["rollout/log_prob_gap/alarm"] == 0
@@ -124,7 +124,7 @@ def test_a_forgotten_tower_is_noticed_by_the_canary(make_seeing):
     trainer = make_seeing("qwen2_5_vl")
     sync = own_weights(trainer)
     sync.engine.sleep = lambda: None
-    assert trainer.step(1)["rollout/canary_gap"] < 1e-4
+    assert trainer.step(1).metrics["rollout/canary_gap"] < 1e-4
     load = sync.engine.load_weights
     sync.engine.load_weights = lambda found: load(w for w in found if "visual" not in w.name)
     with pytest.raises(SyncError, match="on a fixed text with an image"):
@@ -147,7 +147,7 @@ def test_old_answers_are_noticed_in_the_gap(make, action, stops, caplog):
         after = torch.cat([p.full_tensor().flatten() for p in trainer.worker.actor.policy.parameters()])
         assert torch.equal(weights, after), "it stops before the update"
         return
-    metrics = trainer.step(3)
+    metrics = trainer.step(3).metrics
     assert metrics["rollout/log_prob_gap/alarm"] == 1
     assert metrics["rollout/log_prob_gap/mean"] > 1e-3
     assert "rollout engine and trainer differ" in caplog.text

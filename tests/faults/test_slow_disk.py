@@ -100,12 +100,12 @@ def test_a_tracker_whose_storage_does_not_answer_is_not_waited_for(disk, tmp_pat
     run.mkdir()
     (run / "tensorboard").symlink_to(disk.path)
     track = tracking.Tracker(["tensorboard"], RunInfo("project", "run", {}, run, 0), total_steps=4)
-    track.log(1, {"loss": 0.5})
+    track.on_metrics(1, {"loss": 0.5})
     assert wait_until(lambda: any(file.stat().st_size for file in disk.path.glob("events*")), 60)
     disk.freeze()
     started = time.monotonic()
     for step in range(2, 5):
-        track.log(step, {"loss": 0.5})
+        track.on_metrics(step, {"loss": 0.5})
     assert time.monotonic() - started < 1
     track.close()
     assert time.monotonic() - started < 5

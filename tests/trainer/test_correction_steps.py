@@ -81,11 +81,15 @@ def test_importance_weights_may_be_divided_by_their_mean(make):
 
 
 def test_rejection_under_bypass_is_seen(make):
-    metrics = make(
-        **{
-            CORRECTION + "bypass_mode": True,
-            CORRECTION + "rollout_rs": "token_k1",
-            CORRECTION + "rollout_rs_threshold": "1.1",
-        }
-    ).step(1).metrics
+    metrics = (
+        make(
+            **{
+                CORRECTION + "bypass_mode": True,
+                CORRECTION + "rollout_rs": "token_k1",
+                CORRECTION + "rollout_rs_threshold": "1.1",
+            }
+        )
+        .step(1)
+        .metrics
+    )
     assert 0 < metrics["rollout_corr/rollout_rs_masked_fraction"] < 1

@@ -122,7 +122,7 @@ def test_a_tracker_that_hangs_neither_slows_nor_holds_up_the_end(tmp_path, monke
     track = tracker(tmp_path, ["wandb"])
     started = time.monotonic()
     for step in range(1, 4):
-        track.log(step, METRICS)
+        track.on_metrics(step, METRICS)
     assert time.monotonic() - started < 1
     track.close()
     assert time.monotonic() - started < 3
@@ -184,7 +184,7 @@ def test_trackers_that_cannot_write_are_told_once(tmp_path, recorded, caplog, mo
     (tmp_path / "tracking.tmp").mkdir()
     with tracker(tmp_path, ["tensorboard", "wandb"]) as track:
         for step in range(1, 4):
-            track.log(step, METRICS)
+            track.on_metrics(step, METRICS)
         until(lambda: caplog.text.count("tracker 'tensorboard' failed (") == 1 and len(recorded) == 1)
         monkeypatch.setattr(tracking, "_CLOSE_S", 0.2)
     assert [sink.arrived for _, sink in recorded] == [[1, 2, 3, "finished"]]
@@ -221,7 +221,7 @@ def test_a_run_that_fails_is_not_marked_as_finished(tmp_path, recorded):
 def test_a_tracker_that_is_not_installed_is_named_and_left_out(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda name: None)
     with tracker(tmp_path, ["vemlp_wandb", "file"]) as track:
-        track.log(1, METRICS)
+        track.on_metrics(1, METRICS)
     assert "trainer.logger=vemlp_wandb needs 'pip install volcengine_ml_platform'" in caplog.text
     assert (tmp_path / "metrics.jsonl").exists()
 
@@ -354,7 +354,7 @@ name, folder, first = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 with Tracker([name], RunInfo("project", "run", {"a": {"b": 1}, "files": ["x"], "long": "y" * 900}, folder, \
 first), 4) as track:
     for step in (first + 1, first + 2):
-        track.log(step, {"critic/score/mean": step / 10, "val-core/openai/gsm8k/acc/mean@1": 0.25, \
+        track.on_metrics(step, {"critic/score/mean": step / 10, "val-core/openai/gsm8k/acc/mean@1": 0.25, \
 "odd: name": float("nan")})
     track.log_table(step, "samples/train", ["prompt", "answer", "score"], [["1+1=?", "2 | ü\\n", 1.0], ["", "x", 0.0]])
 """

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rltrain.api import RunResult, build, evaluate, train
-    from rltrain.config.load import LoadedConfig, load_config
+    from rltrain.config.load import load_config
+    from rltrain.config.loaded import LoadedConfig
     from rltrain.errors import RltrainError
     from rltrain.report import read_metrics
     from rltrain.trainer.run import Trainer
@@ -24,7 +25,7 @@ __all__ = [
 ]  # fmt: skip
 # Imported when asked for: a worker, or --help, needs none of it.
 _HOMES = dict.fromkeys(("RunResult", "build", "evaluate", "train"), "rltrain.api") | {
-    "LoadedConfig": "rltrain.config.load",
+    "LoadedConfig": "rltrain.config.loaded",
     "RltrainError": "rltrain.errors",
     "Trainer": "rltrain.trainer.run",
     "load_config": "rltrain.config.load",

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 from rltrain import __version__, logs
 from rltrain.config.check import check
 from rltrain.config.effects import together, without_effect
-from rltrain.config.load import LoadedConfig, changed, load_config
+from rltrain.config.load import changed, load_config
+from rltrain.config.loaded import LoadedConfig
 from rltrain.errors import DataError, Interrupted, RltrainError
 from rltrain.imports import importing
 from rltrain.plugin import save_object

@@ -17,7 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from rltrain import logs
-from rltrain.config.load import LoadedConfig, changed, load_config
+from rltrain.config.load import changed, load_config
+from rltrain.config.loaded import LoadedConfig
 from rltrain.controller.calls import bind
 from rltrain.controller.cluster import cluster_address, free, num_nodes, reserve, start_ray
 from rltrain.controller.group import WorkerGroup

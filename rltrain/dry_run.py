@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rltrain.config.check import as_list
-from rltrain.config.load import LoadedConfig
+from rltrain.config.loaded import LoadedConfig
 from rltrain.config.schema import Config
 from rltrain.data.chat import chat_encoder
 from rltrain.data.files import files_of
@@ -35,7 +35,7 @@ from rltrain.trainer.memory_room import look_at_memory
 from rltrain.trainer.plan import ImageSizes, Plan, describe, make_plan
 from rltrain.trainer.preflight import preflight
 from rltrain.trainer.preflight_models import Findings, look_at_images
-from rltrain.trainer.progress import Start, find_start
+from rltrain.trainer.resume import Start, find_start
 from rltrain.trainer.room import checkpoint_bytes, missing_room
 from rltrain.trainer.scorers import check_columns
 from rltrain.trainer.splits import Data, encode_split, load_data

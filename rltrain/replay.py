@@ -22,7 +22,8 @@ from rltrain import columns as c
 from rltrain.batch import Batch
 from rltrain.config.declarations import ESTIMATOR_KEY, LOSS_KEY
 from rltrain.config.keys import get
-from rltrain.config.load import LoadedConfig, load_config
+from rltrain.config.load import load_config
+from rltrain.config.loaded import LoadedConfig
 from rltrain.config.step_passes import make_step_passes
 from rltrain.device import get_device, load_backend
 from rltrain.errors import ConfigError, DataError, NonFiniteError, command

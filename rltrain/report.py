@@ -16,6 +16,7 @@ from rltrain.errors import DataError, command
 from rltrain.logs import console, count
 from rltrain.storage import json_lines
 
+METRICS = "metrics.jsonl"
 PHASES = (
     "generate_sequences", "reshard", "gen", "gen_max", "reward", "old_log_prob", "ref", "values", "adv",
     "update_critic", "update_actor", "step",
@@ -37,7 +38,7 @@ def read_metrics(run: Path | str) -> list[dict[str, Any]]:
     """All lines of a run's metrics.jsonl, in order. Raises DataError where there is none, StorageError where it
     cannot be read."""
     run = Path(run)
-    file = run / "metrics.jsonl" if run.is_dir() else run
+    file = run / METRICS if run.is_dir() else run
     if not file.is_file():
         raise DataError(f"{file} does not exist. Give the run folder (trainer.default_local_dir).")
     return json_lines(file)

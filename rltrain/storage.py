@@ -1,4 +1,4 @@
-"""Reading from storage that may be gone for a moment, as network storage is while a server starts anew."""
+"""Storage that may be gone for a moment, as network storage is while a server starts anew, or full."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import glob
 import json
 import re
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rltrain.errors import StorageError
+from rltrain.errors import StorageError, unwritten
 
 T = TypeVar("T")
 _PATTERN = re.compile(r"[*?[]")
@@ -73,3 +73,13 @@ def lines_of(file: Path) -> list[str]:
         return patiently(file, partial(file.read_text, encoding="utf-8", errors="replace")).splitlines()
     except FileNotFoundError:
         return []
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """An OSError within becomes the DiskError or StorageError that names ``path``."""
+    try:
+        yield
+    except OSError as error:
+        way_out = "Make room or allow writing there, and run the same command again."
+        raise unwritten(f"{path} cannot be written: {error}", error, lambda: way_out) from error

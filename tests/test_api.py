@@ -14,7 +14,7 @@ import rltrain
 from rltrain import api
 from rltrain.errors import ConfigError, DataError
 from rltrain.trainer.callbacks import Callbacks
-from rltrain.trainer.watchers import Answered
+from rltrain.trainer.metrics import Answered
 
 GOOD = [
     "actor_rollout_ref.model.path=m",

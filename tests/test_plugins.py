@@ -16,9 +16,10 @@ from rltrain.config.load import load_config
 from rltrain.errors import ConfigError
 from rltrain.rewards.custom import CustomReward, RewardFunction
 from rltrain.stop import Stop
-from rltrain.trainer.advantage import check_plugins
 from rltrain.trainer.callbacks import Callbacks
-from rltrain.trainer.watchers import Answered, Watchers
+from rltrain.trainer.metrics import Answered
+from rltrain.trainer.preflight import check_plugins
+from rltrain.trainer.watchers import Watchers
 from tests.local import local_trainer
 from tests.tiny import small_run
 

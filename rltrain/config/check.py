@@ -20,7 +20,7 @@ from rltrain.config.budgets import budget_problems
 from rltrain.config.effects import holds
 from rltrain.config.engine_rules import engine_problems
 from rltrain.config.keys import all_keys, followed, get, plugin_keys
-from rltrain.config.load import LoadedConfig
+from rltrain.config.loaded import LoadedConfig
 from rltrain.config.model_schema import HALF, NO_SCALER
 from rltrain.config.overlap import overlap_problems
 from rltrain.config.renames import shown

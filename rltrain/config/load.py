@@ -12,7 +12,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ from yaml import YAMLError, safe_load
 
 from rltrain.config.easyr1 import EASYR1, is_easyr1
 from rltrain.config.hydra import compose, flow, parsed
-from rltrain.config.keys import followed, is_known
+from rltrain.config.keys import is_known
+from rltrain.config.loaded import LoadedConfig
 from rltrain.config.others import Format, read
 from rltrain.config.reader import Reader
 from rltrain.config.schema import Config
@@ -36,32 +37,8 @@ OmegaConf.register_resolver("engine_here", engine_here, replace=True)
 # Names of keys whose values nobody else should see. "token" counts only as the last word, because max_token_len and
 # the like are lengths.
 SECRET = re.compile(r"password|secret|api[-_]?key|access_key|(^|[-_])tokens?$|authorization|cookie", re.IGNORECASE)
-_KEYS = re.compile(r"\b[a-z]\w*(?:\.\w+)+")
 # What stands before the host in an address: user:password@
 _CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
-
-
-@dataclass(frozen=True)
-class LoadedConfig:
-    """config: resolved. explicit: the keys the user set, in our spelling. warnings: renames, and keys without effect.
-    written: the user's spelling of each key that was set by another name."""
-
-    config: Config
-    explicit: frozenset[str] = frozenset()
-    warnings: tuple[str, ...] = ()
-    written: Mapping[str, str] = field(default_factory=dict)
-
-    def as_written(self, text: str, *, follow: bool = True) -> str:
-        """A message with the keys as the user wrote them: by the user's name, and (``follow``) in place of a key that
-        has the value of another one, that one."""
-
-        def origin(found: re.Match[str]) -> str:
-            key = found[0]
-            while follow and key not in self.explicit and (source := followed(key)):
-                key = source
-            return self.written.get(key, key)
-
-        return _KEYS.sub(origin, text)
 
 
 def load_config(

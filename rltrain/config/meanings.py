@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rltrain.config.declarations import LOSS_KEY, TOKEN_MEAN, loss_traits
-from rltrain.config.load import LoadedConfig
+from rltrain.config.loaded import LoadedConfig
 from rltrain.config.schema import Config
 
 _A = "actor_rollout_ref.actor."

@@ -18,7 +18,8 @@ from rltrain.config.budgets import share_of_rank
 from rltrain.config.check import check
 from rltrain.config.declarations import LOSS_KEY, POLICY_LOSSES, TOKEN_MEAN, LossTraits
 from rltrain.config.keys import all_keys, followed, get, is_known
-from rltrain.config.load import LoadedConfig, load_config
+from rltrain.config.load import load_config
+from rltrain.config.loaded import LoadedConfig
 from rltrain.config.others import Reading
 from rltrain.config.renames import answer, rename
 from rltrain.config.schema import Config

@@ -6,7 +6,6 @@ tokens runs where the tokens are, and only moments come back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +21,6 @@ from rltrain.config.step_passes import StepPasses
 from rltrain.controller.samples import Samples
 from rltrain.trainer import metrics as m
 from rltrain.trainer.balance import Layout
-from rltrain.trainer.callbacks import callback_problems
 from rltrain.trainer.metrics import Metrics
 from rltrain.trainer.rewards import known_number
 from rltrain.trainer.roles import Policy
@@ -100,11 +98,3 @@ class Advantages:
             return np.zeros(len(samples), dtype=bool)
         # Exactly 0 and not nearly: a group that scores alike gets 0, and any other advantage has a gradient.
         return ~samples[c.SIGNAL] if self._passes.token_advantages else samples[c.ADVANTAGE] == 0
-
-
-def check_plugins(cfg: Config) -> Sequence[str]:
-    """Try estimators and losses of the user's own on a small batch, and look at callbacks. Returns the problems."""
-    from rltrain.algorithms.trial import try_estimator, try_policy_loss
-
-    trials = [*try_estimator(cfg.algorithm), *try_policy_loss(cfg.actor_rollout_ref.actor)]
-    return [*trials, *callback_problems(cfg.trainer.callbacks)]

@@ -16,9 +16,9 @@ from rltrain.config.schema import Config
 from rltrain.controller.sample_writer import SampleJob, WriterProcess, Written
 from rltrain.controller.samples import Samples, driver_bytes
 from rltrain.trainer.balance import Ids
-from rltrain.trainer.metrics import Metrics
+from rltrain.trainer.metrics import Answered, Metrics
 from rltrain.trainer.tracking import Tracker
-from rltrain.trainer.watchers import Answered, Watcher
+from rltrain.trainer.watchers import Watcher
 
 log = logging.getLogger(__name__)
 

@@ -13,22 +13,23 @@ from pathlib import Path
 from typing import Any
 
 from rltrain import logs
-from rltrain.config.load import LoadedConfig
+from rltrain.config.loaded import LoadedConfig
 from rltrain.controller.cluster import cluster_address, ray_logs, start_ray
 from rltrain.controller.hang import Deadlines
 from rltrain.controller.lifeline import ended_after_us, stop_ray, unless_lost, watching, working
 from rltrain.env import tell_supervisor
 from rltrain.errors import ConfigError
+from rltrain.report import METRICS
 from rltrain.stop import Stop
 from rltrain.trainer.assemble import sampler_of
 from rltrain.trainer.callbacks import Callbacks
 from rltrain.trainer.changes import tell_changes, tell_finished
 from rltrain.trainer.checkpoint import RunFolder
-from rltrain.trainer.earlier import METRICS, complete, owes_validation
+from rltrain.trainer.earlier import complete, owes_validation
 from rltrain.trainer.plan import describe, make_plan
 from rltrain.trainer.preflight import preflight
 from rltrain.trainer.preflight_models import Findings, look_at_images
-from rltrain.trainer.progress import Start, find_start
+from rltrain.trainer.resume import Start, find_start
 from rltrain.trainer.room import check_room, checkpoint_bytes
 from rltrain.trainer.run import Trainer
 from rltrain.trainer.splits import load_data

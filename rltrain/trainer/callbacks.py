@@ -17,8 +17,8 @@ from typing import Any
 
 from rltrain.errors import ConfigError
 from rltrain.plugin import load_plugin
-from rltrain.trainer.metrics import Metrics
-from rltrain.trainer.watchers import Answered, Watcher
+from rltrain.trainer.metrics import Answered, Metrics
+from rltrain.trainer.watchers import Watcher
 
 log = logging.getLogger(__name__)
 # What a callback may have, and what each is called with; the last of on_step may be left out.

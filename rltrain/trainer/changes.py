@@ -20,13 +20,14 @@ from yaml import YAMLError
 
 from rltrain.config.declarations import LOSS_KEY, POLICY_LOSSES, LossTraits
 from rltrain.config.keys import all_keys
-from rltrain.config.load import LoadedConfig, to_dict, to_yaml
+from rltrain.config.load import to_dict, to_yaml
+from rltrain.config.loaded import LoadedConfig
 from rltrain.env_report import device_facts, facts
 from rltrain.errors import ConfigError
 from rltrain.storage import patiently
 from rltrain.trainer.checkpoint import RunFolder
 from rltrain.trainer.plan import Plan
-from rltrain.trainer.progress import Start
+from rltrain.trainer.resume import Start
 
 log = logging.getLogger(__name__)
 

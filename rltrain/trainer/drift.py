@@ -18,8 +18,8 @@ from statistics import median
 
 from rltrain.controller.group import WorkerGroup
 from rltrain.controller.processes import Node, Process, ask_nodes, this_process
-from rltrain.trainer.metrics import Metrics
-from rltrain.trainer.watchers import Answered, Watcher
+from rltrain.trainer.metrics import Answered, Metrics
+from rltrain.trainer.watchers import Watcher
 
 log = logging.getLogger(__name__)
 

@@ -13,17 +13,14 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from rltrain.config.schema import Config
 from rltrain.config.trainer_schema import TrainerConfig
-from rltrain.errors import unwritten
-from rltrain.storage import lines_of, patiently
+from rltrain.report import METRICS
+from rltrain.storage import disk_errors, lines_of, patiently
 
 log = logging.getLogger(__name__)
-METRICS = "metrics.jsonl"
 # What a run that begins anew would write in the place of another's. Trackers with runs of their own keep them apart.
 _OF_A_RUN = (METRICS, "samples", "tensorboard", "tracking.json", "plan.json", "env.json", "config*.yaml")
 _SAMPLES, _VAL_SAMPLES, _DATA = (re.compile(each) for each in (
@@ -115,16 +112,6 @@ def owes_validation(cfg: Config, run: Path, step: int, total: int) -> bool:
     # A checkpoint of another run has no line here.
     found = [line for line in _lines(run / METRICS) if _step_of(line) == step] if due else []
     return cfg.trainer.val_only or (bool(found) and not any('"val-core/' in line for line in found))
-
-
-@contextmanager
-def disk_errors(path: Path) -> Iterator[None]:
-    """An OSError within becomes the DiskError or StorageError that names ``path``."""
-    try:
-        yield
-    except OSError as error:
-        way_out = "Make room or allow writing there, and run the same command again."
-        raise unwritten(f"{path} cannot be written: {error}", error, lambda: way_out) from error
 
 
 def _lines(file: Path) -> list[str]:

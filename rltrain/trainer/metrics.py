@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,17 @@ from rltrain.workers.results import GenerationNumbers, UpdateNumbers, largest
 Metrics = dict[str, float]
 _DAMAGED = "rollout/damaged_answers"
 _RATES = {"error": c.REWARD_FAILED, "timeout": c.REWARD_TIMEOUT}
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A step that is made, or a validation."""
+
+    step: int
+    metrics: Metrics
+    samples: Samples
+    """Every answer with its numbers, the answers to one prompt behind each other."""
+    answers_per_prompt: int
 
 
 def sample_metrics(samples: Samples, max_prompt_length: int) -> Metrics:

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rltrain.stop import Stop
-from rltrain.trainer.metrics import Metrics
-from rltrain.trainer.watchers import Answered, Watcher
+from rltrain.trainer.metrics import Answered, Metrics
+from rltrain.trainer.watchers import Watcher
 
 # Of so many steps the slowest counts.
 _REMEMBERED = 5

@@ -30,7 +30,7 @@ from rltrain.trainer.alarms import Alarms
 from rltrain.trainer.balance import Ids, Layout, Workload, cost_of, lay_out, rank_tokens
 from rltrain.trainer.efficiency import decode_metrics, flops_metrics
 from rltrain.trainer.experience import Experience
-from rltrain.trainer.metrics import Metrics
+from rltrain.trainer.metrics import Answered, Metrics
 from rltrain.trainer.mini_batches import cut_prompts, denominators, num_tokens, per_rank
 from rltrain.trainer.overlap import EarlyPass, Overlap
 from rltrain.trainer.plan import PassBudget, Plan
@@ -39,7 +39,6 @@ from rltrain.trainer.rewards import Rewards, accuracy
 from rltrain.trainer.roles import Critic, Policy
 from rltrain.trainer.timing import StepTimer
 from rltrain.trainer.validation import validation_metrics
-from rltrain.trainer.watchers import Answered
 from rltrain.workers.tasks import UpdateTask
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -13,7 +13,7 @@ import torch
 from rltrain.config.check import missing_files
 from rltrain.config.engines import ENGINES
 from rltrain.config.keys import get, plugin_keys
-from rltrain.config.load import LoadedConfig
+from rltrain.config.loaded import LoadedConfig
 from rltrain.config.meanings import other_meanings
 from rltrain.config.schema import Config
 from rltrain.controller.cluster import cluster_address, ray_problems
@@ -21,7 +21,7 @@ from rltrain.device import get_device
 from rltrain.env import devices_here, installed
 from rltrain.errors import RltrainError
 from rltrain.plugin import EXTERNAL_LIB, import_libraries, is_plugin, load_plugin
-from rltrain.trainer.advantage import check_plugins
+from rltrain.trainer.callbacks import callback_problems
 from rltrain.trainer.preflight_models import Findings, look_at_models
 from rltrain.versions import misfits, others
 
@@ -162,3 +162,12 @@ def _devices(loaded: LoadedConfig) -> Iterator[str]:
             f"ray_kwargs.ray_init.num_gpus={given} is too few for trainer.n_gpus_per_node={trainer.n_gpus_per_node}. "
             "Leave it out."
         )
+
+
+def check_plugins(cfg: Config) -> Sequence[str]:
+    """Try estimators and losses of the user's own on a small batch, and look at callbacks. Returns the problems."""
+    # Imported here, because torch is not wanted before the settings are known to be sound.
+    from rltrain.algorithms.trial import try_estimator, try_policy_loss
+
+    trials = [*try_estimator(cfg.algorithm), *try_policy_loss(cfg.actor_rollout_ref.actor)]
+    return [*trials, *callback_problems(cfg.trainer.callbacks)]

@@ -29,7 +29,8 @@ from rltrain.errors import CheckpointError, DiskError, StorageError, unwritten
 from rltrain.trainer.best import Best
 from rltrain.trainer.card import model_card
 from rltrain.trainer.checkpoint import RunFolder, read_record, size_of
-from rltrain.trainer.progress import ANSWERS, Progress, Start
+from rltrain.trainer.progress import ANSWERS, Progress
+from rltrain.trainer.resume import Start, files_of
 from rltrain.trainer.role_save import RoleSave
 from rltrain.trainer.roles import Critic, Policy
 from rltrain.trainer.room import checkpoint_bytes, describe_room, free_bytes, missing_room, superfluous
@@ -275,7 +276,7 @@ class Saver(Watcher):
         """Take what is to be saved. Returns whether the steps may go on."""
         asked, began, folder = self._cfg.trainer.async_save, time.perf_counter(), self._folder.under_way(step)
         exports = "hf_model" in self._cfg.actor_rollout_ref.actor.checkpoint.save_contents
-        files = progress.files(step, self._cfg, self._fingerprint, self._by_time[step])
+        files = files_of(progress, step, self._cfg, self._fingerprint, self._by_time[step])
         opening = Aside(f"save of step {step}", partial(self._open, step, files))
         if progress.answers:  # written by the call of a worker, before those of the next step
             _over(opening, True)

@@ -13,7 +13,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 
 from rltrain import logs
-from rltrain.config.load import LoadedConfig
+from rltrain.config.loaded import LoadedConfig
 from rltrain.config.schema import Config
 from rltrain.controller.cluster import free, reserve, share
 from rltrain.controller.group import WorkerGroup
@@ -33,7 +33,7 @@ from rltrain.trainer.earlier import owes_validation, set_aside
 from rltrain.trainer.health import look_at_nodes, refuse, try_collectives
 from rltrain.trainer.notice import Notice
 from rltrain.trainer.plan import Plan
-from rltrain.trainer.progress import Start, verified
+from rltrain.trainer.resume import Start, verified
 from rltrain.trainer.run import Trainer
 from rltrain.trainer.saving import Saver
 from rltrain.trainer.scorers import start_pool

@@ -22,8 +22,9 @@ from rltrain.config.load import to_dict
 from rltrain.config.schema import Config
 from rltrain.config.trainer_schema import LOGGERS
 from rltrain.errors import first_line
+from rltrain.report import METRICS
+from rltrain.storage import disk_errors
 from rltrain.trainer.console import Console
-from rltrain.trainer.earlier import METRICS, disk_errors
 from rltrain.trainer.metrics import Metrics
 from rltrain.trainer.trackers import TRACKERS, Rows, RunInfo, Sink, wandb_login_lacks
 from rltrain.trainer.watchers import Watcher

@@ -7,22 +7,9 @@ which may end a step before its update and so belongs to the step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
-from rltrain.controller.samples import Samples
-from rltrain.trainer.metrics import Metrics
-
-
-@dataclass(frozen=True)
-class Answered:
-    """A step that is made, or a validation."""
-
-    step: int
-    metrics: Metrics
-    samples: Samples
-    """Every answer with its numbers, the answers to one prompt behind each other."""
-    answers_per_prompt: int
+from rltrain.trainer.metrics import Answered, Metrics
 
 
 class Watcher:

@@ -26,7 +26,8 @@ from rltrain.models.shard import sharded_model
 from rltrain.models.spec import ModelSpec
 from rltrain.models.state import load_training_state, save_training_state
 from rltrain.trainer.checkpoint import RunFolder, find_damage
-from rltrain.trainer.progress import Progress, find_start
+from rltrain.trainer.progress import Progress
+from rltrain.trainer.resume import files_of, find_start
 from tests.test_house_rules import PACKAGE
 from tests.tiny import save_tiny_adapter
 
@@ -154,10 +155,10 @@ def test_a_crafted_shard_is_refused_and_not_run(policy, saved, payload):
 def test_a_crafted_sampler_state_is_refused_and_not_run(tmp_path, payload):
     folder = RunFolder(str(tmp_path / "run"))
     cfg = load_config([f"trainer.default_local_dir={folder.path}", "algorithm.adv_estimator=grpo"]).config
-    temporary = folder.begin_save(1, Progress().files(1, cfg, "rows:1 5 rows"))
+    temporary = folder.begin_save(1, files_of(Progress(), 1, cfg, "rows:1 5 rows"))
     np.savez(temporary / "sampler.npz", seen=np.array([payload], dtype=object))
     folder.commit(temporary, 1)
-    temporary = folder.begin_save(0, Progress().files(0, cfg, "rows:1 5 rows"))
+    temporary = folder.begin_save(0, files_of(Progress(), 0, cfg, "rows:1 5 rows"))
     whole = folder.commit(temporary, 0)
     assert find_start(cfg, folder, None).folder == whole
     shutil.rmtree(whole)

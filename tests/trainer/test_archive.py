@@ -15,7 +15,7 @@ from rltrain.controller.samples import Samples, whole
 from rltrain.data.prompts import PromptStore
 from rltrain.data.rows import read_rows
 from rltrain.trainer.archive import Archive
-from rltrain.trainer.watchers import Answered
+from rltrain.trainer.metrics import Answered
 from tests.tiny import write_arithmetic
 
 N = 2

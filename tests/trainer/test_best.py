@@ -13,12 +13,13 @@ from rltrain.stop import Stop
 from rltrain.trainer.best import Best
 from rltrain.trainer.checkpoint import RunFolder
 from rltrain.trainer.earlier import owes_validation
-from rltrain.trainer.progress import find_start
+from rltrain.trainer.metrics import Answered
+from rltrain.trainer.resume import find_start
 from rltrain.trainer.run import Trainer
 from rltrain.trainer.saving import Saver
 from rltrain.trainer.trackers import RunInfo
 from rltrain.trainer.tracking import Tracker
-from rltrain.trainer.watchers import Answered, Watchers
+from rltrain.trainer.watchers import Watchers
 from tests.tiny import small_run
 
 pytestmark = pytest.mark.usefixtures("process_group")

@@ -17,10 +17,11 @@ from rltrain.config.load import load_config
 from rltrain.config.schema import Config
 from rltrain.config.trainer_schema import TrainerConfig
 from rltrain.errors import CheckpointError, ConfigError, DiskError, StorageError
-from rltrain.trainer import checkpoint, progress, saving
+from rltrain.trainer import checkpoint, resume, saving
 from rltrain.trainer.changes import tell_changes, tell_finished, write_config
 from rltrain.trainer.checkpoint import Checkpoints, RunFolder, read_record
-from rltrain.trainer.progress import Progress, Start, find_start, verified
+from rltrain.trainer.progress import Progress
+from rltrain.trainer.resume import Start, files_of, find_start, verified
 from rltrain.trainer.room import check_room, checkpoint_bytes, steps_saved, superfluous
 from rltrain.trainer.saving import Saver
 
@@ -244,8 +245,8 @@ def saver_of(folder: RunFolder, *settings: str, dataset: str = "rows:1 5 rows of
 def test_a_checkpoint_of_another_version_is_refused(folder, monkeypatch):
     saver, cfg = saver_of(folder, "algorithm.adv_estimator=grpo")
     saver.save(1, Progress())
-    record = progress.read_record(folder.step_folder(1))
-    monkeypatch.setattr(progress, "read_record", lambda _: {k: v for k, v in record.items() if k != "in_flight"})
+    record = resume.read_record(folder.step_folder(1))
+    monkeypatch.setattr(resume, "read_record", lambda _: {k: v for k, v in record.items() if k != "in_flight"})
     with pytest.raises(CheckpointError, match=r"another version of rltrain.*lacks in_flight.*resume_weights_only=True"):
         find_start(cfg, folder, "rows:1 5 rows of a.parquet")
 
@@ -257,10 +258,10 @@ def test_what_is_made_of_pictures_must_stay(folder, monkeypatch, key, value):
     grpo = "algorithm.adv_estimator=grpo"
     saver, cfg = saver_of(folder, grpo)
     saver.save(1, Progress())
-    record = progress.read_record(folder.step_folder(1))
+    record = resume.read_record(folder.step_folder(1))
     # Checkpoints that were made before there was the key go on.
     then = record["frozen"].pop(key)
-    monkeypatch.setattr(progress, "read_record", lambda _: record)
+    monkeypatch.setattr(resume, "read_record", lambda _: record)
     assert find_start(cfg, folder, None).step == 1
     cfg = load_config([f"trainer.default_local_dir={folder.path}", grpo, f"{key}={value}"]).config
     assert find_start(cfg, folder, None, images=False).step == 1
@@ -275,7 +276,7 @@ ROWS = "rows:ca978112ca1bbdcafac231b39a23dc4da786eff8147c4e72b9807785afee48bb 20
 def recorded(folder: RunFolder, name: str) -> Config:
     """A checkpoint of step 4 with the progress.json that another version wrote; the settings of that run."""
     _, cfg = saver_of(folder, "algorithm.adv_estimator=grpo")
-    temporary = folder.begin_save(4, Progress(batches_drawn=4).files(4, cfg, ROWS))
+    temporary = folder.begin_save(4, files_of(Progress(batches_drawn=4), 4, cfg, ROWS))
     shutil.copy(RECORDED / f"{name}.json", temporary / "progress.json")
     folder.commit(temporary, 4, {})
     return cfg

@@ -9,7 +9,7 @@ import pytest
 
 from rltrain.controller.processes import Node, Process, _process
 from rltrain.trainer.drift import Drift, _History, _Look
-from rltrain.trainer.watchers import Answered
+from rltrain.trainer.metrics import Answered
 
 LEAKS = """
 import sys

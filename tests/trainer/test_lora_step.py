@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from rltrain.models.lora import lora_layers
 from rltrain.models.packing import pack
-from rltrain.trainer.progress import Progress, frozen_values
+from rltrain.trainer.progress import Progress
+from rltrain.trainer.resume import frozen_values
 from rltrain.workers.tasks import SaveTask
 from tests import local
 from tests.distance import distance

@@ -16,7 +16,7 @@ from rltrain.errors import DiskError
 from rltrain.models.state import moments
 from rltrain.stop import Stop
 from rltrain.trainer.checkpoint import RunFolder
-from rltrain.trainer.progress import find_start
+from rltrain.trainer.resume import find_start
 from rltrain.trainer.saving import Saver
 from tests import local
 from tests.tiny import small_run, write_arithmetic

@@ -13,8 +13,8 @@ from rltrain.models import shard
 from rltrain.models.packing import pack
 from rltrain.ragged import Ragged
 from rltrain.stop import Stop
-from rltrain.trainer.advantage import check_plugins
 from rltrain.trainer.mini_batches import cut_prompts
+from rltrain.trainer.preflight import check_plugins
 from rltrain.trainer.progress import Progress
 from rltrain.workers import actor_ref
 from rltrain.workers.selection import noise

@@ -6,8 +6,8 @@ from rltrain.config.check import check
 from rltrain.config.load import load_config
 from rltrain.config.step_passes import make_step_passes
 from rltrain.errors import ConfigError
-from rltrain.trainer.advantage import check_plugins
 from rltrain.trainer.plan import describe, make_plan
+from rltrain.trainer.preflight import check_plugins
 
 A, CORRECTION = "actor_rollout_ref.actor.", "algorithm.rollout_correction."
 BASE = [

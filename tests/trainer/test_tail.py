@@ -12,7 +12,8 @@ from rltrain.data.images import EncodedPrompt
 from rltrain.errors import ConfigError
 from rltrain.rewards.registry import find_scorer
 from rltrain.stop import Stop
-from rltrain.trainer.progress import Progress, find_start
+from rltrain.trainer.progress import Progress
+from rltrain.trainer.resume import find_start
 from rltrain.trainer.saving import Saver
 from rltrain.trainer.tail import Prompt, PromptLine
 from rltrain.trainer.timing import StepTimer

@@ -7,7 +7,7 @@ import pytest
 
 from rltrain.config.load import load_config
 from rltrain.trainer import starting
-from rltrain.trainer.progress import Start
+from rltrain.trainer.resume import Start
 
 
 class Reached(Exception):

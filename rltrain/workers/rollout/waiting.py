@@ -7,9 +7,11 @@ by token. Prompts, pixels and texts are not written: they are made again, of the
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors.torch import load_file
 
 from rltrain import columns as c
@@ -17,7 +19,6 @@ from rltrain.batch import Batch, DictionaryColumn
 from rltrain.data.prompts import PromptStore
 from rltrain.models.hashed import write_weights
 from rltrain.ragged import Ragged
-from rltrain.workers.results import Array
 
 # Numbers of an answer that an engine need not have worked on in this step: it was complete before, or it waits.
 KEPT = (
@@ -37,7 +38,7 @@ def write_answers(batch: Batch, file: str) -> None:
     write_weights(payload | {name: batch.dense(name) for name in WRITTEN}, Path(file), {})
 
 
-def read_answers(file: str, store: PromptStore, *, images: bool) -> tuple[Batch, dict[str, Array]]:
+def read_answers(file: str, store: PromptStore, *, images: bool) -> tuple[Batch, dict[str, NDArray[Any]]]:
     """`columns.GENERATED` (with ``images`` also those) and the numbers of `write_answers`. store: the prompts."""
     found = load_file(file)
     numbers = {name: found[name].numpy() for name in WRITTEN}

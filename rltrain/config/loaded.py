@@ -1,0 +1,35 @@
+"""A configuration that has been read: its values, and what is known of how they were written."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rltrain.config.keys import followed
+from rltrain.config.schema import Config
+
+_KEYS = re.compile(r"\b[a-z]\w*(?:\.\w+)+")
+
+
+@dataclass(frozen=True)
+class LoadedConfig:
+    """config: resolved. explicit: the keys the user set, in our spelling. warnings: renames, and keys without effect.
+    written: the user's spelling of each key that was set by another name."""
+
+    config: Config
+    explicit: frozenset[str] = frozenset()
+    warnings: tuple[str, ...] = ()
+    written: Mapping[str, str] = field(default_factory=dict)
+
+    def as_written(self, text: str, *, follow: bool = True) -> str:
+        """A message with the keys as the user wrote them: by the user's name, and (``follow``) in place of a key that
+        has the value of another one, that one."""
+
+        def origin(found: re.Match[str]) -> str:
+            key = found[0]
+            while follow and key not in self.explicit and (source := followed(key)):
+                key = source
+            return self.written.get(key, key)
+
+        return _KEYS.sub(origin, text)

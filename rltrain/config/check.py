@@ -19,6 +19,7 @@ from rltrain.config.algorithm_schema import FILTER_METRICS
 from rltrain.config.budgets import budget_problems
 from rltrain.config.effects import holds
 from rltrain.config.engine_rules import engine_problems
+from rltrain.config.folders import folder_problems
 from rltrain.config.keys import all_keys, followed, get, plugin_keys
 from rltrain.config.loaded import LoadedConfig
 from rltrain.config.model_schema import HALF, NO_SCALER
@@ -65,7 +66,7 @@ def broken_rules(loaded: LoadedConfig) -> list[str]:
     # Every rule must bear values that another one refuses, since all of them run.
     models = (_lora, _shared_sequences, budget_problems)
     rewards = (_reward_terms, _reward_model, _scorers)
-    ends = (engine_problems, overlap_problems)
+    ends = (engine_problems, overlap_problems, folder_problems)
     rules = (_each_key, _lists, _precision, uneven, _comparison, _correction, *models, *rewards, *ends, _names, _run)
     # The keys that the user wrote are named; where several follow one of them, it is told once.
     return list(dict.fromkeys(loaded.as_written(problem) for rule in rules for problem in rule(loaded.config)))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rltrain.config.fields import key, section
+from rltrain.config.trainer_schema import TRAINS
 
 # What a default that follows one of the actor's keys begins with.
 ACTOR = "${actor_rollout_ref.actor."
@@ -165,7 +166,7 @@ class CriticConfig:
 
     model: CriticModelConfig = section(CriticModelConfig)
     """Model."""
-    optim: CriticOptimConfig = section(CriticOptimConfig)
+    optim: CriticOptimConfig = section(CriticOptimConfig, only_with=TRAINS)
     """Optimizer."""
     ppo_mini_batch_size: int = key(ACTOR + "ppo_mini_batch_size}", least=1)
     """Prompts per optimizer step, over all devices, with all their answers."""

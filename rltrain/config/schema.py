@@ -24,7 +24,7 @@ from rltrain.config.model_schema import (
     RewardModelConfig,
 )
 from rltrain.config.rollout_schema import RolloutConfig
-from rltrain.config.trainer_schema import WITH_CRITIC, TrainerConfig
+from rltrain.config.trainer_schema import TRAINS, VALIDATES, WITH_CRITIC, TrainerConfig
 
 _SUMS = "seq-mean-token-sum-norm"
 _WITH_REFERENCE = {
@@ -102,7 +102,7 @@ class DataConfig:
     """Decides the order of prompts, and the sampling unless rollout.seed is set."""
     train_max_samples: int = -1
     """Train on so many rows only, drawn by data.seed (the first ones with data.shuffle=False); 0 or less: all."""
-    val_max_samples: int = -1
+    val_max_samples: int = key(-1, only_with=VALIDATES)
     """Validate on so many rows only, chosen likewise; 0 or less: all."""
     apply_chat_template_kwargs: dict[str, Any] = key({})
     """Free-form: arguments of the chat template, such as enable_thinking."""
@@ -141,7 +141,7 @@ class CheckpointConfig:
 class ActorConfig:
     """The policy's update."""
 
-    optim: OptimConfig = section(OptimConfig)
+    optim: OptimConfig = section(OptimConfig, only_with=TRAINS)
     """Optimizer."""
     fsdp_config: FSDPConfig = section(FSDPConfig)
     """Sharding."""

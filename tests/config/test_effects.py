@@ -12,6 +12,7 @@ from rltrain.errors import ConfigError
 
 A = "actor_rollout_ref."
 BASE = [f"{A}model.path=m", "data.train_files=t.parquet", "algorithm.adv_estimator=grpo", f"{A}rollout.n=4"]
+VALIDATES_ALONE = ["data.val_files=v.parquet", "trainer.val_only=True"]
 
 
 def notes(*overrides: str) -> list[str]:
@@ -107,6 +108,16 @@ def test_a_plain_command_has_no_notes():
         (f"{A}rollout.mode=async", [], [f"{A}rollout.mode=sync"]),
         (f"{A}model.use_fused_kernels=True", [], [f"{A}model.use_fused_kernels=False"]),
         (f"{A}rollout.load_format=dummy_dtensor", [], None),
+        (f"{A}actor.optim.lr=1e-5", VALIDATES_ALONE, VALIDATES_ALONE[:1]),
+        ("critic.optim.lr=1e-5", [*VALIDATES_ALONE, "algorithm.adv_estimator=gae"], ["algorithm.adv_estimator=gae"]),
+        ("trainer.save_freq=5", VALIDATES_ALONE, []),
+        ("trainer.test_freq=5", VALIDATES_ALONE, VALIDATES_ALONE[:1]),
+        ("trainer.val_before_train=False", VALIDATES_ALONE, []),
+        ("trainer.rollout_data_dir=answers", VALIDATES_ALONE, []),
+        ("trainer.resume_weights_only=True", ["trainer.resume_mode=disable"], []),
+        ("trainer.samples_max_prompts=5", ["trainer.samples_freq=-1"], []),
+        ("trainer.hang_factor=9", ["trainer.hang_floor_s=null"], []),
+        ("data.val_max_samples=5", [], VALIDATES_ALONE[:1]),
         (
             f"{A}actor.checkpoint.save_contents=[model]",
             [],

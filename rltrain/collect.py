@@ -18,7 +18,7 @@ from rltrain.logs import TRAIN_LOG
 
 # Patterns in the run folder, the most telling first: the archive ends where it is full. Of samples only the newest.
 _WANTED = (
-    "config*.yaml", "plan.json", "env.json", "tracking.json", TRAIN_LOG, "metrics.jsonl", "reward.log", "logs/*",
+    "config*.yaml", "plan*.json", "env*.json", "tracking.json", TRAIN_LOG, "metrics.jsonl", "reward.log", "logs/*",
     "incidents/*", "incidents/*/*", "global_step_*/manifest.json", "global_step_*/progress.json",
     "earlier_*/metrics.jsonl",
 )  # fmt: skip

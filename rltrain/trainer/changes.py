@@ -99,16 +99,21 @@ def tell_finished(run: Path, num_steps: int, changes: list[str]) -> None:
 
 
 def write_config(run: RunFolder, loaded: LoadedConfig) -> None:
-    """config.yaml, secrets masked; one that says otherwise is kept as config.1.yaml, config.2.yaml and so on."""
-    file, text = run.path / "config.yaml", to_yaml(loaded.config)
+    """config.yaml, secrets masked."""
+    _write(run, "config.yaml", to_yaml(loaded.config))
+
+
+def _write(run: RunFolder, name: str, text: str) -> None:
+    """Write a file of the run; one that says otherwise is kept as name.1.yaml, name.2.yaml and so on."""
+    file = run.path / name
     with suppress(FileNotFoundError):
         if patiently(file, file.read_bytes) != text.encode():
             number = 1
             # Renamed and never overwritten: the settings of earlier steps must be found later.
-            while (kept := run.path / f"config.{number}.yaml").exists():
+            while (kept := run.path / f"{file.stem}.{number}{file.suffix}").exists():
                 number += 1
             os.rename(file, kept)
-    run.write("config.yaml", text)
+    run.write(name, text)
 
 
 def _changes(run: Path, loaded: LoadedConfig) -> list[tuple[str, Any, Any]]:
@@ -140,5 +145,5 @@ def _meant(tree: Any, key: str) -> Any:
 def write_run_files(folder: RunFolder, loaded: LoadedConfig, plan: Plan, hosts: list[str]) -> None:
     """config.yaml (secrets masked), plan.json, env.json: what this run was. hosts: those of the workers."""
     write_config(folder, loaded)
-    folder.write("plan.json", json.dumps(asdict(plan), indent=1, default=str))
-    folder.write("env.json", json.dumps(facts() | device_facts() | {"hosts": hosts}, indent=1))
+    _write(folder, "plan.json", json.dumps(asdict(plan), indent=1, default=str))
+    _write(folder, "env.json", json.dumps(facts() | device_facts() | {"hosts": hosts}, indent=1))

@@ -22,7 +22,7 @@ from rltrain.storage import disk_errors, lines_of, patiently
 
 log = logging.getLogger(__name__)
 # What a run that begins anew would write in the place of another's. Trackers with runs of their own keep them apart.
-_OF_A_RUN = (METRICS, "samples", "tensorboard", "tracking.json", "plan.json", "env.json", "config*.yaml")
+_OF_A_RUN = (METRICS, "samples", "tensorboard", "tracking.json", "plan*.json", "env*.json", "config*.yaml")
 _SAMPLES, _VAL_SAMPLES, _DATA = (re.compile(each) for each in (
     r"train_(\d+)\.parquet", r"val_(\d+)\.parquet", r"(\d+)\.jsonl"
 ))  # fmt: skip

@@ -33,6 +33,25 @@ def test_the_example_script_runs_as_it_stands(tiny_model, arithmetic_files, tmp_
     assert {file.name.split("-")[0] for file in (tmp_path / "run" / "objects").iterdir()} == {"last_number", "centered"}
 
 
+def everything(folder):
+    return {each.relative_to(folder): each.read_bytes() for each in folder.rglob("*") if each.is_file()}
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_evaluation_in_the_folder_of_a_run_loses_nothing(tiny_model, arithmetic_files, tmp_path, saves):
+    steps = {"trainer__total_training_steps": 1, "trainer__save_at_end": saves}
+    run = small_run(tiny_model, arithmetic_files, tmp_path / "run", **steps)
+    assert rltrain.train(run).exit_code == 0
+    for changed in ([], ["actor_rollout_ref.rollout.val_kwargs.temperature=1.0", "data.max_response_length=10"]):
+        before = everything(tmp_path / "run")
+        assert rltrain.evaluate([*run, *changed])
+        after = everything(tmp_path / "run")
+        for name, held in before.items():
+            kept = after.get(name, b"").startswith(held) or held in after.values()
+            assert kept or name.name == "run.lock", f"{name} is lost"
+        assert sum(name.name == "metrics.jsonl" for name in after) == (1 if saves else 2 + bool(changed))
+
+
 def test_evaluation_gives_the_numbers_of_a_trainer(tiny_model, arithmetic_files, tmp_path):
     """Of the model as it is, by rollout workers alone; in the caller's own Ray, which goes on."""
     ray = pytest.importorskip("ray")

@@ -15,7 +15,15 @@ from rltrain.trainer.earlier import set_aside
 from rltrain.trainer.tracking import JsonLines
 from rltrain.view import read_samples
 
-OF_A_RUN = ("plan.json", "env.json", "config.yaml", "config.1.yaml", "tracking.json", "tensorboard/events")
+OF_A_RUN = (
+    "plan.json",
+    "plan.1.json",
+    "env.json",
+    "config.yaml",
+    "config.1.yaml",
+    "tracking.json",
+    "tensorboard/events",
+)
 SAMPLES = ("val_000000", "train_000001", "train_000002", "val_000002", "train_000003", "val_000003")
 LEFT = ("run.lock", "attempts.jsonl", "train.log", "reward.log", "logs/rank_00000.log", "global_step_2/progress.json")
 

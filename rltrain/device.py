@@ -182,7 +182,7 @@ def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def _machine_memory() -> dict[str, int]:
     """Bytes under Linux's names. They are the machine's: the memory limit of a container is not looked at."""
-    with open("/proc/meminfo") as file:
+    with open("/proc/meminfo", encoding="utf-8") as file:
         fields = dict(line.split(":") for line in file)
     return {name: int(fields[name].split()[0]) << 10 for name in ("MemTotal", "MemAvailable")}
 

@@ -89,7 +89,7 @@ def tell_supervisor(**facts: Any) -> None:
     may mend it), the code that it ``ends`` with once it has cleaned up and the one it has ``ended`` with, and whether
     this node was ``stopped`` by a request from another."""
     if file := os.environ.get(ATTEMPT):
-        with suppress(OSError), open(file, "a") as told:
+        with suppress(OSError), open(file, "a", encoding="utf-8") as told:
             told.write(json.dumps(facts) + "\n")
 
 
@@ -98,7 +98,7 @@ def told_supervisor(file: str | Path) -> dict[str, Any]:
     found: dict[str, Any] = {"pids": []}
     # A line that was cut off when the program died is not whole JSON.
     with suppress(OSError):
-        for line in Path(file).read_text(errors="replace").splitlines():
+        for line in Path(file).read_text("utf-8", "replace").splitlines():
             with suppress(ValueError):
                 found |= (facts := json.loads(line))
                 found["pids"] += [facts["pid"]] if "pid" in facts else []
@@ -283,7 +283,7 @@ def showing(device: str, devices: Sequence[str]) -> Iterator[None]:
 def cpu_quota(file: Path = Path("/sys/fs/cgroup/cpu.max")) -> float:
     """Cores that the container's CPU quota (cgroup v2) allows; infinite without one."""
     try:
-        quota, period = file.read_text().split()
+        quota, period = file.read_text("utf-8").split()
         return int(quota) / int(period)
     except (OSError, ValueError):  # no such file, or "max"
         return math.inf
@@ -291,7 +291,7 @@ def cpu_quota(file: Path = Path("/sys/fs/cgroup/cpu.max")) -> float:
 
 def memory_left(root: Path = Path("/sys/fs/cgroup"), mine: Path = Path("/proc/self/cgroup")) -> float:
     """Bytes that the memory limits of this process's cgroup and of those above it still allow; infinite without one."""
-    lines = [line.split(":", 2) for line in mine.read_text().splitlines()] if mine.is_file() else []
+    lines = [line.split(":", 2) for line in mine.read_text("utf-8").splitlines()] if mine.is_file() else []
     left = [math.inf]
     for _, controllers, path in lines:
         base, *names = _MEMORY_FILES.get(controllers, ("",))
@@ -306,8 +306,8 @@ def memory_left(root: Path = Path("/sys/fs/cgroup"), mine: Path = Path("/proc/se
 def _memory_left(folder: Path, limit: str, used: str, files: str) -> float:
     try:
         # Pages of files count as used, and the kernel gives them up.
-        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        return int((folder / limit).read_text()) - int((folder / used).read_text()) + int(stat[files])
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text("utf-8").splitlines())
+        return int((folder / limit).read_text("utf-8")) - int((folder / used).read_text("utf-8")) + int(stat[files])
     except (OSError, ValueError, KeyError):  # no such file, or "max"
         return math.inf
 

@@ -189,7 +189,7 @@ def open_worker_log(folder: str, rank: int) -> None:
     """
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        crashes = open(file := Path(folder) / f"rank_{rank:05d}.log", "a")  # noqa: SIM115 - see below
+        crashes = open(file := Path(folder) / f"rank_{rank:05d}.log", "a", encoding="utf-8")  # noqa: SIM115 - see below
     except OSError:  # storage that not all nodes see is told of where it matters, at checkpoints
         return
     logging.getLogger().addHandler(_File(file))

@@ -40,7 +40,7 @@ def offer() -> None:
 
 def stacks_here() -> str:
     """Python stacks of this process, and the state and, where they are offered, the stacks of all processes below."""
-    with tempfile.TemporaryFile("w+") as file:
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as file:
         faulthandler.dump_traceback(file)
         file.seek(0)
         return "\n".join([file.read(), *map(_other, _below(os.getpid()))])
@@ -62,7 +62,7 @@ def _below(ancestor: int) -> list[int]:
 def _stat(pid: int) -> list[str]:
     """State, parent and what else the kernel says of a process; nothing where it has ended."""
     try:
-        return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+        return (_PROC / str(pid) / "stat").read_text("utf-8", "replace").rpartition(")")[2].split()
     except OSError:
         return []
 
@@ -72,7 +72,7 @@ def _other(pid: int) -> str:
     if not fields:
         return f"process {pid} has ended\n"
     try:
-        name = (_PROC / str(pid) / "cmdline").read_text().replace("\0", " ")[:100].strip()
+        name = (_PROC / str(pid) / "cmdline").read_text("utf-8", "replace").replace("\0", " ")[:100].strip()
     except OSError:
         name = "?"
     return f"process {pid} ({name}) is {_STATES.get(fields[0], fields[0])}\n{_asked(pid) if fields[0] in 'RS' else ''}"
@@ -104,6 +104,6 @@ def _asked(pid: int) -> str:
 
 
 def _catches(pid: int) -> bool:
-    lines = (_PROC / str(pid) / "status").read_text().splitlines()
+    lines = (_PROC / str(pid) / "status").read_text("utf-8", "replace").splitlines()
     caught = next((line.split()[1] for line in lines if line.startswith("SigCgt:")), "0")
     return bool(int(caught, 16) >> (_SIGNAL - 1) & 1)

@@ -132,7 +132,7 @@ class Supervisor:
         with suppress(OSError):  # without it the cause is not known, and no more
             # Machines clean their temporary folders of what is older than some days.
             self._file.parent.mkdir(exist_ok=True)
-            self._file.write_text("")
+            self._file.write_text("", encoding="utf-8")
         started, clock = time.strftime("%Y-%m-%d %H:%M:%S"), time.monotonic()
         environment = os.environ | {ATTEMPT: str(self._file)}
         try:
@@ -253,7 +253,7 @@ class Supervisor:
         if not self._folder:
             return
         try:
-            with open(self._folder / "attempts.jsonl", "a") as file:
+            with open(self._folder / "attempts.jsonl", "a", encoding="utf-8") as file:
                 # With those of before, where the run had not got as far as its folder.
                 for each in self._attempts[self._written :]:
                     file.write(json.dumps(asdict(each)) + "\n")
@@ -294,7 +294,7 @@ def _parents() -> dict[int, int]:
     found = {}
     for process in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            found[int(process.parent.name)] = int(process.read_text(errors="replace").rpartition(")")[2].split()[1])
+            found[int(process.parent.name)] = int(process.read_text("utf-8", "replace").rpartition(")")[2].split()[1])
     return found
 
 
@@ -319,7 +319,7 @@ def _leads_to(top: int, pid: int, parents: dict[int, int]) -> bool:
 def _catches(pid: int, number: int) -> bool:
     """Whether a process has a handler for a signal."""
     with suppress(OSError):
-        found = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+        found = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text("utf-8", "replace"), re.MULTILINE)
         return bool(found and int(found[1], 16) >> (number - 1) & 1)
     return False
 

@@ -50,7 +50,7 @@ def send(run: Path) -> int:
         raise DataError(f"{folder} has offline files, and wandb is not installed here. Try: pip install wandb")
     if why := _refusal():
         raise DataError(f"W&B takes nothing now: {why}. Mend that, and run the same command again.")
-    with open(folder / "sync.lock", "w") as lock:
+    with open(folder / "sync.lock", "w", encoding="utf-8") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

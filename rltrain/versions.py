@@ -26,7 +26,7 @@ _PAIRS = {"npu": (("torch", "torch-npu", 3), ("vllm", "vllm-ascend", 2))}
 def package_set(device: str) -> dict[str, str]:
     """package -> version, of the set for npu, cuda or cpu; empty where the file was not installed."""
     file = shipped_file(constraints(device))
-    lines = file.read_text().splitlines() if file else []
+    lines = file.read_text("utf-8").splitlines() if file else []
     return dict(line.split("==") for line in lines if "==" in line and not line.startswith("#"))
 
 
@@ -87,7 +87,7 @@ def check_build(chip: str) -> None:
     series = next((name for part, name in (("910B", "A2"), ("910_93", "A3")) if part in chip), None)
     spec = importlib.util.find_spec("vllm_ascend")
     file = Path(((spec and spec.submodule_search_locations) or [""])[0], "_build_info.py")
-    built = re.search(r"__device_type__ *= *['\"](\w+)", file.read_text()) if spec and file.is_file() else None
+    built = re.search(r"__device_type__ *= *['\"](\w+)", file.read_text("utf-8")) if spec and file.is_file() else None
     if series and built and built[1] != series:
         raise ConfigError(
             f"vllm-ascend is built for {built[1]}, and this device is a {chip} ({series}). Install the build for "

@@ -119,7 +119,7 @@ def test_the_library_stays_small():
     """Without the converters: those are one small file a data set, however many there are."""
     assert lines_of_code('"""Doc."""\n\n# why\nx = 1\n') == 1
     library = [file for file in FILES if "data_preprocess" not in file.parts]
-    assert sum(lines_of_code(file.read_text()) for file in library) < 28_013
+    assert sum(lines_of_code(file.read_text()) for file in library) < 28_015
 
 
 def test_every_fault_has_a_line_in_the_table_of_the_docs():
@@ -131,6 +131,40 @@ def test_the_top_level_shows_rooms_nobody_imports_through():
         assert (ROOT / name).resolve() == PACKAGE / name
     for file in [*FILES, *sorted((ROOT / "tests").rglob("*.py")), *sorted((ROOT / "scripts").glob("*.py"))]:
         assert not {name.split(".")[0] for name in imports(file)} & {"trainer", "workers", "data_preprocess"}, file
+
+
+# What opens texts: which argument is the mode, and the mode without one.
+_TEXT = {"open": (1, "r"), "fdopen": (1, "r"), "TemporaryFile": (0, "w+b"), "NamedTemporaryFile": (0, "w+b")}
+
+
+def texts_without_an_encoding(source: str) -> list[int]:
+    """The lines of calls that read or write text as the machine's locale has it."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call) or any(each.arg in ("encoding", None) for each in node.keywords):
+            continue
+        owner, _, name = ast.unparse(node.func).rpartition(".")
+        if name in ("read_text", "write_text"):  # the encoding may be the argument behind what is written
+            found += [node.lineno] * (len(node.args) <= (name == "write_text"))
+        elif name in _TEXT and (owner, name) != ("os", "open"):
+            place, usual = _TEXT[name]
+            place -= name == "open" and owner != ""  # a method of a path
+            given = [*node.args[place : place + 1], *(each.value for each in node.keywords if each.arg == "mode")]
+            mode = ast.literal_eval(given[0]) if given and isinstance(given[0], ast.Constant) else usual
+            # Pillow's opens bytes; a mode that is not written out may be any.
+            images = owner and name == "open" and given and not isinstance(given[0], ast.Constant)
+            found += [node.lineno] * (not images and "b" not in mode)
+    return found
+
+
+def test_text_is_read_and_written_in_an_encoding_that_is_named():
+    """A locale such as C or latin-1 would write answers otherwise than they are read."""
+    source = "open(f)\nopen(f, 'rb')\np.open('a')\nos.open(f, 0)\np.open(mode='wb')\np.read_text()\np.write_text(x)\n"
+    source += "p.read_text('utf-8')\np.open(encoding='utf-8')\nTemporaryFile('w+')\nTemporaryFile()\nopen(f, mode)\n"
+    source += "os.fdopen(0)\nx.open(BytesIO(y))\n"
+    assert texts_without_an_encoding(source) == [1, 3, 6, 7, 10, 12, 13]
+    bare = {file: lines for file in FILES if (lines := texts_without_an_encoding(file.read_text()))}
+    assert not bare
 
 
 def test_public_functions_and_classes_say_what_they_are():

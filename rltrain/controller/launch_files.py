@@ -34,7 +34,7 @@ def own_token(file: Path | None) -> str:
     own.parent.mkdir(parents=True, exist_ok=True)
     # One that is there, however unreadable, is what other clusters of this user run with.
     exclusive = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-    with suppress(FileExistsError), open(os.open(own, exclusive, 0o600), "w") as opened:
+    with suppress(FileExistsError), open(os.open(own, exclusive, 0o600), "w", encoding="utf-8") as opened:
         opened.write(f"{secrets.token_hex(32)}\n")
     with suppress(OSError):
         own.chmod(0o600)  # Ray's own command leaves it to the umask
@@ -80,13 +80,13 @@ def text(file: Path | None) -> str:
         # On storage that maps root to nobody, root's own files are nobody's.
         if file and os.geteuid() and file.stat().st_uid not in (0, os.geteuid()):
             raise ConfigError(f"{file} is another user's: remove it, or set HEAD_FILE to a file of your own.")
-        return file.read_text().strip() if file else ""
+        return file.read_text("utf-8").strip() if file else ""
     return ""
 
 
 def _token_of(file: Path, fix: str) -> str:
     try:
-        found = file.read_text().strip()
+        found = file.read_text("utf-8").strip()
     except OSError as error:
         raise ConfigError(f"the token in {file} cannot be read ({error.strerror}): {fix}.") from error
     if not found:
@@ -98,6 +98,6 @@ def write(file: Path, content: str) -> None:
     """Whole or not at all, and readable for this user alone."""
     file.parent.mkdir(parents=True, exist_ok=True)
     handle, draft = tempfile.mkstemp(dir=file.parent, prefix=f"{file.name}.")
-    with open(handle, "w") as opened:
+    with open(handle, "w", encoding="utf-8") as opened:
         opened.write(f"{content}\n")
     Path(draft).replace(file)

@@ -21,7 +21,7 @@ def ray_start(launch: Launch, address: str, *arguments: str) -> None:
     # Ray counts GPUs itself; NPUs only where CANN's Python package is installed, so tell it.
     if (devices := devices_here("npu", none=0)) and not any(word.startswith("--resources") for word in given):
         given += ["--resources", f'{{"NPU": {devices}}}']
-    with tempfile.TemporaryFile("w+") as output:
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
         # A file, since Ray's processes would keep a pipe open; a session, since a signal to us is not one to Ray.
         done = subprocess.run(
             [sys.executable, "-m", "ray.scripts.scripts", "start", *given],

@@ -141,7 +141,7 @@ class _Watch(threading.Thread):
         """Whether this process has computed or read since the last look."""
         read = 0
         with contextlib.suppress(OSError, ValueError):  # not on macOS
-            read = int(Path("/proc/self/io").read_text().split()[1])  # "rchar: 123 …"
+            read = int(Path("/proc/self/io").read_text("utf-8").split()[1])  # "rchar: 123 …"
         before, self._done = self._done, (time.process_time() - time.thread_time(), read)
         return self._done[0] - before[0] > _BUSY_S or self._done[1] - before[1] > _BUSY_BYTES
 

@@ -134,7 +134,7 @@ def clusters_here() -> dict[str, list[int]]:
             # Containers of this machine are other nodes.
             if os.readlink(process / "ns/net") != here or int(process.name) in ours:
                 continue
-            state, parent = (process / "stat").read_text().rpartition(")")[2].split()[:2]
+            state, parent = (process / "stat").read_text("utf-8", "replace").rpartition(")")[2].split()[:2]
             if state == "Z":
                 continue
             parents[int(process.name)] = int(parent)
@@ -155,7 +155,7 @@ def clusters_here() -> dict[str, list[int]]:
 def program_of(pid: int) -> str:
     """The name of a process; empty where it has ended."""
     with suppress(OSError):
-        return Path(f"/proc/{pid}/comm").read_text().strip()
+        return Path(f"/proc/{pid}/comm").read_text("utf-8", "replace").strip()
     return ""
 
 
@@ -179,7 +179,7 @@ def group_is_alive(group: int) -> bool:
     """Whether any process of a process group runs still; one that nobody has waited for does not."""
     for process in _processes():
         with suppress(OSError):
-            state, _, of = (process / "stat").read_text().rpartition(")")[2].split()[:3]
+            state, _, of = (process / "stat").read_text("utf-8", "replace").rpartition(")")[2].split()[:3]
             if int(of) == group and state != "Z":
                 return True
     return False
@@ -193,6 +193,6 @@ def _ancestors() -> set[int]:
     """This process and those above it, which an end of the cluster must not take."""
     found = {pid := os.getpid()}
     while pid > 1:
-        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        pid = int(Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()[1])
         found.add(pid)
     return found

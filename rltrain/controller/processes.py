@@ -107,14 +107,14 @@ def _status(pid: int) -> dict[str, int]:
 
 def _numbers(file: str) -> dict[str, int]:
     """The lines ``name: number`` of a file under /proc; memory is in KiB."""
-    with suppress(OSError), open(file) as opened:
+    with suppress(OSError), open(file, encoding="utf-8", errors="replace") as opened:
         parts = (line.replace(":", " ").split() for line in opened)
         return {words[0]: int(words[1]) for words in parts if len(words) > 1 and words[1].isdigit()}
     return {}
 
 
 def _command(pid: int) -> str:
-    with suppress(OSError), open(f"/proc/{pid}/cmdline") as opened:
+    with suppress(OSError), open(f"/proc/{pid}/cmdline", encoding="utf-8", errors="replace") as opened:
         return opened.read(200)
     return ""
 
@@ -123,6 +123,6 @@ def _heads(raylet: int) -> Iterator[int]:
     """Ray's head process where it is on this node. Whoever has started the raylet has started it too."""
     parent = _status(raylet).get("PPid")
     for listing in glob.glob(f"/proc/{parent}/task/*/children"):
-        with suppress(OSError), open(listing) as opened:
+        with suppress(OSError), open(listing, encoding="utf-8") as opened:
             children = map(int, opened.read().split())
             yield from (pid for pid in children if "gcs_server" in _command(pid).partition("\0")[0])

@@ -98,7 +98,7 @@ def files_of(path: str, *, fetch: bool = False) -> list[Path]:
 
 def index_names(index: Path) -> list[str]:
     """The files that an index names."""
-    return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    return sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
 
 
 def read_entries(path: str, *, fetch: bool = False) -> Entries:

@@ -143,7 +143,9 @@ def _write_shards(weights: dict[str, torch.Tensor], folder: Path, digests: Diges
         write_weights({part: weights[part] for part in parts}, folder / name, digests)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        (folder / "model.safetensors.index.json").write_text(
+            json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+        )
 
 
 def _source_folder(path: str, config: PretrainedConfig) -> Path:
@@ -192,7 +194,7 @@ def _write_bounds(encoder: ChatEncoder, folder: Path) -> None:
 @contextmanager
 def _changed(file: Path) -> Iterator[dict[str, Any]]:
     """The content of a JSON file, which is written if it is changed; {} where there is no file."""
-    before = file.read_text(encoding="utf-8") if file.is_file() else "{}"
+    before = file.read_text("utf-8") if file.is_file() else "{}"
     content = json.loads(before)
     yield content
     if content != json.loads(before):

@@ -49,7 +49,7 @@ def _folder_problem(key: str, folder: Path) -> str | None:
             return None if old else f"{key}={folder} has no weights: neither {_WEIGHTS} nor {_INDEX} is there."
     else:
         try:
-            files = sorted(set(json.loads((folder / _INDEX).read_text())["weight_map"].values()))
+            files = sorted(set(json.loads((folder / _INDEX).read_text("utf-8"))["weight_map"].values()))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             return f"{folder / _INDEX} cannot be read ({error!r}). Copy it again."
     if lacking := [name for name in files if not (folder / name).is_file()]:

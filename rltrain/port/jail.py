@@ -26,7 +26,7 @@ _MEMORY_BYTES, _FILE_BYTES, _MOST_BYTES = 256 << 20, 8 << 20, 16 << 20
 
 def main() -> None:
     """Read what to run from the descriptor; write the records as JSON to stdout."""
-    with os.fdopen(int(sys.argv[1])) as stream:
+    with os.fdopen(int(sys.argv[1]), encoding="utf-8") as stream:
         job = json.load(stream)
     _enter(job["root"])
     for inside, content in job["files"].items():
@@ -56,7 +56,7 @@ def _enter(root: str) -> None:
             ("uid_map", f"{_NOBODY} {user} 1"),
             ("gid_map", f"{_NOBODY} {group} 1"),
         ):
-            with open(f"/proc/self/{name}", "w") as stream:
+            with open(f"/proc/self/{name}", "w", encoding="utf-8") as stream:
                 stream.write(line)
     # A new process-id namespace holds only children; when its first process ends, the kernel ends all others.
     child = os.fork()

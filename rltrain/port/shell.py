@@ -120,7 +120,7 @@ class Recording:
 def record(script: Path, arguments: Sequence[str] = ()) -> Recording:
     """Run ``script`` in the jail. Raises ConfigError where it cannot be read or the machine gives no jail."""
     try:
-        text = script.read_text(encoding="utf-8", errors="replace")
+        text = script.read_text("utf-8", "replace")
     except OSError as error:
         raise ConfigError(f"{script} cannot be read: {error.strerror}.") from error
     beside = _beside(script)
@@ -228,7 +228,7 @@ def _jailed(
     }
     files = dict.fromkeys(stubs, _RECORD)
     files |= {"/bin/record": _RECORD, **given, inside: _going_on(text)}
-    with tempfile.TemporaryDirectory() as root, tempfile.TemporaryFile("w+") as spec:
+    with tempfile.TemporaryDirectory() as root, tempfile.TemporaryFile("w+", encoding="utf-8") as spec:
         user = _NOBODY if os.getuid() == _ROOT else os.getuid()
         job = {
             "root": root,
@@ -290,7 +290,7 @@ def _beside(script: Path) -> dict[str, str]:
             continue
         if path.is_file() and (size := path.stat().st_size) <= room:
             room -= size
-            found[f"{_HERE}/{path.name}"] = _going_on(path.read_text(encoding="utf-8", errors="replace"))
+            found[f"{_HERE}/{path.name}"] = _going_on(path.read_text("utf-8", "replace"))
     return found
 
 

@@ -97,10 +97,10 @@ class Checkpoints:
         if not parent.is_dir() or not os.access(parent, os.W_OK):
             return f"trainer.default_local_dir={self.path} cannot be created: {parent} is no folder one may write in."
         try:
-            with open(self.path / _LOCK) as file:
+            with open(self.path / _LOCK, encoding="utf-8") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            return _in_use(self.path, (self.path / _LOCK).read_text())
+            return _in_use(self.path, (self.path / _LOCK).read_text("utf-8"))
         except IsADirectoryError:
             return f"{self.path / _LOCK} is a folder, and a run keeps its lock there. Remove it."
         except OSError:  # nobody has ever taken the lock, or the storage has none
@@ -133,7 +133,7 @@ class RunFolder(Checkpoints):
     def _take_lock(self) -> IO[str]:
         # Not "w", which would wipe out the owner's name before the lock says that there is one.
         try:
-            file = open(self.path / _LOCK, "a+")  # noqa: SIM115 - held for the life of the run
+            file = open(self.path / _LOCK, "a+", encoding="utf-8")  # noqa: SIM115 - held for the life of the run
         except OSError as error:
             raise _unwritable(self.path, error) from error
         try:
@@ -226,7 +226,7 @@ class RunFolder(Checkpoints):
             }
             for each in _written(folder, digests or {})
         }
-        (folder / _MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=1))
+        (folder / _MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=1), encoding="utf-8")
         for each in [folder / _MANIFEST, folder, *(each for each in folder.rglob("*") if each.is_dir())]:
             _sync(each)
         final = self.step_folder(step)

@@ -84,10 +84,10 @@ def _cut(file: Path, step: int, aside: Path) -> None:
     # A line that a kill has cut off has no step and goes too; `complete` leaves empty ones.
     if later := [line for line in lines if line.strip() and _step_of(line) > step]:
         aside.mkdir(exist_ok=True)
-        (aside / file.name).write_text("".join(f"{line}\n" for line in later))
+        (aside / file.name).write_text("".join(f"{line}\n" for line in later), encoding="utf-8")
     # A kill while the file is written would take the lines of all steps.
     anew = file.with_suffix(".tmp")
-    anew.write_text("".join(f"{line}\n" for line in kept))
+    anew.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
     anew.replace(file)
 
 
@@ -100,7 +100,7 @@ def _tell(folder: Path, aside: Path, step: int | None) -> None:
 def complete(file: Path, step: int, metrics: dict[str, float]) -> None:
     """Add the line of ``step`` where it is missing: a run was killed behind the checkpoint and before its line."""
     if metrics and not any(_step_of(line) == step for line in _lines(file)):
-        with disk_errors(file), file.open("a") as lines:
+        with disk_errors(file), file.open("a", encoding="utf-8") as lines:
             # In front too, as the kill may have cut a line off.
             lines.write("\n" + json.dumps({"step": step, **metrics}) + "\n")
 

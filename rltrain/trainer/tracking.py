@@ -213,7 +213,7 @@ class Tracker(Watcher):
                 self._ids[name] = sink.run_id
                 temporary = self._ids_file.with_suffix(".tmp")
                 try:
-                    temporary.write_text(json.dumps(self._ids, indent=1))
+                    temporary.write_text(json.dumps(self._ids, indent=1), encoding="utf-8")
                     temporary.replace(self._ids_file)
                 # The tracker works; making it again would begin a run with every attempt.
                 except OSError as error:
@@ -294,7 +294,7 @@ def tracker_notes(loggers: Sequence[str], folder: Path) -> Iterator[str]:
 def read_ids(file: Path) -> dict[str, str]:
     """Each tracker's own name of a run, as far as the file can be read."""
     try:
-        found = json.loads(file.read_text()) if file.exists() else {}
+        found = json.loads(file.read_text("utf-8")) if file.exists() else {}
         return {str(name): str(each) for name, each in found.items()}
     except (OSError, ValueError, AttributeError) as error:
         log.warning("%s cannot be read, so trackers begin new runs: %s", file, error)

@@ -143,7 +143,7 @@ def _digest(file: Path) -> str:
 
 def leave(file: Path, text: str) -> None:
     """Write a file as checkpoints are written: under another name, to the disk, renamed. Raises OSError."""
-    with open(file.with_suffix(".new"), "w") as new:
+    with open(file.with_suffix(".new"), "w", encoding="utf-8") as new:
         new.write(text)
         new.flush()
         os.fsync(new.fileno())
@@ -152,7 +152,7 @@ def leave(file: Path, text: str) -> None:
 
 def _missing(file: Path) -> str:
     try:
-        return "" if file.read_text() == file.parent.name else "sees another file of that name"
+        return "" if file.read_text("utf-8") == file.parent.name else "sees another file of that name"
     except FileNotFoundError:
         return "does not see it"
     except OSError as error:

@@ -147,5 +147,5 @@ def _die_with(parent: int) -> None:
     # The parent may have ended before prctl took effect, and then no signal comes.
     if os.getppid() != parent:
         os._exit(1)
-    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as stream:
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="utf-8") as stream:
         stream.write("900")

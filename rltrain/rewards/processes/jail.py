@@ -31,7 +31,7 @@ _READS = ("os.listdir", "os.scandir")
 
 def main() -> None:
     """Read what to run from the descriptor, shut the doors, run it. A function's result goes to stdout as JSON."""
-    with os.fdopen(int(sys.argv[1])) as stream:
+    with os.fdopen(int(sys.argv[1]), encoding="utf-8") as stream:
         job = json.load(stream)
     _limit(job["seconds"], job["memory_mb"])
     _separate()
@@ -87,7 +87,7 @@ def _separate() -> None:
     if libc.unshare(_NAMESPACES) != 0:
         return
     for name, line in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
-        with suppress(OSError), open(f"/proc/self/{name}", "w") as stream:
+        with suppress(OSError), open(f"/proc/self/{name}", "w", encoding="utf-8") as stream:
             stream.write(line)
     # A new process-id namespace holds only children, so a child goes on and this process hands its exit code up.
     child = os.fork()

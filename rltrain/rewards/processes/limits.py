@@ -71,7 +71,7 @@ def descendants(pid: int) -> list[int]:
     while unseen:
         for listing in Path(f"/proc/{unseen.pop()}/task").glob("*/children"):
             with suppress(OSError):
-                children = [int(child) for child in listing.read_text().split()]
+                children = [int(child) for child in listing.read_text("utf-8").split()]
                 found += children
                 unseen += children
     return found

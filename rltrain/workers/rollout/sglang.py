@@ -161,7 +161,7 @@ class SGLangRollout:
         with tempfile.TemporaryDirectory() as folder:
             self._send([(folder, torch.zeros(1, device=self._device.torch_device))], _REPORT)
             # One of each of the engine's processes; they are at the leader alone.
-            reports = [json.loads(file.read_text()) for file in Path(folder).iterdir()]
+            reports = [json.loads(file.read_text("utf-8")) for file in Path(folder).iterdir()]
         if self._engine:
             _expect(self._engine.end_weight_update())
         for report in reports:

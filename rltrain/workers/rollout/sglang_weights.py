@@ -51,5 +51,5 @@ def _refused(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> Excepti
 def report_refused(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     """End a sync: write a JSON of ``refused`` (weight -> why) into the folder that the only tensor is named after."""
     file = Path(named_tensors[0][0]) / str(os.getpid())
-    file.write_text(json.dumps({"refused": _REFUSED, "model": type(model).__name__}))
+    file.write_text(json.dumps({"refused": _REFUSED, "model": type(model).__name__}), encoding="utf-8")
     _REFUSED.clear()

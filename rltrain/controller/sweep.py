@@ -48,7 +48,10 @@ def _holders(folder: str) -> list[int]:
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended meanwhile, or is another user's
             files = map(os.readlink, (process / "fd").iterdir())
-            if int(process.name) != os.getpid() and any(file.startswith(folder) for file in files):
+            if int(process.name) == os.getpid() or not any(file.startswith(folder) for file in files):
+                continue
+            # Python's own sweeper ends with the processes that it sweeps behind: it removes their semaphores.
+            if b"multiprocessing.resource_tracker" not in (process / "cmdline").read_bytes():
                 found.append(int(process.name))
     return found
 
